@@ -12,6 +12,8 @@ XLA_FFI = pathlib.Path(__file__).parent
 SOURCES = (
     'binding/reader_test.cc',
     'binding/reader.cc',
+    'adamw/read.cc',
+    'attention/read.cc',
     'conv3x3/read.cc',
     'group_norm/read.cc',
     'linear/read.cc',
@@ -29,6 +31,16 @@ linear: x: expected at most 2147479552 pixels, found 2147483648
 norm: read
 norm: x: expected at most 65535 samples, found 65536
 norm: x: expected at most 2147479552 pixels of a sample, found 2147483648
+attention: read
+attention: qkv: expected at most 2147479552 queries of all heads, found 2147483648
+attention gradient: qkv: expected at most 2147479552 queries of all heads, found 2147483648
+sums: read
+sums: all tensors: expected at most 1099511627776 elements, found 1099511627777
+sums: all tensors: expected at most 2147483647 chunks, found 2147483648
+adamw: read
+adamw: all tensors: expected at most 1099511627776 elements, found 1099511627777
+narrow: read
+narrow: all tensors: expected at most 1099511627776 elements, found 1099511627784
 conv: x[0]: expected an address that is a multiple of 16, found one 8 bytes past; copy the array
 conv: y: expected an address that is a multiple of 16, found one 2 bytes past; copy the array
 """

@@ -5,6 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
+# The kernels count pixels, or the queries of all heads, as int32, rounded up to whole tiles.
+MAX_COUNT = 2**31 - 4096
+MAX_SAMPLES = 65535  # of kernels whose grid has the samples along y or z
 KERNEL_TYPES = ('bfloat16', 'float16', 'float32')  # of activations; parameters may be wider
 
 
@@ -29,6 +32,19 @@ def check_floating(op: str, **operands: Array | None) -> None:
     for name, value in operands.items():
         if value is not None and not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(f'{op}: {name}: {value.dtype}; expected bfloat16, float16 or float32')
+
+
+def check_count(op: str, name: str, unit: str, found: int, most: int = MAX_COUNT) -> None:
+    """Checks that an operand has at most so many of what `unit` names, for a backend's kernels.
+
+    Raises:
+      ValueError: it has more.
+    """
+    if found > most:
+        raise ValueError(
+            f'{op}: {name}: {found} {unit}; the kernels take at most {most}; split the batch, or '
+            f'use the xla backend'
+        )
 
 
 def check_kernel_type(op: str, name: str, value: Array) -> None:

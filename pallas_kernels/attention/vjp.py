@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.attention.operands import check_kernel_operands
+from jaxunet.ops.checks import MAX_SAMPLES, check_count
 from pallas_kernels.attention import triton, triton_backward
 from pallas_kernels.attention.tiles import Tiles, default_tiles
 from pallas_kernels.checks import check_shard_map
@@ -33,11 +34,13 @@ def attention(
       tiles: the tiles, for tuning; None takes `default_tiles`.
 
     Raises:
-      ValueError: channels that the heads do not divide, heads wider than 256, another type, or a
-        checked `shard_map`.
+      ValueError: channels that the heads do not divide, heads wider than 256, another type, more
+        samples, heads or queries than the kernels take, or a checked `shard_map`.
     """
     check_shard_map('attention')
     width = check_kernel_operands(qkv, num_heads)
+    for unit, count in (('samples', qkv.shape[0]), ('heads', num_heads)):  # z and y of the grid
+        check_count('attention', 'qkv', unit, count, MAX_SAMPLES)
     return _attention(
         qkv, num_heads, interpret, tiles or default_tiles(qkv.shape[1], width, qkv.dtype)
     )

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.group_norm.operands import check_operands
+from jaxunet.ops.group_norm.operands import check_kernel_sizes, check_operands
 from pallas_kernels.checks import check_shard_map
 from pallas_kernels.group_norm.backward import gradient, gradient_sums, parameter_gradients
 from pallas_kernels.group_norm.forward import normalise
@@ -39,6 +39,7 @@ def group_norm(
     """
     check_shard_map('group_norm')
     check_operands(x, scale, offset)
+    check_kernel_sizes(x)
     return _group_norm(x, scale, offset, groups, eps, silu, interpret)
 
 

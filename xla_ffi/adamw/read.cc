@@ -15,6 +15,15 @@ int64_t size_of(const Dims& dims) {
   return size;
 }
 
+// Elements of all tensors of a call: the kernels count blocks of 4096 elements as int.
+constexpr int64_t kMaxElements = int64_t{1} << 40;
+
+void check_elements(const Reader& call, const std::vector<int64_t>& sizes) {
+  int64_t all = 0;
+  for (const int64_t size : sizes) all += size;
+  call.at_most("all tensors", "elements", all, kMaxElements);
+}
+
 // name[i]
 std::string numbered(const std::string& name, int64_t i) {
   return name + "[" + std::to_string(i) + "]";
@@ -34,6 +43,8 @@ SumOfSquares read_sum_of_squares(Reader& call) {
     plan.sizes.push_back(size_of(found.dims));
     chunks += ceil_div(plan.sizes.back(), plan.chunk);
   }
+  check_elements(call, plan.sizes);
+  call.at_most("all tensors", "chunks", chunks, std::numeric_limits<int32_t>::max());
   plan.partial = static_cast<float*>(call.result("partial", ffi::DataType::F32, {chunks}).data);
   return plan;
 }
@@ -66,6 +77,7 @@ AdamW read_adamw(Reader& call) {
     plan.types.push_back(kind(found.element));
     plan.arrays[i * arrays + kGradient] = found.data;
   }
+  check_elements(call, plan.sizes);
   for (int64_t array = kParameter; array < arrays; ++array) {
     for (int64_t i = 0; i < count; ++i) {
       plan.arrays[i * arrays + array] =
@@ -98,6 +110,7 @@ Narrow read_narrow_all(Reader& call) {
     plan.sizes.push_back(size_of(found.dims));
     plan.arrays[2 * i] = found.data;
   }
+  check_elements(call, plan.sizes);
   ffi::DataType element{};
   for (int64_t i = 0; i < count; ++i) {
     const std::string which = numbered("narrow", i);

@@ -25,6 +25,7 @@ Array read_qkv(Reader& call, Plan& plan) {
   plan.tokens = qkv.dims[rank - 2];
   plan.batch = 1;
   for (size_t i = 0; i < rank - 2; ++i) plan.batch *= qkv.dims[i];
+  call.at_most("qkv", "queries of all heads", plan.batch * plan.heads * plan.tokens, kMaxPixels);
   plan.qkv = qkv.data;
   return qkv;
 }

@@ -24,8 +24,8 @@ using Dims = std::vector<int64_t>;
 
 constexpr int64_t kAny = -1;  // a dimension of any size
 
-// Largest number of pixels of an image, or of a batch of images: the kernels count them as int,
-// rounded up to whole tiles.
+// Largest number of pixels of an image, or of a batch of images, and of the queries of all heads:
+// the kernels count them as int, rounded up to whole tiles. jaxunet/ops/checks.py has it too.
 constexpr int64_t kMaxPixels = (int64_t{1} << 31) - 4096;
 
 // Operands and results begin at multiples of this many bytes: kernels load 16 bytes at once, and

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <iostream>
 
+#include "adamw/plan.h"
+#include "attention/plan.h"
 #include "conv3x3/plan.h"
 #include "group_norm/plan.h"
 #include "linear/plan.h"
@@ -124,6 +126,35 @@ void norm(int64_t batch, int64_t height, int64_t width) {
        {rows, rows, rows, rows}, {integer("parts", 1), integer("groups", 2), number("eps", 1e-5f)});
 }
 
+void attention(int64_t batch, int64_t tokens) {
+  tell("attention", read_attention_forward, {bfloat16({batch, tokens, 48})},
+       {bfloat16({batch, tokens, 16}), float32({batch, 2, tokens})}, {integer("heads", 2)});
+}
+
+void attention_gradient(int64_t batch, int64_t tokens) {
+  const Tensor qkv = bfloat16({batch, tokens, 48}), out = bfloat16({batch, tokens, 16});
+  tell("attention gradient", read_attention_backward, {qkv, out, float32({batch, 2, tokens}), out},
+       {qkv}, {integer("heads", 2)});
+}
+
+void sums(int64_t elements, int64_t chunk) {
+  tell("sums", read_sum_of_squares, {float32({elements})},
+       {float32({(elements + chunk - 1) / chunk})},
+       {integer("chunk", chunk), integer("tensors", 1)});
+}
+
+void adamw(int64_t elements) {
+  const Tensor each = float32({elements});
+  tell("adamw", read_adamw, {float32({5}), each, each, each, each}, {each, each, each},
+       {number("b1", 0), number("b2", 0), number("rest1", 1), number("rest2", 1), number("eps", 1),
+        number("decay", 0), integer("averages", 0), integer("tensors", 1)});
+}
+
+void narrow(int64_t elements) {
+  tell("narrow", read_narrow_all, {float32({elements}), float32({8})},
+       {bfloat16({elements}), bfloat16({8})}, {integer("tensors", 2)});
+}
+
 void tell_all() {
   convolution({2, 4, 4});
   convolution({1, 65536, 32704});
@@ -133,6 +164,16 @@ void tell_all() {
   norm(65535, 1, 1);
   norm(65536, 1, 1);
   norm(1, 65536, 32768);
+  attention(1, 1073739776);
+  attention(32768, 32768);
+  attention_gradient(32768, 32768);
+  sums(int64_t{1} << 40, 1 << 14);
+  sums((int64_t{1} << 40) + 1, 1 << 14);
+  sums(int64_t{1} << 31, 1);
+  adamw(int64_t{1} << 40);
+  adamw((int64_t{1} << 40) + 1);
+  narrow((int64_t{1} << 40) - 8);
+  narrow(int64_t{1} << 40);
   convolution({2, 4, 4}, 4096 + 8);
   convolution({2, 4, 4}, 4096, 4096 + 2);
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxtyping import Array, Shaped
 
-from jaxunet.ops.checks import check_floating, check_kernel_type
+from jaxunet.ops.checks import check_count, check_floating, check_kernel_type
 
 MAX_HEAD_WIDTH = 256  # channels; the kernels hold a tile of whole rows of a head in shared memory
 
@@ -31,7 +33,8 @@ def check_kernel_operands(qkv: Shaped[Array, '...'], num_heads: int) -> int:
     """Returns the channels of a head, for a backend's kernels.
 
     Raises:
-      ValueError: as `head_width`, or the kernels do not take this width or type.
+      ValueError: as `head_width`, or the kernels do not take this width or type, or so many
+        queries.
     """
     width = head_width(qkv, num_heads)
     if width > MAX_HEAD_WIDTH:
@@ -40,4 +43,5 @@ def check_kernel_operands(qkv: Shaped[Array, '...'], num_heads: int) -> int:
             f'use more heads, or the xla backend'
         )
     check_kernel_type('attention', 'qkv', qkv)
+    check_count('attention', 'qkv', 'queries of all heads', num_heads * math.prod(qkv.shape[:2]))
     return width

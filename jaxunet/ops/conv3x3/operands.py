@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.checks import check_floating, check_image, check_kernel_type
+from jaxunet.ops.checks import check_count, check_floating, check_image, check_kernel_type
 
 Image = Float[Array, 'batch height width _']
 Parts = tuple[Image, ...]
@@ -75,10 +76,11 @@ def checked_residual(
     """Checks the operands and returns the residual as kernels take it.
 
     Raises:
-      ValueError: as `check_operands`, or the kernels do not take x's type.
+      ValueError: as `check_operands`, or the kernels do not take x's type or so many pixels.
     """
     check_operands(x, kernel, shift, residual, shortcut)
     check_kernel_type('conv3x3', 'x', x.parts[0])
+    check_count('conv3x3', 'x', 'pixels', math.prod(x.parts[0].shape[:3]))
     if residual is None:
         return None
     if shortcut is None:

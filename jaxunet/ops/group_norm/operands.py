@@ -5,7 +5,13 @@ from __future__ import annotations
 from jaxtyping import Array
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.checks import check_floating, check_image, check_kernel_type
+from jaxunet.ops.checks import (
+    MAX_SAMPLES,
+    check_count,
+    check_floating,
+    check_image,
+    check_kernel_type,
+)
 
 
 def check_operands(x: Activation, scale: Array, offset: Array) -> None:
@@ -42,11 +48,24 @@ def check_kernel_operands(x: Activation, scale: Array, offset: Array, groups: in
     """Checks the operands for a backend's kernels.
 
     Raises:
-      ValueError: as `check_operands` and `group_size`, or the kernels do not take x's type.
+      ValueError: as `check_operands` and `group_size`, or the kernels do not take x's type, or so
+        many samples or pixels.
     """
     check_operands(x, scale, offset)
     check_kernel_type('group_norm', 'x', x.parts[0])
+    check_kernel_sizes(x)
     group_size(x.channels, groups)
+
+
+def check_kernel_sizes(x: Activation) -> None:
+    """Checks that a backend's kernels take so many samples and pixels.
+
+    Raises:
+      ValueError: there are more.
+    """
+    batch, height, width, _ = x.parts[0].shape
+    check_count('group_norm', 'x', 'samples', batch, MAX_SAMPLES)
+    check_count('group_norm', 'x', 'pixels of a sample', height * width)
 
 
 def group_size(channels: int, groups: int) -> int:

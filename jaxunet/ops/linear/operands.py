@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxtyping import Array
 
-from jaxunet.ops.checks import check_floating, check_image, check_kernel_type
+from jaxunet.ops.checks import check_count, check_floating, check_image, check_kernel_type
 
 
 def check_operands(x: Array, kernel: Array, bias: Array, residual: Array | None) -> None:
@@ -34,7 +36,8 @@ def check_kernel_operands(x: Array, kernel: Array, bias: Array, residual: Array 
     """Checks the operands for a backend's kernels.
 
     Raises:
-      ValueError: as `check_operands`, or the kernels do not take x's type.
+      ValueError: as `check_operands`, or the kernels do not take x's type or so many pixels.
     """
     check_operands(x, kernel, bias, residual)
     check_kernel_type('linear', 'x', x)
+    check_count('linear', 'x', 'pixels', math.prod(x.shape[:3]))

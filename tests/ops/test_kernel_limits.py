@@ -1,0 +1,79 @@
+"""Arrays of more pixels, queries or samples than the kernels count: refused while tracing, before
+any memory is needed.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxunet.ops import backends
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.checks import MAX_COUNT, MAX_SAMPLES
+from jaxunet.runtime.device import Target, use
+
+PIXELS = r'{} pixels; the kernels take at most 2147479552; split the batch, or use the xla backend'
+IMAGES = {  # the first two have the most pixels that the kernels take, and more
+    'most': (1, 2**19 - 1, 2**12),
+    'pixels': (2**15, 2**8, 2**8),
+    'samples': (MAX_SAMPLES + 1, 1, 1),
+    'large': (1, 2**16, 2**15),
+}
+
+
+@pytest.fixture(params=['cuda', 'pallas on Hopper', 'pallas'])
+def ops(request):
+    with use(Target.TRITON if request.param == 'pallas' else Target.HOPPER):
+        yield backends.ops_of(request.param.split(' ', maxsplit=1)[0])
+
+
+def trace(op, image, channels=64):
+    row = jnp.ones((1, channels))
+    kernel = jnp.ones((3, 3, channels, channels), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((*image, channels), 'bfloat16')
+    call = {
+        'conv3x3': lambda x: op(Activation.of(x), kernel, row).value,
+        'norm_silu_conv3x3': lambda x: op(Activation.of(x), row, row, kernel, row).value,
+        'group_norm': lambda x: op(Activation.of(x), row, row),
+        'linear': lambda x: op(x, kernel[0, 0], row),
+    }
+    return jax.eval_shape(call[op.__name__], x)
+
+
+def test_images_of_too_many_pixels_are_refused(ops):
+    for op in (ops.conv3x3, ops.norm_silu_conv3x3, ops.linear):
+        if op is backends.XLA.linear:
+            continue  # Pallas has none
+        with pytest.raises(ValueError, match=f'x: {PIXELS.format(2**31)}'):
+            trace(op, IMAGES['pixels'])
+    assert math.prod(IMAGES['most']) == MAX_COUNT
+    assert trace(ops.conv3x3, IMAGES['most']).shape == (*IMAGES['most'], 64)
+
+
+def test_norms_of_too_many_samples_or_pixels_are_refused(ops):
+    for op in (ops.group_norm, ops.norm_silu_conv3x3):
+        with pytest.raises(ValueError, match=r'group_norm: x: 65536 samples; .* at most 65535;'):
+            trace(op, IMAGES['samples'])
+    with pytest.raises(ValueError, match='group_norm: x: 2147483648 pixels of a sample; the'):
+        trace(ops.group_norm, IMAGES['large'])
+
+
+@pytest.mark.parametrize('shape', [(2**15, 2**15), (1, 2**30)])
+def test_attention_of_too_many_queries_is_refused(ops, shape):
+    qkv = jax.ShapeDtypeStruct((*shape, 48), 'bfloat16')
+    with pytest.raises(ValueError, match='attention: qkv: 2147483648 queries of all heads; the'):
+        jax.eval_shape(lambda x: ops.attention(x, num_heads=2), qkv)
+
+
+def test_the_triton_attention_has_samples_along_its_grid():
+    qkv = jax.ShapeDtypeStruct((MAX_SAMPLES + 1, 4, 48), 'bfloat16')
+    with use(Target.TRITON), pytest.raises(ValueError, match='qkv: 65536 samples; the kernels'):
+        jax.eval_shape(lambda x: backends.ops_of('pallas').attention(x, num_heads=1), qkv)
+
+
+def test_xla_takes_them():
+    xla = backends.XLA
+    for name in ('pixels', 'samples', 'large'):
+        assert trace(xla.group_norm, IMAGES[name]).shape == (*IMAGES[name], 64)
+        assert trace(xla.conv3x3, IMAGES[name]).shape == (*IMAGES[name], 64)
