@@ -20,7 +20,7 @@ import pytest
 from support import kernel_names
 from support.commands import call
 
-from jaxunet.benchmark.kernels import adamw, lowering
+from jaxunet.benchmark.kernels import adamw, lowering, verdict
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.ops.adamw.cases import AWKWARD
@@ -469,18 +469,62 @@ def test_tables(tmp_path: pathlib.Path) -> None:
     for row in found:
         rows.append(path, row)
     printed = call('jaxunet.benchmark.kernels.__main__', f'--table={path}').splitlines()
-    assert '| conv3x3 | forward | 32 | 2 | 1.00 | 0.50 | b |' in printed
-    assert '| conv3x3 | forward | 256 | 1 | 3.00 | 3.00 | a |' in printed
+    missed = 'not met: mean under 1.5, rates unknown; 1 under 0.95 of XLA'
+    assert f'| conv3x3 | forward | 32 | 2 | 1.00 | 0.50 | b | – | {missed} |' in printed
+    assert '| conv3x3 | forward | 256 | 1 | 3.00 | 3.00 | a | – | met |' in printed
     assert '| a | 10.0 | 600 | 1234 | 2.00 | 10.0 | 600 | 1234 | 3.00 |' in printed
     assert '| b | 10.0 | 600 | 1234 | 0.50 | – | – | – | – |' in printed
     assert '| n | 10.0 | – | 1234 | 1.50 |' in printed
     (cuda,) = (
         at for at, line in enumerate(printed) if line.endswith("XLA's time over the CUDA kernels'.")
     )
-    assert printed[cuda + 4] == '| group_norm | forward | 32 | 1 | 3.00 | 3.00 | n |'
+    assert printed[cuda + 4] == '| group_norm | forward | 32 | 1 | 3.00 | 3.00 | n | – | met |'
     assert '| n | 5.0 | – | 2469 | 3.00 |' in printed
     assert sum('NVIDIA H200' in line for line in printed) == 5
     assert printed == kernel_table.tables(found).splitlines()
+
+
+RATES = {'matmul_flops': 700e12, 'copy_bytes_per_s': 4e12}
+
+
+@pytest.mark.parametrize(
+    ('cases', 'share', 'text'),
+    [
+        # (XLA's time over the kernel's, its TFLOP/s, its GB/s); the rates are 700 and 4,000
+        ([(1.5, 100.0, 100.0), (1.6, None, 200.0)], 0.05, 'met'),
+        ([(1.0, 600.0, 100.0), (0.95, None, 3500.0)], 600 / 700, 'met'),
+        (
+            [(1.0, 600.0, 100.0), (1.2, 500.0, 100.0), (1.0, 10.0, 3000.0)],
+            500 / 700,
+            'not met: mean under 1.5, 2 under 85% of the rates',
+        ),
+        ([(9.0, 600.0, 100.0), (0.94, 650.0, 100.0)], 600 / 700, 'not met: 1 under 0.95 of XLA'),
+    ],
+)
+def test_a_verdict_names_the_bars_that_a_group_misses(cases, share, text):
+    group = [
+        example(str(i), 32, ratio, tflops=tflops, gbps=gbps) | RATES
+        for i, (ratio, tflops, gbps) in enumerate(cases)
+    ]
+    found = verdict.verdict(group)
+    assert found.share == pytest.approx(share)
+    assert found.text == text
+    assert verdict.verdict([*group, example('old', 32, 9.0)]).share is None
+
+
+@pytest.mark.parametrize(
+    ('op', 'direction', 'bar'),
+    [
+        ('conv3x3', 'forward', 1.5),
+        ('conv3x3', 'weight_gradient', 1.3),
+        ('attention', 'forward+backward', 3.0),
+        ('adamw', 'step', 1.5),
+    ],
+)
+def test_the_bar_of_a_group(op, direction, bar):
+    for ratio, met in ((bar - 0.01, False), (bar, True)):
+        row = example('a', 32, ratio, op=op) | RATES | {'direction': direction, 'tflops': 1.0}
+        assert (verdict.verdict([row]).text == 'met') == met
 
 
 def test_committed_rows_make_a_table_of_each_backend() -> None:

@@ -9,8 +9,9 @@
 
 All sides compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
 their kernels, median over calls in shuffled order. Each result is appended to `--output` as a JSON
-line; then a summary and a list of the cases without time are printed. The exit status is 1 if a
-side failed or its results differ from XLA's. Backends whose kernels cannot run here are skipped;
+line; then a summary and a list of the cases without time are printed. The summary says whether each
+group of cases meets the bars of `jaxunet.benchmark.kernels.verdict`. The exit status is 1 if a side
+failed or its results differ from XLA's. Backends whose kernels cannot run here are skipped;
 one line says why.
 
 On Hopper, separate processes lower the Pallas kernels if the package flatbuffers is installed,
@@ -36,6 +37,7 @@ import jax
 from absl import flags, logging
 
 from jaxunet.benchmark.cases import parse_batch_sizes
+from jaxunet.benchmark.device import measure_rates
 from jaxunet.benchmark.kernels import lowering
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
@@ -116,12 +118,15 @@ def measure_ops(
     jax.config.update('jax_enable_compilation_cache', False)
     # Lowering is Python: threads that switch often slow each other down.
     sys.setswitchinterval(0.05)
+    rates = measure_rates(kernels.DTYPE)
     origin = {
         'kind': 'kernel',
         'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         **rows.provenance(),
         'devices': 1,
         'command': shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]]),
+        'matmul_flops': rates.matmul_flops,
+        'copy_bytes_per_s': rates.copy_bytes,
     }
     measured: list[rows.Row] = []
     late: list[Measurement] = []

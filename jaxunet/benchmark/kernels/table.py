@@ -6,12 +6,24 @@ import collections
 import statistics
 from collections.abc import Iterable, Sequence
 
+from jaxunet.benchmark.kernels.verdict import RATES, verdict
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.untrusted import NUMBER, check_fields
 
 # Backends in rows. The first has plain field names (ratio, tflops, gbps); the others a suffix.
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
+HEAD = (
+    'op',
+    'direction',
+    'batch',
+    'cases',
+    'geometric mean',
+    'minimum',
+    'slowest case',
+    'least share of the rates',
+    'verdict',
+)
 # A later row that agrees in these replaces an earlier one.
 NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')
 
@@ -33,6 +45,7 @@ def latest(found: Iterable[Row]) -> list[Row]:
             'git': object,
             'versions': dict,
         }
+        fields |= {name: NUMBER for name in RATES if row.get(name) is not None}
         for side, suffix in sides.items():
             fields |= dict.fromkeys((f'us_{side}', f'ratio{suffix}', f'gbps{suffix}'), NUMBER)
             rate = f'tflops{suffix}'  # null for ops without products
@@ -67,7 +80,7 @@ def by_backend(found: Iterable[Row]) -> list[Row]:
 
 
 def summary(found: Iterable[Row]) -> str:
-    """Returns Markdown: XLA's time over the kernels', geometric mean and minimum.
+    """Returns Markdown: XLA's time over the kernels', geometric mean and minimum, and a verdict.
 
     One table for each device and backend, one line for each op, direction and batch size.
     """
@@ -91,7 +104,7 @@ def summary(found: Iterable[Row]) -> str:
             '',
         ]
         lines += _table(
-            ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
+            HEAD,
             (
                 (
                     *key,
@@ -99,9 +112,12 @@ def summary(found: Iterable[Row]) -> str:
                     f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}',
                     f'{worst["ratio"]:.2f}',
                     worst['case'],
+                    '–' if told.share is None else f'{told.share:.0%}',
+                    told.text,
                 )
                 for key, group in groups.items()
                 for worst in [min(group, key=lambda r: r['ratio'])]
+                for told in [verdict(group)]
             ),
         )
     return '\n'.join(lines).strip()
