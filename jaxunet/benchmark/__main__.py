@@ -2,12 +2,18 @@
 
     python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto \\
       --batch_sizes 32,256 --peers pytorch
+    python -m jaxunet.benchmark --config configs/elephants64.py --directions sample \\
+      --batch_sizes 256
     python -m jaxunet.benchmark --table benchmark.jsonl
     python -m jaxunet.benchmark --config configs/elephants64.py --synthetic --choose
 
 Each backend or peer is a side. The sides take turns on one device, so a drift of its speed does not
 change their ratios. Each row is appended to `--output` as a JSON line, and a table is printed at
 the end. A side that cannot run gets a row with its error, and the exit status is 1.
+
+The direction `sample` draws `--sampled_images` by DDIM in `--sampling_steps` steps, in batches of
+the batch size. Beside it, in turns, the network alone is evaluated as often; a row has its share of
+the time.
 
 `--choose` finds the fastest backend of every op in whole training steps, and keeps it in a file
 that backend=auto follows on this kind of device, with these versions and this precision.
@@ -28,7 +34,7 @@ import jax
 from absl import flags
 
 from jaxunet.benchmark import choose
-from jaxunet.benchmark.cases import DIRECTIONS, Plan, make_plan
+from jaxunet.benchmark.cases import DIRECTIONS, Plan, Sampling, make_plan
 from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.benchmark.run import run
 from jaxunet.benchmark.table import markdown
@@ -51,7 +57,15 @@ PEERS = flags.DEFINE_list(
 )
 BATCH_SIZES = flags.DEFINE_list('batch_sizes', [], "Batch sizes; default: the config's.")
 PRECISIONS = flags.DEFINE_list('precisions', [], "Compute types; default: the config's.")
-DIRECTION = flags.DEFINE_list('directions', [], f'Some of {", ".join(DIRECTIONS)}; default: all.')
+DIRECTION = flags.DEFINE_list(
+    'directions', [], f'Some of {", ".join(DIRECTIONS)}; default: all but sample.'
+)
+SAMPLED_IMAGES = flags.DEFINE_integer(
+    'sampled_images', 2048, 'Images that a turn of the direction sample draws.', lower_bound=1
+)
+SAMPLING_STEPS = flags.DEFINE_integer(
+    'sampling_steps', 50, 'Steps of DDIM of the direction sample.', lower_bound=1
+)
 ROUNDS = flags.DEFINE_integer(
     'rounds', 10, 'Turns of each side; medians and quartiles are over them.'
 )
@@ -90,6 +104,7 @@ def main(argv: Sequence[str]) -> int:
         directions=DIRECTION.value,
         rounds=ROUNDS.value,
         steps=STEPS.value,
+        sampling=Sampling(SAMPLED_IMAGES.value, SAMPLING_STEPS.value),
     )
     command = shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])
     if CHOOSE.value:
@@ -130,7 +145,7 @@ def images(plan: Plan) -> Source:
 def check_choose_flags() -> None:
     """Raises `UserError` for a flag that --choose does not read, and for chosen kernels."""
     choose.check_kernels()
-    for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT):
+    for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT, SAMPLED_IMAGES, SAMPLING_STEPS):
         if flag.present:
             raise UserError(
                 f'--{flag.name}: --choose times whole steps of every backend that runs here, and '

@@ -14,8 +14,10 @@ from jaxunet.config import PRECISIONS, Config, split_backend
 from jaxunet.runtime.errors import UserError, near_misses
 
 # forward: the loss of a batch. forward+backward: its gradients too. step: a whole training step,
-# with data, gradient clipping, optimizer and averages.
-DIRECTIONS = ('forward', 'forward+backward', 'step')
+# with data, gradient clipping, optimizer and averages. sample: a batch of images drawn by DDIM;
+# only if it is named.
+DIRECTIONS = ('forward', 'forward+backward', 'step', 'sample')
+DEFAULT_DIRECTIONS = DIRECTIONS[:3]
 # eager: as written. compiled: torch.compile. best: also channels_last, fused AdamW, and the whole
 # call in one CUDA graph.
 PYTORCH = ('pytorch-eager', 'pytorch-compiled', 'pytorch-best')
@@ -33,8 +35,10 @@ class Prepared(NamedTuple):
       peak_bytes: peak device memory; None if unknown. `notes['peak_source']` says how.
       notes: `bytes_source`, `peak_source`, and for jaxunet `ops`, the backend of every op.
       close: frees what only this direction needs.
-      unit: steps of one compiled call.
+      unit: steps of one compiled call; of `sample`, the batches that make the images asked for.
       concurrent: True if independent kernels may run at once.
+      alone: only of `sample`: runs as many evaluations of the network as that many steps need.
+      evaluations: of `sample`, evaluations of the network in a step.
     """
 
     run: Run
@@ -46,6 +50,15 @@ class Prepared(NamedTuple):
     close: Callable[[], None]
     unit: int = 1
     concurrent: bool = False
+    alone: Run | None = None
+    evaluations: int = 1
+
+
+class Sampling(NamedTuple):
+    """What `sample` draws: images, in so many steps of DDIM."""
+
+    images: int = 2048
+    steps: int = 50
 
 
 class Side(Protocol):
@@ -63,6 +76,7 @@ class Plan(NamedTuple):
       sides: names of backends and peers; ratios are to the first.
       rounds: turns of each side.
       steps: steps of one turn; None: chosen by `timing.turn_steps`.
+      sampling: what the direction `sample` draws.
     """
 
     name: str
@@ -73,6 +87,7 @@ class Plan(NamedTuple):
     directions: tuple[str, ...]
     rounds: int
     steps: int | None
+    sampling: Sampling = Sampling()
 
     def cases(self) -> Iterator[tuple[str, int]]:
         """Yields (precision, batch size) in the order of the run."""
@@ -92,13 +107,16 @@ def make_plan(
     directions: list[str],
     rounds: int,
     steps: int | None,
+    sampling: Sampling = Sampling(),  # noqa: B008 (it cannot change)
 ) -> Plan:
-    """Returns the plan of these flags. An empty list means the config's value, or all directions.
+    """Returns the plan of these flags.
+
+    An empty list means the config's value, or `DEFAULT_DIRECTIONS`.
 
     Raises:
       UserError: an unknown name, a number out of range, `steps` that are not a multiple of
-        train.steps_per_call, PyTorch asked for but not installed, or a config that splits a batch
-        over several devices or micro-batches.
+        train.steps_per_call, PyTorch asked for but not installed or to draw samples, or a config
+        that splits a batch over several devices or micro-batches.
     """
     backends = backends or [config.backend]
     for backend in backends:
@@ -114,6 +132,8 @@ def make_plan(
             f'--steps: {steps} is not a multiple of train.steps_per_call '
             f'({config.train.steps_per_call})'
         )
+    if peers and 'sample' in directions:
+        raise UserError('--directions: the peers draw no samples; leave --peers or sample out')
     sizes = parse_batch_sizes(batch_sizes or [str(config.data.batch_size)])
     if peers and importlib.util.find_spec('torch') is None:
         raise UserError(
@@ -125,9 +145,10 @@ def make_plan(
         sides=tuple(dict.fromkeys([*backends, *(mode for peer in peers for mode in PEERS[peer])])),
         precisions=tuple(dict.fromkeys(precisions or [config.precision])),
         batch_sizes=sizes,
-        directions=tuple(d for d in DIRECTIONS if not directions or d in directions),
+        directions=tuple(d for d in DIRECTIONS if d in (directions or DEFAULT_DIRECTIONS)),
         rounds=rounds,
         steps=steps,
+        sampling=sampling,
     )
 
 

@@ -65,7 +65,7 @@ class JaxSide:
         }
 
     def prepare(self, direction: str) -> Prepared:
-        """Compiles one of `cases.DIRECTIONS` and runs it once."""
+        """Compiles one of `cases.DEFAULT_DIRECTIONS` and runs it once."""
         return self._step() if direction == 'step' else self._model(direction)
 
     def _step(self) -> Prepared:

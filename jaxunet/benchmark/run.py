@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
+from jaxunet.benchmark import sampling
 from jaxunet.benchmark.cases import PYTORCH, Plan, Prepared, Side
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import JaxSide
@@ -26,7 +27,9 @@ from jaxunet.runtime.rows import Row, provenance
 Arguments = ParamSpec('Arguments')
 Result = TypeVar('Result')
 # Arithmetic in forward passes: the backward pass has two products for each of the forward pass.
-PASSES = {'forward': 1, 'forward+backward': 3, 'step': 3}
+# That of `sample` is for each evaluation of the network.
+PASSES = {'forward': 1, 'forward+backward': 3, 'step': 3, 'sample': 1}
+ALONE = ', the network alone'  # follows a side's name
 
 
 def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
@@ -91,14 +94,15 @@ def _case(
                 f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: '
                 f'{name}'
             )
-            ready[name] = _try(side.prepare, direction)
+            ready[name] = _try(_prepare, side, direction, plan)
         prepared = {name: found for name, found in ready.items() if isinstance(found, Prepared)}
         runs = {name: side.run for name, side in prepared.items()}
+        alone = {f'{n}{ALONE}': s.alone for n, s in prepared.items() if s.alone is not None}
         unit = max((side.unit for side in prepared.values()), default=1)
         counts = (_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values())
         asked = -(-plan.steps // unit) * unit if plan.steps else 0
         steps = asked or turn_steps([n for n in counts if isinstance(n, int)], unit)
-        times = interleave(runs, rounds=plan.rounds, steps=steps)
+        times = interleave(runs | alone, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
         for name, found in ready.items():
             row = case | {
@@ -108,13 +112,34 @@ def _case(
                 'steps_per_round': steps,
             }
             outcome = found if isinstance(found, Exception) else times[name]
+            network = times.get(f'{name}{ALONE}')
             if isinstance(outcome, Exception):
                 yield row | {'error': describe_error(outcome)}
+            elif isinstance(network, Exception):
+                yield row | {'error': describe_error(network)}
             elif isinstance(found, Prepared):
                 reference = first if isinstance(first, list) else None
-                yield row | measured(found, outcome, reference, row, rates)
+                numbers = measured(found, outcome, reference, row, rates)
+                yield row | numbers | (_share(plan, outcome, network) if network else {})
         for done in prepared.values():
             done.close()
+
+
+def _prepare(side: Side, direction: str, plan: Plan) -> Prepared:
+    """Compiles a direction of a side; only jaxunet's draw samples."""
+    if direction == 'sample' and isinstance(side, JaxSide):
+        return sampling.prepare(side.config, side.start.params, plan.sampling, side.notes)
+    return side.prepare(direction)
+
+
+def _share(plan: Plan, times: list[float], alone: list[float]) -> Row:
+    """Returns the fields that only rows of `sample` have."""
+    network = summarise(alone, times)  # its share of a step, within a round
+    return {
+        'sampled_images': plan.sampling.images,
+        'network_ms': network.median_ms,
+        'share_of_network': network.ratio,
+    }
 
 
 def make_side(name: str, config: Config, source: Source, state: TrainState) -> Side:
@@ -136,19 +161,20 @@ def measured(
     timing = summarise(times, first)
     seconds = timing.median_ms / 1e3
     moved, known = prepared.bytes_moved, first is not None
+    passes = PASSES[row['direction']] * prepared.evaluations
     return {
         'median_ms': timing.median_ms,
         'quartiles_ms': list(timing.quartiles_ms),
         'ratio': timing.ratio if known else None,
         'ratio_quartiles': list(timing.ratio_quartiles) if known else None,
         'images_per_second': row['batch_size'] / seconds,
-        'mfu': PASSES[row['direction']] * row['forward_flops'] / seconds / rates.matmul_flops,
+        'mfu': passes * row['forward_flops'] / seconds / rates.matmul_flops,
         'bytes_moved': moved,
         'bandwidth_share': moved / seconds / rates.copy_bytes if moved is not None else None,
         'peak_bytes': prepared.peak_bytes,
         'lower_s': prepared.lower_s,
         'compile_s': prepared.compile_s,
-        'steps_per_call': prepared.unit,
+        'steps_per_call': 1 if prepared.alone else prepared.unit,
         'concurrent_kernels': prepared.concurrent,
         'error': None,
         **prepared.notes,

@@ -38,7 +38,8 @@ MEASURED = {
     **dict.fromkeys(('median_ms', 'images_per_second', 'mfu', 'compile_s'), NUMBER),
 }
 OPTIONAL = ('ratio', 'bandwidth_share', 'peak_bytes')  # null where they do not apply
-LATER = {'steps_per_call': int, 'concurrent_kernels': bool}  # missing in older rows, or null
+# Missing in older rows, in those of other directions, or null.
+LATER = {'steps_per_call': int, 'concurrent_kernels': bool, 'share_of_network': NUMBER}
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -128,11 +129,17 @@ def _together(row: Row) -> str:
     return text + (', concurrent kernels' if row.get('concurrent_kernels') else '')
 
 
+def _share(row: Row) -> str:
+    """Returns what a row of `sample` says about the network alone."""
+    share = row.get('share_of_network')
+    return '' if share is None else f', {share:.0%} of the network alone'
+
+
 def _cells(row: Row) -> list[str]:
     start = [
         row['config'],
         f'{row["precision"]}, {row["batch_size"]}',
-        row['direction'] + _together(row),
+        row['direction'] + _together(row) + _share(row),
         row['backend'],
     ]
     if row.get('error') is not None:

@@ -19,7 +19,7 @@ from support.commands import call
 from support.tiny import flags, tiny_config
 
 from jaxunet.benchmark import choose, run, table
-from jaxunet.benchmark.cases import DIRECTIONS, Prepared, make_plan
+from jaxunet.benchmark.cases import DEFAULT_DIRECTIONS, Prepared, Sampling, make_plan
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import (
     model_loss,
@@ -74,7 +74,7 @@ def test_command_line(tmp_path: pathlib.Path) -> None:
     options = ['--backends=xla', '--batch_sizes=4', '--rounds=3', '--steps=2', f'--output={output}']
     printed = call('jaxunet.benchmark', *flags(), *options)
     found = rows.read(output)
-    assert [row['direction'] for row in found] == list(DIRECTIONS)
+    assert [row['direction'] for row in found] == list(DEFAULT_DIRECTIONS)
     for row in found:
         assert set(row) == FIELDS | MEASURED
         assert (row['backend'], row['batch_size'], row['config'], row['error']) == (
@@ -102,6 +102,26 @@ def test_command_line(tmp_path: pathlib.Path) -> None:
     assert forward['peak_bytes'] < backward['peak_bytes'] < step['peak_bytes']
     assert call('jaxunet.benchmark', f'--table={output}') == printed
     assert printed.count('\n| digits |') == 3
+
+
+def test_sampling_is_held_against_the_network_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, 'measure_rates', lambda precision: Rates(1e12, 1e12))
+    wanted = plan(
+        backends=['xla'], batch_sizes=['4'], directions=['sample'], sampling=Sampling(8, 5)
+    )
+    (row,) = run.run(wanted, synthetic_source(wanted.config), 'x')
+    alone = {'sampled_images', 'network_ms', 'share_of_network', 'sampler'}
+    assert set(row) == FIELDS | MEASURED | alone
+    assert (row['sampler'], row['sampled_images'], row['error']) == ('ddim, 5 steps', 8, None)
+    assert row['steps_per_round'] == 2  # whole turns of 8 images, in batches of 4
+    assert row['steps_per_call'] == 1
+    assert row['network_ms'] > 0
+    assert row['share_of_network'] > 0
+    seconds = row['median_ms'] / 1e3
+    np.testing.assert_allclose(row['images_per_second'], 4 / seconds)
+    np.testing.assert_allclose(row['mfu'], 5 * row['forward_flops'] / seconds / 1e12)
+    shown = f'| sample, {row["share_of_network"]:.0%} of the network alone | xla |'
+    assert shown in table.markdown([row])
 
 
 def test_a_side_that_cannot_run_is_a_row(
@@ -214,6 +234,10 @@ def test_dry_run_prints_the_cases() -> None:
         ({'precisions': ['half']}, '--precisions: .*float16'),
         ({'directions': ['back']}, '--directions: .*forward'),
         ({'batch_sizes': ['32', '-1']}, "--batch_sizes: .*'-1'"),
+        (
+            {'peers': ['pytorch'], 'directions': ['sample']},
+            '--directions: the peers draw no samples',
+        ),
         (
             {'config': tiny_config(train={'steps_per_call': 2, 'log_every': 2}), 'steps': 5},
             r'--steps: 5 is not a multiple of train.steps_per_call \(2\)',
