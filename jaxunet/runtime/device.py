@@ -145,6 +145,18 @@ def kind() -> str:
     return jax.devices()[0].device_kind if lowered_for is None else lowered_for
 
 
+def multiprocessors(otherwise: int) -> int:
+    """Returns how many multiprocessors the GPU has that kernels are traced for.
+
+    Args:
+      otherwise: the number if it is unknown: on a machine without a GPU, or inside of `use` there.
+    """
+    here = jax.devices()[0]
+    if here.platform != 'gpu' or (_forced and _forced[-1][1] is not None):
+        return otherwise
+    return int(getattr(here, 'core_count', None) or otherwise)
+
+
 def label() -> str:
     """Returns the name of this process's device for rows; it says if `VARIABLE` is set.
 

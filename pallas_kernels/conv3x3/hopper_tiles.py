@@ -9,10 +9,10 @@ from pallas_kernels.conv3x3.hopper_plan import Plan
 from pallas_kernels.conv3x3.schedule import (
     CHUNK,
     HALO_COLUMNS,
-    MULTIPROCESSORS,
     TAPS,
     Tile,
     ceil_div,
+    multiprocessors,
 )
 
 
@@ -39,7 +39,7 @@ def cycles(p: Plan) -> float:
     steps = s.chunks * max(TAPS * block, activation) + s.extras * (block + 500)
     drain = 440 / tile.groups + 1270 * s.pixels * tile.features / 8192
     copy = 2500 if p.outputs_first and not p.flipped else 0
-    return ceil_div(s.tiles, MULTIPROCESSORS) * (steps + drain) + copy
+    return ceil_div(s.tiles, multiprocessors()) * (steps + drain) + copy
 
 
 def _grid(features: int, height: int, activators: tuple[int, ...]) -> Iterator[Tile]:

@@ -59,7 +59,7 @@ from pallas_kernels.conv3x3.hopper_weight_gradient_plan import (
     Plan,
     Tile,
 )
-from pallas_kernels.conv3x3.schedule import MULTIPROCESSORS, SHARED_BYTES
+from pallas_kernels.conv3x3.schedule import SHARED_BYTES, multiprocessors
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref, Shaped
 
@@ -120,11 +120,11 @@ def default_tile(parts: Sequence[Shaped], dy: Shaped) -> Tile:
         # Microseconds on an H200: 0.7 to multiply a strip, 5 to start a CTA and store its sums,
         # 0.03 to add a CTA's sums to the others'. To refit, time `candidates` with `tune_hopper`.
         ctas = plan.tiles * splits
-        waves = -(-ctas // MULTIPROCESSORS)
+        waves = -(-ctas // multiprocessors())
         strips = -(-plan.strips // splits) * len(plan.products)
         return waves * (0.7 * strips + 5) + (0.03 * ctas if splits > 1 else 0)
 
-    return Tile(8, stages, min(range(1, min(plan.strips, MULTIPROCESSORS) + 1), key=microseconds))
+    return Tile(8, stages, min(range(1, min(plan.strips, multiprocessors()) + 1), key=microseconds))
 
 
 def shape_class(parts: Sequence[Shaped], dy: Shaped) -> str:
@@ -145,7 +145,7 @@ def candidates(parts: Sequence[Shaped], dy: Shaped) -> list[Tile]:
     """Returns the tiles worth timing for these shapes, the default first."""
     first = default_tile(parts, dy)
     found = [first]
-    full = MULTIPROCESSORS // Plan.of(parts, dy, first).tiles
+    full = multiprocessors() // Plan.of(parts, dy, first).tiles
     every = [*itertools.product((8, 16), (first.splits, first.splits // 2, full, 2 * full), (9,))]
     every += itertools.product((8, 16), {full // 3, -(-full // 3)}, (3,))
     for rows, splits, taps in every:

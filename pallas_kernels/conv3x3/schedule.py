@@ -19,6 +19,8 @@ from typing import TypeVar
 import jax
 from jax import lax
 
+from jaxunet.runtime import device
+
 Index = TypeVar('Index', int, jax.Array)
 
 TAPS = 9
@@ -30,7 +32,12 @@ BARRIER_BYTES = 2048  # an upper bound of barriers, scratch and alignment
 LOADING_REGISTERS = 40  # a thread of the producer, which only computes addresses
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 232  # a thread; 255 is the limit, and setmaxnreg counts in eights
-MULTIPROCESSORS = 132  # of an H100 or H200 SXM; with fewer, some programs run in a second wave
+SXM_MULTIPROCESSORS = 132  # of an H100 or H200 SXM
+
+
+def multiprocessors() -> int:
+    """Returns those of the GPU that kernels are traced for, or of an H200 where that is unknown."""
+    return device.multiprocessors(SXM_MULTIPROCESSORS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +142,7 @@ class Schedule:
     @property
     def programs(self) -> int:
         """CTAs of the persistent grid; program p computes tiles p, p + programs, ..."""
-        return min(self.tiles, MULTIPROCESSORS)
+        return min(self.tiles, multiprocessors())
 
     @property
     def steps(self) -> int:

@@ -32,11 +32,11 @@ from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
 from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 
-# Float32 elements of the weight gradient's split-K workspace. Blocks that share the pixels write
-# their partial sums there: 9 taps of 64 input channels by 64 features each, on the 132
-# multiprocessors of an H100 or H200. With a smaller workspace, a kernel splits the pixels less. To
-# refit for another GPU, replace 132 by its number of multiprocessors.
-PARTIAL_SUMS = 132 * 9 * 64 * 64
+# Float32 elements of the weight gradient's split-K workspace for each multiprocessor. Blocks that
+# share the pixels write their partial sums there: 9 taps of 64 input channels by 64 features each.
+# With a smaller workspace, a kernel splits the pixels less.
+PARTIAL_SUMS = 9 * 64 * 64
+MULTIPROCESSORS = 132  # where the GPU is unknown: those of an H100 or H200 SXM
 PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per sample
 
 # Smallest images, in pixels, for which the forward convolutions apply GroupNorm and SiLU
@@ -249,7 +249,8 @@ def _workspace(dy: Array, weights: int) -> int:
     finished. A block's share is at least 64 pixels.
     """
     pixels = math.prod(dy.shape[:3])
-    partial_sums = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
+    most = PARTIAL_SUMS * device.multiprocessors(MULTIPROCESSORS)
+    partial_sums = max(min(weights * -(-pixels // 64), most), weights)
     return partial_sums + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]
 
 

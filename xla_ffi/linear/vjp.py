@@ -15,13 +15,14 @@ from jaxtyping import Array, Float
 from jaxunet.ops.conv3x3.operands import outline
 from jaxunet.ops.linear.operands import check_kernel_operands
 from jaxunet.ops.transformations import joins_batch
+from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
+from xla_ffi.conv3x3.vjp import MULTIPROCESSORS
 
-# Float32 elements of the weight gradient's split-K workspace. Blocks that share the pixels write
-# their partial sums there: at most six chunks of 64 input channels by 64 features each, on the 132
-# multiprocessors of an H100 or H200. With a smaller workspace, a kernel splits the pixels less. To
-# refit for another GPU, replace 132 by its number of multiprocessors.
-PARTIAL_SUMS = 132 * 6 * 64 * 64
+# Float32 elements of the weight gradient's split-K workspace for each multiprocessor. Blocks that
+# share the pixels write their partial sums there: at most six chunks of 64 input channels by 64
+# features each. With a smaller workspace, a kernel splits the pixels less.
+PARTIAL_SUMS = 6 * 64 * 64
 PARTIAL_BIASES = 512  # rows of partial sums of the bias, one per block
 
 
@@ -74,10 +75,11 @@ def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | Non
         (((3,), (1,)), ((), ())),
         preferred_element_type=jnp.float32 if single else None,
     ).astype(dy.dtype)
+    most = PARTIAL_SUMS * device.multiprocessors(MULTIPROCESSORS)
     # At least the gradients themselves, which stay float32 until the split-K reduce has finished. A
     # block's share is at least 64 pixels.
     workspace = (
-        max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
+        max(min(weights * -(-pixels // 64), most), weights)
         + (x.shape[0] + PARTIAL_BIASES) * features
     )
     # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
