@@ -1,6 +1,11 @@
 """What only a GPU can show: run with `pytest -m gpu` on a machine that has one."""
 
+import concurrent.futures
+import functools
 import itertools
+import pathlib
+import runpy
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +16,7 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.sources import open_source
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import load_ops, ops_of
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.session import Session
@@ -19,6 +24,7 @@ from xla_ffi import unavailable
 
 pytestmark = pytest.mark.gpu
 OPS = load_ops('xla')
+ROOT = pathlib.Path(__file__).parents[2]
 # Relative error of a whole op: a few roundings of its type (float32 goes through tf32 in
 # convolutions and products).
 TOLERANCE = {'float32': 2e-3, 'bfloat16': 2e-2, 'float16': 3e-3}
@@ -94,6 +100,73 @@ def test_training_learns_on_every_gpu(mode, precision, backend, tmp_path):
     rows = read_metrics(tmp_path / 'metrics.csv')
     assert float(rows[-1]['loss']) < 0.8 * float(rows[0]['loss'])
     assert int(rows[-1]['skipped_steps']) <= (5 if precision == 'float16' else 0)
+
+
+def test_wgmma_reads_matrices_from_every_row_of_shared_memory(tmp_path):
+    """PTX does not promise it (harness/wgmma/canary.cu); the convolutions on Hopper need it."""
+    compiler = runpy.run_path(str(ROOT / 'xla_ffi/build_tools/nvcc.py'))
+    nvcc = compiler['machine']() or compiler['wheels']()
+    if nvcc is None or jax.devices()[0].compute_capability != '9.0':
+        pytest.skip('needs nvcc and a GPU of compute capability 9.0')
+    sources = ['tests/gpu/harness/wgmma/canary.cu', 'xla_ffi/common/shared_memory.cc']
+    command = [nvcc, '-std=c++17', '-gencode', 'arch=compute_90a,code=sm_90a', '-I', 'xla_ffi']
+    program = tmp_path / 'canary'
+    done = subprocess.run(
+        [*command, *sources, '-o', program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def threads_run(calls):
+    """Each call 200 times in a thread of its own: the same bits as alone, with gradients."""
+
+    def both(function, arguments):
+        y, pull = jax.vjp(function, *arguments)
+        return y, pull(jnp.ones_like(y))
+
+    def alone(call):
+        function, arguments = call
+        compiled = jax.jit(lambda *a: both(function, a))
+        return compiled, arguments, compiled(*arguments)
+
+    def again(call):
+        compiled, arguments, first = call
+        for _ in range(200):
+            jax.tree.map(np.testing.assert_array_equal, compiled(*arguments), first)
+
+    ready = [alone(call) for call in calls]
+    with concurrent.futures.ThreadPoolExecutor(len(ready)) as threads:
+        list(threads.map(again, ready))
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_threads_launch_attention_of_several_shapes(dtype):
+    """A launch never finds a limit of shared memory that another thread has set lower since."""
+    if missing := unavailable():
+        pytest.skip(missing)
+    attention = ops_of('cuda').attention
+    calls = []
+    for tokens, heads, width in [(64, 3, 32), (256, 2, 32), (77, 2, 64), (256, 1, 256)] * 2:
+        qkv = jax.random.normal(jax.random.key(tokens), (2, tokens, 3 * heads * width), dtype)
+        calls.append((functools.partial(attention, num_heads=heads), (qkv,)))
+    threads_run(calls)
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_threads_launch_convolutions_of_several_shapes(dtype):
+    if missing := unavailable():
+        pytest.skip(missing)
+    conv3x3 = ops_of('cuda').conv3x3
+    calls = []
+    for side, channels, features in [(4, 64, 64), (8, 128, 64), (16, 64, 3), (32, 3, 64)] * 2:
+        keys = jax.random.split(jax.random.key(side), 2)
+        x = jax.random.normal(keys[0], (3, side, side, channels), dtype)
+        kernel = jax.random.normal(keys[1], (3, 3, channels, features), dtype)
+        shift = jnp.zeros((1, features))
+        calls.append((lambda x, k, s=shift: conv3x3(Activation.of(x), k, s).value, (x, kernel)))
+    threads_run(calls)
 
 
 @pytest.mark.parametrize('precision', ['float32', 'bfloat16'])
