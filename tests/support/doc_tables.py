@@ -204,7 +204,8 @@ def fuzz() -> str:
     newest = {row['case']: row for row in read_lines('fuzz/rows.jsonl')}
     parts: dict[str, list[Row]] = {}
     for case, row in newest.items():
-        part = case if case in ('configs', 'trained steps', 'handlers') else 'readers of files'
+        own = case in ('configs', 'trained steps') or case.startswith('handlers')
+        part = case if own else 'readers of files'
         parts.setdefault(part, []).append(row)
     body = [
         [
@@ -217,10 +218,12 @@ def fuzz() -> str:
     ]
     row = next(iter(newest.values()))
     commits = ', '.join(dict.fromkeys(str(row['git']) for row in newest.values()))
+    gpus = dict.fromkeys(r['device'] for r in newest.values() if r['device'] != 'cpu')
+    where = ' and '.join(['On a CPU', *gpus])
     head = ('part', 'cases', 'refused', 'accepted', 'faults', 'slowest, s')
     return (
         f'{markdown.table(head, body)}\n\n'
-        f'On a CPU; Python {row["versions"]["python"]}, jax {row["versions"]["jax"]}, '
+        f'{where}; Python {row["versions"]["python"]}, jax {row["versions"]["jax"]}, '
         f'hypothesis {row["libraries"]["hypothesis"]}; commit {commits}. '
         'Rows by reader: `docs/results/fuzz/rows.jsonl`.'
     )
