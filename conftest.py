@@ -23,7 +23,7 @@ os.environ['XLA_FLAGS'] = (
 os.environ['JAX_COMPILATION_CACHE_DIR'] = str(ROOT / '.pytest_cache' / 'xla')
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
-# What was measured on this machine must not change what tests find.
+# Choices that were measured on this machine must not change what tests find.
 os.environ['JAXUNET_CHOICES'] = str(ROOT / '.pytest_cache' / 'choices.json')
 
 # A shell's background jobs ignore Ctrl-C, and so would every process of a test that sends it.

@@ -164,7 +164,7 @@ class _Counts:
     """Numbers for the report."""
 
     kept: int = 0
-    enlarged: int = 0  # of those kept
+    enlarged: int = 0  # some of `kept`
     bad: list[tuple[str, str]] = field(default_factory=list)  # name and reason of corrupt images
 
 

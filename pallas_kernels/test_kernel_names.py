@@ -122,7 +122,7 @@ def test_every_op_runs_on_its_kernels(lowered: Any) -> None:
 
 
 def test_a_fallback_would_be_seen() -> None:
-    """What the test above counts when a convolution is XLA's: the counter itself can fail."""
+    """The counter of the test above tells a convolution of XLA from a kernel."""
     x, kernel = (
         jax.ShapeDtypeStruct((1, 8, 8, 64), 'bfloat16'),
         jax.ShapeDtypeStruct((3, 3, 64, 64), 'bfloat16'),

@@ -25,8 +25,9 @@ from pallas_kernels.group_norm import tune as group_norm
 
 @pytest.fixture
 def table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of this process's device; compiled programs do nothing, and the later one was compiled, the
-    faster it is.
+    """Yields the path of the table for this process's device.
+
+    Compiled programs do nothing; each is faster than those that were compiled before it.
     """
 
     def named(name: str, function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a build compiles and asks for, and what a wheel holds; CI compiles by installing."""
+"""Builds: what they compile and ask for, and what a wheel holds; CI compiles by installing."""
 
 import pathlib
 import subprocess
@@ -243,7 +243,7 @@ def test_the_nvcc_of_the_machine_is_found_first(backend, monkeypatch, tmp_path):
 
 
 def built(folder: pathlib.Path, what: str) -> pathlib.Path:
-    """What the build backend makes in a process of its own, in the project's folder."""
+    """Builds in a process of its own, in the project's folder."""
     call = f"build_backend.build_{what}({str(folder)!r}, {{'wheel.cmake': 'false'}})"
     program = f"import sys; sys.path.insert(0, '{TOOLS}'); import build_backend; {call}"
     command = [sys.executable, '-c', program]

@@ -30,7 +30,7 @@ def test_right_calls_run(device):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('seed', [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
 def test_wrong_calls_are_errors(seed, device):
-    """Of every handler with every mistake."""
+    """Every handler refuses every mistake."""
     draw = random.Random(seed)
     for mistake, number in itertools.product(MISTAKES, range(len(HANDLERS))):
         call = spoil(right(number, draw), mistake, draw)

@@ -1,4 +1,4 @@
-"""What the checks of a call say where no test in Python can make it: `reader_test.cc` does."""
+"""Checks of calls that no test in Python can make: `reader_test.cc` makes them."""
 
 import os
 import pathlib

@@ -28,9 +28,7 @@ pytestmark = pytest.mark.extension
 
 
 def products(operation: Any, found: collections.Counter[str]) -> collections.Counter[str]:
-    """How often the program multiplies matrices, by the layer whose scope it is in: its name
-    without numbers.
-    """
+    """Counts the products of matrices by layer: the name of a scope without numbers."""
     for region in operation.regions:
         for block in region.blocks:
             for child in block.operations:

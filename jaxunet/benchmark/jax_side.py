@@ -181,7 +181,7 @@ def random_inputs(config: Config) -> dict[str, Array]:
 
 
 class Timed(NamedTuple, Generic[Result]):
-    """What a compilation made, and how long it took.
+    """A compiled function, and the time that its compilation took.
 
     Fields:
       lower_s: seconds of tracing and lowering.

@@ -13,7 +13,7 @@ from absl import logging
 from jaxunet.runtime.errors import UserError
 
 FOLDER = 'damaged'
-KEPT = 3  # of a kind; those moved earlier are deleted
+KEPT = 3  # entries of a kind; those moved earlier are deleted
 
 
 def set_aside(workdir: pathlib.Path, entry: pathlib.Path) -> None:

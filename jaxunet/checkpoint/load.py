@@ -142,7 +142,7 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
         config.init_from,
     )
     check_tree(fitted.params, config)
-    # Of a run, the averaged weights are taken. Its moments belong to the weights it trained.
+    # A run gives its averaged weights. Its moments belong to the weights it trained.
     has_moments = model.moments is not None and not pathlib.Path(config.init_from).is_dir()
     reason = '' if fitted.complete else 'not all weights are kept'
     if config.optimizer.name == 'muon':

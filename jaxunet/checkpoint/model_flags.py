@@ -11,7 +11,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights.inference import OBJECTIVES
 from jaxunet.weights.presets import PRESETS
 
-DIGITS = 5  # of the longest side of an image
+DIGITS = 5  # in the longest side of an image
 UNSTATED = 'For a .pt or .safetensors file that does not state it'
 
 

@@ -241,7 +241,7 @@ class _ConfigFile(flags.ArgumentParser):
             # ml_collections raises these again with a whole traceback as their message.
             raise UserError(_config_error((again and error.__context__) or error)) from None
         if not isinstance(found, ConfigDict | dict):
-            # Where the file could not be read, ml_collections returns an object that raises the
+            # If the file could not be read, ml_collections returns an object that raises the
             # reason on any access.
             getattr(found, 'model', None)
             raise UserError(

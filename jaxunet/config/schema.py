@@ -136,7 +136,7 @@ class TimestepsConfig:
     sampler: str = 'uniform'  # uniform | loss_second_moment | speed | policy | adaptive
     history: int = 10  # loss_second_moment: losses kept per timestep
     history_uniform: float = 0.001  # loss_second_moment: uniform share of the distribution
-    speed_k: float = 5.0  # how many times as often timesteps before τ are drawn
+    speed_k: float = 5.0  # timesteps before τ are drawn this many times as often
     speed_tau: float = 0.7  # τ, as a fraction of diffusion.steps
     policy_every: int = 40  # optimizer steps between measurements
     policy_probes: int = 3  # timesteps whose bound rewards the policy
@@ -287,7 +287,7 @@ class EvaluationConfig:
 class Config:
     """All options of a run. `jaxunet.config.resolve` makes and checks one."""
 
-    seed: int = 0  # of the initial weights, the order of images, noise, timesteps and dropout
+    seed: int = 0  # for the initial weights, the order of images, noise, timesteps and dropout
     # auto | xla | pallas | cuda, optionally with other backends for some ops, as in
     # pallas+adamw=cuda (see `split_backend`).
     backend: str = 'auto'

@@ -44,7 +44,7 @@ PROBE = 32  # pixels a side at which the pixels are looked at
 
 
 class Facts(NamedTuple):
-    """What the choices depend on.
+    """Facts about the images, on which the choices depend.
 
     Fields:
       images: number of images.

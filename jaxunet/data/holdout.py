@@ -14,7 +14,7 @@ from jaxunet.data.order import permuted
 from jaxunet.data.source import Source, Subset
 from jaxunet.runtime.errors import UserError
 
-SEED = 0x686F6C64  # of the order in which images are held out; no seed of a run
+SEED = 0x686F6C64  # orders the images before some are held out; differs from the seed of a run
 
 
 def held_out_count(holdout: float, total: int) -> int:

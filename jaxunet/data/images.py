@@ -21,7 +21,7 @@ GAP = 2  # pixels between the images of a grid
 TINY = 32  # pixels; a grid enlarges images with a shorter side than this
 ENLARGED = 48  # pixels; least shorter side of an enlarged image
 
-MAX_CLASS_COLUMNS = 20  # of a grid with one column per class
+MAX_CLASS_COLUMNS = 20  # for a grid with one column per class
 
 # uint8; `_check_pixels` reports other types.
 Pixels = Shaped[np.ndarray, '...']

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
-ROUNDS = 8  # of the Feistel network
+ROUNDS = 8  # Feistel rounds
 SMALL, SMALL_ROUNDS = 256, 12  # sets below SMALL images need more rounds to mix
 MAX_IMAGES = 2**31 - 1
 

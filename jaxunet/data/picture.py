@@ -24,7 +24,7 @@ from jaxunet.runtime.errors import UserError
 
 Redraw = Bool[np.ndarray, 'height width']
 
-GREY_MODES = ('1', 'L', 'LA', 'La', 'I', 'F')  # of Pillow; also I;16, I;16B, ...
+GREY_MODES = ('1', 'L', 'LA', 'La', 'I', 'F')  # Pillow's modes; also I;16, I;16B, ...
 WHITE = 128  # least grey value of a mask that means redraw
 
 

@@ -231,7 +231,7 @@ class _LoadBatch:
         )[self.rows]
         crops = None
         if self.crop_least is not None:
-            # Of the whole batch, so that they do not depend on the number of processes.
+            # Drawn for the whole batch, so that they do not depend on the number of processes.
             random = np.random.default_rng((CROPS, self.seed, int(step)))
             side = min(self.source.image_shape[:2])
             crops = random_crops(random, self.batch_size, side, self.crop_least)[self.rows]

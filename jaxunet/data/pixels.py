@@ -45,7 +45,7 @@ class Crop(NamedTuple):
 CENTRE = Crop(1.0, 0.5, 0.5)
 
 MODES = {1: 'L', 3: 'RGB'}
-MAX_PIXELS = 2**26  # of one image file; a larger one may be a decompression bomb
+MAX_PIXELS = 2**26  # limit for one image file; a larger one may be a decompression bomb
 MAGIC_BYTES = 32  # bytes that identify an image file
 ORIENTATION = 0x0112  # EXIF tag; values from 5 on swap width and height
 # A box filter by a whole factor first reduces an image to this many times its final size: almost
@@ -72,7 +72,7 @@ MAGIC = (
 )
 
 
-# What Pillow may decode. It has more formats: for EPS it would run Ghostscript.
+# Formats that Pillow may decode. It has more formats: for EPS it would run Ghostscript.
 FORMATS: tuple[str, ...] = ('PNG', 'JPEG', 'GIF', 'BMP', 'PPM', 'WEBP', 'TIFF', 'JPEG2000')
 if importlib.util.find_spec('PIL.AvifImagePlugin') is not None:  # since Pillow 11.3
     FORMATS += ('AVIF',)

@@ -31,7 +31,7 @@ MAX_SIZE = 2**62  # bytes of one member
 MAX_SHARED = 64  # attributes that a header gives to all members after it
 # tarfile's patterns take quadratic time over digits.
 DIGITS = re.compile(rb'[0-9]{256}')
-# What tarfile and the decompressors raise on a damaged archive.
+# Exceptions that tarfile and the decompressors raise on a damaged archive.
 ERRORS = (*archives.ERRORS, tarfile.TarError, OSError)
 
 

@@ -22,7 +22,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import one_line
 
 MAGIC = 20240620
-MODEL_MAGIC = 12345678  # of unet.cu's model files
+MODEL_MAGIC = 12345678  # in unet.cu's model files
 HEADER_BYTES = 1024
 MAX_SIDE = 2**16
 FIELDS = {1: 'n_images', 2: 'channels', 3: 'height', 4: 'width'}  # index in the header -> name
@@ -106,7 +106,7 @@ def open_compressed(path: Path, image_shape: Shape) -> Source:
                     'of memory; unpack it with gunzip and give the .bin'
                 )
             images = np.empty((header.n, *header.image_shape), np.uint8)
-            numbers = math.prod(header.image_shape)  # of an image
+            numbers = math.prod(header.image_shape)  # per image
             rows = max(CHUNK // numbers, 1)
             for start in range(0, header.n, rows):
                 part = images[start : start + rows]

@@ -1,4 +1,4 @@
-"""How the classifier of `jaxunet.metrics.classifier` is trained."""
+"""Recipe that trains the classifier of `jaxunet.metrics.classifier`."""
 
 from __future__ import annotations
 

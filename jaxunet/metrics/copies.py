@@ -33,7 +33,7 @@ from jaxunet.runtime.errors import UserError
 
 THRESHOLD = 1 / 3
 NEIGHBOUR = 3  # s(y) is the distance to this neighbour
-CHUNK_BYTES = 2**29  # of float32 vectors of training images on the device at a time
+CHUNK_BYTES = 2**29  # bytes of training images, in float32, on the device at a time
 
 # float32 features, or uint8 pixels, which are divided by 255.
 Vectors = Real[np.ndarray, 'n d']

@@ -26,7 +26,7 @@ POOLED = ('mu', 'sigma')
 SPATIAL = ('mu_s', 'sigma_s')
 IMAGES = ('images', 'arr_0')  # names that images may have beside statistics
 PROTOCOL = 'jaxunet_protocol'  # our extra entry: the origin of the numbers, as JSON
-LARGEST = 1e100  # of the numbers in a file; their products must not overflow
+LARGEST = 1e100  # largest number accepted from a file; products must not overflow
 
 Vector = Float[np.ndarray, ' d']
 Matrix = Float[np.ndarray, 'd d']

@@ -20,8 +20,9 @@ from jaxunet.weights.torch_file import TorchFile
 
 FILE = 'pt_inception-2015-12-05-6726825d.pth'
 URL = f'https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE}'
-# Of the published file: its name has the first eight digits. torch-fidelity's release v0.2.0 has
-# the same file (95,628,359 bytes, the same digits in its name), whose whole digest others print.
+# Digest of the published file; the file's name has the first eight digits. torch-fidelity's release
+# v0.2.0 has the same file (95,628,359 bytes, the same digits in its name); others print its whole
+# digest.
 SHA256 = '6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2'
 SUFFIXES = ('.pth', '.pt', '.npz', '.safetensors')
 MAX_BYTES = 2**29  # far above the published file's 96 MB

@@ -13,7 +13,7 @@ from jaxunet.data.source import Source
 from jaxunet.metrics.image_sets import open_images
 from jaxunet.runtime.errors import UserError
 
-MAX_BYTES = 8 * 2**30  # of pixels; they are kept on the device
+MAX_BYTES = 8 * 2**30  # bytes of pixels, which are kept on the device
 HELD_OUT = 10  # one image in ten is held out
 
 

@@ -22,9 +22,9 @@ from jaxunet.metrics.sides import check_count, drawn_rows, image_side
 from jaxunet.metrics.table import Side
 from jaxunet.runtime.errors import UserError
 
-MAX_BYTES = 8 * 2**30  # of pixels in host memory
+MAX_BYTES = 8 * 2**30  # bytes of pixels in host memory
 SHOWN = 64  # pairs in the picture
-COLUMNS = 16  # of the picture
+COLUMNS = 16  # pairs in a row of the picture
 TABLE_COLUMNS = (
     'sample',
     'pixel_neighbour',

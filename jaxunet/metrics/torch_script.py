@@ -26,7 +26,7 @@ from jaxunet.weights.torch_pickle import (
 )
 
 MAX_DEPTH = 32  # nesting of modules
-MAX_ATTRIBUTES = 2**17  # of all modules; one that several modules share counts again
+MAX_ATTRIBUTES = 2**17  # in all modules; one that several modules share counts again
 ADVICE = (
     'it was not written by torch.jit.save, or is damaged; '
     "give a state dict or an .npz of pytorch-fid's tensors"

@@ -136,7 +136,7 @@ class _Data(NamedTuple):
     reference: Images  # all images of --reference
     train: Images
     test: Images
-    tested: str  # what the test images are, for reports
+    tested: str  # name of the test images in reports
     classes: tuple[str, ...]
 
 

@@ -231,7 +231,7 @@ def _unavailable(name: str) -> str | None:
 
 
 def _missing(name: str) -> str | None:
-    """As `_unavailable`, also for a backend that does not import, which `auto` skips."""
+    """Says why `auto` skips a backend, which may fail to import; None if it runs here."""
     try:
         return _unavailable(name)
     except UserError as error:

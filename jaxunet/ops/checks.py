@@ -8,7 +8,7 @@ from jaxtyping import Array
 # The kernels count pixels, or the queries of all heads, as int32, rounded up to whole tiles.
 MAX_COUNT = 2**31 - 4096
 MAX_SAMPLES = 65535  # of kernels whose grid has the samples along y or z
-KERNEL_TYPES = ('bfloat16', 'float16', 'float32')  # of activations; parameters may be wider
+KERNEL_TYPES = ('bfloat16', 'float16', 'float32')  # types of activations; parameters may be wider
 
 
 def check_image(op: str, name: str, value: Array) -> None:

@@ -121,7 +121,7 @@ def open_zip(
     except ERRORS as error:
         raise damaged(error) from None
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a place before the file's start
+        if error.errno != errno.EINVAL:  # seek to before the file's start
             raise
         raise damaged(error) from None
     names = collections.Counter(info.filename for info in archive.infolist())

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from jaxunet.runtime.untrusted import plain, shown
 
 MAX_OPCODES = 2**21  # a state dict needs about 40 for a tensor
-MAX_ARGUMENTS = 16  # of a call
+MAX_ARGUMENTS = 16  # per call
 
 Stack = list[Any]
 Memo = dict[int, object]  # number -> object that later opcodes refer to

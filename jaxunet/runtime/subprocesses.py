@@ -199,7 +199,7 @@ def share(
     def pinned(i: int, mine: Sequence[str]) -> None:
         own = set[int]().union(*(cores[gpus.index(gpu)] for gpu in mine))
         if own:
-            os.sched_setaffinity(0, own)  # of this thread; its processes inherit it
+            os.sched_setaffinity(0, own)  # this thread only; its processes inherit it
         work(i, mine)
 
     waiting, free, running = list(todo), list(gpus), set[concurrent.futures.Future[None]]()

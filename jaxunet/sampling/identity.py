@@ -1,4 +1,7 @@
-"""What determines the pixels of a sample, by which an interrupted command finds its own again."""
+"""Everything that determines the pixels of a sample.
+
+An interrupted command finds the images that it already drew by it.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ DEFAULT_SKIP_SCHEDULES = {
 
 # Repositories whose scripts' defaults `as_peer` gives.
 PEERS = ('guided_diffusion', 'ddpm_torch')
-DDPM_TORCH_STEPS = 10  # of its DDIM
+DDPM_TORCH_STEPS = 10  # default of its DDIM
 # Options that only one sampler has.
 OWNERS = {'eta': 'ddim', 'variance': 'ddpm', 'churn': 'heun', 'churn_range': 'heun'}
 

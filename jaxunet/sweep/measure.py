@@ -254,7 +254,7 @@ def _peak(devices: Sequence[jax.Device]) -> Row:
     stats = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in devices]
     if all(stats):
         return {'peak_bytes': max(int(s) for s in stats if s), 'peak_source': 'device'}
-    unit = 1 if sys.platform == 'darwin' else 1024  # of ru_maxrss, in bytes
+    unit = 1 if sys.platform == 'darwin' else 1024  # bytes in a unit of ru_maxrss
     return {
         'peak_bytes': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
         'peak_source': 'process',

@@ -1,4 +1,4 @@
-"""How well a classifier of noisy images does on held-out and on training images, by noise level.
+"""Accuracy of a classifier of noisy images on held-out and training images, by noise level.
 
 `jaxunet.training.bands` chooses the images and their noise; its four bands are quarters of the
 timesteps.

@@ -1,4 +1,4 @@
-"""What the samples of a run are conditioned on: classes, and the images that they enlarge."""
+"""Conditions of the samples that a run draws: classes, and small images to enlarge."""
 
 from __future__ import annotations
 

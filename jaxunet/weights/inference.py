@@ -22,7 +22,7 @@ ORDER_FLAGS = '--new_attention_order or --nonew_attention_order'
 
 
 class Stated(TypedDict, total=False):
-    """What the reader of a file states about its model; flags of the same names."""
+    """Facts that the reader of a file states about its model; flags have the same names."""
 
     image_size: tuple[int, ...]
     num_heads: int

@@ -63,7 +63,7 @@ class Weights:
 
 
 class Reader(NamedTuple):
-    """What the caller of a reader gives.
+    """Arguments of a reader of state dicts.
 
     Fields:
       config: the model that the weights must belong to; None = the file's own.
@@ -110,7 +110,7 @@ class _OwnMetadata(NamedTuple):
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known about the model of a state dict beside its tensors.
+    """Facts about the model of a state dict that its tensors do not show.
 
     Fields:
       path: of the file; begins every message.

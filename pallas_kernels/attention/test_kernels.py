@@ -233,8 +233,8 @@ def test_identical_from_run_to_run():
 
 
 def kernels_in(function, *shapes):
-    """How often each kernel is called in the program for an H200, and in what layouts data moves
-    outside of them.
+    """Counts the calls of each kernel in the program for an H200, and lists the layouts in which
+    data moves outside of them.
     """
     device = AbstractDevice('NVIDIA H200', 132, 'gpu')
     unchecked = [jax.export.DisabledSafetyCheck.custom_call('__gpu$xla.gpu.triton')]

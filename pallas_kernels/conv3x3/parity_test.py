@@ -34,7 +34,7 @@ def test_every_case(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize('case', CASES[1:36:11], ids=lambda c: c.name)
 def test_a_batch_of_32(case):
-    """As in training: more strips of pixels than multiprocessors."""
+    """Training has more strips of pixels than multiprocessors."""
     check(case, 'bfloat16', 32)
 
 

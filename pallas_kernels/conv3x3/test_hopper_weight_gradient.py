@@ -61,7 +61,7 @@ def reference(x: jax.Array, dy: jax.Array) -> jax.Array:
 
 
 def box(image: np.ndarray, row: int, column: int, height: int, width: int) -> np.ndarray:
-    """What TMA copies: a window of (rows, columns, channels), zero outside the image."""
+    """Returns the window (rows, columns, channels) that TMA copies, zero outside the image."""
     padded = np.pad(image, ((1, height), (1, width), (0, 0)))
     return padded[row + 1 : row + 1 + height, column + 1 : column + 1 + width]
 

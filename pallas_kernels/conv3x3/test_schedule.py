@@ -67,7 +67,7 @@ def store(y: np.ndarray, starts: tuple[int, ...], box: np.ndarray) -> None:
 def scheduled(
     p: Plan, arrays: list[np.ndarray], weights: np.ndarray, shortcut: np.ndarray | None
 ) -> np.ndarray:
-    """What the kernel computes, box by box.
+    """Computes the result of the kernel, box by box.
 
     `weights` and `shortcut` have shape (taps, features, channels).
     """

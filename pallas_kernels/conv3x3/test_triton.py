@@ -122,7 +122,7 @@ def test_default_tiles():
 
 @pytest.mark.parametrize('itemsize', [2, 4])
 def test_default_tiles_fit_the_least_shared_memory(itemsize):
-    """What a pipeline holds of both operands stays under the 99 KiB that a program has on sm_89."""
+    """A pipeline holds at most 99 KiB of both operands, all that a program has on sm_89."""
     for case in CASES:
         for batch in (1, 32, 256):
             arguments = case.parts, case.features, batch * case.height * case.width, itemsize

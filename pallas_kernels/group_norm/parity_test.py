@@ -41,7 +41,7 @@ def test_awkward_shapes(case, dtype):
     ids=lambda c: c.name,
 )
 def test_awkward_shapes_in_two_passes(case, monkeypatch):
-    """As images that are too large for one program, and batches too small, are normalised."""
+    """Images that are too large for one program, and small batches, take two passes."""
     monkeypatch.setattr(vjp, 'owns_pixels', lambda *_: False)
     check(case, 'float32')
 

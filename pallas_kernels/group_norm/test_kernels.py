@@ -107,8 +107,8 @@ def plain_both_ways(groups, silu):
     ids=str,
 )
 def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, tile, silu):
-    """What a fused convolution calls: the sums and the activation from one read, then the gradient
-    from the sums.
+    """A fused convolution gets the sums and the activation from one read, then the gradient from
+    the sums.
 
     Groups of 6 and 10 channels lie across the programs' 8 or 16.
     """
@@ -260,7 +260,7 @@ def test_says_what_is_wrong(change, message):
 
 
 def kernels_in(function, *shapes):
-    """How often each kernel is called in the program for an H200."""
+    """Counts the calls of each kernel in the program for an H200."""
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice('NVIDIA H200', 132, 'gpu'))
     with jax.sharding.use_abstract_mesh(mesh):
         found = kernel_names.count(

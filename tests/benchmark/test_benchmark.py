@@ -332,9 +332,7 @@ def test_nobody_is_timed_for_the_length_of_a_turn_that_is_given(
 
 
 def test_no_garbage_is_collected_in_a_turn() -> None:
-    """What was there before is not gone through again, and is given back to the collector at the
-    end.
-    """
+    """Older objects are frozen during a turn, and returned to the collector at its end."""
     kept, counted = [[] for _ in range(1000)], []
     interleave({'a': lambda steps: counted.append(gc.get_freeze_count())}, rounds=1, steps=1)
     assert counted[0] >= len(kept)

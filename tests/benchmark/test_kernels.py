@@ -282,7 +282,7 @@ def counted(m: Measurement, side: str = 'pallas') -> collections.Counter[str]:
         )
 
 
-# Of each op and direction, cases that differ in kernels; the channel sums are the bias gradient.
+# Cases of each op and direction that differ in kernels; the channel sums are the bias gradient.
 GRADIENTS = {
     f'jaxunet_group_norm_{name}': 1 for name in ('gradient_sums', 'gradient', 'channel_sums')
 } | {'jaxunet_conv3x3_weight_gradient': 1}
@@ -528,9 +528,7 @@ def test_the_bar_of_a_group(op, direction, bar):
 
 
 def test_committed_rows_make_a_table_of_each_backend() -> None:
-    """And with the CUDA kernels' columns left out, one of Pallas's alone, which have no linear
-    layer.
-    """
+    """Without the CUDA kernels' columns the table is of Pallas alone, which has no linear layer."""
     committed = rows.read(ROOT / 'docs/results/kernels/rows.jsonl')
     three = kernel_table.summary(committed)
     both = [row for row in committed if 'us_pallas' in row]

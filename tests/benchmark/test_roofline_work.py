@@ -65,7 +65,7 @@ def test_work_by_hand() -> None:
     products = 4 * 16 * 16 + 48 * 16 + 32 * 16
     shortcuts = 48 * 16 + 32 * 16
     flops = 2 * 9 * pixels * products + 2 * pixels * shortcuts
-    # Of each convolution its input, output and weights: four of 16 channels, one of 48, one of 32.
+    # Input, output and weights of each convolution: four of 16 channels, one of 48, one of 32.
     plain = 4 * (pixels * 32 + 9 * 256) + pixels * (48 + 32 + 2 * 16) + 9 * shortcuts
     projected = pixels * (48 + 32) + shortcuts
     forward = total(work, FORWARD, level)

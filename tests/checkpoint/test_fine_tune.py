@@ -193,7 +193,7 @@ def test_another_network_names_the_fields_to_set(params):
 
 @pytest.mark.parametrize('own', [True, False])
 def test_an_exported_pt_starts_other_images(own, params, tmp_path, caplog):
-    """With the config that `jaxunet.export` writes into a .pt, and without, as guided-diffusion."""
+    """The .pt may have the config that `jaxunet.export` writes, or none, as guided-diffusion's."""
     there = THERE.replace(model={'norm_groups': 32, 'base_channels': 32, 'num_head_channels': 8})
     params, path = random_params(there), tmp_path / 'model.pt'
     if own:

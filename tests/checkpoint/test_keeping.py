@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Checkpoints that are kept and deleted."""
 
 from __future__ import annotations
 

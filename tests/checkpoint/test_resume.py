@@ -81,7 +81,7 @@ def test_signals_save_and_exit_0(number, tmp_path):
 
 
 def test_a_signal_while_compiling_exits_0_at_once(tmp_path):
-    """With an empty compilation cache; nothing is trained yet, so nothing is saved."""
+    """The compilation cache is empty; nothing is trained yet, so nothing is saved."""
     empty = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')}
     process = Fork(command(tmp_path / 'run'), environment() | empty)
     while 'compiling: ' not in process.stderr.read_text():

@@ -179,7 +179,7 @@ def test_tuples(text, found):
     assert _Tuples().parse(text) == found
 
 
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of ml_collections' way to load a module
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # ml_collections' way to load a module
 def test_files_that_give_no_config(tmp_path):
     reader = _ConfigFile(ConfigFileFlagParser('config'))
     for name, text, message in (
@@ -203,7 +203,7 @@ def test_files_that_give_no_config(tmp_path):
         reader.parse(str(tmp_path / 'nne.py'))
 
 
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of ml_collections' way to load a module
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # ml_collections' way to load a module
 @pytest.mark.parametrize(
     ('lines', 'message'),
     [

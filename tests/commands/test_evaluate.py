@@ -272,7 +272,7 @@ MISTAKES = [
         ['--samples=S', '--reference=S', '--features=F', '--nearest=x.png'],
         'copies: need 5 training images or more, found 4',
     ),
-    # Of the reference B the last image is corrupt, which shows when its features are computed: the
+    # The last image of the reference B is corrupt, which shows when its features are computed: the
     # samples' mistakes come before that.
     (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
     (['--samples=nothere', '--reference=S'], 'nothere: no such file or folder'),  # no download

@@ -67,7 +67,7 @@ def test_a_little_noise_gives_variations_of_the_picture(folder, tmp_path):
 
 
 def test_a_part_is_redrawn_and_an_interruption_resumes(folder, tmp_path):
-    """And another picture does not continue what was begun."""
+    """Another picture does not continue what was begun."""
     options = ('mask=mask.png', '--batch_size=2', '--resample=2')
     output, partial = tmp_path / 'x.npz', tmp_path / 'x.npz.partial'
     begun = Fork(command(folder, output, *options, count=3000))

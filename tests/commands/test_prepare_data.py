@@ -45,7 +45,7 @@ def run(
 
 
 def unetcu_bytes(folder: pathlib.Path) -> bytes:
-    """What unet.cu's prepare_data.py writes for 64×64 images, by its description."""
+    """Returns the file of unet.cu's prepare_data.py for 64×64 images, by its description."""
 
     def files(path: pathlib.Path) -> list[pathlib.Path]:
         found = []

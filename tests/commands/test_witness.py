@@ -1,5 +1,5 @@
-"""What commit e54d28d wrote is read, continued and sampled as that commit did it, by the public
-commands alone.
+"""Files that commit e54d28d wrote are read, continued and sampled as that commit did it, by the
+public commands alone.
 
 `tests/fixtures/e54d28d/make.py` wrote the files and what is expected of them; `commands.json` there
 has the flags. The numbers come from the same programs, but another processor may round otherwise:
@@ -39,7 +39,7 @@ ROUNDING = 1e-16
 
 
 def call(folder: pathlib.Path, command: str, *flags: str) -> str:
-    """What `python -m jaxunet.COMMAND` prints; paths are relative to `folder`."""
+    """Returns what `python -m jaxunet.COMMAND` prints; paths are relative to `folder`."""
     variables = {'PYTHONPATH': str(ROOT), 'JAXUNET_GIT_SHA': COMMIT}
     process = Fork([f'jaxunet.{command}', *flags], environment() | variables, folder)
     out, error = process.communicate()
@@ -205,7 +205,7 @@ def test_samples_of_exported_weights(tmp_path):
 
 
 def test_an_interrupted_command_goes_on(tmp_path):
-    """With the batch that it had, which is marked here, and one more."""
+    """It keeps the batch that it had, which is marked here, and draws one more."""
     copied('conditional', tmp_path)
     part = copied('partial.npz.partial', tmp_path) / '000000-000004.npz'
     with np.load(part) as arrays:
@@ -277,7 +277,7 @@ def test_a_comparison_is_complete(tmp_path):
 
 
 def test_a_comparison_measures_what_is_missing(tmp_path):
-    """From the weights that are kept, without training."""
+    """It measures the weights that were kept, and trains nothing."""
     folder = copied('compare', tmp_path)
     copied('features.npz', tmp_path)
     path = folder / 'runs' / 'min_snr_seed0' / 'rows.jsonl'

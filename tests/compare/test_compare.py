@@ -107,8 +107,8 @@ def test_a_comparison_from_end_to_end(compared):
 
 
 def test_runs_of_a_seed_start_alike(compared):
-    """From the same weights, with the same batches and noise: equal methods have equal losses,
-    another seed has others.
+    """They share weights, batches and noise: equal methods have equal losses, another seed has
+    others.
     """
     output, _ = compared
     losses = [

@@ -163,7 +163,7 @@ def test_the_same_command_repeats_nothing(done, features):
 
 @pytest.mark.long
 def test_times_of_known_rows_are_left_out(done, features, tmp_path):
-    """Nor does another process train for them that shares the claims."""
+    """Another process that shares the claims does not train for them either."""
     output, jobs = done
     known = tmp_path / 'known.jsonl'
     for row in rows_of(output):

@@ -67,7 +67,7 @@ def test_the_size_and_the_network_follow_the_images(sizes, size, mult, attention
 def test_the_length_and_the_batch_follow_the_number_of_images(images, steps, batch):
     chosen = choose(load(IMAGES).to_dict(), Facts(images, [(64, 64)], False))
     assert (chosen['train.steps'], chosen['data.batch_size']) == (steps, batch)
-    assert steps % 1000 == 0  # which lets 20 steps run in a call
+    assert steps % 1000 == 0  # so that 20 steps can run in a call
 
 
 def test_small_images_take_larger_batches_and_rates():

@@ -1,4 +1,4 @@
-"""What labels mean: checked before training, kept by checkpoints, known by name when sampling."""
+"""Labels are checked before training, kept by checkpoints, and known by name when sampling."""
 
 from __future__ import annotations
 

@@ -475,7 +475,7 @@ def test_compressed_bin(tmp_path, case):
 
 
 def test_values_of_a_compressed_bin(tmp_path, monkeypatch):
-    """In the second part that is decoded."""
+    """The wrong value is in the second part that is decoded."""
     monkeypatch.setattr(unetcu_bin, 'CHUNK', 3 * 4 * 4)
     values = np.full((2, 3, 4, 4), 1 / 255, np.float32)
     values[1, 2, 3, 1] = 2

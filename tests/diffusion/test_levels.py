@@ -129,7 +129,7 @@ def test_weightings_define_the_same_problem(config, name):
         one = jnp.ones((1000, 1, 1, 1))
         xt = jnp.zeros_like(one)
         at_0, at_1 = (d.predict_x0_and_noise(process, p * one, xt, time)[1] for p in (0.0, 1.0))
-    noise_error = np.asarray(at_1 - at_0)[:, 0, 0, 0] ** 2  # of a prediction that errs by 1
+    noise_error = np.asarray(at_1 - at_0)[:, 0, 0, 0] ** 2  # if the prediction errs by 1
     weight = weighting.fixed_table(LossConfig(weighting=name), process)
     np.testing.assert_allclose(weight, published * noise_error, rtol=1e-9)
 

@@ -216,7 +216,7 @@ def follow_gradients(second_moment, weight, count, **fields):
 
 
 def variance(p, second_moment, weight):
-    """Of w_t/(T p_t) r at t ~ p, with r of mean 0 and mean square `second_moment`."""
+    """Variance of w_t/(T p_t) r at t ~ p, with r of mean 0 and mean square `second_moment`."""
     return np.sum(np.square(weight) * second_moment / p) / STEPS**2
 
 

@@ -32,7 +32,7 @@ HISTORY = 'CHANGELOG.md'  # it names what is gone, too
 TOP = r'(?:configs|docs|jaxunet|pallas_kernels|xla_ffi|tests|\.ci)'
 PLACEHOLDER = re.compile(r'(?<![a-z])[A-Z]{2,}(?![a-z])')  # such as OP in xla_ffi/OP/vjp.py
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
-SUFFIXES = ('csv', 'py')  # of files named like a section
+SUFFIXES = ('csv', 'py')  # suffixes of files named like a section
 
 
 def marked(text: str) -> dict[str, str]:
@@ -41,7 +41,7 @@ def marked(text: str) -> dict[str, str]:
 
 
 def spans(text: str) -> list[str]:
-    """What is in backticks on one line, and the words of `text` blocks."""
+    """Returns all text in backticks on one line, and the words of `text` blocks."""
     prose = re.sub(r'^```.*?^```', '', text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.findall(r'^```text$(.*?)^```', text, re.DOTALL | re.MULTILINE)
     return re.findall(r'`([^`\n]+)`', prose) + ' '.join(blocks).split()

@@ -77,7 +77,7 @@ def test_means_have_standard_errors(found):
     table = shown(tables.quality(found))
     assert table['uniform', FRECHET] == ['82 ± 1.2', '42 ± 1.2']
     assert table['flow', FRECHET][1] == '21.33 ± 0.88'
-    assert table['edm', FRECHET] == ['30 (1)', '']  # of its better sampler
+    assert table['edm', FRECHET] == ['30 (1)', '']  # its better sampler
     assert list(table)[:2] == [('uniform', FRECHET), ('flow', FRECHET)]  # as the protocol has them
     mean = statistics.mean_over([1.0, 2.0, 4.0])
     assert mean.error == pytest.approx(stats.sem([1.0, 2.0, 4.0]))
@@ -121,7 +121,7 @@ def test_the_best_other_method_is_named(found):
 
 def test_times_to_the_final_quality_of_the_baseline(found):
     table = shown(tables.sooner(found))
-    # Of seed 0: from 60 after 60 s to 20 after 240 s; 40 is half way.
+    # Seed 0: from 60 after 60 s to 20 after 240 s; 40 is half way.
     assert table['flow', FRECHET] == ['150, 150, 148', '0.622 ± 0.003']
     assert table['uniform', FRECHET] == ['240, 240, 240', '1 ± 0']
     assert table['edm', FRECHET] == ['≤ 60', '≤ 0.25 (1)']

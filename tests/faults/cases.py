@@ -36,7 +36,8 @@ from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
 
 Report = dict[str, Any]
-# Of a training run: how often it is entered, at most, and the longest delay after that in seconds.
+# Moments of a training run: how often each is entered at most, and the longest delay after it in
+# seconds.
 MOMENTS = {
     'start': (1, 0.5),
     'restore': (1, 0.3),

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 
-os.environ['JAX_PLATFORMS'] = 'cpu'  # of this process, which only compares
+os.environ['JAX_PLATFORMS'] = 'cpu'  # this process only compares
 
 from faults.cases import MOUNTING, failed, kind_of, run_case
 from faults.world import World, can_mount

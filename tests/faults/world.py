@@ -28,7 +28,7 @@ from jaxunet.training.logs import read_metrics
 
 STEPS = 24
 SAVE_EVERY = 4
-SECONDS = 300  # of a command without a fault
+SECONDS = 300  # limit of a command without a fault
 TIMES = {'images_per_second', 'step_ms', 'training_seconds'}  # columns that differ between runs
 RESUMING = re.compile(r'resuming \S+ at step (\d+)')
 DEVICES = re.compile(r'compiled the step in \S+ s; (\d+ x .+), \w+$', re.MULTILINE)
@@ -202,7 +202,7 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run leaves, without what its speed decides.
+    """Everything that a run leaves, except for what depends on its speed.
 
     Fields:
       state: every array of the last checkpoint, by name, as its type, shape and bytes.

@@ -24,7 +24,7 @@ def test_hostile_files(name, tmp_path):
     path.write_bytes(make())
     told = outcome(READERS[reader].read, path)
     assert re.search(message, told), told
-    assert str(tmp_path) in told or 'rows' in reader  # whose check sees no file
+    assert str(tmp_path) in told or 'rows' in reader  # their check sees no file
 
 
 @pytest.mark.parametrize('name', EXPANDING)

@@ -67,7 +67,7 @@ def measure(config: Config) -> Row:
 def main() -> None:
     """Runs the command."""
     name, batches, output = sys.argv[1:]
-    backends.OVERLAP_PIXELS = 2**60  # what is to be found
+    backends.OVERLAP_PIXELS = 2**60  # no limit: the limit is to be found
     for batch in map(int, batches.split(',')):
         config = benchmark_config(resolve(runpy.run_path(name)['get_config']()))
         row = measure(config.replace(data={'batch_size': batch}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-CHARACTERS = 1500  # of the end of a failure's report
+CHARACTERS = 1500  # shown from the end of a failure's report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -76,7 +76,7 @@ class Case(NamedTuple):
     task: str  # train or sample
     precision: str
     backend: str | None
-    checkpoint: str = 'model.bin'  # what sampling reads
+    checkpoint: str = 'model.bin'  # the file that sampling reads
 
 
 CASES = (
@@ -308,7 +308,7 @@ def costs(found: Sequence[Row]) -> list[Row]:
     }
     fitted = []
     for (precision, backend), row in sorted(newest.items()):
-        work = BATCH * EVALUATIONS * row['forward_flops'] / 1e12  # of one batch
+        work = BATCH * EVALUATIONS * row['forward_flops'] / 1e12  # for one batch
         batch_s = (row['total_s'] - row['first_s']) / (IMAGES / BATCH - 1)
         fitted.append(
             {

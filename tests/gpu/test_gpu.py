@@ -1,4 +1,4 @@
-"""What only a GPU can show: run with `pytest -m gpu` on a machine that has one."""
+"""Tests that need a GPU: run with `pytest -m gpu` on a machine that has one."""
 
 import concurrent.futures
 import functools

@@ -55,6 +55,7 @@ PARTS = {
         'tests/matrix',
         'tests/support',
         'tests/test_packaging.py',
+        'tests/test_prose.py',
         'tests/test_source_length.py',
     ),
 }

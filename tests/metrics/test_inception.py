@@ -20,7 +20,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights.torch_file import write_torch
 from jaxunet.weights.torch_pickle import dump
 
-TOLERANCE = 1e-4  # of a layer's largest value
+TOLERANCE = 1e-4  # as a share of a layer's largest value
 
 
 @pytest.fixture(scope='module')
@@ -125,7 +125,7 @@ def test_spatial_features_are_adms(computed, monkeypatch):
 
 
 def legacy(tensors: dict[str, np.ndarray], **changes: bytes) -> bytes:
-    """What torch.save wrote before version 1.6, opcode by opcode."""
+    """Returns a file as torch.save wrote it before version 1.6, opcode by opcode."""
 
     def text(value: str) -> bytes:
         return b'X' + struct.pack('<I', len(value)) + value.encode()

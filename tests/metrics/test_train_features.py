@@ -242,7 +242,7 @@ def test_epochs_that_fit(monkeypatch, seconds, first, others, epochs, timed):
 
 @pytest.mark.long
 def test_an_epoch_as_one_program_is_the_same(monkeypatch):
-    """As GPUs run it."""
+    """GPUs run an epoch as one program."""
     random = np.random.default_rng(0)
     few = Images(random.integers(0, 256, (48, 8, 8, 3), dtype=np.uint8), np.arange(48) % 3)
     recipe = Recipe(epochs=2, batch_size=16, learning_rate=3.0, dtype='float32')

@@ -1,4 +1,4 @@
-"""How `auto` follows measurements: a file that --choose wrote, and costs of short sampling jobs."""
+"""Measurements that `auto` follows: a file of --choose, and costs of short sampling jobs."""
 
 import importlib.util
 import json
@@ -113,7 +113,7 @@ def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog
 
 
 def test_auto_is_never_asked_without_the_precision(hopper):
-    """So that no command can take 16-bit kernels for a float32 network by leaving it out."""
+    """A command that leaves it out cannot take 16-bit kernels for a float32 network."""
     for function in (backends.choose, backends.load_ops, backends.fused_update, backends.describe):
         with pytest.raises(TypeError, match='backend=auto depends on the precision'):
             function('auto')

@@ -282,7 +282,7 @@ MISTAKES = [
     ('linear', {'bias': of(8, dtype='int32')}, f'linear: bias: {INTEGERS}'),
     ('linear', {'short': of(8, 4, 8)}, r'residual is float32\[8, 4, 8\]; expected'),
 ]
-# What the kernels refuse and the references take.
+# Calls that the kernels refuse and the references take.
 REFUSED = [
     ('conv3x3', {'x': of(8, 2, 2, 8, dtype='float64')}, 'conv3x3: x: float64; the kernels take'),
     (

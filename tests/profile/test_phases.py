@@ -116,7 +116,7 @@ ENTRY %main.4 (x: f32[2]) -> f32[2] {
     )
     assert program.instructions['loop_fusion.1'] == Instruction(
         'fusion', 'jit(f)/forward/add'
-    )  # of most instructions in it
+    )  # the path of most instructions in it
     assert (
         program.instructions['copy.2'].path
         == program.instructions['reduce.1'].path

@@ -54,7 +54,7 @@ def by_hand(port, rank):
 
 
 def slurm(port, rank):
-    """What srun -n 2 sets; JAX derives the port from the job's number, unless told."""
+    """Variables that srun -n 2 sets; JAX derives the port from the job's number, unless told."""
     step = {
         'SLURM_JOB_ID': '7',
         'SLURM_STEP_NODELIST': 'localhost',
@@ -71,7 +71,7 @@ def slurm(port, rank):
 
 
 def open_mpi(port, rank):
-    """What mpirun -n 2 of Open MPI 4 sets, inside a SLURM job."""
+    """Variables that mpirun -n 2 of Open MPI 4 sets inside a SLURM job."""
     world = {
         'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://127.0.0.1,10.148.0.1:34911',
         'OMPI_COMM_WORLD_SIZE': '2',
@@ -112,7 +112,7 @@ def start(workdir, *arguments, launcher=by_hand, only=None, python=()):
 
 
 def finish(processes, seconds=100):
-    """What they printed to stderr."""
+    """Waits for the processes to end, and returns what each printed to stderr."""
     try:
         return [process.communicate(timeout=seconds)[1] for process in processes]
     finally:
@@ -218,7 +218,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
 
 @pytest.mark.long
 def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
-    """At the end of a call, of two steps here."""
+    """All processes save at the end of a call, which has two steps here."""
     together = ['--config.train.steps_per_call=2', '--config.train.log_every=2']
     processes = start(tmp_path, ENDLESS, '--config.train.checkpoint_every=100000', *together)
     wait_for_step(processes, tmp_path, 3)
@@ -453,7 +453,7 @@ def test_mpi4py_is_asked_for_where_it_is_missing(monkeypatch):
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
 def test_each_gradient_is_reduced_on_its_own(mode):
-    """So that XLA can start with those that are there, beside the rest of the backward pass."""
+    """XLA can reduce those that are ready while the rest of the backward pass runs."""
     config = tiny_config(parallel={'mode': mode})
     parallel = Parallel(config)
     state = parallel.replicate(fresh_state(config))

@@ -177,8 +177,8 @@ def test_an_interruption_of_c_code_is_one():
 
 
 def test_a_killed_command_goes_on(weights, tmp_path):
-    """With another batch size, on more devices, without drawing again what was finished; and the
-    images are those of one go.
+    """It goes on with another batch size and more devices, draws nothing again that was finished,
+    and the images are those of an uninterrupted command.
     """
     options = {'count': 300, 'batch': 2, 'sampler': 'dpmpp_2m'}
     folder = tmp_path / 'many.partial'

@@ -178,7 +178,7 @@ def test_the_last_step_returns_x0_without_noise_clipped_unless_told_otherwise(op
 @pytest.mark.parametrize('prediction', PREDICTIONS)
 @pytest.mark.parametrize('clip', [True, False])
 def test_ddim_with_eta_1_is_ddpm_step_by_step(prediction, clip):
-    """On all steps and the same noise: DDIM section 4.1."""
+    """They agree on all steps and the same noise: DDIM section 4.1."""
     diffusion = process(steps=50, objective=prediction)
     ddpm = s.make_sampler(s.SamplerConfig('ddpm', variance='fixed_small', clip=clip), diffusion)
     ddim = s.make_sampler(s.SamplerConfig('ddim', eta=1.0, clip=clip), diffusion)

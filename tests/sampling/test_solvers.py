@@ -277,7 +277,7 @@ def spread(rows, memory, a, leak, variance):
     """Standard deviation of what a sampler makes of N(0, variance), exactly, if ε is predicted too
     small by the share `leak`.
     """
-    covariance = np.diag([1.0, 0.0])  # of x and the memory
+    covariance = np.diag([1.0, 0.0])  # covariance of x and the memory
     for k, t in enumerate(rows.timesteps):
         signal, noise = math.sqrt(a[t]), math.sqrt(1 - a[t])
         x0 = signal * variance / (a[t] * variance + 1 - a[t])
@@ -323,7 +323,7 @@ def test_ddim_keeps_what_a_leaky_network_leaves_and_ddpm_forgets_it():
 
 @pytest.mark.parametrize('kind', solvers.SKIP_SCHEDULES)
 def test_subset_properties(kind):
-    """For every T up to 60 and every S, and for some larger ones."""
+    """They hold for every T up to 60 and every S, and for some larger ones."""
     rng = np.random.default_rng(0)
     large = [
         (int(total), int(steps))
@@ -340,7 +340,7 @@ def test_subset_properties(kind):
         assert subset[0] == (0 if steps > 1 else total - 1)
         if steps > 1 and kind in ('linear', 'quadratic'):
             ideal = np.linspace(0, 1, steps) ** (1 if kind == 'linear' else 2) * (total - 1)
-            # Where the ideal is denser than the integers, every integer is taken.
+            # Every integer is taken if the ideal is denser than the integers.
             distance = np.abs(subset - np.maximum(ideal, np.arange(steps))).max()
             assert distance <= (0.5 + 1e-9 if kind == 'linear' else 1), (total, steps)
 
@@ -430,7 +430,7 @@ def test_noise_level_subsets_are_the_nearest_levels(schedule):
     for kind, levels in wanted.items():
         subset = solvers.timestep_subset(a, 12, kind)
         nearest = np.abs(np.log(sigmas)[None] - np.log(levels)[:, None]).argmin(axis=1)
-        # Where a level has several wanted ones, the next levels are taken.
+        # The next levels are taken if several wanted ones fall on a level.
         np.testing.assert_allclose(subset, np.maximum(nearest, np.arange(12)), atol=1)
         assert sigmas[subset[-1]] == high[kind]
         # More steps than there are levels below the highest: then also those above.

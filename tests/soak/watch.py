@@ -1,4 +1,4 @@
-"""What a long run holds while it goes on, and whether it grows."""
+"""Memory, threads and open files of a long run, and a check that they do not grow."""
 
 from __future__ import annotations
 

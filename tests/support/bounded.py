@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from jaxunet.runtime.errors import UserError
 
-SECONDS = 5.0  # of this process's time
+SECONDS = 5.0  # time of this process
 MEBIBYTES = 400  # more than before the file was read
 LONGEST = 3000  # characters of a message
 

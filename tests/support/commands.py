@@ -22,7 +22,7 @@ from typing import Any
 from support.settings import QUICK
 
 ROOT = pathlib.Path(__file__).parents[2]
-SECONDS = 400  # of a command: one that should stop at a mistake could train for ever
+SECONDS = 400  # limit of a command: one that should stop at a mistake could train for ever
 CHILDREN_SECONDS = 5  # that children of a command have to print their last words
 # The environment of this process without what a cluster's launcher sets.
 NO_LAUNCHER = {

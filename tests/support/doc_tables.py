@@ -19,8 +19,8 @@ from support import golden as trajectories
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / 'docs/results'
-CACHES = ('empty', 'compilation cache alone', 'kept step')  # what an earlier start left
-SPANS = ((1, 500), (501, 1000), (1001, 1500), (1501, 2000))  # of the loss curves' steps
+CACHES = ('empty', 'compilation cache alone', 'kept step')  # left by an earlier start
+SPANS = ((1, 500), (501, 1000), (1001, 1500), (1501, 2000))  # steps of the loss curves
 # The sides of the README's table, by their name in the rows.
 SIDES = {
     'pytorch-eager': 'PyTorch, eager',
@@ -32,7 +32,7 @@ SIDES = {
 }
 BATCHES = (32, 256)
 SLOW = 0.9
-# What a kernel of a profiled step is for: the first pattern found in "NAME PHASE" decides.
+# Purposes of the kernels in a profiled step: the first pattern found in "NAME PHASE" decides.
 
 
 def read_lines(path: str) -> list[Row]:

@@ -32,7 +32,7 @@ import jaxunet.sampling.generator
 import jaxunet.sampling.partial_output
 import jaxunet.training.loop  # noqa: F401
 
-SECONDS = 400  # of a command: one that should stop at a mistake could train for ever
+SECONDS = 400  # limit of a command: one that should stop at a mistake could train for ever
 
 
 def main() -> None:

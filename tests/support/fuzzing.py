@@ -1,4 +1,4 @@
-"""How many cases the tests of `tests/fuzz` try, and the rows that a run by hand writes.
+"""Number of cases that the tests of `tests/fuzz` try, and the rows that a run by hand writes.
 
 JAXUNET_FUZZ_TIMES: how many times the suite's cases to try; failures are made smaller then.
 JAXUNET_FUZZ_SEED: a whole number; other numbers try other cases.

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxunet.metrics.inception import torch_shapes
 
-COLUMNS = {'features': 2048, 'logits': 64}  # of the results, that the golden numbers have
+COLUMNS = {'features': 2048, 'logits': 64}  # leading columns that the golden numbers have
 GOLDEN = pathlib.Path(__file__).parents[1] / 'fixtures' / 'inception_golden.npz'
 
 
@@ -50,8 +50,8 @@ def summary(activations: np.ndarray) -> np.ndarray:
 
 
 def of_pytorch_fid(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What pytorch-fid's network of these weights makes of `images`: every layer's output by name,
-    NHWC, `features` and `logits`.
+    """Returns every layer's output by name, NHWC, `features` and `logits`, of pytorch-fid's network
+    with these weights on `images`.
     """
     # in none of the extras: its torch is larger than all the rest
     import pytorch_fid.inception as theirs  # noqa: PLC0415

@@ -12,7 +12,7 @@ NAME = re.compile(
 
 
 def count(lowered: jax.stages.Lowered) -> collections.Counter[str]:
-    """How often a call of the program launches each of our kernels; and its stride-1 3×3
+    """Counts the launches of each of our kernels in a call of the program; and its stride-1 3×3
     convolutions as 'convolution'.
 
     A function that is called from several places counts as often as it is called. Other custom

@@ -157,7 +157,7 @@ def _clean(op: Any) -> None:
             op.attributes[attribute] = ir.ArrayAttr.get(kept)
     if op.name == 'stablehlo.custom_call' and 'mhlo.backend_config' in op.attributes:
         config = {a.name: a.attr for a in ir.DictAttr(op.attributes['mhlo.backend_config'])}
-        config.pop('kernel_hash', None)  # of the bytecode with its locations
+        config.pop('kernel_hash', None)  # hashes the bytecode with its locations
         for key, value in config.items():
             if isinstance(value, ir.StringAttr) and value.value_bytes.startswith(BYTECODE):
                 config[key] = ir.StringAttr.get(_kernel_digest(value.value_bytes))
@@ -165,7 +165,7 @@ def _clean(op: Any) -> None:
 
 
 def _kernel_digest(bytecode: bytes) -> str:
-    """Of a kernel's text without locations."""
+    """Returns the digest of a kernel's text without locations."""
     context = make_ir_context()
     context.allow_unregistered_dialects = True
     triton.dialect.register_dialect(context)
@@ -179,7 +179,7 @@ def _kernel_digest(bytecode: bytes) -> str:
 
 
 class Program(NamedTuple):
-    """What is recorded of a program: the digest of its text, and launches by kernel."""
+    """Record of a program: the digest of its text, and launches by kernel."""
 
     digest: str
     launches: dict[str, int]

@@ -13,7 +13,7 @@ def drop_compiled_programs() -> None:
     """Frees compiled programs that no test holds; the cache on disk keeps them."""
     STEPS.clear()
     jax.clear_caches()
-    gc.unfreeze()  # what was frozen while it was alive, compiled programs among it
+    gc.unfreeze()  # objects that were frozen alive, compiled programs among them
     gc.collect()
     gc.freeze()
     if sys.platform == 'linux':

@@ -230,7 +230,7 @@ def _seconds(when: float, first: float) -> str:
 
 
 def _origin(found: Cells) -> str:
-    """What the rows were measured with, and the training that they stand for."""
+    """Describes the rows: device, versions, samples, and the training that they took."""
     rows = [row for group in found.values() for row in group]
 
     def each(find: Callable[[Row], object]) -> str:

@@ -163,7 +163,7 @@ def _in_another_order(inputs: Inputs, cotangent: Any) -> tuple[Inputs, Any]:
 
 
 def _errors(found: Results, exact: Results) -> dict[str, float]:
-    """For each result, the largest error as a share of the largest exact value."""
+    """Returns the largest error of each result, as a share of its largest exact value."""
     return {
         name: float(np.abs(np.asarray(found[name], np.float64) - want).max(initial=0) / scale)
         if (scale := np.abs(want).max(initial=0))

@@ -1,4 +1,4 @@
-"""What the programs of published models say about them: flags of their READMEs, their configs."""
+"""Settings of published models in their own programs: flags of their READMEs, their configs."""
 
 from __future__ import annotations
 

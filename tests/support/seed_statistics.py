@@ -14,7 +14,7 @@ from scipy import stats
 from jaxunet.compare.results import time_to
 from jaxunet.runtime.rows import Row
 
-KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # of a measurement
+KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
 LEVEL = 0.05  # below which the p of a difference makes one ahead of the other
 Find = Callable[[Row], float]
 Cells = dict[tuple[str, float], list[Row]]
@@ -48,7 +48,7 @@ class Paired(NamedTuple):
 
     @property
     def ahead(self) -> bool:
-        """Whether the first is smaller: by the test, and by its error bar."""
+        """True if the first is smaller by the test and by its error bar."""
         return self.difference.value < 0 and self.p < LEVEL and self.apart
 
 

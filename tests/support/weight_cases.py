@@ -65,7 +65,7 @@ ADM = {
 }
 
 
-# What a file of guided-diffusion leaves open about `make`'s models.
+# Settings of `make`'s models that a file of guided-diffusion leaves open.
 STATED: dict[str, Any] = {
     'num_head_channels': 32,
     'image_size': (16,),

@@ -265,7 +265,7 @@ def go(directory, *axes, **options):
 
 
 def gone(pid, seconds=10):
-    """Whether a process ends soon; one that nobody has waited for yet has ended too."""
+    """True if a process ends soon; one that nobody has waited for yet has ended too."""
     stat = pathlib.Path('/proc', pid, 'stat')
     for _ in range(seconds * 10):
         try:

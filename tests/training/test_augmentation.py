@@ -167,7 +167,7 @@ def test_a_step_trains_on_augmented_images_however_the_batch_is_spread():
         Bench(tiny_config(**edm).replace(**spread), source).losses(), losses, rtol=1e-4
     )
     kernel = one.parallel.fetch(one.state.params)['time_embed_augmentation']['kernel']
-    assert (np.abs(kernel).max(axis=1) > 0).all()  # of each of the nine numbers
+    assert (np.abs(kernel).max(axis=1) > 0).all()  # for each of the nine numbers
     barely = {'data': {'augment': 'edm', 'augment_probability': 0.0}}
     other = Bench(tiny_config(**barely, parallel={'devices': 1}), source).losses(count=1)
     assert other[1] != losses[1]  # the first gradient; the first prediction is zero

@@ -60,7 +60,7 @@ def run(source, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope='module')
 def untrained(tmp_path_factory) -> pathlib.Path:
-    """What a run whose weights do not move leaves."""
+    """Folder of a run whose weights did not move."""
     workdir = tmp_path_factory.mktemp('untrained')
     state = fresh_state(CONFIG).replace(step=np.int32(STEPS))
     checkpoints = Checkpoints(workdir, keep=1)

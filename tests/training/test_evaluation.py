@@ -108,7 +108,7 @@ def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
 
 
 def test_the_best_checkpoint_stays(features, source, tmp_path, monkeypatch):
-    """And what is evaluated is the average of the first rate."""
+    """The average of the first rate is evaluated."""
     values, evaluated = iter((5.0, 1.0, 3.0)), []
 
     def measure(self, params, *_):
@@ -128,7 +128,7 @@ def test_the_best_checkpoint_stays(features, source, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkeypatch):
-    """Nor does a restart: its clock goes on."""
+    """A restart takes none either: its clock goes on."""
     measure = Evaluator.measure
 
     def slowly(self, *arguments):

@@ -80,7 +80,7 @@ def test_values(objective, digits):
 
 
 def test_the_same_images_have_the_same_loss(digits):
-    """What differs between the two losses are the images, not the noise."""
+    """The two losses differ in the images, not in the noise."""
     config = tiny_config()
     twice = ArraySource('twice', digits.load(np.arange(8)), (8, 8, 1), digits.labels[:8])
     twice.held_out = ArraySource('twice', digits.load(np.arange(8)), (8, 8, 1), digits.labels[:8])
@@ -125,7 +125,7 @@ def test_a_run_logs_it(whole, tmp_path):
     values = np.array([[float(row[column]) for column in COLUMNS] for row in rows])
     np.testing.assert_allclose(values[:, 0], values[:, 1 : 1 + BANDS].mean(axis=1), rtol=1e-6)
     assert (np.diff(values[:, 0]) < 0).all()  # it learns
-    assert values[-1, 0] > values[-1, 1 + BANDS]  # of 20 images, those it knows
+    assert values[-1, 0] > values[-1, 1 + BANDS]  # the 20 images that it knows
     assert list((whole / 'tensorboard').iterdir())
     parts = shutil.copytree(whole, tmp_path / 'parts')
     shutil.rmtree(parts / 'checkpoints' / '40')  # as if it had been killed before

@@ -30,7 +30,7 @@ from jaxunet.weights import write_weights
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-LOW_RES = (3, 4)  # of images of 8x8: one side divides
+LOW_RES = (3, 4)  # images are 8x8: one side divides
 MODEL = {'low_res_size': LOW_RES}
 
 
@@ -150,12 +150,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(run, source, tmp_path):
 
 
 def test_grids_show_held_out_images_beside_their_samples(run, source, tmp_path):
-    """And `jaxunet.sample` draws the same samples from a file of the run's weights.
+    """`jaxunet.sample` draws the same samples from a file of the run's weights.
 
     A grid has two samples a row, each as the enlarged picture, the sample and the image.
     """
     labels, small, images = SampleConditions(CONFIG, source, 4).load(np.arange(4))
-    rows = [0, 2, 4, 6]  # of nine
+    rows = [0, 2, 4, 6]  # four of nine
     np.testing.assert_array_equal(images, source.held_out.load(np.array(rows)))
     np.testing.assert_array_equal(labels, source.held_out.labels[rows])
     exact = np.stack([mean_of_blocks(image) for image in images.astype(float)])

@@ -47,7 +47,7 @@ from jaxunet.weights import read_classifier
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-STEPS, LAST = 90, 87  # of the run; the checkpoint from which it is resumed
+STEPS, LAST = 90, 87  # steps of the run; the checkpoint from which it is resumed
 NETWORK = {
     'base_channels': 32,
     'channel_mult': (1, 2),
@@ -239,7 +239,7 @@ def test_other_workdirs_are_refused(run: pathlib.Path, tmp_path: pathlib.Path) -
 
 
 def test_the_command(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Of a finished run, and with images that have no classes."""
+    """It reports a finished run, and refuses images that have no classes."""
     fields = {f'{s}.{k}': v for d in (TINY, CHANGES) for s in d for k, v in d[s].items()}
     flags = [f'--config.{name}={value}' for name, value in fields.items()]
     command = ('jaxunet.training.train_classifier', *flags)

@@ -110,7 +110,7 @@ def test_slurm_that_refuses(tmp_path, monkeypatch, capfd):
 
 
 def test_signals_are_passed_on(tmp_path):
-    """And the command is not started again, whatever becomes of it."""
+    """The command is not started again, whatever becomes of it."""
     script = 'echo x >> "$1/starts"; trap "exit 1" TERM; while :; do sleep 0.01; done'
     timer = threading.Thread(target=signal_once_started, args=[tmp_path / 'starts'])
     timer.start()

@@ -421,7 +421,7 @@ def test_clipping_and_moments(bench_of):
 
 
 def test_weight_decay_pulls_weights_down(bench_of):
-    """By 100 times the learning rate: a tenth at each full step, far more than Adam moves them."""
+    """The decay is 100 times the learning rate: a tenth a step, far more than Adam moves them."""
     bench = bench_of('jit', 1)
     before = bench.parallel.fetch(bench.state).params['conv_in']['kernel']
     bench.losses()

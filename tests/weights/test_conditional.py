@@ -135,7 +135,7 @@ def test_a_classifier_and_its_gradient(classifier: noisy_classifier.Classifier) 
     ],
 )
 def test_guided_samples(name: str, variance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every step, without noise, of formulas in place of both networks."""
+    """Samples agree in every step, without noise, with formulas in place of both networks."""
     monkeypatch.setattr(
         sampler_module, '_noise', lambda keys, _, shape: jnp.zeros((len(keys), *shape))
     )

@@ -68,8 +68,8 @@ def test_bin_round_trip_is_bit_exact(tmp_path: pathlib.Path, with_moments: bool)
 
 
 def test_bin_layout(tmp_path: pathlib.Path) -> None:
-    """Where unet.cu expects numbers: convolutions OIHW, linear layers (out, in), in the order of
-    its list.
+    """Numbers are where unet.cu expects them: convolutions OIHW, linear layers (out, in), in the
+    order of its list.
     """
     params = random_params(UNETCU_SMALL)
     write_weights(tmp_path / 'a.bin', params, UNETCU_SMALL)

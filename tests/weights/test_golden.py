@@ -1,5 +1,5 @@
-"""What unet.cu's own PyTorch model computes on weights given by a formula, read back from a .bin
-file.
+"""Outputs and gradients of unet.cu's own PyTorch model on weights given by a formula, read back
+from a .bin file.
 
 The golden numbers were computed in float32, and most of a gradient cancels in this network: against
 float64 arithmetic they are off by up to 1.2e-4 of a tensor's gradient norm (three tensors at 64x64
@@ -31,7 +31,7 @@ from jaxunet.weights.unetcu import MAGIC, Header, config_of, table
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
 TOLERANCE = 1e-4
-NOISE = 1e-8  # of the largest gradient norm: what float32 may leave of a gradient that is zero
+NOISE = 1e-8  # share of the largest gradient norm that float32 may leave of a zero gradient
 
 
 @pytest.fixture(autouse=True, scope='module')

@@ -119,7 +119,7 @@ def test_an_unstated_order_is_asked_for(file: Any) -> None:
 
 
 def test_what_a_file_leaves_open_is_asked_for(file: Any) -> None:
-    """In one line, with the published name if the file has one."""
+    """The error is one line, with the published name if the file has one."""
     path = file(state_of(guided_diffusion.table(GUIDED)), '64x64_diffusion.pt')
     with pytest.raises(UserError) as error:
         read_weights(path)

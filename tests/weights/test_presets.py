@@ -39,7 +39,7 @@ def test_a_preset_has_the_flags_of_its_readme(name: str) -> None:
     config = preset.config()
     d, order = config.diffusion, bool(preset.new_attention_order)
     ours = parsed(guided_diffusion.flags(config, new_attention_order=order))
-    # What our flags leave out: the other kind of heads, and training.
+    # Our flags leave out the other kind of heads, and training.
     heads = {'num_heads': '4', 'num_heads_upsample': '-1', 'num_head_channels': '-1'}
     ours = heads | ours | {'dropout': str(config.model.dropout), 'use_kl': str(d.kl_loss)}
     defaults = IMPROVED if name.startswith('iddpm') else GUIDED
@@ -113,7 +113,7 @@ def export(source: pathlib.Path, output: pathlib.Path, *flags: str) -> str:
 
 
 def test_export_keeps_the_order_of_a_file(guided: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """By way of flags in place of a config; the written files state all."""
+    """Flags state it in place of a config; the written files state all."""
     path, params = tmp_path / 'b.pt', random_params(GUIDED_SMALL)
     stated = ('--num_heads=2', '--image_size=16', '--schedule=linear', '--diffusion_steps=4000')
     stated += ('--rescale_timesteps', '--objective=epsilon', '--new_attention_order')

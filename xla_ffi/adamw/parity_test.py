@@ -122,7 +122,7 @@ def test_a_step_that_is_not_taken_changes_nothing():
 
 
 def test_arguments_that_are_kept_are_not_overwritten():
-    """In place is XLA's decision: what the caller still needs is copied."""
+    """XLA decides what is updated in place: it copies what the caller still needs."""
     g, p, mu, nu = trees(4)
     before = jax.tree.map(np.array, (p, mu, nu))
     fused(g, p, mu, nu, [], 0, 0.1, 1.0, ())

@@ -1,4 +1,4 @@
-"""What the cuda backend does to all weights at once, on its CPU handlers, against optax and XLA."""
+"""The cuda backend's update of all weights at once, on its CPU handlers, against optax and XLA."""
 
 import dataclasses
 

@@ -160,5 +160,5 @@ def test_images_of_several_samples_side_by_side(case, dtype):
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', [*CASES[:36:7], CASES[6], CASES[44]], ids=lambda c: c.name)
 def test_runs_are_identical(case, dtype):
-    """With more pixels than one block sums, as in training."""
+    """There are more pixels than one block sums, as in training."""
     assert_runs_are_identical(op(vjp, case), inputs(case, dtype, 32))

@@ -1,4 +1,4 @@
-"""What the convolution chooses, asserted at compile time in `hopper/tile_choices_test.cc`."""
+"""Tile choices of the convolution, asserted at compile time in `hopper/tile_choices_test.cc`."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""How the GPU's kernels cut a normalisation: everything is covered, nothing asks for more than a
+"""Tilings of the GPU's normalisation kernels: they cover everything, and none asks for more than a
 multiprocessor has.
 """
 
@@ -15,7 +15,7 @@ H200 = {'processors': 132, 'shared': 227 * 1024, 'cluster': 8}
 A100 = {'processors': 108, 'shared': 163 * 1024, 'cluster': 1}
 L4 = {'processors': 58, 'shared': 99 * 1024, 'cluster': 1}
 STAGES = 4  # chunks in shared memory: kChunkStages, kBackwardStages
-THREADS = 512  # of a block at most
+THREADS = 512  # at most, in a block
 
 pytestmark = pytest.mark.extension
 

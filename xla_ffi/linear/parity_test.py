@@ -29,7 +29,7 @@ def inputs(case: Case, dtype: str, batch: int, weights: str):
 
 
 def check(case: Case, dtype: str, batch: int):
-    """With weights of the type of x, as the UNet has them."""
+    """Compares with the reference; the weights have the type of x, as in the UNet."""
     assert_parity(vjp.linear, reference.linear, inputs(case, dtype, case.batch or batch, dtype))
 
 
@@ -54,7 +54,7 @@ def test_every_case(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize('case', ELEPHANTS64, ids=lambda c: c.name)
 def test_a_batch_of_32(case):
-    """As in training: more strips of pixels than one block sums."""
+    """Training has more strips of pixels than one block sums."""
     check(case, 'bfloat16', 32)
 
 

@@ -36,9 +36,9 @@ HALVES = ('objects64',)  # data whose grids keep their upper half
 QUALITY = 80  # of the JPEGs
 # What pictures.jsonl says of the run of a grid or a log.
 ORIGIN = ('data', 'case', 'seed', 'seconds', 'sampler', 'step', 'git', 'device', 'versions')
-KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # of a measurement
+KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
 HELD_OUT, SEEN = 'held_out_loss', 'seen_loss'
-COLUMNS = ('step', 'training_seconds', HELD_OUT, SEEN)  # of the logs
+COLUMNS = ('step', 'training_seconds', HELD_OUT, SEEN)  # columns of the logs
 
 Row = dict  # a JSON object of rows.jsonl
 

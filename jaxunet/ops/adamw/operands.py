@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-Tree: TypeAlias = PyTree  # of arrays
+Tree: TypeAlias = PyTree  # a tree of arrays
 GRADIENT_TYPES = ('float32', 'bfloat16', 'float16')
 
 
