@@ -8,7 +8,7 @@ import collections
 import importlib.util
 import pathlib
 import re
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +16,30 @@ import pytest
 from support import kernel_names
 
 from jaxunet import config
-from jaxunet.model.unet import build_unet
+from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import XLA, Ops, ops_of
+from jaxunet.ops.vocabulary import Conv3x3
 from jaxunet.runtime import device
 
 BATCH = 2
 CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
 PALLAS = ops_of('pallas')
+Function = Callable[..., jax.Array]
+Op = Callable[..., object]  # a field of `Ops`
+Call = tuple[str, tuple[int, ...], int, int]  # op, shape of x, parts of x, features
+Lowered = tuple[list[Call], collections.Counter[str]]  # calls of ops, launches of kernels
 
 
 class Calls:
-    """Ops that note what they are called with: `(op, image or sequence shape, parts of x,
-    features)`.
-    """
+    """Ops that note their calls."""
 
     def __init__(self, ops: Ops) -> None:
-        self.seen: list[tuple[str, tuple[int, ...], int, int]] = []
+        self.seen: list[Call] = []
         self.ops = Ops(*(self._noting(name, op) for name, op in ops._asdict().items()))
 
-    def _noting(self, name: str, op: Any) -> Any:
-        def call(x: Any, *arguments: Any, **options: Any) -> Any:
+    def _noting(self, name: str, op: Op) -> Op:
+        def call(x: Activation | jax.Array, *arguments: jax.Array, **options: object) -> object:
             kernel = next((a for a in arguments if a.ndim == 4), None)
             parts = x.parts if isinstance(x, Activation) else (x,)
             shape = (*parts[0].shape[:-1], sum(p.shape[-1] for p in parts))
@@ -48,7 +51,7 @@ class Calls:
 
 
 @pytest.fixture(scope='module')
-def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.Counter[str]]:
+def lowered() -> Lowered:
     """The op calls of a forward pass, and the kernels of the loss with its gradient, lowered for an
     H200.
     """
@@ -68,7 +71,7 @@ def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.
     calls = Calls(PALLAS)
     model = build_unet(resolved, calls.ops)
 
-    def loss(parameters: Any, x: Any, t: Any) -> Any:
+    def loss(parameters: Params, x: jax.Array, t: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(model.predict(parameters, x, t)))
 
     with device.use(device.Target.HOPPER):
@@ -81,7 +84,7 @@ def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.
 
 
 @pytest.mark.long
-def test_every_op_runs_on_its_kernels(lowered: Any) -> None:
+def test_every_op_runs_on_its_kernels(lowered: Lowered) -> None:
     calls, kernels = lowered
     convs = [c for c in calls if 'conv3x3' in c[0]]
     # Three channels, of the image or of the prediction, go to the Triton kernels: a tensor map's
@@ -129,11 +132,11 @@ def test_a_fallback_would_be_seen() -> None:
     )
     shift = jax.ShapeDtypeStruct((1, 64), 'float32')
 
-    def twice(op: Any) -> Any:
+    def twice(op: Conv3x3) -> Function:
         step = jax.jit(lambda x, kernel, shift: op(Activation.of(x), kernel, shift).value)
         return lambda x, kernel, shift: step(step(x, kernel, shift), kernel, shift)
 
-    def counted(function: Any) -> collections.Counter[str]:
+    def counted(function: Function) -> collections.Counter[str]:
         with device.use(device.Target.HOPPER):
             return kernel_names.count(
                 jax.jit(function).trace(x, kernel, shift).lower(lowering_platforms=('cuda',))
@@ -154,7 +157,7 @@ def test_equal_calls_share_one_lowering() -> None:
     would take most of a start's time.
     """
 
-    def network(x: Any, kernel: Any, vector: Any, packed: Any) -> Any:
+    def network(x: jax.Array, kernel: jax.Array, vector: jax.Array, packed: jax.Array) -> jax.Array:
         for _ in range(3):
             x = PALLAS.norm_silu_conv3x3(Activation.of(x), vector, vector, kernel, vector).value
             x = PALLAS.conv3x3(Activation.of(x), kernel, vector).value
@@ -162,7 +165,7 @@ def test_equal_calls_share_one_lowering() -> None:
             packed = jnp.tile(PALLAS.attention(packed, num_heads=2), 3)
         return jnp.sum(x.astype(jnp.float32)) + jnp.sum(packed.astype(jnp.float32))
 
-    def gradient() -> Any:
+    def gradient() -> tuple[jax.Array, ...]:
         # Made here, so that `device.use` makes most for the GPU: JAX traces again for arguments
         # from elsewhere.
         shapes = (

@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 import pathlib
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import pytest
@@ -20,12 +21,15 @@ from pallas_kernels.conv3x3.triton_blocks import shape_class as triton_class
 from pallas_kernels.group_norm import tiles as group_norm
 from pallas_kernels.tile_table import Entry, Key
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 KINDS = {'NVIDIA H200': 'nvidia_h200.jsonl'}
 ROWS = [(kind, key, entry) for kind in KINDS for key, entry in tile_table.load(kind).items()]
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """Tables of their own for a test."""
     monkeypatch.setattr(tile_table, 'FOLDER', tmp_path)
     tile_table.load.cache_clear()
@@ -37,7 +41,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r'\d+', text)))
 
 
-def chosen(key: Key) -> tuple[Any, str]:
+def chosen(key: Key) -> tuple[DataclassInstance, str]:
     """The tile that the kernels take for the shapes that a key describes, and the key's shape
     again.
     """
@@ -57,7 +61,7 @@ def chosen(key: Key) -> tuple[Any, str]:
     image, convolution, *options = key.shape.split(', ')
     parts, features = (numbers(text) for text in convolution.split(' to '))
     if kernel.startswith('triton'):
-        module: Any = triton_weight_gradient if 'weight' in kernel else triton
+        module = triton_weight_gradient if 'weight' in kernel else triton
         shape = triton_class(parts, *features, *numbers(image))
         return tile_table.measured(module.Tile, key.kernel, key.dtype, shape), shape
     inputs, dy = tuple(array(*numbers(image), c) for c in parts), array(*numbers(image), *features)
@@ -65,7 +69,7 @@ def chosen(key: Key) -> tuple[Any, str]:
         tile = hopper_weight_gradient.choose_tile(inputs, dy)
         assert hopper_weight_gradient.supports(inputs, dy, tile) is None
         return tile, hopper_weight_gradient.shape_class(inputs, dy)
-    named: dict[str, Any] = {'flipped': 'flipped' in options}
+    named: dict[str, object] = {'flipped': 'flipped' in options}
     weights = (
         array(3, 3, *features, sum(parts))
         if named['flipped']

@@ -9,8 +9,10 @@ import json
 import pathlib
 import sys
 import types
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -23,18 +25,26 @@ from pallas_kernels.conv3x3 import tune_hopper
 from pallas_kernels.group_norm import tune as group_norm
 
 
+class Program(Protocol):
+    """A tuning program."""
+
+    def main(self) -> None: ...
+
+
 @pytest.fixture
-def table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """Yields the path of the table for this process's device.
 
     Compiled programs do nothing; each is faster than those that were compiled before it.
     """
 
-    def named(name: str, function: Any) -> Any:
+    def named(name: str, function: Callable[..., jax.Array]) -> types.SimpleNamespace:
         compiled = types.SimpleNamespace(compile=lambda: lambda *arguments: jnp.ones(1))
         return types.SimpleNamespace(lower=lambda *arguments: compiled)
 
-    def trace_times(programs: dict[str, Any], *, rounds: int) -> dict[str, timing.Times]:
+    def trace_times(
+        programs: Mapping[str, Callable[[int], object]], *, rounds: int
+    ) -> dict[str, timing.Times]:
         found = {}
         for i, (name, program) in enumerate(programs.items()):
             program(0)
@@ -53,7 +63,7 @@ def table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     tile_table.load.cache_clear()
 
 
-def run(monkeypatch: pytest.MonkeyPatch, module: Any, *flags: str) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, module: Program, *flags: str) -> None:
     monkeypatch.setattr(sys, 'argv', ['tune', *flags])
     with device.use(device.Target.HOPPER):
         module.main()
@@ -97,7 +107,12 @@ RUNS = [
     ids=lambda v: v.__name__ if isinstance(v, types.ModuleType) else '',
 )
 def test_tuning(
-    module: Any, flags: tuple[str, ...], keys: int, table: Any, monkeypatch: Any, capsys: Any
+    module: Program,
+    flags: tuple[str, ...],
+    keys: int,
+    table: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run(monkeypatch, module, *flags)
     assert not table.exists()

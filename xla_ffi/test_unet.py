@@ -8,18 +8,19 @@ import collections
 import pathlib
 import re
 import runpy
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxlib.mlir import ir
 from support import kernel_names
 from support.tiny import tiny_config
 
 from jaxunet import config
-from jaxunet.model.unet import build_unet
+from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import XLA, ops_of
+from jaxunet.ops.vocabulary import Ops
 
 BATCH = 2
 CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
@@ -27,7 +28,7 @@ CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
 pytestmark = pytest.mark.extension
 
 
-def products(operation: Any, found: collections.Counter[str]) -> collections.Counter[str]:
+def products(operation: ir.Operation, found: collections.Counter[str]) -> collections.Counter[str]:
     """Counts the products of matrices by layer: the name of a scope without numbers."""
     for region in operation.regions:
         for block in region.blocks:
@@ -53,7 +54,7 @@ def test_what_is_left_to_xla() -> None:
     attentions = sum('qkv' in block for block in parameters.values())
     model = build_unet(resolved, ops_of('cuda'))
 
-    def loss(parameters: Any, x: Any, t: Any) -> Any:
+    def loss(parameters: Params, x: jax.Array, t: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(model.predict(parameters, x, t)))
 
     lowered = jax.jit(jax.value_and_grad(loss)).lower(parameters, x, t)
@@ -104,7 +105,7 @@ def test_a_small_unet_is_that_of_xla() -> None:
         assert parameters['middle_attention']['qkv']['kernel'].shape == (16, 48)
         assert parameters['middle_attention']['proj']['bias'].shape == (16,)
 
-        def pull(ops: Any) -> Any:
+        def pull(ops: Ops) -> tuple[jax.Array, Params]:
             model = build_unet(resolved, ops)
             return jax.jit(
                 jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels))))

@@ -68,7 +68,7 @@ class Product(NamedTuple):
     convolution: bool
 
 
-def products(jaxpr: Any) -> Iterator[Product]:
+def products(jaxpr: jax.extend.core.Jaxpr) -> Iterator[Product]:
     """Yields the convolutions and matrix products of a jaxpr and of those inside it."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 Tree = TypeVar('Tree')
+Batched = Callable[[PyTree[Array], PyTree[Array]], PyTree[Array]]  # of images and weights
 
 
-def joins_batch(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def joins_batch(function: Batched) -> Batched:
     """Returns a function of (images, weights) with a rule for `jax.vmap`.
 
     The mapped axis becomes part of the batch, so there is one launch. With mapped weights, the

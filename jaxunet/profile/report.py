@@ -8,19 +8,21 @@ import importlib.util
 import pathlib
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxunet.profile.events import COPY
 from jaxunet.profile.phases import PHASES
 from jaxunet.profile.summary import DEVICE, HOST, Row, Summary
 from jaxunet.runtime.errors import UserError
 
+if TYPE_CHECKING:  # matplotlib is optional
+    from matplotlib.axes import Axes
+
 COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 COLOURS = dict(
     zip(PHASES, ('#7f7f7f', '#1f77b4', '#ff7f0e', '#d62728', '#2ca02c', '#bcbd22'), strict=True)
 )
 Table = Sequence[Sequence[str]]
-Axes = Any  # matplotlib.axes.Axes: matplotlib is optional
 
 
 def text(label: str, summary: Summary, *, step_ms: float, traced_step_ms: float, top: int) -> str:

@@ -21,7 +21,7 @@ from jaxunet.runtime.untrusted import plain, shown
 MAX_OPCODES = 2**21  # a state dict needs about 40 for a tensor
 MAX_ARGUMENTS = 16  # per call
 
-Stack = list[Any]
+Stack = list[object]
 Memo = dict[int, object]  # number -> object that later opcodes refer to
 
 

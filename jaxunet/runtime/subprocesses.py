@@ -17,11 +17,14 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, ParamSpec, TypeVar
+
+from jaxunet.runtime.rows import Row
 
 TIMEOUT, CRASH, OUT_OF_MEMORY = 'timeout', 'crash', 'out of memory'  # statuses of a failure
 LAST_WORDS = 300  # characters of a crashed process's last log line to report
-Row = dict[str, Any]
+Arguments = ParamSpec('Arguments')
+Result = TypeVar('Result')
 
 
 @dataclass
@@ -228,9 +231,15 @@ class _Threads(concurrent.futures.ThreadPoolExecutor):
     If it is interrupted then, it does not wait for the thread.
     """
 
-    def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    def submit(
+        self,
+        fn: Callable[Arguments, Result],
+        /,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> concurrent.futures.Future[Result]:
         with _signals_deferred():
-            return super().submit(*args, **kwargs)
+            return super().submit(fn, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 
@@ -44,6 +43,7 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.rows import Row
 from jaxunet.sweep import folder, report, runner, study
 from jaxunet.sweep.points import Axis, Machine, Point, expand, merge, parse_axes
 from jaxunet.sweep.presets import PRESETS, STUDY, STUDY_PARTS
@@ -115,7 +115,7 @@ class Plan:
     directory: pathlib.Path
     points: list[Point]
     options: runner.Options
-    spec: dict[str, Any]
+    spec: Row
 
 
 def main(argv: Sequence[str]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import check_fields, read_json, shown
@@ -27,7 +26,7 @@ def config_arguments(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def save(directory: pathlib.Path, spec: dict[str, Any]) -> None:
+def save(directory: pathlib.Path, spec: Mapping[str, object]) -> None:
     """Writes the description of a sweep, which `load` reads.
 
     Args:

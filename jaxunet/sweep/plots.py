@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxunet.profile.report import Chart, check_plots, read_csv
 from jaxunet.profile.report import plot as plot_operations
-from jaxunet.runtime.subprocesses import Row
+from jaxunet.runtime.rows import Row
 from jaxunet.sweep.points import Axis, show
 from jaxunet.sweep.results import Sweep
 
+if TYPE_CHECKING:  # matplotlib is optional
+    from matplotlib.axes import Axes
+
 TOP = 10  # operations of a profile that are shown
 LEGEND = 12  # longest legend that is readable
-Axes = Any  # matplotlib.axes.Axes: matplotlib is optional
 
 
 def plot(sweep: Sweep, directory: pathlib.Path) -> list[pathlib.Path]:

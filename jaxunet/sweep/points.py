@@ -11,10 +11,11 @@ import itertools
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.rows import Row
 
 JIT = 'jit'
 BATCH_PER_DEVICE = 'batch_per_device'
@@ -59,7 +60,7 @@ class Machine:
 
     platform: str
     devices: int
-    provenance: dict[str, Any] = field(default_factory=dict)
+    provenance: Row = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Point:
     """
 
     values: dict[str, object]
-    raw: dict[str, Any]
+    raw: Fields
     jit: bool = True
     problem: str = ''
 
@@ -280,13 +281,13 @@ def _point(base: Config, values: dict[str, object], machine: Machine) -> Point:
     return Point(values, raw, jit, _problem(raw, jit, devices, machine))
 
 
-def set_field(raw: dict[str, Any], path: str, value: object) -> None:
+def set_field(raw: Fields, path: str, value: object) -> None:
     """Sets the field with this dotted path in a config as nested dicts, a missing section too."""
     *section, name = path.split('.')
     (raw.setdefault(section[0], {}) if section else raw)[name] = value
 
 
-def _problem(raw: dict[str, Any], jit: bool, devices: int, machine: Machine) -> str:
+def _problem(raw: Fields, jit: bool, devices: int, machine: Machine) -> str:
     """Returns why a point cannot run, as far as that is known before it runs; '' if it can."""
     try:
         config = resolve(raw)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jaxunet.profile.report import read_csv, side_by_side
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.subprocesses import Row
+from jaxunet.runtime.rows import Row
 from jaxunet.sweep import plots
 from jaxunet.sweep.points import JIT, OWN_AXES, show
 from jaxunet.sweep.results import Sweep, Worth, geometric_mean, worth

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxunet.runtime.subprocesses import Row
+from jaxunet.runtime.rows import Row
 from jaxunet.sweep.points import DEVICES, Axis, show
 from jaxunet.sweep.row import OK
 

@@ -18,13 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxunet.config import identity
+from jaxunet.config.schema import Fields
 from jaxunet.runtime import fingerprint, rows
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.subprocesses import Row
+from jaxunet.runtime.rows import Row
 from jaxunet.sweep.config_file import config_file
 from jaxunet.sweep.points import Machine, Point
 from jaxunet.sweep.row import IMPOSSIBLE, OK, check_row
@@ -76,7 +76,7 @@ class Task:
       compile_only: fill the compilation cache and measure nothing.
     """
 
-    config: dict[str, Any]
+    config: Fields
     jit: bool
     varied: list[str]
     steps: int

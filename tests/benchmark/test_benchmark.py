@@ -9,7 +9,6 @@ import importlib.util
 import pathlib
 import types
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from support.commands import call
 from support.tiny import flags, tiny_config
 
 from jaxunet.benchmark import choose, run, table
-from jaxunet.benchmark.cases import DEFAULT_DIRECTIONS, Prepared, Sampling, make_plan
+from jaxunet.benchmark.cases import DEFAULT_DIRECTIONS, Plan, Prepared, Sampling, Side, make_plan
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import (
     model_loss,
@@ -57,8 +56,8 @@ MEASURED = {
 }  # fmt: skip
 
 
-def plan(config: Config | None = None, **changes: Any) -> Any:
-    lists: dict[str, Any] = {
+def plan(config: Config | None = None, **changes: list[str] | int) -> Plan:
+    lists: dict[str, list[str] | int] = {
         name: [] for name in ('backends', 'peers', 'precisions', 'batch_sizes', 'directions')
     }
     return make_plan(
@@ -131,11 +130,11 @@ def test_a_side_that_cannot_run_is_a_row(
     where the second is gone.
     """
 
-    def fake(name: str, *_: Any) -> Any:
+    def fake(name: str, *_: object) -> Side:
         if name == 'missing':
             raise UserError('this machine has no such kernels')
 
-        class Side:
+        class Fake:
             def prepare(self, direction: str) -> Prepared:
                 def work(steps: int) -> None:
                     if name == 'dies' and direction == 'step':
@@ -143,7 +142,7 @@ def test_a_side_that_cannot_run_is_a_row(
 
                 return Prepared(work, 0.1, 0.2, 10, 20, {}, lambda: None)
 
-        return Side()
+        return Fake()
 
     monkeypatch.setattr(run, 'make_side', fake)
     monkeypatch.setattr(run, 'measure_rates', lambda precision: Rates(1e9, 1e9))
@@ -250,7 +249,7 @@ def test_dry_run_prints_the_cases() -> None:
         ),
     ],
 )
-def test_mistakes(changes: dict[str, Any], message: str) -> None:
+def test_mistakes(changes: dict[str, list[str] | int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan(**changes)
 
@@ -464,7 +463,7 @@ def test_a_table_of_several_runs_tells_them_apart() -> None:
     assert {len(c) for c in cells} == {12}
 
 
-def f32(*shape: int) -> Any:
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
@@ -480,7 +479,9 @@ def f32(*shape: int) -> Any:
         ),  # not the whole table
     ],
 )
-def test_bytes_moved(function: Callable[..., Any], arguments: list[Any], expected: int) -> None:
+def test_bytes_moved(
+    function: Callable[..., jax.Array], arguments: list[jax.ShapeDtypeStruct], expected: int
+) -> None:
     assert bytes_moved(jax.jit(function).lower(*arguments).compile().as_text()) == expected
 
 
@@ -531,7 +532,7 @@ def test_bytes_moved_by_loops_calls_and_custom_kernels() -> None:
 
 
 def test_compile_time_and_memory() -> None:
-    def build() -> Any:
+    def build() -> jax.stages.Compiled:
         return (
             jax.jit(lambda x: jnp.tanh(x * 3) @ x.T, donate_argnums=()).lower(f32(64, 64)).compile()
         )
@@ -620,7 +621,7 @@ def test_peer_drops_what_we_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
 
     class Factors(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.arange(x.shape[1])[:, None, None]
 
     monkeypatch.setattr(
@@ -738,11 +739,11 @@ def test_choose_leaves_out_what_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
     """Also a side that fails while it is timed; what is ready is closed."""
     closed = []
 
-    def fake(name: str, *_: Any) -> Any:
+    def fake(name: str, *_: object) -> Side:
         if name == 'missing':
             raise UserError('this machine has no such kernels')
 
-        class Side:
+        class Fake:
             def prepare(self, direction: str) -> Prepared:
                 def work(steps: int) -> None:
                     if name == 'dies' and steps > 2:
@@ -751,7 +752,7 @@ def test_choose_leaves_out_what_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
                 assert direction == 'step'
                 return Prepared(work, 0.1, 0.2, 10, 20, {}, lambda: closed.append(name))
 
-        return Side()
+        return Fake()
 
     monkeypatch.setattr(choose, 'make_side', fake)
     monkeypatch.setattr(choose, 'fresh_state', lambda config: None)

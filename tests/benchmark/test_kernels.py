@@ -10,13 +10,13 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import PyTree
 from support import kernel_names
 from support.commands import call
 
@@ -27,7 +27,7 @@ from jaxunet.ops.adamw.cases import AWKWARD
 from jaxunet.runtime import device, rows
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.measurement import Inputs, Measurement, with_gradients
+from jaxunet.runtime.measurement import Arrays, Inputs, Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import load_backend
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
 
@@ -109,10 +109,8 @@ def test_programs_are_named_in_traces() -> None:
     assert lowered.compile(compiler_options=timing.COMPILER_OPTIONS)(jnp.ones(3)).sum() == 6
 
 
-def toy(
-    name: str, pallas: Callable[[Any], Any] | None = None, flops: int | None = 2_000_000
-) -> Measurement:
-    def double(i: Any) -> Any:
+def toy(name: str, pallas: Side | None = None, flops: int | None = 2_000_000) -> Measurement:
+    def double(i: Arrays) -> Arrays:
         return {'y': i['x'][0] * 2, 'sum': jnp.sum(i['x'][0], axis=0)}
 
     inputs = {'x': (jax.ShapeDtypeStruct((16, 8), 'float32'),)}
@@ -122,7 +120,7 @@ def toy(
 
 
 def fake_trace(
-    programs: dict[str, Callable[[int], Any]], *, rounds: int
+    programs: Mapping[str, Callable[[int], PyTree]], *, rounds: int
 ) -> dict[str, timing.Times]:
     """Runs everything; XLA's side takes 30 us a call, the kernels' 8 to 10."""
     found = {}
@@ -141,14 +139,28 @@ def fake_trace(
     return found
 
 
-def fails(_: Any) -> Any:
+def fails(_: Arrays) -> Arrays:
     raise ValueError('does not compile')
 
 
+def outcomes(
+    *wanted: Measurement,
+    trace: kernels.Trace = fake_trace,
+    seconds: float = 600,
+    elsewhere: kernels.Elsewhere | None = None,
+) -> list[rows.Row | Measurement]:
+    stop = time.monotonic() + seconds
+    return list(kernels.measure(wanted, stop=stop, elsewhere=elsewhere, trace=trace))
+
+
 def measured(
-    *wanted: Measurement, trace: Any = fake_trace, seconds: float = 600, **options: Any
-) -> list[Any]:
-    return list(kernels.measure(wanted, stop=time.monotonic() + seconds, trace=trace, **options))
+    *wanted: Measurement,
+    trace: kernels.Trace = fake_trace,
+    elsewhere: kernels.Elsewhere | None = None,
+) -> list[rows.Row]:
+    found = outcomes(*wanted, trace=trace, elsewhere=elsewhere)
+    assert all(isinstance(row, dict) for row in found)
+    return found
 
 
 def test_rows() -> None:
@@ -211,7 +223,7 @@ def test_a_row_of_three_sides() -> None:
 
 def test_what_was_not_compiled_or_seen_is_not_lost() -> None:
     late = toy('late')
-    assert measured(late, seconds=-1) == [late]
+    assert outcomes(late, seconds=-1) == [late]
     (row,) = measured(toy('unseen'), trace=lambda programs, rounds: {})
     assert row['error'] == 'xla: the trace lost all of its kernels'
     (row,) = measured(
@@ -236,7 +248,9 @@ def test_lowering_elsewhere() -> None:
     pytest.importorskip('flatbuffers')  # jax.export needs it to serialize
     m = toy('apart')
 
-    def future(result: Any) -> concurrent.futures.Future[lowering.Lowered]:
+    def future(
+        result: lowering.Lowered | Exception | None,
+    ) -> concurrent.futures.Future[lowering.Lowered]:
         waiting: concurrent.futures.Future[lowering.Lowered] = concurrent.futures.Future()
         if isinstance(result, Exception):
             waiting.set_exception(result)
@@ -249,7 +263,7 @@ def test_lowering_elsewhere() -> None:
     assert (row['lower_s_pallas'], row['error']) == (12.5, None)
     (row,) = measured(m, elsewhere={(m.name, 'pallas'): future(RuntimeError('a worker died'))})
     assert row['error'] is None
-    assert measured(m, elsewhere={(m.name, 'pallas'): future(None)}, seconds=1) == [m]
+    assert outcomes(m, elsewhere={(m.name, 'pallas'): future(None)}, seconds=1) == [m]
 
 
 def test_other_processes_lower() -> None:
@@ -385,7 +399,7 @@ def test_a_kernel_is_measured_through_to_its_row() -> None:
         ['group_norm'], ['1'], '^8x8_192$', [PALLAS]
     )
 
-    def trace(programs: dict[str, Any], *, rounds: int) -> dict[str, timing.Times]:
+    def trace(programs: Mapping[str, object], *, rounds: int) -> dict[str, timing.Times]:
         return {name: timing.Times({'k': 1.0}, (1.0,) * rounds) for name in programs}
 
     with device.use(device.Target.INTERPRET):
@@ -422,7 +436,9 @@ def test_gradients() -> None:
     assert (y, gradients) == (7, {'a': 30, 'b': 20})
 
 
-def example(case: str, batch: int, ratio: float, op: str = 'conv3x3', **changes: Any) -> rows.Row:
+def example(
+    case: str, batch: int, ratio: float, op: str = 'conv3x3', **changes: object
+) -> rows.Row:
     row = {
         'op': op,
         'case': case,
@@ -576,7 +592,7 @@ def test_directions_are_chosen() -> None:
         ),
     ],
 )
-def test_mistakes(arguments: Any, message: str) -> None:
+def test_mistakes(arguments: tuple, message: str) -> None:
     with pytest.raises(UserError, match=message):
         kernels.select(*arguments)
 

@@ -7,7 +7,6 @@ import gzip
 import json
 import pathlib
 import re
-from typing import Any
 
 import pytest
 from support.commands import call_each
@@ -31,7 +30,7 @@ from jaxunet.benchmark.roofline.work import (
     WEIGHT_GRADIENT,
     Work,
 )
-from jaxunet.profile.events import Event, build_trace
+from jaxunet.profile.events import Event, Trace, build_trace
 from jaxunet.profile.hlo import read_hlo
 from jaxunet.profile.phases import own_name
 from jaxunet.runtime import rows
@@ -136,7 +135,7 @@ WORK = [
 RATES = Rates(1e9, 1e9)  # 1,000 operations or bytes are a microsecond
 
 
-def trace(step: list[tuple[str, float, str]], *, graph: bool, steps: int = 2) -> Any:
+def trace(step: list[tuple[str, float, str]], *, graph: bool, steps: int = 2) -> Trace:
     events, now = [], 0.0
     for name, us, instruction in step * steps:
         ours = not name.startswith('add')
@@ -229,7 +228,7 @@ LINES = [
 ]
 
 
-def budget(**changes: Any) -> list[rows.Row]:
+def budget(**changes: object) -> list[rows.Row]:
     return list(to_rows(CASE | changes, Measured(LINES, 0, []), busy_ms=8.5, step_ms=9.0))
 
 

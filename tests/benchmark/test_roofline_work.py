@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import pytest
@@ -30,7 +29,7 @@ from jaxunet.model import cost
 BATCH, BASE = 2, 16
 
 
-def network(**model: Any) -> Config:
+def network(**model: object) -> Config:
     """Two levels of 8×8 and 4×4 pixels, with attention on the lower one."""
     fields = {
         'base_channels': BASE,
@@ -41,7 +40,7 @@ def network(**model: Any) -> Config:
         'num_classes': 0,
         'label_dropout': 0.0,
     } | model
-    changes: dict[str, Any] = {'model': fields, 'data': {'batch_size': BATCH}}
+    changes: dict[str, dict[str, object]] = {'model': fields, 'data': {'batch_size': BATCH}}
     return resolve(to_dict(Config().replace(precision='bfloat16', **changes)))
 
 
@@ -115,7 +114,7 @@ def test_work_of_attention_and_update() -> None:
     ],
     ids=['ddpm', 'adm'],
 )
-def test_flops_are_those_of_the_network(model: dict[str, Any]) -> None:
+def test_flops_are_those_of_the_network(model: dict[str, object]) -> None:
     """Two products in the backward pass for each of the forward pass; none for the images; and
     attention's backward pass recomputes one of its two.
     """

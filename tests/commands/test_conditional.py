@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.classes import Classes
 from jaxunet.data.images import save_images
+from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.low_res import read_low_res
 from jaxunet.weights import noisy_classifier, write_weights
@@ -24,7 +24,7 @@ from jaxunet.weights import noisy_classifier, write_weights
 CLASSES = 3
 
 
-def fresh(config: Config) -> Any:
+def fresh(config: Config) -> Params:
     """Parameters in which no last layer is zero, so that every image differs."""
     rng = np.random.default_rng(0)
     return jax.tree.map(

@@ -17,7 +17,7 @@ CONFIGS = pytest.mark.parametrize('config', [EDM, FLOW], ids=lambda c: c.objecti
 
 
 def network(xp, x, time):
-    """Any function of what a network sees, of NumPy arrays or PyTorch tensors."""
+    """A function of what a network sees, of NumPy arrays or PyTorch tensors."""
     return xp.sin(3 * x) + 0.1 * xp.cos(time / 100) * x
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import pathlib
 import re
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,9 +23,9 @@ LIBRARIES = {'Flax linen': 'flax', 'Flax nnx': 'flax', 'Equinox': 'equinox'}
 BLOCK = compile(SECTIONS['A block'], str(PAGE), 'exec')
 
 
-def run(library: str, backend: str) -> dict[str, Any]:
+def run(library: str, backend: str) -> dict[str, object]:
     """Returns the names that the page's code defines, with the ops of a backend as `auto`."""
-    names: dict[str, Any] = {'__name__': 'page'}
+    names: dict[str, object] = {'__name__': 'page'}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seam, '_auto', lambda precision: dict.fromkeys(OPS, backend))
         patch.setattr(seam, '_unavailable', lambda name: None)

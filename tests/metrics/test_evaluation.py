@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +277,7 @@ def test_inception_score_of_known_predictions():
         inception_score(logits[:3])
 
 
-def tiny_network(**changes: Any) -> FeatureNetwork:
+def tiny_network(**changes: object) -> FeatureNetwork:
     """A random linear layer on the pixels, of 8×8 images."""
     weights = np.random.default_rng(0).normal(size=(192, 6)).astype(np.float32) / 192
     network = FeatureNetwork(

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxunet.ops import backends as seam
 from jaxunet.ops import functional as kernels
+from jaxunet.ops.adamw.operands import Tree
 from jaxunet.ops.backends import fused_update
 from jaxunet.runtime.device import Target, use
 from jaxunet.runtime.errors import UserError
 
-Arguments = dict[str, Any]
+Arguments = dict[str, jax.Array]
+Carry = tuple[Tree, kernels.AdamWState]  # params, state
 Function = Callable[[Arguments], jax.Array]
 
 IMAGE, TOKENS = (8, 2, 2, 8), (8, 3, 24)
@@ -86,7 +87,7 @@ def example(op: str) -> Arguments:
     return {name: jnp.asarray(draw.normal(size=shapes[name]), jnp.float32) for name in OPS[op][0]}
 
 
-def axes(arguments: Arguments) -> Arguments:
+def axes(arguments: Arguments) -> dict[str, int | None]:
     return {name: 0 if name in BATCHED else None for name in arguments}
 
 
@@ -199,7 +200,7 @@ def test_adamw_is_that_of_optax_under_every_transformation(backend):
         for _ in range(3)
     )
 
-    def optax_steps(params: Any) -> Any:
+    def optax_steps(params: Tree) -> Tree:
         optimizer = optax.adamw(**RULE)
         state = optimizer.init(params)
         with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
@@ -208,8 +209,8 @@ def test_adamw_is_that_of_optax_under_every_transformation(backend):
                 params = optax.apply_updates(params, updates)
         return params
 
-    def steps(params: Any, gradients: Any) -> Any:
-        def step(carry: Any, gradient: Any) -> Any:
+    def steps(params: Tree, gradients: Tree) -> Tree:
+        def step(carry: Carry, gradient: Tree) -> tuple[Carry, None]:
             return kernels.adamw(gradient, *carry[::-1], **RULE, backend=backend), None
 
         (params, state), _ = jax.lax.scan(step, (params, kernels.adamw_init(params)), gradients)

@@ -7,10 +7,14 @@ import pathlib
 import re
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import beartype
 import jaxtyping
+
+Function = TypeVar('Function', bound=Callable[..., object])
+Target = TypeVar('Target')  # a function or a class
+Decorator = Callable[[Target], Target]
 
 PACKAGES = ('jaxunet', 'pallas_kernels', 'xla_ffi')
 # Functions without an array among their annotations are left to mypy: tests pass wrong configs.
@@ -20,7 +24,7 @@ PLACEHOLDERS = {'jaxunet.checkpoint.state.TrainState.__init__'}
 _CONF = beartype.BeartypeConf(is_pep484_tower=True)  # an int is a float, as for mypy
 
 
-def check(signature: Any, **options: Any) -> Any:
+def check(signature: Function, **options: object) -> Function:
     """Returns a function that checks its arguments, if one of them is an array of a known shape.
 
     Args:
@@ -54,14 +58,14 @@ def install(root: pathlib.Path) -> None:
     jaxtyping.install_import_hook(modules, 'support.annotations.check')
 
 
-def _only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
+def _only_with_arrays(jaxtyped: Callable[..., Decorator]) -> Callable[..., Decorator]:
     """Makes jaxtyping's decorator return functions and classes without arrays as they are.
 
     It would make each of their calls, some of them millions in a test, about 20 µs slower.
     """
     known: dict[CodeType | type, bool] = {}  # a nested function is decorated at every call
 
-    def decorate(decorator: Callable[[Any], Any], target: Any) -> Any:
+    def decorate(decorator: Decorator[Target], target: Target) -> Target:
         code = getattr(target, '__code__', target)
         if code not in known:
             known[code] = _may_have_array(target)
@@ -70,7 +74,7 @@ def _only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **options: functools.partial(decorate, jaxtyped(**options))
 
 
-def _may_have_array(target: Any) -> bool:
+def _may_have_array(target: Callable[..., object]) -> bool:
     try:
         hints = get_type_hints(target, include_extras=True)
     except Exception:  # a name that only a type checker or an enclosing function knows
@@ -78,5 +82,5 @@ def _may_have_array(target: Any) -> bool:
     return any(ARRAY.search(str(hint)) for hint in hints.values())
 
 
-def _name(function: Any) -> str:
+def _name(function: Callable[..., object]) -> str:
     return f'{function.__module__}.{function.__qualname__}'

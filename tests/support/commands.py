@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from support.settings import QUICK
 
@@ -71,8 +70,8 @@ class Forks:
         path.touch()
         return path
 
-    def ask(self, **request: Any) -> Any:
-        """Returns the answer to a request of `forks.py`."""
+    def ask(self, **request: object) -> int | None:
+        """Returns the answer to a request of `forks.py`: a process, its exit code, or None."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)

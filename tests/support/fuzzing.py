@@ -13,13 +13,15 @@ import importlib.metadata
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from jaxunet.runtime import rows
+
+Case = TypeVar('Case')
 
 LIBRARIES = ('hypothesis', 'numpy', 'pillow')
 TIMES, SEED, STEPS, ROWS = (f'JAXUNET_FUZZ_{name}' for name in ('TIMES', 'SEED', 'STEPS', 'ROWS'))
@@ -28,8 +30,8 @@ TIMES, SEED, STEPS, ROWS = (f'JAXUNET_FUZZ_{name}' for name in ('TIMES', 'SEED',
 def fuzz(
     name: str,
     cases: int,
-    strategy: st.SearchStrategy,
-    check: Callable[[Any], str],
+    strategy: st.SearchStrategy[Case],
+    check: Callable[[Case], str],
 ) -> None:
     """Tries a check on drawn cases; appends a row if a run by hand asks for it.
 
@@ -52,7 +54,7 @@ def fuzz(
         suppress_health_check=list(HealthCheck),
     )
     @hypothesis.given(strategy)
-    def run(case: Any) -> None:
+    def run(case: Case) -> None:
         nonlocal slowest
         start = time.process_time()
         told[bool(check(case))] += 1

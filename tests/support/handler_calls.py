@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 import xla_ffi  # noqa: F401  # registers the handlers
 
 CPU = jax.local_devices(backend='cpu')[0]
-Shape = tuple[tuple[int, ...], Any]
+Shape = tuple[tuple[int, ...], DTypeLike]
+Attributes = dict[str, np.int64 | np.float32 | bool]
 HANDLERS = (  # in the order of `right`
     'jaxunet_attention_forward',
     'jaxunet_attention_backward',
@@ -37,10 +39,10 @@ class Call(NamedTuple):
     target: str
     operands: list[Shape]
     results: list[Shape]
-    attributes: dict[str, Any]
+    attributes: Attributes
     in_place: int = -1  # the operand whose place the first result takes, and so on
 
-    def __call__(self, device: jax.Device = CPU) -> Any:
+    def __call__(self, device: jax.Device = CPU) -> list[jax.Array]:
         shapes = [jax.ShapeDtypeStruct(*shape) for shape in self.results]
         with jax.default_device(device):
             operands = [jax.device_put(np.zeros(*shape), device) for shape in self.operands]
@@ -153,7 +155,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             'linear_weight_gradient', [*images([channels]), *images([features])], results, {}
         )
 
-    def norm(name: str, results: list[Shape], attributes: dict[str, Any]) -> Call:
+    def norm(name: str, results: list[Shape], attributes: Attributes) -> Call:
         every = {
             'parts': np.int64(len(parts)),
             'groups': np.int64(channels),

@@ -8,7 +8,6 @@ beside the package
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 import numpy as np
 
@@ -81,7 +80,7 @@ def of_pytorch_fid(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ]
     outputs: dict[str, np.ndarray] = {}
 
-    def watch(name: str, module: Any) -> None:
+    def watch(name: str, module: torch.nn.Module) -> None:
         module.register_forward_hook(
             lambda _module, _input, output: outputs.__setitem__(
                 name, output.permute(0, 2, 3, 1).numpy().copy()

@@ -2,9 +2,9 @@
 
 import collections
 import re
-from typing import Any
 
 import jax
+from jaxlib.mlir import ir
 
 NAME = re.compile(
     r'jaxunet_[a-z0-9_]+?(?=(?:_mosaic_gpu|_\d+)?\b)'
@@ -31,13 +31,13 @@ def count(lowered: jax.stages.Lowered) -> collections.Counter[str]:
             known[name] = found
         return known[name]
 
-    def inside(operation: Any, found: collections.Counter[str]) -> None:
+    def inside(operation: ir.Operation, found: collections.Counter[str]) -> None:
         for region in operation.regions:
             for block in region.blocks:
                 for child in block.operations:
                     visit(child.operation, found)
 
-    def visit(operation: Any, found: collections.Counter[str]) -> None:
+    def visit(operation: ir.Operation, found: collections.Counter[str]) -> None:
         if operation.name == 'func.call':
             found.update(of(operation.attributes['callee'].value))
         elif operation.name == 'stablehlo.custom_call':

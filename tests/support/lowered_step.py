@@ -22,7 +22,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax._src.interpreters.mlir import make_ir_context
@@ -123,7 +123,7 @@ def text(lowered: jax.stages.Lowered) -> str:
         )
 
 
-def _children(op: Any) -> list[Any]:
+def _children(op: ir.Operation) -> list[ir.Operation]:
     return [
         child.operation
         for region in op.regions
@@ -132,17 +132,17 @@ def _children(op: Any) -> list[Any]:
     ]
 
 
-def _assembly(op: Any) -> str:
+def _assembly(op: ir.Operation) -> str:
     # Not in the module's scope, which would be numbered anew for each of its functions.
     return op.get_asm(enable_debug_info=False, use_local_scope=True)
 
 
-def _descendants(op: Any) -> list[Any]:
+def _descendants(op: ir.Operation) -> list[ir.Operation]:
     """An operation and all inside it, in the order of the text."""
     return [op, *(inner for child in _children(op) for inner in _descendants(child))]
 
 
-def _clean(op: Any) -> None:
+def _clean(op: ir.Operation) -> None:
     """Removes the names of pytrees from a function, and replaces the kernel of a custom call by its
     digest.
     """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 from hypothesis import strategies as st
 
 Contents = dict[str, bytes]
+Json: TypeAlias = 'dict[str, Json] | list[Json] | str | float | bool | None'
 # Numbers at the edges of the types that formats store.
 EDGES = (0, 1, -1, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, -(2**63))
 LETTERS = 'abZ09 _./-\n\0é世'  # any character would need hypothesis' tables of Unicode
@@ -27,7 +29,7 @@ JSON = st.recursive(
 
 
 @st.composite
-def damages(draw: Any) -> list[tuple]:
+def damages(draw: st.DrawFn) -> list[tuple]:
     """Draws up to three damages, each (kind, part, place, place, number, bytes, JSON)."""
     return [
         (
@@ -43,7 +45,7 @@ def damages(draw: Any) -> list[tuple]:
     ]
 
 
-def damage(contents: Contents, pack: Any, changes: list[tuple]) -> bytes:
+def damage(contents: Contents, pack: Callable[[Contents], bytes], changes: list[tuple]) -> bytes:
     """Applies damages to the parts of a file, or to the packed file where their part is None."""
     contents = dict(contents)
     late = []
@@ -92,9 +94,9 @@ def changed(data: bytes, change: tuple) -> bytes:
             return data[:at] + flipped + data[at + len(flipped) :]
 
 
-def replaced(tree: Any, place: float, value: Any) -> Any:
+def replaced(tree: Json, place: float, value: Json) -> Json:
     """Returns a JSON value with the one at a place of it replaced, or taken away."""
-    spots: list[tuple[Any, Any]] = []
+    spots: list[tuple[dict | list, str | int]] = []
     todo = [tree]
     while todo:
         node = todo.pop()

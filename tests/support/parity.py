@@ -12,23 +12,31 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxunet.runtime.device import Target, use
-from support.products import with_gradients, with_tf32_products
+from support.products import Arrays, Both, Op, with_gradients, with_tf32_products
 from support.turns import in_turn
 
-Op = Callable[..., Any]  # arrays in, one array or a tree of arrays out
 Inputs = dict[str, tuple[np.ndarray, str]]
 Results = dict[str, np.ndarray]
+Run = Callable[[Arrays, PyTree], Both]  # results and gradients of arguments and a cotangent
 DTYPES = ('float32', 'bfloat16')
 # Draws from which the plain op's largest error is taken. The largest error of few elements varies
 # more from draw to draw than that of many.
 DRAWS_OF_FEW, FEW, DRAWS, DRAWS_OF_MANY, MANY = 32, 2**10, 8, 2, 2**16
+
+
+class Named(Protocol):
+    """A case of an op."""
+
+    @property
+    def name(self) -> str: ...
 
 
 def draw(
@@ -62,7 +70,7 @@ def assert_parity(
     cotangent = jax.tree.map(lambda s: draw(s.shape, str(s.dtype)), shapes)
     oracle, plain = _runs(reference, gradients)
 
-    def exact_and_plain(inputs: Inputs, cotangent: Any) -> tuple[Results, Results]:
+    def exact_and_plain(inputs: Inputs, cotangent: PyTree) -> tuple[Results, Results]:
         with jax.default_device(cpu):
             found = plain(_as_types(inputs, cpu), _typed_like(cotangent, shapes, cpu))
             with jax.enable_x64(True):
@@ -95,7 +103,7 @@ def assert_parity(
     return shares
 
 
-def types_in_turn(cases: Sequence[Any], dtypes: Sequence[str] = DTYPES) -> list[Any]:
+def types_in_turn(cases: Sequence[Named], dtypes: Sequence[str] = DTYPES) -> list[object]:
     """Returns the parameters `case` and `dtype`, as `in_turn`, of cases with a name."""
     return in_turn({case.name: case for case in cases}, *((dtype,) for dtype in dtypes))
 
@@ -106,7 +114,7 @@ class _Run:
     def __init__(self, op: Op, gradients: bool | None):
         """`gradients`: None = `op` takes (arguments, cotangent) and returns both already."""
 
-        def both(arguments: dict[str, Any], cotangent: Any) -> Any:
+        def both(arguments: Arrays, cotangent: PyTree) -> Both:
             return with_gradients(op, arguments, cotangent, gradients=bool(gradients))
 
         # Without leave to keep more precision than the types say, which would make "the same type"
@@ -116,7 +124,7 @@ class _Run:
             compiler_options={'xla_allow_excess_precision': False},
         )
 
-    def __call__(self, arguments: dict[str, Any], cotangent: Any) -> Results:
+    def __call__(self, arguments: Arrays, cotangent: PyTree) -> Results:
         out, pulled = self._call(arguments, cotangent)
         named = {
             f'output{jax.tree_util.keystr(path)}': leaf
@@ -150,11 +158,11 @@ def _as_types(inputs: Inputs, device: jax.Device) -> dict[str, jax.Array]:
     }
 
 
-def _typed_like(tree: Any, shapes: Any, device: jax.Device) -> Any:
+def _typed_like(tree: PyTree, shapes: PyTree, device: jax.Device) -> PyTree:
     return jax.tree.map(lambda v, s: jax.device_put(_rounded(v, s.dtype), device), tree, shapes)
 
 
-def _in_another_order(inputs: Inputs, cotangent: Any) -> tuple[Inputs, Any]:
+def _in_another_order(inputs: Inputs, cotangent: PyTree) -> tuple[Inputs, PyTree]:
     def shuffled(values: np.ndarray) -> np.ndarray:
         return np.random.default_rng().permutation(values.ravel()).reshape(values.shape)
 
@@ -177,7 +185,7 @@ def assert_runs_are_identical(
 ) -> None:
     """Values and gradients of several runs, bit for bit; inputs as `assert_parity` takes them."""
 
-    def both(arguments: dict[str, Any]) -> Any:
+    def both(arguments: Arrays) -> Both:
         out, pull = jax.vjp(lambda a: kernel(**a), arguments)
         return out, pull(jax.tree.map(jnp.ones_like, out))[0]
 
@@ -200,7 +208,7 @@ def _share(got: np.ndarray, exact: np.ndarray, plain: float) -> float:
     return float(error / allowed) if allowed else float(error > 0)
 
 
-def _poison(*trees: Any) -> None:
+def _poison(*trees: PyTree) -> None:
     """Leaves NaN in the memory that the next results are likely to get, so that what a kernel does
     not write shows.
     """

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from peers_golden import formula_state, images
+
+from jaxunet.weights.names import Entry
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
 QUICK = {'xla_backend_optimization_level': 0}
 
 
-def state_of(table: list[Any]) -> dict[str, np.ndarray]:
+def state_of(table: list[Entry]) -> dict[str, np.ndarray]:
     """The formula's weights under the names of a program."""
     return formula_state({entry.name: entry.shape for entry in table})
 
@@ -24,7 +26,7 @@ def pictures(scale: float) -> jax.Array:
     return jnp.asarray(images(scale).transpose(0, 2, 3, 1))
 
 
-def close(found: Any, expected: np.ndarray, tolerance: float = 2e-5) -> None:
+def close(found: ArrayLike, expected: np.ndarray, tolerance: float = 2e-5) -> None:
     """Asserts that values differ by at most a share of the largest expected one."""
     np.testing.assert_allclose(
         np.asarray(found), expected, rtol=0, atol=tolerance * np.abs(expected).max()

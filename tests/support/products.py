@@ -7,11 +7,15 @@ that does not. Here every product is rounded, whatever the machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core
+from jaxtyping import PyTree
+
+Arrays = dict[str, jax.Array]  # arguments by name
+Op = Callable[..., PyTree]  # arrays in, one array or a tree of arrays out
+Both = tuple[PyTree, Arrays | None]  # results, and gradients if they are asked for
 
 PRODUCTS = ('dot_general', 'conv_general_dilated')
 # Primitives that stand for the function that they hold, and the parameter that holds it.
@@ -26,9 +30,7 @@ INLINED = {
 }
 
 
-def with_gradients(
-    op: Callable[..., Any], arguments: dict[str, Any], cotangent: Any, *, gradients: bool
-) -> tuple[Any, dict[str, Any] | None]:
+def with_gradients(op: Op, arguments: Arrays, cotangent: PyTree, *, gradients: bool) -> Both:
     """Returns the results of `op(**arguments)` and, if asked, its gradients by the arguments."""
     if not gradients:
         return op(**arguments), None
@@ -36,13 +38,11 @@ def with_gradients(
     return out, pull(cotangent)[0]
 
 
-def with_tf32_products(
-    op: Callable[..., Any], *, gradients: bool
-) -> Callable[[dict[str, Any], Any], tuple[Any, Any]]:
+def with_tf32_products(op: Op, *, gradients: bool) -> Callable[[Arrays, PyTree], Both]:
     """Returns `with_gradients` of `op`, its float32 products, forward and backward, as TF32."""
 
-    def both(arguments: dict[str, Any], cotangent: Any) -> tuple[Any, Any]:
-        def plain(arguments: dict[str, Any], cotangent: Any) -> tuple[Any, Any]:
+    def both(arguments: Arrays, cotangent: PyTree) -> Both:
+        def plain(arguments: Arrays, cotangent: PyTree) -> Both:
             return with_gradients(op, arguments, cotangent, gradients=gradients)
 
         closed, shape = jax.make_jaxpr(plain, return_shape=True)(arguments, cotangent)
@@ -53,15 +53,17 @@ def with_tf32_products(
     return both
 
 
-def _tf32(x: Any) -> Any:
+def _tf32(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) if x.dtype == 'float32' else x
 
 
-def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+def _evaluate(
+    jaxpr: core.Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[jax.Array]
+) -> list[jax.Array]:
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     known |= dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def value(atom: Any) -> Any:
+    def value(atom: core.Var | core.Literal) -> jax.Array:
         return atom.val if isinstance(atom, core.Literal) else known[atom]
 
     for equation in jaxpr.eqns:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 
+from jaxunet.checkpoint.state import TrainState
 from jaxunet.runtime import compiled_cache
-from jaxunet.training.parallel import Parallel
+from jaxunet.training.parallel import Data, Parallel
+from jaxunet.training.step import TrainStep
 from jaxunet.training.step_fields import relevant
 from support.memory import STEPS
 
@@ -26,21 +27,21 @@ def shared_steps() -> Iterator[None]:
 
     def compile_once(
         self: Parallel,
-        make_step: Any,
-        state: Any,
-        data: Any,
+        make_step: Callable[[str | None], TrainStep],
+        state: TrainState,
+        data: Data,
         *,
+        steps: int = 1,
         cache: bool = False,
-        **options: Any,
     ) -> jax.stages.Compiled:
         if not cache:
-            return compile_step(self, make_step, state, data, **options)
+            return compile_step(self, make_step, state, data, steps=steps)
         fields = relevant(self.config)
         if self.config.optimizer.schedule == 'constant':
             fields['train'] = {k: v for k, v in fields['train'].items() if k != 'steps'}
-        key = compiled_cache.key(fields, (state, data), self.devices, options)
+        key = compiled_cache.key(fields, (state, data), self.devices, {'steps': steps})
         if key not in STEPS:
-            STEPS[key] = compile_step(self, make_step, state, data, **options)
+            STEPS[key] = compile_step(self, make_step, state, data, steps=steps)
         return STEPS[key]
 
     with unittest.mock.patch.object(Parallel, 'compile', compile_once):

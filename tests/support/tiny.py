@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxunet.config import Config, resolve, to_dict
 
-TINY: dict[str, Any] = {
+TINY: dict[str, dict[str, object]] = {
     'model': {
         'base_channels': 8,
         'channel_mult': (1,),
@@ -30,7 +28,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny_config(**changes: Any) -> Config:
+def tiny_config(**changes: object) -> Config:
     """The tiny config with fields changed, as `Config.replace`."""
     return resolve(to_dict(Config().replace(**TINY).replace(**changes)))
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
 
-def in_turn(cases: Mapping[str, Any], *others: tuple[Any, ...]) -> list[Any]:
+def in_turn(cases: Mapping[str, object], *others: tuple[object, ...]) -> list[object]:
     """Returns the parameters of a test for all combinations of named cases and other values.
 
     Every case is tested with one of the others, which take turns; the rest is long.

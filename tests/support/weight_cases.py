@@ -12,7 +12,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ import pytest
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import guided_diffusion, read_weights
-from jaxunet.weights.names import parameter_shapes, unflatten
+from jaxunet.weights.inference import Stated
+from jaxunet.weights.names import Tree, parameter_shapes, unflatten
 from jaxunet.weights.torch_file import write_torch
 from jaxunet.weights.torch_pickle import dump
 from jaxunet.weights.unetcu import MAGIC, Header, config_of
@@ -28,7 +29,7 @@ from jaxunet.weights.unetcu import MAGIC, Header, config_of
 UNETCU_SMALL = config_of(Header(MAGIC, 2, 3, 32, 3, 16, 16, 1000, 0, 0))
 
 
-def make(size: tuple[int, ...] = (16,), *, learn_sigma: bool = False, **model: Any) -> Config:
+def make(size: tuple[int, ...] = (16,), *, learn_sigma: bool = False, **model: object) -> Config:
     """A small unconditional ADM config with changes to its model."""
     base = {
         'image_channels': 3,
@@ -66,7 +67,7 @@ ADM = {
 
 
 # Settings of `make`'s models that a file of guided-diffusion leaves open.
-STATED: dict[str, Any] = {
+STATED: Stated = {
     'num_head_channels': 32,
     'image_size': (16,),
     'schedule': 'linear',
@@ -75,7 +76,7 @@ STATED: dict[str, Any] = {
 }
 
 
-def random_params(config: Config, seed: int = 0) -> dict[str, Any]:
+def random_params(config: Config, seed: int = 0) -> Tree:
     """Numbers of every leaf, so that no two leaves or places are alike; signs mixed, about the size
     of trained weights.
     """
@@ -96,10 +97,17 @@ def state() -> dict[str, np.ndarray]:
     return guided_diffusion.from_tree(random_params(SMALL), SMALL, new_attention_order=False)
 
 
-def refuse(path: pathlib.Path, data: bytes, message: str, **options: Any) -> None:
+def refuse(
+    path: pathlib.Path,
+    data: bytes,
+    message: str,
+    *,
+    new_attention_order: bool | None = None,
+    **stated: Unpack[Stated],
+) -> None:
     path.write_bytes(data)
     with pytest.raises(UserError, match=message) as error:
-        read_weights(path, **options)
+        read_weights(path, new_attention_order=new_attention_order, **stated)
     assert str(path) in str(error.value)
 
 
@@ -109,11 +117,11 @@ def torch_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str] | None 
     return file.getvalue()
 
 
-def nested_torch_bytes(tree: dict[str, Any]) -> bytes:
+def nested_torch_bytes(tree: dict[str, object]) -> bytes:
     """A file as torch.save writes it of dicts, lists, tuples, numbers, None and arrays."""
     arrays: list[np.ndarray] = []
 
-    def pickled(value: Any) -> bytes:
+    def pickled(value: object) -> bytes:
         if isinstance(value, np.ndarray):
             arrays.append(value)
             # The tensor of a state dict of one, without the dict around it.
@@ -145,7 +153,7 @@ def archive(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) ->
 def safetensors_bytes(
     tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> bytes:
-    entries: dict[str, Any] = {'__metadata__': metadata} if metadata else {}
+    entries: dict[str, object] = {'__metadata__': metadata} if metadata else {}
     at = 0
     for name, value in tensors.items():
         entries[name] = {
@@ -157,6 +165,6 @@ def safetensors_bytes(
     return with_header(entries, b''.join(value.tobytes() for value in tensors.values()))
 
 
-def with_header(entries: Any, data: bytes) -> bytes:
+def with_header(entries: bytes | dict[str, object], data: bytes) -> bytes:
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return struct.pack('<Q', len(text)) + text + data

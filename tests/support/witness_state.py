@@ -5,11 +5,11 @@ small enough to keep.
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import keystr, tree_leaves_with_path
+from jaxtyping import PyTree
 
 POINTS = 8
 
@@ -19,15 +19,15 @@ def read(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
     folder = workdir.resolve() / 'checkpoints' / str(step) / 'state'
     handler = ocp.PyTreeCheckpointHandler()
     structure = handler.metadata(folder).tree
-    restore: Any = ocp.args.PyTreeRestore(restore_args=_as_numpy(structure))
-    tree = handler.restore(folder, args=restore)
+    arguments = ocp.args.PyTreeRestore(restore_args=_as_numpy(structure))
+    tree = handler.restore(folder, args=arguments)
     return {
         keystr(path, simple=True, separator='/'): np.asarray(leaf)
         for path, leaf in tree_leaves_with_path(tree)
     }
 
 
-def _as_numpy(structure: Any) -> Any:
+def _as_numpy(structure: PyTree) -> PyTree[ocp.RestoreArgs]:
     import jax  # noqa: PLC0415
 
     return jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)

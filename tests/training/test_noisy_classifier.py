@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pathlib
 import shutil
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxunet.config import Config
 from jaxunet.data.sources import open_images
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier
-from jaxunet.model.unet import build_unet
+from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.classifier_guidance import class_gradient
@@ -188,7 +187,7 @@ def test_its_file_guides_samples(run: pathlib.Path) -> None:
     labels, keys = jnp.arange(20, dtype=jnp.int32) % 10, sample_keys(0, np.arange(20))
 
     @functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
-    def agreement(params: Any, scale: jax.Array) -> jax.Array:
+    def agreement(params: Params, scale: jax.Array) -> jax.Array:
         slope = class_gradient(network, params, labels, 1.0)
         start = initial_state(keys, CONFIG.image_shape, sampler)
         drawn = run_sampler(

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from jaxtyping import Array
 from jaxunet.config import Config
 from jaxunet.model import cost
 from jaxunet.model.encoder import TIME_EMBEDDING
-from jaxunet.model.unet import build_unet
+from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import Ops, WithInput
 
@@ -111,7 +111,7 @@ def step_work(config: Config, xla: Collection[str] = ()) -> list[Work]:
     batch = config.data.batch_size
     labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
 
-    def predict(params: Any) -> Array:
+    def predict(params: Params) -> Array:
         x = jnp.zeros((batch, *config.image_shape), jnp.float32)
         keys = jax.random.split(jax.random.key(0), batch) if config.model.dropout else None
         t = jnp.zeros((batch,), jnp.int32)
@@ -125,7 +125,7 @@ def step_work(config: Config, xla: Collection[str] = ()) -> list[Work]:
     return [*recorder.work, _update(config, params)]
 
 
-def _update(config: Config, params: Any) -> Work:
+def _update(config: Config, params: Params) -> Work:
     """Returns the work of the gradient norm, AdamW, the averages and the 16-bit copies.
 
     The norm has to be known before a gradient is used, so gradients are read twice. Weights, both
@@ -179,9 +179,22 @@ class _Recorder:
         """Notes a convolution."""
         return self._conv('conv3x3', x, kernel, residual, shortcut)
 
-    def norm_silu_conv3x3(self, *operands: Any, **options: Any) -> Activation:
+    def norm_silu_conv3x3(
+        self,
+        x: Activation,
+        scale: Array,
+        offset: Array,
+        kernel: Array,
+        shift: Array,
+        *,
+        residual: Activation | None = None,
+        shortcut: Array | None = None,
+        groups: int = 32,
+        eps: float = 1e-5,
+    ) -> Activation:
         """Notes a norm whose result only the convolution reads, and the convolution."""
-        return self.norm_silu_conv3x3_and_input(*operands, copies=0, **options).result
+        self._norm('norm_silu_conv3x3', x, written=False, copies=0)
+        return self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
 
     def norm_silu_conv3x3_and_input(
         self,
@@ -202,9 +215,18 @@ class _Recorder:
         y = self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
         return WithInput(y, (x,) * copies)
 
-    def group_norm(self, *operands: Any, **options: Any) -> Array:
+    def group_norm(
+        self,
+        x: Activation,
+        scale: Array,
+        offset: Array,
+        *,
+        groups: int = 32,
+        eps: float = 1e-5,
+        silu: bool = False,
+    ) -> Array:
         """Notes a norm."""
-        return self.group_norm_and_input(*operands, copies=0, **options).result
+        return self._norm('group_norm', x, written=True, copies=0)
 
     def group_norm_and_input(
         self,

@@ -12,7 +12,8 @@ import collections
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+
+import jax
 
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[3])]
 
@@ -24,12 +25,12 @@ from xla_ffi.group_norm import vjp  # noqa: E402
 
 def main(config: str) -> None:
     """Lowers the step of a config with the CUDA kernels, and prints its calls."""
-    calls: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    calls: collections.Counter[tuple] = collections.Counter()
 
-    def spy(name: str, shapes: Sequence[Any]) -> Callable[..., Any]:
+    def spy(name: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., object]:
         call = ffi_call(name, shapes)
 
-        def run(*operands: Any, **options: Any) -> Any:
+        def run(*operands: jax.Array, **options: int) -> object:
             if name == 'jaxunet_group_norm_gradient':
                 parts = int(options['parts'])
                 kinds = ('groups', 'silu', 'activation', 'added', 'samples')
