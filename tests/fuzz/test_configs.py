@@ -8,9 +8,8 @@ import os
 
 import jax
 import pytest
-from hypothesis import strategies as st
 from support.bounded import outcome
-from support.fuzzing import STEPS, fuzz
+from support.fuzzing import STEPS, fuzz, st
 from support.memory import drop_compiled_programs
 from support.mutations import EDGES
 from support.tiny import tiny_config

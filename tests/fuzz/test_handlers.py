@@ -8,8 +8,7 @@ import random
 
 import jax
 import pytest
-from hypothesis import strategies as st
-from support.fuzzing import fuzz
+from support.fuzzing import fuzz, st
 from support.handler_calls import HANDLERS, MISTAKES, right, spoil
 
 import xla_ffi

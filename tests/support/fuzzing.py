@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import hypothesis
-from hypothesis import HealthCheck, Phase
-from hypothesis import strategies as st
+import pytest
 
 from jaxunet.runtime import rows
+
+# Without hypothesis, as on a GPU machine that has no extra `test`, the tests that import this skip.
+MISSING = 'needs hypothesis: pip install -e ".[test]"'
+hypothesis = pytest.importorskip('hypothesis', reason=MISSING)
+st = pytest.importorskip('hypothesis.strategies', reason=MISSING)
 
 Case = TypeVar('Case')
 
@@ -43,15 +46,16 @@ def fuzz(
     times, seed = (int(os.environ.get(name, default)) for name, default in ((TIMES, 1), (SEED, 0)))
     told: collections.Counter[bool] = collections.Counter()
     slowest, began = 0.0, time.process_time()
+    generate = hypothesis.Phase.generate
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=cases * times,
-        phases=(Phase.generate, Phase.shrink) if times > 1 else (Phase.generate,),
+        phases=(generate, hypothesis.Phase.shrink) if times > 1 else (generate,),
         database=None,
         deadline=None,  # `bounded` counts this process's time, not the clock's
         print_blob=False,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(strategy)
     def run(case: Case) -> None:

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import TypeAlias
 
-from hypothesis import strategies as st
+from support.fuzzing import st
 
 Contents = dict[str, bytes]
 Json: TypeAlias = 'dict[str, Json] | list[Json] | str | float | bool | None'
