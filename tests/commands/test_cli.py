@@ -12,7 +12,6 @@ import sys
 
 import numpy as np
 import pytest
-from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from PIL import Image
 from support.commands import call, call_each
 from support.data_files import encoded, put, random_pixels
@@ -20,8 +19,6 @@ from support.tiny import flags
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_model
-from jaxunet.config.cli import _ConfigFile, _Tuples
-from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import LOG_SECONDS, progress_bar
 from jaxunet.training.logs import read_metrics
 
@@ -162,68 +159,6 @@ def test_export_round_trip_and_init_from(extension, run, tmp_path):
     np.testing.assert_allclose(
         started.params['conv_in']['kernel'], loaded.params['conv_in']['kernel'], atol=1e-9
     )
-
-
-@pytest.mark.parametrize(
-    ('text', 'found'),
-    [
-        ('fid,kid', ('fid', 'kid')),
-        ('big cow, bull,', ('big cow', 'bull')),
-        ('cow', ('cow',)),
-        ("('a,b', 'c')", ('a,b', 'c')),
-        ("'a,b'", ('a,b',)),
-        ('32,64', (32, 64)),
-    ],
-)
-def test_tuples(text, found):
-    assert _Tuples().parse(text) == found
-
-
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # ml_collections' way to load a module
-def test_files_that_give_no_config(tmp_path):
-    reader = _ConfigFile(ConfigFileFlagParser('config'))
-    for name, text, message in (
-        (
-            'three.py',
-            'def get_config():\n  return 3',
-            r'three.py: get_config\(\) must return the ConfigDict of .*, found 3',
-        ),
-        ('none.py', 'def get_config():\n  pass', 'found None'),
-        (
-            'photos.npz',
-            'PK\0',
-            r'expected a Python file with get_config\(\), found .*photos.npz, which is not a '
-            r'Python file',
-        ),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=message):
-            reader.parse(str(tmp_path / name))
-    with pytest.raises(UserError, match=r'no file .*nne.py; did you mean "none.py"'):
-        reader.parse(str(tmp_path / 'nne.py'))
-
-
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # ml_collections' way to load a module
-@pytest.mark.parametrize(
-    ('lines', 'message'),
-    [
-        (
-            ['config.model.base_chanels = 3'],
-            r'AttributeError: .*Did you mean "base_channels".* \(.*mistake.py, line 4\)',
-        ),
-        (['return 1 / 0'], r'ZeroDivisionError: division by zero \(.*mistake.py, line 4\)'),
-        (["config.train.steps = 'many'"], r"TypeError: .*'steps'.*many.*mistake.py, line 4\)"),
-        (['x = ('], r'SyntaxError: .*mistake.py, line 4\)'),
-    ],
-)
-def test_a_mistake_in_a_config_file_is_one_line(lines, message, tmp_path):
-    path = tmp_path / 'mistake.py'
-    start = ['from jaxunet.config import default_config', 'def get_config():']
-    path.write_text('\n  '.join(['\n'.join(start), 'config = default_config()', *lines]))
-    with pytest.raises(UserError, match=f'^--config: {message}$') as caught:
-        _ConfigFile(ConfigFileFlagParser('config')).parse(str(path))
-    assert 'Traceback' not in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_dry_run(tmp_path):

@@ -238,3 +238,16 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(('localhost', 0))
         return listener.getsockname()[1]
+
+
+def gone(pid, seconds=10):
+    """True if a process ends soon; one that nobody has waited for yet has ended too."""
+    stat = pathlib.Path('/proc', pid, 'stat')
+    for _ in range(seconds * 10):
+        try:
+            if ' Z ' in stat.read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.1)
+    return False

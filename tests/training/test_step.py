@@ -1,12 +1,8 @@
-"""The step: the same losses however the batch is spread, skipped bad steps, averages, schedules,
-and a loop that learns.
-"""
+"""The step: the same losses however the batch is spread, skipped bad steps, averages, schedules."""
 
 import dataclasses
 import functools
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +11,12 @@ import pytest
 from support.bench import Bench
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import (
-    LossScale,
-    fresh_state,
-    get_moments,
-    learning_rate_schedule,
-    set_moments,
-)
+from jaxunet.checkpoint.state import fresh_state, get_moments, learning_rate_schedule, set_moments
 from jaxunet.checkpoint.store import read
 from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
-from jaxunet.training import workdir as lock
 from jaxunet.training.ema import ema_decay
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -263,63 +252,6 @@ def test_a_session_streams_from_the_step_of_its_state(source):
             session.next_data()
 
 
-def learning(precision):
-    """A config whose loss falls."""
-    return tiny_config(
-        precision=precision,
-        parallel={'devices': 4 if precision == 'float32' else 1},
-        data={'batch_size': 32},
-        optimizer={'learning_rate': 5e-3},
-        train={'steps': 60, 'log_every': 20, 'sample_every': 60, 'checkpoint_every': 60},
-    )
-
-
-@pytest.mark.parametrize(
-    'precision',
-    [*(pytest.param(p, marks=pytest.mark.long) for p in ('float32', 'bfloat16')), 'float16'],
-)
-def test_the_loop_learns_and_logs(precision, tmp_path, source):
-    config = learning(precision)
-    assert train(config, tmp_path, source) == 60
-    rows = read_metrics(tmp_path / 'metrics.csv')
-    assert [int(row['step']) for row in rows] == [20, 40, 60]
-    assert float(rows[-1]['loss']) < 0.8 * float(rows[0]['loss'])
-    assert float(rows[-1]['training_seconds']) > 0
-    assert (float(rows[0]['loss_scale']) > 1) == (precision == 'float16')
-    assert (tmp_path / 'samples' / 'step_0000060.png').stat().st_size > 100
-    assert list((tmp_path / 'tensorboard').iterdir())
-    assert train(config, tmp_path, source) == 60  # done already: nothing is trained or logged again
-    assert read_metrics(tmp_path / 'metrics.csv') == rows
-
-
-def test_a_bad_step_changes_only_the_counters(source):
-    bench = Bench(learning('float16'), source)
-    host = bench.parallel.fetch(bench.state)
-    overflowing = dataclasses.replace(host, loss_scale=LossScale(np.float32(np.inf), np.int32(0)))
-    bench.state = bench.parallel.replicate(overflowing)
-    bench.losses(count=1)
-    after = bench.parallel.fetch(bench.state)
-    for name in ('params', 'ema', 'opt_state'):
-        assert all(
-            np.array_equal(a, b)
-            for a, b in zip(
-                *(jax.tree.leaves(getattr(s, name)) for s in (host, after)), strict=True
-            )
-        ), name
-    assert (after.step, after.skipped, after.bad_steps, after.loss_count) == (1, 1, 1, 0)
-
-
-def test_loss_scale_halves_doubles_and_stays_off():
-    scale = LossScale(jnp.float32(1024), jnp.int32(1999))
-    assert [float(v) for v in scale.update(jnp.array(True), True)] == [2048, 0]
-    assert [float(v) for v in scale.update(jnp.array(False), True)] == [512, 0]
-    assert scale.update(jnp.array(False), False) is scale
-    assert (
-        float(LossScale(jnp.float32(1024), jnp.int32(5)).update(jnp.array(True), True).finite_steps)
-        == 6
-    )
-
-
 def test_a_corrupt_image_takes_no_step_with_it(tmp_path, source, monkeypatch):
     stream = pipeline.stream
 
@@ -334,40 +266,6 @@ def test_a_corrupt_image_takes_no_step_with_it(tmp_path, source, monkeypatch):
     with pytest.raises(UserError, match=r'cat\.png'):
         train(config, tmp_path, source)
     assert int(read(tmp_path).state.step) == 5
-
-
-def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
-    (tmp_path / 'file').touch()
-    with pytest.raises(UserError, match='file: cannot be made: File exists'):
-        train(tiny_config(), tmp_path / 'file', source)
-    program = (
-        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, '-c', program, str(tmp_path / '.lock')]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == 'held\n'
-        with pytest.raises(UserError, match=f'another run is training in {tmp_path}'):
-            train(tiny_config(), tmp_path, source)
-        other.stdin.close()
-    assert not (tmp_path / 'checkpoints').exists()
-
-
-def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        lock.fcntl,
-        'lockf',
-        lambda *_: (_ for _ in ()).throw(OSError(95, 'Operation not supported')),
-    )
-    monkeypatch.setattr(lock.logging, 'warning', lambda text, *values: told.append(text % values))
-    with lock.opened(tmp_path):
-        assert told == [
-            f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a '
-            'second run out of it'
-        ]
 
 
 def test_ema_is_the_recurrence(bench_of):

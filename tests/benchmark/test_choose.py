@@ -1,0 +1,60 @@
+"""`--choose` finds the fastest backend of each op."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from support.benchmarks import available, plan
+from support.commands import call
+from support.tiny import flags
+
+from jaxunet.benchmark import choose
+from jaxunet.benchmark.cases import Prepared, Side
+from jaxunet.benchmark.jax_side import synthetic_source
+from jaxunet.runtime.errors import UserError
+
+
+def test_choose_on_a_machine_without_kernels(tmp_path: pathlib.Path) -> None:
+    if missing := [name for name in ('pallas', 'cuda') if available(name)]:
+        pytest.skip(f'this machine has {missing}')
+    path = tmp_path / 'choices.json'
+    printed = call(
+        'jaxunet.benchmark', *flags(), '--choose', variables={'JAXUNET_CHOICES': str(path)}
+    )
+    assert printed == 'only xla runs on this machine (cpu): nothing to choose\n'
+    assert not path.exists()
+
+
+@pytest.mark.parametrize('flag', ['--backends=xla', '--directions=step', '--batch_sizes=2,4'])
+def test_choose_refuses_what_it_does_not_read(flag: str) -> None:
+    error = call('jaxunet.benchmark', *flags(), '--choose', flag, code=2)
+    assert error.startswith(f'error: {flag.split("=", maxsplit=1)[0]}: --choose ')
+
+
+def test_choose_leaves_out_what_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a side that fails while it is timed; what is ready is closed."""
+    closed = []
+
+    def fake(name: str, *_: object) -> Side:
+        if name == 'missing':
+            raise UserError('this machine has no such kernels')
+
+        class Fake:
+            def prepare(self, direction: str) -> Prepared:
+                def work(steps: int) -> None:
+                    if name == 'dies' and steps > 2:
+                        raise RuntimeError('out of memory')
+
+                assert direction == 'step'
+                return Prepared(work, 0.1, 0.2, 10, 20, {}, lambda: closed.append(name))
+
+        return Fake()
+
+    monkeypatch.setattr(choose, 'make_side', fake)
+    monkeypatch.setattr(choose, 'fresh_state', lambda config: None)
+    config = plan().config
+    measure = choose.step_timer(config, synthetic_source(config), rounds=3, steps=4)
+    found = measure(['a', 'missing', 'dies'])
+    assert {name: len(times) for name, times in found.items()} == {'a': 3}
+    assert closed == ['a', 'dies']

@@ -1,0 +1,241 @@
+"""Every case of the benchmark of the kernels can be built, and its sides are the kernels."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping
+
+import jax
+import pytest
+from support import kernel_names
+from support.commands import call
+from support.kernel_measurements import ORIGIN, measured
+
+from jaxunet.benchmark.kernels import adamw, lowering
+from jaxunet.benchmark.kernels import measure as kernels
+from jaxunet.benchmark.kernels import table as kernel_table
+from jaxunet.ops.adamw.cases import AWKWARD
+from jaxunet.runtime import device
+from jaxunet.runtime import gpu_time as timing
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.measurement import Measurement
+from jaxunet.runtime.plugins import load_backend
+from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
+
+PALLAS, CUDA = load_backend('pallas'), load_backend('cuda')
+
+
+def test_other_processes_lower() -> None:
+    pytest.importorskip('flatbuffers')
+    wanted = kernels.select(['attention'], ['2'], '64_tokens', [PALLAS])
+    with lowering.pool(1) as workers:
+        found = lowering.start(workers, wanted, 'bfloat16', 'NVIDIA H200')
+        assert list(found) == [(m.name, 'pallas') for m in wanted]
+        assert all(waiting.result().exported for waiting in found.values())
+
+
+def test_lowered_elsewhere_is_the_same_program() -> None:
+    pytest.importorskip('flatbuffers')
+    m = next(
+        m
+        for m in kernels.select([], ['2'], '', [PALLAS])
+        if m.name == 'conv3x3 input_gradient, 64x64_64to64, batch 2'
+    )
+    found = lowering.lower(m.name, 2, 'bfloat16', 'NVIDIA H200')
+    function = jax.export.deserialize(bytearray(found.exported)).call
+    apart = timing.named('p', function).trace(m.inputs).lower(lowering_platforms=('cuda',))
+    assert kernel_names.count(apart) == counted(m)
+    assert found.seconds > 0
+
+
+def counted(m: Measurement, side: str = 'pallas') -> collections.Counter[str]:
+    with device.use(device.Target.HOPPER):
+        return kernel_names.count(
+            jax.jit(m.sides[side]).trace(m.inputs).lower(lowering_platforms=('cuda',))
+        )
+
+
+# Cases of each op and direction that differ in kernels; the channel sums are the bias gradient.
+GRADIENTS = {
+    f'jaxunet_group_norm_{name}': 1 for name in ('gradient_sums', 'gradient', 'channel_sums')
+} | {'jaxunet_conv3x3_weight_gradient': 1}
+KERNELS: dict[str, dict[str, int]] = {
+    'conv3x3 forward, 32x32_192to128, batch 2': {'jaxunet_conv3x3_forward': 1},
+    'conv3x3 forward, 64x64_3to64, batch 2': {'jaxunet_conv3x3_triton_forward': 1},
+    'conv3x3 input_gradient, 32x32_192to128, batch 2': {'jaxunet_conv3x3_forward': 1},
+    'conv3x3 weight_gradient, 32x32_192to128, batch 2': {'jaxunet_conv3x3_weight_gradient': 1},
+    'norm_silu_conv3x3 forward, norm_32x32_128+64to128, batch 2': {
+        'jaxunet_group_norm_moments': 2,
+        'jaxunet_group_norm_affine': 1,
+        'jaxunet_conv3x3_forward': 1,
+    },
+    'norm_silu_conv3x3 forward+backward, norm_8x8_256to256_res192, batch 2': GRADIENTS
+    | {'jaxunet_group_norm_forward': 1, 'jaxunet_conv3x3_forward': 2},
+    'group_norm forward+backward, 16x16_192, batch 2': {
+        'jaxunet_group_norm_forward': 1,
+        'jaxunet_group_norm_backward': 1,
+    },
+    'attention forward, 64_tokens_8x32, batch 2': {'jaxunet_attention_forward': 1},
+    'attention forward+backward, 256_tokens_6x32, batch 2': {
+        'jaxunet_attention_forward': 1,
+        'jaxunet_attention_backward_dq': 1,
+        'jaxunet_attention_backward_dkv': 1,
+    },
+}
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_sides_are_the_kernels_and_xla(name: str) -> None:
+    m = next(m for m in kernels.select([], ['2'], '', [PALLAS]) if m.name == name)
+    assert counted(m) == KERNELS[name]
+    assert not any('jaxunet' in kernel for kernel in counted(m, 'xla'))
+
+
+def test_every_measurement_can_be_built() -> None:
+    """Names are unique, all sides give the same shapes and types, and work is counted."""
+    found = kernels.select([], ['2'], '', [PALLAS, CUDA])
+    assert len({m.name for m in found}) == len(found) > 200
+    for m in found[::9]:
+        with device.use(device.Target.HOPPER):
+            shapes = {
+                side: jax.eval_shape(function, m.inputs) for side, function in m.sides.items()
+            }
+        pallas = {'pallas'} if m.op not in ('linear', 'adamw') else set()
+        assert set(shapes) == {'xla', 'cuda'} | pallas
+        assert all(shape == shapes['xla'] for shape in shapes.values()), m.name
+        assert m.bytes_needed() > 0
+        assert (m.flops is None) == (m.op in ('group_norm', 'adamw'))
+
+
+@pytest.mark.extension
+def test_adamw_is_measured_once_and_in_place(monkeypatch) -> None:
+    monkeypatch.setattr(adamw, 'CASES', (AWKWARD[1],))
+    wanted = kernels.select(['adamw'], ['32', '256'], '', [PALLAS, CUDA])
+    assert [m.name for m in wanted] == [
+        f'adamw {direction}, two_averages, batch 1'
+        for direction in ('step', 'sum_of_squares', 'narrow')
+    ]
+    called = collections.Counter()
+
+    def trace(programs, **_):
+        for name, program in programs.items():
+            for number in range(3):  # a call leaves the inputs of the next
+                jax.block_until_ready(program(number))
+                called[name] += 1
+        return {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs}
+
+    found = measured(*wanted, trace=trace)
+    assert [row['error'] for row in found] == [None] * 3
+    assert set(called.values()) == {3}
+    assert len(called) == 6
+    elements = AWKWARD[1].elements
+    assert found[0]['bytes'] == 4 * (1 + elements * (1 + 5 + 5)) - 2 * sum(
+        math.prod(shape) for shape in AWKWARD[1].shapes if len(shape) > 1
+    )
+    assert found[2]['bytes'] == 6 * sum(
+        math.prod(shape) for shape in AWKWARD[1].shapes if len(shape) > 1
+    )
+
+
+@pytest.mark.extension
+def test_an_op_that_pallas_has_not_is_measured() -> None:
+    wanted = kernels.select(['linear'], ['1'], '^4x4', [PALLAS, CUDA])
+    found = measured(
+        *wanted,
+        trace=lambda programs, **_: {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs},
+    )
+    assert [(row['error'], row['ratio_cuda'], 'us_pallas' in row) for row in found] == [
+        (None, 1.0, False)
+    ] * 4
+    text = kernel_table.tables([ORIGIN | row for row in found])
+    assert "XLA's time over the CUDA kernels'" in text
+    assert 'Pallas' not in text
+
+
+def test_a_kernel_is_measured_through_to_its_row() -> None:
+    """The real sides, interpreted on the CPU: their results agree."""
+    wanted = kernels.select(['attention'], ['1'], '64_tokens', [PALLAS]) + kernels.select(
+        ['group_norm'], ['1'], '^8x8_192$', [PALLAS]
+    )
+
+    def trace(programs: Mapping[str, object], *, rounds: int) -> dict[str, timing.Times]:
+        return {name: timing.Times({'k': 1.0}, (1.0,) * rounds) for name in programs}
+
+    with device.use(device.Target.INTERPRET):
+        found = measured(*wanted, trace=trace)
+    assert [row['error'] for row in found] == [None] * 4
+    assert all(0 <= row['difference'] < 0.02 for row in found)
+
+
+def test_directions_are_chosen() -> None:
+    every = kernels.select(['conv3x3'], ['2'], '8x8', [PALLAS])
+    found = kernels.select(['conv3x3'], ['2'], '8x8', [PALLAS], directions=['weight_gradient'])
+    assert found
+    assert [m.name for m in found] == [m.name for m in every if m.direction == 'weight_gradient']
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ((['conv'], ['32'], ''), '--ops: .*did you mean "conv3x3"'),
+        ((['linear'], ['32'], ''), '--ops: linear: only the CUDA backend has kernels for that'),
+        (([], [], ''), '--batch_sizes: .*found none'),
+        (([], ['0'], ''), "--batch_sizes: .*found '0'"),
+        (([], ['32'], '('), '--cases: .*not a regular expression'),
+        (([], ['32'], 'none'), '--cases: .*matches no case; there are 256_tokens_6x32'),
+        (
+            (['conv3x3'], ['32'], '', {}, ['backward']),
+            "--directions: expected some of forward, .* found 'backward'",
+        ),
+    ],
+)
+def test_mistakes(arguments: tuple, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        kernels.select(*arguments)
+
+
+def test_without_a_gpu() -> None:
+    assert 'needs one' in call('jaxunet.benchmark.kernels.__main__', '--ops=attention', code=2)
+
+
+def test_tuning_covers_the_convolutions() -> None:
+    """Every plain convolution of 64 channels or more has tiles in all directions, the chosen first,
+    and the tile is what runs.
+    """
+    with device.use(device.Target.HOPPER):
+        found = tune_hopper.shapes(tune_hopper.DIRECTIONS, '', 2, 'bfloat16', 3)
+    plain = {(s.case, s.direction) for s in found if s.direction != 'fused'}
+    cases = {case for case, _ in plain}
+    assert plain == {
+        (case, direction) for case in cases for direction in ('forward', 'input', 'weight')
+    }
+    assert cases == {
+        m.case
+        for m in kernels.select(['conv3x3'], ['2'], '', [PALLAS])
+        if m.op == 'conv3x3'
+        and m.direction == 'forward'
+        and min(m.inputs['kernel'].shape[2:]) >= 64
+    }
+    for s in [s for s in found if s.case in ('32x32_128to128', 'norm_32x32_128to128_res128+64')]:
+        if s.direction == 'weight':
+            assert s.tiles[0] == hopper_weight_gradient.choose_tile(s.inputs['x'], s.inputs['dy'])
+        else:
+            options = {
+                name: s.inputs[name]
+                for name in ('affine', 'residual', 'shortcut')
+                if name in s.inputs
+            }
+            chosen = hopper.choose_tile(
+                s.inputs['x'], s.inputs['kernel'], flipped=s.direction == 'input', **options
+            )
+            assert s.tiles[0] == chosen
+        with device.use(device.Target.HOPPER):
+            texts = {
+                jax.jit(lambda i, s=s, t=t: s.run(t, i))
+                .trace(s.inputs)
+                .lower(lowering_platforms=('cuda',))
+                .as_text()
+                for t in s.tiles[:2]
+            }
+        assert len(texts) == 2

@@ -1,0 +1,88 @@
+"""Damaged and hostile .zip and .tar files of images."""
+
+from __future__ import annotations
+
+import gzip
+import pathlib
+import struct
+import zipfile
+from collections.abc import Callable
+
+import pytest
+from support.data_errors import PNG, change, cut, fails
+from support.data_files import write_tar, write_zip
+
+from jaxunet.data import image_files
+
+ZIPS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+    'not a zip': (lambda p: p.write_bytes(b'hello' * 20), r'not a readable zip archive'),
+    'cut off': (lambda p: cut(p, p.stat().st_size - 30), r'not a readable zip archive.*truncated'),
+    'local header': (lambda p: change(p, 0, b'XX'), r'no images .*no local file header at byte 0'),
+    'pixels': (
+        lambda p: change(p, 200, b'XXXX'),
+        r'a.png: checksum [0-9a-f]{8}, expected [0-9a-f]{8}',
+    ),
+    'central directory': (
+        lambda p: change(p, p.read_bytes().index(b'PK\x01\x02'), b'XXXX'),
+        r'not a readable zip archive',
+    ),
+    'encrypted': (
+        lambda p: change(p, p.read_bytes().index(b'PK\x01\x02') + 8, b'\x01\0'),
+        r'a.png \(encrypted\)',
+    ),
+    'method': (
+        lambda p: change(p, p.read_bytes().index(b'PK\x01\x02') + 10, b'\x63\0'),
+        r'a.png \(compressed by method 99',
+    ),
+    'arrays': (lambda p: write_zip(p, {'images.npy': b'x'}), r'is an .npz with the name of a .zip'),
+}
+
+
+@pytest.mark.parametrize('case', ZIPS)
+def test_zip(tmp_path, case):
+    path = write_zip(tmp_path / 'x.zip', {'a.png': PNG})
+    damage, match = ZIPS[case]
+    damage(path)
+    fails(path, match)
+
+
+def test_zip_that_decompresses_to_another_size(tmp_path):
+    path = write_zip(tmp_path / 'x.zip', {'a.png': PNG}, zipfile.ZIP_DEFLATED)
+    change(path, path.read_bytes().index(b'PK\x01\x02') + 24, struct.pack('<I', 100))
+    fails(path, r'a.png: decompresses to 101 bytes, expected 100')
+
+
+@pytest.mark.parametrize('kind', ['', 'gz', 'xz'])
+def test_tar(tmp_path, kind):
+    path = tmp_path / f'x.tar{"." * bool(kind)}{kind}'
+    files = {f'{i}.png': PNG for i in range(5)}
+    write_tar(path, files, kind)
+    size = path.stat().st_size
+    for at in (size // 3, size - 12) if kind else (1300, 2100):
+        write_tar(path, files, kind)
+        cut(path, at)
+        fails(path, r'(not a readable .tar|truncated in \d.png: the file ends at byte)')
+    path.write_bytes(b'hello' * 300)
+    fails(path, r'not a readable .tar archive')
+
+
+@pytest.mark.parametrize('kind', ['', 'gz'])
+def test_a_tar_whose_middle_is_damaged_does_not_just_end_there(tmp_path, kind):
+    plain = write_tar(tmp_path / 'plain.tar', {f'{i}.png': PNG for i in range(5)})
+    step = 512 + -(-len(PNG) // 512) * 512
+    change(plain, 2 * step, b'XXXX')
+    path = plain
+    if kind:
+        path = tmp_path / 'x.tar.gz'
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+    fails(path, rf'no valid member header at byte {2 * step}')
+
+
+def test_a_compressed_tar_that_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_files, 'MAX_MEMORY', 3 * 16 * 16 * 3)
+    path = write_tar(tmp_path / 'x.tar.gz', {f'{i}.png': PNG for i in range(5)}, 'gz')
+    fails(
+        path,
+        r'4 images or more, which take over .* GiB of memory at 16x16x3.*python -m '
+        r'jaxunet.prepare_data --input .*x.tar.gz',
+    )

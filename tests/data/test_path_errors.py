@@ -1,0 +1,149 @@
+"""Wrong paths, images, channels and classes: the error says what is wrong where, and what to do."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.data_errors import PNG, fails
+from support.data_files import encoded, put, random_pixels, write_folder, write_zip
+
+PATHS = {
+    'near miss': (
+        '{dir}/elefants.zip',
+        r'no such file or folder: .* has no "elefants.zip"; did you mean "elephants.zip"\?',
+    ),
+    'missing parent': ('{dir}/nothing/at/all', r'has no "nothing"'),
+    'unknown set': ('digit:', r'unknown set "digit:"; did you mean "digits:"\?'),
+    'empty path': ('', r'expected a folder of images, .* found an empty path'),
+    'text file': (
+        '{dir}/notes.txt',
+        r'notes.txt: unknown kind of file ".txt", expected a folder of images',
+    ),
+    'no suffix': ('{dir}/plain', r'unknown kind of file ""'),
+    'one image': ('{dir}/image.png', r'image.png: is one image, expected many; give the folder'),
+    'weights': ('{dir}/model.safetensors', r'holds weights, expected images.*init_from'),
+    'empty file': ('{dir}/empty.zip', r'empty.zip: expected .*, found an empty file'),
+    'null byte': ('{dir}/a\0b', r'no such file or folder'),
+    'pipe': ('{dir}/pipe.zip', r'pipe.zip: expected a file or folder, found something else'),
+    'cifar10 near miss': ('cifar10:{dir}/elefants.zip', r'did you mean "elephants.zip"'),
+}
+
+
+@pytest.mark.parametrize('case', PATHS)
+def test_paths(tmp_path, case):
+    write_zip(tmp_path / 'elephants.zip', {'a.png': PNG})
+    others = {
+        'notes.txt': b'hello',
+        'plain': b'hello',
+        'image.png': PNG,
+        'model.safetensors': b'x' * 40,
+        'empty.zip': b'',
+    }
+    for name, data in others.items():
+        (tmp_path / name).write_bytes(data)
+    os.mkfifo(tmp_path / 'pipe.zip')
+    path, match = PATHS[case]
+    fails(path.format(dir=tmp_path), match)
+
+
+def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch):
+    path = write_zip(tmp_path / 'x.zip', {'a.png': PNG})
+
+    def refuse(*_, **__):
+        raise PermissionError(13, 'Permission denied')
+
+    monkeypatch.setattr(zipfile, 'ZipFile', refuse)
+    fails(path, r'x.zip: cannot be read: Permission denied; check the file and its permissions')
+
+
+@pytest.mark.parametrize('form', ['folder', 'zip', 'tar', 'tar.gz'])
+def test_sets_without_an_image(tmp_path, form):
+    path = put(tmp_path, {'a.txt': b'words', 'b.png': b'', 'c.jpg': b'GIF'}, form)
+    fails(
+        path,
+        r'no images .* found 3 other files: a.txt \(not an image\), b.png \(empty file\), c.jpg '
+        r'\(not an image\)',
+    )
+
+
+def test_an_empty_folder(tmp_path):
+    fails(tmp_path, r'no images .* found no files at all')
+
+
+HUGE = encoded(Image.new('1', (10000, 10000)))
+BAD_IMAGES = {
+    'cut off': (PNG[: len(PNG) // 2], r'cannot be decoded: '),
+    'only the magic': (PNG[:8], r'cannot be decoded: '),
+    'flipped bytes': (PNG[:60] + bytes(40) + PNG[100:], r'cannot be decoded: '),
+    'cut off JPEG': (encoded(random_pixels(0, (64, 64, 3)), 'JPEG')[:400], r'cannot be decoded: '),
+    'decompression bomb': (
+        HUGE,
+        r'10000x10000 pixels, more than the \d+ accepted|decompression bomb',
+    ),
+    'floats': (
+        encoded(Image.fromarray(np.zeros((8, 8), np.float32)), 'TIFF'),
+        r'floating-point pixels',
+    ),
+    'wide integers': (
+        encoded(Image.fromarray(np.full((8, 8), 70000, np.int32)), 'TIFF'),
+        r'32-bit pixels from 70000 to 70000',
+    ),
+}
+
+
+@pytest.mark.parametrize('form', ['folder', 'zip', 'tar', 'tar.gz'])
+@pytest.mark.parametrize('case', BAD_IMAGES)
+def test_images_that_cannot_be_decoded(tmp_path, case, form):
+    data, match = BAD_IMAGES[case]
+    path = put(tmp_path, {'a.png': PNG, 'sub/bad.png': data}, form)
+    fails(path, rf'sub/bad.png: (.|\n)*{match}(.|\n)*jaxunet.prepare_data')
+
+
+def test_other_numbers_of_channels(tmp_path):
+    fails(
+        write_folder(tmp_path, {'a.png': PNG}),
+        r'model.image_channels: expected 1 \(grey\) or 3 \(RGB\)',
+        shape=(16, 16, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ('classes', 'match'),
+    [
+        (('cta',), r'has no class "cta"; did you mean "cat"\?; it has cat, dog'),
+        (('cat', 'cat'), r'expected different names, found cat, cat'),
+        (('cat', 'horse'), r'has no class "horse"; it has cat, dog'),
+    ],
+)
+def test_classes(tmp_path, classes, match):
+    fails(
+        write_folder(tmp_path, {'cat/a.png': PNG, 'dog/b.png': PNG}),
+        f'data.classes: .*{match}',
+        classes=classes,
+    )
+
+
+def test_classes_of_a_set_without(tmp_path):
+    fails(
+        write_folder(tmp_path, {'a.png': PNG}),
+        r'has no classes to choose from, found cat',
+        classes=('cat',),
+    )
+    mixed = write_folder(tmp_path / 'mixed', {'cat/a.png': PNG, 'x.png': PNG})
+    fails(
+        mixed,
+        r'to choose from, as x.png lies beside the sub-folders cat, found cat',
+        classes=('cat',),
+    )
+
+
+def test_digits_have_one_size_of_channels():
+    fails(
+        'digits:',
+        r'digits:: images have 1 channels, but model.image_channels is 4',
+        shape=(8, 8, 4),
+    )

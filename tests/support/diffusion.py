@@ -1,0 +1,19 @@
+"""Images, noise and timesteps for tests of the diffusion."""
+
+import jax.numpy as jnp
+import numpy as np
+
+SHAPE = (4, 3, 2, 1)
+PREDICTIONS = ('epsilon', 'x0', 'v')
+
+
+def batch(seed, count=4, channels=1):
+    """Pixels on the grid of 256 values, and noise."""
+    rng = np.random.default_rng(seed)
+    shape = (count, 3, 2, channels)
+    x0 = rng.integers(0, 256, shape).astype(np.float32) / np.float32(127.5) - 1
+    return jnp.asarray(x0), jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+
+def steps_of(diffusion, count=4):
+    return jnp.asarray(np.linspace(0, diffusion.steps - 1, count).astype(np.int32))
