@@ -286,7 +286,7 @@ MISTAKES = [
 SCRIPT = """
 import json, sys
 from absl import flags
-from jaxunet import evaluate
+from jaxunet.evaluate import __main__ as evaluate
 from jaxunet.runtime.errors import UserError
 found = []
 for arguments in json.loads(sys.argv[1]):

@@ -159,13 +159,12 @@ def test_named_modules_and_their_members_exist(page):
     'page', [p for p in PAGES if p.name != HISTORY], ids=lambda page: page.name
 )
 def test_commands_and_their_flags_exist(page):
-    shared = (ROOT / 'jaxunet/config/cli.py').read_text()
     for module, rest in commands(page.read_text()):
         file = module_file(module)
         assert file is not None, f'{page.name}: no command python -m {module}'
-        source = file.read_text() + shared
-        for shared in ('checkpoint.model_flags', 'sampling.flags'):
-            package, name = shared.split('.')
+        modules = sorted(file.parent.glob('*.py')) if file.name == '__main__.py' else [file]
+        source = ''.join(path.read_text() for path in modules)
+        for package, name in (('checkpoint', 'model_flags'), ('sampling', 'flags')):
             if f'from jaxunet.{package} import {name}' in source:
                 source += (ROOT / f'jaxunet/{package}/{name}.py').read_text()
         for flag in re.findall(r'(?<=\s)--([\w.]+)', rest):

@@ -1,0 +1,1 @@
+"""Compares samples with real images, and models by them: `python -m jaxunet.evaluate`."""

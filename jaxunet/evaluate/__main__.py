@@ -1,0 +1,83 @@
+"""Compares samples with real images.
+
+    python -m jaxunet.evaluate --samples samples/ --reference cifar10: --metrics fid,kid,recall
+
+Each side is anything that `data.path` accepts, with all its images of one size; the samples may
+also be a .png grid of `jaxunet.sample`. For `fid`, either side may be an .npz of statistics
+(mu, sigma) in pytorch-fid's format, or one of ADM's reference batches, whose statistics serve `fid`
+and `sfid` and whose images serve the others. Every result states how it was computed.
+
+    python -m jaxunet.evaluate --samples samples/ --reference photos.zip --nearest pairs.png
+
+tells which samples repeat a training image, and shows each beside its nearest ones.
+
+    python -m jaxunet.evaluate --checkpoint runs/photos --ema 0.03,0.05,0.10,0.15 --plot widths.png
+
+draws the samples itself, with each of these averages of the weights, as the section `evaluation` of
+the run's config says.
+
+    python -m jaxunet.evaluate --checkpoint runs/cifar10 --metrics nll --reference test/
+
+bounds the likelihood of images under a model, in bits per dimension; also under one in a weight
+file, with --preset or the flags of jaxunet.sample that say what the file leaves open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from jaxunet.checkpoint import model_flags
+from jaxunet.config import cli
+from jaxunet.evaluate import averages, likelihood, nearest, samples
+from jaxunet.evaluate import flags as shared
+from jaxunet.evaluate.flags import CHECKPOINT, METRIC_NAMES, NLL, SAMPLES
+from jaxunet.runtime.errors import UserError
+
+for module in (shared, samples, nearest, averages, likelihood, model_flags):
+    flags.adopt_module_key_flags(module)  # so that --help lists them
+
+
+def main(argv: Sequence[str]) -> None:
+    """Checks which job the flags ask for, and does it.
+
+    Raises:
+      UserError: a wrong flag, path or image.
+    """
+    check_sources()
+    if SAMPLES.value:
+        samples.evaluate(SAMPLES.value)
+        return
+    assert CHECKPOINT.value is not None
+    job = likelihood if METRIC_NAMES.value == [NLL] else averages
+    job.evaluate(CHECKPOINT.value)
+
+
+def check_sources() -> None:
+    """Checks that --samples or --checkpoint is given, and no flag that only the other one has.
+
+    Raises:
+      UserError: a missing flag, or one too many.
+    """
+    if bool(SAMPLES.value) == bool(CHECKPOINT.value):
+        found = 'both' if SAMPLES.value else 'none'
+        raise UserError(f'--samples, --checkpoint: expected one of them, found {found}')
+    given, other = ('samples', 'checkpoint') if SAMPLES.value else ('checkpoint', 'samples')
+    nll = NLL in METRIC_NAMES.value
+    if nll and (METRIC_NAMES.value != [NLL] or SAMPLES.value):
+        raise UserError(
+            f'--metrics: {NLL} needs a model, --checkpoint, and a command of its own; '
+            f'found {",".join(METRIC_NAMES.value)} with --{given}'
+        )
+    for name in averages.ONLY if SAMPLES.value else samples.ONLY:
+        if flags.FLAGS[name].present and not (nll and name in ('batch_size', 'image_size')):
+            raise UserError(f'--{name}: only --{other} has it; leave it out with --{given}')
+    for name in likelihood.WITHOUT if nll else likelihood.ONLY:
+        if flags.FLAGS[name].present:
+            kind = 'not with' if nll else 'only with'
+            raise UserError(f'--{name}: {kind} --metrics {NLL}; leave it out')
+
+
+if __name__ == '__main__':
+    cli.run(main)

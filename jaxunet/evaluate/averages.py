@@ -1,0 +1,64 @@
+"""Measures averages of a run's weights by samples that it draws itself, for --checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import flags
+
+from jaxunet.config import cli, split_backend
+from jaxunet.evaluate.flags import (
+    BACKEND,
+    EMA,
+    FEATURES,
+    METRIC_NAMES,
+    NUM_SAMPLES,
+    OUTPUT,
+    REFERENCE,
+    SEED,
+)
+from jaxunet.evaluate.output import append, check_outputs
+from jaxunet.metrics.evaluation import check_metrics
+from jaxunet.training.average_sweep import check_plot, measure_averages, plot
+
+PLOT = flags.DEFINE_string(
+    'plot', None, 'With --checkpoint: draw the metrics over the widths of --ema to this .png.'
+)
+ONLY = ('ema', 'plot', 'backend')  # flags that --samples does not have
+
+
+def evaluate(checkpoint: str) -> None:
+    """Measures the averages of --ema, prints and appends their results, and draws --plot.
+
+    Raises:
+      UserError: a wrong flag, path, image or checkpoint.
+    """
+    if METRIC_NAMES.present:
+        check_metrics(METRIC_NAMES.value)
+    check_outputs([OUTPUT, PLOT])
+    if PLOT.value:
+        check_plot(PLOT.value, EMA.value or [])
+    if BACKEND.value is not None:
+        split_backend(BACKEND.value, '--backend')
+    evaluation = {
+        'metrics': METRIC_NAMES,
+        'features': FEATURES,
+        'reference': REFERENCE,
+        'samples': NUM_SAMPLES,
+    }
+    changes = {'seed': SEED, 'backend': BACKEND}
+    cli.enable_compilation_cache()
+    measured = []
+    for found in measure_averages(
+        checkpoint,
+        EMA.value or [''],
+        evaluation={name: flag.value for name, flag in evaluation.items() if flag.present},
+        changes={name: flag.value for name, flag in changes.items() if flag.present},
+    ):
+        measured.append(found)
+        print(found.note, flush=True)
+        for result in found.results:
+            print(f'  {result.line()}', flush=True)
+        append(found.rows)
+    if PLOT.value:
+        plot(measured, Path(PLOT.value).expanduser())

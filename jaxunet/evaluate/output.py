@@ -1,0 +1,51 @@
+"""The files that the flags of `jaxunet.evaluate` name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from absl import flags
+
+from jaxunet.evaluate.flags import OUTPUT
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.rows import Row
+from jaxunet.runtime.whole_files import check_writable
+
+
+def check_outputs(outputs: Sequence[flags.FlagHolder[str | None]]) -> None:
+    """Checks that the files of these flags can be written, before anything is computed.
+
+    Raises:
+      UserError: a folder in its place, or one that cannot be written to.
+    """
+    for flag in outputs:
+        if not flag.value:
+            continue
+        target = Path(flag.value).expanduser()
+        if target.is_dir():
+            raise UserError(
+                f'--{flag.name}: {target}: cannot be written: it is a folder; name a file'
+            )
+        check_writable(target, f'--{flag.name}')
+
+
+def append(rows: Iterable[Row]) -> None:
+    """Appends rows to the file of --output, if the flag is given.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    if not OUTPUT.value:
+        return
+    target = Path(OUTPUT.value).expanduser()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open('a') as file:
+            file.writelines(f'{json.dumps(row)}\n' for row in rows)
+    except OSError as error:
+        raise UserError(
+            f'--output: {target}: cannot be written: {error.strerror or error}; '
+            'check the folder and the free space'
+        ) from None
