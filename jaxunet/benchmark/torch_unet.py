@@ -9,6 +9,7 @@ PyTorch is optional (`pip install "jaxunet[peers]"`): only peer benchmarks and t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -179,6 +180,56 @@ class Block(nn.Sequential):
         return x
 
 
+# (level, channels, heads) -> the attention after a residual block, if its level has one
+Attention = Callable[[int, int, int], list[nn.Module]]
+
+
+def _features(m: ModelConfig) -> list[int]:
+    """Returns the channels of each level, from full resolution."""
+    return [int(mult * m.base_channels) for mult in m.channel_mult]
+
+
+def _input_blocks(
+    m: ModelConfig, in_channels: int, attention: Attention
+) -> tuple[nn.ModuleList, list[int]]:
+    """Returns the blocks before the middle, and the channels of their outputs."""
+    levels = _features(m)
+    channels = levels[0]
+    blocks, outputs = [Block(nn.Conv2d(in_channels, channels, 3, padding=1))], [channels]
+    for level, features in enumerate(levels):
+        for _ in range(m.num_res_blocks):
+            block = ResBlock(m, channels, features)
+            channels = features
+            blocks.append(Block(block, *attention(level, channels, m.num_heads)))
+            outputs.append(channels)
+        if level < len(levels) - 1:
+            pool = Downsample(channels, m.conv_resample, m.downsample_padding)
+            blocks.append(
+                Block(ResBlock(m, channels, channels, 'down') if m.resblock_updown else pool)
+            )
+            outputs.append(channels)
+    return nn.ModuleList(blocks), outputs
+
+
+def _output_blocks(m: ModelConfig, skips: list[int], attention: Attention) -> nn.ModuleList:
+    """Returns the blocks after the middle; `skips` are the channels before it."""
+    skips, channels = list(skips), skips[-1]
+    blocks = []
+    for level, features in reversed(list(enumerate(_features(m)))):
+        for i in range(m.num_res_blocks + 1):
+            block: list[nn.Module] = [ResBlock(m, channels + skips.pop(), features)]
+            channels = features
+            block += attention(level, channels, m.num_heads_upsample or m.num_heads)
+            if level > 0 and i == m.num_res_blocks:
+                block.append(
+                    ResBlock(m, channels, channels, 'up')
+                    if m.resblock_updown
+                    else Upsample(channels, m.conv_resample)
+                )
+            blocks.append(Block(*block))
+    return nn.ModuleList(blocks)
+
+
 class UNet(nn.Module):
     """The network on NCHW images.
 
@@ -202,50 +253,21 @@ class UNet(nn.Module):
             nn.Linear(m.base_channels, width), nn.SiLU(), nn.Linear(width, width)
         )
         self.label_emb = nn.Embedding(m.num_classes, width) if m.num_classes else None
-        levels = [int(mult * m.base_channels) for mult in m.channel_mult]
-        last = len(levels) - 1
 
-        def attention(channels: int, heads: int) -> AttentionBlock:
-            return AttentionBlock(m, channels, heads, new_attention_order)
+        def attention(level: int, channels: int, heads: int) -> list[nn.Module]:
+            if level not in attention_levels:
+                return []
+            return [AttentionBlock(m, channels, heads, new_attention_order)]
 
-        channels = levels[0]
-        self.input_blocks = nn.ModuleList([Block(nn.Conv2d(in_channels, channels, 3, padding=1))])
-        skips = [channels]
-        for level, features in enumerate(levels):
-            for _ in range(m.num_res_blocks):
-                block = [ResBlock(m, channels, features)]
-                channels = features
-                if level in attention_levels:
-                    block.append(attention(channels, m.num_heads))
-                self.input_blocks.append(Block(*block))
-                skips.append(channels)
-            if level != last:
-                pool = Downsample(channels, m.conv_resample, m.downsample_padding)
-                self.input_blocks.append(
-                    Block(ResBlock(m, channels, channels, 'down') if m.resblock_updown else pool)
-                )
-                skips.append(channels)
-
+        self.input_blocks, skips = _input_blocks(m, in_channels, attention)
+        channels = skips[-1]
         self.middle_block = Block(
             ResBlock(m, channels, channels),
-            attention(channels, m.num_heads),
+            AttentionBlock(m, channels, m.num_heads, new_attention_order),
             ResBlock(m, channels, channels),
         )
-
-        self.output_blocks = nn.ModuleList()
-        for level, features in reversed(list(enumerate(levels))):
-            for i in range(m.num_res_blocks + 1):
-                block = [ResBlock(m, channels + skips.pop(), features)]
-                channels = features
-                if level in attention_levels:
-                    block.append(attention(channels, m.num_heads_upsample or m.num_heads))
-                if level > 0 and i == m.num_res_blocks:
-                    block.append(
-                        ResBlock(m, channels, channels, 'up')
-                        if m.resblock_updown
-                        else Upsample(channels, m.conv_resample)
-                    )
-                self.output_blocks.append(Block(*block))
+        self.output_blocks = _output_blocks(m, skips, attention)
+        channels = _features(m)[0]
         conv_out = nn.Conv2d(channels, out_channels, 3, padding=1)
         self.out = nn.Sequential(
             GroupNorm32(m.norm_groups, channels, m.norm_eps), nn.SiLU(), conv_out

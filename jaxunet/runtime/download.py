@@ -8,6 +8,7 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import NamedTuple
 
 from absl import logging
 
@@ -57,25 +58,14 @@ def cached(
     """
     target = cache_dir() / name
     help_text = f'fetch {url} elsewhere and {instead}'
-    digits = 2 * hashlib.new(algorithm, usedforsecurity=False).digest_size
-    expected = checksum if len(checksum) == digits else f'{checksum}...'
-    label = {'md5': 'MD5', 'sha256': 'SHA-256'}.get(algorithm, algorithm)
-    if target.is_file():
-        if digest(target, algorithm).startswith(checksum):
-            return target
-        if not replace_damaged:
-            raise UserError(
-                f'{target}: its {label} is not {expected}; '
-                'it is damaged: remove it, and it is downloaded again'
-            )
-        logging.warning(
-            '%s is damaged (its %s is not %s); downloading it again', target, label, expected
-        )
+    expected = _Checksum(algorithm, checksum)
+    if _is_whole(target, expected, replace_damaged):
+        return target
     try:
-        _download(url, target, algorithm=algorithm, checksum=checksum)
+        _download(url, target, expected)
     except _WrongChecksum as error:
         raise UserError(
-            f'{url}: {label} {error}, expected {expected}; '
+            f'{url}: {expected.label} {error}, expected {expected}; '
             f'the download was damaged, try again, or {help_text}'
         ) from None
     except (
@@ -97,15 +87,52 @@ def cached(
     return target
 
 
+class _Checksum(NamedTuple):
+    """The published checksum of a file: all its hexadecimal digits, or the first of them."""
+
+    algorithm: str
+    digits: str
+
+    @property
+    def label(self) -> str:
+        """The algorithm's name in messages."""
+        return {'md5': 'MD5', 'sha256': 'SHA-256'}.get(self.algorithm, self.algorithm)
+
+    def __str__(self) -> str:
+        size = hashlib.new(self.algorithm, usedforsecurity=False).digest_size
+        return self.digits if len(self.digits) == 2 * size else f'{self.digits}...'
+
+
+def _is_whole(target: Path, expected: _Checksum, replace_damaged: bool) -> bool:
+    """Returns True if the file is there and undamaged, False if it is to be downloaded.
+
+    Raises:
+      UserError: it is damaged, and is not to be replaced.
+    """
+    if not target.is_file():
+        return False
+    if digest(target, expected.algorithm).startswith(expected.digits):
+        return True
+    if not replace_damaged:
+        raise UserError(
+            f'{target}: its {expected.label} is not {expected}; '
+            'it is damaged: remove it, and it is downloaded again'
+        )
+    logging.warning(
+        '%s is damaged (its %s is not %s); downloading it again', target, expected.label, expected
+    )
+    return False
+
+
 class _WrongChecksum(Exception):
     """The checksum of a downloaded file that is not the expected one."""
 
 
-def _download(url: str, target: Path, *, algorithm: str, checksum: str) -> None:
+def _download(url: str, target: Path, expected: _Checksum) -> None:
     """Downloads to a temporary file, and renames it to `target` if its checksum is right."""
     with replacing(target) as partial:
         _fetch(url, partial, target.name)
-        if not (found := digest(partial, algorithm)).startswith(checksum):
+        if not (found := digest(partial, expected.algorithm)).startswith(expected.digits):
             raise _WrongChecksum(found)
 
 

@@ -26,8 +26,7 @@ STEP_ROWS = pathlib.Path(__file__).parents[2] / 'docs' / 'results' / 'step' / 'r
 PUBLISHED = {
     'elephants64': 20_494_211,  # unet.cu
     'cifar10': 35_746_307,  # DDPM, Ho et al. 2020 (35.7 M)
-    # ADM's 64×64 network (published as 296 M; the exact count is also that of
-    # benchmarking/torch_unet.py)
+    # ADM's network, published as 296 M; `jaxunet.benchmark.torch_unet` has exactly as many.
     'imagenet64': 295_904_454,
 }
 
