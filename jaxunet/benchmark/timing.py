@@ -73,7 +73,7 @@ def interleave(
     A side that raises is left out of the later rounds, and its exception is returned instead.
 
     Args:
-      sides: what to run, by name.
+      sides: functions to run, by name.
       rounds: turns of each side.
       steps: steps of one turn, timed together.
     """

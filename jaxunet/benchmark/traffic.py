@@ -45,7 +45,7 @@ class Traffic:
     """The bytes that each instruction of an optimised HLO module moves; see `bytes_moved`.
 
     Attributes:
-      instructions: of all computations, by name.
+      instructions: those of all computations, by name.
 
     Raises:
       ValueError: the text has no entry computation.

@@ -215,7 +215,7 @@ class _LoadBatch:
     """Step number -> its rows, in this process.
 
     Fields:
-      rows: of the global batch.
+      rows: this process's rows of the global batch.
       crop_least: smallest random crop; None = no random crops.
     """
 

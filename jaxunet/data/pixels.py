@@ -86,7 +86,7 @@ class BadImage(UserError):
 
     Args:
       name: the file.
-      reason: what is wrong with it.
+      reason: the problem, for the message.
     """
 
     def __init__(self, name: str, reason: str) -> None:

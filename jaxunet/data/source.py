@@ -113,7 +113,7 @@ class MappedArray:
     Args:
       path: a file that holds the whole array; the caller has checked its size.
       dtype: numpy's name of the type, such as '<f4'.
-      shape: of the array.
+      shape: shape of the array.
       offset: its first byte in the file.
       order: 'C' or 'F' (Fortran).
     """

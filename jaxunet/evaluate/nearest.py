@@ -40,7 +40,7 @@ def find(
     Args:
       samples, reference: paths of the images.
       output: path of the picture.
-      network: whose features are compared, beside the pixels.
+      network: its features are compared, beside the pixels.
       size: (height, width) of the images of a .png grid.
     """
     comparison = compare(

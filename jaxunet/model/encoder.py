@@ -160,7 +160,7 @@ def make_layers(
     """Returns the builders of the blocks of one call of a network.
 
     Args:
-      embedding: of time and class.
+      embedding: embedding of time and class.
       dropout_keys: one key per sample; None = no dropout.
     """
     remat = nn.remat if network.model.remat else lambda block: block

@@ -44,7 +44,7 @@ class NoisyClassifier(Encoder):
 
     Fields:
       classes: number of classes.
-      side: of the images, in pixels; the pool has a position for every pixel of the lowest level.
+      side: pixels of an image's side; the pool has a position for every pixel of the lowest level.
     """
 
     classes: int = 0

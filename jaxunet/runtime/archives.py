@@ -25,7 +25,7 @@ from jaxunet.runtime.untrusted import plain, shown
 
 LIMIT = 'JAXUNET_MAX_EXPANDED_GIB'  # environment variable
 ALWAYS = 2**28  # bytes to which any archive may expand
-TIMES = 32  # and how many times its own size
+TIMES = 32  # an archive may also expand to this many times its own size
 NPY_START = 2**14  # bytes that hold the header of any .npy that numpy reads
 ENCRYPTED = 0x1  # flag bit of a zip entry
 # Exceptions of zipfile, numpy and the decompressors for a damaged archive.
@@ -46,7 +46,8 @@ ERRORS = (
 def expanded_limit(packed: int) -> int:
     """Returns the bytes to which an archive of `packed` bytes may expand.
 
-    256 MiB, or 32 times its size if that is more; JAXUNET_MAX_EXPANDED_GIB sets another limit.
+    The limit is 256 MiB, or 32 times its size if that is more; JAXUNET_MAX_EXPANDED_GIB sets
+    another one.
 
     Raises:
       UserError: JAXUNET_MAX_EXPANDED_GIB is not a number above 0.
@@ -172,7 +173,7 @@ class NpyHeader(NamedTuple):
     """The header of a .npy.
 
     Fields:
-      shape, dtype: of the array.
+      shape, dtype: shape and type of the array.
       fortran: the array is in Fortran order.
       size: bytes of the header.
     """

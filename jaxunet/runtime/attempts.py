@@ -50,7 +50,7 @@ class PatientFile:
     that fails half-way is undone. The file may be removed meanwhile, with its folder.
 
     Args:
-      start: what a new file begins with, such as the header of a table.
+      start: beginning of a new file, such as the header of a table.
       content: replaces the whole file, `start` included; None appends to it.
     """
 

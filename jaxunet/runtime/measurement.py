@@ -56,7 +56,7 @@ def with_gradients(function: Side, fixed: tuple[str, ...] = ()) -> Side:
     """Returns a function of named inputs that computes a function's value and gradients.
 
     Args:
-      function: of named inputs without `dy`.
+      function: a function of named inputs without `dy`.
       fixed: inputs without gradients.
 
     Returns: a function whose input `dy` is the gradient of the value.

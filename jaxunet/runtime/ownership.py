@@ -1,4 +1,4 @@
-"""Checks if others could have written a file or folder whose content runs as code."""
+"""Checks that no others could have written a file or folder whose content runs as code."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ def why_unsafe(info: os.stat_result) -> str:
 
 
 def usable(folder: str | os.PathLike[str]) -> bool:
-    """Returns True if a cache of programs may be used: only this user can write it, or it is
-    missing.
+    """Returns True if a folder of compiled programs may be used, and warns otherwise.
 
-    Warns otherwise.
+    It may if only this user can write to it, or if it is missing.
     """
     try:
         reason = why_unsafe(os.stat(folder))

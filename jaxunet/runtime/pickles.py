@@ -36,7 +36,7 @@ class Refused(Exception):
     """A pickle that is damaged, or needs what its format does not have.
 
     Fields:
-      byte: where; -1 until `PickleReader.load` knows.
+      byte: its place; -1 until `PickleReader.load` knows.
     """
 
     def __init__(self, reason: str, byte: int = -1) -> None:

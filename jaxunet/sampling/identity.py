@@ -40,7 +40,7 @@ def identity(
 
     Args:
       params: the model's weights.
-      seed: of the images.
+      seed: seed of the images.
       chosen: the classes that samples have in turn; empty = every class, or those of `low_res`.
       low_res: the pictures that a super-resolution network enlarges.
     """

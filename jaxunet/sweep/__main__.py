@@ -105,10 +105,10 @@ PLOT = flags.DEFINE_bool('plot', True, 'Draw the plots.')
 class Plan:
     """One sweep, checked and ready to run.
 
-    Attributes:
+    Fields:
       directory: the folder of its results.
-      points: of its grid.
-      options: how they are measured.
+      points: the points of its grid.
+      options: options of the measurement.
       spec: its description, as `folder.save` takes it.
     """
 
@@ -182,7 +182,7 @@ def plan(
 
     Args:
       given: the axes of --vary.
-      name: of the preset; None = --vary alone.
+      name: name of the preset; None = --vary alone.
 
     Raises:
       UserError: an axis or the data is wrong.

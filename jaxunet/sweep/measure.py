@@ -64,9 +64,9 @@ def measure(task: Task) -> Row:
       steps: steps timed, after `warmup` others.
       step_ms: `median` and `quartiles` of the milliseconds per step.
       images_per_s, images_per_s_range: median and range over `WINDOWS`.
-      peak_bytes: of the fullest device; of this process where the backend does not count its
-        memory (`peak_source`).
-      loss: of the last step; None if it is not finite.
+      peak_bytes: memory of the fullest device, or of this process if the backend does not count
+        that of devices (`peak_source`).
+      loss: loss of the last step; None if it is not finite.
 
     Raises:
       UserError: the config does not fit the data or the machine.

@@ -224,7 +224,7 @@ def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[P
     Args:
       base: the config that the axes change.
       axes: at least one.
-      machine: where the points will run.
+      machine: the machine that the points will run on.
 
     Raises:
       UserError: no axes, axes that contradict each other, or a value that no point can have.

@@ -19,7 +19,7 @@ class Sweep:
       axes: the axes of the grid.
       rows: results in the order of the grid, without points that have not run yet.
       missing: number of points that have not run yet.
-      notes: what was changed or left out (`points.expand`).
+      notes: changes and omissions (`points.expand`).
       command: `--config ...` and the overrides that all points share.
       title: title of the report.
     """

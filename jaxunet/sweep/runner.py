@@ -149,7 +149,7 @@ def run(
     Args:
       points: all points of the grid.
       directory: folder of the sweep.
-      options: how they are measured.
+      options: options of the measurement.
       machine: from `probe`.
       say: prints one line of progress.
 

@@ -70,7 +70,7 @@ class Call(NamedTuple):
     """A call of one of the CUDA library's handlers, which may launch several kernels.
 
     Fields:
-      name: of its instruction.
+      name: name of its instruction.
       kind: its class.
       product: it is a convolution, of its input or of dy, or a linear layer: they share kernels.
     """
@@ -102,7 +102,7 @@ def kind_of_xla(i: HloLine | None, kernel: str, phase: str) -> str:
 
     Args:
       i: its instruction; None if unknown.
-      phase: of `jaxunet.profile.phases`.
+      phase: one of `jaxunet.profile.phases.PHASES`.
     """
     if phase == OPTIMIZER:
         return UPDATE
@@ -119,7 +119,7 @@ def kind_of_own(kernel: str, call: Call | None, phase: str) -> str | None:
 
     Args:
       call: the call that launched it; None for a Pallas kernel, or if it is unknown.
-      phase: of `jaxunet.profile.phases`.
+      phase: one of `jaxunet.profile.phases.PHASES`.
     """
     kind = kind_of_name(kernel)
     if call is not None and kind not in (None, REDUCTIONS):

@@ -32,7 +32,7 @@ class Line(NamedTuple):
     Fields:
       level: () = all levels.
       launches: kernels and copies.
-      flops, bytes: what the work needs; see `jaxunet.benchmark.roofline.work`.
+      flops, bytes: operations and bytes that the work needs; see `jaxunet.benchmark.roofline.work`.
       floor_ms: sum over ops of max(arithmetic, traffic) at the device's measured rates.
       ms: time of the kernels.
     """
@@ -50,7 +50,7 @@ class Measured(NamedTuple):
     """The kernels of a step.
 
     Fields:
-      lines: by class, and by class and level for `LEVELLED`, in no order.
+      lines: sums by class, and by class and level for `LEVELLED`, in no order.
       unplaced: kernels of the CUDA library, per step, whose call was not found; their class follows
         from their name, and they have no level.
       unknown: names of our kernels that have no class; they count as XLA's remaining ones.
@@ -65,9 +65,9 @@ def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rat
     """Returns the lines of a traced step, with its work.
 
     Args:
-      trace: of `steps` steps on one device.
+      trace: the trace of `steps` steps on one device.
       hlo: the text of the traced program, which runs one step.
-      work: of `step_work` for the same config.
+      work: the result of `step_work` for the same config.
     """
     traffic, program = Traffic(hlo), read_hlo(hlo)
     levels = {w.level for w in work if w.level}

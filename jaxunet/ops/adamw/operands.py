@@ -41,7 +41,7 @@ class AdamW(Protocol):
       gradients: a tree of float32 arrays, or of 16-bit ones when narrowed weights were trained.
       params, mu, nu, averages: trees of float32 arrays of the same shapes. XLA may reuse their
         buffers for the results.
-      take: whether to step, a bool scalar.
+      take: a bool scalar; False changes nothing.
       factor: scales the gradients before anything else.
       corrections: the bias corrections 1 − b₁ᵗ and 1 − b₂ᵗ of mu and nu.
       follow: for each average e, the factor f of its step: e += f · (p − e), p the new parameters.

@@ -15,7 +15,7 @@ class Case(NamedTuple):
       silu: SiLU follows.
       per_sample: every sample has its own scale and offset (a scale-shift norm).
       batch: 0 = chosen by the test or benchmark.
-      mean: of the input; a large one reveals a kernel that loses the variance to cancellation.
+      mean: mean of the input; a large one reveals a kernel that loses the variance to cancellation.
     """
 
     height: int

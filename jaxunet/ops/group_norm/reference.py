@@ -47,7 +47,7 @@ def group_affine(
     A group's variance is the mean of its channels' variances plus the variance of their means.
 
     Args:
-      moments: of x, as `channel_moments` returns them.
+      moments: those of x, as `channel_moments` returns them.
 
     Raises:
       ValueError: `groups` does not divide the channels.
