@@ -181,17 +181,25 @@ def param_shapes(config: Config) -> Params:
     )
 
 
-def _loss(config: Config, batch: int, ops: Ops) -> tuple[Params, Callable[[Params], jax.Array]]:
-    """Returns the parameters' shapes, and the loss of one forward pass as a function."""
+def forward_pass(
+    config: Config, batch: int, ops: Ops
+) -> tuple[Params, Callable[[Params], jax.Array]]:
+    """Returns the parameters' shapes, and their function: the prediction for images of zeros."""
     model = build_unet(config, ops)
     labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
     keys = jax.random.split(jax.random.key(0), batch) if config.model.dropout else None
 
-    def loss(params: Params) -> jax.Array:
+    def predict(params: Params) -> jax.Array:
         x = jnp.zeros((batch, *config.image_shape), jnp.float32)
         shape = config.low_res_shape
         low_res = None if shape is None else jnp.zeros((batch, *shape), jnp.float32)
         t = jnp.zeros((batch,), jnp.int32)
-        return jnp.mean(jax.lax.square(model.predict(params, x, t, labels, keys, low_res=low_res)))
+        return model.predict(params, x, t, labels, keys, low_res=low_res)
 
-    return param_shapes(config), loss
+    return param_shapes(config), predict
+
+
+def _loss(config: Config, batch: int, ops: Ops) -> tuple[Params, Callable[[Params], jax.Array]]:
+    """Returns the parameters' shapes, and the loss of one forward pass as a function."""
+    params, predict = forward_pass(config, batch, ops)
+    return params, lambda params: jnp.mean(jax.lax.square(predict(params)))

@@ -56,22 +56,22 @@ def read(device: str, precision: str) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        _ignore(file, str(error))
+        ignore(file, str(error))
         return None
     try:
         entry = _entries(text).get((device, precision))
     except ValueError as error:
-        _ignore(file, f'is damaged ({error})')
+        ignore(file, f'is damaged ({error})')
         return None
     if entry is None:
         return None
     found = entry.get('versions')
     if found != versions():
-        _ignore(file, f'was measured with {_listed(found)}; these are {_listed(versions())}')
+        ignore(file, f'was measured with {_listed(found)}; these are {_listed(versions())}')
         return None
     ops = entry.get('ops')
     if not isinstance(ops, dict) or set(ops) != set(OPS):
-        _ignore(file, f'its ops are not {", ".join(OPS)}')
+        ignore(file, f'its ops are not {", ".join(OPS)}')
         return None
     return {op: str(ops[op]) for op in OPS}
 
@@ -90,12 +90,13 @@ def write(file: pathlib.Path, entry: Row) -> None:
     text = json.dumps({'choices': list(entries.values())}, indent=1) + '\n'
     with written(file) as partial:
         partial.write_text(text, encoding='utf-8')
-    _ignore.cache_clear()
+    ignore.cache_clear()
 
 
-def ignored_for(file: pathlib.Path, missing: str) -> None:
-    """Logs, once, that the choice needs a backend that does not run here."""
-    _ignore(file, missing)
+@functools.cache
+def ignore(file: pathlib.Path, why: str) -> None:
+    """Logs, once, that a file of choices is not used."""
+    logging.warning('%s: %s; backend=auto ignores it; measure again with %s', file, why, COMMAND)
 
 
 def _entries(text: str) -> dict[tuple[str, str], Row]:
@@ -109,12 +110,6 @@ def _entries(text: str) -> dict[tuple[str, str], Row]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError('expected an object with a list "choices"')
     return {(str(e.get('device')), str(e.get('precision'))): e for e in entries}
-
-
-@functools.cache
-def _ignore(file: pathlib.Path, why: str) -> None:
-    """Logs, once, that the file is not used."""
-    logging.warning('%s: %s; backend=auto ignores it; measure again with %s', file, why, COMMAND)
 
 
 def _listed(found: object) -> str:

@@ -99,10 +99,7 @@ def main(argv: Sequence[str]) -> None:
     source = open_images(config)
     cli.enable_compilation_cache()
 
-    profiles = []
-    for name, one in configs:
-        summary = profile(name, one, source, output)
-        profiles.append((name, summary))
+    profiles = [(name, profile(name, resolved, source, output)) for name, resolved in configs]
     tables += [(name, summary.rows) for name, summary in profiles]
     if len(tables) > 1:
         print(report.side_by_side(tables, TOP.value), end='\n\n')

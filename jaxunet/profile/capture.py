@@ -31,7 +31,8 @@ TIMED_PER_TRACED = 3  # steps timed without the tracer for each traced step
 class Capture:
     """A traced run.
 
-    Attributes:
+    Fields:
+      trace: the operations and events of the traced steps.
       steps: number of traced steps.
       step_ms: wall-clock milliseconds per step without the tracer.
       traced_step_ms: the same with the tracer.
@@ -133,17 +134,17 @@ def capture(
     Raises:
       UserError: as `Steps`, or the tracer saw nothing of the device.
     """
-    with Steps(config, source) as run:
-        run.run(warmup)
+    with Steps(config, source) as training:
+        training.run(warmup)
         options = jax.profiler.ProfileOptions()
         # Otherwise each Python call would be an event, which slows the host down.
         options.python_tracer_level = 0
         with garbage_set_aside():
-            step_s = run.run(TIMED_PER_TRACED * steps)
+            step_s = training.run(TIMED_PER_TRACED * steps)
             with jax.profiler.trace(str(folder), profiler_options=options):
-                traced_s = run.run(steps)
-        text = run.hlo_text()
-        compile_s = run.compile_s
+                traced_s = training.run(steps)
+        text = training.hlo_text()
+        compile_s = training.compile_s
     xplane, trace_file = newest(folder, '*.xplane.pb'), newest(folder, '*.trace.json.gz')
     trace = read_trace(xplane, read_hlo(text), steps)
     check(trace, xplane)

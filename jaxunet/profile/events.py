@@ -121,7 +121,7 @@ def read_trace(path: pathlib.Path, program: Program, steps: int) -> Trace:
     Args:
       path: the .xplane.pb file.
       program: the traced program (`read_hlo`), which has the scopes of the operations.
-      steps: how often the program ran.
+      steps: number of runs of the program.
     """
     with warnings.catch_warnings():
         # The reader's own classes warn under Python 3.13.

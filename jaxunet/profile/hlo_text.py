@@ -14,7 +14,7 @@ class HloLine(NamedTuple):
     """One instruction.
 
     Fields:
-      shape: of its result, such as `f32[2,3]{1,0}`, or a tuple of shapes.
+      shape: shape of its result, such as `f32[2,3]{1,0}`, or a tuple of shapes.
       opcode: as XLA prints it, such as `fusion` or `all-reduce-start`.
       operands: names of the instructions that it reads.
       rest: the text after the opening bracket of the operands, with the attributes.

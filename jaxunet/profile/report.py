@@ -59,7 +59,7 @@ def text(label: str, summary: Summary, *, step_ms: float, traced_step_ms: float,
         for r in summary.side(HOST)[:top]
     ]
     head = _headline(label, summary, step_ms, traced_step_ms)
-    return '\n'.join([*head, '', *align(phases), '', *align(device), '', *align(host)])
+    return '\n'.join([*head, '', *padded(phases), '', *padded(device), '', *padded(host)])
 
 
 def _headline(label: str, summary: Summary, step_ms: float, traced_step_ms: float) -> list[str]:
@@ -120,12 +120,12 @@ def side_by_side(columns: Sequence[tuple[str, Sequence[Row]]], top: int) -> str:
             )
             for r in device[:top]
         ]
-        aligned = align(block)
+        aligned = padded(block)
         blocks.append(aligned + [' ' * len(aligned[0])] * (top + 1 - len(aligned)))
     return '\n'.join('  |  '.join(line).rstrip() for line in zip(*blocks, strict=True))
 
 
-def align(rows: Table) -> list[str]:
+def padded(rows: Table) -> list[str]:
     """Returns the rows as lines of equal length: text left-aligned, numbers right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     numeric = [all(cell[:1].isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]

@@ -103,8 +103,8 @@ def summarise(trace: Trace, steps: int) -> Summary:
     for op in trace.ops:
         by_device[op.device].append(op)
     devices = len(by_device)
-    # From nanoseconds of the whole trace to milliseconds per step and device.
-    each = 1e-6 / (steps * devices)
+    runs = steps * devices
+    each = 1e-6 / runs  # from nanoseconds of the whole trace to milliseconds per step and device
     windows = [
         max(op.end for op in ops) - min(op.start for op in ops) for ops in by_device.values()
     ]
@@ -121,18 +121,17 @@ def summarise(trace: Trace, steps: int) -> Summary:
         window_ms=sum(windows) * each,
         busy_ms=sum(busy) * each,
         idle_share=1 - sum(busy) / sum(windows),
-        launches=(len(trace.ops) - copies) / (steps * devices),
-        copies=copies / (steps * devices),
-        graph_launches=sum(event.name.startswith(GRAPH_LAUNCH) for event in trace.host)
-        / (steps * devices),
-        in_graphs=sum(op.graph for op in trace.ops) / (steps * devices),
+        launches=(len(trace.ops) - copies) / runs,
+        copies=copies / runs,
+        graph_launches=sum(event.name.startswith(GRAPH_LAUNCH) for event in trace.host) / runs,
+        in_graphs=sum(op.graph for op in trace.ops) / runs,
         phase_ms={
             phase: sum(op.duration for op in trace.ops if op.phase == phase) * each
             for phase in PHASES
         },
         collective_ms=communicating * each,
         overlapped_share=overlapped / communicating if communicating else None,
-        rows=device_rows(trace.ops, steps * devices) + host_rows(trace.host, steps),
+        rows=device_rows(trace.ops, runs) + host_rows(trace.host, steps),
     )
 
 

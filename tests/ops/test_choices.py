@@ -22,7 +22,7 @@ OTHERS = dict.fromkeys(OPS, 'xla') | {'conv3x3': 'pallas', 'adamw': 'cuda'}
 def hopper(monkeypatch):
     """A machine whose kernels all run."""
     monkeypatch.setattr(backends, '_unavailable', lambda name: None)
-    choices._ignore.cache_clear()
+    choices.ignore.cache_clear()
     with device.use(device.Target.HOPPER):
         yield
 

@@ -44,7 +44,7 @@ from jaxtyping import Array
 from jaxunet.config import Config
 from jaxunet.model import cost
 from jaxunet.model.encoder import TIME_EMBEDDING
-from jaxunet.model.unet import Params, build_unet
+from jaxunet.model.unet import Params
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import Ops, WithInput
 
@@ -88,7 +88,7 @@ class Work(NamedTuple):
       kind: one of `KINDS`.
       level: height and width of its images; () where they do not matter.
       flops: multiplications and additions of its products.
-      bytes: what it must read and write.
+      bytes: bytes that it must read and write.
     """
 
     kind: str
@@ -107,19 +107,9 @@ def step_work(config: Config, xla: Collection[str] = ()) -> list[Work]:
         channels.
     """
     recorder = _Recorder(jnp.dtype(config.precision).itemsize, frozenset(xla))
-    model = build_unet(config.replace(model={'remat': False}), recorder.ops())
-    batch = config.data.batch_size
-    labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
-
-    def predict(params: Params) -> Array:
-        x = jnp.zeros((batch, *config.image_shape), jnp.float32)
-        keys = jax.random.split(jax.random.key(0), batch) if config.model.dropout else None
-        t = jnp.zeros((batch,), jnp.int32)
-        shape = config.low_res_shape
-        low_res = None if shape is None else jnp.zeros((batch, *shape), jnp.float32)
-        return model.predict(params, x, t, labels, keys, low_res=low_res)
-
-    params = cost.param_shapes(config)
+    params, predict = cost.forward_pass(
+        config.replace(model={'remat': False}), config.data.batch_size, recorder.ops()
+    )
     for product in cost.products(jax.make_jaxpr(predict)(params).jaxpr):
         recorder.product(product)
     return [*recorder.work, _update(config, params)]
