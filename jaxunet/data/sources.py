@@ -49,7 +49,11 @@ def open_images(config: Config) -> Source:
 
 
 def open_data(config: Config, image_shape: Shape) -> Source:
-    """Opens all images of `config.data`; raises as `open_source`, and names the field."""
+    """Opens all images of `config.data`.
+
+    Raises:
+      UserError: as `open_source`; names the field.
+    """
     try:
         return open_source(config.data.path, image_shape=image_shape, classes=config.data.classes)
     except UserError as error:

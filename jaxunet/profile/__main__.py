@@ -74,7 +74,11 @@ PLOT = flags.DEFINE_bool('plot', True, 'Draw profile.png.')
 
 
 def main(argv: Sequence[str]) -> None:
-    """Profiles every backend of the flags, and prints and draws the comparison."""
+    """Profiles every backend of the flags, and prints and draws the comparison.
+
+    Raises:
+      UserError: a wrong flag, config or earlier profile, or as `profile`.
+    """
     config = complete(CONFIG.value)
     names = BACKENDS.value or [config.backend]
     configs = [

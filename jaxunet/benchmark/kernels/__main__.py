@@ -80,7 +80,11 @@ OF_OPS = ('ops', 'directions', 'cases', 'seconds')  # flags that --roofline does
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the measurements or prints the tables of `--table`; returns the exit status."""
+    """Runs the measurements or prints the tables of `--table`; returns the exit status.
+
+    Raises:
+      UserError: a wrong flag, file of rows or config, or a machine that cannot measure.
+    """
     if TABLE.value is not None:
         tables = roofline_table.markdown if ROOFLINE.value else kernel_table.tables
         print(tables(rows.read(TABLE.value)))
@@ -153,7 +157,11 @@ def measure_ops(
 
 
 def measure_roofline() -> int:
-    """Measures the steps of `--config`, writes their rows and prints their tables."""
+    """Measures the steps of `--config`, writes their rows and prints their tables.
+
+    Raises:
+      UserError: as `main`.
+    """
     if CONFIG.value is None:
         raise UserError('--roofline: needs --config FILE, such as configs/elephants64.py')
     if given := [f'--{name}' for name in OF_OPS if flags.FLAGS[name].present]:
