@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """What `sample` draws: images, in so many steps of DDIM."""
+    """The images that `sample` draws, and its number of DDIM steps."""
 
     images: int = 2048
     steps: int = 50

@@ -144,7 +144,7 @@ def written(folder, rows, side=60):
 
 
 def packed(folder, target):
-    """What `tests/gpu/recipes.sh pack` makes of it."""
+    """Packs it as `tests/gpu/recipes.sh pack` does."""
     target.mkdir()
     (target / 'rows.jsonl').write_text((folder / 'rows.jsonl').read_text())
     with tarfile.open(target / 'pictures.tar', 'w') as archive:

@@ -29,7 +29,7 @@ TURN_SECONDS = 0.4
 
 
 class Side(NamedTuple):
-    """What one worker times; `kernels` is a value of JAXUNET_KERNELS."""
+    """One worker's share of the timing; `kernels` is a value of JAXUNET_KERNELS."""
 
     checkout: pathlib.Path
     backend: str

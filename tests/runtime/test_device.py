@@ -1,4 +1,4 @@
-"""What the kernels' choices read of the device."""
+"""The properties of the device on which the choice of kernels depends."""
 
 import types
 

@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a run said.
+    """The result of a run.
 
     Fields:
       errors: those that the tool counted; None if it ended without its summary.

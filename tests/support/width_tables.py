@@ -74,7 +74,7 @@ def quality(found: Sequence[Row]) -> str:
 
 
 def name_of(row: Row) -> str:
-    """How the table calls an average."""
+    """Returns the name of an average in the table."""
     if row['width'] is not None:
         return f'width {row["width"]:g}'
     return 'none' if row['ema'] == 'none' else f'rate {row["ema"]}'

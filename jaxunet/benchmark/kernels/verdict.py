@@ -22,7 +22,7 @@ RATIO, OF_WEIGHT_GRADIENT, OF_ATTENTION = 1.5, 1.3, 3.0
 
 
 class Verdict(NamedTuple):
-    """Whether a group meets the bars.
+    """The bars that a group meets or misses.
 
     Fields:
       share: the lowest share of the device's rates; None if a row has no rates.
