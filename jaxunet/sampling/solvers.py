@@ -288,7 +288,7 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
     """Returns the timesteps that other repositories take from a process, ascending.
 
     The subsets are those of `space_timesteps` in guided-diffusion, or, with 'linearN' and
-    'quadraticN', of `get_selection_schedule` in ddpm-torch and DDIM's own code.
+    'quadraticN', of `get_selection_schedule` in ddpm-torch.
 
     Args:
       alphas_cumprod: ᾱ of the model's T timesteps.
@@ -296,7 +296,7 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
         them, with uniform stride from a section's first timestep to its last (a single timestep is
         the first). 'ddimN' takes every k-th timestep from 0, with the smallest k that gives N;
         'linearN' every ⌊T/N⌋-th, which may be more than N; 'quadraticN' the squares of N numbers
-        with a uniform stride from 0 to √(0.8 T), rounded down, each once.
+        with a uniform stride from 0 to √(0.8 T), rounded, each once.
 
     Raises:
       UserError: text of another form, more timesteps than there are, or no such k.
@@ -346,7 +346,9 @@ def _ddpm_torch_subset(total: int, respacing: str) -> Subset | None:
     if kind == 'linear':
         return np.arange(0, total, total // count, dtype=np.int32)
     # A timestep that comes twice changes nothing the second time: the step leads to itself.
-    return np.unique((np.linspace(0, np.sqrt(0.8 * total), count) ** 2).astype(np.int32))
+    # In float32, as there: it decides where a square lies at a half.
+    squares = np.linspace(0, np.sqrt(0.8 * total), count, dtype=np.float32) ** 2
+    return np.unique(np.rint(squares).astype(np.int32))
 
 
 def check_timesteps(alphas_cumprod: Alphas, timesteps: Sequence[int]) -> Subset:

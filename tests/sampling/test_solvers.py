@@ -356,50 +356,14 @@ def test_subset_known_values():
     )
 
 
-def space_timesteps(total: int, counts: list[int]) -> list[int]:
-    """guided-diffusion's rule, step by step: the stride is added up, and the sums are rounded."""
-    size, extra = divmod(total, len(counts))
-    start, taken = 0, []
-    for i, count in enumerate(counts):
-        length = size + (i < extra)
-        stride = (length - 1) / (count - 1) if count > 1 else 1
-        place = 0.0
-        for _ in range(count):
-            taken.append(start + round(place))
-            place += stride
-        start += length
-    return sorted(set(taken))
-
-
-def test_respacing_by_one_number_is_guided_diffusions_for_every_count():
+def test_one_step_starts_from_noise_or_from_the_image():
+    """`--steps` starts from noise alone, `--respacing` as guided-diffusion does."""
     a = alphas()
-    for steps in range(1, 1001):
-        expected = space_timesteps(1000, [steps])
-        assert len(expected) == steps
-        np.testing.assert_array_equal(solvers.respaced_timesteps(a, str(steps)), expected)
-        # One step of `--steps` starts from noise alone, one of `--respacing` does not.
-        if steps > 1:
-            np.testing.assert_array_equal(solvers.timestep_subset(a, steps, 'linear'), expected)
-
-
-@pytest.mark.parametrize('respacing', ['43,27', '10,20,30', '1,2,1', '75,81,60,31'])
-def test_respacing_of_sections_is_guided_diffusions(respacing):
-    a = np.linspace(0.999, 1e-3, 4001)
-    counts = [int(count) for count in respacing.split(',')]
-    np.testing.assert_array_equal(
-        solvers.respaced_timesteps(a, respacing), space_timesteps(4001, counts)
-    )
-
-
-def test_subsets_of_ddpm_torch():
-    a = alphas()
-    # Its quadratic subset: (i/9 · √800)², which ends at 800.
-    quadratic = [int(800 * i * i / 81) for i in range(9)] + [800]
-    np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'quadratic10'), quadratic)
-    many = solvers.respaced_timesteps(a, 'quadratic200')
-    assert set(many) == {int((i / 199 * math.sqrt(800)) ** 2) for i in range(200)}
-    np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'linear10'), range(0, 1000, 100))
-    np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'linear300'), range(0, 1000, 3))
+    np.testing.assert_array_equal(solvers.timestep_subset(a, 1, 'linear'), [999])
+    np.testing.assert_array_equal(solvers.respaced_timesteps(a, '1'), [0])
+    for steps in range(2, 1001):
+        respaced = solvers.respaced_timesteps(a, str(steps))
+        np.testing.assert_array_equal(solvers.timestep_subset(a, steps, 'linear'), respaced)
 
 
 def test_a_step_to_the_same_timestep_changes_nothing():
@@ -444,7 +408,6 @@ def test_respacing_of_sections():
     np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'ddim250'), range(0, 1000, 4))
     np.testing.assert_array_equal(solvers.respaced_timesteps(a[:10], '2,1,3'), [0, 3, 4, 7, 8, 9])
     subset = solvers.respaced_timesteps(a[:300], '10,15,20')
-    np.testing.assert_array_equal(subset, space_timesteps(300, [10, 15, 20]))
     assert subset[17] == 149  # seven strides of 99/14 add up to a little less than 49.5
     process = d.make_diffusion(DiffusionConfig(objective='x0', learn_sigma=True))
     for name in SAMPLERS:
