@@ -2,7 +2,8 @@
 
 The oracle below is `calc_bpd_loop` of guided-diffusion's `gaussian_diffusion.py` (`_vb_terms_bpd`,
 `_prior_bpd`, `normal_kl`, `discretized_gaussian_log_likelihood`) on the process that its
-`SpacedDiffusion` makes; only the network's output comes from this project.
+`SpacedDiffusion` makes; only the network's output comes from this project. With a formula in place
+of the network, the terms are also those of its own code (`fixtures/process_golden.npz`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conditional_golden import prediction
+from process_golden import PROCESSES, SEED, pixels
 from scipy.special import erf
 from support.commands import call
 from support.tiny import tiny_config
@@ -22,17 +25,20 @@ from support.weight_cases import SMALL, STATED, random_params, torch_bytes
 
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import Config
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion, model_log_variance
-from jaxunet.metrics.likelihood import check_has_bound
-from jaxunet.model.unet import build_unet
+from jaxunet.metrics.likelihood import Likelihood, check_has_bound
+from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.solvers import respaced_timesteps
 from jaxunet.training.likelihood import LikelihoodOptions, measure_likelihood
 from jaxunet.weights import guided_diffusion
 from jaxunet.weights.files import write_weights
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures' / 'e54d28d'
+GOLDEN = np.load(FIXTURES.parent / 'process_golden.npz')
 
 
 def schedule(config) -> np.ndarray:
@@ -156,6 +162,80 @@ def test_a_fixed_variance_on_every_timestep():
         make_diffusion(model.config.diffusion), None, jnp.arange(40), 'fixed_small'
     )
     np.testing.assert_allclose(found[:, 0, 0, 0], want.small, rtol=1e-5)
+
+
+def process_of(options: dict[str, object]) -> Config:
+    """The config of a process of `PROCESSES`."""
+    return Config().replace(
+        diffusion={
+            'learn_sigma': options.get('learn_sigma', False),
+            'steps': options.get('steps', 1000),
+            'schedule': options.get('noise_schedule', 'linear'),
+            'objective': 'x0' if options.get('predict_xstart') else 'epsilon',
+        }
+    )
+
+
+@pytest.mark.parametrize('name', PROCESSES)
+def test_every_term_is_that_of_guided_diffusions_code(name, tmp_path, monkeypatch):
+    options, clip = PROCESSES[name]
+    config = process_of(options)
+
+    def predict(self, params, x, t, labels):
+        parts = prediction(jnp, x, t[:, None, None, None])
+        return jnp.concatenate(parts[: 1 + config.diffusion.learn_sigma], axis=-1)
+
+    monkeypatch.setattr(UNet, 'predict', predict)
+    diffusion = make_diffusion(config.diffusion)
+    respacing = options.get('timestep_respacing', str(diffusion.steps))
+    images = pixels()
+    np.savez(tmp_path / 'images.npz', images=images)
+    likelihood = Likelihood(
+        config,
+        respaced_timesteps(diffusion.alphas_cumprod, respacing),
+        variance=name,
+        clip=clip,
+        batch_size=len(images),
+        devices=jax.devices()[:1],
+    )
+    source = open_source(str(tmp_path / 'images.npz'), image_shape=images.shape[1:])
+    terms = likelihood({}, source, np.arange(len(images)), seed=SEED)
+    close = np.testing.assert_allclose
+    close(terms.prior, GOLDEN[f'{name}_prior_bpd'], rtol=1e-3, atol=1e-7)
+    close(terms.x0_error, GOLDEN[f'{name}_xstart_mse'], rtol=1e-5, atol=1e-6)
+    close(terms.noise_error, GOLDEN[f'{name}_mse'], rtol=1e-5, atol=1e-6)
+    # Late variances are nearly equal, and their difference is divided by a small β.
+    close(terms.bound[:, 1:], GOLDEN[f'{name}_vb'][:, 1:], rtol=1e-4, atol=1e-6)
+    exact, approximate = decoder_terms(config, name, images, clip=clip)
+    close(terms.bound[:, 0], exact, rtol=1e-4)
+    close(approximate, GOLDEN[f'{name}_vb'][:, 0], rtol=1e-4)
+    close(terms.total - exact + approximate, GOLDEN[f'{name}_total_bpd'], rtol=1e-4)
+
+
+def decoder_terms(config, variance, images, *, clip):
+    """Bits per dimension of the decoder, with the normal distribution and its approximation.
+
+    The network is the formula of `PROCESSES`; the first timestep visited is 0, the second 1 or 200.
+    """
+    kept = np.cumprod(1 - schedule(config))
+    second = 200 if variance == 'learned' else 1  # of the timesteps visited
+    beta = 1 - kept[second] / kept[0]
+    log_variance = np.log(beta * (1 - kept[0]) / (1 - kept[second]))  # clipped at 0
+    x0 = images / 127.5 - 1
+    noise = np.stack([draw(SEED, row, 0, images.shape[1:]) for row in range(len(images))])
+    xt = math.sqrt(kept[0]) * x0 + math.sqrt(1 - kept[0]) * noise
+    output, values = prediction(np, xt, 0)
+    if variance == 'learned':
+        fraction = (values + 1) / 2
+        log_variance = fraction * np.log(1 - kept[0]) + (1 - fraction) * log_variance
+    predicted = output
+    if config.diffusion.objective == 'epsilon':
+        predicted = (xt - math.sqrt(1 - kept[0]) * output) / math.sqrt(kept[0])
+    predicted = np.clip(predicted, -1, 1) if clip else predicted
+    return [
+        flat(-log_likelihood(x0, predicted, 0.5 * log_variance, cdf)) / math.log(2)
+        for cdf in (exact_cdf, tanh_cdf)
+    ]
 
 
 def test_a_learned_variance_on_some_timesteps_by_the_command(tmp_path):
