@@ -1,5 +1,5 @@
-"""ADM's evaluator (openai/guided-diffusion, evaluations/evaluator.py): its reference batches and
-formulas, written here in numpy and scipy, on the same features.
+"""ADM's evaluator (openai/guided-diffusion, evaluations/evaluator.py): its reference batches, and
+its results on the same features, which its own code computed (`fixtures/evaluator_golden.npz`).
 """
 
 from __future__ import annotations
@@ -9,16 +9,28 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
+from evaluator_golden import (
+    ALL,
+    BATCH,
+    POOLED,
+    SAMPLES,
+    SCALE,
+    SPATIAL,
+    WEIGHTS,
+    features,
+    write_batch,
+)
 
 from jaxunet.metrics.evaluation import Result, compute
 from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.frechet import load_statistics, save_statistics
+from jaxunet.metrics.precision_recall import precision_recall
 from jaxunet.metrics.sides import open_side
 from jaxunet.runtime.errors import UserError
 
-RANDOM = np.random.default_rng(0)
-WEIGHTS = RANDOM.normal(size=(192, 11)).astype(np.float32) / 192  # 6 features, 5 spatial ones
+GOLDEN = np.load(pathlib.Path(__file__).parents[1] / 'fixtures' / 'evaluator_golden.npz')
+# Its statistics of the pooled and of the spatial features of the whole set.
+WHOLE = [tuple(GOLDEN[f'{name}{end}'] for name in ('mu', 'sigma')) for end in ('', '_s')]
 METRICS = ['fid', 'sfid', 'precision', 'recall']
 
 
@@ -30,90 +42,48 @@ def network(**changes) -> FeatureNetwork:
 
     fields = {
         'name': 'tiny',
-        'dimension': 6,
-        'extract': lambda images: both(images)[:, :6],
+        'dimension': POOLED,
+        'extract': lambda images: both(images)[:, :POOLED],
         'is_inception': True,
         'resize': 'none',
         'extract_both': both,
-        'spatial_dimension': 5,
+        'spatial_dimension': SPATIAL,
     }
     return FeatureNetwork(**(fields | changes))
 
 
-def pixels(n: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (n, 8, 8, 3), dtype=np.uint8)
-
-
-def features(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    found = images.reshape(len(images), -1).astype(np.float32) @ WEIGHTS
-    return found[:, :6].astype(np.float64), found[:, 6:].astype(np.float64)
-
-
-def adm_statistics(activations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return activations.mean(0), np.cov(activations, rowvar=False)
-
-
-def adm_distance(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> float:
-    root = scipy.linalg.sqrtm(a[1] @ b[1]).real
-    difference = a[0] - b[0]
-    return float(difference @ difference + np.trace(a[1]) + np.trace(b[1]) - 2 * np.trace(root))
-
-
-def adm_precision_recall(samples: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
-    def distances(u, v):
-        return ((u[:, None] - v[None]) ** 2).sum(2)
-
-    def covered(points, centres):
-        radii = np.partition(distances(centres, centres), 3, axis=1)[:, 3]
-        return float((distances(points, centres) <= radii[None]).any(1).mean())
-
-    return covered(samples, reference), covered(reference, samples)
-
-
-ALL = pixels(60, 1)  # the data set, of which the reference batch has the first 30 images
-SAMPLES = pixels(40, 2)
-
-
-def write_batch(path: pathlib.Path, *, spatial: bool = True) -> str:
-    """Writes a reference batch: images, and the statistics of more than them."""
-    names = {'mu': 'mu_s', 'sigma': 'sigma_s'}
-    pooled, maps = (dict(zip(names, adm_statistics(x), strict=True)) for x in features(ALL))
-    arrays = {'arr_0': ALL[:30], **pooled}
-    if spatial:
-        arrays |= {names[name]: value for name, value in maps.items()}
-    np.savez(path, **arrays)
-    return str(path)
+def batch_file(folder: pathlib.Path, *, spatial: bool = True) -> str:
+    """A reference batch: images, and the statistics of more than them."""
+    return write_batch(folder / 'batch.npz', WHOLE, spatial=spatial)
 
 
 def evaluate(
     reference: str,
     folder: pathlib.Path,
     metrics: list[str],
-    features: FeatureNetwork | None = None,
+    used: FeatureNetwork | None = None,
     count: int | None = None,
 ) -> list[Result]:
-    features = features or network()
+    used = used or network()
     np.savez(folder / 'samples.npz', arr_0=SAMPLES)
     sides = []
     for path, option, images in (
         (str(folder / 'samples.npz'), '--samples', None),
         (reference, '--reference', count),
     ):
-        with open_side(path, metrics, features, option, count=images, batch_size=16) as (side, _):
+        with open_side(path, metrics, used, option, count=images, batch_size=16) as (side, _):
             sides.append(side())
-    return compute(metrics, features, *sides)
+    return compute(metrics, used, *sides)
 
 
 def test_a_reference_batch_gives_its_statistics_and_its_images(tmp_path):
-    results = evaluate(write_batch(tmp_path / 'batch.npz'), tmp_path, METRICS)
-    (pooled, maps), (pooled_all, maps_all) = features(SAMPLES), features(ALL)
-    fid = adm_distance(adm_statistics(pooled), adm_statistics(pooled_all))
-    sfid = adm_distance(adm_statistics(maps), adm_statistics(maps_all))
-    expected = [fid, sfid, *adm_precision_recall(pooled, features(ALL[:30])[0])]
+    results = evaluate(batch_file(tmp_path), tmp_path, METRICS)
+    expected = [*GOLDEN['statistics'], *GOLDEN['precision_recall_float32']]
     assert [result.label for result in results] == METRICS
     np.testing.assert_allclose([result.value for result in results], expected, rtol=1e-6)
-    of_images = adm_distance(adm_statistics(pooled), adm_statistics(features(ALL[:30])[0]))
-    assert abs(of_images - fid) > 0.05 * fid  # or the test could not tell them apart
+    of_images, of_statistics = GOLDEN['images_30'], GOLDEN['statistics']
+    # Or the test could not tell them apart.
+    assert (np.abs(of_images - of_statistics) > 0.05 * of_statistics).all()
     rows = [result.row() for result in results]
     assert [row.get('reference_statistics') for row in rows] == [
         'mu and sigma of the file',
@@ -125,26 +95,33 @@ def test_a_reference_batch_gives_its_statistics_and_its_images(tmp_path):
     assert 'reference_statistics mu and sigma of the file' in results[0].line()
 
 
+@pytest.mark.parametrize(('precision', 'scale'), [('float16', 1.0), ('float32', SCALE)])
+def test_precision_and_recall_of_its_estimator(precision: str, scale: float) -> None:
+    """It computes distances in float16, or in float32 where they are too large for it."""
+    reference, samples = (scale * features(images)[0] for images in (BATCH, SAMPLES))
+    expected = GOLDEN[f'precision_recall_{precision}']
+    np.testing.assert_array_equal(precision_recall(samples, reference), expected)
+
+
 def test_statistics_alone_need_no_features(tmp_path):
     def no_extract(images):
         raise AssertionError('computed')
 
-    batch = write_batch(tmp_path / 'batch.npz')
+    batch = batch_file(tmp_path)
     idle = network(extract=no_extract, extract_both=no_extract)
     with open_side(batch, ['fid', 'sfid'], idle, '--reference', batch_size=8) as (side, size):
         found = side()
     assert size == (8, 8)
     assert found.statistics is not None
     assert found.spatial is not None
-    np.testing.assert_array_equal(found.spatial.mu, adm_statistics(features(ALL)[1])[0])
+    np.testing.assert_array_equal(found.spatial.mu, WHOLE[1][0])
 
 
 @pytest.mark.parametrize('case', ['some images', 'other features', 'no spatial statistics'])
 def test_where_statistics_do_not_fit_images_serve_and_the_log_says_so(case, tmp_path, caplog):
     caplog.set_level('INFO')
-    batch = write_batch(tmp_path / 'batch.npz', spatial=case != 'no spatial statistics')
-    metric, images = 'fid', ALL[:30]
-    count, used = None, network()
+    batch = batch_file(tmp_path, spatial=case != 'no spatial statistics')
+    metric, images, count, used = 'fid', BATCH, None, network()
     if case == 'some images':
         count = 20
         images = images[np.sort(np.random.default_rng(0).choice(30, 20, replace=False))]
@@ -153,9 +130,7 @@ def test_where_statistics_do_not_fit_images_serve_and_the_log_says_so(case, tmp_
     else:
         metric = 'sfid'
     place = ['fid', 'sfid'].index(metric)
-    expected = adm_distance(
-        adm_statistics(features(SAMPLES)[place]), adm_statistics(features(images)[place])
-    )
+    expected = GOLDEN[f'images_{len(images)}'][place]
     result = evaluate(batch, tmp_path, [metric], used, count)[0]
     np.testing.assert_allclose(result.value, expected, rtol=1e-6)
     assert result.row()['num_reference'] == len(images)
@@ -163,7 +138,7 @@ def test_where_statistics_do_not_fit_images_serve_and_the_log_says_so(case, tmp_
 
 
 def test_prepared_otherwise_is_warned_of(tmp_path, caplog):
-    batch = write_batch(tmp_path / 'batch.npz')
+    batch = batch_file(tmp_path)
     evaluate(batch, tmp_path, ['fid'])
     assert '--features inception_tensorflow prepares the others alike' in caplog.text
     caplog.clear()
@@ -172,7 +147,7 @@ def test_prepared_otherwise_is_warned_of(tmp_path, caplog):
 
 
 def test_written_statistics_serve_sfid(tmp_path):
-    results = evaluate(write_batch(tmp_path / 'batch.npz'), tmp_path, ['fid', 'sfid'])
+    results = evaluate(batch_file(tmp_path), tmp_path, ['fid', 'sfid'])
     statistics, spatial = (
         load_statistics(tmp_path / 'batch.npz', names)
         for names in (('mu', 'sigma'), ('mu_s', 'sigma_s'))
@@ -184,7 +159,7 @@ def test_written_statistics_serve_sfid(tmp_path):
 
 def test_what_a_file_lacks_or_has_wrong_is_refused(tmp_path):
     path = str(tmp_path / 's.npz')
-    mu, sigma = adm_statistics(features(ALL)[0])
+    mu, sigma = WHOLE[0]
     np.savez(path, mu=mu, sigma=sigma)
     with pytest.raises(UserError, match='sfid needs the statistics mu_s and sigma_s or images'):
         evaluate(path, tmp_path, ['fid', 'sfid'])
@@ -200,4 +175,4 @@ def test_what_a_file_lacks_or_has_wrong_is_refused(tmp_path):
     ):
         evaluate(path, tmp_path, ['sfid'])
     with pytest.raises(UserError, match='sfid needs the features inception, found tiny'):
-        evaluate(write_batch(tmp_path / 'b.npz'), tmp_path, ['sfid'], network(is_inception=False))
+        evaluate(batch_file(tmp_path), tmp_path, ['sfid'], network(is_inception=False))
