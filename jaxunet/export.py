@@ -96,10 +96,9 @@ def main(argv: Sequence[str]) -> None:
 def load(path: str) -> Model:
     """Loads the weights of --checkpoint."""
     given = MODEL.given()
-    ema = 'none' if WITH_OPTIMIZER.value and pathlib.Path(path).is_dir() else EMA.value
     if has_no_order(path):
         given['new_attention_order'] = None  # it is that of the file to write
-    return load_model(path, ema=ema, **given)
+    return load_model(path, ema=EMA.value, trained=WITH_OPTIMIZER.value, **given)
 
 
 def fresh() -> Model:

@@ -49,6 +49,7 @@ def load_model(
     path: str,
     *,
     ema: str = '',
+    trained: bool = False,
     config: Config | None = None,
     new_attention_order: bool | None = None,
     like: Config | None = None,
@@ -60,6 +61,7 @@ def load_model(
       ema: rate or width of the average to take from a run; '' takes its first rate, 'none' the
         weights without averaging (`averages.pick_weights`). A weight file has one set of weights,
         or, as a checkpoint of PyTorch, weights and averages.
+      trained: without `ema`, take the weights to which moments belong, where the source has some.
       config: architecture of a weight file that does not describe it; default: that of the file.
       new_attention_order: guided-diffusion's `use_new_attention_order`, for a weight file that does
         not say.
@@ -89,9 +91,15 @@ def load_model(
         if given:
             flags = ', '.join(f'--{name}' for name in given)
             raise UserError(f'{path}: a checkpoint already describes its model; leave {flags} out')
-        return _from_checkpoint(path, ema)
+        return _from_checkpoint(path, ema or ('none' if trained else ''))
     weights = read_weights(
-        path, config, ema=ema, new_attention_order=new_attention_order, like=like, **stated
+        path,
+        config,
+        ema=ema,
+        trained=trained,
+        new_attention_order=new_attention_order,
+        like=like,
+        **stated,
     )
     return Model(
         weights.config,
@@ -134,7 +142,12 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
             f'init_from_order: {config.init_from} has one order; only a .pt or .safetensors may '
             'need it; leave it out'
         )
-    model = load_model(config.init_from, like=config, new_attention_order=order)
+    try:
+        model = load_model(
+            config.init_from, ema=config.init_from_ema, like=config, new_attention_order=order
+        )
+    except UserError as error:
+        raise UserError(str(error).replace('--ema', 'init_from_ema')) from None
     fitted = fit(
         model.params,
         Side(model.config, model.class_names),
@@ -142,8 +155,9 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
         config.init_from,
     )
     check_tree(fitted.params, config)
-    # A run gives its averaged weights. Its moments belong to the weights it trained.
-    has_moments = model.moments is not None and not pathlib.Path(config.init_from).is_dir()
+    # The moments of a run belong to the weights it trained, not to their averages.
+    averaged = pathlib.Path(config.init_from).is_dir() and config.init_from_ema != 'none'
+    has_moments = model.moments is not None and not averaged
     reason = '' if fitted.complete else 'not all weights are kept'
     if config.optimizer.name == 'muon':
         reason = 'optimizer.name=muon has other ones'

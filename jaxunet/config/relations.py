@@ -44,8 +44,9 @@ def check_relations(config: Config) -> list[str]:
 
 
 def _start(config: Config) -> Iterator[str]:
-    if config.init_from_order and not config.init_from:
-        yield f'init_from_order: {config.init_from_order} needs init_from'
+    for name in ('init_from_order', 'init_from_ema'):
+        if (value := getattr(config, name)) and not config.init_from:
+            yield f'{name}: {value} needs init_from'
 
 
 def _model(config: Config) -> Iterator[str]:

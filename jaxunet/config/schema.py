@@ -298,6 +298,9 @@ class Config:
     # Order of attention's rows in an init_from file that does not state it (guided-diffusion's
     # use_new_attention_order): legacy (False) | new (True); '' = the file states it.
     init_from_order: str = ''
+    # Which weights of init_from, as --ema of jaxunet.sample: '' = averages if there are any; a rate
+    # or width of them; none = the weights themselves, with Adam's moments.
+    init_from_ema: str = ''
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)

@@ -9,6 +9,7 @@ RENAMED = {'diffusion.prediction': 'diffusion.objective'}
 # Fields added after version 0.1.0; see `identity`.
 ADDED = (
     'init_from_order',
+    'init_from_ema',
     'diffusion.rescale_timesteps',
     'diffusion.kl_loss',
     'model.low_res_size',

@@ -10,7 +10,7 @@ from jaxunet.config.schema import Fields
 
 # Top-level fields and sections, and fields of other sections, that describe what happens around a
 # step and do not enter it.
-OUTSIDE = ('init_from', 'init_from_order', 'evaluation')
+OUTSIDE = ('init_from', 'init_from_order', 'init_from_ema', 'evaluation')
 OUTSIDE_FIELDS = {
     'ema': ('snapshot_every',),
     'data': ('path', 'num_workers', 'cache', 'classes', 'holdout'),

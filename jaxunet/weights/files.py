@@ -39,6 +39,7 @@ def read_weights(
     config: Config | None = None,
     *,
     ema: str = '',
+    trained: bool = False,
     new_attention_order: bool | None = None,
     like: Config | None = None,
     **stated: Unpack[Stated],
@@ -50,6 +51,7 @@ def read_weights(
     Args:
       config: the model that the weights must belong to; None = the file's own.
       ema: '' or 'none', for a .pt that holds averages, too: the averages, or the weights.
+      trained: '' means the weights where such a file has the state of their optimizer.
       new_attention_order: guided-diffusion's option `use_new_attention_order`, for a .pt or
         .safetensors that does not state it; None = it does.
       like: the config of a run that is to start from the weights, instead of `config`. The file's
@@ -68,7 +70,7 @@ def read_weights(
         if extension == '.bin':
             return _read_bin(str(path), file, given)
         if extension == '.pt':
-            with TorchFile(str(path), file, ema) as state:
+            with TorchFile(str(path), file, ema, trained=trained) as state:
                 return read_state(state, given, state.note)
         return read_state(SafetensorsFile(str(path), file), given)
 

@@ -1,8 +1,8 @@
-"""Finds the weights in a checkpoint of PyTorch, which may hold averages of them, too."""
+"""Finds the weights in a checkpoint of PyTorch, which may also hold averages and an optimizer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxunet.runtime.errors import UserError
 
@@ -10,34 +10,56 @@ WEIGHTS = ('state_dict', 'model', 'model_state_dict')  # keys of a state dict in
 AVERAGES = ('ema', 'ema_state_dict', 'model_ema')  # keys of averaged weights
 # ddpm-torch puts averaged weights and their rate under these keys of `ema`.
 SHADOW, RATE = 'shadow', 'decay'
+OPTIMIZER = 'optimizer'  # key of the state of the optimizer that trained the weights
 
 
-def choose(tree: dict[Any, Any], ema: str, source: str) -> tuple[object, str]:
-    """Returns the state dict to take from a dict, and a note on which one it is.
+class Chosen(NamedTuple):
+    """The weights to take from a checkpoint.
+
+    Fields:
+      weights: a state dict, unless the file holds something else.
+      note: which of several weights they are.
+      optimizer: the state of the optimizer that trained them; None if there is none, or if they are
+        averages.
+    """
+
+    weights: object
+    note: str
+    optimizer: dict[Any, Any] | None
+
+
+def choose(tree: dict[Any, Any], ema: str, source: str, *, trained: bool = False) -> Chosen:
+    """Returns the state dict to take from a dict.
 
     Args:
       tree: a state dict, or a dict with one or several.
       ema: '' = averaged weights if there are any; 'none' = the weights themselves; or the rate that
         is stored with the averages.
       source: begins every message.
+      trained: '' means the weights themselves if there is the state of an optimizer beside them.
 
     Raises:
       UserError: `ema` names weights that are not there.
     """
     plain = next((key for key in WEIGHTS if type(tree.get(key)) is dict), None)
     average = next((key for key in AVERAGES if type(tree.get(key)) is dict), None)
+    found = tree.get(OPTIMIZER)
+    optimizer = found if plain is not None and type(found) is dict else None
     if average is None:
         if ema:
             raise UserError(f'--ema: {source} holds one set of weights; leave the flag out')
-        return (tree if plain is None else tree[plain]), ''
+        return Chosen(tree if plain is None else tree[plain], '', optimizer)
     inner = tree[average]
     shadow = inner[SHADOW] if type(inner.get(SHADOW)) is dict else inner
     rate = inner.get(RATE)
     stored = f'{rate}' if type(rate) is float else ''
-    if ema == 'none' and plain is not None:
-        return tree[plain], f"its weights '{plain}' (not the averages '{average}')"
+    if plain is not None and (ema == 'none' or (not ema and trained and optimizer is not None)):
+        note = f"its weights '{plain}' (not the averages '{average}')"
+        return Chosen(tree[plain], note, optimizer)
     if ema and ema != stored:
         allowed = ' or '.join([*[stored] * bool(stored), *['none'] * (plain is not None)])
         raise UserError(f'--ema: {source}: expected {allowed or "no value"}, found {ema!r}')
     note = f"its averages '{average}'" + (f' of rate {stored}' if stored else '')
-    return shadow, note + (f" (--ema=none takes '{plain}')" if plain is not None else '')
+    if plain is not None:
+        note += f" (--ema=none takes '{plain}')"
+    return Chosen(shadow, note, None)

@@ -32,11 +32,14 @@ from jaxunet.weights.inference import (
 from jaxunet.weights.names import Entry, Shape, Tree, check_shapes, flatten, to_tree
 from jaxunet.weights.presets import preset_of
 from jaxunet.weights.safetensors_file import SafetensorsFile
+from jaxunet.weights.torch_adam import adam_state
 from jaxunet.weights.torch_file import TorchFile
+from jaxunet.weights.torch_pickle import TensorView
 
 METADATA = 'jaxunet_config'  # key of our metadata: the config as JSON, plus these two fields
 ORDER, CLASSES = 'new_attention_order', 'class_names'
 MOMENTS = ('optimizer.mu.', 'optimizer.nu.')  # prefixes of AdamW's moments in .safetensors
+ReadTensor = Callable[[str], np.ndarray]  # name -> tensor
 WRAPPERS = ('module.', '_orig_mod.')  # prefixes of DistributedDataParallel and torch.compile
 
 
@@ -231,16 +234,17 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
         return state.read(names[name])
 
     interleaved = new_order is False
-    moments = None
     total = sum(int(np.prod(shape)) for shape in shapes.values())
     note = f'{program.name} names, {total:,} parameters'
+    moments = None
     if any(moment_shapes):
         for moment in moment_shapes:
             _check_names(moment, table, program, f'{path} (moments)')
-        mu, nu = (
-            to_tree(lambda name, prefix=prefix: read(prefix + name), table, interleaved=interleaved)  # type: ignore[misc]
-            for prefix in MOMENTS
-        )
+        readers = _own_moments(read)
+    else:
+        readers = _moments_of_torch(state, names) if program is DDPM_TORCH else None
+    if readers is not None:
+        mu, nu = (to_tree(moment, table, interleaved=interleaved) for moment in readers)
         check_second_moments(path, nu)
         moments = mu, nu
         note += ', with Adam moments'
@@ -256,6 +260,31 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
     return Weights(
         params, config, moments, note, own.class_names, order if program.orders else None
     )
+
+
+def _own_moments(read: ReadTensor) -> list[ReadTensor]:
+    """Returns what reads either moment of a parameter in a file of ours."""
+    return [lambda name, prefix=prefix: read(prefix + name) for prefix in MOMENTS]  # type: ignore[misc]
+
+
+def _moments_of_torch(
+    state: TorchFile | SafetensorsFile, names: Mapping[str, str]
+) -> list[ReadTensor] | None:
+    """Returns what reads either moment of a parameter from PyTorch's optimizer; None without one.
+
+    Early moments are biased toward 0. They are corrected here, as `jaxunet.checkpoint.state` takes
+    moments from elsewhere for those of a long run.
+
+    Args:
+      names: full names of the parameters by their names without prefixes.
+    """
+    if not isinstance(state, TorchFile) or (adam := adam_state(state)) is None:
+        return None
+
+    def moment(views: Mapping[str, TensorView], correction: float) -> ReadTensor:
+        return lambda name: state.read_view(views[names[name]], name) / np.float32(correction)
+
+    return [moment(*pair) for pair in zip(adam.moments, adam.corrections, strict=True)]
 
 
 def unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:

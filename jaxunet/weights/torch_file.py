@@ -7,11 +7,12 @@ Reading executes nothing in the file. The archive holds uncompressed entries `<n
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -45,23 +46,25 @@ class TorchFile:
     Args:
       path: the file's name, for messages.
       file: the open file.
-      ema: which weights to take if it holds averages, too (`jaxunet.weights.nested.choose`).
+      ema, trained: which weights to take if it holds averages, too (`jaxunet.weights.nested`).
 
     Attributes:
-      shapes: name -> shape.
+      shapes: name -> shape, in the order of the file.
       note: which weights these are, if there are several.
+      optimizer: the state of the optimizer that trained them; None if there is none.
 
     Raises:
       UserError: another kind of file, a damaged one, or one that holds more than tensors; the
         message names entry, field and byte. Methods raise it too.
     """
 
-    def __init__(self, path: str, file: BinaryIO, ema: str = '') -> None:
+    def __init__(self, path: str, file: BinaryIO, ema: str = '', *, trained: bool = False) -> None:
         self.path, self.note = path, ''
+        self.optimizer: dict[Any, Any] | None = None
         self._archive = self._open(file)
         self._entries = self._check_entries(file)
         tree = load(self._read('data.pkl', MAX_PICKLE), f'{path}: data.pkl')
-        self._views = self._state_dict(tree, ema)
+        self._views = self._state_dict(tree, ema, trained=trained)
         self.shapes = {name: view.shape for name, view in self._views.items()}
         order = (
             self._read('byteorder', MAX_EXTRA).decode('latin-1').strip()
@@ -71,7 +74,7 @@ class TorchFile:
         if order not in ('little', 'big'):
             raise UserError(f'{path}: byteorder: expected little or big, found {order[:20]!r}')
         self._order = '<' if order == 'little' else '>'
-        self._check_sizes()
+        self._check_sizes(self._views)
         self._cached: tuple[str | None, np.ndarray] = (None, np.zeros(0, np.float32))
 
     def __enter__(self) -> TorchFile:
@@ -100,7 +103,14 @@ class TorchFile:
         Raises:
           UserError: a damaged entry, or a number that is not finite.
         """
-        view = self._views[name]
+        return self.read_view(self._views[name], name)
+
+    def read_view(self, view: TensorView, name: str) -> np.ndarray:
+        """Returns a tensor of the file as float32; `name` is for messages.
+
+        Raises:
+          UserError: a damaged entry, or a number that is not finite.
+        """
         with np.errstate(over='ignore', invalid='ignore'):
             result = np.ascontiguousarray(view.of(self._storage(view)), np.float32)
 
@@ -115,6 +125,30 @@ class TorchFile:
 
         check_finite(result, self.path, where)
         return result
+
+    def check(self, views: Mapping[str, TensorView]) -> None:
+        """Checks tensors beside the weights, as those are checked: their storages and sizes.
+
+        Raises:
+          UserError: a damaged or malicious file.
+        """
+        self._check_sizes(check_views(views, self.path))
+
+    def number(self, value: object, name: str) -> float:
+        """Returns a number beside the weights, which torch may store as a tensor.
+
+        Args:
+          name: for messages.
+
+        Raises:
+          UserError: something else.
+        """
+        if type(value) is TensorView and value.shape == ():
+            self.check({name: value})
+            return float(self.read_view(value, name).item())
+        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+            raise UserError(f'{self.path}: {name}: expected a number, found {shown(value)}')
+        return float(value)  # type: ignore[arg-type]
 
     def _open(self, file: BinaryIO) -> zipfile.ZipFile:
         start = file.read(4)
@@ -186,9 +220,9 @@ class TorchFile:
                 f'{shown(str(error))}'
             ) from None
 
-    def _state_dict(self, tree: object, ema: str) -> dict[str, TensorView]:
+    def _state_dict(self, tree: object, ema: str, *, trained: bool) -> dict[str, TensorView]:
         if type(tree) is dict:
-            tree, self.note = choose(tree, ema, self.path)
+            tree, self.note, self.optimizer = choose(tree, ema, self.path, trained=trained)
         if type(tree) is not dict or not tree:
             raise UserError(
                 f'{self.path}: expected a dict of tensors (a state dict), found {_kind(tree)}; '
@@ -196,9 +230,9 @@ class TorchFile:
             )
         return check_views(tree, self.path)
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, views: Mapping[str, TensorView]) -> None:
         """Checks that every storage has its entry, of the right number of bytes."""
-        for name, view in self._views.items():
+        for name, view in views.items():
             entry = f'data/{view.storage.key}'
             if entry not in self._entries:
                 raise UserError(f'{self.path}: {name}: its entry {entry} is missing')

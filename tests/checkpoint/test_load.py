@@ -1,5 +1,7 @@
 """Weights of elsewhere as the start of a run: values, averages, Adam moments."""
 
+import pathlib
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from jaxunet.checkpoint.state import CONVERGED_COUNT, get_moments
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_weights
 from jaxunet.weights.unetcu import MAGIC, Header, config_of
+
+FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
 
 
 @pytest.fixture(scope='module')
@@ -56,3 +60,20 @@ def test_weights_of_another_model_are_refused(config, params, tmp_path):
     with pytest.raises(UserError, match='holds one set of weights'):
         load_model(str(path), ema='0.9')
     assert load_initial(config) is None
+
+
+def test_a_run_continues_another_one_with_its_moments():
+    """`init_from_ema=none` takes the weights that the moments belong to; '' takes their average."""
+    folder = FIXTURES / 'e54d28d' / 'conditional'
+    there = checkpoint.read(folder)
+    here = there.config.replace(init_from=str(folder))
+    state = load_initial(here.replace(init_from_ema='none'))
+    assert checkpoint.checksum(state.params) == checkpoint.checksum(there.state.params)
+    moments = get_moments(there.state.opt_state)
+    assert checkpoint.checksum(get_moments(state.opt_state)) == checkpoint.checksum(moments)
+    averaged = load_initial(here)
+    average = there.state.ema[str(there.config.ema.rates[0])]
+    assert checkpoint.checksum(averaged.params) == checkpoint.checksum(average)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(get_moments(averaged.opt_state)))
+    with pytest.raises(UserError, match=r'^init_from_ema: expected .* or none, found'):
+        load_initial(here.replace(init_from_ema='0.5'))

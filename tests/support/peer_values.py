@@ -8,10 +8,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from peers_golden import formula_state, images
+from peers_golden import SIDE, formula_state, images
 
+from jaxunet.config import Config
+from jaxunet.config.schema import Fields
+from jaxunet.weights import ddpm_torch
 from jaxunet.weights.names import Entry
 
+# Options that neither a file of ddpm-torch nor one of an ADM network states.
+LINEAR: Fields = {
+    'image_size': (SIDE,),
+    'schedule': 'linear',
+    'diffusion_steps': 1000,
+    'objective': 'epsilon',
+}
+SMALL: Fields = {
+    'image_channels': 3,
+    'base_channels': 32,
+    'channel_mult': (1, 2),
+    'num_res_blocks': 1,
+    'attention_resolutions': (8,),
+    'num_classes': 0,
+    'label_dropout': 0.0,
+}
+DDPM = Config().replace(
+    model=SMALL | ddpm_torch.FIXED | {'conv_resample': True, 'init': 'ddpm'},
+    data={'image_size': (SIDE,)},
+)
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
 QUICK = {'xla_backend_optimization_level': 0}
 

@@ -43,6 +43,7 @@ from jaxunet.sampling.partial_output import Parts
 from jaxunet.sweep import folder as sweep_folder
 from jaxunet.sweep import report as sweep_report
 from jaxunet.weights import read_weights
+from jaxunet.weights.torch_adam import adam_state
 from jaxunet.weights.torch_file import TorchFile
 from jaxunet.weights.torch_pickle import dump
 from support.data_files import (
@@ -54,7 +55,14 @@ from support.data_files import (
     write_tar,
 )
 from support.tiny import tiny_config
-from support.weight_cases import SMALL, UNETCU_SMALL, archive, random_params, state
+from support.weight_cases import (
+    SMALL,
+    UNETCU_SMALL,
+    archive,
+    nested_torch_bytes,
+    random_params,
+    state,
+)
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
 RESULTS = FIXTURES.parents[1] / 'docs' / 'results'
@@ -223,6 +231,25 @@ def read_torch(path: pathlib.Path) -> object:
         return [opened.read(name) for name in opened.shapes], opened.metadata
 
 
+def optimizer_parts() -> Contents:
+    """A checkpoint of PyTorch: weights, and Adam's state of them."""
+    weights = {'a': np.ones((2, 3), np.float32), 'b': np.ones(2, np.float32)}
+    adam = {
+        i: {'step': 3.0, 'exp_avg': value, 'exp_avg_sq': value}
+        for i, value in enumerate(weights.values())
+    }
+    groups = [{'betas': (0.9, 0.999), 'params': [0, 1]}]
+    tree = {'model': weights, 'optimizer': {'state': adam, 'param_groups': groups}}
+    return unzipped_bytes(nested_torch_bytes(tree))
+
+
+def read_optimizer(path: pathlib.Path) -> object:
+    with path.open('rb') as file, TorchFile(str(path), file) as opened:
+        adam = adam_state(opened)
+        moments = adam.moments if adam else ()
+        return [opened.read_view(views[name], name) for views in moments for name in views]
+
+
 def read_images(path: pathlib.Path) -> object:
     return everything(open_source(str(path), image_shape=(8, 8, 3)))
 
@@ -376,6 +403,7 @@ READERS = {
     ),
     'pt': Reader('x.pt', lambda: unzipped_bytes(weights('.pt')), archive, read_weights),
     'torch file': Reader('x.pt', torch_parts, archive, read_torch),
+    'torch optimizer': Reader('x.pt', optimizer_parts, archive, read_optimizer),
     'torch script': Reader(
         'x.pt',
         lambda: unzipped(FIXTURES / 'torch_jit_save.pt'),

@@ -16,15 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from peers_golden import SIDE, STEPS, T
-from support.peer_values import FIXTURES, QUICK, close, pictures, state_of
+from support.peer_values import FIXTURES, LINEAR, QUICK, SMALL, close, pictures, state_of
 from support.weight_cases import (
     UNETCU_SMALL,
-    nested_torch_bytes,
     random_params,
     torch_bytes,
 )
 
-from jaxunet.checkpoint.load import load_initial, load_model
+from jaxunet.checkpoint.load import load_initial
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, q_sample
@@ -33,25 +32,14 @@ from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import State, make_sampler, run, sample_keys
-from jaxunet.weights import ddpm_torch, guided_diffusion, read_weights, unetcu, write_weights
+from jaxunet.weights import guided_diffusion, read_weights, unetcu, write_weights
 from jaxunet.weights.fields import diffusion_fields, network_fields
 from jaxunet.weights.names import from_tree
 from jaxunet.weights.torch_file import TorchFile
 
 GOLDEN = np.load(FIXTURES / 'peers_golden.npz')
-PROCESS = {'image_size': (SIDE,), 'schedule': 'linear', 'diffusion_steps': 1000}
-LINEAR = PROCESS | {'objective': 'epsilon'}
 COSINE = LINEAR | {'schedule': 'cosine', 'diffusion_steps': STEPS, 'num_heads': 2}
-ADM = {
-    'image_channels': 3,
-    'base_channels': 32,
-    'channel_mult': (1, 2),
-    'num_res_blocks': 1,
-    'attention_resolutions': (8,),
-    'scale_shift_norm': True,
-    'num_classes': 0,
-    'label_dropout': 0.0,
-}
+ADM = SMALL | {'scale_shift_norm': True}
 
 
 def config(model: dict[str, Any], **diffusion: Any) -> Config:
@@ -66,7 +54,6 @@ IMPROVED = config(
     schedule='cosine',
     rescale_timesteps=True,
 )
-DDPM = config(ddpm_torch.FIXED | {'conv_resample': True, 'init': 'ddpm'})
 
 
 def nhwc(name: str) -> np.ndarray:
@@ -239,52 +226,6 @@ def test_a_bin_cannot_say_that_timesteps_are_rescaled(tmp_path: pathlib.Path) ->
         write_weights(tmp_path / 'a.bin', {}, config)
 
 
-# --- ddpm-torch
-
-
-def test_ddpm_torch(file: Any) -> None:
-    weights = read_weights(file(state_of(ddpm_torch.table(DDPM))), **LINEAR)
-    assert network_fields(weights.config) == network_fields(DDPM)
-    assert weights.new_attention_order is None
-    close(output(weights), nhwc('ddpm_torch'))
-
-
-def test_the_architecture_of_ddpm_torch_is_inferred(file: Any) -> None:
-    config = DDPM.replace(
-        model={
-            'conv_resample': False,
-            'channel_mult': (1, 2, 2),
-            'num_res_blocks': 2,
-            'attention_resolutions': (16, 4),
-        }
-    )
-    weights = read_weights(file(state_of(ddpm_torch.table(config))), **LINEAR)
-    assert network_fields(weights.config) == network_fields(config)
-
-
-@pytest.mark.parametrize(
-    ('change', 'options', 'message'),
-    [
-        ({}, {'num_heads': 4}, 'num_heads: ddpm-torch always has num_heads=1'),
-        ({}, {'schedule': 'cosine'}, 'schedule: expected linear for weights of ddpm-torch'),
-        ({}, {'diffusion_steps': 500}, 'diffusion_steps: expected 1000 for weights of ddpm-torch'),
-        ({'out_conv.2.weight': (6, 32, 3, 3)}, {}, 'learned variance .* is not supported'),
-        ({'out_conv.2.weight': (5, 32, 3, 3)}, {}, 'expected 3 output channels, found 5'),
-        ({'_model.a': (1,)}, {}, 'block_size above 1'),
-        ({'embed.0.weight': (128, 33)}, {}, r'expected shape \(4 base, base\), found \(128, 33\)'),
-        ({'extra.weight': (1,)}, {}, 'extra.weight: unexpected'),
-        ({'downsamples.level_9999.0.conv1.weight': (1,)}, {}, 'downsamples.level_2.0.conv1.weight'),
-    ],
-)
-def test_ddpm_torch_mistakes(
-    file: Any, change: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    state = state_of(ddpm_torch.table(DDPM))
-    state |= {name: np.ones(shape, np.float32) for name, shape in change.items()}
-    with pytest.raises(UserError, match=message):
-        read_weights(file(state), **LINEAR | options)
-
-
 # --- unet.cu
 
 
@@ -347,37 +288,3 @@ def test_prefixes_are_taken_off(file: Any, prefix: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, found.params, plain.params)
     with pytest.raises(UserError, match=r'are both out\.2\.bias without the prefixes'):
         read_weights(file(wrapped | {'out.2.bias': state['out.2.bias']}), **options)
-
-
-def test_weights_and_averages_of_a_checkpoint(tmp_path: pathlib.Path) -> None:
-    """ddpm-torch's: the averages unless --ema=none, and the note says which."""
-    table = ddpm_torch.table(DDPM)
-    params = {name: from_tree(random_params(DDPM, k), table) for k, name in enumerate(('w', 'a'))}
-    tree = {
-        'model': {f'module.{name}': value for name, value in params['w'].items()},
-        'optimizer': {'state': {0: {'step': 3.0}}, 'param_groups': [{'betas': (0.9, 0.999)}]},
-        'ema': {'decay': 0.9999, 'shadow': params['a'], 'num_updates': 7},
-        'scheduler': {'lr_lambdas': [None], 'verbose': False},
-        'epoch': 12,
-        'loss': 0.03,
-    }
-    path = tmp_path / 'a.pt'
-    path.write_bytes(nested_torch_bytes(tree))
-    for ema, k, note in (
-        ('', 1, "its averages 'ema' of rate 0.9999 (--ema=none takes 'model')"),
-        ('0.9999', 1, "its averages 'ema'"),
-        ('none', 0, "its weights 'model' (not the averages 'ema')"),
-    ):
-        model = load_model(str(path), ema=ema, **LINEAR)
-        assert note in model.note
-        jax.tree.map(np.testing.assert_array_equal, model.params, random_params(DDPM, k))
-    with pytest.raises(UserError, match=r"--ema: .*: expected 0\.9999 or none, found '0.99'"):
-        load_model(str(path), ema='0.99', **LINEAR)
-    del tree['ema']
-    path.write_bytes(nested_torch_bytes(tree))
-    with pytest.raises(UserError, match='holds one set of weights'):
-        load_model(str(path), ema='0.9999', **LINEAR)
-    # A run takes it up: what the file leaves open is the run's.
-    like = read_weights(path, like=DDPM)
-    assert like.config == DDPM
-    jax.tree.map(np.testing.assert_array_equal, like.params, random_params(DDPM, 0))
