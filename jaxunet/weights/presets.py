@@ -158,6 +158,12 @@ PRESETS = {
         },
         {'learn_sigma': True},
     ),
+    'iddpm_upsample_64_256': Preset(
+        ('upsample_cond_500K.pt',),
+        256,
+        IDDPM_MODEL | IMAGENET | {'base_channels': 192, 'num_res_blocks': 2, 'low_res_size': (64,)},
+        {'learn_sigma': True, 'steps': 4000, 'vlb_weight': 1 / 4000},
+    ),
     # ddpm-torch
     'ddpm_torch_cifar10': Preset(
         ('cifar10_2040.pt',),

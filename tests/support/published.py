@@ -80,6 +80,10 @@ README = {
     'iddpm_cifar10_cosine': CIFAR,
     'iddpm_cifar10_vlb': CIFAR + ' --use_kl True',
     'iddpm_lsun_bedroom': LSUN,
+    # The sizes are the defaults of its super_res_sample.py.
+    'iddpm_upsample_64_256': '--large_size 256 --small_size 64 --num_channels 192 '
+    '--num_res_blocks 2 --learn_sigma True --class_cond True --diffusion_steps 4000 '
+    '--noise_schedule linear --rescale_learned_sigmas False --rescale_timesteps False',
 }
 # configs/ of tqch/ddpm-torch (b60eb8d): hid_channels, ch_multipliers, levels of apply_attn,
 # drop_rate, and the image size of the set.

@@ -22,6 +22,7 @@ from jaxunet.weights.torch_file import TorchFile
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = np.load(ROOT / 'tests' / 'fixtures' / 'peers_golden.npz')
+CONDITIONAL = np.load(ROOT / 'tests' / 'fixtures' / 'conditional_golden.npz')
 GUIDED_SMALL = make((16,), num_heads=2, num_head_channels=0)
 
 
@@ -78,6 +79,17 @@ def test_a_preset_has_the_tensors_of_its_program(name: str, table: Any) -> None:
     """Names and shapes are those of the program's own network, at full size."""
     entries = table(PRESETS[name].config())
     assert digest({entry.name: entry.shape for entry in entries}) == GOLDEN[f'published_{name}']
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    'name', ['adm_upsample_64_256', 'adm_upsample_128_512', 'iddpm_upsample_64_256']
+)
+def test_an_upsampler_has_the_tensors_of_its_program(name: str) -> None:
+    entries = guided_diffusion.table(PRESETS[name].config())
+    assert (
+        digest({entry.name: entry.shape for entry in entries}) == CONDITIONAL[f'published_{name}']
+    )
 
 
 def test_the_cifar10_run_is_that_of_ddpm_torch() -> None:
