@@ -92,6 +92,37 @@ DDPM_TORCH = {
     'ddpm_torch_celeba': (128, (1, 2, 2, 2), (2,), 0.0, 64),
     'ddpm_torch_celebahq': (128, (1, 1, 2, 2, 4, 4), (4,), 0.0, 256),
 }
+# Its configs/cifar10.json, and what its train.py adds.
+CIFAR10_RUN = {
+    'dataset': 'cifar10',
+    'diffusion': {
+        'timesteps': 1000,
+        'beta_start': 0.0001,
+        'beta_end': 0.02,
+        'beta_schedule': 'linear',
+        'model_mean_type': 'eps',
+        'model_var_type': 'fixed-large',
+        'loss_type': 'mse',
+    },
+    'model': {
+        'in_channels': 3,
+        'hid_channels': 128,
+        'ch_multipliers': [1, 2, 2, 2],
+        'num_res_blocks': 2,
+        'apply_attn': [False, True, False, False],
+        'drop_rate': 0.1,
+    },
+    'train': {
+        'lr': 2e-4,
+        'batch_size': 128,
+        'grad_norm': 1.0,
+        'epochs': 2040,
+        'warmup': 5000,
+        'use_ema': True,
+        'ema_decay': 0.9999,
+    },
+}
+CIFAR10_DEFAULTS = {'beta1': 0.9, 'beta2': 0.999, 'num_accum': 1}
 
 
 def parsed(text: str) -> dict[str, str]:

@@ -6,16 +6,29 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
 from support.commands import call
-from support.published import CHANNEL_MULT, DDPM_TORCH, GUIDED, IMPROVED, README, digest, parsed
+from support.published import (
+    CHANNEL_MULT,
+    CIFAR10_DEFAULTS,
+    CIFAR10_RUN,
+    DDPM_TORCH,
+    GUIDED,
+    IMPROVED,
+    README,
+    digest,
+    parsed,
+)
 from support.weight_cases import make, random_params, torch_bytes
 
 from configs.cifar10 import get_config
-from jaxunet.checkpoint.state import fresh_state
+from jaxunet.checkpoint.state import fresh_state, learning_rate_schedule
 from jaxunet.config import resolve
+from jaxunet.diffusion.process import make_betas
+from jaxunet.training.ema import ema_decay
 from jaxunet.weights import ddpm_torch, guided_diffusion, read_weights
 from jaxunet.weights.presets import PRESETS, preset_of
 from jaxunet.weights.torch_file import TorchFile
@@ -93,17 +106,56 @@ def test_an_upsampler_has_the_tensors_of_its_program(name: str) -> None:
 
 
 def test_the_cifar10_run_is_that_of_ddpm_torch() -> None:
-    """configs/cifar10.json of ddpm-torch, and the constants of its train.py."""
-    config = resolve(get_config())
-    assert config.model == PRESETS['ddpm_torch_cifar10'].config().model
-    o = config.optimizer
-    assert (o.learning_rate, o.warmup_steps, o.clip_norm, o.weight_decay) == (2e-4, 5000, 1, 0)
-    assert (o.schedule, o.betas, o.eps) == ('constant', (0.9, 0.999), 1e-8)
-    assert (config.data.batch_size, config.data.augment, config.ema.rates) == (
-        128,
-        'flip',
-        (0.9999,),
+    """configs/cifar10.json of ddpm-torch, and its train.py."""
+    config, theirs = resolve(get_config()), CIFAR10_RUN
+    m, o = config.model, config.optimizer
+    assert m == PRESETS['ddpm_torch_cifar10'].config().model
+    assert {
+        'in_channels': m.image_channels,
+        'hid_channels': m.base_channels,
+        'ch_multipliers': list(m.channel_mult),
+        'num_res_blocks': m.num_res_blocks,
+        'apply_attn': [level in config.attention_levels for level in range(4)],
+        'drop_rate': m.dropout,
+    } == theirs['model']
+
+    process, loss = config.diffusion, theirs['diffusion']
+    betas = make_betas(process.schedule, process.steps)
+    np.testing.assert_allclose(
+        betas, np.linspace(loss['beta_start'], loss['beta_end'], loss['timesteps']), rtol=1e-12
     )
+    assert (process.objective, loss['model_mean_type']) == ('epsilon', 'eps')
+    assert (process.kl_loss, process.learn_sigma, loss['loss_type']) == (False, False, 'mse')
+    assert (config.loss.weighting, config.timesteps.sampler) == ('uniform', 'uniform')
+
+    train = theirs['train'] | CIFAR10_DEFAULTS
+    assert {
+        'lr': o.learning_rate,
+        'batch_size': config.data.batch_size,
+        'grad_norm': o.clip_norm,
+        'warmup': o.warmup_steps,
+        'use_ema': True,
+        'ema_decay': config.ema.rates[0],
+        'beta1': o.betas[0],
+        'beta2': o.betas[1],
+        'num_accum': o.accumulate_steps,
+        'epochs': train['epochs'],
+    } == train
+    # Its loader leaves out the last batch of an epoch, which is not full.
+    assert config.train.steps == train['epochs'] * (50_000 // train['batch_size']) == 795_600
+    assert config.train.epochs == 0
+    # The defaults of torch.optim.Adam; the rate is constant after the warm-up.
+    assert (o.schedule, o.eps, o.weight_decay) == ('constant', 1e-8, 0)
+    rates = learning_rate_schedule(config)
+    for n in (0, 1, 4998, 4999, 5000, 700_000):
+        expected = train['lr'] * min((n + 1) / train['warmup'], 1.0)
+        np.testing.assert_allclose(rates(jnp.int32(n)), expected, rtol=1e-3)
+    for n in (0, 1, 1000, 10**6):  # as its EMA.update
+        expected = min(train['ema_decay'], (1 + n) / (10 + n))
+        found = ema_decay(config.ema.rates[0], jnp.int32(n), config.ema.warmup)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert config.data.augment == 'flip'
+    assert (config.data.path, config.data.holdout) == ('cifar10:', 0)
 
 
 # --- the commands
