@@ -39,6 +39,7 @@ CHOICES = {
     'data.cache': ('auto', 'device', 'stream'),
     'data.augment': ('none', 'flip', 'edm'),
     'data.crop': ('center', 'random'),
+    'data.condition': ('image', 'grey'),
     'optimizer.name': ('adamw', 'adam', 'muon'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
 }

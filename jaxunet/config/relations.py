@@ -140,6 +140,13 @@ def _data(config: Config) -> Iterator[str]:
         yield (
             f'data.holdout: expected a whole number of images or a share below 1, found {d.holdout}'
         )
+    if d.condition == 'grey' and not (
+        config.model.low_res_size and config.model.image_channels == 3
+    ):
+        yield (
+            'data.condition: grey needs a network that sees pictures (model.low_res_size) and '
+            f'draws colours (model.image_channels=3, found {config.model.image_channels})'
+        )
     if d.crop == 'random' and d.cache == 'device':
         yield (
             'data.crop: random cuts images anew every epoch, but data.cache=device keeps each as '
@@ -270,10 +277,10 @@ def _unet_shape(config: Config) -> Iterator[str]:
     factor = 2 ** (levels - 1)
     low_res = config.low_res_shape
     low_height, low_width = (0, 0) if low_res is None else low_res[:2]
-    if low_height > height or low_width > width or (low_height, low_width) == (height, width):
+    if low_height > height or low_width > width:
         yield (
-            f'model.low_res_size: expected smaller than data.image_size ({height}x{width}), '
-            f'found {low_height}x{low_width}'
+            f'model.low_res_size: expected at most data.image_size ({height}x{width}), as a larger '
+            f'picture shows no more, found {low_height}x{low_width}'
         )
     if height % factor or width % factor:
         yield (

@@ -66,8 +66,9 @@ class ModelConfig:
     zero_init: bool = True
     # Recompute blocks in the backward pass instead of storing their activations.
     remat: bool = False
-    # Super-resolution: (side,) or (height, width) of a picture that the network sees, enlarged,
-    # beside the noisy image; in training, the image itself made small. () = none.
+    # Super-resolution and colouring: (side,) or (height, width) of a picture that the network sees,
+    # enlarged, beside the noisy image, at most as large as that; in training it is made of the
+    # image (data.condition). () = none.
     low_res_size: tuple[int, ...] = ()
 
 
@@ -172,6 +173,9 @@ class DataConfig:
     augment: str = 'none'
     # augment=edm: probability of each transformation; mirroring left and right has 1/2.
     augment_probability: float = 0.12
+    # What is made of an image for a network with model.low_res_size. image: the image, made small |
+    # grey: its brightness, small or of the image's size, so that the network learns to colour.
+    condition: str = 'image'
     # Noise samples per image, of which the nearest is used (immiscible diffusion); 1 = off.
     noise_candidates: int = 1
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.

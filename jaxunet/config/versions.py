@@ -19,6 +19,7 @@ ADDED = (
     'diffusion.flow_mean',
     'diffusion.flow_std',
     'data.augment_probability',
+    'data.condition',
     'data.crop',
     'data.crop_least',
     'data.holdout',

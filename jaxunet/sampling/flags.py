@@ -242,7 +242,8 @@ def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | Non
         raise UserError(
             f'--low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
         )
-    return read_low_res(LOW_RES.value, shape, limit, classes)
+    colourless = config.data.condition == 'grey'
+    return read_low_res(LOW_RES.value, shape, limit, classes, colourless=colourless)
 
 
 def guide(config: Config) -> Guide | None:

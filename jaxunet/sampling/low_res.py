@@ -1,10 +1,11 @@
-"""Reads the pictures that a super-resolution network enlarges."""
+"""Reads the pictures that a network enlarges or colours."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt8
 
@@ -14,6 +15,7 @@ from jaxunet.data.pixels import BadImage, Shape, size_of
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import is_compressed_tar, open_source
 from jaxunet.metrics.image_sets import read_grid
+from jaxunet.model.low_res import grey
 from jaxunet.runtime.errors import UserError
 
 IMAGE_FILES = ('.png', '.jpg', '.jpeg', '.webp', '.bmp')
@@ -37,14 +39,18 @@ class LowRes(NamedTuple):
         return self.pixels[indices % len(self.pixels)]
 
 
-def read_low_res(path: str, shape: Shape, limit: int | None, classes: Classes) -> LowRes:
-    """Reads the pictures to enlarge.
+def read_low_res(
+    path: str, shape: Shape, limit: int | None, classes: Classes, *, colourless: bool = False
+) -> LowRes:
+    """Reads the pictures to enlarge or to colour.
 
     Args:
       path: a picture, a .png grid of `jaxunet.sample`, or anything that `data.path` accepts.
       shape: (height, width, channels) that they must have; grey and RGB convert.
       limit: read the first so many; None = all.
       classes: of the model; a count of 0 leaves out the pictures' classes.
+      colourless: the model was trained with grey pictures (data.condition=grey); those with
+        colours become grey.
 
     Raises:
       UserError: a wrong path, or a picture of another size or class.
@@ -66,7 +72,10 @@ def read_low_res(path: str, shape: Shape, limit: int | None, classes: Classes) -
     if classes.count and source.class_names:
         used = {i: _label(path, source.class_names[i], classes) for i in source.labels[rows]}
         labels = np.array([used[i] for i in source.labels[rows]], np.int32)
-    return LowRes(source.load(rows), labels, f'{path}: {len(source)} pictures')
+    pixels = source.load(rows)
+    if colourless:
+        pixels = np.rint(np.asarray(grey(jnp.asarray(pixels, jnp.float32)))).astype(np.uint8)
+    return LowRes(pixels, labels, f'{path}: {len(source)} pictures')
 
 
 def _label(path: str, name: str, classes: Classes) -> int:

@@ -25,6 +25,7 @@ from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.data import pipeline
 from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.low_res import check_condition
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import describe, load_ops, warn_if_slow
 from jaxunet.runtime.errors import UserError
@@ -58,6 +59,7 @@ class Session:
     step: CompiledStep
 
     def __init__(self, config: Config, source: Source) -> None:
+        check_condition(config)
         self.config, self.source = config, source
         self.parallel = Parallel(config)
         self._model = build_unet(config, load_ops(config.backend, config.precision))

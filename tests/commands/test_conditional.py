@@ -120,6 +120,9 @@ def test_pictures_are_read(folder: pathlib.Path) -> None:
     first = read_low_res(str(folder / 'small.npz'), shape, 1, Classes(CLASSES))
     np.testing.assert_array_equal(first.of(np.arange(2)), expected['images'][[0, 0]])
     assert first.labels.tolist() == [2]
+    colourless = read_low_res(str(folder / 'small.npz'), shape, 1, Classes(0), colourless=True)
+    grey = np.array(Image.fromarray(expected['images'][0]).convert('L'))
+    assert np.abs(colourless.pixels[0].astype(int) - grey[..., None]).max() <= 1
     with pytest.raises(UserError, match=r'square\.npz: expected pictures of 3x4 pixels .* of 3x3;'):
         read_low_res(str(folder / 'square.npz'), shape, None, Classes(0))
     with pytest.raises(UserError, match=r"a class of the model, 0 to 1, found '2'; correct"):

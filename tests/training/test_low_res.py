@@ -17,10 +17,11 @@ from jaxunet.checkpoint.state import fresh_state, make_optimizer
 from jaxunet.checkpoint.store import checksum, read, state_template
 from jaxunet.data.sources import open_images
 from jaxunet.diffusion.process import make_diffusion
-from jaxunet.model.low_res import enlarged
+from jaxunet.model.low_res import enlarged, low_res_of
 from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.backends import XLA
-from jaxunet.training.batch import noise_batch, split_keys
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.batch import noise_batch, normalise, split_keys
 from jaxunet.training.conditions import SampleConditions
 from jaxunet.training.evaluation import read_evaluations
 from jaxunet.training.logs import read_metrics
@@ -82,6 +83,36 @@ def test_the_loss_sees_the_small_version_of_the_flipped_image(monkeypatch):
     error = 0.3 * x - 0.6 * seen - (noise - x0)
     np.testing.assert_allclose(loss, np.square(error).mean(), rtol=1e-5)
     np.testing.assert_allclose(slopes['b'], (2 * error * seen).mean(), rtol=1e-5)
+
+
+def test_a_network_that_colours_sees_grey_images_as_pillow_makes_them():
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
+    config = tiny_config(
+        model={'image_channels': 3, 'low_res_size': (8, 4)}, data={'condition': 'grey'}
+    )
+    found = low_res_of(config, normalise(jnp.asarray(pixels)))
+    expected = np.stack([Image.fromarray(image).convert('L') for image in pixels])
+    expected = np.stack([expected[:, :, ::2], expected[:, :, 1::2]]).mean(axis=0)
+    close = np.abs(127.5 * (np.asarray(found) + 1) - expected[..., None]).max()
+    assert close < 0.51  # a byte of Pillow's is rounded
+
+
+@pytest.mark.parametrize(
+    ('model', 'message'),
+    [
+        ({'image_channels': 3}, 'grey needs a network that sees pictures'),
+        (MODEL, r'and draws colours \(model.image_channels=3, found 1\)'),
+    ],
+)
+def test_grey_pictures_belong_to_networks_that_colour(model, message):
+    with pytest.raises(UserError, match=f'data.condition: .*{message}'):
+        tiny_config(model=model, data={'condition': 'grey'})
+
+
+def test_a_run_that_would_learn_nothing_is_refused(source, tmp_path):
+    config = CONFIG.replace(model={'low_res_size': (8,)})
+    with pytest.raises(UserError, match='would see the image that it should draw; expected a sma'):
+        train(config, tmp_path / 'run', source)
 
 
 @pytest.mark.long

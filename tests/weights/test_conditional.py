@@ -32,7 +32,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, q_sample
 from jaxunet.metrics.likelihood import check_has_bound
-from jaxunet.model.low_res import enlarged
+from jaxunet.model.low_res import check_condition, enlarged
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import XLA
@@ -319,8 +319,18 @@ def test_low_res_size_belongs_to_super_resolution(file: Any) -> None:
         read_weights(path, low_res_size=(8,), **STATED)
     for size, message in (
         ((8, 8, 8), r'expected \(side,\)'),
-        ((17, 8), r'expected smaller than data.image_size \(16x16\), found 17x8'),
-        ((16,), 'expected smaller than'),
+        ((17, 8), r'expected at most data.image_size \(16x16\), .*, found 17x8'),
     ):
         with pytest.raises(UserError, match=f'model.low_res_size: {message}'):
             config({'low_res_size': size})
+
+
+def test_pictures_of_the_images_size_condition_a_network_of_elsewhere(file: Any) -> None:
+    """A file may be of a network that colours or restores; a run needs something to learn."""
+    same = config({'low_res_size': (SIDE,)})
+    path = file(state_of(guided_diffusion.table(same)))
+    weights = read_weights(path, low_res_size=(SIDE,), **STATED)
+    assert weights.config.low_res_shape == weights.config.image_shape
+    with pytest.raises(UserError, match=r'the network would see the image that it should draw'):
+        check_condition(same)
+    check_condition(same.replace(data={'condition': 'grey'}))
