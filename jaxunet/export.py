@@ -3,10 +3,12 @@
     python -m jaxunet.export --checkpoint PATH --output model.bin \\
         [--ema RATE|WIDTH|none] [--with_optimizer]
     python -m jaxunet.export --init --config configs/elephants64.py --output model.bin
+    python -m jaxunet.export --classifier --checkpoint 64x64_classifier.pt --image_size 64 \\
+        --output classifier.safetensors
 
 unet.cu's generate.py and train_unet read the .bin; .pt and .safetensors use guided-diffusion's
 names, and a .pt with --names=unet.cu those of unet.cu's PyTorch network. --init writes fresh
-weights.
+weights. --classifier copies a classifier of noisy images between .pt and .safetensors.
 """
 
 from __future__ import annotations
@@ -21,9 +23,15 @@ from absl import flags
 from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.config import cli
+from jaxunet.config import Config, cli
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights import PROGRAMS, unetcu, write_weights
+from jaxunet.weights import (
+    PROGRAMS,
+    read_classifier,
+    unetcu,
+    write_classifier,
+    write_weights,
+)
 from jaxunet.weights.guided_diffusion import PROGRAM
 from jaxunet.weights.guided_diffusion import flags as reader_flags
 
@@ -52,6 +60,12 @@ EMA = flags.DEFINE_string(
 WITH_OPTIMIZER = flags.DEFINE_bool(
     'with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none."
 )
+CLASSIFIER = flags.DEFINE_bool(
+    'classifier',
+    False,
+    'The file of --checkpoint is a classifier of noisy images; give the model that it guides by '
+    '--preset or --config, or --image_size for RGB images.',
+)
 MODEL = model_flags.define(
     'Config of the model in a weight file that does not state it, or of --init.'
 )
@@ -72,6 +86,9 @@ def main(argv: Sequence[str]) -> None:
     if INIT.value == bool(CHECKPOINT.value):
         found = 'both' if INIT.value else 'none'
         raise UserError(f'--checkpoint, --init: expected one of them, found {found}')
+    if CLASSIFIER.value:
+        copy_classifier()
+        return
     model = load(CHECKPOINT.value) if CHECKPOINT.value else fresh()
     if WITH_OPTIMIZER.value and model.moments is None:
         raise UserError(f'--with_optimizer: {CHECKPOINT.value} holds no moments of AdamW')
@@ -91,6 +108,35 @@ def main(argv: Sequence[str]) -> None:
     if OUTPUT.value.lower().endswith('.pt') and names == PROGRAM:
         given = reader_flags(model.config, new_attention_order=new_order)
         print(f'{PROGRAM} reads it with {given}')
+
+
+def copy_classifier() -> None:
+    """Copies the classifier of --checkpoint.
+
+    Raises:
+      UserError: a flag is missing or has no effect, or the file is no classifier of such images.
+    """
+    path = CHECKPOINT.value
+    if path is None:
+        raise UserError('--classifier: needs --checkpoint, the file to copy')
+    unused = {'names': NAMES, 'ema': EMA, 'with_optimizer': WITH_OPTIMIZER}
+    unused |= {'new_attention_order': MODEL.order} | MODEL.stated
+    del unused['image_size']
+    if named := [f'--{name}' for name, flag in unused.items() if flag.present]:
+        raise UserError(f'{", ".join(named)}: no effect with --classifier; leave it out')
+    given = MODEL.given()
+    config: Config | None = given['config']
+    if config is None and 'image_size' in given:
+        data, model = {'image_size': given['image_size']}, {'image_channels': 3}
+        config = Config().replace(data=data, model=model)
+    if config is None:
+        raise UserError(
+            '--classifier: expected --preset or --config of the model that it guides, or '
+            '--image_size; found none of them'
+        )
+    found = read_classifier(path, config)
+    write_classifier(OUTPUT.value, found.params, found.config, found.classes)
+    print(f'{path}: {found.note} -> {OUTPUT.value}')
 
 
 def load(path: str) -> Model:

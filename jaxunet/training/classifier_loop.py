@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.resumable import FIXED_FIELDS, fixed_changes, other_run
-from jaxunet.checkpoint.state import TrainState, fresh_state
+from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.runtime.attempts import quietly
@@ -29,9 +29,11 @@ from jaxunet.training.clock import Clock, due
 from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import StepTable, curves
 from jaxunet.training.noisy_classifier import (
+    FILE,
     ClassifierSession,
     draw_state,
     network_config,
+    starting_state,
 )
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.resume import adapted, how_to_go_on
@@ -40,7 +42,6 @@ from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
 from jaxunet.weights import write_classifier
 
-FILE = 'classifier.pt'
 NETWORK = 'classifier of noisy images'
 LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_steps')
 
@@ -223,14 +224,15 @@ def _start(
     checkpoints: checkpoint.Checkpoints,
     class_names: tuple[str, ...],
 ) -> tuple[TrainState, float]:
-    """Returns the newest checkpoint's state and training seconds, or a fresh state.
+    """Returns the newest checkpoint's state and training seconds, or the state before step 0.
 
     Raises:
-      UserError: the run in the workdir is another one, or no checkpoint can be read.
+      UserError: the run in the workdir is another one, no checkpoint can be read, or the run cannot
+        start from `init_from`.
     """
     restored = checkpoints.restore()
     if restored is None:
-        return fresh_state(config, draw_state), 0.0
+        return starting_state(config), 0.0
     # A classifier has no averages of its weights.
     fixed = tuple(name for name in FIXED_FIELDS if not name.startswith('ema.'))
     changed = fixed_changes(restored.config, config, fixed)

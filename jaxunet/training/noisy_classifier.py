@@ -9,13 +9,20 @@ Source: openai/guided-diffusion, `scripts/classifier_train.py`.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jaxtyping import Array, Float
 
-from jaxunet.checkpoint.state import TrainState, make_optimizer, state_before_training
+from jaxunet.checkpoint.state import (
+    TrainState,
+    fresh_state,
+    make_optimizer,
+    state_before_training,
+)
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier, log_probability
@@ -25,9 +32,13 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.session import Session
 from jaxunet.training.step import LossFn, StepParts, TrainStep, make_train_step
+from jaxunet.weights import read_classifier
+from jaxunet.weights.fields import check_reusable
 from jaxunet.weights.guided_diffusion import FIXED
+from jaxunet.weights.names import Path, flatten, unflatten
 from jaxunet.weights.noisy_classifier import HEAD_CHANNELS
 
+FILE = 'classifier.pt'  # of the weights in a run's workdir
 Scalar = Float[Array, '']
 # What guided-diffusion's classifiers have, and what this training does not do.
 NEEDED: dict[str, object] = {
@@ -41,8 +52,10 @@ NEEDED: dict[str, object] = {
     'train.rollbacks': 0,
     'train.evaluate_every': 0,
     'train.check_replicas_every': 0,
-    'init_from': '',
+    'init_from_order': '',
+    'init_from_ema': '',
 }
+LAST: Path = ('pool', 'proj')  # the layer of the classes in the tree of parameters
 
 
 def check_trainable(config: Config) -> None:
@@ -99,6 +112,30 @@ def draw_state(config: Config) -> TrainState:
         config, make_optimizer(config), params, jax.random.key_data(run_key)
     )
     return dataclasses.replace(state, ema={})
+
+
+def starting_state(config: Config) -> TrainState:
+    """Returns the state before step 0, fresh or with the weights of `config.init_from`.
+
+    Raises:
+      UserError: `init_from` is no classifier of such images, or another network than the config's
+        but for the number of classes.
+    """
+    state = fresh_state(config, draw_state)
+    if not config.init_from:
+        return state
+    path = pathlib.Path(config.init_from)
+    if path.is_dir():
+        path /= FILE
+    found = read_classifier(path, config)
+    check_reusable(found.config, network_config(config), str(path))
+    leaves, fresh = flatten(found.params), flatten(state.params)
+    note = found.note
+    if found.classes != config.model.num_classes:
+        leaves |= {place: leaf for place, leaf in fresh.items() if place[:2] == LAST}
+        note += f'; fresh: the layer of the {config.model.num_classes} classes here'
+    logging.info('starting from %s: %s', path, note)
+    return dataclasses.replace(state, params=unflatten(leaves))
 
 
 def make_loss(network: NoisyClassifier) -> LossFn:

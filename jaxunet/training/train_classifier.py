@@ -5,7 +5,8 @@
 
 `model` is the classifier's network; `diffusion` and `data.image_size` are those of the models that
 it will guide. `DIR` gets classifier.pt, with guided-diffusion's names, metrics.csv and
-checkpoints/. The same command resumes a run; SIGTERM and SIGINT save and exit with 0.
+checkpoints/. The same command resumes a run; SIGTERM and SIGINT save and exit with 0. A new run
+with --config.init_from starts from another classifier.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
-from jaxunet.training.classifier_loop import FILE, train_classifier
-from jaxunet.training.noisy_classifier import check_trainable
+from jaxunet.training.classifier_loop import train_classifier
+from jaxunet.training.noisy_classifier import FILE, check_trainable
 from jaxunet.training.parallel import Parallel
 
 CONFIG = cli.define_config()

@@ -31,6 +31,7 @@ from jaxunet.weights.state_dicts import (
 from jaxunet.weights.torch_file import TorchFile, write_torch
 
 EXTENSIONS = ('.bin', '.pt', '.safetensors')
+NO_CLASSIFIER = 'expected a classifier in a .pt or .safetensors, found a .bin'
 PROGRAMS = (guided_diffusion.PROGRAM, unetcu.PROGRAM)  # whose .pt can be written
 
 
@@ -103,7 +104,7 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
                 return noisy_classifier.read(state, config)
         if extension == '.safetensors':
             return noisy_classifier.read(SafetensorsFile(str(path), file), config)
-    raise UserError(f'{path}: expected a classifier in a .pt or .safetensors, found a .bin')
+    raise UserError(f'{path}: {NO_CLASSIFIER}')
 
 
 def _read_bin(path: str, file: BinaryIO, given: Reader) -> Weights:
@@ -211,17 +212,21 @@ def write_classifier(
     """Writes a classifier of noisy images with guided-diffusion's names; creates its folder.
 
     Args:
-      path: ends in `.pt`.
+      path: ends in `.pt` or `.safetensors`.
       params: parameters of `build_classifier(config, classes, ...)`, float32.
 
     Raises:
       UserError: another extension, or a file that cannot be written.
     """
-    if _extension(path) != '.pt':
-        raise UserError(f'{path}: expected a classifier in a .pt, found {_extension(path)}')
+    extension = _extension(path)
+    if extension == '.bin':
+        raise UserError(f'{path}: {NO_CLASSIFIER}')
     state = from_tree(params, noisy_classifier.table(config, classes), interleaved=True)
     with _replacing(path) as file:
-        write_torch(file, state, {})
+        if extension == '.pt':
+            write_torch(file, state, {})
+        else:
+            write_safetensors(file.name, state, {})
 
 
 def _check_expressible(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from support.commands import call
+from support.commands import ROOT, call
 from support.tiny import tiny_config
 from support.weight_cases import torch_bytes
 
@@ -20,6 +20,7 @@ from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.low_res import read_low_res
 from jaxunet.weights import noisy_classifier, write_weights
+from jaxunet.weights.torch_file import TorchFile
 
 CLASSES = 3
 
@@ -88,6 +89,31 @@ def test_a_classifier_guides_a_model_without_classes(
     assert found['labels'].tolist() == [2, 0, 2, 0]
     difference = found['images'].astype(int) - images(plain)['images']
     assert (np.abs(difference).mean(axis=(1, 2, 3)) > 1).all()
+
+
+def test_a_classifier_is_copied(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """It goes to .safetensors and back; the size of its images chooses its network."""
+    there, back, model = (
+        tmp_path / 'a.safetensors',
+        tmp_path / 'b.pt',
+        f'--config={ROOT}/configs/digits.py',
+    )
+    command = ('jaxunet.export', '--classifier')
+    for source, output in ((folder / 'classifier.pt', there), (there, back)):
+        out = call(*command, f'--checkpoint={source}', f'--output={output}', model)
+        assert out.startswith(f'{source}: classifier of 3 classes, ')
+    files = [path.open('rb') for path in (folder / 'classifier.pt', back)]
+    with files[0], files[1], TorchFile('a.pt', files[0]) as a, TorchFile('b.pt', files[1]) as b:
+        assert a.shapes == b.shapes
+        for name in a.shapes:
+            np.testing.assert_array_equal(a.read(name), b.read(name))
+    for flags, message in (
+        ((), '--classifier: expected --preset or --config of the model that it guides'),
+        (('--image_size=8',), 'expected 3 channels, those of the images'),
+        ((model, '--ema=none'), '--ema: no effect with --classifier'),
+    ):
+        given = (f'--checkpoint={there}', f'--output={tmp_path}/c.pt', *flags)
+        assert message in call(*command, *given, code=2)
 
 
 def test_pictures_are_enlarged(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

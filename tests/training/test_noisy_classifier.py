@@ -15,7 +15,7 @@ from support.events import points
 from support.tiny import TINY, tiny_config
 
 from jaxunet.checkpoint.load import load_model
-from jaxunet.checkpoint.state import make_optimizer
+from jaxunet.checkpoint.state import TrainState, fresh_state, make_optimizer
 from jaxunet.checkpoint.store import Checkpoints, checksum, state_template
 from jaxunet.config import Config
 from jaxunet.data.sources import open_images
@@ -40,9 +40,11 @@ from jaxunet.training.noisy_classifier import (
     make_loss,
     make_network,
     network_config,
+    starting_state,
 )
 from jaxunet.training.step import make_train_step
 from jaxunet.weights import read_classifier
+from jaxunet.weights.names import flatten
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -151,6 +153,35 @@ def test_a_resumed_run_is_the_uninterrupted_one(run: pathlib.Path, tmp_path: pat
     assert (run / 'classifier.pt').read_bytes() == (folder / 'classifier.pt').read_bytes()
 
 
+def test_a_run_starts_from_another_ones_file(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Its file or its workdir is read; with other classes, the last layer is initialized."""
+    file = run / 'classifier.pt'
+    expected = read_classifier(file, CONFIG).params
+    for path in (run, file):
+        state = starting_state(CONFIG.replace(init_from=str(path)))
+        jax.tree.map(np.testing.assert_array_equal, state.params, expected)
+        assert (int(state.step), state.ema) == (0, {})
+    five = CONFIG.replace(init_from=str(file), model={'num_classes': 5})
+    found, fresh = (flatten(state.params) for state in (starting_state(five), drawn(five)))
+    for place, leaf in found.items():
+        kept = flatten(expected)[place] if place[:2] != ('pool', 'proj') else fresh[place]
+        np.testing.assert_array_equal(leaf, kept)
+    with pytest.raises(
+        UserError, match=r'classifier\.pt: cannot start .*\n  model\.base_channels=32'
+    ):
+        starting_state(CONFIG.replace(init_from=str(file), model={'base_channels': 64}))
+    more = CONFIG.replace(init_from=str(file), train={'steps': 45})
+    assert train_classifier(more, tmp_path, open_images(more)) == 45
+    (row,) = read_rows(tmp_path / 'metrics.csv', (*LOGGED, *COLUMNS))
+    first = read_rows(run / 'metrics.csv', (*LOGGED, *COLUMNS))[0]
+    assert float(row['loss']) < float(first['loss'])
+
+
+def drawn(config: Config) -> TrainState:
+    """The fresh state of a run."""
+    return fresh_state(config, draw_state)
+
+
 def test_other_commands_refuse_its_checkpoints(run: pathlib.Path) -> None:
     before = sorted(run.rglob('*'))
     for use in (
@@ -214,7 +245,10 @@ def test_its_file_guides_samples(run: pathlib.Path) -> None:
         ({'data': {'image_size': (8, 16)}}, 'data.image_size: .* square images, found 8x16'),
         ({'data': {'augment': 'edm'}}, 'data.augment: expected none or flip, found edm'),
         ({'loss': {'weighting': 'p2'}}, "loss.weighting: expected 'uniform', found 'p2'"),
-        ({'init_from': 'a.pt'}, "init_from: expected '', found 'a.pt'"),
+        (
+            {'init_from': 'a.pt', 'init_from_ema': 'none'},
+            "init_from_ema: expected '', found 'none'",
+        ),
     ],
 )
 def test_other_networks_are_refused(changes: dict[str, object], message: str) -> None:
