@@ -18,14 +18,13 @@ from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
 from jaxunet.weights.noisy_classifier import Classifier
+from jaxunet.weights.own_metadata import METADATA, dump_metadata
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 from jaxunet.weights.state_dicts import (
-    METADATA,
     MOMENTS,
-    Reader,
+    Given,
     Weights,
     check_second_moments,
-    own_metadata,
     read_state,
 )
 from jaxunet.weights.torch_file import TorchFile, write_torch
@@ -64,7 +63,7 @@ def read_weights(
         not finite, another network, or something that is neither in the file nor given.
     """
     extension = _extension(path)
-    given = Reader(config, stated, new_attention_order, like)
+    given = Given(config, stated, new_attention_order, like)
     if ema and extension != '.pt':
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
     with _opened(path) as file:
@@ -72,7 +71,7 @@ def read_weights(
             return _read_bin(str(path), file, given)
         if extension == '.pt':
             with TorchFile(str(path), file, ema, trained=trained) as state:
-                return read_state(state, given, state.note)
+                return read_state(state, given)
         return read_state(SafetensorsFile(str(path), file), given)
 
 
@@ -107,7 +106,7 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
     raise UserError(f'{path}: {NO_CLASSIFIER}')
 
 
-def _read_bin(path: str, file: BinaryIO, given: Reader) -> Weights:
+def _read_bin(path: str, file: BinaryIO, given: Given) -> Weights:
     order = [] if given.new_order is None else ['new_attention_order']
     if named := ', '.join([*given.stated, *order]):
         raise UserError(
@@ -180,7 +179,7 @@ def write_weights(
             return
         state = _state_dict(params, config, moments, program, new_order=new_attention_order)
         # A single key, because the safetensors library writes several in random order.
-        text = own_metadata(config, new_order=new_attention_order, class_names=tuple(class_names))
+        text = dump_metadata(config, new_order=new_attention_order, class_names=tuple(class_names))
         metadata = {METADATA: text}
         if extension == '.pt':
             write_torch(file, state, metadata)

@@ -66,7 +66,7 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
 
     They do not show the heads, the order of qkv and the image size. A super-resolution network with
     a learned variance looks like a plain one of twice the image channels, and is inferred as such;
-    `told_apart` corrects it.
+    `settle_super_resolution` corrects it.
 
     Args:
       source: begins every message.
@@ -112,8 +112,10 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     )
 
 
-def told_apart(inferred: Inferred, known: Config | None, stated: Stated, source: str) -> Inferred:
-    """Returns the model of a file, once it is known whether it is for super-resolution.
+def settle_super_resolution(
+    inferred: Inferred, known: Config | None, stated: Stated, source: str
+) -> Inferred:
+    """Returns the model of a file, plain or for super-resolution, by what is known beside shapes.
 
     A network with as many channels out as in is a plain one without a learned variance, or one for
     super-resolution with it. Without further knowledge, six channels mean the latter.
@@ -126,10 +128,11 @@ def told_apart(inferred: Inferred, known: Config | None, stated: Stated, source:
       UserError: the config is that of a plain network, and the file's is for super-resolution.
     """
     channels = inferred.fields['image_channels']
-    alike = not inferred.super_resolution and not inferred.learn_sigma and channels % 2 == 0
-    plain = known is not None and known.model.image_channels == channels
-    stated_so = 'low_res_size' in stated or (known is not None and known.model.low_res_size != ())
-    if alike and not plain and (stated_so or channels == 2 * IMAGE_CHANNELS):
+    as_many = not inferred.super_resolution and not inferred.learn_sigma and channels % 2 == 0
+    known_plain = known is not None and known.model.image_channels == channels
+    has_pictures = known is not None and known.model.low_res_size != ()
+    likely = 'low_res_size' in stated or has_pictures or channels == 2 * IMAGE_CHANNELS
+    if as_many and likely and not known_plain:
         fields = inferred.fields | {'image_channels': channels // 2}
         inferred = inferred._replace(fields=fields, learn_sigma=True, super_resolution=True)
     if inferred.super_resolution and known is not None and not known.model.low_res_size:

@@ -46,11 +46,14 @@ class SafetensorsFile:
     Attributes:
       shapes: name -> shape.
       metadata: the texts stored beside the tensors.
+      note: '', as a file holds one set of weights.
 
     Raises:
       UserError: another kind of file, a damaged one, or tensors that are not numbers; the message
         names field and byte. Methods raise it too.
     """
+
+    note = ''
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path, self._file = path, file

@@ -6,7 +6,7 @@ others. Prefixes that PyTorch's wrappers put in front of names are taken off.
 
 from __future__ import annotations
 
-import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
-from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import parse_json, shown
 from jaxunet.weights import ddpm_torch, guided_diffusion, unetcu
 from jaxunet.weights.fields import differences, network_fields
 from jaxunet.weights.inference import (
@@ -30,17 +29,17 @@ from jaxunet.weights.inference import (
     stated_config,
 )
 from jaxunet.weights.names import Entry, Shape, Tree, check_shapes, flatten, to_tree
+from jaxunet.weights.own_metadata import METADATA, OwnMetadata, load_metadata
 from jaxunet.weights.presets import preset_of
 from jaxunet.weights.safetensors_file import SafetensorsFile
 from jaxunet.weights.torch_adam import adam_state
 from jaxunet.weights.torch_file import TorchFile
 from jaxunet.weights.torch_pickle import TensorView
 
-METADATA = 'jaxunet_config'  # key of our metadata: the config as JSON, plus these two fields
-ORDER, CLASSES = 'new_attention_order', 'class_names'
 MOMENTS = ('optimizer.mu.', 'optimizer.nu.')  # prefixes of AdamW's moments in .safetensors
-ReadTensor = Callable[[str], np.ndarray]  # name -> tensor
 WRAPPERS = ('module.', '_orig_mod.')  # prefixes of DistributedDataParallel and torch.compile
+
+ReadTensor = Callable[[str], np.ndarray]  # name -> tensor
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class Weights:
     new_attention_order: bool | None = None
 
 
-class Reader(NamedTuple):
-    """Arguments of a reader of state dicts.
+class Given(NamedTuple):
+    """Facts about the model of a file that the caller of a reader knows.
 
     Fields:
       config: the model that the weights must belong to; None = the file's own.
@@ -103,14 +102,6 @@ UNETCU = _Program(unetcu.PROGRAM, unetcu.infer, unetcu.table, orders=False)
 DDPM_TORCH = _Program(ddpm_torch.PROGRAM, ddpm_torch.infer, ddpm_torch.table, orders=False)
 
 
-class _OwnMetadata(NamedTuple):
-    """Our writer's metadata; empty in the files of other programs."""
-
-    config: Config | None = None
-    new_order: bool | None = None
-    class_names: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True)
 class _Known:
     """Facts about the model of a state dict that its tensors do not show.
@@ -118,14 +109,14 @@ class _Known:
     Fields:
       path: of the file; begins every message.
       program: whose names the tensors have.
-      given: by the caller.
+      given: what the caller knows.
       own: the file's metadata.
     """
 
     path: str
     program: _Program
-    given: Reader
-    own: _OwnMetadata
+    given: Given
+    own: OwnMetadata
 
     def check(self) -> None:
         """Checks what the caller gave against what the file states.
@@ -202,11 +193,8 @@ class _Known:
         return found
 
 
-def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = '') -> Weights:
+def read_state(state: TorchFile | SafetensorsFile, given: Given) -> Weights:
     """Returns the weights in a state dict.
-
-    Args:
-      kind: which weights of the file these are, for the note.
 
     Raises:
       UserError: another network than the one given, or something is neither in the file nor given.
@@ -217,10 +205,12 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
     program = _program(shapes)
     inferred = program.infer(shapes, path)
-    own = _own_metadata(path, state.metadata)
+    own = load_metadata(path, state.metadata)
     if program is GUIDED_DIFFUSION:
-        config_at_hand = given.config or own.config or given.like
-        inferred = guided_diffusion.told_apart(inferred, config_at_hand, given.stated, path)
+        model_at_hand = given.config or own.config or given.like
+        inferred = guided_diffusion.settle_super_resolution(
+            inferred, model_at_hand, given.stated, path
+        )
     if own.config is not None:
         check_against_shapes(own.config, inferred, f'{path}: metadata {METADATA}')
     known = _Known(path, program, given, own)
@@ -233,50 +223,65 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
     def read(name: str) -> np.ndarray:
         return state.read(names[name])
 
-    interleaved = new_order is False
-    total = sum(int(np.prod(shape)) for shape in shapes.values())
-    note = f'{program.name} names, {total:,} parameters'
     moments = None
-    if any(moment_shapes):
-        for moment in moment_shapes:
-            _check_names(moment, table, program, f'{path} (moments)')
-        readers = _own_moments(read)
-    else:
-        readers = _moments_of_torch(state, names) if program is DDPM_TORCH else None
+    readers = _own_moments(read, moment_shapes, table, program, path)
+    if readers is None and program is DDPM_TORCH:
+        readers = _moments_of_torch(state, names)
     if readers is not None:
-        mu, nu = (to_tree(moment, table, interleaved=interleaved) for moment in readers)
+        mu, nu = (to_tree(moment, table, interleaved=new_order is False) for moment in readers)
         check_second_moments(path, nu)
         moments = mu, nu
-        note += ', with Adam moments'
-    note += f', {kind}' if kind else ''
+    params = to_tree(read, table, interleaved=new_order is False)
+    # Our own metadata states an order for one head, too, where it has no effect.
+    order = new_order if own.new_order is None else own.new_order
     if assumed:
-        note += f'; assumed {", ".join(assumed)}'
         logging.warning(
             '%s does not state everything about its model; assumed: %s', path, ', '.join(assumed)
         )
-    params = to_tree(read, table, interleaved=interleaved)
-    # Our own metadata states an order for one head, too, where it has no effect.
-    order = new_order if own.new_order is None else own.new_order
+    total = sum(math.prod(shape) for shape in shapes.values())
+    parts = [f'{program.name} names', f'{total:,} parameters']
+    parts += ['with Adam moments'] * (moments is not None) + [state.note] * bool(state.note)
+    note = ', '.join(parts) + (f'; assumed {", ".join(assumed)}' if assumed else '')
     return Weights(
         params, config, moments, note, own.class_names, order if program.orders else None
     )
 
 
-def _own_moments(read: ReadTensor) -> list[ReadTensor]:
-    """Returns what reads either moment of a parameter in a file of ours."""
+def _own_moments(
+    read: ReadTensor,
+    shapes: list[dict[str, Shape]],
+    table: list[Entry],
+    program: _Program,
+    path: str,
+) -> list[ReadTensor] | None:
+    """Returns readers of both moments of a parameter in a file of ours; None without moments.
+
+    Args:
+      shapes: of the tensors of either moment.
+
+    Raises:
+      UserError: they are not those of the network.
+    """
+    if not any(shapes):
+        return None
+    for moment in shapes:
+        _check_names(moment, table, program, f'{path} (moments)')
     return [lambda name, prefix=prefix: read(prefix + name) for prefix in MOMENTS]  # type: ignore[misc]
 
 
 def _moments_of_torch(
     state: TorchFile | SafetensorsFile, names: Mapping[str, str]
 ) -> list[ReadTensor] | None:
-    """Returns what reads either moment of a parameter from PyTorch's optimizer; None without one.
+    """Returns readers of both moments of a parameter from PyTorch's optimizer; None without one.
 
     Early moments are biased toward 0. They are corrected here, as `jaxunet.checkpoint.state` takes
     moments from elsewhere for those of a long run.
 
     Args:
       names: full names of the parameters by their names without prefixes.
+
+    Raises:
+      UserError: the optimizer's state does not fit the weights.
     """
     if not isinstance(state, TorchFile) or (adam := adam_state(state)) is None:
         return None
@@ -332,34 +337,6 @@ def _take(shapes: dict[str, Shape], prefix: str) -> dict[str, Shape]:
         for name in list(shapes)
         if name.startswith(prefix)
     }
-
-
-def own_metadata(config: Config, *, new_order: bool, class_names: tuple[str, ...]) -> str:
-    """Returns the text that our writer stores beside the tensors, for the key `METADATA`."""
-    names = {CLASSES: list(class_names)} if class_names else {}
-    return json.dumps(to_dict(config) | {ORDER: new_order} | names)
-
-
-def _own_metadata(path: str, metadata: dict[str, str]) -> _OwnMetadata:
-    if METADATA not in metadata:
-        return _OwnMetadata()
-    source = f'{path}: metadata {METADATA}'
-    values = parse_json(metadata[METADATA], source, advice='export the model again')
-    try:
-        order = values.pop(ORDER, None)
-        if not isinstance(order, bool):
-            raise UserError(f'{ORDER}: expected true or false, found {shown(order)}')
-        names = values.pop(CLASSES, [])
-        config = resolve(values)
-        most = config.model.num_classes
-        strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not strings or len(names) > most:
-            raise UserError(
-                f'{CLASSES}: expected the names of at most {most} classes, found {shown(names)}'
-            )
-        return _OwnMetadata(config, order, tuple(names))
-    except (UserError, ValueError, OverflowError) as error:
-        raise UserError(f'{source}: {error}') from None
 
 
 def check_second_moments(source: str, tree: Tree) -> None:

@@ -20,7 +20,7 @@ from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import shown
 from jaxunet.weights.names import check_finite
-from jaxunet.weights.nested import choose
+from jaxunet.weights.torch_checkpoint import choose
 from jaxunet.weights.torch_pickle import (
     ITEM_SIZES,
     MAX_PICKLE,
@@ -46,7 +46,8 @@ class TorchFile:
     Args:
       path: the file's name, for messages.
       file: the open file.
-      ema, trained: which weights to take if it holds averages, too (`jaxunet.weights.nested`).
+      ema, trained: which weights to take if it holds averages, too
+        (`jaxunet.weights.torch_checkpoint.choose`).
 
     Attributes:
       shapes: name -> shape, in the order of the file.
