@@ -15,8 +15,8 @@ from jaxunet.sweep.points import make_axis, set_field
 BASELINE = 'uniform'
 # What a method has unless it sets the field. Other fields are those of the config.
 DEFAULTS: dict[str, object] = {'loss.weighting': 'uniform', 'timesteps.sampler': 'uniform'}
-# name -> the fields that make the method. `weighting`, `timesteps`, `timestep_policy` and `levels`
-# of jaxunet.diffusion explain them, and docs/training.md the rest.
+# name -> the fields that make the method. `weighting`, `timesteps`, `timestep_policy`,
+# `information_rate` and `levels` of jaxunet.diffusion explain them, and docs/training.md the rest.
 METHODS: dict[str, dict[str, object]] = {
     BASELINE: {},
     'v_cosine': {'diffusion.objective': 'v', 'diffusion.schedule': 'cosine'},
@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, object]] = {
     'uncertainty': {'loss.weighting': 'uncertainty'},
     'loss_second_moment': {'timesteps.sampler': 'loss_second_moment'},
     'policy': {'timesteps.sampler': 'policy'},
+    'infonoise': {'timesteps.sampler': 'infonoise'},
     'immiscible': {'data.noise_candidates': 8},
     'muon': {'optimizer.name': 'muon'},
     'adaptive': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'adaptive'},

@@ -78,11 +78,31 @@ def _diffusion(config: Config) -> Iterator[str]:
             f'diffusion.steps: the linear schedule needs more than 20, found {steps}; '
             'or use diffusion.schedule=cosine'
         )
-    for name in ('adaptive_bins', 'policy_probes'):
+    if config.timesteps.sampler == 'infonoise':
+        yield from _infonoise(config)
+    for name in ('adaptive_bins', 'policy_probes', 'infonoise_bins'):
         sampler = name.split('_', maxsplit=1)[0]
         count = getattr(config.timesteps, name)
         if config.timesteps.sampler == sampler and count > steps:
             yield f'timesteps.{name}: {count} is more than diffusion.steps ({steps})'
+
+
+def _infonoise(config: Config) -> Iterator[str]:
+    """Checks that losses are squared errors, and their weights known beforehand."""
+    d = config.diffusion
+    if d.steps < 2:
+        yield f'timesteps.sampler: infonoise needs diffusion.steps of 2 or more, found {d.steps}'
+    for name in ('learn_sigma', 'kl_loss'):
+        if getattr(d, name):
+            yield (
+                'timesteps.sampler: infonoise reads the squared error of the image from the loss, '
+                f'which is another one with diffusion.{name}; use another sampler'
+            )
+    if config.loss.weighting == 'uncertainty':
+        yield (
+            'timesteps.sampler: infonoise divides by a fixed weight of each level, which '
+            'loss.weighting=uncertainty learns; use another weighting or sampler'
+        )
 
 
 def _continuous(config: Config) -> Iterator[str]:
@@ -112,7 +132,8 @@ def _continuous(config: Config) -> Iterator[str]:
     if config.timesteps.sampler in ('speed', 'policy'):
         yield (
             f'timesteps.sampler: {config.timesteps.sampler} is defined by the timesteps of '
-            f'epsilon, x0 and v; with {d.objective} use uniform, loss_second_moment or adaptive'
+            f'epsilon, x0 and v; with {d.objective} use uniform, loss_second_moment, adaptive or '
+            'infonoise'
         )
     if config.loss.weighting == 'speed':
         yield (

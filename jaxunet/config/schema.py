@@ -130,11 +130,12 @@ class LossConfig:
 class TimestepsConfig:
     """The distribution of training timesteps.
 
-    Equations in `jaxunet.diffusion.timesteps` and `jaxunet.diffusion.timestep_policy`. A field that
-    begins with the name of a sampler belongs to that sampler.
+    Equations in `timesteps`, `timestep_policy` and `information_rate` of `jaxunet.diffusion`. A
+    field that begins with the name of a sampler belongs to that sampler.
     """
 
-    sampler: str = 'uniform'  # uniform | loss_second_moment | speed | policy | adaptive
+    # uniform | loss_second_moment | speed | policy | adaptive | infonoise
+    sampler: str = 'uniform'
     history: int = 10  # loss_second_moment: losses kept per timestep
     history_uniform: float = 0.001  # loss_second_moment: uniform share of the distribution
     speed_k: float = 5.0  # timesteps before τ are drawn this many times as often
@@ -149,6 +150,11 @@ class TimestepsConfig:
     adaptive_uniform: float = 0.05  # adaptive: uniform share of the distribution
     # adaptive: power of the importance weight 1/(T p); 1 = unbiased, 0 = no correction.
     adaptive_correction: float = 1.0
+    infonoise_bins: int = 32  # intervals of ln(σ) whose losses are averaged
+    infonoise_memory: float = 300.0  # length of a bin's moving average, in visits to the bin
+    infonoise_warmup: int = 1000  # optimizer steps with uniform timesteps
+    infonoise_pivot: float = 0.0  # c: noise-to-signal ratio at half the gate; 0 = the onset rule
+    infonoise_uniform: float = 0.05  # infonoise: uniform share of the distribution
 
 
 @dataclass(frozen=True)

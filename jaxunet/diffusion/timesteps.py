@@ -11,6 +11,9 @@
                         SpeeD, Wang et al. 2024, arXiv 2405.17403.
     adaptive            p ∝ √E[w² loss], the expected norm of the gradient of each timestep. The
                         loss is multiplied by 1/(T p_t). See `_adaptive`.
+    infonoise           p follows the information that noise takes from an image; see
+                        `jaxunet.diffusion.information_rate`. The loss is not corrected.
+                        InfoNoise, Raya et al. 2026, arXiv 2602.18647.
     policy              A policy network proposes t; see `jaxunet.diffusion.timestep_policy`.
 
 A sampler is a few pure functions of a state on the device. Sample i draws t from its own key by
@@ -32,6 +35,13 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int, Key, PyTree
 
 from jaxunet.config import CHOICES, Config, TimestepsConfig
+from jaxunet.diffusion.information_rate import (
+    Errors,
+    add_losses,
+    information_probabilities,
+    make_levels,
+    start,
+)
 from jaxunet.diffusion.process import Diffusion
 from jaxunet.diffusion.timestep_policy import Measure, draw_from_policy, init_policy, measure_policy
 from jaxunet.runtime.errors import UserError, near_misses
@@ -93,6 +103,8 @@ def make_sampler(config: Config, diffusion: Diffusion) -> TimestepSampler:
         return _speed(c, diffusion)
     if c.sampler == 'adaptive':
         return _adaptive(c, diffusion.steps)
+    if c.sampler == 'infonoise':
+        return _infonoise(config, diffusion)
     if c.sampler == 'policy':
         draw = functools.partial(draw_from_policy, steps=diffusion.steps)
         return TimestepSampler(
@@ -304,3 +316,15 @@ def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
         )
 
     return TimestepSampler(init, draw, update)
+
+
+def _infonoise(config: Config, diffusion: Diffusion) -> TimestepSampler:
+    levels, options = make_levels(config.timesteps, config.loss, diffusion), config.timesteps
+
+    def draw(state: Errors, keys: Key[Array, ' batch'], row: Steps, x0: Array) -> Draw:
+        return draw_from(information_probabilities(state, levels, options), keys, 0.0)
+
+    def update(state: Errors, t: Steps, loss: PerSample, weight: PerSample) -> Errors:
+        return add_losses(state, t, loss, levels, options.infonoise_memory)
+
+    return TimestepSampler(functools.partial(start, levels), draw, update)

@@ -113,15 +113,21 @@ def fixed_table(config: LossConfig, diffusion: Diffusion) -> Float64[np.ndarray,
             f'loss.weighting: expected one of {", ".join(allowed)}, '
             f'found {found!r}{near_misses(found, allowed)}'
         )
+    return noise_weight * noise_error_factors(diffusion)
+
+
+def noise_error_factors(diffusion: Diffusion) -> Float64[np.ndarray, ' steps']:
+    """Returns the squared error of ε per squared error of the network's prediction."""
+    alphas = diffusion.alphas_cumprod
     variance, data = (1 - alphas) / alphas, diffusion.config.edm_sigma_data**2  # σ², σ_d²
     factors = {
-        'epsilon': 1.0,
-        'x0': snr,
+        'epsilon': np.ones_like(alphas),
+        'x0': 1 / variance,
         'v': alphas,
         'edm': data / (variance + data),
         'flow': 1 / (1 + np.sqrt(variance)) ** 2,
     }
-    return noise_weight * factors[diffusion.objective]
+    return factors[diffusion.objective]
 
 
 def speed_table(

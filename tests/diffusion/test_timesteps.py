@@ -46,6 +46,7 @@ METHODS = [
     ('speed', 'speed'),
     ('adaptive', 'uncertainty'),
     ('policy', 'p2'),
+    ('infonoise', 'soft_min_snr'),
 ]
 
 
@@ -417,6 +418,8 @@ def method(sampler, weighting, **changes):
         'adaptive_bins': 8,
         'adaptive_memory': 20.0,
         'history': 1,
+        'infonoise_bins': 4,
+        'infonoise_warmup': 2,
     }
     return tiny_config(timesteps=fields, loss={'weighting': weighting}, **changes)
 
@@ -425,7 +428,7 @@ JIT = {'parallel': {'mode': 'jit', 'devices': 4}}
 PMAP = {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}}
 SPREAD_METHODS = [
     pytest.param(*m, s, marks=() if m[0] == 'adaptive' else pytest.mark.long)
-    for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT), strict=True)
+    for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT, PMAP), strict=True)
 ]
 
 
