@@ -241,6 +241,11 @@ def check(config: Config, mode: str, source: Source) -> None:
             'trains with one noise sample per image, found '
             f'data.noise_candidates={config.data.noise_candidates}; set it to 1'
         )
+    if config.data.noise_assignment != 'none':
+        raise UserError(
+            'gives each image the noise that it drew, found '
+            f'data.noise_assignment={config.data.noise_assignment}; set it to none'
+        )
     if config.data.augment == 'edm':
         raise UserError('augments only by flips, found data.augment=edm')
     if config.model.low_res_size:

@@ -32,6 +32,7 @@ METHODS: dict[str, dict[str, object]] = {
     'policy': {'timesteps.sampler': 'policy'},
     'infonoise': {'timesteps.sampler': 'infonoise'},
     'immiscible': {'data.noise_candidates': 8},
+    'immiscible_assignment': {'data.noise_assignment': 'batch'},
     'muon': {'optimizer.name': 'muon'},
     'adaptive': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'adaptive'},
     'adaptive_uniform': {'timesteps.sampler': 'adaptive'},

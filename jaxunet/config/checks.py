@@ -47,6 +47,7 @@ CHOICES = {
     'data.augment': ('none', 'flip', 'edm'),
     'data.crop': ('center', 'random'),
     'data.condition': ('image', 'grey'),
+    'data.noise_assignment': ('none', 'batch'),
     'optimizer.name': ('adamw', 'adam', 'muon'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
 }

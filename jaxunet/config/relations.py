@@ -173,6 +173,13 @@ def _data(config: Config) -> Iterator[str]:
             'data.crop: random cuts images anew every epoch, but data.cache=device keeps each as '
             'it was cut first; set data.cache=stream'
         )
+    if d.noise_assignment == 'batch' and d.noise_candidates > 1:
+        yield (
+            'data.noise_assignment: batch gives each image one of the noise samples of the batch, '
+            f'found data.noise_candidates={d.noise_candidates}; set that to 1'
+        )
+    if d.noise_assignment == 'batch' and d.batch_size == 1:
+        yield 'data.noise_assignment: batch needs data.batch_size of 2 or more, found 1'
     if classes and len(d.classes) > classes:
         yield f'data.classes: {len(d.classes)} names for model.num_classes={classes}'
 

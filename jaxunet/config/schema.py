@@ -184,6 +184,9 @@ class DataConfig:
     condition: str = 'image'
     # Noise samples per image, of which the nearest is used (immiscible diffusion); 1 = off.
     noise_candidates: int = 1
+    # none: images keep the noise that they drew | batch: the noise of a batch is dealt out to its
+    # images by distance (immiscible diffusion; `jaxunet.training.noise_assignment`).
+    noise_assignment: str = 'none'
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.
     classes: tuple[str, ...] = ()
     # Images kept out of training, for the held-out loss: a number, or a share below 1. 0 = none.

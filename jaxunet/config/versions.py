@@ -29,6 +29,7 @@ ADDED = (
     'data.crop_least',
     'data.holdout',
     'data.noise_candidates',
+    'data.noise_assignment',
     'train.epochs',
     'train.holdout_every',
     'ema.widths',

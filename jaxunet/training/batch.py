@@ -2,6 +2,8 @@
 
 Sample i draws from its own keys, which depend only on the step and on its row in the global batch.
 So the draws do not depend on how the batch is split over devices and micro-batches.
+`data.noise_assignment` exchanges the keys of the noise between rows
+(`jaxunet.training.noise_assignment`).
 """
 
 from __future__ import annotations
@@ -93,6 +95,21 @@ def clean_images(config: Config, keys: Keys, batch: Batch) -> Images:
     return x0
 
 
+def augmented_images(
+    config: Config, keys: Keys, batch: Batch
+) -> tuple[Images, Float[Array, 'batch inputs'] | None]:
+    """Returns x0 after all augmentation, and the network's inputs for `data.augment=edm`."""
+    x0 = clean_images(config, keys, batch)
+    if config.data.augment == 'edm':
+        return augment(x0, keys.flip, config.data.augment_probability)
+    return x0, None
+
+
+def plain_noise(keys: Key[Array, ' batch'], shape: tuple[int, ...]) -> Images:
+    """Returns one sample of standard normal noise, of the shape of an image, for each key."""
+    return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
+
+
 def draw_noise(keys: Key[Array, ' batch'], x0: Images, candidates: int) -> Images:
     """Returns standard normal noise for each image, drawn from the image's key.
 
@@ -103,7 +120,7 @@ def draw_noise(keys: Key[Array, ' batch'], x0: Images, candidates: int) -> Image
     """
     shape = x0.shape[1:]
     if candidates == 1:
-        return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
+        return plain_noise(keys, shape)
 
     def nearest(key: Key[Array, ''], image: Array) -> Array:
         noises = jax.random.normal(key, (candidates, *shape), jnp.float32)
@@ -121,9 +138,7 @@ def noise_batch(
     batch: Batch,
 ) -> NoisyBatch:
     """Draws timesteps, noise and dropped labels, and runs the forward process on the images."""
-    x0, augmentation = clean_images(config, keys, batch), None
-    if config.data.augment == 'edm':
-        x0, augmentation = augment(x0, keys.flip, config.data.augment_probability)
+    x0, augmentation = augmented_images(config, keys, batch)
     draw = sampler.draw(sampler_state, keys.t, batch['row'], x0)
     noise = draw_noise(keys.noise, x0, config.data.noise_candidates)
     labels = None

@@ -33,6 +33,7 @@ from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.backends import fused_update
 from jaxunet.training.batch import Batch, Keys, clean_images, noise_batch, split_keys
+from jaxunet.training.noise_assignment import assigned_noise
 from jaxunet.training.update import Update, make_update
 
 Scalar = Float[Array, '']
@@ -142,6 +143,9 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     with jax.named_scope('data'):
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         keys = split_keys(step_key, batch['row'], parts.sampler.paired)
+        if parts.config.data.noise_assignment == 'batch':
+            noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
+            keys = keys._replace(noise=noise)
     grads, minimised, samples = gradients(parts, state, keys, batch)
     if parts.axis_name is not None:
         with jax.named_scope('all_reduce'):

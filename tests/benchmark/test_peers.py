@@ -183,6 +183,7 @@ def test_peers_refuse_what_they_do_not_train() -> None:
         ({'precision': 'float16'}, 'precision=float16'),
         ({'diffusion': {'objective': 'flow'}}, 'trains epsilon, x0 and v'),
         ({'data': {'cache': 'stream'}}, 'data.cache=device'),
+        ({'data': {'noise_assignment': 'batch'}}, 'found data.noise_assignment=batch; set it to'),
         ({'model': {'low_res_size': (4,)}}, 'found model.low_res_size'),
     ):
         config = tiny_config(**changes)
