@@ -165,6 +165,41 @@ def test_samples_have_the_distribution_of_the_data(objective, options):
     assert np.std(images) == pytest.approx(0.25, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    ('name', 'objective'),
+    in_turn({name: name for name in ('heun', 'ddim', 'dpmpp_2m', 'ddpm')}, ('edm',), ('flow',)),
+)
+def test_guidance_moves_the_mean_of_a_class(objective, name):
+    """Classes are N(±0.2, 0.1²) pixels, and all images N(0, 0.1²) to the network without labels.
+
+    Its prediction is linear in the mean, so a scale of 2.5 draws from N(±0.5, 0.1²).
+    """
+    means = jnp.asarray([-0.2, 0.2, 0.0], jnp.float32)  # the last for label −1
+
+    def denoise(seen, time, labels):
+        mean = means[labels][:, None, None, None]
+
+        def data(x, sigma):
+            return (0.01 * x + sigma**2 * mean) / (0.01 + sigma**2)
+
+        if objective == 'edm':
+            return network('edm', data)(seen, time)
+        t = (time / 1000)[:, None, None, None]
+        return jnp.where(t < 1, network('flow', data)(seen, time), seen - mean)
+
+    steps = 250 if name == 'ddpm' else 100
+    options = SamplerConfig(name=name, steps=steps, guidance_scale=2.5)
+    sampler = s.make_sampler(options, process(objective), num_classes=2)
+    labels = jnp.arange(64, dtype=jnp.int32) % 2
+    images = jax.jit(
+        lambda keys: s.sample(s.guided(denoise, labels, 2.5), keys, (16, 16, 1), sampler)
+    )(s.sample_keys(0, range(64)))
+    for label, mean in enumerate((-0.5, 0.5)):
+        pixels = np.asarray(images)[label::2]
+        assert pixels.mean() == pytest.approx(mean, abs=0.012)
+        assert pixels.std() == pytest.approx(0.1, rel=0.08)
+
+
 def test_churn_adds_noise_and_keeps_the_distribution():
     def gaussian(x, sigma):
         return 0.0625 * x / (0.0625 + sigma**2)

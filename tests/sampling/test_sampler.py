@@ -423,14 +423,14 @@ def test_guidance(channels):
     assert calls == [10] * 4  # one doubled batch each
 
 
-@pytest.mark.parametrize('prediction', PREDICTIONS)
+@pytest.mark.parametrize('prediction', [*PREDICTIONS, 'edm', 'flow'])
 def test_guidance_of_any_prediction_guides_epsilon(prediction):
-    """Guiding x0 or v is guiding the ε that it stands for."""
+    """Guiding x0, v, or what edm and flow predict is guiding the ε that it stands for."""
     diffusion = process(objective=prediction)
     denoise, _ = labelled(3)
     labels = jnp.asarray([4, 0], jnp.int32)
     x = s.initial_noise(s.sample_keys(0, range(2)), SHAPE)
-    t = jnp.asarray([300, 600], jnp.int32)
+    t = d.middle_time(diffusion, jnp.asarray([300, 600], jnp.int32))
 
     def eps(output):
         return d.predict_x0_and_noise(diffusion, output, x, t)[1]

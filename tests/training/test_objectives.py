@@ -1,21 +1,116 @@
 """Training with the objectives of continuous noise levels: devices, adaptive methods, files."""
 
+import itertools
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.bench import Bench
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import CHOICES
 from jaxunet.data.sources import open_source
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.files import read_weights, write_weights
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 
 @pytest.fixture(scope='module')
 def source():
     return open_source('digits:', image_shape=(8, 8, 1))
+
+
+SAMPLERS, WEIGHTINGS = CHOICES['timesteps.sampler'], CHOICES['loss.weighting']
+# Methods that are refused, and how the message ends.
+REFUSED = {
+    'speed': 'with {0} use uniform, loss_second_moment, adaptive or infonoise',
+    'policy': 'with {0} use uniform, loss_second_moment, adaptive or infonoise',
+    'speed weights': 'with {0} use uniform, min_snr, soft_min_snr, p2 or uncertainty',
+    'infonoise uncertainty': 'use another weighting or sampler',
+}
+
+
+@pytest.mark.parametrize('objective', ['edm', 'flow'])
+def test_every_method_is_taken_or_refused_with_a_reason(objective):
+    taken = set()
+    for sampler, weighting in itertools.product(SAMPLERS, WEIGHTINGS):
+        fields = {
+            'diffusion': {'objective': objective},
+            'timesteps': {'sampler': sampler},
+            'loss': {'weighting': weighting},
+        }
+        found = [
+            text.format(objective)
+            for name, text in REFUSED.items()
+            if name in (sampler, f'{weighting} weights', f'{sampler} {weighting}')
+        ]
+        if not found:
+            assert tiny_config(**fields).timesteps.sampler == sampler
+            taken.add((sampler, weighting))
+            continue
+        with pytest.raises(UserError) as error:
+            tiny_config(**fields)
+        lines = str(error.value).splitlines()[1:]
+        assert [line.endswith(text) for line, text in zip(lines, found, strict=True)]
+    assert {sampler for sampler, _ in taken} == set(SAMPLERS) - {'speed', 'policy'}
+    assert {weighting for _, weighting in taken} == set(WEIGHTINGS) - {'speed'}
+
+
+@pytest.mark.parametrize(
+    ('objective', 'sampler', 'weighting'),
+    [
+        ('edm', 'loss_second_moment', 'soft_min_snr'),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ('flow', 'infonoise', 'min_snr'),
+                ('edm', 'adaptive', 'uncertainty'),
+                ('edm', 'infonoise', 'p2'),
+                ('edm', 'uniform', 'min_snr'),
+                ('flow', 'loss_second_moment', 'uncertainty'),
+                ('flow', 'adaptive', 'p2'),
+                ('flow', 'uniform', 'soft_min_snr'),
+            )
+        ),
+    ],
+)
+def test_methods_learn_from_the_losses_while_the_loss_falls(objective, sampler, weighting, source):
+    config = tiny_config(
+        diffusion={'objective': objective},
+        timesteps={
+            'sampler': sampler,
+            'history': 1,
+            'adaptive_bins': 4,
+            'infonoise_bins': 4,
+            'infonoise_warmup': 8,
+        },
+        loss={'weighting': weighting},
+        parallel={'devices': 1},
+        data={'batch_size': 16},
+    )
+    bench = Bench(config, source)
+    start = bench.parallel.fetch(bench.state)
+    losses = bench.losses(60)[::2]
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-15:]) < 0.95 * np.mean(losses[:15])
+    end = bench.parallel.fetch(bench.state)
+    assert end.skipped == 0
+    for name, method in (('timesteps', sampler), ('weighting', weighting)):
+        before, after = (jax.tree.leaves(getattr(state, name)) for state in (start, end))
+        assert bool(before) == (
+            method in ('loss_second_moment', 'adaptive', 'infonoise', 'uncertainty')
+        )
+        assert not any(map(np.array_equal, before, after))
+    made = make_sampler(config, make_diffusion(config.diffusion))
+    keys = jax.random.split(jax.random.key(0), 500)
+    drawn = made.draw(end.timesteps, keys, jnp.arange(500), jnp.zeros((500, 8, 8, 1)))
+    assert (np.ptp(np.asarray(drawn.importance)) > 0.1) == (sampler != 'uniform')
 
 
 @pytest.mark.long
