@@ -165,7 +165,8 @@ def muon(config: Config) -> optax.GradientTransformation:
     kellerjordan.github.io/posts/muon). Its size is scaled to that of AdamW, so that both take the
     same learning rate and decay (Liu et al. 2025, arXiv 2502.16982, section 2.2). A convolution is
     a matrix of its taps and input channels by its output channels. The first and last layers, the
-    embeddings of time and labels, norms and biases take AdamW with Nesterov's momentum.
+    embeddings of time and labels, norms and biases take AdamW with Nesterov's momentum. Schaipp
+    2025, arXiv 2510.19376, measures Muon in diffusion training.
     """
     options = config.optimizer
     return optax.contrib.muon(

@@ -38,16 +38,26 @@ FIRST = (
     'loss_second_moment',
     'min_snr',
     'immiscible',
+    'immiscible_assignment',
     'muon',
 )
 JOINED = (
     'flow+muon',
     'flow+immiscible',
+    'flow+immiscible_assignment',
     'flow+adaptive_uniform',
     'flow+muon+immiscible',
     'adaptive+muon',
 )
-OTHERS = ('adaptive_uniform', 'p2', 'speed', 'soft_min_snr', 'uncertainty', 'policy')
+OTHERS = (
+    'edm+infonoise',
+    'adaptive_uniform',
+    'p2',
+    'speed',
+    'soft_min_snr',
+    'uncertainty',
+    'policy',
+)
 # (methods, seeds) in the order in which the table is filled.
 ROUNDS = (
     (FIRST, SEEDS[:1]),
