@@ -54,6 +54,7 @@ class Restored:
       class_names: names of the labels 0, 1, ...; empty for an unconditional model, and in
         checkpoints of versions that stored none.
       rollbacks: how often the run has gone back to an earlier checkpoint.
+      milestone: the training time (`Milestones`) at which it was saved; None of any other moment.
     """
 
     workdir: pathlib.Path
@@ -62,6 +63,7 @@ class Restored:
     seconds: float
     class_names: tuple[str, ...]
     rollbacks: int = 0
+    milestone: float | None = None
 
 
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
@@ -142,6 +144,7 @@ class Checkpoints:
         seconds: float,
         class_names: tuple[str, ...] = (),
         rollbacks: int = 0,
+        milestone: float | None = None,
     ) -> str:
         """Starts writing a checkpoint in the background; only process 0 may call this.
 
@@ -150,6 +153,7 @@ class Checkpoints:
         Args:
           state: numpy arrays.
           seconds: training time so far.
+          milestone: the training time that the run has just reached, if it is one of its own.
 
         Returns the error of the previous write, or ''.
 
@@ -163,6 +167,7 @@ class Checkpoints:
                 'seconds': seconds,
                 'class_names': list(class_names),
                 **({'rollbacks': rollbacks} if rollbacks else {}),
+                **({'milestone': milestone} if milestone is not None else {}),
                 **({'network': self._network} if self._network != UNET else {}),
             }
         )
@@ -296,6 +301,7 @@ class Checkpoints:
             seconds=meta['seconds'],
             class_names=tuple(meta.get('class_names', ())),
             rollbacks=meta.get('rollbacks', 0),
+            milestone=meta.get('milestone'),
         )
 
     def _set_aside_unfinished(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxunet.model.unet import Params
+from jaxunet.runtime.errors import UserError
 
 
 def due(every: int, step: int, last: int) -> bool:
@@ -53,6 +54,19 @@ class Clock:
         self._running_since = self._now()
 
 
+def _ignore() -> None:
+    """Does nothing."""
+
+
+def _always() -> bool:
+    """Returns True."""
+    return True
+
+
+class PassedError(UserError):
+    """A run that would resume has passed a milestone whose weights are gone."""
+
+
 @dataclass(frozen=True)
 class Milestones:
     """Training times at which a run of one process is inspected; it ends after the last.
@@ -64,8 +78,43 @@ class Milestones:
         meanwhile.
       step_seconds: fixed seconds of a step, such as its time measured alone, for runs that share a
         device. 0 = training time is measured.
+      saves: the run writes a checkpoint at each milestone, before `reached` is called, and when it
+        is stopped, and resumes from it. Otherwise it saves nothing.
+      keep_on: asked before each call of the step; False stops the run.
+      compiled: called once the step is compiled.
+      saving: called before a checkpoint is written.
     """
 
     seconds: tuple[float, ...]
     reached: Callable[[int, float, dict[str, Params]], None]
     step_seconds: float = 0.0
+    saves: bool = False
+    keep_on: Callable[[], bool] = _always
+    compiled: Callable[[], None] = _ignore
+    saving: Callable[[], None] = _ignore
+
+    def time(self, step: int, measured: float) -> float:
+        """Returns the training time at a step; `measured` is that of the clock."""
+        return self.step_seconds * step if self.step_seconds else measured
+
+    def check(self, step: int, measured: float, milestone: float | None) -> None:
+        """Checks that a run that starts at a step still comes to all milestones.
+
+        Args:
+          step: that of its checkpoint; 0 for a fresh run.
+          measured: training time of the checkpoint, by the clock.
+          milestone: the milestone at which the checkpoint was saved, whose weights it still has.
+
+        Raises:
+          PassedError: it has passed one of them.
+        """
+        now = self.time(step, measured)
+        for seconds in self.seconds if step else ():
+            if seconds <= now and seconds != milestone:
+                raise PassedError(
+                    f'the checkpoint is of {now:.1f} s of training, and no longer has the weights '
+                    f'of {seconds:g} s'
+                )
+
+
+NO_MILESTONES = Milestones((), lambda step, seconds, averages: None, saves=True)

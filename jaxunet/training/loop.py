@@ -26,7 +26,7 @@ from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.training.clock import Clock, Milestones, due
+from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.outputs import Missing, Outputs, missing_outputs
 from jaxunet.training.parallel import STOP
@@ -53,12 +53,13 @@ def train(
       workdir: gets checkpoints, logs and samples. A run that it holds is resumed.
       source: the images (`jaxunet.data.sources.open_images`).
       initial: numpy state for a workdir without checkpoints; None starts with fresh weights.
-      milestones: training times that end the run instead of `train.steps`. Such a run saves no
-        checkpoints and has one process.
+      milestones: training times that end the run instead of `train.steps`. Such a run has one
+        process, and saves only what they say.
 
     Returns the step reached, which is saved.
 
     Raises:
+      PassedError: the run has passed a milestone without reporting it.
       UserError: the workdir holds another run, the data does not fit the config, too many steps in
         a row were not finite, or the last checkpoint could not be written.
     """
@@ -66,9 +67,9 @@ def train(
         raise ValueError('milestones: expected a run of one process, found several')
     with opened(workdir), Preemption() as preemption:
         return with_rollbacks(
-            lambda failed: _Loop(config, workdir, source, preemption, milestones).run(
-                initial, failed
-            ),
+            lambda failed: _Loop(
+                config, workdir, source, preemption, milestones or NO_MILESTONES
+            ).run(initial, failed),
             limit=0 if milestones else config.train.rollbacks,
         )
 
@@ -97,11 +98,11 @@ class _Loop:
         workdir: pathlib.Path,
         source: Source,
         preemption: Preemption,
-        milestones: Milestones | None,
+        milestones: Milestones,
     ) -> None:
         self.config, self.workdir, self.source = config, workdir, source
         self.preemption, self.milestones = preemption, milestones
-        self.milestones_left = list(milestones.seconds) if milestones else []
+        self.milestones_left = list(milestones.seconds)
         self.main = jax.process_index() == 0
         self.session = Session(config, source)
         self.replicas = Replicas(config, self.session.parallel)
@@ -131,6 +132,7 @@ class _Loop:
                 self.config, self.workdir, self.checkpoints, names, initial, failed
             )
             self.step, self.rollbacks = int(begin.state.step), begin.rollbacks
+            self.milestones.check(self.step, begin.seconds, begin.milestone)
             agree({'the step to resume from': self.step})
             if failed and self.main:
                 self.checkpoints.set_aside_after(self.step)
@@ -146,11 +148,11 @@ class _Loop:
                 self.checkpoints,
                 session,
                 begin,
-                snapshots=not self.milestones,
+                snapshots=not self.milestones.seconds,
                 warn=self._warn,
             )
             stack.callback(quietly, 'snapshots', self.saver.close)
-            seconds = begin.seconds
+            seconds, milestone = begin.seconds, begin.milestone
             del begin  # its state is a second copy of all weights, in this machine's memory
             session.open_stream()
             agree({'the steps per call': session.steps_per_call})
@@ -165,8 +167,10 @@ class _Loop:
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
             self._write_missing_outputs()
-            self._train()
-        self.saver.check()
+            if self._report_restored(milestone):
+                self._train()
+        if self.milestones_left or not self.milestones.seconds:
+            self.saver.check()
         return self.step
 
     def _warn(self, text: str) -> None:
@@ -196,6 +200,7 @@ class _Loop:
         )
         if self.outputs:
             self.outputs.start_compiling()
+        self.milestones.compiled()
         self.bar.set_description('training')
 
     def _train(self) -> None:
@@ -205,7 +210,7 @@ class _Loop:
             if not self._do_what_is_due():
                 return
         self._read_metrics()
-        if self.step < self.config.train.steps and not self.milestones:
+        if self.step < self.config.train.steps and self.milestones.saves:
             self._check_replicas()
             self._save_unsaved()
             self.bar.write(f'stopped at step {self.step}; the same command resumes from there')
@@ -246,17 +251,33 @@ class _Loop:
             with self._save_on_error():
                 self.outputs.measure_held_out(self.step, self._averaged_weights())
         self._read_metrics()  # logs this step, with its held-out loss
-        if save and not self.milestones:
-            self._save()
+        if (save or milestone) and self.milestones.saves:
+            self._save(self.milestones_left[0] if milestone else None)
         self._show(sample=sample, evaluate=evaluate)
-        if milestone and self.milestones:
-            self.milestones_left.pop(0)
-            averages = self.session.parallel.local(self.session.state.ema)
-            self.milestones.reached(self.step, self._seconds(), averages)
-            if not self.milestones_left:
-                return False
+        if milestone and not self._report_milestone():
+            return False
         self.clock.resume()
         return True
+
+    def _report_milestone(self) -> bool:
+        """Reports the first milestone that is left; returns False if it was the last."""
+        self.milestones_left.pop(0)
+        averages = self.session.parallel.local(self.session.state.ema)
+        self.milestones.reached(self.step, self._seconds(), averages)
+        return bool(self.milestones_left)
+
+    def _report_restored(self, milestone: float | None) -> bool:
+        """Reports the milestone of the checkpoint that the run resumes from, if it is left.
+
+        An earlier process may have died before it was done with it. Returns False if no milestone
+        is left.
+        """
+        if milestone is None or milestone not in self.milestones_left:
+            return True
+        self.clock.pause()
+        more = self._report_milestone()
+        self.clock.resume()
+        return more
 
     def _show(self, *, sample: bool, evaluate: bool) -> None:
         """Draws samples of this step and measures it."""
@@ -287,9 +308,7 @@ class _Loop:
         Args:
           step: None = the last one.
         """
-        if self.milestones and self.milestones.step_seconds:
-            return self.milestones.step_seconds * (self.step if step is None else step)
-        return self.clock.seconds
+        return self.milestones.time(self.step if step is None else step, self.clock.seconds)
 
     def _due(self, every: int) -> bool:
         return due(every, self.step, self.config.train.steps)
@@ -332,19 +351,21 @@ class _Loop:
 
     def _save_all(self) -> None:
         self._read_metrics()
-        if jax.process_count() == 1 and not self.milestones:
+        if jax.process_count() == 1 and self.milestones.saves:
             self._check_replicas()
             self._save_unsaved()
             self.saver.wait()
 
     def _asked_to_stop(self) -> bool:
-        return self.preemption.requested if jax.process_count() == 1 else self.stop
+        asked = self.preemption.requested if jax.process_count() == 1 else self.stop
+        return asked or not self.milestones.keep_on()
 
     def _check_replicas(self) -> None:
         self.replicas.check(self.session.state, self.step, self.checkpoints.latest())
 
-    def _save(self) -> None:
-        self.saver.save(self.step, self.clock.seconds)
+    def _save(self, milestone: float | None = None) -> None:
+        self.milestones.saving()
+        self.saver.save(self.step, self.clock.seconds, milestone)
 
     def _save_unsaved(self) -> None:
         if self.checkpoints.latest() != self.step:

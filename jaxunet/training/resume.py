@@ -32,12 +32,14 @@ class StartingPoint:
       seconds: training time of the run so far.
       class_names: names of the labels 0, 1, ...; empty for an unconditional model.
       rollbacks: how often the run has gone back to an earlier checkpoint.
+      milestone: the training time (`Milestones`) of the checkpoint; None of any other moment.
     """
 
     state: TrainState
     seconds: float
     class_names: tuple[str, ...]
     rollbacks: int = 0
+    milestone: float | None = None
 
 
 def starting_point(
@@ -70,7 +72,9 @@ def starting_point(
         int(restored.state.step),
         '; changed: ' + ', '.join(changes) if changes else '',
     )
-    return StartingPoint(adapted(restored, config), restored.seconds, names, restored.rollbacks)
+    return StartingPoint(
+        adapted(restored, config), restored.seconds, names, restored.rollbacks, restored.milestone
+    )
 
 
 def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:

@@ -65,11 +65,12 @@ class Saver:
         skipped, averages = self._session.parallel.fetch((state.skipped, averages))
         self._show(self._snapshots.write(step, step - int(skipped), averages))
 
-    def save(self, step: int, seconds: float) -> None:
+    def save(self, step: int, seconds: float, milestone: float | None = None) -> None:
         """Starts writing a checkpoint, once the snapshots before it are on disk.
 
         Args:
           seconds: training time so far.
+          milestone: the training time of `Milestones` that has just been reached.
         """
         if not self._main:
             return
@@ -83,6 +84,7 @@ class Saver:
                 seconds,
                 self._class_names,
                 self._rollbacks,
+                milestone,
             )
         except CheckpointWriteError as error:
             warning = self._failure = str(error)

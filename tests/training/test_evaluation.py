@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-
 import jax
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from jaxunet.checkpoint.store import checksum, read
 from jaxunet.data.sources import open_source
 from jaxunet.metrics.evaluation import Result, result_label
 from jaxunet.runtime.errors import UserError
-from jaxunet.training.clock import Clock, Milestones
+from jaxunet.training.clock import Clock
 from jaxunet.training.evaluation import Evaluator, evaluation_table, read_evaluations
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -160,48 +156,6 @@ def test_an_error_on_the_way_takes_no_step_with_it(features, source, tmp_path, m
     with pytest.raises(UserError, match='no room'):
         train(config_of(features), tmp_path, source)
     assert int(read(tmp_path).state.step) == 3  # its checkpoints are at 2, 4 and 6
-
-
-def test_milestones_end_a_run(features, source, tmp_path):
-    """They come at their times, in order, with the averages of the weights; nothing is saved."""
-    seen = []
-
-    def reached(step, seconds, averages):
-        params = averages['0.995']
-        seen.append((step, seconds, params))
-        time.sleep(0.3)
-
-    config = config_of(
-        features,
-        train={'steps': 10**6, 'evaluate_every': 0, 'sample_every': 0},
-    )
-    step = train(config, tmp_path, source, milestones=Milestones((0.1, 0.2, 0.3), reached))
-    assert [s for s, _, _ in seen] == sorted({s for s, _, _ in seen})
-    assert step == seen[-1][0]
-    assert all(
-        0 <= seconds - wanted < 3
-        for (_, seconds, _), wanted in zip(seen, (0.1, 0.2, 0.3), strict=True)
-    )
-    kernels = [params['conv_in']['kernel'] for _, _, params in seen]
-    assert not np.array_equal(kernels[0], kernels[2])
-    assert not list((tmp_path / 'checkpoints').iterdir())
-
-
-def test_a_signal_ends_a_run_with_milestones_unsaved(features, source, tmp_path, capfd):
-    seen = []
-
-    def reached(step, seconds, averages):
-        seen.append(step)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    config = config_of(
-        features,
-        train={'steps': 10**6, 'evaluate_every': 0, 'sample_every': 0},
-    )
-    step = train(config, tmp_path, source, milestones=Milestones((0.1, 100.0), reached))
-    assert seen == [step]
-    assert not list((tmp_path / 'checkpoints').iterdir())
-    assert 'resumes from there' not in ''.join(capfd.readouterr())
 
 
 def test_clock():
