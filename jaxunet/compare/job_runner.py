@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import gc
 import pathlib
 import shutil
@@ -11,6 +12,17 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from jaxunet.compare import work
+from jaxunet.compare.collected import (
+    FAILED,
+    KEYS,
+    MEASURED,
+    ROWS,
+    STOPPED,
+    STRETCHES,
+    TRAINED,
+    check_key,
+)
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Checkpoint, Measurements
 from jaxunet.config import Config
@@ -20,11 +32,9 @@ from jaxunet.data.sources import open_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import NUMBER, check_fields
-from jaxunet.training.clock import Milestones
+from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.loop import train
 
-ROWS = 'rows.jsonl'
 # What ends one job and not the others: its own mistakes, and a GPU's memory that is too small.
 FAILURES = (UserError, jax.errors.JaxRuntimeError)
 POLL_SECONDS = 1.0  # between two looks for the file of features
@@ -32,11 +42,11 @@ POLL_SECONDS = 1.0  # between two looks for the file of features
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """When training may begin.
+    """When training may begin, and how long it may go on.
 
     Fields:
       seconds: time limit of the command.
-      reserve: seconds of it that a job leaves for compiling and measuring.
+      reserve: seconds of it that a job leaves for compiling, and for saving or measuring.
       shared_by: processes that share the GPU, by which training takes longer.
       began: `time.perf_counter()` at the start of the command.
     """
@@ -67,6 +77,9 @@ class Queue:
       step_ms: milliseconds that a step of each case counts; {} = training time is measured.
       known: rows.jsonl with times that are done; '' = none but those of `output`.
       claims: folder in which processes mark the jobs that they take; '' = this one takes all.
+      work: folder of the runs, which processes may share.
+      resume: jobs save at their times and when they stop, and go on from there. Otherwise they
+        save nothing, and train only for those of their times that fit into the limit.
     """
 
     def __init__(
@@ -79,9 +92,13 @@ class Queue:
         step_ms: Mapping[str, float] | None = None,
         known: str = '',
         claims: str = '',
+        work: pathlib.Path | None = None,
+        resume: bool = True,
     ) -> None:
         self._output, self._measurements = output, measurements
-        self._limit, self._step_ms = limit, step_ms or {}
+        self._limit, self._step_ms, self._resume = limit, step_ms or {}, resume
+        self._work = work or output / 'work'
+        self._watch = measurements.watch
         self._measuring = 0.0  # seconds of the last checkpoint; the first one's compiles, too
         self._done = [output / ROWS, *([pathlib.Path(known)] if known else [])]
         self._claims = pathlib.Path(claims) if claims else None
@@ -91,39 +108,52 @@ class Queue:
         self._sources: dict[object, Source] = {}
 
     def run(self, jobs: Sequence[Job]) -> list[str]:
-        """Runs the jobs that lack rows; returns why jobs failed or were left out."""
+        """Runs the jobs that lack rows; returns why jobs failed, stopped or were left out."""
         for job in jobs:
             lacking = self._lacking(job)
-            seconds = tuple(
-                s for i, s in enumerate(lacking, 1) if self._limit.allows(s, i * self._measuring)
-            )
+            seconds = self._fitting(lacking)
             if not lacking:
                 self._say(f'{job.name}: is done already')
+                work.remove(self._work, job)
             elif not seconds:
                 self._fail(f'{job.name}: left out, {self._limit.left:.0f} s are left')
             elif self._claim(job):
-                try:
-                    self._train(job, seconds)
-                except FAILURES as error:
-                    self._fail(f'{job.name}: {error}')
+                self._attempt(job, seconds)
+        self._watch.start('waiting')
         while self._waiting and self._limit.left > 0 and not self._measurements.ready():
             time.sleep(POLL_SECONDS)
+        self._watch.start('')
         self._measure_waiting()
         for c in self._waiting:
             self._fail(f'{c.job.name}: not measured at {c.seconds:g} s, as there are no features')
+        for job in jobs:
+            if not self._lacking(job):
+                work.remove(self._work, job)
         self._measurements.wait()  # a process that ends while it compiles may crash
         return self._problems
 
     def _lacking(self, job: Job) -> tuple[float, ...]:
         """Returns the times of a job that lack a row of any of its samplers."""
-        found = [row for path in self._done if path.exists() for row in rows.read(path, _check_row)]
-        names = ('data', 'case', 'seed', 'seconds', 'sampler')
-        measured = {tuple(row[name] for name in names) for row in found}
+        found = [row for path in self._done if path.exists() for row in rows.read(path, check_key)]
+        measured = {tuple(row[name] for name in KEYS) for row in found}
         return tuple(
             seconds
             for seconds in job.seconds
             if any((job.data, job.case, job.seed, seconds, s) not in measured for s in job.samplers)
         )
+
+    def _fitting(self, lacking: tuple[float, ...]) -> tuple[float, ...]:
+        """Returns the times to train for in what is left of the limit."""
+        if self._resume:
+            # Some for compiling, and then as much as `_goes_on` leaves.
+            return lacking if self._limit.allows(0.0, self._limit.reserve + self._measuring) else ()
+        return tuple(
+            s for i, s in enumerate(lacking, 1) if self._limit.allows(s, i * self._measuring)
+        )
+
+    def _goes_on(self) -> bool:
+        """Returns False once a job that resumes must stop, so that it is saved or measured."""
+        return not self._resume or self._limit.allows(0.0, self._measuring)
 
     def _claim(self, job: Job) -> bool:
         """Returns True if no other process has taken this job, which is then this one's."""
@@ -136,8 +166,38 @@ class Queue:
             return False
         return True
 
-    def _train(self, job: Job, seconds: tuple[float, ...]) -> None:
-        """Trains a job and measures its checkpoints, or keeps them until there are features."""
+    def _attempt(self, job: Job, seconds: tuple[float, ...]) -> None:
+        """Trains a job, and notes how that ended.
+
+        Raises:
+          KeyboardInterrupt: a signal stopped it.
+        """
+        outcome, reason = STOPPED, ''
+        self._watch.start('compiling')
+        try:
+            reached = self._train(job, seconds)
+            if reached < len(seconds):
+                if self._goes_on():
+                    reason = 'stopped by a signal'
+                    raise KeyboardInterrupt  # the loop ends early only after a signal
+                reason = 'stopped at the limit; the same command goes on from there'
+                self._fail(f'{job.name}: {reason}')
+            else:
+                outcome = TRAINED
+        except FAILURES as error:
+            outcome, reason = FAILED, str(error)
+            self._fail(f'{job.name}: {error}')
+        finally:
+            self._watch.start('')
+            self._note(job, outcome, reason)
+        if not self._lacking(job):
+            work.remove(self._work, job)
+
+    def _train(self, job: Job, seconds: tuple[float, ...]) -> int:
+        """Trains a job and measures its checkpoints, or keeps them until there are features.
+
+        Returns the number of times that it has reached.
+        """
         # Finished runs are garbage; `train` froze what was alive at its start.
         gc.unfreeze()
         gc.collect()
@@ -145,35 +205,46 @@ class Queue:
         source = self._source(config)
         self._measurements.prepare(job, config, source)
         names = job.state_names(config)
-        workdir = self._output / 'work' / job.name
-        shutil.rmtree(workdir, ignore_errors=True)
-        reached: list[float] = []
-        times = (0.0, *seconds)  # the first is reached by the first step, which is then compiled
+        step_seconds = self._step_ms.get(job.case, 0.0) / 1e3
+        workdir = work.prepare(self._work, job, config, step_seconds, resume=self._resume)
+        left = list(seconds)
+
+        def compiled() -> None:
+            # Compiled at the same time, each would measure its kernels beside the other's.
+            self._measurements.compile()
+            self._watch.start('training')
 
         def keep(step: int, trained: float, kept: dict[str, Params]) -> None:
-            if not reached:
-                # Compiled at the same time, each would measure its kernels beside the other's.
-                self._measurements.compile()
-                reached.append(trained)
-                return
             averages = {average: kept[name] for average, name in names.items()}
-            checkpoint = Checkpoint(job, config, times[len(reached)], trained, step, averages)
-            reached.append(trained)
+            checkpoint = Checkpoint(job, config, left.pop(0), trained, step, averages)
             self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
             self._waiting.append(checkpoint)
             self._measure_waiting()
             if self._waiting:  # in the host's memory, as training goes on in the device's
                 averages = jax.device_get(averages)
                 self._waiting[-1] = dataclasses.replace(checkpoint, averages=averages)
+            self._watch.start('training' if left else 'saving')
 
-        milestones = Milestones(times, keep, self._step_ms.get(job.case, 0.0) / 1e3)
+        milestones = Milestones(
+            seconds,
+            keep,
+            step_seconds,
+            saves=self._resume,
+            keep_on=self._goes_on,
+            compiled=compiled,
+            saving=lambda: self._watch.start('saving'),
+        )
         self._say(f'{job.name}: training for {seconds[-1]:g} s')
         try:
-            train(config, workdir, source, milestones=milestones)
+            try:
+                train(config, workdir, source, milestones=milestones)
+            except PassedError as error:
+                self._say(f'{job.name}: {error}; it starts again')
+                work.prepare(self._work, job, config, step_seconds, resume=False)
+                train(config, workdir, source, milestones=milestones)
         finally:
             self._keep_log(job, workdir)
-        if len(reached) < len(times):
-            raise KeyboardInterrupt  # the loop ends early only after a signal
+        return len(seconds) - len(left)
 
     def _measure_waiting(self) -> None:
         """Measures all checkpoints that wait, if the features are there."""
@@ -183,16 +254,34 @@ class Queue:
             about: rows.Row = {'fields': {k: v for k, v in job.fields.items() if k != 'data.path'}}
             if self._step_ms:
                 about['step_ms'] = self._step_ms[job.case]
+            outcome, reason = MEASURED, ''
             try:
-                for row in self._measurements.measure(checkpoint):
-                    if self._step_ms:  # others may use the device
-                        del row['seconds_per_sample']
-                    rows.append(self._output / ROWS, {**row, **about, **self._origin})
-                    self._say(summary(row))
+                with self._watch.during('measuring'):
+                    for row in self._measurements.measure(checkpoint):
+                        if self._step_ms:  # others may use the device
+                            del row['seconds_per_sample']
+                        rows.append(self._output / ROWS, {**row, **about, **self._origin})
+                        self._say(summary(row))
             except FAILURES as error:
-                self._fail(f'{job.name} at {checkpoint.seconds:g} s: {error}')
+                outcome, reason = FAILED, f'{checkpoint.seconds:g} s: {error}'
+                self._fail(f'{job.name} at {reason}')
             self._measuring = time.perf_counter() - began
+            self._note(job, outcome, reason)
             self._say(f'measured in {self._measuring:.1f} s')
+
+    def _note(self, job: Job, outcome: str, reason: str) -> None:
+        """Writes a stretch: what happened to a job, and what was done since the last one."""
+        row = {
+            'data': job.data,
+            'case': job.case,
+            'seed': job.seed,
+            'outcome': outcome,
+            'reason': reason,
+            'wall': {name: round(s, 3) for name, s in self._watch.take().items()},
+            'shared_by': self._limit.shared_by,
+            'ended': datetime.datetime.now(datetime.UTC).isoformat(),
+        }
+        rows.append(self._output / STRETCHES, {**row, **self._origin})
 
     def _source(self, config: Config) -> Source:
         """Returns the images of a config, decoded once for all jobs that share them."""
@@ -229,8 +318,3 @@ def summary(row: rows.Row) -> str:
         f'{row["data"]} {row["case"]} seed {row["seed"]}, {row["seconds"]:g} s, {row["sampler"]}: '
         f'{values or "nothing to compare"}'
     )
-
-
-def _check_row(row: rows.Row, source: str) -> None:
-    fields = {'data': str, 'case': str, 'seed': int, 'seconds': NUMBER, 'sampler': str}
-    check_fields(row, fields, source, advice='remove the line')

@@ -90,7 +90,8 @@ class Job:
             set_field(raw, path, value)
         raw['seed'] = self.seed
         try:
-            return base_config(complete(raw).replace(parallel={'devices': 1}))
+            newest = {'keep': 1, 'keep_every': 0, 'keep_best': 0}  # checkpoints to keep
+            return base_config(complete(raw).replace(parallel={'devices': 1}, train=newest))
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
 

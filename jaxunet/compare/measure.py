@@ -14,6 +14,7 @@ from jaxtyping import UInt8
 
 from jaxunet.checkpoint.store import state_template
 from jaxunet.compare.jobs import Job, parse_sampler
+from jaxunet.compare.stopwatch import Stopwatch
 from jaxunet.config import Config
 from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import ArraySource, Source
@@ -53,10 +54,14 @@ class Measurements:
     Args:
       features: file of the feature network; it may appear later (`ready`). '' = no metrics.
       pictures: folder of the grids.
+
+    Attributes:
+      watch: gets the time of drawing (`sampling`) and of waiting for compilers (`compiling`).
     """
 
     def __init__(self, features: str, pictures: Path) -> None:
         self._path, self._pictures = features, pictures
+        self.watch = Stopwatch()
         self._network: FeatureNetwork | None = None
         self._references: dict[str, Side] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
@@ -111,7 +116,8 @@ class Measurements:
         Raises:
           UserError: the weights give no images, or the features do not fit them.
         """
-        self.wait()
+        with self.watch.during('compiling'):
+            self.wait()
         job, config = checkpoint.job, checkpoint.config
         average, about = self._choose(checkpoint)
         held_out = self._held_out.get(_held_out_key(config))
@@ -119,7 +125,7 @@ class Measurements:
             about['losses'] = held_out.measure(checkpoint.averages[average]).columns()
         for text in job.samplers:
             generator = self._generators[_key(config, job, text)]
-            images, seconds = _draw(generator, checkpoint, average, range(job.samples))
+            images, seconds = self._draw(generator, checkpoint, average, range(job.samples))
             if text == job.samplers[0] and job.picture:
                 self._save_grid(checkpoint, images)
             row = {
@@ -152,12 +158,19 @@ class Measurements:
         distances = {}
         for average in averages:
             others = range(job.samples, job.samples + job.choosing)
-            images, _ = _draw(generator, checkpoint, average, others)
+            images, _ = self._draw(generator, checkpoint, average, others)
             side = _samples(images, ['fid'], network)
             (found,) = compute(['fid'], network, side, reference, seed=job.seed)
             distances[average] = found.value
         best = min(averages, key=lambda average: distances[average])
         return best, {'average': best, 'choosing': job.choosing, 'average_fid': distances}
+
+    def _draw(
+        self, generator: Generator, checkpoint: Checkpoint, average: str, numbers: range
+    ) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
+        """Returns samples of these numbers, and the seconds that drawing them took."""
+        with self.watch.during('sampling'):
+            return _draw(generator, checkpoint, average, numbers)
 
     def _generator(self, config: Config, job: Job, sampler: str) -> Generator:
         return Generator(

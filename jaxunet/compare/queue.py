@@ -7,15 +7,19 @@
 
 Made for a GPU that is there for minutes: the jobs run in their order, each compiles its samplers
 while it trains, and every row is written as soon as it is measured. The clock of a job counts only
-training steps, without compiling and measuring; processes that share a GPU count each step as
-`--step_ms`, its time measured alone. A job keeps those of its times that fit into the rest of the
-limit. Checkpoints that are reached before the file of features exists are measured when it does.
-The same command leaves out times whose rows are there. Each process needs its own output;
-`--claims` deals the jobs out. Where a job names several averages of the weights, each checkpoint
+training steps, without compiling, measuring and saving; processes that share a GPU count each step
+as `--step_ms`, its time measured alone. Checkpoints that are reached before the file of features
+exists are measured when it does. Where a job names several averages of the weights, each checkpoint
 is measured with the one that is best in a smaller draw.
 
-Output: rows.jsonl (a row for each checkpoint and sampler), pictures/ (unpicked samples),
-logs/JOB.csv (the metrics.csv of the run), and work/.
+The same command goes on: it leaves out times whose rows are there, and resumes runs in the middle.
+A run saves its state at each of its times, and when the limit comes near or a signal stops it; when
+it is done, its work folder is removed. With `--noresume`, for a machine that keeps no files, it
+saves nothing, and trains only for those of its times that fit into the rest of the limit. Each
+process needs its own output; `--claims` deals the jobs out.
+
+Output: rows.jsonl (a row for each checkpoint and sampler), stretches.jsonl (what each piece of work
+took), pictures/ (unpicked samples), logs/JOB.csv (the metrics.csv of the run), and work/.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ LIMIT = flags.DEFINE_float(
 RESERVE = flags.DEFINE_float(
     'reserve',
     30.0,
-    'Seconds of the limit that a job leaves for compiling and measuring.',
+    'Seconds of the limit that a job leaves for compiling, and for saving or measuring.',
     lower_bound=0,
 )
 STEP_MS = flags.DEFINE_string(
@@ -73,6 +77,12 @@ KNOWN = flags.DEFINE_string(
 )
 CLAIMS = flags.DEFINE_string(
     'claims', '', 'Folder in which processes with the same jobs mark those that they take.'
+)
+RESUME = flags.DEFINE_bool(
+    'resume', True, 'Save runs on the way, and go on with those that are not done.'
+)
+WORK = flags.DEFINE_string(
+    'work', '', 'Folder of the runs, which processes may share; default: work in the output.'
 )
 OUTPUT = flags.DEFINE_string('output', 'runs/queue', 'Folder of the results.')
 
@@ -102,6 +112,8 @@ def main(argv: Sequence[str]) -> int:
         step_ms=step_ms,
         known=KNOWN.value,
         claims=CLAIMS.value,
+        work=pathlib.Path(WORK.value) if WORK.value else None,
+        resume=RESUME.value,
         command=shlex.join(['python', '-m', 'jaxunet.compare.queue', *sys.argv[1:]]),
     )
     try:

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import job_runner, step_cost
+from jaxunet.compare import collected, job_runner, step_cost, work
 from jaxunet.compare.job_runner import Limit, Queue, summary
 from jaxunet.compare.jobs import Job, parse_sampler, read_jobs
 from jaxunet.compare.measure import Measurements
@@ -47,15 +47,17 @@ def jobs():
         dataclasses.replace(
             first[0], fields={**first[0].fields, **often}, seconds=(0.05, 0.6), choosing=8
         ),
-        dataclasses.replace(first[1], fields=plain, averages=()),
+        dataclasses.replace(first[1], fields=plain, averages=(), seconds=(0.1, 0.3), picture=9),
     ]
 
 
-def make_queue(output, features, *, limit=600.0, reserve=0.0, elapsed=0.0, **options):
+def make_queue(
+    output, features, *, limit=600.0, reserve=0.0, elapsed=0.0, measurements=None, **options
+):
     began = time.perf_counter() - elapsed
     return Queue(
         output,
-        Measurements(str(features), output / 'pictures'),
+        measurements or Measurements(str(features), output / 'pictures'),
         limit=Limit(limit, reserve, began=began),
         command='the command',
         **options,
@@ -94,6 +96,7 @@ def test_a_row_for_each_checkpoint_and_sampler(done):
         (job.seed, s, sampler) for job in jobs for s in job.seconds for sampler in job.samplers
     ]
     assert [(r['seed'], r['seconds'], r['sampler']) for r in found] == wanted
+    assert not list((output / 'work').iterdir()), 'runs that are done are kept'
     for row in found:
         assert row['training_seconds'] >= row['seconds']
         assert row['step'] > 0
@@ -129,6 +132,127 @@ def test_rows_have_the_loss_on_held_out_images(done):
     losses = [row['losses']['held_out_loss'] for row in rows_of(output) if row['seed'] == 0]
     assert losses[0] == losses[1] != losses[2] == losses[3]
     assert losses[0] > losses[2], 'it learns'
+
+
+def test_what_each_piece_of_work_took(done):
+    output, jobs = done
+    stretches = collected.read_stretches([output / collected.STRETCHES])
+    assert [(row['seed'], row['outcome']) for row in stretches] == [
+        (0, 'trained'),  # the features appear only later
+        (1, 'trained'),
+        *((job.seed, 'measured') for job in jobs for _ in job.seconds),
+    ]
+    for row in stretches[:2]:
+        assert row['wall'].keys() == {'compiling', 'training', 'saving'}
+    for row in stretches[2:]:
+        assert {'sampling', 'measuring'} <= row['wall'].keys()
+    assert 'waiting' in stretches[2]['wall']
+    assert all(row['versions'] and row['command'] for row in stretches)
+
+
+@pytest.fixture(scope='module')
+def measurements(features, tmp_path_factory):
+    """Measurements whose samplers several queues share."""
+    return Measurements(str(features), tmp_path_factory.mktemp('shared'))
+
+
+@pytest.fixture(scope='module')
+def job(jobs):
+    """A job whose steps count 20 ms: its times are after 2, 4 and 10 steps."""
+    return dataclasses.replace(
+        jobs[1],
+        seconds=(0.04, 0.08, 0.2),
+        samplers=('heun:2',),
+        averages=jobs[0].averages,
+        choosing=8,
+        picture=0,
+    )
+
+
+@pytest.fixture(scope='module')
+def undisturbed(job, measurements, tmp_path_factory):
+    output = tmp_path_factory.mktemp('undisturbed')
+    assert make_queue(output, '', measurements=measurements, step_ms=STEP_MS).run([job]) == []
+    return results_of(output)
+
+
+STEP_MS = {'uniform': 20.0}
+
+
+def results_of(output):
+    """Rows without what is of the process."""
+    names = ('seconds', 'training_seconds', 'step', 'average', 'average_fid', 'values')
+    return [{name: row[name] for name in names} for row in rows_of(output)]
+
+
+def stopped_after(monkeypatch, calls):
+    """Has queues stop training after so many steps, as if the limit came near."""
+    left = iter([True] * calls)
+    monkeypatch.setattr(Queue, '_goes_on', lambda self: next(left, False))
+
+
+def test_runs_go_on_in_the_middle(job, undisturbed, measurements, tmp_path, monkeypatch):
+    """One that stopped at the limit, and died while it measured, ends as an undisturbed one."""
+    options = {'measurements': measurements, 'step_ms': STEP_MS}
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 3)
+        (problem,) = make_queue(tmp_path, '', **options).run([job])
+    assert problem == (
+        'digits_uniform_seed1: stopped at the limit; the same command goes on from there'
+    )
+    assert [row['step'] for row in rows_of(tmp_path)] == [2]
+
+    class Died(BaseException):
+        pass
+
+    def die(self, checkpoint):
+        raise Died
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Measurements, 'measure', die)
+        with pytest.raises(Died):
+            make_queue(tmp_path, '', **options).run([job])
+    assert [row['step'] for row in rows_of(tmp_path)] == [2]
+    assert (tmp_path / 'work' / job.name / 'checkpoints' / '4').is_dir()
+    assert make_queue(tmp_path, '', **options).run([job]) == []
+    assert results_of(tmp_path) == undisturbed
+    assert not (tmp_path / 'work' / job.name).exists()
+    outcomes = [r['outcome'] for r in collected.read_stretches([tmp_path / 'stretches.jsonl'])]
+    assert outcomes == ['measured', 'stopped', 'stopped', 'measured', 'measured', 'trained']
+
+
+def test_the_folder_of_another_run_is_not_used(job, tmp_path):
+    """Another config or other times of a step make another run; moved images do not."""
+    config = job.load_config()
+    moved = config.replace(data={'path': str(tmp_path)})
+    other = config.replace(optimizer={'learning_rate': 1e-3})
+    for now, step_seconds, resume, kept in (
+        (config, 0.02, True, True),
+        (moved, 0.02, True, True),
+        (other, 0.02, True, False),
+        (config, 0.03, True, False),
+        (config, 0.02, False, False),
+    ):
+        folder = work.prepare(tmp_path, job, config, 0.02, resume=True)
+        (folder / 'checkpoint').touch()
+        assert work.prepare(tmp_path, job, now, step_seconds, resume=resume) == folder
+        assert (folder / 'checkpoint').exists() == kept
+    (folder / work.FILE).write_text('{')
+    (folder / 'checkpoint').touch()
+    work.prepare(tmp_path, job, config, 0.02, resume=True)
+    assert not (folder / 'checkpoint').exists(), 'what it holds is not known'
+
+
+def test_a_run_starts_again_if_the_weights_of_a_time_are_gone(
+    job, undisturbed, measurements, tmp_path, monkeypatch, capsys
+):
+    options = {'measurements': measurements, 'step_ms': STEP_MS}
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 3)
+        make_queue(tmp_path, '', **options).run([dataclasses.replace(job, seconds=(0.2,))])
+    assert make_queue(tmp_path, '', **options).run([job]) == []
+    assert results_of(tmp_path) == undisturbed
+    assert 'no longer has the weights of 0.04 s; it starts again' in capsys.readouterr().out
 
 
 def test_weights_of_another_time_give_other_values(done):
@@ -212,7 +336,9 @@ def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
     failing = dataclasses.replace(jobs[1], case='failing', fields=nowhere)
     never = dataclasses.replace(jobs[1], case='never', seconds=(500.0,))
     cut = dataclasses.replace(jobs[1], seconds=(0.05, 500.0))
-    queue = make_queue(tmp_path, tmp_path / 'none.npz', limit=700, reserve=100, elapsed=300)
+    queue = make_queue(
+        tmp_path, tmp_path / 'none.npz', limit=700, reserve=100, elapsed=300, resume=False
+    )
     failed, left_out, unmeasured = queue.run([failing, never, cut])
     assert failed.startswith('digits_failing_seed1: ')
     assert 'no such file' in failed

@@ -5,8 +5,9 @@
 #   tests/gpu/recipes.sh pack OUTPUT TARGET        copies rows, logs and pictures to TARGET, in few files; at any time
 #   tests/gpu/recipes.sh run DATA OUTPUT LIMIT STEP_MS TARGET GPU:CPUS ...   start, wait for LIMIT and two minutes, and pack
 # Folders are relative to the checkout. DATA: the folder of the archives that the jobs name. Build the kernels before (tests/gpu/build.sh).
-# LIMIT: seconds after which no training begins that would not end by then. STEP_MS: milliseconds of a step measured alone
-# (python -m jaxunet.benchmark), or a file with those of each case (python -m jaxunet.compare.step_cost).
+# LIMIT: seconds after which training stops; runs that are not done stay in OUTPUT/work, and the next start goes on with them.
+# RECIPE_RESUME=false, for a machine that keeps no files: no checkpoints, and no training begins that would not end by LIMIT.
+# STEP_MS: milliseconds of a step measured alone (python -m jaxunet.benchmark), or a file with those of each case (python -m jaxunet.compare.step_cost).
 # RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs, RECIPE_KNOWN rows whose times are left out.
 # The features are OUTPUT/features.npz, else features.npz beside the jobs, else the first process trains them with
 # RECIPE_FEATURES, flags of train_features (default: those of docs/results/recipes/jobs.py).
@@ -28,7 +29,8 @@ part() { # one process; reads NUMBER, PROCESSES (on its GPU), DATA, OUTPUT, LIMI
   fi
   python3 -m jaxunet.compare.queue --jobs "$jobs" --data "$DATA" \
     --features "$OUTPUT/features.npz" --known "${RECIPE_KNOWN:-}" --claims "$OUTPUT/claims" \
-    --step_ms "$STEP_MS" --shared_by "$PROCESSES" --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" ||
+    --step_ms "$STEP_MS" --shared_by "$PROCESSES" --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" \
+    --work "$OUTPUT/work" --resume="${RECIPE_RESUME:-true}" ||
     echo "part $NUMBER: exit status $?"
 }
 
@@ -77,14 +79,16 @@ case ${1:-} in
     ;;
   pack)
     mkdir -p "$3"
-    find "$2" -path '*/[0-9]/rows.jsonl' -exec cat {} + >"$3/rows.jsonl"
+    for name in rows stretches; do
+      find "$2" -path "*/[0-9]/$name.jsonl" -exec cat {} + >"$3/$name.jsonl"
+    done
     for log in "$2"/*.log; do tr '\r' '\n' <"$log" >"$3/$(basename "$log")"; done
     [ ! -f "$2/features.npz" ] || cp "$2/features.npz" "$3/"
     find "$2" \( -path '*/[0-9]/logs/*' -o -path '*/[0-9]/pictures/*' \) -type f -printf '%P\0' |
       tar -C "$2" --null -T - --transform 's,^[0-9]/,,' -cf "$3/pictures.tar"
     ;;
   *)
-    sed -n '2,13p' "$self" >&2
+    sed -n '2,14p' "$self" >&2
     exit 2
     ;;
 esac

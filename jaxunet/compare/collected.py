@@ -1,0 +1,135 @@
+"""The results of a queue's processes: rows of measurements, and stretches of work on jobs.
+
+A row (rows.jsonl) is the measurement of a checkpoint with one sampler. A stretch (stretches.jsonl)
+is a piece of work on a job: how it ended, and what it took. Rows are replaced by later ones of the
+same measurement; stretches are only added, so that repeated work counts, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.rows import Row
+from jaxunet.runtime.untrusted import NUMBER, check_fields
+from jaxunet.runtime.whole_files import written
+
+ROWS, STRETCHES = 'rows.jsonl', 'stretches.jsonl'
+KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
+KEY_FIELDS = {'data': str, 'case': str, 'seed': int, 'seconds': NUMBER, 'sampler': str}
+# Outcomes of a stretch: a checkpoint was measured, the job's training ended, it was stopped before
+# that, or it failed.
+MEASURED, TRAINED, STOPPED, FAILED = 'measured', 'trained', 'stopped', 'failed'
+FIELDS = {  # what reports need
+    **KEY_FIELDS,
+    'training_seconds': NUMBER,
+    'step': int,
+    'batch_size': int,
+    'num_samples': int,
+    'values': dict,
+    'device': str,
+    'versions': {'jax': str},
+}
+STRETCH_FIELDS = {
+    'data': str,
+    'case': str,
+    'seed': int,
+    'outcome': str,
+    'reason': str,
+    'wall': dict,
+    'shared_by': int,
+    'ended': str,
+}
+ADVICE = 'remove the line'
+
+
+def check_key(row: Row, source: str) -> None:
+    """Raises UserError for a row that does not say what it measures."""
+    check_fields(row, KEY_FIELDS, source, advice=ADVICE)
+
+
+def read_rows(paths: Iterable[Path]) -> list[Row]:
+    """Returns the rows of those files that exist, in the order of `KEYS`.
+
+    A later row replaces an earlier one of the same measurement.
+
+    Raises:
+      UserError: a line is no such row; or rows of several features, or with several times of a
+        method's step, which do not compare.
+    """
+
+    known: dict[tuple[str, str], tuple[object, str]] = {}
+
+    def check(row: Row, source: str) -> None:
+        check_fields(row, FIELDS, source, advice=ADVICE)
+        optional = {'step_ms': NUMBER, 'losses': {'held_out_loss': NUMBER}}
+        for name, kind in optional.items():
+            if name in row:
+                check_fields(row, {name: kind}, source, advice=ADVICE)
+        for name, values in row['values'].items():
+            check_fields(row['values'], {name: dict}, f'{source}: values', advice=ADVICE)
+            numbers = dict.fromkeys(values, NUMBER)
+            check_fields(values, numbers, f'{source}: values: {name}', advice=ADVICE)
+        step_ms, features = row.get('step_ms'), row.get('features')
+        time = 'measured' if step_ms is None else 'counted by steps'
+        for name, of, found in (
+            ('features', '', features),
+            ('training time', '', time),
+            ('step_ms', row['case'], step_ms),
+        ):
+            expected, where = known.setdefault((name, of), (found, source))
+            if found != expected:
+                raise UserError(
+                    f'{source}: {name}{f" of {of}" if of else ""}: expected {expected}, as in '
+                    f'{where}, found {found}: such rows do not compare; leave one of them out'
+                )
+
+    found = {
+        tuple(row[key] for key in KEYS): row
+        for path in paths
+        if path.exists()
+        for row in rows.read(path, check)
+    }
+    return [found[key] for key in sorted(found)]
+
+
+def read_stretches(paths: Iterable[Path]) -> list[Row]:
+    """Returns the stretches of those files that exist, each once, by the time of their end.
+
+    Raises:
+      UserError: a line is no stretch.
+    """
+
+    def check(row: Row, source: str) -> None:
+        check_fields(row, STRETCH_FIELDS, source, advice=ADVICE)
+        check_fields(row['wall'], dict.fromkeys(row['wall'], NUMBER), source, advice=ADVICE)
+        if row['shared_by'] < 1:
+            raise UserError(f'{source}: shared_by: expected 1 or more; {ADVICE}')
+
+    found = [row for path in paths if path.exists() for row in rows.read(path, check)]
+    by_text = {json.dumps(row, sort_keys=True): row for row in found}
+    return sorted(by_text.values(), key=lambda row: row['ended'])
+
+
+def write(path: Path, found: Sequence[Row]) -> None:
+    """Writes rows as lines; the file is complete or as before.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    with written(path) as partial:
+        partial.write_text(
+            ''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in found), encoding='utf-8'
+        )
+
+
+def device_seconds(stretches: Iterable[Row]) -> dict[str, float]:
+    """Returns the seconds of devices by activity; processes that share one count their part."""
+    found: dict[str, float] = {}
+    for row in stretches:
+        for activity, seconds in row['wall'].items():
+            found[activity] = found.get(activity, 0.0) + seconds / row['shared_by']
+    return found
