@@ -1,19 +1,31 @@
 """Trains several methods for the same wall-clock time and reports which reaches a quality first.
 
+    python -m jaxunet.compare --file docs/results/methods/methods.toml --data data/ \\
+      --devices 0,1 --limit 1200 --output runs/methods
     python -m jaxunet.compare --config configs/cifar10.py --methods uniform,min_snr,adaptive \\
       --seconds 300 --seeds 2 --devices 0,1,2,3
     python -m jaxunet.compare --output runs/compare --plot_only
 
-A method is a name of `jaxunet.compare.methods`, several of them such as `flow+muon`, or your own,
-such as `mine:timesteps.sampler=adaptive+timesteps.adaptive_bins=64` (a known name keeps its other
-fields). `uniform` trains with uniform timesteps and weights, and with the config's objective.
-The first method is the baseline. Runs of one seed start from the same weights and see the same
-images in the same order. The learning rate is constant until the time is over. The clock counts
-only training steps, without compiling and measuring. At `--evaluations` times the averaged weights
-are kept; they are measured after the training, as `config.evaluation` says.
+With `--file`, a comparison file states everything: methods, seeds, times, how samples are drawn and
+measured, and the protocol (`jaxunet.compare.study_file` has its keys). Each of the `--devices` gets
+a process, and the processes divide the runs among themselves; a device that is named twice is
+shared by two. The same command goes on where the last one stopped, in the middle of a run, too, so
+the table can be filled over several stretches (`--limit`). FILE:METHODS does some of the methods.
+It writes report.md, quality.png, rows.jsonl and stretches.jsonl to `OUTPUT`; the report says which
+cells are missing, and what all of it cost. `--plot_only` writes them again, with the results of
+other folders (`--add`).
 
-Every run has its own process; a failed run becomes a line of the report with its reason. The same
-command resumes an interrupted comparison. It writes compare.csv, quality.png (needs the extra
+Without `--file`, the flags state a comparison with one sampler. A method is a name of
+`jaxunet.compare.methods`, several of them such as `flow+muon`, or your own, such as
+`mine:timesteps.sampler=adaptive+timesteps.adaptive_bins=64` (a known name keeps its other fields).
+`uniform` trains with uniform timesteps and weights, and with the config's objective. The first
+method is the baseline. Runs of one seed start from the same weights and see the same images in the
+same order. The learning rate is constant until the time is over. The clock counts only training
+steps, without compiling and measuring. At `--evaluations` times the averaged weights are kept; they
+are measured after the training, as `config.evaluation` says.
+
+Here every run has its own process; a failed run becomes a line of the report with its reason. The
+same command resumes an interrupted comparison. It writes compare.csv, quality.png (needs the extra
 `plots`), report.md and runs/ to `OUTPUT`.
 """
 
@@ -23,12 +35,13 @@ import pathlib
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 import jax
 from absl import flags
 
-from jaxunet.compare import report, runner
+from jaxunet.compare import report, runner, study_report, study_runner
 from jaxunet.compare.methods import (
     FORM,
     METHODS,
@@ -37,10 +50,13 @@ from jaxunet.compare.methods import (
     parse_methods,
     parse_seconds,
 )
+from jaxunet.compare.study_file import read_study
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.evaluation import evaluation_network
+from jaxunet.training.workdir import opened
 
 CONFIG = cli.define_config()
 METHOD_NAMES = flags.DEFINE_list(
@@ -64,10 +80,33 @@ EVALUATIONS = flags.DEFINE_list(
     'Equally spaced times at which each run is measured; NAME=COUNT for single methods, e.g. '
     '1,uniform=5.',
 )
+FILE = flags.DEFINE_string(
+    'file', '', 'Comparison file, or FILE:METHODS, such as methods.toml:uniform,flow+muon.'
+)
+DATA = flags.DEFINE_string('data', '.', 'With --file: folder of the archives of images.')
+LIMIT = flags.DEFINE_float(
+    'limit',
+    24 * 3600.0,
+    'With --file: seconds from the start after which no training goes on.',
+    lower_bound=1,
+)
+RESERVE = flags.DEFINE_float(
+    'reserve',
+    30.0,
+    'With --file: seconds of the limit that are left for compiling, and for saving or measuring.',
+    lower_bound=0,
+)
+RESUME = flags.DEFINE_bool(
+    'resume', True, 'With --file: save runs on the way, and go on with those that are not done.'
+)
+ADD = flags.DEFINE_list(
+    'add', [], 'With --file and --plot_only: folders of more rows, as of other machines.'
+)
 DEVICES = flags.DEFINE_list(
     'devices',
     [],
-    'GPUs for simultaneous runs, one each, such as 0,1,2,3; default: one run at a time.',
+    'GPUs for simultaneous runs, one each, such as 0,1,2,3; default: one run at a time. With '
+    '--file, 0,0,1,1 has two runs on each of two.',
 )
 STEP_COST = flags.DEFINE_bool(
     'step_cost',
@@ -83,17 +122,27 @@ PLOT_ONLY = flags.DEFINE_bool(
     'plot_only', False, 'Write the report of the results in OUTPUT without running anything.'
 )
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plot.')
+# Flags that a comparison file makes meaningless, and those that mean something only with one.
+STATED = ('config', 'methods', 'seconds', 'seeds', 'evaluations', 'step_cost', 'train', 'timeout')
+WITH_FILE = ('data', 'limit', 'reserve', 'resume', 'add')
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does the comparison of the flags (not with `--plot_only`), and writes its report.
+    """Does the comparison of the file or the flags (not with `--plot_only`), and writes its report.
 
     Returns:
-      The exit status: 1 if a run failed.
+      The exit status: 1 if a run failed, or was left out.
+
+    Raises:
+      UserError: a flag or a file is wrong.
     """
+    began = time.perf_counter()
+    _check_flags()
     directory = pathlib.Path(OUTPUT.value)
     if PLOT.value:
         check_plots()
+    if FILE.value:
+        return compare_file(directory, began)
     if not PLOT_ONLY.value:
         # A run must not outlive the comparison.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -106,6 +155,64 @@ def main(argv: Sequence[str]) -> int:
     written = report.write(spec, directory, failures, plot=PLOT.value)
     print(f'\n{written.text}\n{", ".join(map(str, written.paths))}', flush=True)
     return 1 if failures and not PLOT_ONLY.value else 0
+
+
+def _check_flags() -> None:
+    """Raises UserError for a flag that would be ignored."""
+    given = [name for name in flags.FLAGS if flags.FLAGS[name].present]
+    for name in given:
+        if FILE.value and name.partition('.')[0] in STATED:
+            raise UserError(f'--{name}: the comparison file states this; change it there')
+        if not FILE.value and name in WITH_FILE:
+            raise UserError(f'--{name}: is for a comparison file; give --file, too')
+    if ADD.value and not PLOT_ONLY.value:
+        raise UserError('--add: gathers results, and runs nothing; give --plot_only, too')
+
+
+def compare_file(directory: pathlib.Path, began: float) -> int:
+    """Does the comparison of the file, and writes its report; returns the exit status.
+
+    Raises:
+      UserError: a file is missing or damaged, or a value in it does not fit.
+    """
+    path, _, part = FILE.value.partition(':')
+    study = read_study(path)
+    problems: list[str] = []
+    stopped = False
+    if not PLOT_ONLY.value:
+        cli.enable_compilation_cache()
+        options = study_runner.Options(
+            part=part,
+            data=DATA.value,
+            output=directory,
+            devices=tuple(DEVICES.value),
+            limit=LIMIT.value,
+            reserve=RESERVE.value,
+            resume=RESUME.value,
+            began=began,
+        )
+        try:
+            with opened(directory, '--output'):
+                problems = study_runner.run(study, options, command())
+        except KeyboardInterrupt:
+            stopped = True
+    others = [pathlib.Path(folder) for folder in ADD.value]
+    if missing := [folder for folder in others if not folder.is_dir()]:
+        raise UserError(f'--add: no folder {missing[0]}')
+    found = study_runner.collect(study, directory, others)
+    text, paths = study_report.write(found, directory, command(), plot=PLOT.value)
+    print(f'\n{text}\n{", ".join(map(str, paths))}', flush=True)
+    for problem in problems:
+        print(problem, file=sys.stderr, flush=True)
+    if stopped:
+        print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
+        return 130
+    return 1 if problems else 0
+
+
+def command() -> str:
+    """Returns the command line."""
+    return shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]])
 
 
 def compare(directory: pathlib.Path) -> dict[str, str]:
@@ -145,7 +252,7 @@ def make_spec(config: Config, methods: Sequence[Method]) -> runner.Spec:
     """Returns the comparison of the flags. Raises UserError if a flag is wrong."""
     names = [method.name for method in methods]
     return runner.Spec(
-        command=shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]]),
+        command=command(),
         config=to_dict(config),
         methods={method.name: method.fields for method in methods},
         seconds=parse_seconds('--seconds', SECONDS.value, names, float(SECONDS.default[0])),

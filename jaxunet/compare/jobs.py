@@ -1,13 +1,12 @@
 """Training jobs of `jaxunet.compare.queue`: what is trained, for how long, and how it is measured.
 
-A job file is Python with a function `get_jobs(part, data)` that returns a list of `Job`, the most
-important first. `docs/results/recipes/jobs.py` is one.
+`jaxunet.compare.job_files` reads them from files.
 """
 
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,16 +81,19 @@ class Job:
           UserError: no such config file, a field that does not fit, or images that cannot be opened
         where the config leaves fields open.
         """
-        values = _load(self.config, 'get_config')()
-        if not isinstance(values, ConfigDict):
-            raise UserError(f'{self.name}: {self.config}: get_config() must return a ConfigDict')
-        raw = values.to_dict()
-        for path, value in self.fields.items():
-            set_field(raw, path, value)
-        raw['seed'] = self.seed
         try:
-            newest = {'keep': 1, 'keep_every': 0, 'keep_best': 0}  # checkpoints to keep
-            return base_config(complete(raw).replace(parallel={'devices': 1}, train=newest))
+            values = load_function(self.config, 'get_config')()
+            if not isinstance(values, ConfigDict):
+                raise UserError(f'{self.config}: get_config() must return a ConfigDict')
+            raw = values.to_dict()
+            for path, value in self.fields.items():
+                set_field(raw, path, value)
+            raw['seed'] = self.seed
+            one = {
+                'parallel': {'devices': 1},
+                'train': {'keep': 1, 'keep_every': 0, 'keep_best': 0},
+            }
+            return base_config(complete(raw).replace(**one))
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
 
@@ -106,57 +108,46 @@ class Job:
         wanted = self.averages or (next(iter(kept)),)
         if unknown := [average for average in wanted if average not in kept]:
             raise UserError(
-                f'--jobs: {self.name}: averages: expected some of {", ".join(kept)}, which the '
+                f'{self.name}: averages: expected some of {", ".join(kept)}, which the '
                 f'config keeps, found {unknown[0]!r}'
             )
         return {average: kept[average] for average in wanted}
 
 
-def read_jobs(named: str, data: str) -> list[Job]:
-    """Returns the jobs of a file, checked.
-
-    Args:
-      named: FILE or FILE:PART; `get_jobs` of the file gets the part, '' without one.
-      data: folder of the images, for `get_jobs`.
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Checks jobs before any of them runs.
 
     Raises:
-      UserError: no such file or part, jobs without a name of their own, or a value out of range.
+      UserError: two jobs have one name, or a value is out of range; the message begins with the
+        job's name.
     """
-    path, _, part = named.partition(':')
-    jobs = _load(path, 'get_jobs')(part, data)
-    if not isinstance(jobs, list) or not jobs or not all(isinstance(job, Job) for job in jobs):
-        raise UserError(f'--jobs: {named}: expected get_jobs() to return jobs, found {jobs!r}')
     names = [job.name for job in jobs]
     for job in jobs:
         if names.count(job.name) > 1:
-            raise UserError(f'--jobs: {named}: two jobs are called {job.name}; rename a case')
+            raise UserError(f'two jobs are called {job.name}; rename a case')
         seconds = job.seconds
         if not seconds or min(seconds) <= 0 or list(seconds) != sorted(set(seconds)):
-            raise UserError(
-                f'--jobs: {job.name}: seconds: expected ascending times, found {seconds}'
-            )
+            raise UserError(f'{job.name}: seconds: expected ascending times, found {seconds}')
         if not job.samplers or min(job.samples, job.batch_size) < 1:
-            raise UserError(
-                f'--jobs: {job.name}: expected at least one sampler, sample and image a batch'
-            )
-        for sampler in job.samplers:
-            parse_sampler(sampler)
+            raise UserError(f'{job.name}: expected at least one sampler, sample and image a batch')
+        try:
+            for sampler in job.samplers:
+                parse_sampler(sampler)
+        except UserError as error:
+            raise UserError(f'{job.name}: {error}') from None
         config = job.load_config()
         if config.model.low_res_size:
             raise UserError(
-                f'--jobs: {job.name}: model.low_res_size: expected (), as samples are drawn only '
+                f'{job.name}: model.low_res_size: expected (), as samples are drawn only '
                 f'from noise, found {config.model.low_res_size}'
             )
         job.state_names(config)
         if len(job.averages) > 1 and job.choosing < 1:
-            raise UserError(f'--jobs: {job.name}: choosing: expected samples, found {job.choosing}')
+            raise UserError(f'{job.name}: choosing: expected samples, found {job.choosing}')
         if len(job.averages) > 1 and not any(
             'fid' in metrics for _, metrics in job.references.values()
         ):
-            raise UserError(
-                f'--jobs: {job.name}: averages are chosen by fid; name it for a reference'
-            )
-    return jobs
+            raise UserError(f'{job.name}: averages are chosen by fid; name it for a reference')
 
 
 def parse_sampler(text: str) -> SamplerConfig:
@@ -167,17 +158,21 @@ def parse_sampler(text: str) -> SamplerConfig:
     """
     name, *rest = text.split(':')
     if not 1 <= len(rest) <= 2 or not rest[0].isdigit() or int(rest[0]) < 1:
-        raise UserError(f'--jobs: samplers: expected {FORM}, found {text!r}')
+        raise UserError(f'samplers: expected {FORM}, found {text!r}')
     return SamplerConfig(
         name=name, steps=int(rest[0]), skip_schedule=rest[1] if len(rest) == 2 else None
     )
 
 
-def _load(path: str, function: str) -> Callable[..., object]:
-    """Returns a function of a Python file."""
+def load_function(path: str, function: str) -> Callable[..., object]:
+    """Returns a function of a Python file.
+
+    Raises:
+      UserError: no such file, or no such function in it.
+    """
     if not Path(path).is_file():
-        raise UserError(f'--jobs: no file {path}')
+        raise UserError(f'no file {path}')
     found = runpy.run_path(path).get(function)
     if not callable(found):
-        raise UserError(f'--jobs: {path}: expected a Python file with {function}()')
+        raise UserError(f'{path}: expected a Python file with {function}()')
     return found

@@ -32,15 +32,15 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.job_runner import Limit, Queue
-from jaxunet.compare.jobs import read_jobs
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.results import step_times
 from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
 
 JOBS = flags.DEFINE_string(
-    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.jobs.', required=True
+    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.job_files.', required=True
 )
 DATA = flags.DEFINE_string(
     'data', '.', 'Folder of the archives of images that the file of jobs names.'

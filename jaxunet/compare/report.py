@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxunet.compare.results import Curve, collect, curves, mean_curve, step_costs, time_to
+from jaxunet.compare.results import Curve, collect, curves, mean_curve, step_costs
 from jaxunet.compare.runner import Spec
+from jaxunet.compare.statistics import time_to
 from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.metrics.table import general_label
 from jaxunet.profile.report import check_plots

@@ -97,28 +97,6 @@ def mean_curve(found: Sequence[Curve]) -> tuple[Values, Values]:
     return seconds, np.mean([c.values[known] for c in found], axis=0)
 
 
-def time_to(target: float, seconds: Values, values: Values, *, higher: bool) -> float:
-    """Returns the seconds after which a curve is first as good as `target`; infinity if never.
-
-    The curve is linear between its points. If it is good enough from its first point on, the
-    result is the time of that point: an upper bound.
-
-    Args:
-      target: value to reach.
-      seconds: times of the points, increasing.
-      values: values of the points.
-      higher: True if higher values are better.
-    """
-    good = values >= target if higher else values <= target
-    if not good.any():
-        return math.inf
-    i = int(np.argmax(good))
-    if i == 0 or not np.isfinite(values[i - 1]):
-        return float(seconds[i])
-    share = (target - values[i - 1]) / (values[i] - values[i - 1])
-    return float(seconds[i - 1] + share * (seconds[i] - seconds[i - 1]))
-
-
 def step_costs(directory: pathlib.Path) -> rows.Row:
     """Returns the latest row of step costs (`jaxunet.compare.step_cost`); {} without any.
 

@@ -4,8 +4,9 @@ The methods take turns, so that a drift of the machine affects all of them alike
 
     # CONFIGS.json maps names to configs. Prints one JSON row; everything else goes to stderr.
     python -m jaxunet.compare.step_cost CONFIGS.json
-    # The cases of a file of jobs, for --step_ms of jaxunet.compare.queue. DATA as its --data.
-    python -m jaxunet.compare.step_cost JOBS.py:PART DATA >> step_ms.jsonl
+    # The cases of a file of jobs, for `step_ms` of a comparison file or --step_ms of
+    # jaxunet.compare.queue. DATA as its --data.
+    python -m jaxunet.compare.step_cost FILE:PART DATA >> step_ms.jsonl
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable
 from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.compare.jobs import read_jobs
+from jaxunet.compare.job_files import read_jobs
 from jaxunet.config import Config, cli, resolve
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images

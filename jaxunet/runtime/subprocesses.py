@@ -84,7 +84,7 @@ def answer(
             return Answer(row)
     # The first line of the log is the command.
     stderr_text = log.read_text(errors='replace').partition('\n')[2] if log else err
-    return Answer(None, _failure(process.returncode, stderr_text))
+    return Answer(None, failure(process.returncode, stderr_text))
 
 
 @contextlib.contextmanager
@@ -152,8 +152,13 @@ def _log_file(log: pathlib.Path | None, command: list[str]) -> Iterator[int | IO
         yield file
 
 
-def _failure(code: int, log: str) -> tuple[str, str]:
-    """Returns the status and reason of a process that ended without a result."""
+def failure(code: int, log: str) -> tuple[str, str]:
+    """Returns the status and reason of a process that ended without a result.
+
+    Args:
+      code: its exit code.
+      log: what it has printed to stderr.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     last_line = lines[-1][-LAST_WORDS:] if lines else 'no output'
     if code == -signal.SIGKILL:
@@ -173,7 +178,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _cores(parts: int) -> list[set[int]]:
+def cores(parts: int) -> list[set[int]]:
     """Divides this process's CPU cores into equal parts.
 
     The parts are empty if there are fewer cores than parts, or on systems without CPU affinity.
@@ -197,10 +202,10 @@ def share(
       gpus: names of the GPUs.
       work: runs a task; each task has its own thread.
     """
-    cores = _cores(len(gpus))
+    parts = cores(len(gpus))
 
     def pinned(i: int, mine: Sequence[str]) -> None:
-        own = set[int]().union(*(cores[gpus.index(gpu)] for gpu in mine))
+        own = set[int]().union(*(parts[gpus.index(gpu)] for gpu in mine))
         if own:
             os.sched_setaffinity(0, own)  # this thread only; its processes inherit it
         work(i, mine)

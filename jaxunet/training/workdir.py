@@ -15,10 +15,13 @@ from jaxunet.runtime.whole_files import remove_left
 
 
 @contextlib.contextmanager
-def opened(workdir: pathlib.Path) -> Iterator[None]:
+def opened(workdir: pathlib.Path, flag: str = '--workdir') -> Iterator[None]:
     """Makes the workdir and locks it for process 0 of this run; the lock ends with the process.
 
     Removes what a killed run has left half-written in it.
+
+    Args:
+      flag: the flag that gave the folder; begins the messages.
 
     Raises:
       UserError: another run holds the lock, or the folder cannot be made or written.
@@ -27,7 +30,7 @@ def opened(workdir: pathlib.Path) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f'--workdir: {workdir}: cannot be made: {error.strerror or error}; choose another'
+            f'{flag}: {workdir}: cannot be made: {error.strerror or error}; choose another'
         ) from None
     if jax.process_index() != 0:
         yield
@@ -36,19 +39,20 @@ def opened(workdir: pathlib.Path) -> Iterator[None]:
         file = (workdir / '.lock').open('w')
     except OSError as error:
         raise UserError(
-            f'--workdir: {workdir}: cannot be written: {error.strerror or error}; choose another'
+            f'{flag}: {workdir}: cannot be written: {error.strerror or error}; choose another'
         ) from None
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(
-                f'--workdir: another run is training in {workdir}; wait until it ends, or choose '
+                f'{flag}: another run is training in {workdir}; wait until it ends, or choose '
                 'another folder'
             ) from None
         except OSError as error:  # a file system without locks
             logging.warning(
-                '--workdir: %s cannot be locked (%s): nothing keeps a second run out of it',
+                '%s: %s cannot be locked (%s): nothing keeps a second run out of it',
+                flag,
                 workdir,
                 error.strerror or error,
             )

@@ -23,6 +23,7 @@ from jaxunet.compare.methods import (
     parse_methods,
     parse_seconds,
 )
+from jaxunet.compare.statistics import time_to
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.runtime.errors import UserError
@@ -348,13 +349,11 @@ def test_a_comparison_of_before_numbers_were_by_method(tmp_path):
 def test_time_to_a_quality():
     seconds = np.array([10.0, 20.0, 30.0])
     falling = np.array([50.0, 30.0, 20.0])
-    assert results.time_to(40, seconds, falling, higher=False) == 15
-    assert results.time_to(20, seconds, falling, higher=False) == 30
-    assert results.time_to(60, seconds, falling, higher=False) == 10
-    assert results.time_to(19, seconds, falling, higher=False) == np.inf
-    assert results.time_to(0.5, seconds, np.array([0.1, 0.3, 0.7]), higher=True) == pytest.approx(
-        25
-    )
+    assert time_to(40, seconds, falling, higher=False) == 15
+    assert time_to(20, seconds, falling, higher=False) == 30
+    assert time_to(60, seconds, falling, higher=False) == 10
+    assert time_to(19, seconds, falling, higher=False) == np.inf
+    assert time_to(0.5, seconds, np.array([0.1, 0.3, 0.7]), higher=True) == pytest.approx(25)
 
 
 def rows_of(

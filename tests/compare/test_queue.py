@@ -16,8 +16,9 @@ from PIL import Image
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import collected, job_runner, step_cost, work
+from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.job_runner import Limit, Queue, summary
-from jaxunet.compare.jobs import Job, parse_sampler, read_jobs
+from jaxunet.compare.jobs import Job, parse_sampler
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.results import step_times
 from jaxunet.runtime import rows
@@ -26,7 +27,7 @@ from jaxunet.runtime.errors import UserError
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
-JOBS, METHODS = RESULTS / 'recipes/jobs.py', RESULTS / 'methods/jobs.py'
+JOBS, TINY = RESULTS / 'recipes/jobs.py', RESULTS / 'methods/tiny.toml'
 
 
 @pytest.fixture(scope='module')
@@ -39,7 +40,7 @@ def jobs():
     """Two of the small jobs: one case with two seeds, of which only the first holds images out and
     chooses an average.
     """
-    first = [job for job in read_jobs(f'{METHODS}:tiny', '') if job.case == 'uniform']
+    first = [job for job in read_jobs(str(TINY), '') if job.case == 'uniform']
     assert [job.seed for job in first] == [0, 1]
     often = {'train.holdout_every': 1, 'train.log_every': 1}
     plain = {k: v for k, v in first[1].fields.items() if k != 'data.holdout'}
@@ -419,26 +420,6 @@ def test_times_with_rows_keep_their_samplers(tmp_path):
     assert found['objects']['flow', 0].samplers == found['minute']['flow', 1].samplers == few + more
     ((name, job),) = found['twenty'].items()
     assert (name, job.seconds, job.samplers) == (('flow', 1), (180,), more)
-
-
-def test_the_jobs_of_the_methods():
-    found = read_jobs(f'{METHODS}:all', '/data')
-    cases = list(dict.fromkeys(job.case for job in found))
-    assert [job.case for job in found if job.seed == 1][:2] == cases[:2] == ['uniform', 'flow']
-    assert all([j.seed for j in found if j.case == case] == [0, 1, 2] for case in cases)
-    assert {len(job.samplers) for job in found} == {2}
-    costs = step_cost.read_configs(f'{METHODS}:costs', '/data')
-    assert sorted(costs) == sorted(cases)
-    assert next(iter(costs)) == 'uniform', 'the ratios are to the first'
-    assert costs['flow+muon'].optimizer.name == 'muon'
-    some = read_jobs(f'{METHODS}:uniform,flow+p2', '/data')
-    assert [(job.case, job.seed) for job in some[:3]] == [
-        ('uniform', 0),
-        ('flow+p2', 0),
-        ('uniform', 1),
-    ]
-    with pytest.raises(UserError, match="'fluw' is not one of"):
-        read_jobs(f'{METHODS}:fluw', '/data')
 
 
 def cost_row(**ratios):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs jobs of docs/results/recipes or docs/results/methods, several processes a GPU, which go on when this command ends.
+# Runs jobs of docs/results/recipes, several processes a GPU, which go on when this command ends.
+# python -m jaxunet.compare --file runs comparison files such as docs/results/methods/methods.toml, and stays until they are done.
 #   tests/gpu/recipes.sh start DATA OUTPUT LIMIT STEP_MS GPU:CPUS ...   starts a process for each GPU named, bound to CPUS; again for more
 #   tests/gpu/recipes.sh wait OUTPUT SECONDS       waits until all end, at most SECONDS; prints their rows
 #   tests/gpu/recipes.sh pack OUTPUT TARGET        copies rows, logs and pictures to TARGET, in few files; at any time
@@ -88,7 +89,7 @@ case ${1:-} in
       tar -C "$2" --null -T - --transform 's,^[0-9]/,,' -cf "$3/pictures.tar"
     ;;
   *)
-    sed -n '2,14p' "$self" >&2
+    sed -n '2,15p' "$self" >&2
     exit 2
     ;;
 esac

@@ -14,7 +14,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
-from support import fault_table, markdown, method_tables, recipe_tables, sanitizer, width_tables
+from support import fault_table, markdown, recipe_tables, sanitizer, study_tables, width_tables
 from support import golden as trajectories
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -382,14 +382,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'sanitizer': lambda: sanitizer.table(read_lines('sanitizer/rows.jsonl')),
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
-    'methods_quality': lambda: method_tables.quality(method_tables.measured()),
-    'methods_end': lambda: method_tables.at_the_end(method_tables.measured()),
-    'methods_baseline': lambda: method_tables.against_baseline(method_tables.measured()),
-    'methods_best': lambda: method_tables.against_best(method_tables.measured()),
-    'methods_sooner': lambda: method_tables.sooner(method_tables.measured()),
-    'methods_steps': method_tables.step_times,
-    'methods_missing': lambda: method_tables.missing(method_tables.measured()),
-    'methods_picture': method_tables.picture,
+    **study_tables.TABLES,
     **recipe_tables.TABLES,
     **width_tables.TABLES,
     'devices_batch': study('devices_batch'),

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxunet.compare.results import time_to
+from jaxunet.compare.statistics import time_to
+from jaxunet.compare.tables import step_times
 from jaxunet.runtime.rows import Row
-from support import markdown, method_tables
+from support import markdown
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/recipes'
 DIGITS = FOLDER.parent / 'digits'
@@ -348,7 +349,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'recipes': lambda: objectives(read()),
     'recipes_samplers': lambda: samplers(read()),
     'recipes_sooner': lambda: sooner(read()),
-    'recipes_costs': lambda: method_tables.step_times(FOLDER, 'objective', BASELINE),
+    'recipes_costs': lambda: step_times(FOLDER / 'step_ms.jsonl', 'objective'),
     'recipes_sampling': lambda: sampling_times([*read(), *earlier()]),
     'recipes_elephants': lambda: elephants(of_elephants(read()) or earlier()),
     'recipes_pictures': pictures,

@@ -1,0 +1,184 @@
+"""Statistics of a comparison over seeds: means, paired tests, and the time to a quality.
+
+They read rows of `jaxunet.compare.queue`. A cell is a method at one time, with the rows of its
+seeds. `docs/results/methods/PROTOCOL.md` says why these statistics were chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy import special
+
+from jaxunet.runtime.rows import Row
+
+LEVEL = 0.05  # below which the p of a difference makes one ahead of the other
+Find = Callable[[Row], float]  # reads a number of a row; NaN if the row has none
+Cells = Mapping[tuple[str, float], list[Row]]  # (method, seconds) -> rows in the order of seeds
+Points = Float[np.ndarray, ' points']
+
+
+class Mean(NamedTuple):
+    """A mean over seeds.
+
+    Attributes:
+      error: standard error, s/√n; NaN with one seed.
+      seeds: number of seeds.
+    """
+
+    value: float
+    error: float
+    seeds: int
+
+
+class Paired(NamedTuple):
+    """The difference of two methods over the seeds that both have.
+
+    Attributes:
+      difference: the mean of the differences; below 0 if the first is smaller.
+      p: two-sided, of the paired t-test; NaN with one seed.
+      apart: the means' error bars do not overlap.
+    """
+
+    difference: Mean
+    p: float
+    apart: bool
+
+    @property
+    def ahead(self) -> bool:
+        """True if the first is smaller by the test and by its error bar."""
+        return self.difference.value < 0 and self.p < LEVEL and self.apart
+
+
+class Reached(NamedTuple):
+    """The times at which a method is as good as the baseline at its end.
+
+    Attributes:
+      seconds: by seed; infinity if never.
+      bounds: seeds whose curve is good enough from its first point on, so that their time is an
+        upper bound.
+      mean: over seeds; None if a seed does not reach the quality, or there are none.
+    """
+
+    seconds: Mapping[int, float]
+    bounds: frozenset[int]
+    mean: Mean | None
+
+
+def value(metric: str, reference: str) -> Find:
+    """Returns a function that reads a metric of a row; NaN where it was not measured.
+
+    Args:
+      metric: its name in the config, such as fid.
+      reference: name of the images that samples were compared with.
+    """
+    return lambda row: row.get('values', {}).get(reference, {}).get(metric, math.nan)
+
+
+def best_cells(rows: Iterable[Row], find: Find) -> dict[tuple[str, float], list[Row]]:
+    """Returns the rows of the best sampler by (method, seconds), in the order of their seeds.
+
+    It has the smallest mean among the samplers that have most seeds.
+
+    Args:
+      find: what the samplers are chosen by, such as the Fréchet distance.
+    """
+    by_sampler: dict[tuple[str, float], dict[str, list[Row]]] = {}
+    for row in sorted(rows, key=lambda row: row['seed']):
+        cell = by_sampler.setdefault((row['case'], row['seconds']), {})
+        cell.setdefault(row['sampler'], []).append(row)
+    found = {}
+    for key, samplers in by_sampler.items():
+        most = max(map(len, samplers.values()))
+        full = [group for group in samplers.values() if len(group) == most]
+        found[key] = min(full, key=lambda group: float(np.mean([find(row) for row in group])))
+    return found
+
+
+def mean_over(values: Sequence[float]) -> Mean:
+    """Returns the mean of one or more values with its standard error."""
+    count = len(values)
+    error = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+    return Mean(float(np.mean(values)), error, count)
+
+
+def paired(mine: Sequence[Row], other: Sequence[Row], find: Find) -> Paired | None:
+    """Compares two cells over the seeds that both have; returns None without any."""
+    first, second = ({row['seed']: find(row) for row in rows} for rows in (mine, other))
+    seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
+    ours, theirs = (mean_over([values[seed] for seed in seeds]) for values in (first, second))
+    difference = mean_over([first[seed] - second[seed] for seed in seeds])
+    if len(seeds) == 1:
+        return Paired(difference, math.nan, False)
+    if difference.error == 0:
+        p = 0.0 if difference.value else 1.0
+    else:
+        t = abs(difference.value) / difference.error
+        p = float(2 * special.stdtr(len(seeds) - 1, -t))
+    return Paired(difference, p, abs(difference.value) > ours.error + theirs.error)
+
+
+def rival(cells: Cells, case: str, seconds: float, find: Find) -> str | None:
+    """Returns the method with the smallest mean at this time, other than `case`; None without."""
+    means = {
+        name: float(np.mean([find(row) for row in rows]))
+        for (name, time), rows in cells.items()
+        if time == seconds and name != case
+    }
+    return min(means, key=lambda name: means[name], default=None)
+
+
+def time_to(target: float, seconds: Points, values: Points, *, higher: bool) -> float:
+    """Returns the seconds after which a curve is first as good as `target`; infinity if never.
+
+    The curve is linear between its points. If it is good enough from its first point on, the
+    result is the time of that point: an upper bound.
+
+    Args:
+      target: value to reach.
+      seconds: times of the points, increasing.
+      values: values of the points.
+      higher: True if higher values are better.
+    """
+    good = values >= target if higher else values <= target
+    if not good.any():
+        return math.inf
+    i = int(np.argmax(good))
+    if i == 0 or not np.isfinite(values[i - 1]):
+        return float(seconds[i])
+    share = (target - values[i - 1]) / (values[i] - values[i - 1])
+    return float(seconds[i - 1] + share * (seconds[i] - seconds[i - 1]))
+
+
+def end_of(cells: Cells, case: str) -> float:
+    """Returns the last time at which a method was measured; 0 without any."""
+    return max((time for name, time in cells if name == case), default=0.0)
+
+
+def times_to_final(cells: Cells, case: str, baseline: str, find: Find) -> Reached:
+    """Returns when `case` is as good as the baseline with the same seed at its last time.
+
+    Between the measured times the curves are straight.
+    """
+    last = end_of(cells, baseline)
+    targets = {row['seed']: find(row) for row in cells.get((baseline, last), [])}
+    curves: dict[int, list[tuple[float, float]]] = {seed: [] for seed in targets}
+    for name, time in sorted(cells):
+        for row in cells[name, time] if name == case else []:
+            if row['seed'] in curves:
+                curves[row['seed']].append((time, find(row)))
+    found, bounds = {}, set()
+    for seed, curve in sorted(curves.items()):
+        if curve:
+            found[seed] = time_to(targets[seed], *np.array(curve).T, higher=False)
+            if found[seed] == curve[0][0] and case != baseline:
+                bounds.add(seed)
+    times = list(found.values())
+    known = bool(times) and all(map(math.isfinite, times))
+    return Reached(found, frozenset(bounds), mean_over(times) if known else None)

@@ -1,0 +1,215 @@
+"""A comparison of training methods as data; `jaxunet.compare.study_file` reads it from a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxunet.compare.jobs import Job, check_jobs
+from jaxunet.compare.methods import named_fields
+from jaxunet.compare.statistics import Find, value
+from jaxunet.runtime.errors import UserError, near_misses
+
+EVERY = ('', 'all')  # parts that mean all methods
+TITLES = {
+    'fid': 'Fréchet distance',
+    'sfid': 'spatial Fréchet distance',
+    'kid': 'kernel distance',
+    'precision': 'precision',
+    'recall': 'recall',
+    'copies': 'copies',
+    'inception_score': 'Inception Score',
+}
+DISTANCES = ('fid', 'sfid', 'kid')
+
+
+class Round(NamedTuple):
+    """Runs that are done before those of later rounds: each seed of all methods in turn."""
+
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+
+class Reference(NamedTuple):
+    """Real images that samples are compared with; fields as in the file."""
+
+    path: str
+    name: str
+    metrics: tuple[str, ...]
+
+
+class Metric(NamedTuple):
+    """A metric with its title in reports; `find` reads it from a row."""
+
+    title: str
+    find: Find
+
+
+@dataclass(frozen=True)
+class Study:
+    """A comparison of training methods, as its file states it.
+
+    Fields:
+      path: the file.
+      own: name of an own method -> its fields.
+      images: name and path of the training images.
+      samplers: by objective; '' holds for objectives that are not named.
+      step_ms: milliseconds that a step counts, or the path of a file with those of each method; '0'
+        = training time is measured.
+      others: as the keys of the file say.
+    """
+
+    path: Path
+    title: str
+    protocol: Path
+    config: Path
+    baseline: str
+    rounds: tuple[Round, ...]
+    seconds: tuple[float, ...]
+    own: Mapping[str, Mapping[str, object]]
+    images: tuple[str, str]
+    fields: Mapping[str, object]
+    samplers: Mapping[str, tuple[str, ...]]
+    samples: int
+    batch_size: int
+    picture: int
+    averages: tuple[str, ...]
+    choosing: int
+    references: tuple[Reference, ...]
+    features: Path
+    step_ms: str
+    rows: Path | None
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods in the order in which they first appear."""
+        return tuple(dict.fromkeys(name for one in self.rounds for name in one.methods))
+
+    @property
+    def cells(self) -> tuple[tuple[str, int], ...]:
+        """All runs in their order, as (method, seed)."""
+        return tuple(
+            (method, seed) for one in self.rounds for seed in one.seeds for method in one.methods
+        )
+
+    @cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """All metrics, those of the first reference first."""
+        first = self.references[0].name
+        return tuple(
+            Metric(
+                TITLES[metric] + ('' if one.name == first else f' to {one.name} images'),
+                value(metric, one.name),
+            )
+            for one in self.references
+            for metric in one.metrics
+        )
+
+    @cached_property
+    def distances(self) -> tuple[Metric, ...]:
+        """The distances to the first reference, by which methods are compared."""
+        metrics = self.references[0].metrics
+        return tuple(
+            found for found, name in zip(self.metrics, metrics, strict=False) if name in DISTANCES
+        )
+
+    def fields_of(self, method: str) -> dict[str, object]:
+        """Returns the fields that make a method.
+
+        Raises:
+          UserError: an unknown name, or names that do not go together.
+        """
+        if method in self.own:
+            return dict(self.own[method])
+        return known_fields(method, f'{self.path}: rounds')
+
+    def samplers_of(self, method: str) -> tuple[str, ...]:
+        """Returns the samplers of a method: those of its objective.
+
+        Raises:
+          UserError: the file has no samplers for its objective, or the method has none.
+        """
+        if '' in self.samplers:
+            return self.samplers['']
+        objective = {**self.fields, **self.fields_of(method)}.get('diffusion.objective')
+        if objective is None:
+            raise UserError(
+                f'{self.path}: fields: expected "diffusion.objective", by which the samplers are '
+                f'chosen, as {method} has none'
+            )
+        if objective not in self.samplers:
+            raise UserError(
+                f'{self.path}: samplers: expected those of {objective}, the objective of '
+                f'{method}, found those of {", ".join(self.samplers)}'
+            )
+        return self.samplers[str(objective)]
+
+    def jobs(self, part: str, data: str) -> list[Job]:
+        """Returns the runs of a part in their order, checked.
+
+        Args:
+          part: names of methods, joined by commas; one of `EVERY` for all.
+          data: folder of the images.
+
+        Raises:
+          UserError: a method that the file does not have, or a value that does not fit.
+        """
+        cells = list(self.cells)
+        if part not in EVERY:
+            names = part.split(',')
+            for name in names:
+                if name not in self.methods:
+                    raise UserError(
+                        f'{self.path}:{part}: expected methods of its rounds, found {name!r}'
+                        f'{near_misses(name, self.methods)}; add it to a round'
+                    )
+            seeds = dict.fromkeys(seed for _, seed in cells)
+            cells = [(name, s) for s in seeds for name in names if (name, s) in self.cells]
+        jobs = [self._job(method, seed, data) for method, seed in cells]
+        try:
+            check_jobs(jobs)
+        except UserError as error:
+            text = ' '.join(str(error).replace('the config is not valid:', '').split())
+            raise UserError(f'{self.path}: {text}') from None
+        return jobs
+
+    def _job(self, method: str, seed: int, data: str) -> Job:
+        def located(path: str) -> str:
+            return path if ':' in path else str(Path(data) / path)
+
+        name, path = self.images
+        return Job(
+            method,
+            name,
+            str(self.config),
+            {'data.path': located(path), **self.fields, **self.fields_of(method)},
+            self.seconds,
+            self.samplers_of(method),
+            {located(r.path): (r.name, r.metrics) for r in self.references},
+            seed=seed,
+            samples=self.samples,
+            batch_size=self.batch_size,
+            picture=self.picture if seed == self.cells[0][1] else 0,
+            averages=self.averages,
+            choosing=self.choosing,
+        )
+
+
+def known_fields(name: str, place: str) -> dict[str, object]:
+    """Returns the fields of a name of `jaxunet.compare.methods`, or of several joined by +.
+
+    Args:
+      place: begins the message: the file and the key that has the name.
+
+    Raises:
+      UserError: an unknown name, or names that do not go together.
+    """
+    try:
+        return named_fields(name)
+    except UserError as error:
+        text = re.sub(r'^--methods:? |; to define your own, .*', '', str(error))
+        raise UserError(f'{place}: {text}') from None

@@ -1,0 +1,211 @@
+"""Reads a comparison file: one TOML file that states a comparison of training methods.
+
+    title = "Which method is sooner?"
+    protocol = "PROTOCOL.md"
+    config = "../../../configs/cifar10.py"
+    baseline = "uniform"
+    seeds = [0, 1, 2]
+    seconds = [60, 120, 240]            # of training, at which each run is measured
+    features = "features.npz"           # of the feature network
+    step_ms = "step_ms.jsonl"           # a number, or rows of jaxunet.compare.step_cost;
+                                        # default: training time is measured
+    rows = "rows.jsonl"                 # of earlier runs, which are not repeated; may be missing
+
+    [[rounds]]                          # the order in which the cells are filled
+    methods = ["uniform", "flow", "flow+muon", "mine"]
+    seeds = [0]                         # default: all
+
+    [methods.mine]                      # own methods; others are names of jaxunet.compare.methods
+    from = "adaptive"                   # default: the baseline of these
+    fields = {"timesteps.adaptive_bins" = 64}
+
+    [images]
+    name = "cifar10"                    # in the rows
+    path = "cifar10_train.tar.xz"       # data.path, in the folder of --data
+
+    [fields]                            # of the config, the same for all methods
+    "data.holdout" = 1000
+
+    [samplers]                          # by diffusion.objective, or samplers = [...] for all; the
+    epsilon = ["ddpm:50", "heun:25"]    # first also chooses the average
+
+    [samples]
+    count = 10_000                      # of each sampler
+    batch_size = 1000
+    picture = 64                        # in the grid of the first seed; default 0: none
+
+    [averages]                          # default: the config's first rate
+    names = [0.9999, 0.05, 0.15]        # rates and widths that the config keeps
+    samples = 1000                      # of each, which choose one of them
+
+    [[references]]                      # methods are compared by distances to the first
+    path = "cifar10_train.tar.xz"       # as that of the images
+    name = "train"
+    metrics = ["fid", "kid", "precision", "recall"]
+
+Paths are relative to the folder of the file; those of images are in the folder of `--data`, unless
+they name a source such as digits:. `docs/results/methods/methods.toml` is such a file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxunet.compare.methods import BASELINE, METHODS, OWN
+from jaxunet.compare.study import DISTANCES, Reference, Round, Study, known_fields
+from jaxunet.compare.toml_table import Table, read_toml
+from jaxunet.config.relations import METRICS
+from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.untrusted import NUMBER, shown
+
+SUFFIX = '.toml'
+
+
+def read_study(path: str | Path) -> Study:
+    """Returns the comparison of a file.
+
+    Raises:
+      UserError: no such file, a key that is unknown or missing, or a value that does not fit; the
+        message names the file and the key.
+    """
+    path = Path(path)
+    table = read_toml(path)
+
+    def beside(name: str) -> Path:
+        return Path(os.path.normpath(path.parent / name))
+
+    rows, step_ms = table.one('rows', str, None), table.one('step_ms', str | NUMBER, 0)
+    images, samples = table.table('images'), table.table('samples')
+    averages = table.table('averages', optional=True)
+    names = averages.several('names', NUMBER, ())
+    seeds = table.several('seeds', int)
+    study = Study(
+        path=path,
+        title=table.one('title', str, 'Training methods at equal time'),
+        protocol=_existing(table, 'protocol', path.parent),
+        config=_existing(table, 'config', path.parent),
+        baseline=table.one('baseline', str),
+        rounds=_rounds(table, seeds),
+        seconds=table.several('seconds', NUMBER),
+        own=_own_methods(table.table('methods', optional=True)),
+        images=(images.one('name', str), images.one('path', str)),
+        fields=_fields(table.table('fields', optional=True), ('seed', 'data.path')),
+        samplers=_samplers(table),
+        samples=samples.one('count', int),
+        batch_size=samples.one('batch_size', int),
+        picture=samples.one('picture', int, 0),
+        averages=tuple(str(float(name)) for name in names),
+        choosing=averages.one('samples', int, *([] if len(names) > 1 else [0])),
+        references=_references(table),
+        features=beside(table.one('features', str)),
+        step_ms=str(beside(step_ms)) if isinstance(step_ms, str) else str(step_ms),
+        rows=beside(rows) if rows is not None else None,
+    )
+    for one in (table, images, samples, averages):
+        one.done()
+    _check(study)
+    return study
+
+
+def _check(study: Study) -> None:
+    """Raises UserError for values that do not fit each other."""
+    if study.baseline not in study.methods:
+        raise UserError(
+            f'{study.path}: baseline: expected one of the methods of the rounds, '
+            f'{", ".join(study.methods)}, found {study.baseline!r}'
+        )
+    if unused := [name for name in study.own if name not in study.methods]:
+        raise UserError(
+            f'{study.path}: methods.{unused[0]}: expected a method of a round, found it in none'
+        )
+    for cell in study.cells:
+        if study.cells.count(cell) > 1:
+            raise UserError(
+                f'{study.path}: rounds: {cell[0]} with seed {cell[1]} is in two rounds; leave it '
+                'out of one'
+            )
+    if not study.distances:
+        raise UserError(
+            f'{study.path}: references[0].metrics: expected one of {", ".join(DISTANCES)}, by '
+            'which the methods are compared'
+        )
+    for values in zip(*((one.name, one.path) for one in study.references), strict=True):
+        if len(set(values)) < len(values):
+            raise UserError(
+                f'{study.path}: references: expected different names and paths, found '
+                f'{", ".join(values)}'
+            )
+    for method in study.methods:
+        study.samplers_of(method)
+
+
+def _existing(table: Table, key: str, folder: Path) -> Path:
+    """Returns the path of a file that must be there."""
+    named = table.one(key, str)
+    path = Path(os.path.normpath(folder / named))
+    if not path.is_file():
+        neighbours = [p.name for p in path.parent.glob(f'*{path.suffix}')]
+        hint = near_misses(path.name, neighbours)
+        raise UserError(f'{table.place}{key}: no file {path}{hint}')
+    return path
+
+
+def _rounds(table: Table, seeds: tuple[int, ...]) -> tuple[Round, ...]:
+    found = []
+    for one in table.tables('rounds'):
+        mine = one.several('seeds', int, seeds)
+        if unknown := [seed for seed in mine if seed not in seeds]:
+            raise UserError(
+                f'{one.place}seeds: expected some of {shown(seeds)}, found {unknown[0]}'
+            )
+        found.append(Round(one.several('methods', str), mine))
+        one.done()
+    return tuple(found)
+
+
+def _own_methods(table: Table) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    for name in table.every():
+        one = table.table(name)
+        if name in METHODS or '+' in name:
+            raise UserError(f'{one.place[:-1]}: expected a new name without +, found {name!r}')
+        fields = known_fields(one.one('from', str, BASELINE), f'{one.place}from')
+        found[name] = fields | _fields(one.table('fields'), OWN)
+        one.done()
+    return found
+
+
+def _fields(table: Table, others: tuple[str, ...]) -> dict[str, object]:
+    """Returns fields of the config by path; `others` are set elsewhere, or end in a dot."""
+    fields = table.every()
+    for path in fields:
+        if path in others or path.startswith(tuple(o for o in others if o.endswith('.'))):
+            raise UserError(
+                f'{table.place}{path}: must be the same for all runs, or follows from another key '
+                'of the file; leave it out here'
+            )
+    return {p: tuple(v) if isinstance(v, list) else v for p, v in fields.items()}
+
+
+def _samplers(table: Table) -> dict[str, tuple[str, ...]]:
+    """Returns samplers by objective; those of a list have the key ''."""
+    if table.holds('samplers', list):
+        return {'': table.several('samplers', str)}
+    by_objective = table.table('samplers')
+    return {name: by_objective.several(name, str) for name in by_objective.every()}
+
+
+def _references(table: Table) -> tuple[Reference, ...]:
+    found = []
+    for one in table.tables('references'):
+        metrics = one.several('metrics', str)
+        for metric in metrics:
+            if metric not in METRICS:
+                raise UserError(
+                    f'{one.place}metrics: expected some of {", ".join(METRICS)}, found {metric!r}'
+                    f'{near_misses(metric, METRICS)}'
+                )
+        found.append(Reference(one.one('path', str), one.one('name', str), metrics))
+        one.done()
+    return tuple(found)

@@ -1,0 +1,142 @@
+"""Writes the report of a comparison file: report.md and quality.png, from its rows."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxunet.compare import tables
+from jaxunet.compare.statistics import mean_over
+from jaxunet.compare.study import Metric
+from jaxunet.compare.tables import Measured
+from jaxunet.profile.report import check_plots
+
+REPORT, PLOT = 'report.md', 'quality.png'
+STYLES = ('-', '--', ':', '-.')  # of lines; each colour is used once with each
+COLOURS = 10
+TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)  # of a logarithmic axis, times powers of ten
+FEW_TICKS = 3.0  # ranges up to this ratio would have few of them, and are divided evenly
+
+
+def markdown(m: Measured, folder: Path, command: str, *, plot: bool) -> str:
+    """Returns the report as Markdown.
+
+    Args:
+      folder: of the report; the protocol is linked from there.
+      command: the command line.
+      plot: the plot is there.
+    """
+    study = m.study
+    protocol = os.path.relpath(study.protocol, folder)
+    times = ', '.join(f'{time:g}' for time in study.seconds)
+    parts = [
+        f'# {study.title}',
+        f'`{command}`',
+        f'Protocol: [{study.protocol.name}]({protocol}); comparison file: '
+        f'[{study.path.name}]({os.path.relpath(study.path, folder)}). Seconds of training: '
+        f'{times}. {tables.origin(m)}',
+        f'Cost: {tables.cost(m)}',
+        '± is a standard error over three seeds, or over the number in brackets. Each method '
+        'counts with the sampler of the smaller mean. Bold is ahead: p of the paired t-test below '
+        '0.05, and error bars apart.',
+        tables.quality(m),
+        *([f'![quality against seconds of training]({PLOT})'] if plot else []),
+        f'## Differences to {study.baseline}, with the same seeds',
+        tables.against_baseline(m),
+        '## Differences to the best other method',
+        tables.against_best(m),
+        f'## Seconds to the quality of {study.baseline} at its end',
+        'Curves are straight between the measured times; ≤ is an upper bound, as the quality is '
+        'reached at the first of them.',
+        tables.sooner(m),
+        '## At the last time',
+        tables.at_the_end(m),
+        '## Steps, measured in turns',
+        tables.step_times(Path(study.step_ms)),
+        '## Missing cells',
+        tables.missing(m),
+    ]
+    return '\n\n'.join(parts) + '\n'
+
+
+def write(m: Measured, folder: Path, command: str, *, plot: bool) -> tuple[str, list[Path]]:
+    """Writes report.md, and quality.png if `plot` and there are rows; returns text and paths.
+
+    Raises:
+      UserError: matplotlib is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / REPORT]
+    if plot and m.rows:
+        paths.append(folder / PLOT)
+        draw(m, paths[-1])
+    text = markdown(m, folder, command, plot=(folder / PLOT).exists())
+    paths[0].write_text(text, encoding='utf-8')
+    return text, paths
+
+
+def draw(m: Measured, path: Path) -> None:
+    """Draws a panel for each metric of the first reference: means against seconds of training.
+
+    A band is one standard error on either side.
+
+    Raises:
+      UserError: matplotlib is missing.
+    """
+    check_plots()
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    metrics = m.study.metrics[: len(m.study.references[0].metrics)]
+    across = len(metrics) if len(metrics) < 4 else 2
+    down = -(-len(metrics) // across)
+    figure = Figure(figsize=(5.4 * across + 2.2, 4.4 * down), layout='constrained')
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    for empty in panels[len(metrics) :]:
+        empty.set_axis_off()
+    for panel, metric in zip(panels, metrics, strict=False):
+        _draw_panel(m, metric, panel)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, fontsize='small', title='method (seeds)', loc='outside right upper'
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _draw_panel(m: Measured, metric: Metric, panel: Any) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: PLC0415
+
+    smallest = math.inf
+    for number, name in enumerate(m.methods):
+        times = sorted(time for case, time in m.cells if case == name)
+        means = [mean_over([metric.find(row) for row in m.cells[name, time]]) for time in times]
+        values = np.array([mean.value for mean in means])
+        errors = np.array([mean.error if mean.seeds > 1 else 0.0 for mean in means])
+        (line,) = panel.plot(
+            times,
+            values,
+            label=f'{name} ({max(mean.seeds for mean in means)})',
+            linestyle=STYLES[number // COLOURS % len(STYLES)],
+            marker='o',
+            markersize=3,
+        )
+        panel.fill_between(
+            times, values - errors, values + errors, color=line.get_color(), alpha=0.2, linewidth=0
+        )
+        smallest = min(smallest, float(np.nanmin([*(values - errors), math.inf])))
+    panel.set_xscale('log')
+    panel.set_xticks(m.times, [f'{time:g}' for time in m.times])
+    panel.xaxis.set_minor_locator(NullLocator())
+    if 0 < smallest < math.inf:  # a kernel distance may be below 0
+        panel.set_yscale('log')
+        low, high = panel.get_ylim()
+        many = high > FEW_TICKS * low
+        panel.yaxis.set_major_locator(LogLocator(subs=TICKS) if many else MaxNLocator(6))
+        panel.yaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter('{x:g}')  # 60, not 6 · 10¹
+    panel.set_xlabel('training, s')
+    panel.set_ylabel(metric.title)
+    panel.grid(alpha=0.3)

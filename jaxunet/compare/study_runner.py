@@ -1,0 +1,275 @@
+"""Runs a comparison file: in this process, or in several that divide the runs among themselves.
+
+Each process is `jaxunet.compare.queue`. The folder of the results has
+
+    1/, 2/, ...        what each process writes: rows, stretches, pictures, logs of the runs
+    work/              runs that are not done
+    rows.jsonl, stretches.jsonl, report.md, quality.png      of all processes together
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import jax
+
+from jaxunet.compare import collected, tables
+from jaxunet.compare.collected import ROWS, STRETCHES
+from jaxunet.compare.job_runner import Limit, Queue
+from jaxunet.compare.measure import Measurements
+from jaxunet.compare.results import step_times
+from jaxunet.compare.study import Study
+from jaxunet.runtime import subprocesses
+from jaxunet.runtime.errors import UserError
+
+QUEUE = 'jaxunet.compare.queue'
+MEMORY = 0.9  # of a GPU, for all processes together
+ENDED = (0, 1, 130)  # exit codes of a queue that has told what it did not do
+LOG = 'log.txt'
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a command that runs a comparison file.
+
+    Fields:
+      part: methods to run, joined by commas; '' = all.
+      data: folder of the images.
+      output: folder of the results.
+      devices: GPUs as CUDA_VISIBLE_DEVICES names them, one for each process; a GPU that is named
+        twice is shared by two. () = this process, on the device that JAX finds.
+      limit, reserve, resume: as those of `jaxunet.compare.queue`.
+      began: `time.perf_counter()` at the start of the command.
+    """
+
+    part: str
+    data: str
+    output: Path
+    devices: tuple[str, ...]
+    limit: float
+    reserve: float
+    resume: bool
+    began: float
+
+    def folder(self, number: int) -> Path:
+        """Returns the folder of a process; the first has the number 1."""
+        return self.output / str(number)
+
+
+def run(study: Study, options: Options, command: str) -> list[str]:
+    """Does the runs that are missing; returns what was not done, and why.
+
+    Args:
+      command: the command line, for the rows.
+
+    Raises:
+      UserError: a file that the study needs is missing, or a value does not fit.
+      KeyboardInterrupt: a signal stopped this process or those that it started.
+    """
+    jobs = study.jobs(options.part, options.data)
+    step_ms = step_times(study.step_ms, [job.case for job in jobs])
+    if not study.features.is_file():
+        raise UserError(
+            f'{study.path}: features: no file {study.features}; make it by python -m '
+            'jaxunet.metrics.train_features'
+        )
+    shared = len(options.devices) > len(set(options.devices))
+    if shared and not step_ms:
+        raise UserError(
+            f'{study.path}: step_ms: expected milliseconds of a step, as processes that share a '
+            'GPU (--devices) slow each other down, found none'
+        )
+    known = known_rows(study, options.output)
+    if options.devices:
+        jax.config.update('jax_platforms', 'cpu')  # the devices belong to the processes
+        return _run_processes(study, options, known)
+    folder = options.folder(1)
+    measurements = Measurements(str(study.features), folder / 'pictures')
+    limit = Limit(options.limit, options.reserve, began=options.began)
+    queue = Queue(
+        folder,
+        measurements,
+        limit=limit,
+        command=command,
+        step_ms=step_ms,
+        known=known,
+        work=options.output / 'work',
+        resume=options.resume,
+    )
+    return queue.run(jobs)
+
+
+def known_rows(study: Study, output: Path) -> str:
+    """Writes all rows so far to rows.jsonl of the output; returns its path, '' if there are none.
+
+    Raises:
+      UserError: rows that do not compare, or the file cannot be written.
+    """
+    found = collect(study, output, ())
+    return str(output / ROWS) if found.rows else ''
+
+
+def collect(study: Study, output: Path, others: Sequence[Path]) -> tables.Measured:
+    """Gathers rows and stretches in the output, and returns them.
+
+    Args:
+      output: folder of results, with those of processes in it.
+      others: folders of more rows and stretches, as of other machines.
+
+    Raises:
+      UserError: a file is damaged, rows do not compare, or a file cannot be written.
+    """
+    folders = [part for folder in (output, *others) for part in _parts(folder)]
+    home = [study.rows.parent] if study.rows else []
+    first = [study.rows] if study.rows else []
+    found = tables.measured(
+        study,
+        [*first, *(folder / ROWS for folder in folders)],
+        [folder / STRETCHES for folder in [*home, *folders]],
+    )
+    for name, rows in ((ROWS, found.rows), (STRETCHES, found.stretches)):
+        if rows:
+            collected.write(output / name, rows)
+    return found
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Returns a folder of results with those of its processes."""
+    return [folder, *sorted(path for path in folder.glob('[0-9]*') if path.name.isdigit())]
+
+
+def _run_processes(study: Study, options: Options, known: str) -> list[str]:
+    """Runs a queue on each device; returns what went wrong."""
+    claims = options.output / 'claims'
+    shutil.rmtree(claims, ignore_errors=True)
+    commands, environments = [], []
+    for number, device in enumerate(options.devices, 1):
+        shared_by = options.devices.count(device)
+        flags = {
+            'jobs': f'{study.path}:{options.part}' if options.part else study.path,
+            'data': options.data,
+            'features': study.features,
+            'known': known,
+            'claims': claims,
+            'step_ms': study.step_ms,
+            'shared_by': shared_by,
+            'limit': f'{max(options.limit - (time.perf_counter() - options.began), 1):.0f}',
+            'reserve': f'{options.reserve:g}',
+            'resume': str(options.resume).lower(),
+            'work': options.output / 'work',
+            'output': options.folder(number),
+        }
+        arguments = [f'--{name}={value}' for name, value in flags.items()]
+        commands.append([sys.executable, '-u', '-m', QUEUE, *arguments])
+        env = dict(os.environ) | {'CUDA_VISIBLE_DEVICES': device}
+        if shared_by > 1:
+            env.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', f'{MEMORY / shared_by:.2f}')
+        environments.append(env)
+    cores = subprocesses.cores(len(commands))
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(_log(options.folder(n), c)) for n, c in enumerate(commands, 1)]
+        processes: list[subprocess.Popen[str]] = []
+        asked = stack.enter_context(_signals_passed_on(processes))
+        for arguments, env, log, own in zip(commands, environments, logs, cores, strict=True):
+            with _kept_to(own):
+                process = subprocess.Popen(
+                    arguments,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    start_new_session=True,  # signals reach it only through this process
+                )
+            processes.append(stack.enter_context(process))
+        _tell(processes)
+        codes = [process.wait() for process in processes]
+    if asked:
+        raise KeyboardInterrupt
+    return [
+        f'process {number}: {_reason(code, options.folder(number) / LOG)}'
+        for number, code in enumerate(codes, 1)
+        if code
+    ]
+
+
+@contextlib.contextmanager
+def _kept_to(cores: set[int]) -> Iterator[None]:
+    """Keeps processes that the block starts to some CPU cores; without any, to all."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _log(folder: Path, command: Sequence[str]) -> Iterator[IO[str]]:
+    """Gives the file that a process's messages go to, after its command line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG).open('w') as file:
+        print(shlex.join(command), file=file, flush=True)
+        yield file
+
+
+def _tell(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Prints the lines of all processes as they come, until the processes end."""
+
+    def read(number: int, lines: IO[str]) -> None:
+        for line in lines:
+            print(f'{number}: {line}', end='', flush=True)
+
+    threads = [
+        threading.Thread(target=read, args=(number, process.stdout), daemon=True)
+        for number, process in enumerate(processes, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@contextlib.contextmanager
+def _signals_passed_on(processes: Sequence[subprocess.Popen[str]]) -> Iterator[list[int]]:
+    """Passes SIGINT and SIGTERM on, and gives a list of those that came.
+
+    At the first, the processes save and end; at the second, they end at once.
+    """
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            process.send_signal(signal.SIGKILL if asked else signal.SIGTERM)
+        asked.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _reason(code: int, log: Path) -> str:
+    """Returns what a queue that did not do all of its work ended with."""
+    if code in ENDED:
+        return f'did not do all of its runs (see {log})'
+    _, _, text = log.read_text(errors='replace').partition('\n')  # after the command line
+    return f'{": ".join(subprocesses.failure(code, text))} (see {log})'

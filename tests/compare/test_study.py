@@ -1,0 +1,206 @@
+"""Comparison files: what they state, and messages for those that are wrong."""
+
+from __future__ import annotations
+
+import pathlib
+import tomllib
+
+import pytest
+
+from jaxunet.compare import step_cost, study_file
+from jaxunet.compare.job_files import read_jobs
+from jaxunet.compare.study_file import read_study
+from jaxunet.runtime.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+METHODS = ROOT / 'docs/results/methods'
+TEXT = f"""
+protocol = "{METHODS}/PROTOCOL.md"
+config = "{ROOT}/configs/digits.py"
+baseline = "uniform"
+seeds = [0, 1]
+seconds = [1, 2.5]
+features = "features.npz"
+rows = "rows.jsonl"
+step_ms = "steps.jsonl"
+
+[[rounds]]
+methods = ["uniform", "mine", "flow+muon"]
+seeds = [1]
+
+[[rounds]]
+methods = ["flow+muon"]
+seeds = [0]
+
+[methods.mine]
+from = "adaptive"
+fields = {{"timesteps.adaptive_bins" = 8}}
+
+[images]
+name = "digits"
+path = "digits:"
+
+[fields]
+"diffusion.objective" = "epsilon"
+"data.image_size" = [8]
+
+[samplers]
+epsilon = ["ddpm:4", "heun:2"]
+flow = ["heun:2"]
+
+[samples]
+count = 12
+batch_size = 4
+picture = 9
+
+[[references]]
+path = "train.npz"
+name = "train"
+metrics = ["precision", "fid"]
+
+[[references]]
+path = "digits:"
+name = "test"
+metrics = ["kid"]
+"""
+
+
+@pytest.fixture
+def study(tmp_path):
+    return write(tmp_path, TEXT)
+
+
+def write(folder, text):
+    path = folder / 'study.toml'
+    path.write_text(text)
+    return path
+
+
+def test_a_file_states_its_jobs(study):
+    jobs = read_study(study).jobs('', 'data')
+    assert [(job.case, job.seed) for job in jobs] == [
+        ('uniform', 1),
+        ('mine', 1),
+        ('flow+muon', 1),
+        ('flow+muon', 0),
+    ]
+    mine, joined = jobs[1:3]
+    assert mine.fields == {
+        'data.path': 'digits:',
+        'diffusion.objective': 'epsilon',
+        'data.image_size': (8,),
+        'loss.weighting': 'min_snr',
+        'timesteps.sampler': 'adaptive',
+        'timesteps.adaptive_bins': 8,
+    }
+    assert (mine.seconds, mine.samplers) == ((1, 2.5), ('ddpm:4', 'heun:2'))
+    assert (mine.samples, mine.batch_size, mine.averages) == (12, 4, ())
+    assert mine.references == {
+        'data/train.npz': ('train', ('precision', 'fid')),
+        'digits:': ('test', ('kid',)),
+    }
+    assert joined.fields['optimizer.name'] == 'muon'
+    assert joined.samplers == ('heun:2',)
+    assert [job.picture for job in jobs] == [9, 9, 9, 0]
+
+
+def test_paths_are_relative_to_the_file(study):
+    found = read_study(study)
+    assert found.features == study.parent / 'features.npz'
+    assert found.rows == study.parent / 'rows.jsonl'
+    assert found.step_ms == str(study.parent / 'steps.jsonl')
+    assert found.protocol == METHODS / 'PROTOCOL.md'
+
+
+def test_some_methods_of_a_file(study):
+    jobs = read_jobs(f'{study}:flow+muon,uniform', '')
+    assert [(job.case, job.seed) for job in jobs] == [
+        ('flow+muon', 1),
+        ('uniform', 1),
+        ('flow+muon', 0),
+    ]
+    with pytest.raises(UserError, match=r"study.toml:unifrm: .* found 'unifrm'; did you mean"):
+        read_jobs(f'{study}:unifrm', '')
+
+
+def test_metrics_have_titles(study):
+    found = read_study(study)
+    titles = ['precision', 'Fréchet distance', 'kernel distance to test images']
+    assert [metric.title for metric in found.metrics] == titles
+    assert [metric.title for metric in found.distances] == ['Fréchet distance']
+    row = {'values': {'train': {'fid': 2.0}}}
+    assert found.distances[0].find(row) == 2.0
+
+
+WRONG = [
+    ('seconds = [1, 2.5]', 'second = [1, 2.5]', 'seconds: expected a list of numbers, found none'),
+    ('baseline', 'extra = 1\nbaseline', 'extra: unknown key; expected some of '),
+    ('count = 12', 'counts = 12', 'samples.count: expected a whole number, found none'),
+    ('count = 12', 'count = 12\ncounts = 2', 'samples.counts: unknown key; did you mean "count"'),
+    ('seeds = [0, 1]', 'seeds = [0, true]', 'seeds: expected a list of whole numbers'),
+    ('seeds = [1]', 'seeds = [2]', r'rounds\[0\].seeds: expected some of \(0, 1\), found 2'),
+    ('seconds = [1, 2.5]', 'seconds = 3', 'seconds: expected a list of numbers, found 3'),
+    ('seconds = [1, 2.5]', 'seconds = [2, 1]', 'seconds: expected ascending times'),
+    ('count = 12', 'count = "x"', "samples.count: expected a whole number, found 'x'"),
+    ('"flow+muon"]\nseeds = [1]', '"flw"]\nseeds = [1]', "rounds: 'flw' is not one of"),
+    ('seeds = [0]', 'seeds = [1]', r'rounds: flow\+muon with seed 1 is in two rounds'),
+    ('baseline = "uniform"', 'baseline = "p2"', "baseline: expected one of .*, found 'p2'"),
+    ('"mine", ', '', 'methods.mine: expected a method of a round'),
+    ('[methods.mine]', '[methods.flow]', 'methods.flow: expected a new name'),
+    ('from = "adaptive"', 'from = "adaptve"', "methods.mine.from: 'adaptve' is not one of"),
+    ('"timesteps.adaptive_bins"', '"train.steps"', 'methods.mine.fields.train.steps: must be the'),
+    ('"data.image_size" = [8]', '"seed" = 1', 'fields.seed: must be the same for all runs'),
+    (
+        '"data.image_size" = [8]',
+        '"data.sizes" = 1',
+        'uniform_seed1: data.sizes: unknown field',
+    ),
+    ('flow = ["heun:2"]', '', r'samplers: expected those of flow, the objective of flow\+muon'),
+    ('"diffusion.objective" = "epsilon"', '', 'fields: expected "diffusion.objective"'),
+    ('flow = ["heun:2"]', 'flow = ["heun"]', 'samplers: expected NAME:STEPS'),
+    ('["precision", "fid"]', '["precison"]', 'metrics: .*\'precison\'; did you mean "precision"'),
+    ('["precision", "fid"]', '["precision"]', r'references\[0\].metrics: expected one of fid'),
+    ('name = "test"', 'name = "train"', 'references: expected different names and paths'),
+    ('PROTOCOL.md', 'PROTOCOLS.md', 'protocol: no file .*did you mean "PROTOCOL.md"'),
+    ('configs/digits.py', 'configs/digts.py', 'config: no file .*did you mean "digits.py"'),
+    ('seeds = [0, 1]', 'seeds = [0, 1', 'study.toml: expected TOML, found another text'),
+]
+
+
+@pytest.mark.parametrize(('good', 'bad', 'message'), WRONG)
+def test_a_wrong_file_is_one_line(tmp_path, good, bad, message):
+    assert good in TEXT
+    with pytest.raises(UserError, match=message) as found:
+        read_study(write(tmp_path, TEXT.replace(good, bad))).jobs('', '')
+    assert str(found.value).startswith(str(tmp_path / 'study.toml'))
+
+
+def test_a_file_that_is_missing(study):
+    with pytest.raises(UserError, match=r'no file .*stdy.toml; did you mean "study.toml"'):
+        read_study(study.with_name('stdy.toml'))
+
+
+def test_the_committed_files_are_valid():
+    for path in sorted(ROOT.glob('docs/results/*/*.toml')):
+        assert read_jobs(str(path), '/data'), path
+
+
+def test_the_jobs_of_the_methods():
+    found = read_jobs(f'{METHODS}/methods.toml', '/data')
+    cases = list(dict.fromkeys(job.case for job in found))
+    assert [job.case for job in found if job.seed == 1][:2] == cases[:2] == ['uniform', 'flow']
+    assert all([j.seed for j in found if j.case == case] == [0, 1, 2] for case in cases)
+    assert {len(job.samplers) for job in found} == {2}
+    costs = step_cost.read_configs(f'{METHODS}/methods.toml', '/data')
+    assert list(costs) == cases
+    assert next(iter(costs)) == 'uniform', 'the ratios are to the first'
+    assert costs['flow+muon'].optimizer.name == 'muon'
+
+
+def test_all_keys_are_explained():
+    """The docstring of jaxunet.compare.study_file is itself such a file."""
+    lines = study_file.__doc__.splitlines()
+    shown = tomllib.loads('\n'.join(line[4:] for line in lines if line.startswith('    ')))
+    used = tomllib.loads(TEXT)
+    assert shown.keys() >= used.keys()
+    assert shown['samples'].keys() == used['samples'].keys()

@@ -1,0 +1,251 @@
+"""`python -m jaxunet.compare --file`: the runs of a comparison file, in this process or several."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import pytest
+from support.commands import Fork, call, python_path
+from support.untrained_features import write_untrained
+
+from jaxunet.compare import collected, study_report, study_runner, tables
+from jaxunet.compare.study_file import read_study
+from jaxunet.compare.study_runner import Options
+from jaxunet.runtime.errors import UserError
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = ROOT / 'docs/results/methods/tiny.toml'
+CHANGES = {
+    '"../../../': f'"{ROOT}/',
+    '"PROTOCOL.md"': f'"{TINY.parent}/PROTOCOL.md"',
+    f'{ROOT}/runs/features_tiny.npz': 'random.npz',  # of write_untrained
+    'seconds = [0.2, 0.4, 0.8]': 'seconds = [0.04, 0.2]',
+    '"heun:2", "ddim:2"': '"heun:2"',
+    '"data.holdout" = 20\n': '',
+}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """A folder with a comparison file whose runs take four tenths of a second, and features."""
+    folder = tmp_path_factory.mktemp('study')
+    text = TINY.read_text()
+    for old, new in CHANGES.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    (folder / 'study.toml').write_text(text)
+    write_untrained(folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def study(folder):
+    return read_study(folder / 'study.toml')
+
+
+def options_of(output, *, part='uniform', devices=(), limit=600.0):
+    return Options(part, '', output, devices, limit, 0.0, True, time.perf_counter())
+
+
+@pytest.fixture(scope='module')
+def done(folder, study):
+    """An output with the runs of the baseline."""
+    output = folder / 'out'
+    assert study_runner.run(study, options_of(output), 'the command') == []
+    return output
+
+
+def test_the_runs_of_a_file(done, study):
+    found = study_runner.collect(study, done, ())
+    assert [(r['case'], r['seed'], r['seconds']) for r in found.rows] == [
+        ('uniform', seed, seconds) for seed in (0, 1) for seconds in (0.04, 0.2)
+    ]
+    assert [row['step'] for row in found.rows] == [2, 10] * 2
+    assert {'training', 'compiling', 'sampling', 'measuring'} <= {
+        name for row in found.stretches for name in row['wall']
+    }
+    assert collected.read_rows([done / collected.ROWS]) == found.rows
+    assert not list((done / 'work').iterdir())
+    text, _ = study_report.write(found, done, 'the command', plot=False)
+    assert '- all of `flow+immiscible`' in text
+    assert 'CPU minutes' in text
+
+
+def test_the_same_command_repeats_nothing(done, study, capsys):
+    before = (done / '1' / collected.ROWS).read_bytes()
+    assert study_runner.run(study, options_of(done), 'the command') == []
+    assert (done / '1' / collected.ROWS).read_bytes() == before
+    assert capsys.readouterr().out.count('is done already') == 2
+
+
+def test_rows_beside_the_file_are_not_repeated(done, folder, tmp_path):
+    (folder / 'kept.jsonl').write_bytes((done / collected.ROWS).read_bytes())
+    path = folder / 'known.toml'
+    path.write_text(f'rows = "kept.jsonl"\n{(folder / "study.toml").read_text()}')
+    assert study_runner.run(read_study(path), options_of(tmp_path), 'the command') == []
+    assert not (tmp_path / '1').exists()
+    assert (tmp_path / collected.ROWS).read_bytes() == (done / collected.ROWS).read_bytes()
+
+
+def test_the_report_is_made_again_with_rows_of_other_folders(done, folder, tmp_path):
+    out = call(
+        'jaxunet.compare',
+        f'--file={folder}/study.toml',
+        '--plot_only',
+        f'--add={done}',
+        f'--output={tmp_path}/new',
+    )
+    text = (tmp_path / 'new/report.md').read_text()
+    assert text in out
+    assert '| uniform | Fréchet distance |' in text
+    assert 'CPU minutes' in text
+    for name in ('quality.png', 'rows.jsonl', 'stretches.jsonl'):
+        assert (tmp_path / 'new' / name).stat().st_size > 1000
+    found = tables.measured(read_study(folder / 'study.toml'), [tmp_path / 'new/rows.jsonl'])
+    assert tables.sooner(found) in text
+
+
+def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path):
+    def with_changes(**changes):
+        text = (folder / 'study.toml').read_text()
+        for key, value in changes.items():
+            (line,) = (line for line in text.splitlines() if line.startswith(f'{key} ='))
+            text = text.replace(line, f'{key} = {value}')
+        (folder / 'other.toml').write_text(text)
+        return read_study(folder / 'other.toml')
+
+    for other, options, message in (
+        (with_changes(features='"no.npz"'), {}, 'other.toml: features: no file .*no.npz; make it'),
+        (with_changes(step_ms='"no.jsonl"'), {}, r'no.jsonl: cannot be read'),
+        (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: expected milliseconds'),
+        (study, {'part': 'flow'}, "expected methods of its rounds, found 'flow'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            study_runner.run(other, options_of(tmp_path, **options), '')
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['--limit=5'], '--limit: is for a comparison file; give --file, too'),
+        (['--file={}', '--seeds=2'], '--seeds: the comparison file states this'),
+        (['--file={}', '--config.seed=2'], '--config.seed: the comparison file states this'),
+        (['--file={}', '--add=x'], '--add: gathers results, and runs nothing; give --plot_only'),
+        (['--file={}', '--plot_only', '--add=nowhere'], '--add: no folder nowhere'),
+        (['--file={}.toml', '--plot_only'], 'study.toml.toml; did you mean "study.toml"'),
+    ],
+)
+def test_flags_that_do_not_go_together(arguments, message, folder, tmp_path):
+    named = [argument.format(folder / 'study.toml') for argument in arguments]
+    error = call('jaxunet.compare', *named, '--noplot', f'--output={tmp_path}', code=2)
+    assert message in error
+    assert error.count('\n') == 1
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Has processes run `support.fake_queue`, which does what the returned function is told."""
+    monkeypatch.setattr(study_runner, 'QUEUE', 'support.fake_queue')
+    monkeypatch.setenv('PYTHONPATH', f'{python_path()}:{ROOT / "tests"}')
+    return lambda act: monkeypatch.setenv('FAKE_QUEUE', act)
+
+
+def called(output, number):
+    return json.loads((output / str(number) / 'called.json').read_text())
+
+
+def test_each_device_has_a_process(study, tmp_path, fake, capsys):
+    fake('end')
+    options = options_of(tmp_path, part='', devices=('0', '2', '0'), limit=100.0)
+    (tmp_path / 'claims').mkdir()
+    (tmp_path / 'claims/old').touch()
+    assert study_runner.run(study, options, 'the command') == []
+    first, second, third = (called(tmp_path, number) for number in (1, 2, 3))
+    assert [c['CUDA_VISIBLE_DEVICES'] for c in (first, second, third)] == ['0', '2', '0']
+    assert [c['shared_by'] for c in (first, second, third)] == ['2', '1', '2']
+    assert first['XLA_PYTHON_CLIENT_MEM_FRACTION'] == '0.45'
+    assert second['XLA_PYTHON_CLIENT_MEM_FRACTION'] is None
+    assert first['jobs'] == str(study.path)
+    assert first['output'] == str(tmp_path / '1')
+    for name, value in (
+        ('work', str(tmp_path / 'work')),
+        ('claims', str(tmp_path / 'claims')),
+        ('features', str(study.features)),
+        ('step_ms', '20'),
+        ('known', ''),
+        ('resume', 'true'),
+    ):
+        assert first[name] == second[name] == third[name] == value
+    assert 0 < float(first['limit']) <= 100
+    assert not (tmp_path / 'claims/old').exists(), 'claims of an earlier command count'
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        f'{number}: [0 s] {number} begins' for number in (1, 2, 3)
+    ]
+
+
+def test_processes_that_fail_are_told(study, tmp_path, fake):
+    for act, reason in (
+        ('fail', 'crash: exit code 2: error: no file features.npz'),
+        ('partial', 'did not do all of its runs'),
+    ):
+        fake(act)
+        (problem,) = study_runner.run(study, options_of(tmp_path, devices=('0',)), '')
+        assert problem == f'process 1: {reason} (see {tmp_path}/1/log.txt)'
+
+
+def test_a_signal_reaches_all_processes(study, tmp_path, fake):
+    """They save and end, and then this command ends."""
+    fake('wait')
+
+    def stop():
+        end = time.monotonic() + 60
+        while len(list(tmp_path.glob('*/called.json'))) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        study_runner.run(study, options_of(tmp_path, devices=('0', '1')), '')
+    assert [(tmp_path / f'{n}/saved').exists() for n in (1, 2)] == [True, True]
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.long
+def test_a_comparison_that_is_interrupted_goes_on(folder, done, tmp_path):
+    """Two processes are stopped in the middle of their runs; the same command ends them."""
+    text = (folder / 'study.toml').read_text().replace('[0.04, 0.2]', '[0.04, 0.2, 20.0]')
+    (folder / 'longer.toml').write_text(text)
+    arguments = [
+        'jaxunet.compare',
+        f'--file={folder}/longer.toml:uniform',
+        '--devices=0,1',
+        '--reserve=0',
+        f'--output={tmp_path}',
+    ]
+    process = Fork(arguments)
+    end = time.monotonic() + 300
+    while len(list(tmp_path.glob('work/*/checkpoints/10'))) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate()
+    assert process.returncode == 130, out + error
+    assert 'stopped; the same command goes on' in error
+    assert len(list(tmp_path.glob('work/*/checkpoints/*'))) == 2
+    out = call(*arguments)
+    assert 'resuming' in ''.join(path.read_text() for path in tmp_path.glob('*/log.txt'))
+    study = read_study(folder / 'longer.toml')
+    rows = study_runner.collect(study, tmp_path, ()).rows
+    assert [row['step'] for row in rows] == [2, 10, 1000] * 2
+    names = ('seed', 'seconds', 'step', 'average')
+    expected = [{n: row[n] for n in names} for row in collected.read_rows([done / 'rows.jsonl'])]
+    assert [{n: r[n] for n in names} for r in rows if r['step'] < 1000] == expected
+    assert '| uniform | Fréchet distance |' in out

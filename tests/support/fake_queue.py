@@ -1,0 +1,43 @@
+"""Stands in for `jaxunet.compare.queue` where only its process matters; needs no JAX.
+
+    python -m support.fake_queue --output=FOLDER ...
+
+It writes its flags and variables to FOLDER/called.json, and does what FAKE_QUEUE says: `end` with
+0, `fail` as for a wrong flag, be `partial`, or `wait` for a signal, after which it writes
+FOLDER/saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+
+
+def main() -> None:
+    """Acts as the variable says."""
+    flags = dict(argument[2:].split('=', 1) for argument in sys.argv[1:])
+    folder = pathlib.Path(flags['output'])
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ('CUDA_VISIBLE_DEVICES', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
+    asked = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    print(f'[0 s] {folder.name} begins')
+    (folder / 'called.json').write_text(
+        json.dumps(flags | {name: os.environ.get(name) for name in names})
+    )
+    act = os.environ['FAKE_QUEUE']
+    if act == 'fail':
+        print('error: no file features.npz', file=sys.stderr)
+    while act == 'wait' and not asked:
+        time.sleep(0.01)
+    if asked:
+        (folder / 'saved').touch()
+    sys.exit({'fail': 2, 'partial': 1, 'wait': 130}.get(act, 0))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,58 @@
+"""The tables of the comparison files in docs/results, from the rows beside them."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+
+from jaxunet.compare import tables
+from jaxunet.compare.study_file import read_study
+from jaxunet.compare.study_report import PLOT
+from jaxunet.compare.tables import Measured
+
+RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
+
+
+@functools.cache
+def measured(name: str) -> Measured:
+    """The comparison docs/results/NAME/NAME.toml with its rows."""
+    folder = RESULTS / name
+    study = read_study(folder / f'{name}.toml')
+    return tables.measured(study, [folder / 'rows.jsonl'], [folder / 'stretches.jsonl'])
+
+
+def table(name: str, make: Callable[[Measured], str]) -> Callable[[], str]:
+    """A table of docs/results/NAME."""
+    return lambda: make(measured(name))
+
+
+def origin(found: Measured) -> str:
+    """Describes the rows: device, versions, commits, samples, and their cost."""
+    if not found.rows:
+        return tables.NOTHING
+    return f'{tables.origin(found)}\n\n{tables.cost(found)}'
+
+
+def picture(name: str) -> Callable[[], str]:
+    """Markdown of the plot of docs/results/NAME, if it is there."""
+
+    def show() -> str:
+        if not (RESULTS / name / PLOT).exists():
+            return tables.NOTHING
+        return f'![quality against seconds of training](results/{name}/{PLOT})'
+
+    return show
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    'methods_quality': table('methods', tables.quality),
+    'methods_picture': picture('methods'),
+    'methods_baseline': table('methods', tables.against_baseline),
+    'methods_best': table('methods', tables.against_best),
+    'methods_sooner': table('methods', tables.sooner),
+    'methods_end': table('methods', tables.at_the_end),
+    'methods_steps': lambda: tables.step_times(RESULTS / 'methods/step_ms.jsonl'),
+    'methods_missing': table('methods', tables.missing),
+    'methods_origin': table('methods', origin),
+}
