@@ -12,6 +12,8 @@ from jaxunet.compare.study_report import PLOT
 from jaxunet.compare.tables import Measured
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
+# FID of 50,000 samples by training steps, from the README of tqch/ddpm-torch.
+DDPM_TORCH = {46_800: 9.16, 93_600: 5.78, 187_200: 4.08}
 
 
 @functools.cache
@@ -45,6 +47,23 @@ def picture(name: str) -> Callable[[], str]:
     return show
 
 
+def long_run(found: Measured) -> str:
+    """The distances of the long run by steps, beside the FIDs of ddpm-torch."""
+    if not found.cells:
+        return tables.NOTHING
+    distances = found.study.distances
+    body = []
+    for (name, seconds), rows in sorted(found.cells.items()):
+        values = [f'{metric.find(rows[0]):.4g}' for metric in distances]
+        body.append([name, f'{seconds:g}', f'{rows[0]["step"]:,}', *values, ''])
+    body += [
+        ['ddpm-torch, published', '', f'{steps:,}', *([''] * len(distances)), f'{fid:.2f}']
+        for steps, fid in DDPM_TORCH.items()
+    ]
+    head = ['run', 's', 'steps', *(f'{metric.title}, our features' for metric in distances)]
+    return tables.table([*head, 'FID'], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     'methods_quality': table('methods', tables.quality),
     'methods_picture': picture('methods'),
@@ -55,4 +74,8 @@ TABLES: dict[str, Callable[[], str]] = {
     'methods_steps': lambda: tables.step_times(RESULTS / 'methods/step_ms.jsonl'),
     'methods_missing': table('methods', tables.missing),
     'methods_origin': table('methods', origin),
+    'long_run': table('long_run', long_run),
+    'long_run_picture': picture('long_run'),
+    'long_run_missing': table('long_run', tables.missing),
+    'long_run_origin': table('long_run', origin),
 }
