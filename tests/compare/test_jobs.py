@@ -1,0 +1,137 @@
+"""Jobs of `jaxunet.compare.queue`: files of them, messages for wrong ones, and times of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import zipfile
+
+import pytest
+from PIL import Image
+
+from jaxunet.compare import step_cost
+from jaxunet.compare.job_files import read_jobs
+from jaxunet.compare.jobs import Job, parse_sampler
+from jaxunet.compare.results import step_times
+from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
+
+RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
+JOBS, TINY = RESULTS / 'recipes/jobs.py', RESULTS / 'methods/tiny.toml'
+
+
+@pytest.fixture(scope='module')
+def job():
+    """The first of the small jobs."""
+    return read_jobs(str(TINY), '')[0]
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'seconds': ()}, 'expected ascending times'),
+        ({'seconds': (2.0, 1.0)}, 'expected ascending times'),
+        ({'samplers': ()}, 'at least one sampler'),
+        ({'samplers': ('ddim',)}, 'expected NAME:STEPS'),
+        ({'samples': 0}, 'at least one sampler, sample'),
+        ({'config': 'nowhere.py'}, 'no file nowhere.py'),
+        ({'fields': {'diffusion.step': 5}}, 'diffusion.step: unknown field'),
+        ({'fields': {'model.low_res_size': (4,)}}, r'model.low_res_size: expected \(\), .* \(4,\)'),
+        ({'averages': ('0.995', '0.2')}, "averages: expected some of 0.995, 0.15, which .* '0.2'"),
+        ({'references': {}}, 'averages are chosen by fid'),
+        ({'choosing': 0}, 'choosing: expected samples, found 0'),
+    ],
+)
+def test_a_wrong_job_is_one_line(job, tmp_path, changes, message):
+    wrong = dataclasses.replace(job, **changes)
+    path = tmp_path / 'jobs.py'
+    path.write_text(
+        f'from jaxunet.compare.jobs import Job\ndef get_jobs(part, data):\n    return [{wrong!r}]\n'
+    )
+    with pytest.raises(UserError, match=message):
+        read_jobs(str(path), '')
+
+
+def test_two_jobs_of_one_name_are_refused(job, tmp_path):
+    path = tmp_path / 'jobs.py'
+    path.write_text(
+        'from jaxunet.compare.jobs import Job\n'
+        f'def get_jobs(part, data):\n    return [{job!r}] * 2\n'
+    )
+    with pytest.raises(UserError, match='two jobs are called digits_uniform_seed0'):
+        read_jobs(str(path), '')
+
+
+def test_the_committed_jobs_are_valid():
+    for part in ('objects', 'elephants', 'twenty', 'alone', 'rates', 'digits', 'tiny'):
+        found = read_jobs(f'{JOBS}:{part}', '/data')
+        assert all(isinstance(job, Job) for job in found)
+    with pytest.raises(UserError, match='one of objects, minute, three, ten, images, twenty'):
+        read_jobs(f'{JOBS}:other', '')
+    assert next(iter(step_cost.read_configs(f'{JOBS}:costs', '/data'))) == 'epsilon-linear'
+
+
+def test_the_recipe_itself_is_a_job(tmp_path):
+    """Its images decide what configs/images.py leaves open."""
+    Image.new('RGB', (64, 64), 'red').save(tmp_path / 'image.png')
+    with zipfile.ZipFile(tmp_path / 'objects64_train.zip', 'w') as archive:
+        for i in range(40):
+            archive.write(tmp_path / 'image.png', f'{i}.png')
+    job, _ = read_jobs(f'{JOBS}:images', str(tmp_path))
+    config = job.load_config()
+    assert config.image_shape == (64, 64, 3)
+    assert (config.diffusion.objective, config.data.batch_size) == ('flow', 32)
+
+
+def test_times_with_rows_keep_their_samplers(tmp_path):
+    """Other samplers of such a time are a part of their own; new times have all of them."""
+    shutil.copyfile(JOBS, tmp_path / 'jobs.py')
+    known = {'data': 'objects64', 'case': 'flow', 'seed': 1, 'seconds': 180}
+    (tmp_path / 'rows.jsonl').write_text(json.dumps(known) + '\n')
+    found = {
+        part: {(job.case, job.seed): job for job in read_jobs(f'{tmp_path}/jobs.py:{part}', '/d')}
+        for part in ('objects', 'minute', 'three', 'twenty')
+    }
+    few, more = ('heun:25', 'dpmpp_2m:20', 'ddpm:50'), ('heun:10', 'ddpm:20')
+    assert found['objects']['flow', 1].samplers == found['three']['flow', 1].samplers == few
+    assert found['objects']['flow', 0].samplers == found['minute']['flow', 1].samplers == few + more
+    ((name, job),) = found['twenty'].items()
+    assert (name, job.seconds, job.samplers) == (('flow', 1), (180,), more)
+
+
+def cost_row(**ratios):
+    costs = {case: {'ms': 4 * r, 'ratio': r, 'quartiles': [r, r]} for case, r in ratios.items()}
+    return {'costs': costs, 'rounds': 2, 'steps': 8, 'batch': 4, 'device': 'GPU'}
+
+
+def test_the_milliseconds_of_a_step_by_case(tmp_path):
+    """A later row counts by its ratios: another day, or another GPU, may be slower."""
+    path = tmp_path / 'step_ms.jsonl'
+    later = cost_row(uniform=1.0, flow=1.5)
+    for cost in later['costs'].values():
+        cost['ms'] *= 2
+    for row in (cost_row(uniform=1.0, flow=1.25, policy=2.0), later):
+        rows.append(path, row)
+    cases = ['uniform', 'flow', 'policy', 'flow']
+    assert step_times(str(path), cases) == {'uniform': 4.0, 'flow': 6.0, 'policy': 8.0}
+    assert step_times('5.5', cases[:2]) == {'uniform': 5.5, 'flow': 5.5}
+    assert step_times('0', cases) == {}
+    with pytest.raises(UserError, match='has no steps of muon, edm; add them by python'):
+        step_times(str(path), ['muon', 'flow', 'edm'])
+    with pytest.raises(UserError, match=r'no.jsonl: cannot be read'):
+        step_times(str(tmp_path / 'no.jsonl'), cases)
+    with pytest.raises(UserError, match='expected 0 or more milliseconds'):
+        step_times('-1', cases)
+    rows.append(path, cost_row(flow=1.0, uniform=0.8))
+    with pytest.raises(UserError, match='that begin with one case, found uniform and flow'):
+        step_times(str(path), cases)
+    path.write_text('{"costs": {"flow": 1}, "rounds": 1, "steps": 1, "batch": 1, "device": ""}\n')
+    with pytest.raises(UserError, match='line 1: flow: expected a step cost'):
+        step_times(str(path), cases)
+
+
+def test_a_sampler_may_name_its_spacing():
+    options = parse_sampler('heun:10:log_snr')
+    assert (options.name, options.steps, options.skip_schedule) == ('heun', 10, 'log_snr')
