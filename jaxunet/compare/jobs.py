@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from ml_collections import ConfigDict
 
 from jaxunet.compare.runner import base_config
 from jaxunet.config import Config
+from jaxunet.config.samplers import SAMPLERS
 from jaxunet.data.automatic import complete
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sweep.points import set_field
 
@@ -125,11 +127,19 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if names.count(job.name) > 1:
             raise UserError(f'two jobs are called {job.name}; rename a case')
-        seconds = job.seconds
-        if not seconds or min(seconds) <= 0 or list(seconds) != sorted(set(seconds)):
-            raise UserError(f'{job.name}: seconds: expected ascending times, found {seconds}')
-        if not job.samplers or min(job.samples, job.batch_size) < 1:
-            raise UserError(f'{job.name}: expected at least one sampler, sample and image a batch')
+        times = job.seconds
+        ascending = all(map(math.isfinite, times)) and list(times) == sorted(set(times))
+        if not times or min(times) <= 0 or not ascending:
+            raise UserError(f'{job.name}: seconds: expected ascending times, found {times}')
+        if not job.samplers:
+            raise UserError(f'{job.name}: samplers: expected at least one, found none')
+        for name, number, least in (
+            ('samples', job.samples, 1),
+            ('batch_size', job.batch_size, 1),
+            ('picture', job.picture, 0),
+        ):
+            if number < least:
+                raise UserError(f'{job.name}: {name}: expected {least} or more, found {number}')
         try:
             for sampler in job.samplers:
                 parse_sampler(sampler)
@@ -154,11 +164,16 @@ def parse_sampler(text: str) -> SamplerConfig:
     """Returns the options that `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE` stands for.
 
     Raises:
-      UserError: another form. Names are checked with the model that samples.
+      UserError: another form, or no such sampler. The rest is checked with the model that samples.
     """
     name, *rest = text.split(':')
     if not 1 <= len(rest) <= 2 or not rest[0].isdigit() or int(rest[0]) < 1:
         raise UserError(f'samplers: expected {FORM}, found {text!r}')
+    if name not in SAMPLERS:
+        raise UserError(
+            f'samplers: expected one of {", ".join(SAMPLERS)}, found {name!r}'
+            f'{near_misses(name, SAMPLERS)}'
+        )
     return SamplerConfig(
         name=name, steps=int(rest[0]), skip_schedule=rest[1] if len(rest) == 2 else None
     )

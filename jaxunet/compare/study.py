@@ -173,8 +173,9 @@ class Study:
         try:
             check_jobs(jobs)
         except UserError as error:
-            text = ' '.join(str(error).replace('the config is not valid:', '').split())
-            raise UserError(f'{self.path}: {text}') from None
+            name, *lines = str(error).replace(' the config is not valid:', '').splitlines()
+            found = '; '.join(line.strip() for line in lines)
+            raise UserError(f'{self.path}: {name}{" " if found else ""}{found}') from None
         return jobs
 
     def _job(self, method: str, seed: int, data: str) -> Job:

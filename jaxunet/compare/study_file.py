@@ -110,6 +110,8 @@ def read_study(path: str | Path) -> Study:
 
 def _check(study: Study) -> None:
     """Raises UserError for values that do not fit each other."""
+    for method in study.methods:
+        study.fields_of(method)
     if study.baseline not in study.methods:
         raise UserError(
             f'{study.path}: baseline: expected one of the methods of the rounds, '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import shutil
 import zipfile
@@ -33,9 +34,10 @@ def job():
     [
         ({'seconds': ()}, 'expected ascending times'),
         ({'seconds': (2.0, 1.0)}, 'expected ascending times'),
-        ({'samplers': ()}, 'at least one sampler'),
+        ({'seconds': (1.0, math.inf)}, 'expected ascending times'),
+        ({'samplers': ()}, 'samplers: expected at least one, found none'),
         ({'samplers': ('ddim',)}, 'expected NAME:STEPS'),
-        ({'samples': 0}, 'at least one sampler, sample'),
+        ({'samples': 0}, 'samples: expected 1 or more, found 0'),
         ({'config': 'nowhere.py'}, 'no file nowhere.py'),
         ({'fields': {'diffusion.step': 5}}, 'diffusion.step: unknown field'),
         ({'fields': {'model.low_res_size': (4,)}}, r'model.low_res_size: expected \(\), .* \(4,\)'),
@@ -48,6 +50,7 @@ def test_a_wrong_job_is_one_line(job, tmp_path, changes, message):
     wrong = dataclasses.replace(job, **changes)
     path = tmp_path / 'jobs.py'
     path.write_text(
+        'from math import inf\n'
         f'from jaxunet.compare.jobs import Job\ndef get_jobs(part, data):\n    return [{wrong!r}]\n'
     )
     with pytest.raises(UserError, match=message):

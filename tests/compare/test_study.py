@@ -141,6 +141,9 @@ WRONG = [
     ('seeds = [1]', 'seeds = [2]', r'rounds\[0\].seeds: expected some of \(0, 1\), found 2'),
     ('seconds = [1, 2.5]', 'seconds = 3', 'seconds: expected a list of numbers, found 3'),
     ('seconds = [1, 2.5]', 'seconds = [2, 1]', 'seconds: expected ascending times'),
+    ('seconds = [1, 2.5]', 'seconds = [1, nan]', 'seconds: expected ascending times'),
+    ('methods = ["uniform", ', 'methods = ["unifrm", ', "rounds: 'unifrm' is not one of"),
+    ('picture = 9', 'picture = -1', 'picture: expected 0 or more, found -1'),
     ('count = 12', 'count = "x"', "samples.count: expected a whole number, found 'x'"),
     ('"flow+muon"]\nseeds = [1]', '"flw"]\nseeds = [1]', "rounds: 'flw' is not one of"),
     ('seeds = [0]', 'seeds = [1]', r'rounds: flow\+muon with seed 1 is in two rounds'),
@@ -158,6 +161,7 @@ WRONG = [
     ('flow = ["heun:2"]', '', r'samplers: expected those of flow, the objective of flow\+muon'),
     ('"diffusion.objective" = "epsilon"', '', 'fields: expected "diffusion.objective"'),
     ('flow = ["heun:2"]', 'flow = ["heun"]', 'samplers: expected NAME:STEPS'),
+    ('flow = ["heun:2"]', 'flow = ["huen:2"]', 'samplers: expected one of .*did you mean "heun"'),
     ('["precision", "fid"]', '["precison"]', 'metrics: .*\'precison\'; did you mean "precision"'),
     ('["precision", "fid"]', '["precision"]', r'references\[0\].metrics: expected one of fid'),
     ('name = "test"', 'name = "train"', 'references: expected different names and paths'),
@@ -173,6 +177,7 @@ def test_a_wrong_file_is_one_line(tmp_path, good, bad, message):
     with pytest.raises(UserError, match=message) as found:
         read_study(write(tmp_path, TEXT.replace(good, bad))).jobs('', '')
     assert str(found.value).startswith(str(tmp_path / 'study.toml'))
+    assert '\n' not in str(found.value)
 
 
 def test_a_file_that_is_missing(study):
