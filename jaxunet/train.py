@@ -34,6 +34,7 @@ from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed
 from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.training.background import Background
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
@@ -112,12 +113,13 @@ def main(argv: Sequence[str]) -> int | None:
     code = 0
     with distributed.joined(start):
         try:
-            run(config)
+            with memory_for('this run', 'lower data.batch_size or choose a smaller network'):
+                run(config)
         except UserError as error:
             if not compiling():
                 raise
             print(f'error: {error}', file=sys.stderr, flush=True)
-            code = USER_ERROR
+            code = error.exit_code
     if compiling():
         # Everything is saved. The compiling thread would delay the exit, or crash during it.
         distributed.end(code)

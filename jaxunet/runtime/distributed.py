@@ -26,8 +26,9 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from jaxunet.runtime.by_hand import check_by_hand, check_listens, listens_at
-from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
 SLURM_VARIABLES = (  # set by srun and read by JAX
@@ -73,8 +74,8 @@ def joined(start: Start) -> Iterator[None]:
     """Connects this process to the others of its run for the duration of the block.
 
     Does nothing for a run of one process. With several, every process waits for all at the end of
-    the block. An error in the block prints its message and exits with `USER_ERROR` or `ERROR`,
-    without waiting for the others, which may hang in a collective operation.
+    the block. An error in the block prints its message and exits with its `exit_code`, or
+    `ERROR`, without waiting for the others, which may hang in a collective operation.
 
     Raises:
       UserError: the processes cannot find each other, or the flags are inconsistent.
@@ -87,9 +88,11 @@ def joined(start: Start) -> Iterator[None]:
         jax.distributed.shutdown()  # waits for the others
         _AbortMessage.disarm()
     except BaseException as error:
+        if is_out_of_memory(error):
+            error = out_of_memory_error(error, 'this process', 'lower its batch size')
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)
-            end(USER_ERROR)
+            end(error.exit_code)
         if isinstance(error, KeyboardInterrupt):
             end(INTERRUPTED)
         # Collective operations fail in many ways when another process has died.

@@ -18,6 +18,7 @@ from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
+from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.training.background import Background
@@ -148,6 +149,9 @@ class Outputs:
             refresh=False,
         )
 
+    @memory_for(
+        'the held-out loss', 'raise optimizer.accumulate_steps or set train.holdout_every=0'
+    )
     def measure_held_out(self, step: int, params: Params) -> None:
         """Measures the held-out loss for the log of this step; not once asked to stop."""
         assert self._held_out_loss is not None
@@ -155,6 +159,7 @@ class Outputs:
         if held_out is not None:
             self._measured[step] = held_out.measure(params)
 
+    @memory_for('drawing samples', 'lower train.sample_count')
     def sample(self, step: int, params: Params) -> None:
         """Draws a grid of samples and saves it; draws nothing more once asked to stop."""
         assert self._generator is not None
@@ -185,6 +190,11 @@ class Outputs:
             self._bar.write(f'step {step}: samples in {path}')
         self._logs.image(step, picture)
 
+    @memory_for(
+        'measuring samples',
+        'lower evaluation.batch_size, or set train.evaluate_every=0 and measure the checkpoints '
+        'later, with python -m jaxunet.evaluate --checkpoint',
+    )
     def evaluate(self, step: int, params: Params, training_seconds: float) -> None:
         """Writes the metrics of new samples; writes nothing once asked to stop."""
         assert self._evaluator is not None

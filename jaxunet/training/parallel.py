@@ -149,8 +149,9 @@ class Parallel:
         return jax.tree.map(put, tree)
 
     def fetch(self, tree: Tree) -> Tree:
-        """Returns replicated arrays as numpy arrays."""
-        return jax.tree.map(np.asarray, jax.device_get(self.local(tree)))
+        """Returns replicated arrays as numpy arrays, without further memory on the devices."""
+        shards = jax.device_get(jax.tree.map(lambda x: x.addressable_shards[0].data, tree))
+        return jax.tree.map(lambda x: np.asarray(x[0] if self.pmap else x), shards)
 
     def local(self, tree: Tree) -> Tree:
         """Returns replicated arrays as arrays of this process's first device, without a copy."""

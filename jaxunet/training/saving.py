@@ -1,16 +1,23 @@
-"""Writes the checkpoints of a run, and the snapshots of its averages, beside the training steps."""
+"""Writes the checkpoints of a run, and the snapshots of its averages, beside the training steps.
+
+Saves a run whose training ends with an error, too, if its state is still good.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
 from jaxunet.checkpoint.snapshots import SnapshotWriter, spacing
 from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError
+from jaxunet.runtime.attempts import quietly
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.out_of_memory import OutOfMemoryError, memory_for
 from jaxunet.training.resume import StartingPoint
-from jaxunet.training.session import Session
+from jaxunet.training.session import STEP_MEMORY, Session
 
 
 class Saver:
@@ -88,6 +95,10 @@ class Saver:
             warning = self._failure = str(error)
         self._show(warning)
 
+    def latest(self) -> int | None:
+        """Returns the step of the newest checkpoint, or None."""
+        return self._checkpoints.latest()
+
     def wait(self) -> None:
         """Waits until everything is on disk; `check` raises the error of a checkpoint."""
         self._wait_for_snapshots()
@@ -108,3 +119,26 @@ class Saver:
     def _show(self, warning: str) -> None:
         if warning:
             self._warn(f'warning: {warning}')
+
+
+@contextlib.contextmanager
+def save_on_error(session: Session, saver: Saver, save: Callable[[], object]) -> Iterator[None]:
+    """Saves all trained steps if the block raises a UserError, such as for a corrupt image.
+
+    A training step that runs out of memory leaves no state to save: it has overwritten the one
+    before. Memory that nothing in the block explains is the training step's.
+
+    Args:
+      save: saves what is not saved; its own errors are warnings.
+    """
+    try:
+        with memory_for(*STEP_MEMORY):
+            yield
+    except UserError as error:
+        if isinstance(error, OutOfMemoryError) and not session.is_whole():
+            quietly('checkpoints', saver.wait)
+            step = saver.latest()
+            saved = 'there is no checkpoint yet' if step is None else f'step {step} is saved'
+            raise OutOfMemoryError(f'{error}; {saved}') from None
+        quietly('saving what was trained', save)
+        raise

@@ -25,7 +25,6 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import by_hand as start_by_hand
-from jaxunet.runtime import distributed
 from jaxunet.runtime.by_hand import BIND_VARIABLE, check_by_hand, listens_at
 from jaxunet.runtime.distributed import (
     Start,
@@ -35,7 +34,7 @@ from jaxunet.runtime.distributed import (
     join,
     tasks_of_node,
 )
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
@@ -241,7 +240,7 @@ def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
     )
     processes = start(tmp_path, '--config.train.steps=2', python=['-c', limited])
     errors = finish(processes)
-    assert processes[0].returncode == distributed.USER_ERROR
+    assert processes[0].returncode == USER_ERROR
     assert 'error: a checkpoint could not be written to' in errors[0]
     assert processes[1].returncode not in (0, None)
     assert 'error: process 1 of 2 ended early' in errors[1]
@@ -250,7 +249,7 @@ def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
 def test_processes_that_differ_are_told_what_differs(tmp_path):
     processes = start(tmp_path, only=['--config.data.batch_size=16', '--config.seed=3'])
     for process, error in zip(processes, finish(processes), strict=True):
-        assert process.returncode == distributed.USER_ERROR
+        assert process.returncode == USER_ERROR
         assert (
             'data.batch_size: 8 on process 0, 16 on process 1\n  seed: 0 on process 0, 3 on '
             'process 1' in error
@@ -286,7 +285,7 @@ def test_an_address_that_process_0_cannot_listen_at():
     arguments = ['--coordinator=192.0.2.1:1234', '--num_processes=2', '--process_id=0']
     process = Fork([*TRAIN, *arguments], ENVIRONMENT)
     error = process.communicate(timeout=60)[1]
-    assert process.returncode == distributed.USER_ERROR
+    assert process.returncode == USER_ERROR
     assert 'error: process 0 cannot listen at 192.0.2.1:1234: another program does, or ' in error
     assert 'Traceback' not in error
 
