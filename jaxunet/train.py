@@ -33,12 +33,13 @@ from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed
 from jaxunet.runtime.attempts import let_printing_fail
-from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.training.background import Background
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.restarts import Supervisor
+from jaxunet.training.saving import write_error_ends
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -171,17 +172,11 @@ def run(config: Config) -> None:
     if jax.process_index() == 0:
         held = f' and {len(source.held_out)} held out' if source.held_out else ''
         print(f'{len(source)} images{held} from {config.data.path}; workdir {folder}', flush=True)
-    try:
-        # A resumed run no longer needs the weights that it started from.
-        resumes = checkpoint.exists(folder)
-        initial = None if resumes else load_initial(config, source.class_names)
+    # A resumed run no longer needs the weights that it started from.
+    resumes = checkpoint.exists(folder)
+    initial = None if resumes else load_initial(config, source.class_names)
+    with write_error_ends():
         reached = train(config, folder, source, initial)
-    except checkpoint.CheckpointWriteError as error:
-        # Written in one piece and on a line of its own, as threads of the storage library may be
-        # printing tracebacks at this moment.
-        sys.stderr.flush()
-        os.write(2, f'\nerror: {error}\n'.encode())
-        distributed.end(USER_ERROR)
     if reached >= config.train.steps and jax.process_index() == 0:
         command = f'python -m jaxunet.sample --checkpoint {shlex.quote(str(folder))}'
         print(f'samples of the trained model: {command}', flush=True)

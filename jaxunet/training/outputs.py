@@ -27,7 +27,7 @@ from jaxunet.training.conditions import SampleConditions, side_by_side
 from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluated
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
-from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs
+from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs, mean_loss
 from jaxunet.training.step import Metrics
 
 
@@ -121,10 +121,7 @@ class Outputs:
     ) -> None:
         """Writes the metrics of one step to the log files and the progress bar."""
         rate = self._config.data.batch_size / seconds_per_step
-        loss = float(metrics['loss'])
-        every = self._config.train.log_every
-        if int(metrics['bad_steps']) >= (step % every or every):
-            loss = math.nan  # all steps since the last log were skipped, so the sum is 0
+        loss = mean_loss(metrics, step, self._config.train.log_every)
         held_out = self._measured.pop(step, None)
         self._logs.row(
             {

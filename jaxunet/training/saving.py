@@ -6,14 +6,18 @@ Saves a run whose training ends with an error, too, if its state is still good.
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
 
 from jaxunet.checkpoint.snapshots import SnapshotWriter, spacing
 from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError
+from jaxunet.config import Config
 from jaxunet.runtime.attempts import quietly
+from jaxunet.runtime.distributed import end
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import OutOfMemoryError, memory_for
 from jaxunet.training.resume import StartingPoint
@@ -32,6 +36,7 @@ class Saver:
       begin: where the run starts; its state is not kept.
       snapshots: write snapshots, if the config has `ema.widths`.
       warn: shows a line to the user.
+      config: of the run; default: that of the session.
     """
 
     def __init__(
@@ -43,8 +48,10 @@ class Saver:
         *,
         snapshots: bool,
         warn: Callable[[str], None],
+        config: Config | None = None,
     ) -> None:
         self._checkpoints, self._session, self._warn = checkpoints, session, warn
+        self._config = config or session.config
         self._class_names, self._rollbacks = begin.class_names, begin.rollbacks
         self._main = jax.process_index() == 0
         self._failure = ''  # why the last checkpoint could not be written
@@ -86,7 +93,7 @@ class Saver:
             warning = self._checkpoints.save(
                 step,
                 self._session.parallel.fetch(self._session.state),
-                self._session.config,
+                self._config,
                 seconds,
                 self._class_names,
                 self._rollbacks,
@@ -142,3 +149,18 @@ def save_on_error(session: Session, saver: Saver, save: Callable[[], object]) ->
             raise OutOfMemoryError(f'{error}; {saved}') from None
         quietly('saving what was trained', save)
         raise
+
+
+@contextlib.contextmanager
+def write_error_ends() -> Iterator[None]:
+    """Ends the process if the block raises a `CheckpointWriteError`, with one line.
+
+    It is written in one piece and on a line of its own, as threads of the storage library may be
+    printing tracebacks at this moment.
+    """
+    try:
+        yield
+    except CheckpointWriteError as error:
+        sys.stderr.flush()
+        os.write(2, f'\nerror: {error}\n'.encode())
+        end(error.exit_code)
