@@ -43,7 +43,14 @@ OPEN_MPI = 'OMPI_MCA_orte_hnp_uri'  # Open MPI up to version 4; JAX reads the ho
 # others: processes that fail for the same reason can report it themselves.
 LAST_WORDS_SECONDS = 3.0
 FINISH_SECONDS = 3600  # time for process 0 to write the last checkpoint while the others wait
+PEERS_MISSING = 4  # exit code of processes that did not find each other
 ERROR = 1  # exit code after any exception that is not a UserError
+
+
+class PeersMissingError(UserError):
+    """The processes of a run did not find each other."""
+
+    exit_code = PEERS_MISSING
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,8 @@ def join(start: Start) -> bool:
         )
     if given:
         check_by_hand(str(start.coordinator), int(start.processes or 0), int(start.process or 0))
+        if start.processes == 1:
+            return False
         address = listens_at(str(start.coordinator)) if start.process == 0 else None
         if address:
             check_listens(address)
@@ -286,7 +295,7 @@ def _connect(start: Start, how: str, **arguments: Any) -> None:
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
         _AbortMessage.disarm()
-        raise UserError(f'{not_found}\n{error}') from None
+        raise PeersMissingError(f'{not_found}\n{error}') from None
     _AbortMessage.disarm()
     me = f'process {jax.process_index()} of {jax.process_count()}'
     _AbortMessage.arm(

@@ -32,7 +32,8 @@ COLUMNS = (
 )
 SPIKES = ('spikes',)  # with train.spike_sigmas
 ROLLBACKS = ('rollbacks',)  # with train.rollbacks
-OPTIONAL = (*SPIKES, *ROLLBACKS, *held_out.COLUMNS)
+DEVICES = ('devices',)  # of all processes, once the run was restarted
+OPTIONAL = (*DEVICES, *SPIKES, *ROLLBACKS, *held_out.COLUMNS)
 ALL_COLUMNS = (*COLUMNS, *OPTIONAL)
 MAX_DIGITS = 18  # of a step
 

@@ -27,7 +27,8 @@ from jaxunet.training.conditions import SampleConditions, side_by_side
 from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluated
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
-from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs, mean_loss
+from jaxunet.training.logs import DEVICES, ROLLBACKS, SPIKES, Logs, mean_loss
+from jaxunet.training.restarts import FILE as RESTARTS
 from jaxunet.training.step import Metrics
 
 
@@ -81,8 +82,11 @@ class Outputs:
     ) -> None:
         self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
         self._device = devices[0]
+        self._all_devices = config.parallel.devices or jax.device_count()
         self._conditions = SampleConditions(config, source, config.train.sample_count)
+        self._restarted = (workdir / RESTARTS).exists()
         extra = (
+            *(DEVICES if self._restarted else ()),
             *(SPIKES if config.train.spike_sigmas else ()),
             *(ROLLBACKS if config.train.rollbacks else ()),
             *(HELD_OUT_COLUMNS if config.train.holdout_every else ()),
@@ -135,6 +139,7 @@ class Outputs:
                 'skipped_steps': int(metrics['skipped']),
                 'training_seconds': training_seconds,
                 'rollbacks': self._rollbacks,
+                **({'devices': self._all_devices} if self._restarted else {}),
                 **({'spikes': int(metrics['spikes'])} if 'spikes' in metrics else {}),
                 **(held_out.columns() if held_out else {}),
             }
