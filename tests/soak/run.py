@@ -9,6 +9,9 @@ Writes samples.jsonl (a measurement every `--every` seconds), soak.png (with the
 appends a row to rows.jsonl. Ends with status 1 if a quantity kept growing, by more than `--limit`
 of itself after `--settled` of the run, which is minute 3 of 30 (`soak.watch.growth`).
 
+With MALLOC_ARENA_MAX=2 glibc's heaps do not fill one after the other, a thread each, which looks
+like growth for many minutes.
+
 One growth is known: tensorstore 0.1.86 never frees some 230 bytes for each array of a checkpoint
 (`KvStore.Spec.to_json`, which orbax calls). With hundreds of checkpoints that can pass the limit.
 """
@@ -31,8 +34,9 @@ from support.commands import python_path
 from jaxunet.runtime import rows
 from jaxunet.training.logs import read_metrics
 
+ARENAS = 'MALLOC_ARENA_MAX=2 '
 LABELS = {
-    'resident_mib': 'resident memory, MiB',
+    'own_mib': 'memory of its own, MiB',
     'gpu_mib': 'GPU memory, MiB',
     'threads': 'threads',
     'open_files': 'open files',
@@ -78,11 +82,12 @@ def soak(options: argparse.Namespace) -> rows.Row:
         {'seconds': float(row['training_seconds']), 'step_ms': float(row['step_ms'])}
         for row in read_metrics(output / 'run/metrics.csv')
     ]
+    limited = os.environ.get('MALLOC_ARENA_MAX') == '2'
     found = growths(samples, options.settled) | growths(metrics, options.settled)
     row: rows.Row = {
         'kind': 'soak',
         **rows.provenance(),
-        'command': shlex.join(['python', *command]),
+        'command': ARENAS * limited + shlex.join(['python', *command]),
         'minutes': samples[-1]['seconds'] / 60,
         'settled': options.settled,
         'limit': options.limit,
