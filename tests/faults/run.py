@@ -5,8 +5,9 @@
       --processes 4
 
 Seeds that the file has for this platform and backend are left out, so that the same command goes
-on. `--seeds 17` repeats one case. It needs root for the disks of its own that it mounts; without,
-their kinds are left out, and it says so. Ends with status 1 if a case failed.
+on. `--seeds 17` repeats one case; `--kind` names its kind, and is the only way to some kinds. It
+needs root for the disks of its own that it mounts; without, their kinds are left out, and it says
+so. Ends with status 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def cases(seeds: range, options: argparse.Namespace) -> int:
     """Runs cases one after the other; returns 1 if one failed."""
     known = rows.read(options.output) if options.output.exists() else []
     done = {
-        row['seed']
+        (row['seed'], row['kind'])
         for row in known
         if (row['platform'], row['backend']) == (options.platform, options.backend)
     }
@@ -69,7 +70,7 @@ def cases(seeds: range, options: argparse.Namespace) -> int:
             kind = options.kind or kind_of(seed)
             if time.monotonic() > until:
                 break
-            if (seed in done and ':' in options.seeds) or (kind in MOUNTING and not mounts):
+            if ((seed, kind) in done and ':' in options.seeds) or (kind in MOUNTING and not mounts):
                 continue
             report = run_case(world, seed, kind)
             row = report | {
