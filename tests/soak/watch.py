@@ -96,5 +96,18 @@ def growth(values: Sequence[float]) -> float:
 
 def growths(samples: Sequence[Sample], settled: float) -> dict[str, float]:
     """The `growth` of every quantity once a share of the run, `settled`, is over."""
+    return {name: growth(values) for name, values in _later(samples, settled).items()}
+
+
+def ends(samples: Sequence[Sample], settled: float) -> dict[str, list[float]]:
+    """The medians of every quantity in the first and in the last tenth of the settled run."""
+    found = {}
+    for name, values in _later(samples, settled).items():
+        tenth = max(len(values) // 10, 1)
+        found[name] = [statistics.median(values[:tenth]), statistics.median(values[-tenth:])]
+    return found
+
+
+def _later(samples: Sequence[Sample], settled: float) -> dict[str, list[float]]:
     later = samples[round(settled * len(samples)) :]
-    return {name: growth([s[name] for s in later]) for name in later[0] if name != 'seconds'}
+    return {name: [s[name] for s in later] for name in later[0] if name != 'seconds'}
