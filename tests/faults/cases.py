@@ -414,6 +414,7 @@ KINDS: dict[str, tuple[int, Callable[[Faults], None]]] = {
     'memory full': (0, Faults.memory_full),
 }
 MOUNTING = ('full disk', 'read-only disk')
+PAIRS = ('process killed', 'pair healed')  # of processes, which cannot share a GPU
 
 
 def kind_of(seed: int) -> str:
