@@ -241,7 +241,7 @@ def read_with_file(read: Callable) -> Callable[[pathlib.Path], object]:
 
 def read_choices(path: pathlib.Path) -> object:
     """Reads them as `backend=auto` does, which ignores a damaged file with a warning."""
-    choices._ignore.cache_clear()
+    choices.ignore.cache_clear()
     with unittest.mock.patch.dict(os.environ, {choices.VARIABLE: str(path)}):
         return choices.read('H200', 'float32') or choices._entries(path)
 
