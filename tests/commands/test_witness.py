@@ -9,13 +9,11 @@ hence the tolerances.
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import json
 import lzma
 import pathlib
 import re
 import shutil
-import sys
 import tarfile
 from typing import NamedTuple
 
@@ -26,6 +24,7 @@ from support import witness_state
 from support.commands import Fork, environment
 
 from jaxunet.config import identity
+from jaxunet.runtime.rows import versions
 from jaxunet.weights import read_weights
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -383,8 +382,7 @@ def test_a_sweep_is_complete(tmp_path):
     folder = copied('sweep', tmp_path)
     before = contents(folder)
     row = json.loads((folder / 'results.jsonl').read_text().splitlines()[0])
-    here = {name: importlib.metadata.version(name) for name in row['versions'] if name != 'python'}
-    here['python'] = '.'.join(map(str, sys.version_info[:3]))
+    here = versions()  # with PyTorch, where it is installed
     if here != row['versions']:
         pytest.skip(f'the rows were measured with {row["versions"]}, here are {here}')
     if shutil.which('nvidia-smi'):
