@@ -82,6 +82,8 @@ def soak(options: argparse.Namespace) -> rows.Row:
         process.kill()
     lines = [json.dumps(sample) + '\n' for sample in samples]
     (output / 'samples.jsonl').write_text(''.join(lines))
+    if not (output / 'run/metrics.csv').exists():
+        sys.exit(f'the run ended with status {process.returncode} and logged nothing')
     metrics = read_times(output)
     found = growths(samples, options.settled) | growths(metrics, options.settled)
     row: rows.Row = {

@@ -1,4 +1,6 @@
-"""The table of docs/results/faults, from the rows of `tests/faults/run.py`."""
+"""The tables of runs that faults interrupt, from the rows of `tests/faults/run.py`, and of long
+ones.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Callable
 
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
+from support import soak_table
 
 ROWS = pathlib.Path(__file__).parents[2] / 'docs/results/faults/rows.jsonl'
 HEAD = (
@@ -73,3 +76,6 @@ def _counts(found: list[Row]) -> list[str]:
 
 def _line(cells: list[str] | tuple[str, ...]) -> str:
     return f'| {" | ".join(cells)} |'
+
+
+TABLES: dict[str, Callable[[], str]] = {'faults': table, 'soak': soak_table.table}
