@@ -47,6 +47,7 @@ from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import check_writable
 from jaxunet.sampling import flags as how
@@ -155,6 +156,10 @@ def main(argv: Sequence[str]) -> None:
             sys.exit(INTERRUPTED)
 
 
+@memory_for(
+    'drawing samples',
+    'lower --batch_size, or --num_samples if this machine is full; finished batches are kept',
+)
 def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
     cli.enable_compilation_cache()

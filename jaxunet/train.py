@@ -33,11 +33,14 @@ from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed
 from jaxunet.runtime.attempts import let_printing_fail
-from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.training.background import Background
 from jaxunet.training.loop import train
-from jaxunet.training.parallel import Parallel
+from jaxunet.training.meeting import Place
+from jaxunet.training.parallel import Parallel, on_fewer_devices
 from jaxunet.training.restarts import Supervisor
+from jaxunet.training.saving import write_error_ends
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -82,12 +85,19 @@ HEARTBEAT = flags.DEFINE_integer(
     'the others end.',
     lower_bound=2,
 )
+FEWER_DEVICES = flags.DEFINE_bool(
+    'fewer_devices',
+    False,
+    'Train on fewer devices than parallel.devices says if there are fewer, and on fewer than there '
+    'are if the batch does not divide among them. --restarts sets it from the first restart on.',
+)
 RESTARTS = flags.DEFINE_integer(
     'restarts',
     0,
     'Number of times that a run is started again from its last checkpoint if its process dies '
     '(killed by a signal, out of memory, a device error); every new checkpoint begins the count '
-    'anew. 0 = never. In a SLURM job, the job is requeued instead.',
+    'anew. 0 = never. In a SLURM job, the job is requeued instead. It goes on with the devices and '
+    'processes that are left.',
     lower_bound=0,
 )
 
@@ -112,12 +122,13 @@ def main(argv: Sequence[str]) -> int | None:
     code = 0
     with distributed.joined(start):
         try:
-            run(config)
+            with memory_for('this run', 'lower data.batch_size or choose a smaller network'):
+                run(config)
         except UserError as error:
             if not compiling():
                 raise
             print(f'error: {error}', file=sys.stderr, flush=True)
-            code = USER_ERROR
+            code = error.exit_code
     if compiling():
         # Everything is saved. The compiling thread would delay the exit, or crash during it.
         distributed.end(code)
@@ -133,8 +144,16 @@ def supervise() -> int:
             'the processes by srun or by hand'
         )
     command = [sys.executable, '-m', 'jaxunet.train', *sys.argv[1:], '--restarts=0']
-    main = not PROCESS.value and os.environ.get('SLURM_PROCID', '0') == '0'
-    return Supervisor(command, workdir(), RESTARTS.value, main=main).run()
+    process, processes = PROCESS.value or 0, PROCESSES.value or 1
+    return Supervisor(
+        command,
+        workdir(),
+        RESTARTS.value,
+        main=process == 0 and os.environ.get('SLURM_PROCID', '0') == '0',
+        place=Place(process, processes) if processes > 1 else None,
+        wait_seconds=WAIT.value,
+        heartbeat_seconds=HEARTBEAT.value,
+    ).run()
 
 
 def compiling() -> bool:
@@ -147,6 +166,8 @@ def run(config: Config) -> None:
     cli.enable_compilation_cache()
     # A missing backend or device is an error before anything is read or written.
     ops = choose(config.backend, config.precision)
+    if FEWER_DEVICES.value:
+        config = on_fewer_devices(config)
     Parallel(config)
     estimate.warn_if_long_on_a_cpu(config)
     source = open_images(config)
@@ -169,17 +190,11 @@ def run(config: Config) -> None:
     if jax.process_index() == 0:
         held = f' and {len(source.held_out)} held out' if source.held_out else ''
         print(f'{len(source)} images{held} from {config.data.path}; workdir {folder}', flush=True)
-    try:
-        # A resumed run no longer needs the weights that it started from.
-        resumes = checkpoint.exists(folder)
-        initial = None if resumes else load_initial(config, source.class_names)
+    # A resumed run no longer needs the weights that it started from.
+    resumes = checkpoint.exists(folder)
+    initial = None if resumes else load_initial(config, source.class_names)
+    with write_error_ends():
         reached = train(config, folder, source, initial)
-    except checkpoint.CheckpointWriteError as error:
-        # Written in one piece and on a line of its own, as threads of the storage library may be
-        # printing tracebacks at this moment.
-        sys.stderr.flush()
-        os.write(2, f'\nerror: {error}\n'.encode())
-        distributed.end(USER_ERROR)
     if reached >= config.train.steps and jax.process_index() == 0:
         command = f'python -m jaxunet.sample --checkpoint {shlex.quote(str(folder))}'
         print(f'samples of the trained model: {command}', flush=True)

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxunet.runtime.untrusted import read_json
+
 CHECKSUM = 'meta_checksum'
 FILE = 'meta/metadata'  # in the folder of a checkpoint
 
@@ -38,11 +40,10 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
     """Reads the metadata of a checkpoint, without orbax.
 
     Raises:
-      OSError, ValueError, RecursionError: it cannot be read, or is damaged.
+      UserError: it cannot be read, or is no JSON object.
+      ValueError: the checksum is another one.
     """
-    meta = json.loads((folder / FILE).read_text(encoding='utf-8'))
-    if not isinstance(meta, dict):
-        raise ValueError(f'{folder / FILE}: expected a JSON object')
+    meta = read_json(folder / FILE, advice='use an earlier checkpoint', finite=False)
     check_seal(meta)
     return meta
 

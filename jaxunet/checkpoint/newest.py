@@ -20,6 +20,6 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
     for folder in sorted(steps, key=lambda entry: -int(entry.name)):
         try:
             return resolve(read_meta(folder)['config'])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError, UserError):
+        except (ValueError, TypeError, KeyError, UserError):
             continue  # damaged; `Checkpoints.restore` reports it
     return None

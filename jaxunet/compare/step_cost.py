@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
 import sys
 from collections.abc import Iterable
 
@@ -26,6 +25,7 @@ from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.untrusted import check_fields, read_json
 
 ROUNDS = 11
 STEPS = 8  # least number of steps of a turn
@@ -106,7 +106,9 @@ def read_configs(named: str, data: str = '') -> dict[str, Config]:
       UserError: the file or a config is wrong.
     """
     if named.endswith('.json'):
-        configs = json.loads(pathlib.Path(named).read_text(encoding='utf-8'))
+        advice = 'expected the name of each method and its config'
+        configs = read_json(named, advice=advice)
+        check_fields(configs, dict.fromkeys(configs, dict), named, advice=advice)
         return {name: resolve(values) for name, values in configs.items()}
     found: dict[str, Config] = {}
     for job in read_jobs(named, data):

@@ -27,9 +27,11 @@ from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import ownership
 from jaxunet.runtime.distributed import end
 from jaxunet.runtime.download import cache_dir
-from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
+from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
+from jaxunet.runtime.out_of_memory import memory_for
 
+MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
 HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
 flags.disclaim_key_flags()  # --help of a command lists --config as its own
 
@@ -37,8 +39,9 @@ flags.disclaim_key_flags()  # --help of a command lists --config as its own
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Parses the flags and runs `main`.
 
-    A `UserError` is printed as `error: ...` without a traceback, and the exit code is `USER_ERROR`.
-    After Ctrl-C it is `INTERRUPTED`, and only `main` prints anything.
+    A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
+    `exit_code`. So is an exception for lack of memory that nothing else explained. After Ctrl-C
+    the exit code is `INTERRUPTED`, and only `main` prints anything.
     """
     raise_again()
     sys.unraisablehook = _tell_of_unraisable
@@ -90,7 +93,8 @@ def _without_traceback(
                 raise UserError(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )
-            return main(argv)
+            with memory_for('this command', MORE_MEMORY):
+                return main(argv)
         except UserError as error:
             _fail(error)
 
@@ -277,7 +281,7 @@ config_flags.register_flag_parser_for_type(tuple, _Tuples())
 
 def _fail(error: UserError) -> NoReturn:
     print(f'error: {error}', file=sys.stderr, flush=True)
-    sys.exit(USER_ERROR)
+    sys.exit(error.exit_code)
 
 
 def define_config() -> flags.FlagHolder:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-import pathlib
 
 import numpy as np
 from jaxtyping import Bool
 
+from jaxunet.data.containers import MAX_FILE_BYTES
 from jaxunet.data.pixels import (
     MAGIC_BYTES,
     MODES,
@@ -21,6 +21,7 @@ from jaxunet.data.pixels import (
     why_not_image,
 )
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import read_limited
 
 Redraw = Bool[np.ndarray, 'height width']
 
@@ -91,10 +92,7 @@ def read_mask(
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        data = pathlib.Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
+    data = read_limited(path, MAX_FILE_BYTES, advice='give an image file')
     if reason := why_not_image(data[:MAGIC_BYTES], len(data)):
         raise UserError(f'{path}: {reason}; expected a PNG, JPEG or other image file')
     return data

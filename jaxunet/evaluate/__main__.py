@@ -34,11 +34,13 @@ from jaxunet.evaluate import averages, likelihood, nearest, samples
 from jaxunet.evaluate import flags as shared
 from jaxunet.evaluate.flags import CHECKPOINT, METRIC_NAMES, NLL, SAMPLES
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.out_of_memory import memory_for
 
 for module in (shared, samples, nearest, averages, likelihood, model_flags):
     flags.adopt_module_key_flags(module)  # so that --help lists them
 
 
+@memory_for('this evaluation', 'lower --batch_size')
 def main(argv: Sequence[str]) -> None:
     """Checks which job the flags ask for, and does it.
 
@@ -71,7 +73,7 @@ def check_sources() -> None:
             f'found {",".join(METRIC_NAMES.value)} with --{given}'
         )
     for name in averages.ONLY if SAMPLES.value else samples.ONLY:
-        if flags.FLAGS[name].present and not (nll and name in ('batch_size', 'image_size')):
+        if flags.FLAGS[name].present and not (nll and name == 'image_size'):
             raise UserError(f'--{name}: only --{other} has it; leave it out with --{given}')
     for name in likelihood.WITHOUT if nll else likelihood.ONLY:
         if flags.FLAGS[name].present:

@@ -9,6 +9,7 @@ from absl import flags
 from jaxunet.config import cli, split_backend
 from jaxunet.evaluate.flags import (
     BACKEND,
+    BATCH_SIZE,
     EMA,
     FEATURES,
     METRIC_NAMES,
@@ -45,6 +46,7 @@ def evaluate(checkpoint: str) -> None:
         'features': FEATURES,
         'reference': REFERENCE,
         'samples': NUM_SAMPLES,
+        'batch_size': BATCH_SIZE,
     }
     changes = {'seed': SEED, 'backend': BACKEND}
     cli.enable_compilation_cache()

@@ -33,7 +33,11 @@ FEATURES = flags.DEFINE_string(
     'python -m jaxunet.metrics.train_features.',
 )
 BATCH_SIZE = flags.DEFINE_integer(
-    'batch_size', 64, 'Images per call of the feature network; nll: of the model.', lower_bound=1
+    'batch_size',
+    64,
+    'Images per call of the feature network; nll: of the model. With --checkpoint: images drawn at '
+    "a time; default: the run's evaluation.batch_size.",
+    lower_bound=1,
 )
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',
@@ -56,8 +60,8 @@ CHECKPOINT = flags.DEFINE_string(
     'checkpoint',
     None,
     'Instead of --samples: a workdir or a checkpoint to draw them from, as the section evaluation '
-    'of its config says; --metrics, --features, --reference, --num_samples and --seed replace the '
-    "run's fields where they are given. With --metrics nll also a weight file.",
+    'of its config says; --metrics, --features, --reference, --num_samples, --batch_size and '
+    "--seed replace the run's fields where they are given. With --metrics nll also a weight file.",
 )
 EMA = flags.DEFINE_list(
     'ema',

@@ -49,14 +49,7 @@ WRITE_STATISTICS = flags.DEFINE_string(
     '--metrics also those.',
 )
 # Flags that --checkpoint does not have.
-ONLY = (
-    'nearest',
-    'batch_size',
-    'image_size',
-    'kid_subsets',
-    'kid_subset_size',
-    'write_statistics',
-)
+ONLY = ('nearest', 'image_size', 'kid_subsets', 'kid_subset_size', 'write_statistics')
 
 
 def evaluate(samples: str) -> None:

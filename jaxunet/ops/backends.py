@@ -253,7 +253,7 @@ def _measured(precision: str) -> dict[str, str] | None:
         if missing is None and name != 'xla' and op not in load_backend(name).ops:
             missing = f'the {name} backend has no {op}'
         if missing:
-            choices.ignore(choices.path(), f'{op}={name}: {missing}')
+            choices.ignore(f'{choices.path()}: {op}={name}: {missing}')
             return None
     return found
 

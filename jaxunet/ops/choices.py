@@ -14,6 +14,7 @@ that cannot be used is ignored; one log line says why.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -27,7 +28,9 @@ from absl import logging
 import jaxunet
 from jaxunet.config import OPS
 from jaxunet.runtime.download import cache_dir
+from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.untrusted import check_fields, plain, read_json, shown
 from jaxunet.runtime.whole_files import written
 
 VARIABLE = 'JAXUNET_CHOICES'
@@ -52,26 +55,19 @@ def read(device: str, precision: str) -> dict[str, str] | None:
     """Returns the fastest backend of every op on this kind of device; None if unknown."""
     file = path()
     try:
-        text = file.read_text(encoding='utf-8')
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        ignore(file, str(error))
-        return None
-    try:
-        entry = _entries(text).get((device, precision))
-    except ValueError as error:
-        ignore(file, f'is damaged ({error})')
+        entry = _entries(file).get((device, precision))
+    except UserError as error:
+        ignore(str(error))
         return None
     if entry is None:
         return None
     found = entry.get('versions')
     if found != versions():
-        ignore(file, f'was measured with {_listed(found)}; these are {_listed(versions())}')
+        ignore(f'{file}: was measured with {_listed(found)}; these are {_listed(versions())}')
         return None
     ops = entry.get('ops')
     if not isinstance(ops, dict) or set(ops) != set(OPS):
-        ignore(file, f'its ops are not {", ".join(OPS)}')
+        ignore(f'{file}: its ops are not {", ".join(OPS)}')
         return None
     return {op: str(ops[op]) for op in OPS}
 
@@ -83,8 +79,9 @@ def write(file: pathlib.Path, entry: Row) -> None:
       UserError: the file cannot be written.
     """
     try:
-        entries = _entries(file.read_text(encoding='utf-8'))
-    except (OSError, ValueError):  # missing, or damaged and so of no use
+        entries = _entries(file)
+    except UserError as error:
+        logging.warning('%s; it is replaced', error)
         entries = {}
     entries[entry['device'], entry['precision']] = entry
     text = json.dumps({'choices': list(entries.values())}, indent=1) + '\n'
@@ -94,25 +91,34 @@ def write(file: pathlib.Path, entry: Row) -> None:
 
 
 @functools.cache
-def ignore(file: pathlib.Path, why: str) -> None:
-    """Logs, once, that a file of choices is not used."""
-    logging.warning('%s: %s; backend=auto ignores it; measure again with %s', file, why, COMMAND)
+def ignore(why: str) -> None:
+    """Logs, once, that a file of choices is not used; `why` begins with its name."""
+    logging.warning('%s; backend=auto ignores it; measure again with %s', why, COMMAND)
 
 
-def _entries(text: str) -> dict[tuple[str, str], Row]:
-    """Returns the entries of a file by device and precision.
+def _entries(file: pathlib.Path) -> dict[tuple[str, str], Row]:
+    """Returns the entries of a file by device and precision; none if there is no file.
 
     Raises:
-      ValueError: it is not such a file.
+      UserError: it cannot be read, or is not such a file.
     """
-    found = json.loads(text)
-    entries = found.get('choices') if isinstance(found, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError('expected an object with a list "choices"')
-    return {(str(e.get('device')), str(e.get('precision'))): e for e in entries}
+    with contextlib.suppress(OSError):  # which reading reports
+        if not file.exists():
+            return {}
+    advice = f'it holds no choices of {COMMAND}'
+    found = read_json(file, advice=advice)
+    check_fields(found, {'choices': list}, str(file), advice=advice)
+    entries: dict[tuple[str, str], Row] = {}
+    for number, entry in enumerate(found['choices'], 1):
+        where = f'{file}: entry {number}'
+        if not isinstance(entry, dict):
+            raise UserError(f'{where}: expected a JSON object, found {shown(entry)}; {advice}')
+        check_fields(entry, {'device': str, 'precision': str}, where, advice=advice)
+        entries[entry['device'], entry['precision']] = entry
+    return entries
 
 
 def _listed(found: object) -> str:
     if not isinstance(found, Mapping):
         return 'unknown versions'
-    return ', '.join(f'{name} {version}' for name, version in found.items())
+    return listed([plain(f'{name} {version}') for name, version in found.items()])

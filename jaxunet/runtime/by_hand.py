@@ -13,7 +13,8 @@ from jaxunet.runtime.errors import UserError
 BIND_VARIABLE = 'JAX_COORDINATOR_BIND_ADDRESS'  # read by JAX, too
 NOT_LISTENING = (
     'process 0 cannot listen at {address}: another program does, or this is no address of its '
-    f'machine. Choose another --coordinator, or set {BIND_VARIABLE}=HOST:PORT.'
+    'machine. Choose another --coordinator, or JAX_COORDINATOR_PORT with a launcher, or set '
+    f'{BIND_VARIABLE}=HOST:PORT.'
 )
 
 
@@ -44,11 +45,8 @@ def listens_at(coordinator: str) -> str:
     if chosen := os.environ.get(BIND_VARIABLE):
         return chosen
     host = coordinator.rpartition(':')[0].strip('[]')
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return coordinator  # JAX reports it
-    if host not in {*found, 'localhost'} and all(map(_is_loopback, found)):
+    found = addresses(host)
+    if found and host not in {*found, 'localhost'} and all(map(is_loopback, found)):
         logging.warning(
             '--coordinator: %s is %s on this machine, which no other host can reach; name its '
             'address if there are processes on others',
@@ -72,5 +70,14 @@ def check_listens(address: str) -> None:
         raise UserError(NOT_LISTENING.format(address=address)) from None
 
 
-def _is_loopback(address: str) -> bool:
+def addresses(host: str) -> set[str]:
+    """Returns the addresses of a host's name; none if it is unknown."""
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host.strip('[]'), None)}
+    except OSError:
+        return set()
+
+
+def is_loopback(address: str) -> bool:
+    """Returns True for an address that only this machine can reach."""
     return ipaddress.ip_address(address.partition('%')[0]).is_loopback

@@ -8,15 +8,13 @@ then aborts the other processes, even if they are waiting for something.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,23 +24,24 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from jaxunet.runtime.by_hand import check_by_hand, check_listens, listens_at
-from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.runtime.launchers import all_devices, check_launcher, coordinator, detect
+from jaxunet.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
-SLURM_VARIABLES = (  # set by srun and read by JAX
-    'SLURM_JOB_ID',
-    'SLURM_STEP_NODELIST',
-    'SLURM_NTASKS',
-    'SLURM_PROCID',
-    'SLURM_LOCALID',
-)
-OPEN_MPI = 'OMPI_MCA_orte_hnp_uri'  # Open MPI up to version 4; JAX reads the host of mpirun from it
 # Process 0 waits this long before it exits with an error, because its exit makes JAX abort the
 # others: processes that fail for the same reason can report it themselves.
 LAST_WORDS_SECONDS = 3.0
 FINISH_SECONDS = 3600  # time for process 0 to write the last checkpoint while the others wait
+PEERS_MISSING = 4  # exit code of processes that did not find each other
 ERROR = 1  # exit code after any exception that is not a UserError
+
+
+class PeersMissingError(UserError):
+    """The processes of a run did not find each other."""
+
+    exit_code = PEERS_MISSING
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ def joined(start: Start) -> Iterator[None]:
     """Connects this process to the others of its run for the duration of the block.
 
     Does nothing for a run of one process. With several, every process waits for all at the end of
-    the block. An error in the block prints its message and exits with `USER_ERROR` or `ERROR`,
-    without waiting for the others, which may hang in a collective operation.
+    the block. An error in the block prints its message and exits with its `exit_code`, or
+    `ERROR`, without waiting for the others, which may hang in a collective operation.
 
     Raises:
       UserError: the processes cannot find each other, or the flags are inconsistent.
@@ -87,9 +86,11 @@ def joined(start: Start) -> Iterator[None]:
         jax.distributed.shutdown()  # waits for the others
         _AbortMessage.disarm()
     except BaseException as error:
+        if is_out_of_memory(error):
+            error = out_of_memory_error(error, 'this process', 'lower its batch size')
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)
-            end(USER_ERROR)
+            end(error.exit_code)
         if isinstance(error, KeyboardInterrupt):
             end(INTERRUPTED)
         # Collective operations fail in many ways when another process has died.
@@ -124,15 +125,10 @@ def join(start: Start) -> bool:
         )
     if given:
         check_by_hand(str(start.coordinator), int(start.processes or 0), int(start.process or 0))
-        address = listens_at(str(start.coordinator)) if start.process == 0 else None
-        if address:
-            check_listens(address)
-        _connect(
-            start,
-            'by hand',
-            cluster_detection_method='deactivate',
-            coordinator_bind_address=address,
-        )
+        if start.processes == 1:
+            return False
+        bind = listens_at(str(start.coordinator)) if start.process == 0 else None
+        _connect(start, 'by hand', str(start.coordinator), bind, 'deactivate')
         return True
     methods = {'auto': detect(os.environ), 'none': ''}
     method = methods.get(start.cluster, start.cluster)
@@ -143,125 +139,28 @@ def join(start: Start) -> bool:
         None if 'JAX_LOCAL_DEVICE_IDS' in os.environ or not all_devices(method, os.environ) else []
     )
     # [] gives this process all devices that it sees; None gives it the one with its local index.
-    _connect(start, method, cluster_detection_method=method, local_device_ids=devices)
+    _connect(start, method, *coordinator(method, os.environ), method, local_device_ids=devices)
     finalize()
     return True
 
 
-def detect(environ: Mapping[str, str]) -> str:
-    """Returns the launcher that set the environment variables of a run of several processes.
-
-    'ompi' (Open MPI 4), 'mpi4py' (any other mpirun), 'slurm', or '' for none. mpirun takes
-    precedence: inside a SLURM job its processes inherit SLURM's variables, which then count
-    mpirun's helper processes.
-    """
-    if _number(environ, 'OMPI_COMM_WORLD_SIZE') > 1:
-        return 'ompi' if OPEN_MPI in environ else 'mpi4py'
-    if _number(environ, 'PMI_SIZE') > 1 and 'MPI_LOCALNRANKS' in environ:  # MPICH, Intel MPI
-        return 'mpi4py'
-    # A shell or batch script of the job also has its variables, but is not one of several tasks.
-    tasks = _number(environ, 'SLURM_STEP_NUM_TASKS') or _number(environ, 'SLURM_NTASKS')
-    return 'slurm' if tasks > 1 and all(name in environ for name in SLURM_VARIABLES) else ''
-
-
-def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> Callable[[], object]:
-    """Checks that this process was started by the launcher `method`.
+def _connect(
+    start: Start, how: str, address: str, bind: str | None, detection: str, **arguments: Any
+) -> None:
+    """Connects to process 0.
 
     Args:
-      method: one of 'slurm', 'ompi' and 'mpi4py'.
-      environ: the environment variables.
-      asked: True if the user named the method, False if it was detected.
-
-    Returns:
-      A function to call once all processes are connected.
+      how: the processes were started, for messages.
+      address: HOST:PORT of process 0.
+      bind: HOST:PORT that this process listens at, if it is process 0.
+      detection, arguments: of `jax.distributed.initialize`.
 
     Raises:
-      UserError: the launcher's variables or library are missing.
+      PeersMissingError: the processes do not find each other.
+      UserError: process 0 cannot listen there.
     """
-    flag = (
-        f'--cluster={method}'
-        if asked
-        else f'mpirun started this process, which needs --cluster={method}'
-    )
-    if method == 'slurm':
-        missing = [name for name in SLURM_VARIABLES if name not in environ]
-        if missing:
-            raise UserError(
-                f'{flag}: {missing[0]} is not set; '
-                'start the processes with srun, inside a SLURM job'
-            )
-    if method == 'ompi' and OPEN_MPI not in environ:
-        raise UserError(
-            f'{flag}: {OPEN_MPI} is not set; start the processes with mpirun of Open MPI 4. '
-            'Newer versions and other MPIs: --cluster=mpi4py'
-        )
-    if method != 'mpi4py':
-        return lambda: None
-    try:
-        mpi = importlib.import_module('mpi4py.MPI')
-    except ImportError as error:
-        raise UserError(
-            f'{flag}: {error}; pip install "jaxunet[mpi]", which uses the MPI library of this '
-            'machine'
-        ) from None
-    if mpi.COMM_WORLD.Get_size() == 1:
-        raise UserError(
-            f'{flag}: MPI counts one process; start them with mpirun -n N of the MPI library that '
-            f'mpi4py uses: {mpi.Get_library_version().splitlines()[0].rstrip(chr(0))}'
-        )
-    # JAX uses MPI only to find the processes. mpirun reports a failure if MPI is not finalized.
-    return mpi.Finalize
-
-
-def all_devices(method: str, environ: Mapping[str, str]) -> bool:
-    """Returns True if the process may use all GPUs that it sees.
-
-    It may if it is alone on its host, or if its launcher gave each process its own GPUs. Otherwise
-    each process of a host uses the GPU with its local index.
-    """
-    here = 1
-    if method == 'slurm':
-        here = tasks_of_node(
-            environ.get('SLURM_STEP_TASKS_PER_NODE', environ['SLURM_NTASKS']),
-            _number(environ, 'SLURM_NODEID'),
-        )
-    elif 'OMPI_COMM_WORLD_LOCAL_SIZE' in environ:
-        here = _number(environ, 'OMPI_COMM_WORLD_LOCAL_SIZE')
-    elif method == 'mpi4py':
-        mpi = importlib.import_module('mpi4py.MPI')
-        here = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_size()
-    visible = environ.get('CUDA_VISIBLE_DEVICES')
-    own = 'SLURM_GPUS_PER_TASK' in environ if method == 'slurm' else False
-    return here == 1 or own or (visible is not None and len(visible.split(',')) < here)
-
-
-def tasks_of_node(counts: str, node: int) -> int:
-    """Returns the number of SLURM tasks on a node.
-
-    Args:
-      counts: SLURM's list of tasks per node; `2(x3),1` means 2, 2, 2, 1.
-      node: index of the node.
-
-    Raises:
-      UserError: `counts` has another form.
-    """
-    expanded = []
-    for part in counts.split(','):
-        match = re.fullmatch(r'(\d+)(?:\(x(\d+)\))?', part.strip())
-        if match is None:
-            raise UserError(
-                f'SLURM_STEP_TASKS_PER_NODE: expected a list like 2(x3),1, found {counts!r}'
-            )
-        expanded += [int(match[1])] * int(match[2] or 1)
-    return expanded[min(node, len(expanded) - 1)]
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    value = environ.get(name, '')
-    return int(value) if value.isdigit() else 0
-
-
-def _connect(start: Start, how: str, **arguments: Any) -> None:
+    if bind:
+        check_listens(bind)
     logging.info(
         'started %s; waiting for the other processes, up to %d s ...', how, start.wait_seconds
     )
@@ -273,9 +172,11 @@ def _connect(start: Start, how: str, **arguments: Any) -> None:
     _AbortMessage.arm(not_found)
     try:
         jax.distributed.initialize(
-            start.coordinator,
+            address,
             start.processes,
             start.process,
+            cluster_detection_method=detection,
+            coordinator_bind_address=bind,
             initialization_timeout=start.wait_seconds,
             heartbeat_timeout_seconds=start.heartbeat_seconds,
             shutdown_timeout_seconds=FINISH_SECONDS,
@@ -283,7 +184,7 @@ def _connect(start: Start, how: str, **arguments: Any) -> None:
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
         _AbortMessage.disarm()
-        raise UserError(f'{not_found}\n{error}') from None
+        raise PeersMissingError(f'{not_found}\n{error}') from None
     _AbortMessage.disarm()
     me = f'process {jax.process_index()} of {jax.process_count()}'
     _AbortMessage.arm(

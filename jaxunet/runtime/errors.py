@@ -12,7 +12,12 @@ class UserError(Exception):
     """A mistake that the user can correct, in a flag, a config, a data file or a weight file.
 
     The message names the file or field, what was expected, what was found and what to do.
+
+    Attributes:
+      exit_code: of a command that ends with it.
     """
+
+    exit_code = USER_ERROR
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:

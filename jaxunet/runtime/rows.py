@@ -16,10 +16,11 @@ import jax
 
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import parse_json
+from jaxunet.runtime.untrusted import parse_json, read_limited
 
 Row = dict[str, Any]
 ROOT = pathlib.Path(__file__).parents[2]
+MAX_BYTES = 2**28  # of a file of rows
 PACKAGES = ('jax', 'jaxlib', 'flax', 'torch')
 
 
@@ -99,9 +100,10 @@ def read(
     Raises:
       UserError: the file cannot be read, a line is not a JSON object, or `check` refuses it.
     """
+    data = read_limited(path, MAX_BYTES, advice='give a file of rows')
     try:
-        lines = pathlib.Path(path).read_text(encoding='utf-8').splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = data.decode().splitlines()
+    except UnicodeDecodeError as error:
         raise UserError(f'{path}: cannot be read: {error}') from None
     rows = []
     for number, line in enumerate(lines, 1):

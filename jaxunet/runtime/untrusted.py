@@ -114,18 +114,32 @@ def parse_json(
     raise UserError(f'{source}: expected {wanted}, found {found} ({reason}); {advice}')
 
 
-def read_json(path: str | os.PathLike[str], *, advice: str, kind: type = dict) -> Any:
+def read_limited(path: str | os.PathLike[str], limit: int, *, advice: str) -> bytes:
+    """Returns the content of a file, which may be an endless device.
+
+    Raises:
+      UserError: the file cannot be read, or has more than `limit` bytes.
+    """
+    try:
+        with pathlib.Path(path).open('rb') as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise UserError(f'{path}: cannot be read: {error.strerror or error}; {advice}') from None
+    if len(data) > limit:
+        raise UserError(f'{path}: expected at most {limit:,} bytes, found more; {advice}')
+    return data
+
+
+def read_json(
+    path: str | os.PathLike[str], *, advice: str, kind: type = dict, finite: bool = True
+) -> Any:
     """Returns the value of a JSON file; see `parse_json`.
 
     Raises:
       UserError: the file cannot be read, or `parse_json` refuses it.
     """
-    try:
-        with pathlib.Path(path).open('rb') as file:
-            text = file.read(MAX_JSON + 1)
-    except OSError as error:
-        raise UserError(f'{path}: cannot be read: {error.strerror or error}; {advice}') from None
-    return parse_json(text, str(path), advice=advice, kind=kind)
+    text = read_limited(path, MAX_JSON, advice=advice)
+    return parse_json(text, str(path), advice=advice, kind=kind, finite=finite)
 
 
 def check_fields(

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from jaxunet.data.classes import Classes
+from jaxunet.data.containers import MAX_FILE_BYTES
 from jaxunet.data.picture import read_picture
 from jaxunet.data.pixels import BadImage, Shape, size_of
 from jaxunet.data.source import ArraySource, Source
@@ -17,6 +18,7 @@ from jaxunet.data.sources import is_compressed_tar, open_source
 from jaxunet.metrics.image_sets import read_grid
 from jaxunet.model.low_res import grey
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import read_limited
 
 IMAGE_FILES = ('.png', '.jpg', '.jpeg', '.webp', '.bmp')
 
@@ -91,8 +93,9 @@ def _label(path: str, name: str, classes: Classes) -> int:
 
 def _of_one_file(file: Path, shape: Shape) -> UInt8[np.ndarray, 'pictures height width channels']:
     """Returns the picture in an image file, or the pictures of a grid."""
+    data = read_limited(file, MAX_FILE_BYTES, advice='give pictures to --low_res')
     try:
-        found = size_of(file.read_bytes(), str(file))
+        found = size_of(data, str(file))
         if found == shape[:2]:
             return read_picture(file, shape)[None]
         if file.suffix.lower() == '.png':

@@ -34,6 +34,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.garbage import garbage_set_aside
+from jaxunet.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
 from jaxunet.runtime.rows import Row, provenance
 from jaxunet.runtime.subprocesses import OUT_OF_MEMORY
 from jaxunet.sweep.points import WORKERS
@@ -265,6 +266,8 @@ def outcome(task: Task) -> Row:
     """Measures a point; a failure becomes a row with `status` and `reason`."""
     try:
         return {'status': OK, **measure(task)}
+    except OutOfMemoryError as error:
+        return {'status': OUT_OF_MEMORY, 'reason': str(error)}
     except UserError as error:
         return {'status': ERROR, 'reason': str(error)}
     except MemoryError:
@@ -273,7 +276,7 @@ def outcome(task: Task) -> Row:
         traceback.print_exc()
         message = f'{type(error).__name__}: {error}'.split('\n')[0][:400]
         return {
-            'status': OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in message else ERROR,
+            'status': OUT_OF_MEMORY if is_out_of_memory(error) else ERROR,
             'reason': message,
         }
 

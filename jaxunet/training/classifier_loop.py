@@ -22,12 +22,13 @@ from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.board import Board
 from jaxunet.training.classifier_accuracy import COLUMNS, KINDS, Accuracy, columns, sentence
 from jaxunet.training.clock import Clock, due
 from jaxunet.training.logs import FILE as METRICS
-from jaxunet.training.logs import StepTable, curves
+from jaxunet.training.logs import StepTable, curves, mean_loss
 from jaxunet.training.noisy_classifier import (
     FILE,
     ClassifierSession,
@@ -36,13 +37,18 @@ from jaxunet.training.noisy_classifier import (
     starting_state,
 )
 from jaxunet.training.preemption import Preemption
-from jaxunet.training.resume import adapted, how_to_go_on
+from jaxunet.training.resume import StartingPoint, adapted, how_to_go_on
 from jaxunet.training.rollback import TooManySkippedError
+from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
 from jaxunet.weights import write_classifier
 
 NETWORK = 'classifier of noisy images'
+ACCURACY_MEMORY = (
+    'measuring the accuracy',
+    'raise optimizer.accumulate_steps or set train.holdout_every=0',
+)
 LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_steps')
 
 
@@ -60,10 +66,11 @@ def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> i
 
     Raises:
       UserError: the workdir holds another run, the config or the data does not fit, too many steps
-        in a row were not finite, or a file could not be written.
+        in a row were not finite, or classifier.pt or the last checkpoint could not be written.
+      OutOfMemoryError: as `jaxunet.training.loop.train`.
     """
-    with opened(workdir), Preemption() as preemption, contextlib.ExitStack() as stack:
-        return _Loop(config, workdir, source, preemption).run(stack)
+    with opened(workdir), Preemption() as preemption:
+        return _Loop(config, workdir, source, preemption).run()
 
 
 class _Loop:
@@ -73,9 +80,12 @@ class _Loop:
       step: the step reached by the calls made so far, which may still be running.
       queue: the calls whose metrics have not been read: (step after the call, metrics).
       measured: columns of metrics.csv by the step whose row has not been written.
+      saver: writes checkpoints.
+      failure: why classifier.pt could not be written the last time; None if it could.
     """
 
     step: int
+    saver: Saver
     clock: Clock
     bar: tqdm
     table: StepTable
@@ -91,19 +101,41 @@ class _Loop:
         self.accuracy: Accuracy | None = None
         self.queue: collections.deque[tuple[int, Metrics]] = collections.deque()
         self.measured: dict[int, dict[str, float]] = {}
+        self.failure: UserError | None = None
 
-    def run(self, stack: contextlib.ExitStack) -> int:
-        """Trains, and returns the step reached; `stack` closes what is opened."""
+    def run(self) -> int:
+        """Trains, and returns the step reached."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(quietly, 'checkpoints', self.checkpoints.close)
+            begin = _start(self.config, self.workdir, self.checkpoints, self.source.class_names)
+            self.step = int(begin.state.step)
+            if self.step >= self.config.train.steps:
+                self._write(begin.state)  # a full disk may have refused it
+                print(how_to_go_on(self.config, self.workdir, self.step))
+            else:
+                self._open(begin, stack)
+                self.clock = Clock(self.step, begin.seconds)
+                del begin  # its state is a second copy of all weights, in this machine's memory
+                self._train()
+        if self.failure:
+            raise self.failure
+        return self.step
+
+    def _open(self, begin: StartingPoint, stack: contextlib.ExitStack) -> None:
+        """Makes the step and the files ready; `stack` closes what is opened."""
         config, session = self.config, self.session
-        stack.callback(quietly, 'checkpoints', self.checkpoints.close)
-        state, seconds = _start(config, self.workdir, self.checkpoints, self.source.class_names)
-        self.step, total = int(state.step), config.train.steps
-        if self.step >= total:
-            print(how_to_go_on(config, self.workdir, self.step))
-            return self.step
         stack.callback(quietly, 'images', session.close)
-        session.load(state, progress=True)
+        session.load(begin.state, progress=True)
         session.open_stream()
+        self.saver = Saver(
+            self.workdir,
+            self.checkpoints,
+            session,
+            begin,
+            snapshots=False,
+            warn=self._warn,
+            config=config,
+        )
         if config.train.holdout_every:
             device = session.parallel.local_devices[0]
             self.accuracy = Accuracy(session.config, session.network, self.source, device)
@@ -114,27 +146,31 @@ class _Loop:
         stack.callback(quietly, 'logs', self.table.close)
         self.board = Board(self.workdir / 'tensorboard', self.step)
         self.bar = stack.enter_context(
-            progress_bar(total=total, initial=self.step, unit='step', desc='compiling')
+            progress_bar(total=config.train.steps, initial=self.step, unit='step', desc='compiling')
         )
         session.compile(cache=True)
         self.bar.set_description('training')
-        self.clock = Clock(self.step, seconds)
+
+    def _train(self) -> None:
+        """Runs steps until the last one, or a signal, and saves it."""
+        total = self.config.train.steps
         while self.step < total and not self.preemption.requested:
             self._call()
-        self._read_metrics()
-        if self.checkpoints.latest() != self.step:
-            self._save()
+        self._save_all()
         if self.step < total:
             self.bar.write(f'stopped at step {self.step}; the same command resumes from there')
-        self.checkpoints.wait()
-        return self.step
+        self.saver.check()
+
+    def _warn(self, text: str) -> None:
+        self.bar.write(text)
 
     def _call(self) -> None:
         """Queues the next call of the step, and measures and saves what is due after it."""
         session, train = self.session, self.config.train
-        metrics = session.call(session.next_data())
-        self.step += session.steps_per_call
-        self.queue.append((self.step, session.parallel.local(metrics)))
+        with self._save_on_error():
+            metrics = session.call(session.next_data())
+            self.step += session.steps_per_call
+            self.queue.append((self.step, session.parallel.local(metrics)))
         self._read_metrics(leave=session.calls_ahead)
         self.preemption.nothing_to_save = False
         measure = due(train.holdout_every, self.step, train.steps)
@@ -142,10 +178,12 @@ class _Loop:
         if not (measure or save):
             return
         self._read_metrics(leave=1)
-        jax.block_until_ready(self.queue[-1][1])
+        with self._save_on_error():
+            jax.block_until_ready(self.queue[-1][1])
         self.clock.pause()
         if measure and self.accuracy:
-            scores = self.accuracy.measure(session.parallel.local(session.state.params))
+            with self._save_on_error(), memory_for(*ACCURACY_MEMORY):
+                scores = self.accuracy.measure(session.parallel.local(session.state.params))
             self.measured[self.step] = columns(scores)
             self.bar.write(f'step {self.step}: {sentence(scores[KINDS[0]])}')
         self._read_metrics()
@@ -162,7 +200,9 @@ class _Loop:
         train = self.config.train
         while len(self.queue) > leave:
             step, metrics = self.queue.popleft()
-            bad = int(np.atleast_1d(metrics['bad_steps']).max())  # waits for the steps
+            with self._save_on_error():
+                jax.block_until_ready(metrics)  # numpy would crash on those of a step that failed
+            bad = int(np.atleast_1d(metrics['bad_steps']).max())
             self.bar.update(self.session.steps_per_call)
             if bad >= train.max_bad_steps:
                 raise TooManySkippedError(self.config, step, bad, self.checkpoints.latest(), 0)
@@ -174,7 +214,7 @@ class _Loop:
         elapsed, steps = self.clock.lap(step)
         row = {
             'step': step,
-            'loss': metrics['loss'],
+            'loss': mean_loss(metrics, step, self.config.train.log_every),
             'learning_rate': metrics['learning_rate'],
             'grad_norm': metrics['grad_norm'],
             'step_ms': elapsed / steps * 1e3,
@@ -185,29 +225,33 @@ class _Loop:
         self.board.scalars(curves(row, COLUMNS), step)
         self.bar.set_postfix_str(f'loss={row["loss"]:.4f}, {row["step_ms"]:.1f} ms/step')
 
-    def _save(self) -> None:
-        """Writes classifier.pt, and starts writing a checkpoint.
+    def _save_on_error(self) -> contextlib.AbstractContextManager[None]:
+        return save_on_error(self.session, self.saver, self._save_all)
 
-        Raises:
-          UserError: the file or the checkpoint before could not be written.
-        """
-        state: TrainState = self.session.parallel.fetch(self.session.state)
-        classes = self.config.model.num_classes
-        path = self.workdir / FILE
-        write_classifier(path, state.params, network_config(self.config), classes)
-        names = self.source.class_names
-        if failed := self.checkpoints.save(
-            self.step, state, self.config, self.clock.seconds, names
-        ):
-            raise checkpoint.CheckpointWriteError(failed)
+    def _save_all(self) -> None:
+        """Saves the step reached, if it is not saved, and waits until it is on disk."""
+        self._read_metrics()
+        if self.checkpoints.latest() != self.step:
+            self._save()
+        self.saver.wait()
+
+    def _save(self) -> None:
+        """Writes classifier.pt, and starts writing a checkpoint. A failure is a warning."""
+        self._write(self.session.parallel.fetch(self.session.state))
+        if self.failure:
+            self._warn(f'warning: {self.failure}')
+        self.saver.save(self.step, self.clock.seconds)
+
+    def _write(self, state: TrainState) -> None:
+        network, classes = network_config(self.config), self.config.model.num_classes
+        self.failure = None
+        try:
+            write_classifier(self.workdir / FILE, state.params, network, classes)
+        except UserError as error:
+            self.failure = error
 
 
 def _checkpoints(config: Config, workdir: pathlib.Path) -> checkpoint.Checkpoints:
-    if checkpoint.exists(workdir) and not (workdir / FILE).exists():
-        raise UserError(
-            f'--workdir: {workdir} has checkpoints but no {FILE}, so they are not of a classifier; '
-            'choose another folder'
-        )
     train = config.train
     return checkpoint.Checkpoints(
         workdir,
@@ -223,8 +267,8 @@ def _start(
     workdir: pathlib.Path,
     checkpoints: checkpoint.Checkpoints,
     class_names: tuple[str, ...],
-) -> tuple[TrainState, float]:
-    """Returns the newest checkpoint's state and training seconds, or the state before step 0.
+) -> StartingPoint:
+    """Returns the newest checkpoint, or the state before step 0.
 
     Raises:
       UserError: the run in the workdir is another one, no checkpoint can be read, or the run cannot
@@ -232,7 +276,7 @@ def _start(
     """
     restored = checkpoints.restore()
     if restored is None:
-        return starting_state(config), 0.0
+        return StartingPoint(starting_state(config), 0.0, class_names)
     # A classifier has no averages of its weights.
     fixed = tuple(name for name in FIXED_FIELDS if not name.startswith('ema.'))
     changed = fixed_changes(restored.config, config, fixed)
@@ -241,4 +285,4 @@ def _start(
     if changed:
         raise other_run(workdir, changed)
     logging.info('resuming %s at step %d', workdir, int(restored.state.step))
-    return adapted(restored, config), restored.seconds
+    return StartingPoint(adapted(restored, config), restored.seconds, class_names)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -31,7 +32,8 @@ COLUMNS = (
 )
 SPIKES = ('spikes',)  # with train.spike_sigmas
 ROLLBACKS = ('rollbacks',)  # with train.rollbacks
-OPTIONAL = (*SPIKES, *ROLLBACKS, *held_out.COLUMNS)
+DEVICES = ('devices',)  # of all processes, once the run was restarted
+OPTIONAL = (*DEVICES, *SPIKES, *ROLLBACKS, *held_out.COLUMNS)
 ALL_COLUMNS = (*COLUMNS, *OPTIONAL)
 MAX_DIGITS = 18  # of a step
 
@@ -76,6 +78,18 @@ class Logs:
     def close(self) -> None:
         """Tries once more to write the rows that could not be written."""
         self._table.close()
+
+
+def mean_loss(metrics: Mapping[str, Any], step: int, every: int) -> float:
+    """Returns the mean loss of the steps since the last log; nan if all of them were skipped.
+
+    Args:
+      metrics: of the last of these steps.
+      every: steps between two logs.
+    """
+    # All steps since then were skipped, so that the sum is 0.
+    skipped = int(metrics['bad_steps']) >= (step % every or every)
+    return math.nan if skipped else float(metrics['loss'])
 
 
 def curves(row: Mapping[str, float], measured: Collection[str]) -> dict[str, float]:

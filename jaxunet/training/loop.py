@@ -11,7 +11,6 @@ import contextlib
 import gc
 import pathlib
 import time
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -24,7 +23,6 @@ from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree
-from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
 from jaxunet.training.evaluation import Evaluator
@@ -34,7 +32,7 @@ from jaxunet.training.preemption import Preemption
 from jaxunet.training.replicas import Replicas
 from jaxunet.training.resume import how_to_go_on, starting_point
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
-from jaxunet.training.saving import Saver
+from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.session import Session
 from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
@@ -62,6 +60,8 @@ def train(
       PassedError: the run has passed a milestone without reporting it.
       UserError: the workdir holds another run, the data does not fit the config, too many steps in
         a row were not finite, or the last checkpoint could not be written.
+      OutOfMemoryError: a device or this machine has no memory left. What was trained is saved,
+        unless the training step itself failed.
     """
     if milestones and jax.process_count() > 1:
         raise ValueError('milestones: expected a run of one process, found several')
@@ -221,9 +221,9 @@ class _Loop:
         session = self.session
         with self._save_on_error():
             data = session.next_data()
-        metrics = session.call(data, stop=self.preemption.requested)
-        self.step += session.steps_per_call
-        self.queue.append((self.step, session.parallel.local(metrics)))
+            metrics = session.call(data, stop=self.preemption.requested)
+            self.step += session.steps_per_call
+            self.queue.append((self.step, session.parallel.local(metrics)))
         self._read_metrics(leave=session.calls_ahead)
         self.preemption.nothing_to_save = False
 
@@ -241,7 +241,8 @@ class _Loop:
         if not (save or sample or evaluate or held_out or milestone or snapshot or check):
             return True
         self._read_metrics(leave=1)
-        jax.block_until_ready(self.queue[-1][1])
+        with self._save_on_error():
+            jax.block_until_ready(self.queue[-1][1])
         self.clock.pause()
         if check or save:
             self._check_replicas()
@@ -324,8 +325,10 @@ class _Loop:
             step, metrics = self.queue.popleft()
             # Each process reads the metrics of a step after the same number of further calls, so
             # all of them stop at the same step.
+            with self._save_on_error():
+                jax.block_until_ready(metrics)  # numpy would crash on those of a step that failed
             self.stop |= bool(np.any(metrics.get(STOP, 0)))
-            bad = int(np.atleast_1d(metrics['bad_steps']).max())  # waits for the steps
+            bad = int(np.atleast_1d(metrics['bad_steps']).max())
             self.bar.update(self.session.steps_per_call)
             if bad >= train.max_bad_steps:
                 raise TooManySkippedError(
@@ -337,21 +340,15 @@ class _Loop:
                     last = jax.tree.map(lambda x: np.atleast_1d(x)[-1], metrics)
                     self.outputs.log(step, last, elapsed / steps, self._seconds(step))
 
-    @contextlib.contextmanager
-    def _save_on_error(self) -> Iterator[None]:
-        """Saves all trained steps if the block raises a UserError, such as for a corrupt image.
-
-        A run of several processes saves nothing, as the others would not know of the error.
-        """
-        try:
-            yield
-        except UserError:
-            quietly('saving what was trained', self._save_all)
-            raise
+    def _save_on_error(self) -> contextlib.AbstractContextManager[None]:
+        return save_on_error(self.session, self.saver, self._save_all)
 
     def _save_all(self) -> None:
+        """Saves what is not saved; in a run of several processes, without asking the others."""
         self._read_metrics()
-        if jax.process_count() == 1 and self.milestones.saves:
+        if jax.process_count() > 1 and self.config.train.check_replicas_every:
+            return  # nothing is saved unchecked, and a check needs all processes
+        if self.milestones.saves:
             self._check_replicas()
             self._save_unsaved()
             self.saver.wait()

@@ -18,6 +18,7 @@ from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
+from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.training.background import Background
@@ -26,7 +27,8 @@ from jaxunet.training.conditions import SampleConditions, side_by_side
 from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluated
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
-from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs
+from jaxunet.training.logs import DEVICES, ROLLBACKS, SPIKES, Logs, mean_loss
+from jaxunet.training.restarts import FILE as RESTARTS
 from jaxunet.training.step import Metrics
 
 
@@ -80,8 +82,11 @@ class Outputs:
     ) -> None:
         self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
         self._device = devices[0]
+        self._all_devices = config.parallel.devices or jax.device_count()
         self._conditions = SampleConditions(config, source, config.train.sample_count)
+        self._restarted = (workdir / RESTARTS).exists()
         extra = (
+            *(DEVICES if self._restarted else ()),
             *(SPIKES if config.train.spike_sigmas else ()),
             *(ROLLBACKS if config.train.rollbacks else ()),
             *(HELD_OUT_COLUMNS if config.train.holdout_every else ()),
@@ -120,10 +125,7 @@ class Outputs:
     ) -> None:
         """Writes the metrics of one step to the log files and the progress bar."""
         rate = self._config.data.batch_size / seconds_per_step
-        loss = float(metrics['loss'])
-        every = self._config.train.log_every
-        if int(metrics['bad_steps']) >= (step % every or every):
-            loss = math.nan  # all steps since the last log were skipped, so the sum is 0
+        loss = mean_loss(metrics, step, self._config.train.log_every)
         held_out = self._measured.pop(step, None)
         self._logs.row(
             {
@@ -137,6 +139,7 @@ class Outputs:
                 'skipped_steps': int(metrics['skipped']),
                 'training_seconds': training_seconds,
                 'rollbacks': self._rollbacks,
+                **({'devices': self._all_devices} if self._restarted else {}),
                 **({'spikes': int(metrics['spikes'])} if 'spikes' in metrics else {}),
                 **(held_out.columns() if held_out else {}),
             }
@@ -148,6 +151,9 @@ class Outputs:
             refresh=False,
         )
 
+    @memory_for(
+        'the held-out loss', 'raise optimizer.accumulate_steps or set train.holdout_every=0'
+    )
     def measure_held_out(self, step: int, params: Params) -> None:
         """Measures the held-out loss for the log of this step; not once asked to stop."""
         assert self._held_out_loss is not None
@@ -155,6 +161,7 @@ class Outputs:
         if held_out is not None:
             self._measured[step] = held_out.measure(params)
 
+    @memory_for('drawing samples', 'lower train.sample_count')
     def sample(self, step: int, params: Params) -> None:
         """Draws a grid of samples and saves it; draws nothing more once asked to stop."""
         assert self._generator is not None
@@ -185,6 +192,11 @@ class Outputs:
             self._bar.write(f'step {step}: samples in {path}')
         self._logs.image(step, picture)
 
+    @memory_for(
+        'measuring samples',
+        'lower evaluation.batch_size, or set train.evaluate_every=0 and measure the checkpoints '
+        'later, with python -m jaxunet.evaluate --checkpoint',
+    )
     def evaluate(self, step: int, params: Params, training_seconds: float) -> None:
         """Writes the metrics of new samples; writes nothing once asked to stop."""
         assert self._evaluator is not None

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -74,6 +75,30 @@ def _garbage_collection_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def on_fewer_devices(config: Config) -> Config:
+    """Returns the config with as many devices as there are and as divide the batch; logs fewer.
+
+    Processes of a run of several must have the same number of devices, so they keep theirs.
+    """
+    if jax.process_count() > 1:
+        return config
+    available = len(jax.devices())
+    asked = config.parallel.devices or available
+    micro = config.data.batch_size // config.optimizer.accumulate_steps
+    count = max(n for n in range(1, min(asked, available) + 1) if micro % n == 0)
+    if count == asked:
+        return config
+    logging.warning(
+        'parallel.devices: %s asked for, %d found; training on %d, among which data.batch_size=%d '
+        'divides (--fewer_devices)',
+        config.parallel.devices or 'all',
+        available,
+        count,
+        config.data.batch_size,
+    )
+    return config.replace(parallel={'devices': count})
 
 
 class Parallel:
@@ -149,8 +174,9 @@ class Parallel:
         return jax.tree.map(put, tree)
 
     def fetch(self, tree: Tree) -> Tree:
-        """Returns replicated arrays as numpy arrays."""
-        return jax.tree.map(np.asarray, jax.device_get(self.local(tree)))
+        """Returns replicated arrays as numpy arrays, without further memory on the devices."""
+        shards = jax.device_get(jax.tree.map(lambda x: x.addressable_shards[0].data, tree))
+        return jax.tree.map(lambda x: np.asarray(x[0] if self.pmap else x), shards)
 
     def local(self, tree: Tree) -> Tree:
         """Returns replicated arrays as arrays of this process's first device, without a copy."""

@@ -1,8 +1,9 @@
 """Restarts a training run whose process died: `--restarts` of `jaxunet.train`.
 
 The supervisor trains nothing and holds no device. It starts the same command as another process,
-which resumes from the last checkpoint, on all devices that JAX then finds. `WORKDIR/restarts.csv`
-gets a row for every restart.
+which resumes from the last checkpoint, on the devices that JAX then finds (`--fewer_devices`).
+Several processes that were started by hand have a supervisor each, which meet before they go on
+(`jaxunet.training.meeting`). `WORKDIR/restarts.csv` gets a row for every restart.
 """
 
 from __future__ import annotations
@@ -21,15 +22,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 from jaxunet.checkpoint.store import FOLDER
-from jaxunet.runtime.errors import USER_ERROR
+from jaxunet.runtime.distributed import PEERS_MISSING
+from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.runtime.out_of_memory import OUT_OF_MEMORY
 from jaxunet.training.logs import MAX_DIGITS, StepTable
+from jaxunet.training.meeting import Meeting, Place
 
 FILE = 'restarts.csv'
-COLUMNS = ('step', 'restart', 'reason', 'wait_seconds', 'time', 'job')
+COLUMNS = ('step', 'restart', 'reason', 'wait_seconds', 'time', 'job', 'processes')
 TEXTS = ('reason', 'time', 'job')
 BY_ITSELF = (0, USER_ERROR, INTERRUPTED)  # exit codes after which another start would not help
+REASONS = {
+    OUT_OF_MEMORY: ': no memory left',
+    PEERS_MISSING: ': the other processes were not there',
+}
+FEWER_DEVICES = '--fewer_devices'  # flag of jaxunet.train
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CALL_SECONDS = 1.0  # between two looks for a call of process 0
 FIRST_WAIT, LONGEST_WAIT = 5.0, 300.0  # seconds before a restart; each takes twice the last
 REQUEUE_SECONDS = 120.0  # for process 0 to requeue the job; srun may end all when one exits
 PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
@@ -46,6 +56,9 @@ class Supervisor:
       workdir: of the run.
       restarts: number of restarts without a new checkpoint in between.
       main: False for a process of a run whose process 0 does the requeueing and keeps the table.
+      place: of this process among several that were started by hand; None for one, and under SLURM.
+      wait_seconds: how long to wait for the other processes.
+      heartbeat_seconds: until the others notice a process that died.
       first_wait: seconds before the first restart.
     """
 
@@ -56,6 +69,9 @@ class Supervisor:
         restarts: int,
         *,
         main: bool = True,
+        place: Place | None = None,
+        wait_seconds: float = 300,
+        heartbeat_seconds: float = 30,
         first_wait: float = FIRST_WAIT,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -64,35 +80,60 @@ class Supervisor:
         self.slurm_job = environ.get('SLURM_JOB_ID', '')
         self.job = self.slurm_job or f'process {os.getpid()} since {int(time.time())}'
         self._process: subprocess.Popen[bytes] | None = None
+        self._called = False  # process 0 called while the last process still ran
         self._asked = threading.Event()
         self._deaths: list[int] = []  # the last checkpoint at each death
+        self._changes: list[str] = []  # flags of the command when it is started again
+        self._processes = place.processes if place else 1
+        self._meeting = place and Meeting(
+            workdir,
+            place.process,
+            place.processes,
+            wait_seconds=wait_seconds,
+            patience=wait_seconds + heartbeat_seconds + LONGEST_WAIT,
+            pause=self._asked.wait,
+            say=_say,
+        )
 
     def run(self) -> int:
         """Returns the exit code of the command's last process; 128 + N after signal N."""
         with self._signals_passed_on():
             while True:
                 code = self._once()
-                if code in BY_ITSELF or self._asked.is_set():
+                wrong_from_the_start = code == PEERS_MISSING and not self._changes
+                if code in BY_ITSELF or wrong_from_the_start or self._asked.is_set():
                     break
                 if not self._goes_on(code) or self._asked.is_set():
                     break
+            if self._meeting and (code or self._changes):
+                with contextlib.suppress(UserError):
+                    self._meeting.end()
         return code if code >= 0 else 128 - code
 
     def _once(self) -> int:
         # In its own session, it gets the terminal's Ctrl-C once, through this process.
         self._process = subprocess.Popen(
-            self.command,
+            [*self.command, *self._changes],
             start_new_session=True,
             preexec_fn=_end_with_parent,  # noqa: PLW1509 (there are no threads here)
         )
         _say(f'process {self._process.pid} trains; it is started again if it dies (--restarts)')
         if self._asked.is_set():  # between the check and the start
             self._process.send_signal(signal.SIGTERM)
-        return self._process.wait()
+        self._called = False
+        while True:
+            try:
+                return self._process.wait(CALL_SECONDS if self._meeting else None)
+            except subprocess.TimeoutExpired:
+                if self._meeting and self._meeting.is_called():
+                    # The process may not know yet that the run is over, or hang.
+                    self._called = True
+                    self._process.kill()
 
     def _goes_on(self, code: int) -> bool:
         """Prepares a restart after the process died; returns False if there is to be none."""
-        step, reason = newest_step(self.workdir), describe(code)
+        step = newest_step(self.workdir)
+        reason = 'process 0 calls, as its part died' if self._called else describe(code)
         if not self.main and self.slurm_job:
             self._asked.wait(REQUEUE_SECONDS)
             return False
@@ -109,14 +150,31 @@ class Supervisor:
         wait = 0.0 if self.slurm_job else min(self.first_wait * 2**spent, LONGEST_WAIT)
         if table:
             now = time.strftime('%Y-%m-%dT%H:%M:%S')
-            values = (step, spent + 1, reason, wait, now, self.job)
+            values = (step, spent + 1, reason, wait, now, self.job, self._processes)
             table.add([dict(zip(COLUMNS, values, strict=True))])
         if self.slurm_job:
             _say(f'{where}; requeueing job {self.slurm_job}, {spent + 1} of {self.restarts}')
             requeue(self.slurm_job)
             return False
-        _say(f'{where}; starting again in {wait:g} s, {spent + 1} of {self.restarts}')
-        self._asked.wait(wait)
+        if self.main:  # which calls the others
+            _say(f'{where}; starting again in {wait:g} s, {spent + 1} of {self.restarts}')
+            self._asked.wait(wait)
+        else:
+            _say(f'{where}; starting again when process 0 calls, {spent + 1} of {self.restarts}')
+        self._changes = [FEWER_DEVICES]
+        return self._meeting is None or self._meets(self._meeting)
+
+    def _meets(self, meeting: Meeting) -> bool:
+        """Waits for the other processes; returns False if this one does not go on."""
+        try:
+            place = meeting.meet()
+        except UserError as error:
+            _say(f'error: {error}')
+            return False
+        if place is None:
+            return False
+        self._processes = place.processes
+        self._changes += [f'--num_processes={place.processes}', f'--process_id={place.process}']
         return True
 
     def _table(self) -> StepTable:
@@ -161,7 +219,7 @@ def newest_step(workdir: pathlib.Path) -> int:
 def describe(code: int) -> str:
     """Returns a description of how a process with this exit code ended."""
     if code >= 0:
-        return f'the process ended with exit code {code}'
+        return f'the process ended with exit code {code}{REASONS.get(code, "")}'
     try:
         name = signal.Signals(-code).name
     except ValueError:

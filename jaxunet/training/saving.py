@@ -1,16 +1,27 @@
-"""Writes the checkpoints of a run, and the snapshots of its averages, beside the training steps."""
+"""Writes the checkpoints of a run, and the snapshots of its averages, beside the training steps.
+
+Saves a run whose training ends with an error, too, if its state is still good.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import jax
 
 from jaxunet.checkpoint.snapshots import SnapshotWriter, spacing
 from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError
+from jaxunet.config import Config
+from jaxunet.runtime.attempts import quietly
+from jaxunet.runtime.distributed import end
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.out_of_memory import OutOfMemoryError, memory_for
 from jaxunet.training.resume import StartingPoint
-from jaxunet.training.session import Session
+from jaxunet.training.session import STEP_MEMORY, Session
 
 
 class Saver:
@@ -25,6 +36,7 @@ class Saver:
       begin: where the run starts; its state is not kept.
       snapshots: write snapshots, if the config has `ema.widths`.
       warn: shows a line to the user.
+      config: of the run; default: that of the session.
     """
 
     def __init__(
@@ -36,8 +48,10 @@ class Saver:
         *,
         snapshots: bool,
         warn: Callable[[str], None],
+        config: Config | None = None,
     ) -> None:
         self._checkpoints, self._session, self._warn = checkpoints, session, warn
+        self._config = config or session.config
         self._class_names, self._rollbacks = begin.class_names, begin.rollbacks
         self._main = jax.process_index() == 0
         self._failure = ''  # why the last checkpoint could not be written
@@ -80,7 +94,7 @@ class Saver:
             warning = self._checkpoints.save(
                 step,
                 self._session.parallel.fetch(self._session.state),
-                self._session.config,
+                self._config,
                 seconds,
                 self._class_names,
                 self._rollbacks,
@@ -89,6 +103,10 @@ class Saver:
         except CheckpointWriteError as error:
             warning = self._failure = str(error)
         self._show(warning)
+
+    def latest(self) -> int | None:
+        """Returns the step of the newest checkpoint, or None."""
+        return self._checkpoints.latest()
 
     def wait(self) -> None:
         """Waits until everything is on disk; `check` raises the error of a checkpoint."""
@@ -110,3 +128,41 @@ class Saver:
     def _show(self, warning: str) -> None:
         if warning:
             self._warn(f'warning: {warning}')
+
+
+@contextlib.contextmanager
+def save_on_error(session: Session, saver: Saver, save: Callable[[], object]) -> Iterator[None]:
+    """Saves all trained steps if the block raises a UserError, such as for a corrupt image.
+
+    A training step that runs out of memory leaves no state to save: it has overwritten the one
+    before. Memory that nothing in the block explains is the training step's.
+
+    Args:
+      save: saves what is not saved; its own errors are warnings.
+    """
+    try:
+        with memory_for(*STEP_MEMORY):
+            yield
+    except UserError as error:
+        if isinstance(error, OutOfMemoryError) and not session.is_whole():
+            quietly('checkpoints', saver.wait)
+            step = saver.latest()
+            saved = 'there is no checkpoint yet' if step is None else f'step {step} is saved'
+            raise OutOfMemoryError(f'{error}; {saved}') from None
+        quietly('saving what was trained', save)
+        raise
+
+
+@contextlib.contextmanager
+def write_error_ends() -> Iterator[None]:
+    """Ends the process if the block raises a `CheckpointWriteError`, with one line.
+
+    It is written in one piece and on a line of its own, as threads of the storage library may be
+    printing tracebacks at this moment.
+    """
+    try:
+        yield
+    except CheckpointWriteError as error:
+        sys.stderr.flush()
+        os.write(2, f'\nerror: {error}\n'.encode())
+        end(error.exit_code)

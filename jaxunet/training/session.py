@@ -29,9 +29,15 @@ from jaxunet.model.low_res import check_condition
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import describe, load_ops, warn_if_slow
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
 from jaxunet.training.step import Metrics, TrainStep, make_train_step
 
+STEP_MEMORY = (  # for `memory_for`
+    'a training step',
+    'lower data.batch_size, raise optimizer.accumulate_steps (the same batch in more parts) or set '
+    'model.remat=True',
+)
 IN_FLIGHT = 8  # steps to queue before reading the metrics of the oldest, so the device never waits
 
 
@@ -84,8 +90,8 @@ class Session:
           progress: show a progress bar while images are decoded.
 
         Raises:
-          UserError: `train.steps_per_call` does not fit the step of `state`, or an image is
-            corrupt.
+          UserError: `train.steps_per_call` does not fit the step of `state`, an image is corrupt,
+            or the devices have no memory left.
         """
         self._first_step = int(state.step)
         self.steps_per_call = choose_steps_per_call(
@@ -94,10 +100,12 @@ class Session:
             platform=self.parallel.devices[0].platform,
             start=self._first_step,
         )
-        self.state = self.parallel.replicate(state)
+        with memory_for('weights, averages and optimizer', 'choose a smaller network (model)'):
+            self.state = self.parallel.replicate(state)
         if self.resident:
-            images, labels = pipeline.load_all(self.source, progress=progress)
-            self.data = self.parallel.replicate({'images': images, 'labels': labels})
+            with memory_for(f'the images in {self.config.data.path}', 'set data.cache=stream'):
+                images, labels = pipeline.load_all(self.source, progress=progress)
+                self.data = self.parallel.replicate({'images': images, 'labels': labels})
             return
         rows = self.config.data.batch_size // jax.process_count()
         zeros = {
@@ -125,11 +133,15 @@ class Session:
             self.config, self._model, self._diffusion, self._optimizer, axis_name=axis_name
         )
 
+    @memory_for(*STEP_MEMORY)
     def compile(self, *, cache: bool = False) -> jax.stages.Compiled:
         """Compiles `step` for the loaded state and data.
 
         Args:
           cache: look the step up in `jaxunet.runtime.compiled_cache` first, and keep it there.
+
+        Raises:
+          OutOfMemoryError: the step does not fit into the devices' memory.
         """
         compiled = self.parallel.compile(
             self.make_step,
@@ -141,11 +153,12 @@ class Session:
         self.step = compiled
         return compiled
 
+    @memory_for(*STEP_MEMORY)
     def next_data(self) -> Data:
         """Returns the data of the next call: the resident images, or the next streamed batch.
 
         Raises:
-          UserError: an image of the stream is corrupt.
+          UserError: an image of the stream is corrupt, or there is no memory left.
         """
         if self._stream is not None:
             self.data = self.parallel.put_batch(next(self._stream))
@@ -161,6 +174,7 @@ class Session:
             return 1
         return max(IN_FLIGHT // self.steps_per_call, 1)
 
+    @memory_for(*STEP_MEMORY)
     def call(self, data: Data, *, stop: bool = False) -> Metrics:
         """Runs the next `steps_per_call` steps; returns before they are done.
 
@@ -170,9 +184,24 @@ class Session:
             then tells all of them.
 
         Returns the steps' metrics on all devices; `parallel.local` gives those of one.
+
+        Raises:
+          OutOfMemoryError: now or, with JAX's own error, where a result is read. The state may be
+            lost then (`is_whole`).
         """
         self.state, metrics = self.step(self.state, self._with_stop(data, stop))
         return metrics
+
+    def is_whole(self) -> bool:
+        """Returns True if `state` can be read, once the calls so far are done.
+
+        A call gives the memory of its state to the next one, so that it is lost if the call fails.
+        """
+        try:
+            jax.block_until_ready(self.state)
+        except RuntimeError:  # the error of that call, or the memory was given away
+            return False
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
     def close(self) -> None:
         """Waits for the steps in flight, and ends the stream's threads and processes."""

@@ -22,9 +22,11 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
+from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.training.classifier_loop import train_classifier
 from jaxunet.training.noisy_classifier import FILE, check_trainable
 from jaxunet.training.parallel import Parallel
+from jaxunet.training.saving import write_error_ends
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -38,6 +40,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
       UserError: the config, the images or the workdir do not fit.
     """
+    let_printing_fail()  # a full disk may hold the log, too
     cli.enable_compilation_cache()
     workdir = pathlib.Path(WORKDIR.value)
     config = complete(CONFIG.value, newest_config(workdir))
@@ -49,7 +52,8 @@ def main(argv: Sequence[str]) -> None:
     check_classes(config, source)
     held = f' and {len(source.held_out)} held out' if source.held_out else ''
     print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
-    step = train_classifier(config, workdir, source)
+    with write_error_ends():
+        step = train_classifier(config, workdir, source)
     print(f'{workdir / FILE}: step {step}, for python -m jaxunet.sample --classifier')
 
 

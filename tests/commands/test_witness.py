@@ -1,7 +1,7 @@
-"""Files that commit e54d28d wrote are read, continued and sampled as that commit did it, by the
+"""Files that earlier commits wrote are read, continued and sampled as those commits did it, by the
 public commands alone.
 
-`tests/fixtures/e54d28d/make.py` wrote the files and what is expected of them; `commands.json` there
+`tests/fixtures/COMMIT/make.py` wrote the files and what is expected of them; `commands.json` there
 has the flags. The numbers come from the same programs, but another processor may round otherwise:
 hence the tolerances.
 """
@@ -9,13 +9,13 @@ hence the tolerances.
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import json
 import lzma
 import pathlib
 import re
 import shutil
-import sys
+import tarfile
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,15 +24,53 @@ from support import witness_state
 from support.commands import Fork, environment
 
 from jaxunet.config import identity
+from jaxunet.runtime.rows import versions
 from jaxunet.weights import read_weights
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / 'tests' / 'fixtures' / 'e54d28d'
 EXPECTED = FIXTURES / 'expected'
 FLAGS = json.loads((FIXTURES / 'commands.json').read_text())
-SAVED, RESUMED = FLAGS['steps']['saved'], FLAGS['steps']['resumed']
-RUNS = list(FLAGS['runs'])
 COMMIT = 'e54d28d'
+# Fields whose default has changed since, as a resumed run tells them.
+CHANGED = {
+    'e54d28d': 'parallel.concurrent_kernels: False -> True, ',
+    'a46f2a2': '',
+}
+
+
+class Run(NamedTuple):
+    """A run of a commit.
+
+    Fields:
+      commit: that wrote it.
+      name: of its folder.
+    """
+
+    commit: str
+    name: str
+
+    @property
+    def fixtures(self) -> pathlib.Path:
+        return FIXTURES.with_name(self.commit)
+
+    @property
+    def flags(self):
+        return json.loads((self.fixtures / 'commands.json').read_text())
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The steps that it was saved at, and that it is expected to reach."""
+        return self.flags['steps']['saved'], self.flags['steps']['resumed']
+
+    @property
+    def relative(self) -> float:
+        """The tolerance of its numbers."""
+        return 2e-2 if self.name == 'half' else 1e-3
+
+
+RUNS = [Run(commit, name) for commit in CHANGED for name in Run(commit, '').flags['runs']]
+SHORT = {'conditional', 'edm'}  # runs whose continuation is no long test
 # Second moments below it are of gradients that are 0 but for rounding, such as those of the keys'
 # bias, which changes no softmax. Adam makes whole steps of them, which differ between processors.
 ROUNDING = 1e-16
@@ -47,21 +85,28 @@ def call(folder: pathlib.Path, command: str, *flags: str) -> str:
     return out + error
 
 
-def run_flags(name: str) -> list[str]:
+def run_flags(run: Run) -> list[str]:
     """The shared flags with those of one run, which replace them."""
-    fields = dict(flag.split('=', 1) for flag in [*FLAGS['run'], *FLAGS['runs'][name]])
+    fields = dict(flag.split('=', 1) for flag in [*run.flags['run'], *run.flags['runs'][run.name]])
     return [f'{field}={value}' for field, value in fields.items()]
 
 
-def copied(name: str, folder: pathlib.Path) -> pathlib.Path:
+CONDITIONAL = Run(COMMIT, 'conditional')
+
+
+def copied(name: str, folder: pathlib.Path, fixtures: pathlib.Path = FIXTURES) -> pathlib.Path:
     """A copy of a fixture, unpacked, that a command may change."""
-    source, target = FIXTURES / name, folder / name
+    source, target = fixtures / name, folder / name
+    packed = fixtures / f'{name}.tar.xz'
     if source.is_dir():
         shutil.copytree(source, target)
     elif source.exists():
         shutil.copy(source, target)
+    elif packed.exists():
+        with tarfile.open(packed) as archive:
+            archive.extractall(folder, filter='data')
     else:
-        target.write_bytes(lzma.decompress((FIXTURES / f'{name}.xz').read_bytes()))
+        target.write_bytes(lzma.decompress((fixtures / f'{name}.xz').read_bytes()))
     return target
 
 
@@ -92,52 +137,70 @@ def assert_images(path: pathlib.Path, expected: pathlib.Path, grey_levels: int) 
     assert np.abs(found - wanted).max() <= grey_levels
 
 
+class Resumed(NamedTuple):
+    """A run that went on.
+
+    Fields:
+      run: which.
+      before: its folder as it was.
+      workdir: its folder now.
+      printed: by the command.
+    """
+
+    run: Run
+    before: pathlib.Path
+    workdir: pathlib.Path
+    printed: str
+
+
 @pytest.fixture(
     scope='module',
-    params=[RUNS[0], *(pytest.param(name, marks=pytest.mark.long) for name in RUNS[1:])],
+    params=[
+        pytest.param(run, marks=[] if run.name in SHORT else pytest.mark.long, id='-'.join(run))
+        for run in RUNS
+    ],
 )
 def resumed(request, tmp_path_factory):
-    """A run that went on, its name, and what the command printed."""
-    folder = tmp_path_factory.mktemp('resumed')
-    copied(request.param, folder)
-    out = call(
+    run = request.param
+    folder, before = (tmp_path_factory.mktemp(name) for name in ('resumed', 'before'))
+    for place in (folder, before):
+        copied(run.name, place, run.fixtures)
+    printed = call(
         folder,
         'train',
-        f'--workdir={request.param}',
-        *run_flags(request.param),
-        f'--config.train.steps={RESUMED}',
+        f'--workdir={run.name}',
+        *run_flags(run),
+        f'--config.train.steps={run.steps[1]}',
     )
-    return folder / request.param, request.param, out
+    return Resumed(run, before / run.name, folder / run.name, printed)
 
 
 def test_a_run_goes_on_at_its_step(resumed):
-    workdir, name, out = resumed
-    changed = f'parallel.concurrent_kernels: False -> True, train.steps: {SAVED} -> {RESUMED}'
-    assert f'at step {SAVED}; changed: {changed}' in out
+    run, (saved, last) = resumed.run, resumed.run.steps
+    changed = f'{CHANGED[run.commit]}train.steps: {saved} -> {last}'
+    assert f'at step {saved}; changed: {changed}' in resumed.printed
     before, rows, wanted = (
         metrics(p)
         for p in (
-            FIXTURES / name / 'metrics.csv',
-            workdir / 'metrics.csv',
-            EXPECTED / f'{name}.csv',
+            resumed.before / 'metrics.csv',
+            resumed.workdir / 'metrics.csv',
+            run.fixtures / 'expected' / f'{run.name}.csv',
         )
     )
-    assert rows[:SAVED] == before
+    assert rows[:saved] == before
     assert list(rows[0]) == list(wanted[0])
     assert (
         [row['step'] for row in rows]
         == [row['step'] for row in wanted]
-        == [str(i + 1) for i in range(RESUMED)]
+        == [str(i + 1) for i in range(last)]
     )
-    relative = 2e-2 if name == 'half' else 1e-3
-    for row, other in zip(rows[SAVED:], wanted[SAVED:], strict=True):
-        for column in ('loss', 'grad_norm'):
-            assert float(row[column]) == pytest.approx(float(other[column]), rel=relative), (
-                row['step'],
-                column,
-            )
-        for column in ('learning_rate', 'loss_scale', 'skipped_steps'):
-            assert float(row[column]) == pytest.approx(float(other[column]), rel=1e-6), (
+    measured = {'loss', 'grad_norm', *(name for name in wanted[0] if name.endswith('_loss'))}
+    told = {'learning_rate', 'loss_scale', 'skipped_steps', 'spikes', 'rollbacks'} & set(wanted[0])
+    for row, other in zip(rows[saved:], wanted[saved:], strict=True):
+        for column in measured | told:
+            relative = run.relative if column in measured else 1e-6
+            found, expected = (float(r[column] or 'nan') for r in (row, other))
+            assert found == pytest.approx(expected, rel=relative, nan_ok=True), (
                 row['step'],
                 column,
             )
@@ -145,16 +208,16 @@ def test_a_run_goes_on_at_its_step(resumed):
 
 def test_the_state_after_more_steps(resumed):
     """Also its arrays: names, shapes and types of a checkpoint are a file format."""
-    workdir, name, _ = resumed
-    before, after = witness_state.read(FIXTURES / name, SAVED), witness_state.read(workdir, RESUMED)
+    run, (saved, last) = resumed.run, resumed.run.steps
+    before = witness_state.read(resumed.before, saved)
+    after = witness_state.read(resumed.workdir, last)
     assert {path: (x.shape, x.dtype) for path, x in after.items()} == {
         path: (x.shape, x.dtype) for path, x in before.items()
     }
-    with np.load(EXPECTED / f'{name}.npz') as arrays:
+    with np.load(run.fixtures / 'expected' / f'{run.name}.npz') as arrays:
         wanted = dict(zip(arrays['paths'], arrays['values'], strict=True))
     paths, values = witness_state.summary(after)
     assert set(paths) == set(wanted)
-    relative = 2e-2 if name == 'half' else 1e-3
     for path, found in zip(paths, values, strict=True):
         known = wanted[path]
         compared = np.ones(len(known), bool)
@@ -162,31 +225,39 @@ def test_the_state_after_more_steps(resumed):
             compared = wanted[f'opt_state/0/nu/{parts[1]}'] > ROUNDING
             compared[0] = compared.all()  # the norm is of all elements
         assert compared.any() or parts[1].endswith('qkv/bias'), path
-        tolerance = {'rtol': relative, 'atol': relative * np.abs(known).max(), 'err_msg': path}
+        absolute = run.relative * np.abs(known).max()
+        tolerance = {'rtol': run.relative, 'atol': absolute, 'err_msg': path}
         np.testing.assert_allclose(found[compared], known[compared], **tolerance)
 
 
 def test_what_a_checkpoint_says_besides(resumed):
-    workdir, name, _ = resumed
+    saved, last = resumed.run.steps
     old, new = (
         json.loads((folder / 'checkpoints' / str(step) / 'meta' / 'metadata').read_text())
-        for folder, step in ((FIXTURES / name, SAVED), (workdir, RESUMED))
+        for folder, step in ((resumed.before, saved), (resumed.workdir, last))
     )
     assert set(new) == set(old) | {'meta_checksum'}
-    expected = old['config'] | {'train': old['config']['train'] | {'steps': RESUMED}}
-    assert identity(new['config']) == expected
-    assert new['class_names'] == old['class_names']
+    expected = old['config'] | {'train': old['config']['train'] | {'steps': last}}
+    assert identity(new['config']) == identity(expected)
+    for name in ('class_names', 'rollbacks', 'network'):
+        assert new.get(name) == old.get(name)
     assert new['seconds'] > old['seconds']
 
 
-@pytest.mark.parametrize('name', FLAGS['samples'])
-def test_samples(name, tmp_path):
-    fixture = copied(name, tmp_path)
+SAMPLED = [
+    *(Run(COMMIT, name) for name in FLAGS['samples']),
+    *(run for run in RUNS if run.commit != COMMIT),
+]
+
+
+@pytest.mark.parametrize('run', SAMPLED, ids='-'.join)
+def test_samples(run, tmp_path):
+    name = run.name
+    fixture = copied(name, tmp_path, run.fixtures)
     before = contents(fixture) if fixture.is_dir() else fixture.read_bytes()
-    call(tmp_path, 'sample', f'--checkpoint={name}', *FLAGS['samples'][name], '--output=x.npz')
-    assert_images(
-        tmp_path / 'x.npz', EXPECTED / f'{name}.images.npz', grey_levels=8 if name == 'half' else 2
-    )
+    call(tmp_path, 'sample', f'--checkpoint={name}', *run.flags['samples'][name], '--output=x.npz')
+    expected = run.fixtures / 'expected' / f'{name}.images.npz'
+    assert_images(tmp_path / 'x.npz', expected, grey_levels=8 if name == 'half' else 2)
     assert (contents(fixture) if fixture.is_dir() else fixture.read_bytes()) == before
 
 
@@ -247,7 +318,7 @@ def test_weights_to_start_from(tmp_path):
     """AdamW's moments come with them: the first losses are those of e54d28d."""
     copied('conditional.safetensors', tmp_path)
     start = ['--config.init_from=conditional.safetensors', '--config.train.steps=3']
-    call(tmp_path, 'train', '--workdir=run', *run_flags('conditional'), *start)
+    call(tmp_path, 'train', '--workdir=run', *run_flags(CONDITIONAL), *start)
     for row, other in zip(
         metrics(tmp_path / 'run' / 'metrics.csv'), metrics(EXPECTED / 'init_from.csv'), strict=True
     ):
@@ -264,9 +335,7 @@ def test_a_comparison_is_complete(tmp_path):
     before = contents(folder)
     for name in ('compare.csv', 'report.md'):
         (folder / name).unlink()
-    out = call(
-        tmp_path, 'compare', *run_flags('conditional'), *FLAGS['compare'], '--output=compare'
-    )
+    out = call(tmp_path, 'compare', *run_flags(CONDITIONAL), *FLAGS['compare'], '--output=compare')
     assert '2 of 2 runs are done already' in out
     now, specs = contents(folder), []
     for files in (now, before):
@@ -284,7 +353,7 @@ def test_a_comparison_measures_what_is_missing(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.unlink()
     before = contents(path.parent)
-    call(tmp_path, 'compare', *run_flags('conditional'), *FLAGS['compare'], '--output=compare')
+    call(tmp_path, 'compare', *run_flags(CONDITIONAL), *FLAGS['compare'], '--output=compare')
     again = [json.loads(line) for line in path.read_text().splitlines()]
     for row, other in zip(again, rows, strict=True):
         assert row.keys() == other.keys()
@@ -313,12 +382,11 @@ def test_a_sweep_is_complete(tmp_path):
     folder = copied('sweep', tmp_path)
     before = contents(folder)
     row = json.loads((folder / 'results.jsonl').read_text().splitlines()[0])
-    here = {name: importlib.metadata.version(name) for name in row['versions'] if name != 'python'}
-    here['python'] = '.'.join(map(str, sys.version_info[:3]))
+    here = versions()  # with PyTorch, where it is installed
     if here != row['versions']:
         pytest.skip(f'the rows were measured with {row["versions"]}, here are {here}')
     if shutil.which('nvidia-smi'):
         pytest.skip('the rows were measured on a machine without an NVIDIA driver')
-    out = call(tmp_path, 'sweep', *run_flags('conditional'), *FLAGS['sweep'], '--output=sweep')
+    out = call(tmp_path, 'sweep', *run_flags(CONDITIONAL), *FLAGS['sweep'], '--output=sweep')
     assert '4 of 4 points are done' in out
     assert contents(folder) == before

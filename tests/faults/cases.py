@@ -12,12 +12,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from faults.world import (
     SECONDS,
+    STEPS,
     Ended,
     Outcome,
     Run,
@@ -26,6 +27,7 @@ from faults.world import (
     disk,
     last_line,
     read_arrays,
+    read_steps,
     remount,
     resumed_at,
     wait_for,
@@ -34,6 +36,7 @@ from support.commands import Fork
 
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.runtime.out_of_memory import OUT_OF_MEMORY
 
 Report = dict[str, Any]
 # Moments of a training run: how often each is entered at most, and the longest delay after it in
@@ -47,7 +50,11 @@ MOMENTS = {
     'sampling': (3, 0.05),
     'evaluation': (2, 0.2),
 }
+# Where the device of a training run runs out of memory: how often it comes there, at most.
+FULL = {'load': 1, 'compile': 1, 'step': 24, 'generation': 3, 'evaluation': 2}
+OF_PROCESS_0 = ('checkpoint', 'sampling', 'evaluation')  # stages that no other process has
 WRITES = 60  # changes of files of a run in Python
+RESTARTED = 7.0  # seconds that a process with --restarts lives, with its imports, at least
 TRAINS = re.compile(r'process (\d+) trains')  # a supervisor's line
 ROOMY, CRAMPED = 32_000, (100, 2_500)  # kilobytes of a disk: enough, and not
 
@@ -119,19 +126,48 @@ class Faults:
         (process,) = self.world.train(workdir, run, {}, '--restarts=5')
         trained: list[int] = []
         for _ in range(self.rng.randint(1, 4)):
-            while len(found := TRAINS.findall(process.stderr.read_text())) <= len(trained):
+            while len(found := _trained([process])[0]) <= len(trained):
                 if process.poll() is not None:
                     break
                 time.sleep(0.01)
             if process.poll() is not None:
                 break
-            trained.append(int(found[-1]))
-            time.sleep(self.rng.uniform(1, 12))
+            trained.append(found[-1])
+            time.sleep(self.rng.uniform(1, RESTARTED))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(trained[-1], signal.SIGKILL)
                 self.report['faults'].append('SIGKILL')
         process.communicate(SECONDS)
         self._check_exit(process, 0)
+        self._compare(workdir, run)
+
+    def pair_healed(self) -> None:
+        """Two processes with `--restarts`, one of which is killed from outside, up to three times.
+
+        Their supervisors start both again.
+        """
+        workdir, run = self.folder / 'run', Run(processes=2)
+        processes = self.world.train(workdir, run, {}, '--restarts=5')
+        seen = [0, 0]
+        for _ in range(self.rng.randint(1, 3)):
+            victim, delay = self.rng.randrange(2), self.rng.uniform(1, RESTARTED)
+            while not all(len(t) > n for t, n in zip(_trained(processes), seen, strict=True)):
+                if any(process.poll() is not None for process in processes):
+                    break
+                time.sleep(0.01)
+            if any(process.poll() is not None for process in processes):
+                break
+            trained = _trained(processes)
+            seen = [len(found) for found in trained]
+            time.sleep(delay)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(trained[victim][-1], signal.SIGKILL)
+                self.report['faults'].append(f'process {victim}')
+        for process in processes:
+            process.communicate(SECONDS)
+            if process.returncode != 0:  # one that lost the other may print JAX's traceback
+                error = last_line(process.stderr.read_text())
+                self.report['unexpected'].append(f'exit code {process.returncode}: {error}')
         self._compare(workdir, run)
 
     def full_disk(self) -> None:
@@ -191,22 +227,51 @@ class Faults:
         self.report['faults'].append(f'jumps, killed at {stage}')
         self._finish(workdir, run, told=error)
 
+    def memory_full(self) -> None:
+        """The device has no memory left, once; the run ends with a line that says what to lower."""
+        run = Run(evaluated=self.rng.random() < 0.3)
+        stage = self.rng.choice([s for s in FULL if run.evaluated or s != 'evaluation'])
+        count, workdir = self.rng.randint(1, FULL[stage]), self.folder / 'run'
+        # What is trained is saved by the error alone.
+        rare = [f'--config.train.checkpoint_every={STEPS}'] if stage != 'step' else []
+        (process,) = self.world.train(workdir, run, {'full': [stage, count]}, *rare)
+        error = process.communicate(SECONDS)[1]
+        self._check_exit(process, OUT_OF_MEMORY)
+        if 'has no memory left' not in last_line(error):
+            self.report['unexpected'].append(last_line(error))
+        before, logged = complete_steps(workdir), read_steps(workdir)
+        if stage != 'step' and before[-1:] != logged[-1:]:
+            self.report['lost'] += 1
+            self.report['unexpected'].append(f'saved {before}, logged up to {logged[-1:]}')
+        self.report['faults'].append(f'{stage} {count}')
+        self._finish(workdir, run, before)
+
     def process_killed(self) -> None:
-        """One of two processes is killed; the other ends, and both resume."""
-        workdir, run = self.folder / 'run', Run(processes=2)
-        victim = self.rng.randrange(2)
-        stage = self.rng.choice(['compile', 'step', 'checkpoint', 'sampling'][: 4 - 2 * victim])
-        count, delay = self._moment(stage)
-        marks = self._marks()
-        processes = self.world.train(workdir, run, {'marks': str(marks)}, faulty=victim)
-        if wait_for(processes[victim], marks, stage, count):
-            time.sleep(delay)
-        processes[victim].kill()
-        for process in processes:
-            process.communicate(SECONDS)
-        if processes[1 - victim].returncode == 0:
-            self.report['unexpected'].append('the other process exited with 0')
-        self.report['faults'].append(f'process {victim} at {stage}')
+        """One of two processes is killed, up to twice; the other ends, and both resume."""
+        run = Run(evaluated=self.rng.random() < 0.3, processes=2)
+        workdir = self.folder / 'run'
+        for _ in range(self.rng.randint(1, 2)):
+            victim = self.rng.randrange(2)
+            stage = self.rng.choice([s for s in MOMENTS if run.evaluated or s != 'evaluation'])
+            count, delay = self._moment(stage)
+            marks = self._marks()
+            processes = self.world.train(
+                workdir,
+                run,
+                {'marks': str(marks)},
+                faulty=0 if stage in OF_PROCESS_0 else victim,
+            )
+            if wait_for(processes[victim], marks, stage, count):
+                time.sleep(delay)
+            processes[victim].kill()
+            for process in processes:
+                process.communicate(SECONDS)
+            if processes[victim].returncode == 0:  # it had ended before
+                continue
+            done = complete_steps(workdir)[-1:] == [STEPS]  # the last pictures may be missing
+            if processes[1 - victim].returncode == 0 and not done:
+                self.report['unexpected'].append('the other process exited with 0')
+            self.report['faults'].append(f'process {victim} at {stage}')
         self._finish(workdir, run, complete_steps(workdir))
 
     def sampling_killed(self) -> None:
@@ -334,7 +399,8 @@ class Faults:
         self.report['differences'] += expected.differences(outcome, pictures_lost=pictures_lost)
 
 
-KINDS: dict[str, tuple[int, Callable[[Faults], None]]] = {  # with how often they are chosen
+# With how often a seed chooses them. Those with 0 need --kind: the kinds of recorded seeds stay.
+KINDS: dict[str, tuple[int, Callable[[Faults], None]]] = {
     'killed': (12, Faults.killed),
     'sampling killed': (2, Faults.sampling_killed),
     'signalled': (2, Faults.signalled),
@@ -344,8 +410,11 @@ KINDS: dict[str, tuple[int, Callable[[Faults], None]]] = {  # with how often the
     'folder removed': (1, Faults.folder_removed),
     'clock jumped': (1, Faults.clock_jumped),
     'process killed': (1, Faults.process_killed),
+    'pair healed': (0, Faults.pair_healed),
+    'memory full': (0, Faults.memory_full),
 }
 MOUNTING = ('full disk', 'read-only disk')
+PAIRS = ('process killed', 'pair healed')  # of processes, which cannot share a GPU
 
 
 def kind_of(seed: int) -> str:
@@ -371,6 +440,11 @@ def run_case(world: World, seed: int, kind: str | None = None) -> Report:
             world.kill_all()
         seconds = round(time.monotonic() - began, 2)
     return {'seed': seed, 'kind': kind, **faults.report, 'seconds': seconds}
+
+
+def _trained(supervisors: Sequence[Fork]) -> list[list[int]]:
+    """Returns the processes that each supervisor has started so far."""
+    return [[int(n) for n in TRAINS.findall(p.stderr.read_text())] for p in supervisors]
 
 
 def failed(report: Report) -> bool:

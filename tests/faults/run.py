@@ -2,11 +2,13 @@
 
     PYTHONPATH=.:tests python tests/faults/run.py --seeds 0:1000
     PYTHONPATH=.:tests python tests/faults/run.py --seeds 0:100 --platform cuda --backend cuda \
-      --processes 4
+      --processes 8
 
 Seeds that the file has for this platform and backend are left out, so that the same command goes
-on. `--seeds 17` repeats one case. It needs root for the disks of its own that it mounts; without,
-their kinds are left out, and it says so. Ends with status 1 if a case failed.
+on. `--seeds 17` repeats one case; `--kind` names its kind, and is the only way to some kinds. It
+needs root for the disks of its own that it mounts; without, their kinds are left out, and it says
+so. Kinds of two processes run on CPU devices only, as each would need a GPU of its own. Ends with
+status 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 
 os.environ['JAX_PLATFORMS'] = 'cpu'  # this process only compares
 
-from faults.cases import MOUNTING, failed, kind_of, run_case
+from faults.cases import KINDS, MOUNTING, PAIRS, failed, kind_of, run_case
 from faults.world import World, can_mount
 from support.commands import ROOT
 
@@ -34,7 +36,7 @@ def main() -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--seeds', required=True, help='FIRST:END, or one')
-    parser.add_argument('--kind', help='this kind in place of that of the seed')
+    parser.add_argument('--kind', choices=KINDS, help='this kind in place of that of the seed')
     parser.add_argument('--platform', default='cpu', help='JAX_PLATFORMS: cpu or cuda')
     parser.add_argument('--backend', default='auto', help='config.backend of the runs')
     parser.add_argument('--minutes', type=float, default=1e6, help='start no case after them')
@@ -55,13 +57,11 @@ def cases(seeds: range, options: argparse.Namespace) -> int:
     """Runs cases one after the other; returns 1 if one failed."""
     known = rows.read(options.output) if options.output.exists() else []
     done = {
-        row['seed']
+        (row['seed'], row['kind'])
         for row in known
         if (row['platform'], row['backend']) == (options.platform, options.backend)
     }
-    mounts = can_mount()
-    if not mounts:
-        print(f'no right to mount disks here: leaving out {" and ".join(MOUNTING)}')
+    left_out = left_out_here(options.platform)
     until, status = time.monotonic() + 60 * options.minutes, 0
     with tempfile.TemporaryDirectory() as folder:
         world = World(pathlib.Path(folder), options.platform, options.backend)
@@ -69,7 +69,7 @@ def cases(seeds: range, options: argparse.Namespace) -> int:
             kind = options.kind or kind_of(seed)
             if time.monotonic() > until:
                 break
-            if (seed in done and ':' in options.seeds) or (kind in MOUNTING and not mounts):
+            if ((seed, kind) in done and ':' in options.seeds) or kind in left_out:
                 continue
             report = run_case(world, seed, kind)
             row = report | {
@@ -89,6 +89,18 @@ def cases(seeds: range, options: argparse.Namespace) -> int:
                 flush=True,
             )
     return int(status)
+
+
+def left_out_here(platform: str) -> list[str]:
+    """Returns the kinds that cannot run on this machine and platform, and prints why."""
+    found = []
+    if not can_mount():
+        print(f'no right to mount disks here: leaving out {" and ".join(MOUNTING)}', flush=True)
+        found += MOUNTING
+    if platform != 'cpu':
+        print(f'two processes run on CPU devices: leaving out {" and ".join(PAIRS)}', flush=True)
+        found += PAIRS
+    return found
 
 
 if __name__ == '__main__':

@@ -7,11 +7,14 @@ import random
 import time
 
 import pytest
-from faults.cases import KINDS, failed, kind_of, run_case
+from faults.cases import KINDS, MOUNTING, failed, kind_of, run_case
 from faults.victim import _jump
-from faults.world import Run, World
+from faults.world import Run, World, can_mount
+
+from jaxunet.runtime.out_of_memory import OUT_OF_MEMORY
 
 KILLED = 54  # a seed: killed twice, while it writes a file and a checkpoint
+SEEDS = {'healed': 15, 'pair healed': 2}  # of other kinds, where seed 0 is late or long
 
 
 @pytest.fixture(scope='module')
@@ -25,9 +28,34 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(world):
     assert not failed(report), report
 
 
+@pytest.mark.long
+@pytest.mark.parametrize('kind', [kind for kind in KINDS if kind != 'killed'])
+def test_a_case_of_every_other_kind(kind, world):
+    if kind in MOUNTING and not can_mount():
+        pytest.skip('may not mount a disk')
+    report = run_case(world, SEEDS.get(kind, 0), kind)
+    assert report['faults']
+    assert not failed(report), report
+
+
 @pytest.fixture(scope='module')
 def outcome(world):
     return world.undisturbed(Run())
+
+
+def test_samples_that_do_not_fit_into_memory(world, outcome, tmp_path):
+    """The command says what to lower, and goes on from the batch that it had drawn."""
+    process = world.sample(tmp_path / 'x.npz', {'full': ['generation', 2]})
+    error = process.communicate()[1]
+    assert process.returncode == OUT_OF_MEMORY
+    told = 'error: drawing samples: the device has no memory left (RESOURCE_EXHAUSTED: '
+    (line,) = [line for line in error.splitlines() if line.startswith('error:')]
+    assert line.startswith(told)
+    assert '; lower --batch_size, or ' in line
+    assert 'Traceback' not in error
+    process = world.sample(tmp_path / 'x.npz', {})
+    assert 'resuming from ' in process.communicate()[1]
+    assert process.returncode == 0
 
 
 def flipped(data):
@@ -65,7 +93,7 @@ def test_lost_pictures_are_allowed_where_the_log_says_so(outcome):
 def test_a_seed_is_a_case():
     kinds = [kind_of(seed) for seed in range(200)]
     assert kinds == [kind_of(seed) for seed in range(200)]
-    assert set(kinds) == set(KINDS)
+    assert set(kinds) == {kind for kind, (weight, _) in KINDS.items() if weight}
 
 
 def test_a_clock_that_jumps(monkeypatch):

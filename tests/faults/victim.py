@@ -6,11 +6,14 @@ It is a module for `support.commands.Fork`. FAULT is JSON:
   die_at_write: the command kills itself at this change of a file below `below`, counted from 1. It
     is the moment before Python makes, renames, opens for writing or removes something.
   clock: a seed; Python's wall clock jumps by years now and then, forwards and backwards.
+  full: [stage, count]; the device has no memory left when the command enters the stage for the
+    count-th time. A step then loses the state that it was given, as a real one does.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -21,9 +24,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from support.full_memory import exhaust, exhausting
+
 from jaxunet.checkpoint.store import Checkpoints
 from jaxunet.sampling.generator import Generator
+from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.outputs import Outputs
+from jaxunet.training.parallel import Parallel
 from jaxunet.training.session import Session
 
 # The functions that begin a stage.
@@ -35,6 +42,14 @@ STAGES = {
     'sampling': (Outputs, 'sample'),
     'evaluation': (Outputs, 'evaluate'),
     'generation': (Generator, '__call__'),
+}
+# The functions in which a device runs out of memory.
+FULL = {
+    'load': (Parallel, 'replicate'),
+    'compile': (Parallel, 'compile'),
+    'step': (Session, 'call'),
+    'generation': (Generator, '__call__'),
+    'evaluation': (Evaluator, 'compare'),
 }
 YEAR = 365 * 86400.0
 CHANGES = {'os.mkdir', 'os.rename', 'os.remove', 'os.rmdir'}  # audit events whose path comes first
@@ -48,6 +63,8 @@ def main() -> None:
         _mark_stages(fault['marks'])
     if 'die_at_write' in fault:
         sys.addaudithook(_Death(fault['die_at_write'], fault['below']))
+    if 'full' in fault:
+        _fill(*fault['full'])
     if 'clock' in fault:
         _jump(random.Random(fault['clock']))
     runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
@@ -84,6 +101,21 @@ class _Death:
             self.left -= 1
             if not self.left:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fill(stage: str, count: int) -> None:
+    place, name = FULL[stage]
+    function, calls = getattr(place, name), itertools.count(1)
+
+    @functools.wraps(function)
+    def filling(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == count:
+            if stage != 'step':
+                exhaust()
+            arguments[0].step = exhausting(arguments[0].step)
+        return function(*arguments, **named)
+
+    setattr(place, name, filling)
 
 
 def _jump(rng: random.Random) -> None:

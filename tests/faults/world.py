@@ -29,7 +29,7 @@ from jaxunet.training.logs import read_metrics
 STEPS = 24
 SAVE_EVERY = 4
 SECONDS = 300  # limit of a command without a fault
-TIMES = {'images_per_second', 'step_ms', 'training_seconds'}  # columns that differ between runs
+TIMES = {'images_per_second', 'step_ms', 'training_seconds', 'devices'}  # differ between runs
 RESUMING = re.compile(r'resuming \S+ at step (\d+)')
 DEVICES = re.compile(r'compiled the step in \S+ s; (\d+ x .+), \w+$', re.MULTILINE)
 SAMPLES, SAMPLE_BATCH = 12, 4
@@ -129,6 +129,7 @@ class World:
                     f'--num_processes={run.processes}',
                     f'--process_id={rank}',
                     '--heartbeat_seconds=10',
+                    '--wait_seconds=60',
                 ]
                 if run.processes > 1
                 else []
@@ -273,6 +274,12 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
     """The steps of the finished checkpoints."""
     folder = workdir / checkpoint.FOLDER
     return sorted(int(path.name) for path in folder.glob('*') if path.name.isdigit())
+
+
+def read_steps(workdir: pathlib.Path) -> list[int]:
+    """The logged steps."""
+    path = workdir / 'metrics.csv'
+    return [int(row['step']) for row in read_metrics(path)] if path.exists() else []
 
 
 def resumed_at(error: str) -> int | None:

@@ -11,8 +11,8 @@ from support.hostile_files import EXPANDING, HOSTILE
 from support.readers import READERS, read_images
 from support.weight_cases import archive
 
-from jaxunet.data import containers
-from jaxunet.runtime import archives
+from jaxunet.data import containers, picture
+from jaxunet.runtime import archives, rows, untrusted
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -40,6 +40,22 @@ def test_archives_expand_to_a_limit(name, tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     monkeypatch.setenv('JAXUNET_MAX_EXPANDED_GIB', '1')
     assert 'expand to' not in outcome(READERS[reader].read, path)
+
+
+@pytest.mark.parametrize(
+    ('module', 'limit', 'reader'),
+    [
+        (rows, 'MAX_BYTES', 'rows'),
+        (picture, 'MAX_FILE_BYTES', 'png'),
+        (untrusted, 'MAX_JSON', 'choices'),
+        (untrusted, 'MAX_JSON', 'step configs'),
+    ],
+)
+def test_endless_files_have_a_limit(module, limit, reader, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, limit, 5000)
+    path = tmp_path / READERS[reader].file
+    path.symlink_to('/dev/zero')
+    assert 'expected at most 5,000 bytes, found more; ' in outcome(READERS[reader].read, path)
 
 
 def test_links_that_form_a_graph_end(tmp_path, monkeypatch):

@@ -69,8 +69,12 @@ def test_auto_follows_what_was_measured_and_says_so(hopper, file):
 @pytest.mark.parametrize(
     ('text', 'why'),
     [
-        ('{"choices": [{"devi', 'is damaged'),
-        ('[1]', 'is damaged (expected an object with a list "choices")'),
+        ('{"choices": [{"devi', 'choices.json: expected a JSON object, found '),
+        ('[1]', 'choices.json: expected a JSON object, found '),
+        ('{"choices": 1}', 'choices.json: choices: expected a list, found 1; it holds no choices'),
+        ('{"choices": [1]}', 'choices.json: entry 1: expected a JSON object, found 1; '),
+        ('[' * 100_000, '(nested more than 32 deep)'),
+        (entry(device=['x']), "choices.json: entry 1: device: expected text, found ['x']; "),
         (entry(versions={'jax': '0.1', 'jaxlib': '0.1'}), 'was measured with jax 0.1, jaxlib 0.1'),
         (entry(versions=None), 'was measured with unknown versions'),
         (entry(ops={'conv3x3': 'cuda'}), 'its ops are not conv3x3'),
@@ -95,6 +99,15 @@ def test_a_stale_or_damaged_file_is_ignored_with_one_line(
     (line,) = [m for m in caplog.messages if 'backend=auto ignores it' in m]
     assert why in line
     assert line.endswith('measure again with python -m jaxunet.benchmark --choose')
+
+
+def test_a_damaged_file_is_replaced_with_one_line(hopper, file, caplog):
+    file.parent.mkdir()
+    file.write_text('{"choices": [')
+    choices.write(file, entry())
+    assert f'{file}: expected a JSON object, found ' in caplog.text
+    assert caplog.text.count('it is replaced') == len(caplog.messages) == 1
+    assert backends.choose('auto', 'bfloat16') == OTHERS
 
 
 def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog):

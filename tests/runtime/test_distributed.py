@@ -25,17 +25,18 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import by_hand as start_by_hand
-from jaxunet.runtime import distributed
+from jaxunet.runtime import launchers
 from jaxunet.runtime.by_hand import BIND_VARIABLE, check_by_hand, listens_at
-from jaxunet.runtime.distributed import (
-    Start,
+from jaxunet.runtime.distributed import Start, join
+from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.launchers import (
     all_devices,
     check_launcher,
+    coordinator,
     detect,
-    join,
+    hosts_of,
     tasks_of_node,
 )
-from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
@@ -241,7 +242,7 @@ def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
     )
     processes = start(tmp_path, '--config.train.steps=2', python=['-c', limited])
     errors = finish(processes)
-    assert processes[0].returncode == distributed.USER_ERROR
+    assert processes[0].returncode == USER_ERROR
     assert 'error: a checkpoint could not be written to' in errors[0]
     assert processes[1].returncode not in (0, None)
     assert 'error: process 1 of 2 ended early' in errors[1]
@@ -250,7 +251,7 @@ def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
 def test_processes_that_differ_are_told_what_differs(tmp_path):
     processes = start(tmp_path, only=['--config.data.batch_size=16', '--config.seed=3'])
     for process, error in zip(processes, finish(processes), strict=True):
-        assert process.returncode == distributed.USER_ERROR
+        assert process.returncode == USER_ERROR
         assert (
             'data.batch_size: 8 on process 0, 16 on process 1\n  seed: 0 on process 0, 3 on '
             'process 1' in error
@@ -259,13 +260,23 @@ def test_processes_that_differ_are_told_what_differs(tmp_path):
     assert not (tmp_path / 'checkpoints').exists()
 
 
-def test_too_few_processes_are_an_error(tmp_path):
+def three_by_hand(port, rank):
+    return [f'--coordinator=localhost:{port}', '--num_processes=3', f'--process_id={rank}'], {}
+
+
+def three_of_slurm(port, rank):
+    return [], slurm(port, rank)[1] | {'SLURM_NTASKS': '3', 'SLURM_STEP_NUM_TASKS': '3'}
+
+
+@pytest.mark.parametrize(
+    'launcher', [pytest.param(three_by_hand, marks=pytest.mark.long), three_of_slurm]
+)
+def test_too_few_processes_are_an_error(launcher, tmp_path):
     ports = []
     first, second = start(
         tmp_path,
-        '--num_processes=3',
         '--wait_seconds=2',
-        launcher=lambda port, rank: (ports.append(port), by_hand(port, rank)[0][::2], {})[1:],
+        launcher=lambda port, rank: (ports.append(port), launcher(port, rank))[1],
     )
     while not listens('localhost', ports[0]):
         assert first.poll() is None, first.stderr.read_text()
@@ -286,7 +297,7 @@ def test_an_address_that_process_0_cannot_listen_at():
     arguments = ['--coordinator=192.0.2.1:1234', '--num_processes=2', '--process_id=0']
     process = Fork([*TRAIN, *arguments], ENVIRONMENT)
     error = process.communicate(timeout=60)[1]
-    assert process.returncode == distributed.USER_ERROR
+    assert process.returncode == USER_ERROR
     assert 'error: process 0 cannot listen at 192.0.2.1:1234: another program does, or ' in error
     assert 'Traceback' not in error
 
@@ -308,6 +319,71 @@ def test_where_process_0_listens(host, address, warns, monkeypatch, caplog):
     assert ('which no other host can reach' in caplog.text) == warns
     monkeypatch.setenv(BIND_VARIABLE, '0.0.0.0:99')
     assert listens_at(f'{host}:1234') == '0.0.0.0:99'
+
+
+LOOPBACK, OWN, OTHER = '127.0.1.1', '10.0.0.1', '10.0.0.2'
+
+
+@pytest.mark.parametrize(
+    ('names', 'hosts', 'bind'),
+    [
+        ({'node1': OWN, 'node2': OTHER}, ['node1', 'node2'], 'node1:99'),
+        ({'node1': LOOPBACK}, ['node1'], 'node1:99'),  # all processes are here
+        ({'node1': LOOPBACK, 'node2': OTHER}, ['node1', 'node2'], f'{OWN}:99'),
+        ({}, ['node1', 'node2'], 'node1:99'),  # and JAX's error
+        ({'node1': LOOPBACK}, ['node1', 'node2'], None),
+    ],
+)
+def test_where_process_0_of_a_launcher_listens(names, hosts, bind, monkeypatch):
+    monkeypatch.setattr(
+        launchers,
+        'addresses',
+        lambda host: {names[host]} & {*names.values()} if host in names else set(),
+    )
+    monkeypatch.setattr(launchers, '_address_towards', lambda host: OWN if host == OTHER else '')
+    monkeypatch.delenv(BIND_VARIABLE, raising=False)
+    if bind is None:
+        with pytest.raises(UserError, match=f'loopback address there, .*set {BIND_VARIABLE}='):
+            launchers.listens_at('node1:99', hosts)
+    else:
+        assert launchers.listens_at('node1:99', hosts) == bind
+    monkeypatch.setenv(BIND_VARIABLE, '0.0.0.0:98')
+    assert launchers.listens_at('node1:99', hosts) == '0.0.0.0:98'
+
+
+def test_the_own_address_on_the_way_to_another():
+    assert launchers._address_towards('127.0.0.1') == ''  # of which only this machine knows
+    assert launchers._address_towards('no address') == ''
+
+
+@pytest.mark.parametrize(
+    ('method', 'environ', 'address', 'bind'),
+    [
+        ('slurm', slurm(5, 0)[1], 'localhost:5', 'localhost:5'),
+        ('slurm', slurm(5, 1)[1], 'localhost:5', None),
+        ('slurm', slurm('', 1)[1], 'localhost:61447', None),
+        ('slurm', slurm('', 1)[1] | {'SLURM_STEP_ID': '4'}, 'localhost:61451', None),
+        ('slurm', slurm(5, 1)[1] | {'JAX_COORDINATOR_ADDRESS': 'a:9'}, 'a:9', None),
+        ('slurm', slurm(5, 1)[1] | {'SLURM_STEP_NODELIST': 'n[07-09],m'}, 'n07:5', None),
+        ('ompi', open_mpi('', 0)[1], '127.0.0.1:62624', '127.0.0.1:62624'),
+        (
+            'ompi',
+            open_mpi(5, 1)[1] | {'OMPI_MCA_orte_hnp_uri': '8192.0;tcp6://[::1,2::3]:43370'},
+            '[::1]:5',
+            None,
+        ),
+    ],
+)
+def test_where_a_launcher_has_process_0(method, environ, address, bind):
+    assert coordinator(method, environ) == (address, bind)
+
+
+def test_hosts_of_slurm():
+    assert list(hosts_of('n[08-10,7],login,x[1-2].here')) == [
+        *('n08', 'n09', 'n10', 'n7'),
+        'login',
+        *('x1.here', 'x2.here'),
+    ]
 
 
 @pytest.mark.skipif(shutil.which('mpirun') is None, reason='needs mpirun')
@@ -432,6 +508,14 @@ def test_tasks_of_node():
         (
             lambda: tasks_of_node('two', 0),
             "SLURM_STEP_TASKS_PER_NODE: expected a list like 2(x3),1, found 'two'",
+        ),
+        (
+            lambda: list(hosts_of('n[a-b]')),
+            "SLURM_STEP_NODELIST: expected a list like node[01-03,07], found 'n[a-b]'",
+        ),
+        (
+            lambda: coordinator('ompi', {'OMPI_MCA_orte_hnp_uri': 'x'}),
+            "OMPI_MCA_orte_hnp_uri: expected NUMBER.0;tcp://ADDRESS:PORT, found 'x'",
         ),
     ],
 )

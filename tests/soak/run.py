@@ -5,9 +5,14 @@
       --config.train.checkpoint_every=2000 --config.train.sample_every=2000
 
 What follows `--` are the flags of `jaxunet.train`; let the run evaluate, draw and save in turns.
-Writes samples.jsonl (a measurement every `--every` seconds), soak.png (with the extra `plots`) and
-appends a row to rows.jsonl. Ends with status 1 if a quantity kept growing, by more than `--limit`
-of itself after `--settled` of the run, which is minute 3 of 30 (`soak.watch.growth`).
+Writes samples.jsonl (a measurement every `--every` seconds), soak.png (with the extra `plots`;
+`plot` draws it later) and appends a row to rows.jsonl. Ends with status 1 if a quantity kept
+growing, by more than `--limit` of itself after `--settled` of the run, which is minute 3 of 30
+(`soak.watch.growth`).
+
+The run returns the memory that it frees to the system (`soak/trimmed.py`). It has two heaps
+(MALLOC_ARENA_MAX=2) in place of one for each thread, which fill one after the other: that looks
+like growth for many minutes.
 
 One growth is known: tensorstore 0.1.86 never frees some 230 bytes for each array of a checkpoint
 (`KvStore.Spec.to_json`, which orbax calls). With hundreds of checkpoints that can pass the limit.
@@ -25,14 +30,14 @@ import signal
 import subprocess
 import sys
 
-from soak.watch import Sample, growths, watch
-from support.commands import python_path
+from soak.watch import Sample, ends, growths, watch
+from support.commands import ROOT, python_path
 
 from jaxunet.runtime import rows
 from jaxunet.training.logs import read_metrics
 
 LABELS = {
-    'resident_mib': 'resident memory, MiB',
+    'own_mib': 'memory of its own, MiB',
     'gpu_mib': 'GPU memory, MiB',
     'threads': 'threads',
     'open_files': 'open files',
@@ -59,10 +64,13 @@ def soak(options: argparse.Namespace) -> rows.Row:
     """Trains, writes the measurements and returns the row."""
     output: pathlib.Path = options.output
     output.mkdir(parents=True, exist_ok=True)
-    command = ['-m', 'jaxunet.train', *options.flags, f'--workdir={output / "run"}']
-    process = subprocess.Popen(
-        [sys.executable, *command], env=os.environ | {'PYTHONPATH': python_path()}
-    )
+    command = ['-m', 'soak.trimmed', *options.flags, f'--workdir={output / "run"}']
+    variables = {
+        'MALLOC_ARENA_MAX': '2',
+        'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',  # else GPU memory is all taken at once
+        'PYTHONPATH': os.pathsep.join([python_path(), str(ROOT / 'tests')]),
+    }
+    process = subprocess.Popen([sys.executable, *command], env=os.environ | variables)
     try:
         samples = watch(
             process,
@@ -74,37 +82,48 @@ def soak(options: argparse.Namespace) -> rows.Row:
         process.kill()
     lines = [json.dumps(sample) + '\n' for sample in samples]
     (output / 'samples.jsonl').write_text(''.join(lines))
-    metrics = [
-        {'seconds': float(row['training_seconds']), 'step_ms': float(row['step_ms'])}
-        for row in read_metrics(output / 'run/metrics.csv')
-    ]
+    if not (output / 'run/metrics.csv').exists():
+        sys.exit(f'the run ended with status {process.returncode} and logged nothing')
+    metrics = read_times(output)
     found = growths(samples, options.settled) | growths(metrics, options.settled)
     row: rows.Row = {
         'kind': 'soak',
         **rows.provenance(),
-        'command': shlex.join(['python', *command]),
+        'command': 'MALLOC_ARENA_MAX=2 PYTHONPATH=.:tests ' + shlex.join(['python', *command]),
         'minutes': samples[-1]['seconds'] / 60,
+        'steps': int(read_metrics(output / 'run/metrics.csv')[-1]['step']),
         'settled': options.settled,
         'limit': options.limit,
+        'ends': ends(samples, options.settled) | ends(metrics, options.settled),
         'growth': found,
         'grown': [name for name, share in found.items() if share > options.limit],
         'exit_status': process.returncode,
     }
     rows.append(output / 'rows.jsonl', row)
-    plot(samples, metrics, output / 'soak.png')
+    plot(output)
     return row
 
 
-def plot(samples: list[Sample], metrics: list[Sample], path: pathlib.Path) -> None:
-    """Draws the quantities over minutes, one above the other; nothing without matplotlib."""
+def read_times(output: pathlib.Path) -> list[Sample]:
+    """Returns the step time in ms of every logged step, by seconds of training."""
+    return [
+        {'seconds': float(row['training_seconds']), 'step_ms': float(row['step_ms'])}
+        for row in read_metrics(output / 'run/metrics.csv')
+    ]
+
+
+def plot(output: pathlib.Path) -> None:
+    """Draws soak.png, the quantities of a soak over minutes; nothing without matplotlib."""
+    path = output / 'soak.png'
     if importlib.util.find_spec('matplotlib') is None:
         print(f'{path}: not drawn, as matplotlib is missing (the extra `plots`)')
         return
     from matplotlib.figure import Figure  # noqa: PLC0415
 
+    samples = [json.loads(line) for line in (output / 'samples.jsonl').read_text().splitlines()]
     curves = {
         label: [(s['seconds'] / 60, s[name]) for s in table]
-        for table in (samples, metrics)
+        for table in (samples, read_times(output))
         for name, label in LABELS.items()
         if name in table[0]
     }

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 Sample = dict[str, float]  # seconds since the start, and the quantities
 PROC = pathlib.Path('/proc')
+# In smaps_rollup: all but the pages of mapped files, and but those that are free already.
+OWN = {'Anonymous': 1, 'LazyFree': -1, 'Pss_Shmem': 1, 'Swap': 1}
 ONCE = 0.1  # the largest growth that may happen once, as a share
 
 
@@ -30,16 +32,22 @@ def family(pid: int) -> list[int]:
 
 
 def measure(pid: int) -> Sample:
-    """Resident MiB, threads and open files of a process and its descendants; GPU MiB if any."""
-    sample: Sample = {'resident_mib': 0.0, 'threads': 0.0, 'open_files': 0.0}
+    """Own MiB, threads and open files of a process and its descendants; GPU MiB if any.
+
+    The memory is without pages that the system drops when it likes: those of mapped files, such as
+    libraries, and those that an allocator has given back.
+    """
+    sample: Sample = {'own_mib': 0.0, 'threads': 0.0, 'open_files': 0.0}
     for member in family(pid):
         with contextlib.suppress(OSError):
             folder = PROC / str(member)
-            status = dict(
-                line.split(':', 1) for line in (folder / 'status').read_text().splitlines()
+            status, memory = (
+                dict(line.split(':', 1) for line in (folder / name).read_text().splitlines()[1:])
+                for name in ('status', 'smaps_rollup')
             )
             sample['open_files'] += len(list((folder / 'fd').iterdir()))
-            sample['resident_mib'] += int(status.get('VmRSS', '0 kB').split()[0]) / 1024
+            kilobytes = (sign * int(memory[name].split()[0]) for name, sign in OWN.items())
+            sample['own_mib'] += sum(kilobytes) / 1024
             sample['threads'] += int(status['Threads'])
     if shutil.which('nvidia-smi'):
         printed = subprocess.run(
@@ -88,5 +96,18 @@ def growth(values: Sequence[float]) -> float:
 
 def growths(samples: Sequence[Sample], settled: float) -> dict[str, float]:
     """The `growth` of every quantity once a share of the run, `settled`, is over."""
+    return {name: growth(values) for name, values in _later(samples, settled).items()}
+
+
+def ends(samples: Sequence[Sample], settled: float) -> dict[str, list[float]]:
+    """The medians of every quantity in the first and in the last tenth of the settled run."""
+    found = {}
+    for name, values in _later(samples, settled).items():
+        tenth = max(len(values) // 10, 1)
+        found[name] = [statistics.median(values[:tenth]), statistics.median(values[-tenth:])]
+    return found
+
+
+def _later(samples: Sequence[Sample], settled: float) -> dict[str, list[float]]:
     later = samples[round(settled * len(samples)) :]
-    return {name: growth([s[name] for s in later]) for name in later[0] if name != 'seconds'}
+    return {name: [s[name] for s in later] for name in later[0] if name != 'seconds'}

@@ -378,7 +378,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'golden': golden,
     'curves': curves,
     'fuzz': fuzz,
-    'faults': fault_table.table,
+    **fault_table.TABLES,
     'sanitizer': lambda: sanitizer.table(read_lines('sanitizer/rows.jsonl')),
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,

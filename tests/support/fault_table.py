@@ -1,4 +1,6 @@
-"""The table of docs/results/faults, from the rows of `tests/faults/run.py`."""
+"""The tables of runs that faults interrupt, from the rows of `tests/faults/run.py`, and of long
+ones.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Callable
 
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
+from support import soak_table
 
 ROWS = pathlib.Path(__file__).parents[2] / 'docs/results/faults/rows.jsonl'
 HEAD = (
@@ -22,9 +25,11 @@ HEAD = (
 SHOWN = {  # kinds of cases
     'killed': 'training killed at any moment, up to six times',
     'healed': 'training with `--restarts` killed at any moment',
+    'pair healed': 'one of two processes with `--restarts` killed, up to three times',
     'sampling killed': '`jaxunet.sample` killed at any moment, up to three times',
-    'process killed': 'one of two processes killed',
+    'process killed': 'one of two processes killed at any stage, up to twice',
     'signalled': 'SIGTERM, SIGINT, or two of them',
+    'memory full': 'a device without memory, at any stage',
     'full disk': 'a full disk',
     'read-only disk': 'a read-only disk at a start',
     'folder removed': 'a folder of the run removed under it',
@@ -71,3 +76,6 @@ def _counts(found: list[Row]) -> list[str]:
 
 def _line(cells: list[str] | tuple[str, ...]) -> str:
     return f'| {" | ".join(cells)} |'
+
+
+TABLES: dict[str, Callable[[], str]] = {'faults': table, 'soak': soak_table.table}

@@ -205,6 +205,14 @@ HOSTILE: dict[str, Hostile] = {
         'nested more than 32 deep',
     ),
     'deep rows': ('rows', DEEP.encode, 'line 1: .*nested more than 32 deep'),
+    'deep choices': ('choices', DEEP.encode, 'choices.json: .*nested more than 32 deep'),
+    'deep metadata': ('metadata', DEEP.encode, 'nested more than 32 deep'),
+    'deep configs': ('step configs', DEEP.encode, 'nested more than 32 deep'),
+    'config that is a number': (
+        'step configs',
+        lambda: b'{"a": 1}',
+        'a: expected a JSON object, found 1; expected the name of each method and its config',
+    ),
     'row without its batch': (
         'sweep',
         lambda: sweep_with(batch=None),

@@ -11,10 +11,12 @@ import gzip
 import io
 import json
 import lzma
+import os
 import pathlib
 import pickle
 import tempfile
 import typing
+import unittest.mock
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +25,10 @@ import numpy as np
 
 from jaxunet.benchmark.kernels.table import tables as kernel_tables
 from jaxunet.benchmark.table import markdown
-from jaxunet.checkpoint import snapshots
+from jaxunet.checkpoint import meta, snapshots
 from jaxunet.compare import runner as compare_runner
-from jaxunet.compare import worker
-from jaxunet.config import to_dict
+from jaxunet.compare import step_cost, worker
+from jaxunet.config import OPS, to_dict
 from jaxunet.data import cifar10
 from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.data.sources import open_source
@@ -36,9 +38,11 @@ from jaxunet.metrics.frechet import is_statistics, load_statistics
 from jaxunet.metrics.image_sets import open_images, read_grid
 from jaxunet.metrics.torch_legacy import read_legacy
 from jaxunet.metrics.torch_script import read_torch_script
+from jaxunet.ops import choices
 from jaxunet.prepare_data import prepare
 from jaxunet.profile import report as profile_report
 from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.partial_output import Parts
 from jaxunet.sweep import folder as sweep_folder
 from jaxunet.sweep import report as sweep_report
@@ -214,6 +218,15 @@ def read_compare(path: pathlib.Path) -> object:
     return compare_runner.load(path.parent)
 
 
+def read_metadata(path: pathlib.Path) -> object:
+    (path.parent / meta.FILE).parent.mkdir(exist_ok=True)
+    (path.parent / meta.FILE).write_bytes(path.read_bytes())
+    try:
+        return meta.read_meta(path.parent)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def read_task(path: pathlib.Path) -> object:
     return worker.read_task(path.parent), worker.finished(path.parent)
 
@@ -224,6 +237,19 @@ def read_with_file(read: Callable) -> Callable[[pathlib.Path], object]:
             return read(str(path), file)
 
     return run
+
+
+def read_choices(path: pathlib.Path) -> object:
+    """Reads them as `backend=auto` does, which ignores a damaged file with a warning."""
+    choices.ignore.cache_clear()
+    with unittest.mock.patch.dict(os.environ, {choices.VARIABLE: str(path)}):
+        return choices.read('H200', 'float32') or choices._entries(path)
+
+
+def choices_parts() -> Contents:
+    entry = {'device': 'H200', 'precision': 'float32', 'versions': choices.versions()}
+    entry['ops'] = dict.fromkeys(OPS, 'xla')
+    return {'choices.json': json.dumps({'choices': [entry, entry]}).encode()}
 
 
 def read_torch(path: pathlib.Path) -> object:
@@ -423,6 +449,19 @@ READERS = {
     ),
     'sweep': Reader('x', sweep_parts, lines, read_sweep),
     'compare': Reader('compare.json', compare_parts, alone, read_compare),
+    'choices': Reader('choices.json', choices_parts, alone, read_choices),
+    'step configs': Reader(
+        'x.json',
+        lambda: {'x.json': json.dumps({'a': to_dict(tiny_config()), 'b': {}}).encode()},
+        alone,
+        lambda path: step_cost.read_configs(str(path)),
+    ),
+    'metadata': Reader(
+        'metadata',
+        lambda: {'metadata': json.dumps(meta.sealed({'config': {}, 'seconds': 1.5})).encode()},
+        alone,
+        read_metadata,
+    ),
     'task': Reader(
         'task.json',
         lambda: {

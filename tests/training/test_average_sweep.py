@@ -80,8 +80,8 @@ def test_a_sweep_writes_rows_and_a_plot(run, features, source, tmp_path) -> None
     rows_path, plot_path = tmp_path / 'rows.jsonl', tmp_path / 'widths.png'
     out = call(
         'jaxunet.evaluate', f'--checkpoint={run}', f'--features={features}',
-        '--ema=0.05,0.15,none', '--metrics=fid,precision', '--num_samples=12', '--seed=3',
-        f'--output={rows_path}', f'--plot={plot_path}',
+        '--ema=0.05,0.15,none', '--metrics=fid,precision', '--num_samples=12', '--batch_size=8',
+        '--seed=3', f'--output={rows_path}', f'--plot={plot_path}',
     )  # fmt: skip
     assert 'the average of width 0.15, from 32 snapshots' in out
     rows = [json.loads(line) for line in rows_path.read_text().splitlines()]

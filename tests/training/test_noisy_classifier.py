@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from support.commands import call
 from support.events import points
+from support.full_memory import exhaust
 from support.tiny import TINY, tiny_config
 
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.state import TrainState, fresh_state, make_optimizer
-from jaxunet.checkpoint.store import Checkpoints, checksum, state_template
+from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError, checksum, state_template
 from jaxunet.config import Config
 from jaxunet.data.sources import open_images
 from jaxunet.diffusion.process import make_diffusion
@@ -24,10 +25,12 @@ from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.out_of_memory import OutOfMemoryError
 from jaxunet.sampling.classifier_guidance import class_gradient
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import initial_state, make_sampler, sample_keys
 from jaxunet.sampling.sampler import run as run_sampler
+from jaxunet.training import classifier_loop
 from jaxunet.training.batch import noise_batch, split_keys
 from jaxunet.training.classifier_accuracy import Accuracy
 from jaxunet.training.classifier_loop import COLUMNS, LOGGED, train_classifier
@@ -35,6 +38,7 @@ from jaxunet.training.classifier_loop import NETWORK as CLASSIFIER
 from jaxunet.training.logs import read_rows
 from jaxunet.training.loop import train
 from jaxunet.training.noisy_classifier import (
+    ClassifierSession,
     check_trainable,
     draw_state,
     make_loss,
@@ -43,7 +47,7 @@ from jaxunet.training.noisy_classifier import (
     starting_state,
 )
 from jaxunet.training.step import make_train_step
-from jaxunet.weights import read_classifier
+from jaxunet.weights import read_classifier, write_classifier
 from jaxunet.weights.names import flatten
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -266,9 +270,91 @@ def test_other_workdirs_are_refused(run: pathlib.Path, tmp_path: pathlib.Path) -
             train_classifier(config, folder, source)
         return str(error.value)
 
-    assert 'has checkpoints but no classifier.pt' in refused(CONFIG, tmp_path)
+    assert 'no readable checkpoint' in refused(CONFIG, tmp_path)
     other = CONFIG.replace(diffusion={'steps': 50})
     assert 'diffusion.steps' in refused(other, run)
+
+
+SHORT = CONFIG.replace(
+    train={'steps': 6, 'log_every': 2, 'checkpoint_every': 2, 'holdout_every': 0}
+)
+
+
+def logged(folder: pathlib.Path) -> list[tuple[str, str]]:
+    return [(row['step'], row['loss']) for row in read_rows(folder / 'metrics.csv', LOGGED)]
+
+
+def saved(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in (folder / 'checkpoints').iterdir())
+
+
+def test_a_full_disk_is_a_warning(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It ends the run only if what the last step needs cannot be written either."""
+    source = open_images(SHORT)
+
+    def full(*_: object) -> None:
+        raise UserError('classifier.pt: cannot be written: No space left on device')
+
+    def write_first_and_last(path: pathlib.Path, *rest: object) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            full()
+        write_classifier(path, *rest)
+
+    def save_first_and_last(self: Checkpoints, step: int, *rest: object) -> str:
+        if step == 4:
+            raise CheckpointWriteError('a checkpoint could not be written')
+        return save(self, step, *rest)
+
+    calls: list[pathlib.Path] = []
+    save = Checkpoints.save
+    with monkeypatch.context() as patch:
+        patch.setattr(classifier_loop, 'write_classifier', write_first_and_last)
+        patch.setattr(Checkpoints, 'save', save_first_and_last)
+        assert train_classifier(SHORT, tmp_path / 'a', source) == 6
+    assert saved(tmp_path / 'a') == ['2', '6']
+    assert len(calls) == 3
+    printed = capsys.readouterr()
+    told = printed.out + printed.err
+    assert 'warning: classifier.pt: cannot be written: No space left' in told
+    assert 'warning: a checkpoint could not be written' in told
+
+    with monkeypatch.context() as patch:
+        patch.setattr(classifier_loop, 'write_classifier', full)
+        with pytest.raises(UserError, match='No space left'):
+            train_classifier(SHORT, tmp_path / 'b', source)
+    assert saved(tmp_path / 'b') == ['2', '4', '6']
+    assert logged(tmp_path / 'b') == logged(tmp_path / 'a')
+    assert train_classifier(SHORT, tmp_path / 'b', source) == 6
+    files = [(tmp_path / name / 'classifier.pt').read_bytes() for name in 'ab']
+    assert files[0] == files[1]
+
+
+def test_a_loss_of_skipped_steps_is_nan(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ClassifierSession.call
+
+    def skipping(self: ClassifierSession, *arguments: object, **named: object) -> object:
+        metrics = call(self, *arguments, **named)
+        return metrics | {'loss': metrics['loss'] * 0, 'bad_steps': metrics['bad_steps'] + 2}
+
+    monkeypatch.setattr(ClassifierSession, 'call', skipping)
+    train_classifier(SHORT, tmp_path, open_images(SHORT))
+    assert logged(tmp_path) == [('2', 'nan'), ('4', 'nan'), ('6', 'nan')]
+
+
+def test_an_accuracy_that_does_not_fit_into_memory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is saved at the step that it measured."""
+    config = SHORT.replace(train={'holdout_every': 4, 'checkpoint_every': 100})
+    monkeypatch.setattr(Accuracy, 'measure', exhaust)
+    with pytest.raises(OutOfMemoryError, match=r'^measuring the accuracy: the device has no mem'):
+        train_classifier(config, tmp_path, open_images(config))
+    assert saved(tmp_path) == ['4']
 
 
 def test_the_command(run: pathlib.Path, tmp_path: pathlib.Path) -> None:

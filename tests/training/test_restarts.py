@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
-from support.commands import Fork
+from support.commands import Fork, environment, python_path
+from support.tiny import flags, tiny_config
 
 from jaxunet.runtime.errors import USER_ERROR
 from jaxunet.training import restarts
-from jaxunet.training.logs import read_rows
+from jaxunet.training.logs import read_metrics, read_rows
+from jaxunet.training.meeting import Place
+from jaxunet.training.parallel import on_fewer_devices
 from jaxunet.training.restarts import Supervisor, describe, newest_step
 
 # A supervisor has no threads, but the process of these tests may have those of JAX.
@@ -55,6 +62,70 @@ def test_a_process_that_ends_by_itself_is_not(code, tmp_path):
     assert supervise(tmp_path, f'echo x >> "$1/starts"; exit {code}') == code
     assert (tmp_path / 'starts').read_text() == 'x\n'
     assert not (tmp_path / restarts.FILE).exists()
+
+
+def test_it_goes_on_with_the_devices_that_are_left(tmp_path):
+    """The command gets a flag, from the first restart on."""
+    script = 'shift; echo "$*" >> starts; [ "$(wc -l < starts)" = 3 ] || kill -KILL $$'
+    command = ['/bin/sh', '-c', f'cd "$1"; {script}', 'sh', str(tmp_path), '--flag']
+    assert Supervisor(command, tmp_path, 3, environ={}, first_wait=0.01).run() == 0
+    again = '--flag --fewer_devices'
+    assert (tmp_path / 'starts').read_text().splitlines() == ['--flag', again, again]
+
+
+def test_it_goes_on_without_a_process_that_does_not_come_back(tmp_path, capfd):
+    script = """
+        cd "$1"; shift; echo "$*" >> starts
+        case $(wc -l < starts) in 1) kill -KILL $$;; 2) exit 4;; esac
+    """
+    command = ['/bin/sh', '-c', script, 'sh', str(tmp_path)]
+    supervisor = Supervisor(
+        command, tmp_path, 3, environ={}, first_wait=0.01, place=Place(0, 2), wait_seconds=0.1
+    )
+    assert supervisor.run() == 0
+    alone = '--fewer_devices --num_processes=1 --process_id=0'
+    assert (tmp_path / 'starts').read_text().splitlines() == ['', alone, alone]
+    assert 'the run goes on with 1 of 2 processes: 0' in capfd.readouterr().err
+    assert [(row['processes'], row['reason']) for row in rows(tmp_path)] == [
+        ('2', 'the process was ended by SIGKILL, as where memory runs out'),
+        ('1', 'the process ended with exit code 4: the other processes were not there'),
+    ]
+
+
+def test_a_process_that_hangs_while_the_others_meet_is_ended(tmp_path, capfd, monkeypatch):
+    """Process 1 is started again in its place as soon as process 0 has called."""
+    monkeypatch.setattr(restarts, 'CALL_SECONDS', 0.05)
+    script = """
+        cd "$1"; shift; echo "$*" >> "starts$0"
+        case "$0$(wc -l < "starts$0")" in 01) sleep 0.3; kill -KILL $$;; 11) sleep 600;; esac
+    """
+    supervisors = [
+        Supervisor(
+            ['/bin/sh', '-c', script, str(process), str(tmp_path)],
+            tmp_path,
+            3,
+            main=process == 0,
+            environ={},
+            first_wait=0.01,
+            place=Place(process, 2),
+        )
+        for process in range(2)
+    ]
+    for supervisor in supervisors:  # only the main thread may handle signals
+        monkeypatch.setattr(supervisor, '_signals_passed_on', contextlib.nullcontext)
+    with ThreadPoolExecutor(2) as threads:
+        codes = list(threads.map(Supervisor.run, supervisors))
+    assert codes == [0, 0]
+    for process in range(2):
+        again = f'--fewer_devices --num_processes=2 --process_id={process}'
+        assert (tmp_path / f'starts{process}').read_text().splitlines() == ['', again]
+    assert 'process 0 calls, as its part died; the last checkpoint is step 0; starting again' in (
+        capfd.readouterr().err
+    )
+
+
+def test_processes_that_never_met_are_not_started_again(tmp_path):
+    assert supervise(tmp_path, 'exit 4', place=Place(0, 2)) == 4
 
 
 def test_it_gives_up_without_a_new_checkpoint(tmp_path, capfd):
@@ -148,5 +219,55 @@ def wait_for(path: pathlib.Path, seconds: float = 60):
 
 def test_how_a_process_ended():
     assert describe(1) == 'the process ended with exit code 1'
+    assert describe(3) == 'the process ended with exit code 3: no memory left'
     assert describe(-signal.SIGSEGV) == 'the process was ended by SIGSEGV'
     assert describe(-99) == 'the process was ended by signal 99'
+
+
+@pytest.mark.parametrize(
+    ('there', 'asked', 'accumulate', 'found'),
+    [(4, 0, 1, 4), (4, 2, 1, 2), (4, 64, 1, 4), (4, 64, 4, 2), (4, 3, 1, 2), (3, 0, 1, 2)],
+)
+def test_fewer_devices(there, asked, accumulate, found, monkeypatch, caplog):
+    """For a batch of 8, in parts."""
+    devices = jax.devices()[:there]
+    monkeypatch.setattr(jax, 'devices', lambda: devices)
+    config = tiny_config(parallel={'devices': asked}, optimizer={'accumulate_steps': accumulate})
+    changed = on_fewer_devices(config)
+    if found == (asked or there):
+        assert changed == config
+        return
+    assert changed == config.replace(parallel={'devices': found})
+    told = f'{asked or "all"} asked for, {there} found; training on {found}, among which'
+    assert told in caplog.text
+
+
+SITE = """
+import os, sys
+if '--fewer_devices' in sys.orig_argv:
+    os.environ['XLA_FLAGS'] += ' --xla_force_host_platform_device_count=3'
+"""
+
+
+@pytest.mark.long
+def test_a_run_that_loses_a_device(tmp_path):
+    """The restarted process sees three of four devices, and trains on two with the same batch."""
+    (tmp_path / 'sitecustomize.py').write_text(SITE)
+    workdir = tmp_path / 'run'
+    variables = {'PYTHONPATH': f'{tmp_path}{os.pathsep}{python_path()}'}
+    options = ['--config.parallel.devices=4', '--config.train.steps=40', '--restarts=2']
+    process = Fork(
+        ['jaxunet.train', f'--workdir={workdir}', *flags(), *options],
+        environment(4) | variables,
+    )
+    wait_for(workdir / 'checkpoints' / '10')
+    os.kill(
+        int(re.findall(r'process (\d+) trains', process.stderr.read_text())[-1]), signal.SIGKILL
+    )
+    error = process.communicate()[1]
+    assert process.returncode == 0, error
+    assert 'parallel.devices: 4 asked for, 3 found; training on 2, among which' in error
+    found = read_metrics(workdir / 'metrics.csv')
+    assert [row['step'] for row in found] == [str(step) for step in range(1, 41)]
+    assert {row['devices'] for row in found[:10]} == {''}
+    assert {row['devices'] for row in found[-10:]} == {'2'}
