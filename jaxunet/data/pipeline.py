@@ -47,23 +47,13 @@ def images_bytes(source: Source) -> int:
 
 
 def choose_cache(config: Config, source: Source) -> str:
-    """Returns device or stream: `data.cache`, or what auto chooses, which is logged.
-
-    Raises:
-      UserError: streamed images with several steps in one call, which needs them on the device.
-    """
+    """Returns device or stream: `data.cache`, or what auto chooses, which is logged."""
     choice = config.data.cache
     if choice == 'auto' and config.data.crop == 'random':
         choice = 'stream'
         logging.info('data.cache=auto: stream, as data.crop=random cuts images anew every epoch')
     elif choice == 'auto':
         choice = _fitting(source)
-    if choice == 'stream' and config.train.steps_per_call > 1:
-        raise UserError(
-            f'train.steps_per_call: {config.train.steps_per_call} steps in one call need the '
-            f'images in device memory, but those of {source.name} are streamed; '
-            'set it to 1, or data.cache=device'
-        )
     return choice
 
 

@@ -73,6 +73,8 @@ def measure(task: Task) -> Row:
       UserError: the config does not fit the data or the machine.
     """
     config = resolve(task.config)
+    if not task.jit:
+        config = config.replace(train={'steps_per_call': 1})
     cli.enable_compilation_cache()
     with Session(config, open_images(config)) as session:
         _check_workers(task, session)
@@ -82,8 +84,9 @@ def measure(task: Task) -> Row:
             return row
         unit = session.steps_per_call
         warmup = task.warmup if session.resident else max(task.warmup, _read_ahead(config))
-        session.open_stream(end=warmup + task.steps + IN_FLIGHT)
         warmup_calls, timed_calls = -(-warmup // unit), -(-task.steps // unit)
+        ahead = max(IN_FLIGHT // unit, 1)
+        session.open_stream(end=(warmup_calls + timed_calls + ahead) * unit)
         ends, loss = run(
             session.call,
             session.next_data,
@@ -91,7 +94,7 @@ def measure(task: Task) -> Row:
             warmup_calls,
             timed_calls,
             task.max_seconds,
-            in_flight=max(IN_FLIGHT // unit, 1),
+            in_flight=ahead,
         )
         return (
             row
@@ -130,7 +133,7 @@ def _compile(session: Session, *, jit: bool) -> Row:
         state, data = session.state, session.data
         metrics = timed_compile(lambda: jax.block_until_ready(step(state, data)[1]))
         lower_s, compile_s = metrics.lower_s, metrics.compile_s
-        session.step, session.steps_per_call = step, 1
+        session.step = step
     return {
         'lower_s': lower_s,
         'compile_s': compile_s,

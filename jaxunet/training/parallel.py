@@ -3,7 +3,7 @@
 There are two modes: `jit` of a `shard_map` over a device mesh, and `pmap`. Both replicate the state
 and split the batch. The batch is split by hand rather than by XLA's partitioner, which cannot look
 into hand-written kernels. Both compile `step(state, data)`, where `data` is either a streamed batch
-or the whole dataset, resident on every device, from which the step gathers its own rows.
+for each step or the whole dataset, resident on every device, from which a step gathers its rows.
 
 The all-reduce of the gradients overlaps the backward pass. `psum` makes one operation of each
 gradient, which waits for that gradient alone. On several GPUs the options `OVERLAP` let XLA run
@@ -16,7 +16,7 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -38,9 +38,11 @@ from jaxunet.training.step import Metrics, TrainStep
 from jaxunet.training.step_fields import relevant
 
 # The arrays that a compiled step is called with, by name: images and labels of the whole dataset
-# (`RESIDENT`), or image and label of one streamed batch; and STOP in runs of several processes.
+# (`RESIDENT`), or image and label of streamed batches (`STREAMED`), which have an axis of steps in
+# front if there are several in a call; and STOP in runs of several processes.
 Data = dict[str, Any]
 RESIDENT = ('images', 'labels')
+STREAMED = ('image', 'label')
 STOP = 'stop'
 AXIS = 'data'  # of the device mesh
 CompiledStep = Callable[[TrainState, Data], tuple[TrainState, Metrics]]
@@ -148,8 +150,9 @@ class Parallel:
         self.local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
         self.pmap = config.parallel.mode == 'pmap'
-        self._whole, self._split = (
-            NamedSharding(self.mesh, spec) for spec in (PartitionSpec(), PartitionSpec(AXIS))
+        self._whole, self._split, self._split_batches = (
+            NamedSharding(self.mesh, spec)
+            for spec in (PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS))
         )
 
     @property
@@ -194,6 +197,23 @@ class Parallel:
             batch = {k: v.reshape(n, len(v) // n, *v.shape[1:]) for k, v in batch.items()}
         return {k: jax.make_array_from_process_local_data(self._split, v) for k, v in batch.items()}
 
+    def put_batches(self, batches: Sequence[dict[str, np.ndarray]]) -> Data:
+        """Splits this process's rows of the streamed batches of a call over its devices.
+
+        A single batch is put as by `put_batch`; several get an axis of steps in front of the rows.
+        """
+        if len(batches) == 1:
+            return self.put_batch(batches[0])
+        stacked = {k: np.stack([batch[k] for batch in batches]) for k in batches[0]}
+        sharding = self._split_batches
+        if self.pmap:
+            n, sharding = len(self.local_devices), self._split
+            stacked = {
+                k: np.moveaxis(v.reshape(len(v), n, -1, *v.shape[2:]), 1, 0)
+                for k, v in stacked.items()
+            }
+        return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in stacked.items()}
+
     def with_stop(self, data: Data, stop: bool) -> Data:
         """Adds to a step's data that this process was, or was not, asked to stop.
 
@@ -221,13 +241,10 @@ class Parallel:
 
         Args:
           make_step: returns the step for an axis name; see `make_train_step`.
-          steps: steps per call, on resident data. If there are several, the metrics have an axis
+          steps: steps per call. If there are several, streamed data and the metrics have an axis
             of steps in front.
           cache: look the step up in `compiled_cache.folder()`, and keep it there. Only for a step
             that is made from nothing but the config. Ignored unless `compiled_cache.pays`.
-
-        Raises:
-          ValueError: several steps per call on one streamed batch.
         """
 
         def build() -> jax.stages.Compiled:
@@ -271,8 +288,6 @@ class Parallel:
         steps: int = 1,
     ) -> jax.stages.Lowered:
         """Lowers the step, or a loop of `steps` steps, for these arguments; see `compile`."""
-        if steps > 1 and 'image' in data:
-            raise ValueError(f'{steps} steps in one call need the whole dataset; this is one batch')
         step = make_step(AXIS)
 
         def one(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
@@ -284,7 +299,10 @@ class Parallel:
         def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
             if steps == 1:
                 return one(state, data)
-            return jax.lax.scan(lambda state, _: one(state, data), state, length=steps)
+            batches = {name: data[name] for name in STREAMED if name in data}
+            return jax.lax.scan(
+                lambda state, batch: one(state, data | batch), state, batches, length=steps
+            )
 
         if self.pmap:
             mapped = jax.pmap(whole, axis_name=AXIS, devices=self.devices, donate_argnums=0)
@@ -293,16 +311,16 @@ class Parallel:
                 (state, data), self.mesh, PartitionSpec(AXIS)
             )
             return mapped.lower(*part)
-        whole_array, split = PartitionSpec(), PartitionSpec(AXIS)
+        whole_array = PartitionSpec()
+        specs = dict.fromkeys(data, PartitionSpec(AXIS)) | dict.fromkeys(RESIDENT, whole_array)
+        if steps > 1:
+            specs |= dict.fromkeys(STREAMED, PartitionSpec(None, AXIS))
         # The step reduces over the axis itself, as it must under pmap, so shard_map has nothing to
         # check or insert.
         mapped = jax.shard_map(
             whole,
             mesh=self.mesh,
-            in_specs=(
-                whole_array,
-                {name: whole_array if name in RESIDENT else split for name in data},
-            ),
+            in_specs=(whole_array, {name: specs[name] for name in data}),
             out_specs=(whole_array, whole_array),
             check_vma=False,
         )

@@ -38,6 +38,7 @@ STEP_MEMORY = (  # for `memory_for`
     'lower data.batch_size, raise optimizer.accumulate_steps (the same batch in more parts) or set '
     'model.remat=True',
 )
+STREAMED_BYTES = 2**26  # of the streamed batches of a call, for which a device keeps room twice
 IN_FLIGHT = 8  # steps to queue before reading the metrics of the oldest, so the device never waits
 
 
@@ -49,8 +50,8 @@ class Session:
       resident: the images are kept in device memory, else they are streamed.
       steps_per_call: optimizer steps per call of `step`; known after `load`.
       state: the training state on the devices, after `load`; `call` replaces it.
-      data: the images that `step` is called with, after `load`. Before the first streamed batch,
-        a batch of zeros.
+      data: the images that `step` is called with, after `load`. Before the first streamed batches,
+        batches of zeros.
       step: the compiled step, after `compile`.
 
     Raises:
@@ -112,7 +113,7 @@ class Session:
             'image': np.zeros((rows, *self.config.image_shape), np.uint8),
             'label': np.zeros(rows, np.int32),
         }
-        self.data = self.parallel.put_batch(zeros)
+        self.data = self.parallel.put_batches([zeros] * self.steps_per_call)
 
     def open_stream(self, end: int | None = None) -> None:
         """Starts reading batches ahead, from the step of the loaded state; not if `resident`.
@@ -155,13 +156,14 @@ class Session:
 
     @memory_for(*STEP_MEMORY)
     def next_data(self) -> Data:
-        """Returns the data of the next call: the resident images, or the next streamed batch.
+        """Returns the data of the next call: the resident images, or the next streamed batches.
 
         Raises:
           UserError: an image of the stream is corrupt, or there is no memory left.
         """
         if self._stream is not None:
-            self.data = self.parallel.put_batch(next(self._stream))
+            batches = [next(self._stream) for _ in range(self.steps_per_call)]
+            self.data = self.parallel.put_batches(batches)
         return self.data
 
     @property
@@ -220,9 +222,9 @@ class Session:
 def choose_steps_per_call(config: Config, *, resident: bool, platform: str, start: int = 0) -> int:
     """Returns `train.steps_per_call`, or chooses a number and logs it where that is 0.
 
-    On a GPU with resident images the choice is the largest number up to `MAX_STEPS_PER_CALL` that
-    divides `start` and all step counts of the config. Elsewhere it is 1: XLA runs loops of steps
-    slowly on a CPU, and streamed images come one batch at a time.
+    On a GPU the choice is the largest number up to `MAX_STEPS_PER_CALL` that divides `start` and all
+    step counts of the config; the streamed batches of a call take at most `STREAMED_BYTES`. On a
+    CPU it is 1, as XLA runs loops of steps slowly there.
 
     Args:
       resident: the images are kept in device memory.
@@ -245,18 +247,22 @@ def choose_steps_per_call(config: Config, *, resident: bool, platform: str, star
         )
     if asked:
         return asked
-    if platform != 'gpu' or not resident:
+    if platform != 'gpu':
         return 1
+    limit = MAX_STEPS_PER_CALL
+    if not resident:
+        batch = config.data.batch_size // jax.process_count() * math.prod(config.image_shape)
+        limit = min(limit, max(STREAMED_BYTES // batch, 1))
     counts = step_counts(config)
     common = math.gcd(start, *counts.values())
-    chosen = max(n for n in range(1, MAX_STEPS_PER_CALL + 1) if common % n == 0)
-    if chosen > 1:
+    chosen = max(n for n in range(1, limit + 1) if common % n == 0)
+    if chosen > 1 or limit == 1:
         logging.info('train.steps_per_call=0: chose %d', chosen)
     else:
         logging.warning(
             'train.steps_per_call=0: chose 1, as no larger number up to %d divides %s and '
             'step %d, from which the run resumes',
-            MAX_STEPS_PER_CALL,
+            limit,
             ', '.join(name for name, count in counts.items() if count),
             start,
         )
