@@ -388,6 +388,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'devices_batch': study('devices_batch'),
     'amp': study('amp'),
     'loader_workers': study('loader_workers'),
+    'devices_batch_workers': study('devices_batch_workers'),
     'compiled': study('compiled'),
     'presets': presets,
 }
