@@ -222,9 +222,9 @@ class Session:
 def choose_steps_per_call(config: Config, *, resident: bool, platform: str, start: int = 0) -> int:
     """Returns `train.steps_per_call`, or chooses a number and logs it where that is 0.
 
-    On a GPU the choice is the largest number up to `MAX_STEPS_PER_CALL` that divides `start` and all
-    step counts of the config; the streamed batches of a call take at most `STREAMED_BYTES`. On a
-    CPU it is 1, as XLA runs loops of steps slowly there.
+    On a GPU the choice is the largest number up to `MAX_STEPS_PER_CALL` that divides `start` and
+    all step counts of the config; the streamed batches of a call take at most `STREAMED_BYTES`. On
+    a CPU it is 1, as XLA runs loops of steps slowly there.
 
     Args:
       resident: the images are kept in device memory.
