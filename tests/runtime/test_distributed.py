@@ -218,9 +218,11 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
 
 
 @pytest.mark.long
-def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
+@pytest.mark.parametrize('cache', ['device', 'stream'])
+def test_a_signal_to_one_process_saves_the_same_step_on_all(cache, tmp_path, one):
     """All processes save at the end of a call, which has two steps here."""
     together = ['--config.train.steps_per_call=2', '--config.train.log_every=2']
+    together += [f'--config.data.cache={cache}']
     processes = start(tmp_path, ENDLESS, '--config.train.checkpoint_every=100000', *together)
     wait_for_step(processes, tmp_path, 3)
     processes[1].send_signal(signal.SIGTERM)
@@ -229,6 +231,7 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
     (saved,) = (int(p.name) for p in (tmp_path / 'checkpoints').iterdir())
     assert saved == last_step(tmp_path) == int(checkpoint.read(tmp_path).state.step)
     assert saved % 2 == 0
+    np.testing.assert_allclose(losses(tmp_path)[0], np.mean(one[:2]), rtol=1e-4)
 
 
 @pytest.mark.long
