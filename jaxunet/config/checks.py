@@ -17,7 +17,7 @@ from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
-from jaxunet.runtime.untrusted import shown
+from jaxunet.runtime.untrusted import plain, shown
 
 T = TypeVar('T')
 
@@ -254,7 +254,7 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
     if not isinstance(values, dict):
         problems.append(
             f'{prefix.rstrip(".")}: expected a section with the fields of {section.__name__}, '
-            f'found {values!r}'
+            f'found {shown(values)}'
         )
         return section()
     hints = typing.get_type_hints(section)
@@ -264,7 +264,7 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
         for k, v in values.items()
     }
     for name in sorted(set(values) - known):
-        problems.append(f'{prefix}{name}: unknown field{near_misses(name, known)}')
+        problems.append(f'{prefix}{plain(name)}: unknown field{near_misses(name, known)}')
     built: Fields = {}
     for name in sorted(set(values) & known):
         hint, path = hints[name], prefix + name

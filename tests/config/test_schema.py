@@ -37,6 +37,7 @@ def test_default_config_has_the_defaults_of_the_schema():
 
 WRONG = [
     ({'seeed': 1}, r'seeed: unknown field; did you mean "seed"'),
+    ({'see\x7fd': 1}, r'see\\x7fd: unknown field; did you mean "seed"'),
     (
         {'model': {'base_chanels': 1}},
         r'model.base_chanels: unknown field; did you mean "base_channels"',
