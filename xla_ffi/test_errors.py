@@ -43,9 +43,9 @@ def test_wrong_calls_are_errors(seed, device):
 @pytest.mark.parametrize(
     ('results', 'heads', 'message'),
     [
-        ([(2, 5, 8), (2, 2, 5)], 3, r'qkv: 24 packed channels are not 3 x 3 heads|norm'),
+        ([(2, 5, 8), (2, 2, 5)], 3, r'qkv: 24 packed channels are not 3 x 3 heads'),
         ([(2, 5, 9), (2, 2, 5)], 2, r'out: expected F32\[2, 5, 8\], found F32\[2, 5, 9\]'),
-        ([(2, 5, 8)], 2, r'norm: missing; the call has 1 results'),
+        ([(2, 5, 8)], 2, r'lse: missing; the call has 1 results'),
         ([(2, 5, 8), (2, 2, 5)], 0, r'attribute heads: expected 1 to 2147483647, found 0'),
     ],
 )
@@ -60,6 +60,50 @@ def test_the_message_names_what_is_wrong(results, heads, message):
         jax.errors.JaxRuntimeError, match=f'jaxunet_attention_forward: (?:{message})'
     ):
         call()
+
+
+FLOATS = dict.fromkeys(('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay'), np.float32(0.5))
+
+
+@pytest.mark.parametrize(
+    ('target', 'operands', 'results', 'attributes', 'message'),
+    [
+        (
+            'jaxunet_adamw',
+            [((5,), 'float32'), ((3,), 'float32'), ((3,), 'float32'), ((4,), 'float32')],
+            [((3,), 'float32')],
+            FLOATS | {'averages': np.int64(0)},
+            r'mu\[0\]: expected F32\[3\], found F32\[4\]',
+        ),
+        (
+            'jaxunet_sum_of_squares',
+            [((3,), 'int32')],
+            [((1,), 'float32')],
+            {'chunk': np.int64(4)},
+            r'gradients\[0\]: expected float32, float16 or bfloat16',
+        ),
+        (
+            'jaxunet_narrow',
+            [((3,), 'float16')],
+            [((3,), 'bfloat16')],
+            {},
+            r'arrays\[0\]: expected float32, found float16',
+        ),
+        (
+            'jaxunet_narrow',
+            [((3,), 'float32')],
+            [((4,), 'bfloat16')],
+            {},
+            r'narrowed\[0\]: expected BF16\[3\], found BF16\[4\]',
+        ),
+    ],
+)
+def test_the_optimizers_handlers_name_arrays_as_python_does(
+    target, operands, results, attributes, message
+):
+    attributes = attributes | {'tensors': np.int64(1)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'{target}: {message}'):
+        Call(target, operands, results, attributes)()
 
 
 @pytest.mark.parametrize(

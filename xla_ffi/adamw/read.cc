@@ -37,7 +37,7 @@ SumOfSquares read_sum_of_squares(Reader& call) {
   const int64_t count = call.integer("tensors", 1);
   int64_t chunks = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const Array found = call.floating(numbered("tensors", i), 0);
+    const Array found = call.floating(numbered("gradients", i), 0);
     plan.tensors.push_back(found.data);
     plan.types.push_back(kind(found.element));
     plan.sizes.push_back(size_of(found.dims));
@@ -63,7 +63,7 @@ AdamW read_adamw(Reader& call) {
   plan.scalars = static_cast<const float*>(
       call.operand("scalars", ffi::DataType::F32, {kFirstFollow + plan.averages}).data);
   const auto name = [](int64_t array, int64_t tensor) {
-    static const char* const names[] = {"gradients", "parameters", "m", "v"};
+    static const char* const names[] = {"gradients", "params", "mu", "nu"};
     const std::string group =
         array < kFirstAverage ? names[array] : numbered("averages", array - kFirstAverage);
     return numbered(group, tensor);
@@ -103,9 +103,12 @@ Narrow read_narrow_all(Reader& call) {
   std::vector<Dims> shapes;
   plan.arrays.resize(2 * count);
   for (int64_t i = 0; i < count; ++i) {
-    const std::string which = numbered("tensors", i);
+    const std::string which = numbered("arrays", i);
     const Array found = call.floating(which, 0);
-    if (found.element != ffi::DataType::F32) call.fail(which + ": expected float32");
+    if (const Type type = kind(found.element); type != Type::kFloat32) {
+      call.fail(which + ": expected float32, found " +
+                (type == Type::kFloat16 ? "float16" : "bfloat16"));
+    }
     shapes.push_back(found.dims);
     plan.sizes.push_back(size_of(found.dims));
     plan.arrays[2 * i] = found.data;
@@ -113,7 +116,7 @@ Narrow read_narrow_all(Reader& call) {
   check_elements(call, plan.sizes);
   ffi::DataType element{};
   for (int64_t i = 0; i < count; ++i) {
-    const std::string which = numbered("narrow", i);
+    const std::string which = numbered("narrowed", i);
     const Array found = i == 0
                             ? call.result(which, ffi::DataType::F16, ffi::DataType::BF16, shapes[i])
                             : call.result(which, element, shapes[i]);

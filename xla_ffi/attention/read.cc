@@ -46,7 +46,7 @@ AttentionForward read_attention_forward(Reader& call) {
       call.result("out", qkv.element, with_last(qkv.dims, {plan.tokens, plan.heads * plan.width}))
           .data;
   plan.lse = static_cast<float*>(
-      call.result("norm", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens})).data);
+      call.result("lse", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens})).data);
   return plan;
 }
 
@@ -56,8 +56,7 @@ AttentionBackward read_attention_backward(Reader& call) {
   const Dims channels = with_last(qkv.dims, {plan.tokens, plan.heads * plan.width});
   plan.out = call.operand("out", qkv.element, channels).data;
   plan.lse = static_cast<const float*>(
-      call.operand("norm", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens}))
-          .data);
+      call.operand("lse", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens})).data);
   plan.grad = call.operand("grad", qkv.element, channels).data;
   plan.dqkv = call.result("dqkv", qkv.element, qkv.dims).data;
   return plan;

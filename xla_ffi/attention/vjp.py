@@ -42,17 +42,17 @@ def _forward(qkv: Array, heads: int) -> tuple[Array, tuple[Array, Array, Array]]
         jax.ShapeDtypeStruct((batch, tokens, packed // 3), qkv.dtype),
         jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32),
     ]
-    out, log_sum_exp = ffi_call('jaxunet_attention_forward', shapes, vmap_method='broadcast_all')(
+    out, lse = ffi_call('jaxunet_attention_forward', shapes, vmap_method='broadcast_all')(
         qkv, heads=np.int64(heads)
     )
-    return out, (qkv, out, log_sum_exp)
+    return out, (qkv, out, lse)
 
 
 def _backward(heads: int, kept: tuple[Array, Array, Array], grad: Array) -> tuple[Array]:
-    qkv, out, log_sum_exp = kept
+    qkv, out, lse = kept
     shape = jax.ShapeDtypeStruct(qkv.shape, qkv.dtype)
     call = ffi_call('jaxunet_attention_backward', shape, vmap_method='broadcast_all')
-    return (call(qkv, out, log_sum_exp, grad, heads=np.int64(heads)),)
+    return (call(qkv, out, lse, grad, heads=np.int64(heads)),)
 
 
 _attention.defvjp(_forward, _backward)
