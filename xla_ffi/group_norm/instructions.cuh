@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/mbarrier.cuh"
 #include "common/shared_memory.h"
 
 namespace jaxunet::cuda {
@@ -47,13 +48,9 @@ __device__ inline char* dynamic_smem() {
   return jaxunet_norm_memory;
 }
 
-__device__ inline uint32_t smem_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // Starts to copy 16 bytes from global to shared memory; both addresses are multiples of 16.
 __device__ inline void cp_async_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
                : "memory");
 }
 
@@ -97,7 +94,7 @@ __device__ inline float4 read_peer(const float4* here, int rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(there)
-               : "r"(smem_address(here)), "r"(rank));
+               : "r"(shared_address(here)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
                : "r"(there)

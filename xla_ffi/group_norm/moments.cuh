@@ -124,7 +124,7 @@ __device__ inline float2 merge_group(const BlockReduction& block, const Team& te
 
 // Starts to copy 4 bytes from global to shared memory.
 __device__ inline void cp_async_4(float* to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(to)), "l"(from)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
                : "memory");
 }
 

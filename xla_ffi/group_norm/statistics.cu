@@ -153,7 +153,7 @@ struct Mailbox {
 #if __CUDA_ARCH__ >= 900
     const auto at = [](const void* here) {
       uint32_t there;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(smem_address(here)));
+      asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(here)));
       return there;
     };
     const uint64_t bits = static_cast<uint64_t>(__float_as_uint(value.y)) << 32 |
@@ -174,7 +174,7 @@ struct Mailbox {
           "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], "
           "0;\nselp.b32 %0, 1, 0, p;\n}\n"
           : "=r"(done)
-          : "r"(smem_address(full))
+          : "r"(shared_address(full))
           : "memory");
     } while (!done);
 #else
