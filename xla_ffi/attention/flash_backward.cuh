@@ -40,10 +40,12 @@
 // next copy.
 #pragma once
 
-#include "common/integers.h"
-#include "common/launch.cuh"
+#include <optional>
+
 #include "flash_backward_warp.cuh"
 #include "flash_delta.cuh"
+#include "common/integers.h"
+#include "common/launch.cuh"
 #include "plan.h"
 
 namespace jaxunet::cuda {

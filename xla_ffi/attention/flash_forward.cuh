@@ -26,6 +26,7 @@
 #pragma once
 
 #include <cmath>
+#include <optional>
 
 #include "common/integers.h"
 #include "common/launch.cuh"

@@ -6,9 +6,7 @@
 // last few threads of the block's last warp may idle.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <numeric>
 
 #include "common/fast_divmod.h"
 #include "tiling.h"

@@ -3,6 +3,7 @@
 // registers until y is written. Grid: (channel_blocks, batch).
 #pragma once
 
+#include <numeric>
 #include <optional>
 
 #include "block_reduction.h"

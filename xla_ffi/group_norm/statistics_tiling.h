@@ -3,6 +3,8 @@
 // its blocks take rows of pixels in turns. Grid: (ranks, channel_blocks, batch).
 #pragma once
 
+#include <algorithm>
+#include <numeric>
 #include <optional>
 
 #include "block_reduction.h"

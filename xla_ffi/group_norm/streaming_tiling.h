@@ -11,7 +11,6 @@
 // in turns. Grid: (ranks, channel_blocks, batch).
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <optional>

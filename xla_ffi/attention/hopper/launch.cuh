@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <optional>
 
 #include "attention/flash_delta.cuh"
 #include "attention/hopper/backward.cuh"

@@ -1,6 +1,7 @@
 // The instances of hopper_forward_kernel for one type: every tile of kTiles, flipped and not.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 

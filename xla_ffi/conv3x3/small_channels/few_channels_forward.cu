@@ -15,6 +15,8 @@
 // One __syncthreads per tile: its stage has been written, and the stage that the next tile
 // overwrites has been read. Grid: (blocks, chunks of features).
 
+#include <algorithm>
+
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
 #include "conv3x3/kernels.h"

@@ -13,6 +13,9 @@
 //
 // Shared memory: a haloed tile of 64 channels, swizzled (common.cuh); all weights, as fragments.
 
+#include <algorithm>
+
+#include "common/kernel_set.h"
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
 #include "conv3x3/activation.cuh"
