@@ -15,8 +15,9 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 Encode encode_function() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
+  constexpr unsigned kVersion = 12000;  // CUDA 12.0: the function as the type `Encode` declares it
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &found);
+                                                             kVersion, cudaEnableDefault, &found);
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess
              ? reinterpret_cast<Encode>(function)
              : nullptr;

@@ -26,6 +26,10 @@ namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+// Concurrent blocks of a multiprocessor, which bounds the registers: the weights of eight channels
+// take too many for a second block.
+template <int kChannels>
+constexpr int kBlocks = kChannels == 4 ? 2 : 1;
 using Tiles = Tiling<32, 8>;
 
 struct Parameters {
@@ -181,7 +185,7 @@ struct Block {
 };
 
 template <class T, int kChannels>
-__global__ void __launch_bounds__(kThreads, kChannels == 4 ? 2 : 1)
+__global__ void __launch_bounds__(kThreads, kBlocks<kChannels>)
     few_channels_forward_kernel(const Parameters p) {
   __shared__ typename Block<T, kChannels>::Shared shared;
   Block<T, kChannels>(p, shared).run();
@@ -191,7 +195,7 @@ template <class T>
 cudaError_t run(const Parameters& p, int multiprocessors, cudaStream_t stream) {
   const int chunks = (p.features + kWide - 1) / kWide;
   const bool four = p.channels <= 4;
-  const int blocks = std::max((four ? 2 : 1) * multiprocessors / chunks, 1);
+  const int blocks = std::max((four ? kBlocks<4> : kBlocks<8>)*multiprocessors / chunks, 1);
   const auto kernel = four ? few_channels_forward_kernel<T, 4> : few_channels_forward_kernel<T, 8>;
   return launch(kernel, dim3(std::min(p.tiling.tiles, blocks), chunks), kThreads, 0, stream, p);
 }

@@ -30,7 +30,8 @@ using Tiles = Tiling<16, 16>;
 constexpr int kWarpRows = 4, kSteps = kWide / 16;  // a step is 16 channels
 constexpr int kTileBytes = Tiles::kHaloPixels * kWide * 2;
 constexpr int kWeightBytes = 9 * kSteps * 32 * 8;  // of a chunk: 8 bytes a lane
-static_assert(kTileBytes + kMaxChannelsToFew / kWide * kWeightBytes <= 99 * 1024);
+static_assert(kTileBytes + kMaxChannelsToFew / kWide * kWeightBytes <= kAdaSmemBytes,
+              "a tile and the weights of the most channels fit a block of every GPU");
 
 struct Parameters {
   Channels x;
