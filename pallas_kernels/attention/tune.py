@@ -78,7 +78,7 @@ def build(job: Job) -> Callable[..., PyTree]:
             return out, pull(g)
 
         return lambda qkv, grad, kept: [both(x, g) for x, g in zip(qkv, grad, strict=True)]
-    assert tile is not None
+    assert tile is not None, f'{what}: only the op itself has no tile'
     if isinstance(tile, Tile) and what == 'forward':
         return lambda qkv, grad, kept: [triton.forward(x, heads, tile) for x in qkv]
     return lambda qkv, grad, kept: [

@@ -55,7 +55,7 @@ def project(added: Added) -> Float[Array, 'batch height width features']:
 
     Each part is a separate product, because a concatenation would have to be written and read.
     """
-    assert added.shortcut is not None
+    assert added.shortcut is not None, 'only a shortcut projects a residual'
     products, start = [], 0
     for part in added.parts:
         matrix = added.shortcut[start : start + part.shape[-1]].astype(part.dtype)

@@ -84,7 +84,7 @@ def _weight_gradient(case: Case, batch: int, dtype: str, limit: int) -> Shape | 
     tiles = list[AnyTile](dict.fromkeys(every))[:limit]
 
     def run(tile: AnyTile, i: Operands) -> jax.Array:
-        assert isinstance(tile, hopper_weight_gradient.Tile)
+        assert isinstance(tile, hopper_weight_gradient.Tile), tile
         return hopper_weight_gradient.weight_gradient(i['x'], i['dy'], tile=tile)
 
     key = tile_table.Key(
@@ -127,7 +127,7 @@ def _convolution(case: Case, direction: str, batch: int, dtype: str, limit: int)
     tiles = list[AnyTile](dict.fromkeys([chosen, *others]))[:limit]
 
     def convolve(tile: AnyTile, i: Operands) -> jax.Array:
-        assert isinstance(tile, Tile)
+        assert isinstance(tile, Tile), tile
         return hopper.forward(
             i['x'],
             i['kernel'],

@@ -187,7 +187,7 @@ def _norm_conv_backward(
     sums, active = norm_gradient.gradient_sums(
         x.parts, dactive, *norm, silu=True, activation=True, interpret=interpret
     )
-    assert active is not None
+    assert active is not None, 'asked for with activation=True'
     dx, _ = norm_gradient.gradient(
         x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret
     )

@@ -121,7 +121,7 @@ class Program:
                 mask=mask,
                 other=other,
             )
-        assert value is not None
+        assert value is not None, 'refs has at least one array'
         return value
 
     def store(
@@ -167,7 +167,7 @@ class Program:
             ):
                 other = None if inside is None else 0.0 if value is None else value
                 value = plgpu.load(ref.at[self.sample, columns, which], mask=inside, other=other)
-            assert value is not None
+            assert value is not None, 'refs has at least one array'
             found.append(value)
         return found[0], found[1]
 
@@ -259,7 +259,7 @@ def moments_of(
         mean = sum(values[1:], values[0]) / jnp.maximum(count, 1.0)
         deviation = jnp.zeros(shape, dtype)
         for v, m in zip(values, masks, strict=True):
-            assert m is not None
+            assert m is not None, 'ragged rows have masks'
             deviation = deviation + jnp.where(m[:, None], jax.lax.square(v - mean), 0.0)
         return mean, deviation, count
 

@@ -198,7 +198,7 @@ std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int sh
           launch(flash_backward_kernel<S>, grid, S::kThreads, bytes, stream, plan, stages, owners);
     }
   };
-  static_assert(2 * S::kRows <= S::kSegment);
+  static_assert(2 * S::kRows <= S::kSegment, "two blocks find all deltas in one segment");
   if (blocks <= 2) {
     run(Owners::kBoth);
     return error;

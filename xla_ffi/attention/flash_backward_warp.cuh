@@ -28,8 +28,10 @@ struct BackwardShape {
   // a and b stay in registers, 16 * kWarpTiles of a lane's.
   static constexpr bool kKeepsOwned = sizeof(T) == 2 && kWidth <= 32;
 
-  static_assert(kStreamRows % (kRecomputes ? 16 : 16 * kColumnWarps) == 0 &&
-                kSegment % kStreamRows == 0 && kSegment >= kRows);
+  static_assert(kStreamRows % (kRecomputes ? 16 : 16 * kColumnWarps) == 0,
+                "a warp takes streamed rows 16 at a time");
+  static_assert(kSegment % kStreamRows == 0 && kSegment >= kRows,
+                "a segment holds whole tiles, and all owned rows");
   // Bytes of shared memory; `all_keys`: of a block that owns all keys, which always exchanges ds.
   static constexpr int bytes(int stages, bool all_keys) {
     const int exchanges = kExchanges + (kExchanges || all_keys);  // of p, and of ds
@@ -246,7 +248,8 @@ class Backward {
   // Writes dq = ds * k of the streamed queries; each warp takes 16 rows and a share of the columns.
   __device__ void compute_dq(int first, const HeadRows<T>& dq) {
     constexpr int kParts = S::kStreamRows / 16, kShare = S::kWidth / (S::kWarps / kParts);
-    static_assert(kOwned != Owned::kAllKeys || (S::kWarps % kParts == 0 && kShare % 16 == 0));
+    static_assert(kOwned != Owned::kAllKeys || (S::kWarps % kParts == 0 && kShare % 16 == 0),
+                  "the warps divide the streamed rows and the columns of dq in 16 x 16");
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp % kParts * 16,
               column = warp / kParts * kShare;
     if (first + row >= tokens_) return;

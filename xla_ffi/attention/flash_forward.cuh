@@ -59,11 +59,10 @@ struct ForwardShape {
   static constexpr int bytes(int stages) {
     return (kRows + 2 * stages * kTileKeys) * kWidth * sizeof(T);
   }
-  static_assert(kKeySplits == 1 || kColumnWarps == 1);
-  // Merging passes the output of the second split, and two numbers per row, through the same
-  // memory.
+  static_assert(kKeySplits == 1 || kColumnWarps == 1, "merge_splits expects whole rows of a warp");
   static_assert(kKeySplits == 1 || kRows * (kWidth + 2) * 4 <= (kRows + 2 * kTileKeys) * kWidth *
-                                                                   static_cast<int>(sizeof(T)));
+                                                                   static_cast<int>(sizeof(T)),
+                "the second split's output, max and sum pass through the memory of one stage");
 };
 
 // One warp's share of the block's work. Accumulators have the layout of mma.sync: a lane holds, of

@@ -257,7 +257,8 @@ struct Head {
 template <int kRows, int kThreads, class TileType, class Visit>
 __device__ void each_chunk(Visit visit) {
   constexpr int step = kThreads / TileType::kChunks;
-  static_assert(kThreads % TileType::kChunks == 0 && kRows % step == 0);
+  static_assert(kThreads % TileType::kChunks == 0 && kRows % step == 0,
+                "the threads take whole rows, and all rows in equal steps");
   const int row = threadIdx.x / TileType::kChunks,
             column = threadIdx.x % TileType::kChunks * TileType::kChunk;
 #pragma unroll

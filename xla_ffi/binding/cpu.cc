@@ -14,7 +14,7 @@ namespace {
 // The same bits as another type.
 template <class To, class From>
 To bits(From from) {
-  static_assert(sizeof(To) == sizeof(From));
+  static_assert(sizeof(To) == sizeof(From), "the types have as many bits");
   To to;
   std::memcpy(&to, &from, sizeof(to));
   return to;

@@ -78,7 +78,7 @@ def read(module: pathlib.Path) -> list[Kernel]:
     with subprocess.Popen(
         ['cuobjdump', '-sass', str(module)], stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
+        assert process.stdout is not None, 'asked for with PIPE'
         found = sorted(kernels(process.stdout))
     if process.returncode or not found:
         raise RuntimeError(

@@ -179,7 +179,7 @@ __device__ void put(const Result& to, int64_t entry, int64_t count, float4 value
 // Shared memory, in floats, for each 128 threads that hold fours of an accumulator tile: eight
 // channels × 64 features, padded.
 constexpr int kTransposedFloats = 8 * (64 + 4), kLogTileThreads = 7;
-static_assert(1 << kLogTileThreads == AccumulatorTile::kThreads);
+static_assert(1 << kLogTileThreads == AccumulatorTile::kThreads, "its logarithm");
 
 // The accumulator tiles of a gradient (accumulator_tile.h), in rows of tiles along the features.
 struct Tiles {

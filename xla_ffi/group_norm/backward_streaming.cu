@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
 // Adds up the gradients of scale and offset over the batch; the blocks of a layer of the grid share
 // the channels.
 __device__ inline void reduce_over_batch(const Gradient& g) {
-  static_assert(kReduceChannels * kReduceSlices == kStreamingThreads);
+  static_assert(kReduceChannels * kReduceSlices == kStreamingThreads, "all threads reduce");
   const StreamingTiling& tiling = g.tiling;
   const int tiles = (tiling.channels + kReduceChannels - 1) / kReduceChannels;
   const int blocks = tiling.ranks * tiling.channel_blocks;

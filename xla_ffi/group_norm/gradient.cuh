@@ -21,7 +21,7 @@ __device__ float silu_gradient(float dy, float z, float* active) {
 // have no code for it.
 template <class Run>
 auto with_added_count(int count, const Run& run) {
-  static_assert(kMaxAdded == 2);
+  static_assert(kMaxAdded == 2, "one case below for each count");
   if (count == 0) return run(std::integral_constant<int, 0>());
   return count == 1 ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, 2>());
 }

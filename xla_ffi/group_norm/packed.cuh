@@ -11,7 +11,7 @@ namespace jaxunet::cuda {
 // V neighbouring channels of one pixel: 16 bytes of them, or one.
 template <class T, int V>
 struct Packed {
-  static_assert(V * sizeof(T) == 16);
+  static_assert(V * sizeof(T) == 16, "four words");
   uint32_t words[4];
 
   __device__ void load(const T* from) {

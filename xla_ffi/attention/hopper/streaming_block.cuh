@@ -41,8 +41,9 @@ struct StreamingTraits {
   static constexpr bool kWritesDeltas = kRole == Role::kQueries && kWidth == 256;
   // The array of dqkv through which deltas pass to later launches.
   static constexpr Qkv kDeltaArray = kWidth == 256 ? kV : kQ;
-  // A box of TMA has kTileRows rows of all chunks, so several boxes make a tile of one chunk only.
-  static_assert(kStreamRows == kTileRows || kChunks == 1);
+  static_assert(
+      kStreamRows == kTileRows || kChunks == 1,
+      "a box of TMA has kTileRows rows of all chunks, so several make a tile of one chunk");
   // A consumer's owned rows and a streamed tile: bytes, and bytes of a chunk of 64 channels.
   static constexpr int kTileBytes = kTileRows * kWidth * 2, kStreamBytes = kStreamRows * kWidth * 2;
   static constexpr int kTileChunkBytes = kTileRows * ChunkTile::kRowBytes,

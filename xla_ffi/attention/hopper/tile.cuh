@@ -25,7 +25,7 @@ enum Unpacked : int { kGrad = 3, kOut = 4 };
 // Rows of 32 or 64 channels. Wider heads are cut into tiles of 64.
 template <int kWidth>
 struct HeadTile {
-  static_assert(kWidth == 32 || kWidth == 64);
+  static_assert(kWidth == 32 || kWidth == 64, "rows of 64 or 128 bytes, as TMA swizzles them");
   static constexpr int kRowBytes = 2 * kWidth, kAtomBytes = 8 * kRowBytes;  // of a swizzle atom
 
   // The descriptor of the rows at `address`, a multiple of kAtomBytes. Its bits are those of

@@ -22,13 +22,16 @@ constexpr int kDyBytes = kRows * kStripColumns * kRowBytes;
 // Samples of a strip: of images of at most four rows, and of 4 × 4 images.
 constexpr int kPairedSamples = 2, kPackedSamples = kPackedStrip.samples;
 static_assert(kPairedSamples * (kRows / kPairedSamples + 2) * kHaloColumns * kRowBytes <=
-              kStrip.strip_bytes());
+                  kStrip.strip_bytes(),
+              "two samples with their halos fit the stage of one strip");
 static_assert(kPackedStrip.pixels() == kStrip.pixels() &&
-              kPackedStrip.strip_columns() * kPackedSamples == 16);
+                  kPackedStrip.strip_columns() * kPackedSamples == 16,
+              "a packed strip has as many pixels, and 16 steps of K are one of its rows");
 constexpr int kHelpers = 96;                 // threads of three warps
 constexpr int kHelperPixels = kHelpers / 8;  // that they read at a time: eight threads a pixel
 constexpr int kChunksOfConsumer = 2;         // projected chunks
-static_assert(kMaxBlockChunks == kChunksOfConsumer * kConsumers);
+static_assert(kMaxBlockChunks == kChunksOfConsumer * kConsumers,
+              "the consumers divide the chunks of a block");
 
 template <class T_, bool kPacked_>
 struct Block {
@@ -38,7 +41,8 @@ struct Block {
   static constexpr int kXBytes = kTile.strip_bytes(), kBoxBytes = kTile.box_bytes();
   static constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
   static constexpr int kBytes = kRingBytes + kBarrierBytes + kHelperPixels * kChunk * 4;
-  static_assert(kBytes <= kMaxSharedBytes && kXBytes % 1024 == 0);
+  static_assert(kBytes <= kMaxSharedBytes && kXBytes % 1024 == 0,
+                "the ring fits, and its stages begin where the swizzle pattern starts");
   static_assert(3 * (1 + kMaxBlockChunks) * kDyBytes <= kRingBytes,
                 "one stage in use, one not yet released, one being filled");
   // Bytes from a haloed pixel to the one on its right (packed: of the same sample), to the next

@@ -17,7 +17,8 @@ __device__ inline void add_dy(const Block& block, float (&totals)[8], const unsi
   using T = typename Block::T;
   constexpr int kPixels = kRows * kStripColumns,
                 kReads = (kPixels + kHelperPixels - 1) / kHelperPixels;
-  static_assert(kHelperPixels % kPairedSamples == 0 && kHelperPixels % kPackedSamples == 0);
+  static_assert(kHelperPixels % kPairedSamples == 0 && kHelperPixels % kPackedSamples == 0,
+                "a thread meets one sample only");
   const bool paired = !Block::kPacked && block.p.samples > 1;
   const int eighth = thread % 8, stride = paired ? kHelperPixels / kPairedSamples : kHelperPixels;
   const int pixels = paired ? kPixels / kPairedSamples : kPixels;

@@ -91,7 +91,7 @@ struct Block {
       const Chunk chunk = Chunk::of(p.x, number);
       // A warp loads one step of every tap, three taps at a time.
       const int lane = threadIdx.x % 32, step = threadIdx.x / 32, feature = lane / 4;
-      static_assert(kThreads == 32 * kSteps);
+      static_assert(kThreads == 32 * kSteps, "one warp for each step");
 #pragma unroll 3
       for (int tap = 0; tap < 9; ++tap) {
         SmallPixel<T, 4> four;
