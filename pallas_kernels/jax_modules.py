@@ -15,12 +15,9 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-
-if TYPE_CHECKING:
-    pass
 
 TESTED = 'jax>=0.10.2,<=0.12.0.1'  # the versions in pyproject.toml
 
