@@ -16,7 +16,7 @@ Backward recomputes the weights P from the saved log-sum-exp of each row. With d
 Short sequences take one kernel: a program holds all keys of a head and walks over blocks of
 queries. Longer ones take two:
 
-    kernel         a program owns    walks over    reads             writes
+    kernel         a program owns    walks over    reads (and lse)   writes
     backward       all keys          queries       q, k, v, dO       dq, dk, dv
     backward_dq    queries           keys          q, k, v, O, dO    dq, delta
     backward_dkv   keys              queries       q, k, v, dO,      dk, dv (split = 2: one

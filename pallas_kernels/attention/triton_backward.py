@@ -181,7 +181,7 @@ def _backward_kernel(
 
 
 def wants_exact(tile: Tile | tuple[Tile, Tile], tokens: int, dtype: DTypeLike) -> bool:
-    """Returns whether `backward` needs the outputs in float32.
+    """Returns True if `backward` needs the outputs in float32.
 
     It does if it computes Σ p·dp from 16-bit outputs: where one key has most of the weight, their
     rounding is large relative to the result.

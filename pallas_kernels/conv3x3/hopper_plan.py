@@ -15,7 +15,7 @@ class Source:
       array: index of the kernel's input.
       first: its first step.
       steps: the number of its steps.
-      weight: where its channels start in the weights' last dimension.
+      weight: its first channel among the input channels of the weights.
       follows_tile: its channels start at the tile's output channels (a residual without shortcut).
     """
 

@@ -36,7 +36,7 @@ SXM_MULTIPROCESSORS = 132  # of an H100 or H200 SXM
 
 
 def multiprocessors() -> int:
-    """Returns those of the GPU that kernels are traced for, or of an H200 where that is unknown."""
+    """Returns the multiprocessors of the GPU of the trace; where it is unknown, of an H200."""
     return device.multiprocessors(SXM_MULTIPROCESSORS)
 
 

@@ -64,7 +64,7 @@ class Problem:
     Fields:
       channels: of each part.
       shifts: rows of the shift, 1 or the batch.
-      affine, residual: whether there is one.
+      affine, residual: True if there is one.
     """
 
     batch: int

@@ -157,7 +157,7 @@ def _unit(  # noqa: PLR0915
     f_block, c_block = jax.lax.rem(unit, p.feature_blocks), jax.lax.div(unit, p.feature_blocks)
     fold_channels = folds(part.channels)
 
-    # Of each axis of the output: the index in the tensor, the tap (if they share it), and the mask.
+    # For each axis of the output: the index in the tensor, the tap (if it shares it), and the mask.
     n = f_block * p.block_features + jnp.arange(p.block_features, dtype=jnp.int32)[None, :]
     m = c_block * part.block + jnp.arange(part.block, dtype=jnp.int32)[None, :]
     if p.fold_features:

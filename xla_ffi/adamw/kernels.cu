@@ -128,7 +128,7 @@ struct Rule {
   const float* scalars;
 };
 
-// What a thread of adamw_kernel and narrow_kernel works on: vectors of four elements.
+// Vectors of four elements that a thread of adamw_kernel or narrow_kernel works on.
 constexpr int kVectors = 4;
 constexpr long long kBlockElements = kThreads * kVectors * 4LL;
 

@@ -24,7 +24,8 @@
 // share these rows and divide the columns of the results. For p and ds there are two ways:
 // - kExchanges: each of these warps computes them for a part of the streamed rows, and the warps
 //   exchange them through shared memory.
-// - kRecomputes: each computes all of them. For tiles of fewer than 16 streamed rows a warp.
+// - kRecomputes: each computes all of them. For tiles of fewer than kColumnWarps * 16 streamed
+// rows.
 //
 // Phases:
 // - Prologue: start the copies of a, b and the first tile; load lse and delta.
@@ -37,15 +38,16 @@
 //
 // Synchronisation: one __syncthreads per tile, after which the tile has arrived and no warp reads
 // the one before; one more where p and ds are exchanged; one more with a single stage, before its
-// next copy.
+// next copy. Blocks that own keys have one more before each later segment of lse and delta. In the
+// epilogue there are two: before the results overwrite a and b, and before they are read there.
 #pragma once
 
 #include <optional>
 
-#include "flash_backward_warp.cuh"
-#include "flash_delta.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
+#include "flash_backward_warp.cuh"
+#include "flash_delta.cuh"
 #include "plan.h"
 
 namespace jaxunet::cuda {
@@ -123,8 +125,8 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
   if (!kOwnsQueries) write<S::kRows, S::kThreads>(b, dv, first);
 }
 
-// What the blocks of a launch own: half of them keys and half queries, in a single launch; or all
-// the same, after a launch of flash_delta_kernel.
+// The rows that the blocks of a launch own: half of the blocks keys and half queries, in a single
+// launch; or all blocks the same, after a launch of flash_delta_kernel.
 enum class Owners { kBoth, kKeys, kQueries };
 
 // Grid: (batch * heads * blocks of kRows rows), twice as many with Owners::kBoth: then those that

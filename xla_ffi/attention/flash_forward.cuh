@@ -82,7 +82,7 @@ class Forward {
   Fragment<T> query_fragments_[S::kKeepsQueries ? S::kWarpTiles : 1]
                               [S::kKeepsQueries ? S::kWidth / 16 : 1];
   float out_[S::kWarpTiles][S::kWarpColumns / 8][4] = {};
-  // Of each row so far: the largest logit, and the sum of this lane's weights relative to it.
+  // The largest logit of each row so far, and the sum of this lane's weights relative to it.
   float max_[S::kWarpTiles][2], sum_[S::kWarpTiles][2];
 
  public:

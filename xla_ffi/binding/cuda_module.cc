@@ -15,7 +15,7 @@ namespace {
 // The statically linked CUDA runtime works with drivers of its own major version and later.
 constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
 
-// What a call returns whose launch ended with this status.
+// Turns the status of a launch to the result of the call.
 ffi::Error status(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   std::string message = std::string(op) + ": CUDA: " + cudaGetErrorString(error);

@@ -1,5 +1,6 @@
-// What the handlers of both Python modules (cpu_module.cc, cuda_module.cc) share. A handler is what
-// XLA calls for one custom call of a program: it reads and checks the call, then runs it.
+// Shared by the handlers of both Python modules (cpu_module.cc, cuda_module.cc). A handler is the
+// function that XLA calls for one custom call of a program: it reads and checks the call, then runs
+// it.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -9,7 +9,7 @@
 namespace jaxunet::cuda {
 
 // CMake defines JAXUNET_BUILT_FOR_SM90A if it compiles code for sm_90a, which wgmma and setmaxnreg
-// need. In all other code the Hopper kernels have no bodies (launch.cuh).
+// need. In code for other architectures the Hopper kernels only trap (launch.cuh).
 #ifdef JAXUNET_BUILT_FOR_SM90A
 constexpr bool kBuiltForSm90a = true;
 #else

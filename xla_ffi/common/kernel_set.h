@@ -1,4 +1,5 @@
-// What a set of kernels may use of a GPU: host code without CUDA, for tests on any machine.
+// The properties of a GPU that a set of kernels may use: host code without CUDA, for tests on any
+// machine.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +11,8 @@ namespace jaxunet {
 struct Device {
   int multiprocessors = 0;
   int smem_bytes = 0;  // shared memory that a block may have
-  // The kernels for Hopper run: wgmma exists in compute capability 9.0 alone, and of clusters the
-  // build has code for no other.
+  // True if the kernels for Hopper run: wgmma exists in compute capability 9.0 alone, and builds
+  // have code with clusters for no other.
   bool hopper = false;
 };
 

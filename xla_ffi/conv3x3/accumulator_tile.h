@@ -17,8 +17,8 @@ struct AccumulatorTile {
   static constexpr int kFours = 24;     // of a thread: eight for each tap
   static constexpr int kEntries = 3 * kFours * kThreads * 4;
 
-  // What the first register of a four belongs to. The second is of the next channel, the third of
-  // the feature eight further on, the fourth of both.
+  // Tap, channel and feature of the first register of a four. The second is of the next channel,
+  // the third of the feature eight further on, the fourth of both.
   int tap, channel, feature;
 
   // The entry of the tile where a four begins.

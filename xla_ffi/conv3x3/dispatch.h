@@ -20,7 +20,7 @@ enum class Kernel { kImplicitGemm, kFewChannels, kFewFeatures, kHopper };
 
 constexpr int kFew = 8;  // channels or features
 // The most channels that a convolution to few features reads: few_features_forward holds all
-// weights in shared memory, and a block of compute capability 8.9 has 99 KB.
+// weights in shared memory, and a block of compute capability 8.6 or 8.9 has 99 KiB.
 constexpr int64_t kMaxChannelsToFew = 384;
 
 // True if eight channels from a multiple of eight on are always contiguous: 16 bytes of a 16-bit

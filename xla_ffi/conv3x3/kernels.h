@@ -36,14 +36,12 @@ cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_
 // gradient from the strips of pixels of one split (split_k.h). The shortcut's gradient has tiles
 // and splits of its own.
 struct WeightGradientTiling {
-  // Of the kernel's gradient; 0 without x.
-  int64_t tiles;
+  int64_t tiles;  // of the kernel's gradient; 0 without x
   int64_t strips_of_sample;
   // The samples that a strip holds: the same pixels of several images.
   int64_t samples = 1;
-  // Of the shortcut's gradient, and the most chunks of 64 projected channels that such a tile has.
-  int64_t shortcut_tiles = 0;
-  int block_chunks = 0;
+  int64_t shortcut_tiles = 0;  // of the shortcut's gradient
+  int block_chunks = 0;        // chunks of 64 projected channels of such a tile, at most
   // For one tile of the shortcut's gradient, as a share of one of the kernel's: the time of a
   // strip, and the size of the partial results.
   double shortcut_time = 0, shortcut_size = 0;
@@ -60,7 +58,7 @@ cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK&
 // hopper/: the same. With `accumulator_tiles`, which needs whole tiles, the partial results are
 // (splits, tiles) of accumulator_tile.h. The shortcut's partial results are (splits, projected
 // channels, features). Without x, the shortcut's blocks sum dy.
-constexpr int kMaxBlockChunks = 6;
+constexpr int kMaxBlockChunks = 6;  // two for each of the kernel's three consumers
 WeightGradientTiling hopper_weight_gradient_tiling(const Conv3x3WeightGradient& plan,
                                                    int max_block_chunks = kMaxBlockChunks);
 cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,

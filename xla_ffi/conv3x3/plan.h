@@ -57,7 +57,7 @@ struct Conv3x3WeightGradient {
   int64_t workspace_floats;
 };
 
-// In floats: room for the gradients of one split, before they are narrowed.
+// The room for the gradients of one split before they are narrowed, in floats.
 constexpr int64_t minimum_workspace(const Conv3x3WeightGradient& plan) {
   return (9 * plan.x.total + plan.projected.total + plan.batch) * plan.features;
 }

@@ -37,7 +37,7 @@ struct Partials {
   static bool direct(const Result& gradient, int64_t splits) {
     return splits == 1 && gradient.type == Type::kFloat32;
   }
-  // In the workspace.
+  // Their size in the workspace; 0 if they are the gradient itself.
   int64_t kernel_floats(const Splits& splits) const {
     return direct(plan.dkernel, splits.kernel) ? 0 : splits.kernel * kernel;
   }
@@ -174,7 +174,8 @@ Choice hopper_choice(const Partials& partials, int multiprocessors) {
   return best;
 }
 
-// Two blocks for each multiprocessor, if the workspace has room.
+// Two blocks for each multiprocessor, if the workspace has room. To refit it, time the first and
+// the last layer's weight gradients with half and with twice as many.
 Choice few_choice(const Partials& partials, int multiprocessors) {
   const WeightGradientTiling tiling = few_weight_gradient_tiling(partials.plan);
   const int64_t strips = strips_of(tiling, partials.plan.batch);
@@ -187,7 +188,8 @@ Choice few_choice(const Partials& partials, int multiprocessors) {
 
 // The weight gradient by implicit GEMM: four blocks for each multiprocessor if the workspace has
 // room, of at least 256 pixels each. Likewise two for the sums of dy, which are a separate kernel:
-// the pixels of a sample are divided among `segments` blocks.
+// the pixels of a sample are divided among `segments` blocks. To refit the numbers, time the weight
+// gradients with JAXUNET_KERNELS=portable and half and twice as many.
 cudaError_t run_implicit_gemm(const Partials& partials, int multiprocessors, cudaStream_t stream) {
   const Conv3x3WeightGradient& plan = partials.plan;
   constexpr int64_t kTile = 64, kMinPixels = 256;  // features and rows of a block; pixels

@@ -264,7 +264,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
     if constexpr (kUsesPivot<T>) load_floats(scratch.mean + tile.local, norm.mean);
   }
 
-  // Where the epilogue writes, and the tensors that it adds there, loaded one step ahead.
+  // The place that the epilogue writes, and the tensors that it adds there, loaded a step ahead.
   T* dx = reinterpret_cast<T*>(g.operands.dx.data[place.part]) + place.first +
           static_cast<int64_t>(tile.steps - 1) * place.step;
   const char* next = reinterpret_cast<const char*>(dx);

@@ -45,8 +45,8 @@ __device__ void store_floats(float* to, const float (&from)[V]) {
   }
 }
 
-// Where a thread's vectors are in global memory: in tensors of the parts of x, and in tensors that
-// have all channels in one array (dy, act(z)).
+// The place of a thread's vectors in global memory: in tensors of the parts of x, and in tensors
+// that have all channels in one array (dy, act(z)).
 struct Place {
   int part;             // the part of x that has the thread's channels
   int64_t first, flat;  // elements before the first vector: in the part; in one array

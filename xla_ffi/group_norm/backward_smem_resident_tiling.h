@@ -41,7 +41,7 @@ JAXUNET_HOST_DEVICE inline int partial_stride(int block_channels) {
   return (block_channels + 7) / 8 * 8 + 4;
 }
 
-// What choose_backward() decides; the rest of a tiling follows from it.
+// The decision of choose_backward(), from which the rest of a tiling follows.
 struct BackwardChoice {
   int64_t channels;  // of a block
   int ranks, rows;   // of BackwardTiling

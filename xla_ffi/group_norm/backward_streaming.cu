@@ -243,8 +243,8 @@ __device__ inline void reduce_over_batch(const Gradient& g) {
   }
 }
 
-// What dx subtracts for the group of each channel: constant + value * slope. In scratch memory,
-// [channels] each.
+// The terms that dx subtracts for the group of each channel: constant + value * slope. In scratch
+// memory, [channels] each.
 struct GroupTerms {
   float *dz_products, *product_products;  // scale times the sample's sums of dz and of dz * n
   float *constants, *slopes;  // before finish(): inverse and mean, kept for the same thread

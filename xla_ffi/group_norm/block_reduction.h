@@ -1,4 +1,4 @@
-// What statistics_tiling.h and forward_register_resident_tiling.h share: blocks whose threads load
+// Shared by statistics_tiling.h and forward_register_resident_tiling.h: blocks whose threads load
 // vectors straight to registers and reduce them to moments (moments.cuh).
 //
 // A block takes `vectors` neighbouring vectors of each of its pixels, whole groups. Its threads lie
@@ -17,7 +17,7 @@ namespace jaxunet {
 // loads. Kernels for odd groups and for vectors of one channel have an accumulator per channel.
 constexpr int kPair = 2;
 
-// How a block reduces the moments of its threads to those of its groups.
+// The reduction of a block: from the moments of its threads to those of its groups.
 struct BlockReduction {
   int vectors, rows;  // of a block
   int group;          // channels of a group

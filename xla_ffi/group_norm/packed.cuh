@@ -21,7 +21,7 @@ struct Packed {
     words[2] = four.z;
     words[3] = four.w;
   }
-  // By asm, as nvcc 13.0 splits a plain store of 16 bytes where registers are few.
+  // In asm, because nvcc 13.0 splits a plain store of 16 bytes where registers are few.
   __device__ void store(T* to) const {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]),
                  "r"(words[2]), "r"(words[3])

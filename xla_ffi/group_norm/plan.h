@@ -56,7 +56,7 @@ struct NormGradient {
   Rows scale, offset, mean, inverse;  // mean and inverse as the forward pass wrote them
   bool silu;
   float* sums;                         // (batch, 2, channels): first of dz, then of dz * n
-  bool parameter_gradients;            // whether dscale and doffset are written, too
+  bool parameter_gradients;            // dscale and doffset are written, too
   float *dscale, *doffset;             // the shapes of scale and offset
   Parts dx;                            // the parts of x
   int added_count;                     // tensors in `added`, 0 to kMaxAdded

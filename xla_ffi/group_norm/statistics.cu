@@ -34,7 +34,7 @@
 // The other blocks may end before block 0, as nobody accesses their shared memory.
 //
 // Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands; at slots_at, float2
-// [block of the cluster][group].
+// [block of the cluster][group]. The mbarrier is static shared memory.
 #include "common/dispatch_dtype.cuh"
 #include "common/mbarrier.cuh"
 #include "launch.h"
@@ -129,7 +129,7 @@ struct ThreadSums {
   }
 };
 
-// Where block 0 of a cluster receives the moments of all blocks.
+// The memory in which block 0 of a cluster receives the moments of all blocks.
 struct Mailbox {
   Barrier* full;  // completes when all moments have arrived
   float2* slots;  // [block of the cluster][group]

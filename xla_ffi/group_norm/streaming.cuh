@@ -100,7 +100,7 @@ template <class T, int V>
 struct ChannelAffine {
   float factor[V] = {}, shift[V] = {}, mean[kUsesPivot<T> ? V : 1] = {};
 
-  // From the rows of the sample, each starting at the thread's first channel.
+  // Computes them from the rows of the sample, each starting at the thread's first channel.
   __device__ void load(const float* scale, const float* offset, const float* means,
                        const float* inverses) {
     float inverse[V], channel_mean[V];

@@ -1,4 +1,4 @@
-// What the tiling rules (*_tiling.h) share: the limits of the device, and arithmetic. All of them
+// Shared by the tiling rules (*_tiling.h): the limits of the device, and arithmetic. All of them
 // are host code without CUDA, so that tests can call them on a machine without a GPU.
 //
 // A *vector* is what a thread loads at once: 16 bytes of neighbouring channels of one pixel, or one

@@ -166,7 +166,7 @@ struct BackwardBlock {
   }
 };
 
-// What a warpgroup does for its 64 keys of a head.
+// The work of a warpgroup: its 64 keys of a head, and one tile of dq.
 template <class Traits>
 struct BackwardConsumer {
   using T = typename Traits::T;

@@ -1,4 +1,5 @@
-// Which Hopper kernel takes which heads: widths in channels, and tokens.
+// The dispatch of attention on Hopper: the kernel for each width (channels) and length (tokens) of
+// a head.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What all warpgroups of a block of the streaming kernels share: roles, tile sizes, the
+// Shared by all warpgroups of a block of the streaming kernels: roles, tile sizes, the
 // shared-memory map, the barriers; and the producer. streaming.cuh describes them.
 #pragma once
 

@@ -173,7 +173,7 @@ __device__ inline void write_lse(float* lse, float scale2, const float (&max)[2]
   }
 }
 
-// Where a head's rows are: its sample, and its first channel in out, which is that in q, too.
+// The place of a head's rows: its sample, and its first channel in out, which is that in q, too.
 struct Place {
   int sample, channel;
 

@@ -23,7 +23,7 @@
 //     x, projected  ---TMA--->  strip ring, C x 2  -----+
 //     kernel,                       |      ^            |
 //     shortcut      ---TMA--->  weight ring, --------+  |
-//                               2 to 16 stages       |  |
+//                               up to 16 stages      |  |
 //                                   v      |         v  v
 //       producer:               activation c:      consumer c:     mainloop (wgmma),
 //       warpgroup C,            warpgroup C+1+c,   warpgroup c     then the epilogue:
@@ -61,8 +61,9 @@
 // always have work.
 //
 // Named barrier 1 + c, the 128 threads of consumer c: (1) before the epilogue writes the output
-// buffer, thread 0 has waited until the last TMA store has read it; (2) before the next TMA store,
-// all threads have written.
+// buffer, thread 0 has waited until the last TMA store has read it (with a residual, thread 0 waits
+// before it loads the residual there, and residual_full tells the others); (2) before the next TMA
+// store, all threads have written.
 //
 // Shared memory, in this order; all but the barriers begin at multiples of 1024 bytes:
 //

@@ -43,8 +43,8 @@ __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, ui
   }
 }
 
-// A consumer warpgroup: one strip of every tile. It is one long function because ptxas makes other
-// code of functions that do the same, whose time would have to be measured.
+// A consumer warpgroup: one strip of every tile. One long function, because ptxas compiles the same
+// steps in functions of their own to other code, whose time would have to be measured.
 template <class Block>
 __device__ inline void consume(const Block& block, int consumer) {
   using Traits = typename Block::Traits;
@@ -55,8 +55,8 @@ __device__ inline void consume(const Block& block, int consumer) {
   const bool elected = thread % 32 == 0;  // arrives for its warp
   Barrier* ready =
       (Traits::kActivated ? block.strip_ready : block.strip_full) + consumer * kStripStages;
-  // What comes next: the slot of the strip ring, the stage of the weight ring, and the parities to
-  // wait for at their full barriers. tile_phase: that of residual_full.
+  // The next slot of the strip ring and stage of the weight ring, and the parities to wait for at
+  // their full barriers. tile_phase: the parity of residual_full.
   int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0, tile_phase = 0;
   if (ping_pong && consumer == 1) block.turn[0].arrive();
   int turn_phase = 0;
@@ -69,8 +69,8 @@ __device__ inline void consume(const Block& block, int consumer) {
     const auto shifts = prefetch_shifts(block, at, feature);
     if (p.schedule.weights_resident) stage = stage_phase = 0;
 
-    // What the last products read. It is released one step late, when the products after them have
-    // been issued, so that the tensor cores always have products waiting.
+    // The slot and stage that the last products read. They are released one step late, when the
+    // products after them have been issued, so that the tensor cores always have products waiting.
     int held_slot = -1, held_stage = -1;
     const auto release_stage = [&](int next) {
       if (held_stage >= 0 && elected && !p.schedule.weights_resident)

@@ -11,7 +11,7 @@ template <class Block>
 __device__ inline void produce(const Block& block) {
   using Traits = typename Block::Traits;
   const Parameters& p = block.p;
-  // What is filled next: the slot of the strip rings, the stage of the weight ring.
+  // The slot of the strip rings and the stage of the weight ring that are filled next.
   int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0;
   bool first_tile = true;
 

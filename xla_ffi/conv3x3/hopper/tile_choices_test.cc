@@ -10,7 +10,7 @@ namespace {
 
 constexpr float kSomewhere = 0;
 
-// What each set of kernels may use of an H200.
+// An H200, and the part of it that each set of kernels may use.
 constexpr Device kH200{132, 227 * 1024, true};
 static_assert(limited(kH200, KernelSet::kFastest).hopper);
 static_assert(!limited(kH200, KernelSet::kPortable).hopper &&

@@ -82,7 +82,8 @@ __device__ inline void help(const Block& block) {
             stages = block.chunks ? block.stages() : kStages;
   Strip at = block.strip_at(block.first);
   int of_sample = -1, turn = block.turn_of(at.sample);
-  // How many splits before this one meet the sample (split_k.h): none after the first sample.
+  // The number of splits before this one that meet the sample (split_k.h): 0 after the first
+  // sample.
   int slot = block.split - (block.chunks ? p.shortcut : p.kernel).split_k.first_split(at.sample);
   for (int i = 0, stage = 0, phase = 0; i < block.count; ++i, block.step(at)) {
     if (at.sample != of_sample) {

@@ -47,7 +47,7 @@ struct Block {
   static constexpr int kSteps = (9 + kTapsOfStep - 1) / kTapsOfStep;
   // Pixels that a thread loads.
   static constexpr int kLoads = (Tiles::kHaloPixels + kThreads - 1) / kThreads;
-  // Of a feature's weights, padded: the reads of a warp meet no bank twice.
+  // A feature's weights in shared memory, padded: the reads of a warp meet no bank twice.
   static constexpr int kColumns = 16 * kSteps + 4;
   static constexpr int kGroups = kWide / 32;  // of 32 features: four fragments of eight
 
@@ -85,7 +85,7 @@ struct Block {
       next_shift = p.shift.data[at.sample * p.shift.stride + feature];
   }
 
-  // What `load` loaded, to a stage of shared memory.
+  // Stores what `load` loaded in a stage of shared memory.
   __device__ void store(int stage) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {

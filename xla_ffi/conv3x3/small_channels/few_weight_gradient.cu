@@ -15,7 +15,9 @@
 // Shared memory: two stages of a strip: the large image pixel by pixel, swizzled (common.cuh), the
 // small one with its halo as one plane for each channel, and the plane of ones. Later, in their
 // place, the sums. One __syncthreads per strip: its stage has been written, and the stage that the
-// next strip overwrites has been read. Grid: splits × chunks.
+// next strip overwrites has been read. Two more after the last strip of a sample, as its sums of dy
+// pass through shared memory; at the end, one before the first quarter is added and one after each.
+// Grid: splits × chunks.
 
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
@@ -133,7 +135,7 @@ struct Block {
       next_small[i] = there && i < p.few ? small[i] : narrow<T>(0.0f);
   }
 
-  // What `load` loaded, to a stage of shared memory.
+  // Stores what `load` loaded in a stage of shared memory.
   __device__ void store(Strip& to) {
     const int eighth = threadIdx.x % 8;
 #pragma unroll
