@@ -260,10 +260,15 @@ class _ConfigFile(flags.ArgumentParser):
 
 
 class _Tuples(TupleParser):
-    """Parses tuples as ml_collections does, and also unquoted words: `fid,kid` is two strings."""
+    """Parses tuples as ml_collections does, and also unquoted words: `fid,kid` is two strings.
+
+    Nothing after the = is the empty tuple.
+    """
 
     def parse(self, argument: object) -> tuple[object, ...]:
         """Returns the tuple that `argument` stands for."""
+        if isinstance(argument, str) and not argument.strip():
+            return ()
         if (
             isinstance(argument, str)
             and ',' in argument

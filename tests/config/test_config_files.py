@@ -16,6 +16,8 @@ from jaxunet.runtime.errors import UserError
         ("('a,b', 'c')", ('a,b', 'c')),
         ("'a,b'", ('a,b',)),
         ('32,64', (32, 64)),
+        ('', ()),
+        ('()', ()),
     ],
 )
 def test_tuples(text, found):
