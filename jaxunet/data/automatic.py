@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.config.schema import Fields
+from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
 from jaxunet.data.source import Source
 from jaxunet.data.sources import is_compressed_tar, open_data, open_images
@@ -231,19 +232,21 @@ def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
     by_area = sorted(set(facts.sizes), key=math.prod)
     ends = dict.fromkeys([by_area[0], by_area[-1]])
     logging.info(
-        'chosen for %d images of %s pixels: %s',
-        facts.images,
+        'chosen for %s images of %s pixels (height x width): %s',
+        f'{facts.images:,}',
         ' to '.join(f'{height}x{width}' for height, width in ends),
         ', '.join(f'{path}={_shown(value)}' for path, value in chosen.items()),
     )
     if 'train.steps' in chosen:
         steps, batch = config.train.steps, config.data.batch_size
-        warned = ' or when the log says that the held-out loss rises,'
+        training = facts.images - held_out_count(config.data.holdout, facts.images)
+        warned = ', or when the log says that the held-out loss rises'
         logging.info(
-            'the run ends after %s steps, which show each image about %d times; stop it earlier, '
-            'with Ctrl-C, when the pictures in samples/ please you,%s or set train.steps to more',
+            'the run ends after %s steps, when it has seen each image about %s times. Stop it '
+            'earlier with Ctrl-C when you like the pictures in samples/%s. For a longer run, set '
+            'train.steps',
             f'{steps:,}',
-            round(steps * batch / facts.images),
+            f'{round(steps * batch / training):,}',
             warned if config.train.holdout_every else '',
         )
 

@@ -150,9 +150,12 @@ def test_the_log_names_the_choices_and_the_end(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger='absl'):
         complete(config_for(path))
     chosen, end = (record.message for record in caplog.records)
-    assert chosen.startswith('chosen for 2 images of 40x80 to 70x50 pixels: data.image_size=40, ')
+    assert chosen.startswith(
+        'chosen for 2 images of 40x80 to 70x50 pixels (height x width): data.image_size=40, '
+    )
     assert 'train.steps=4000' in chosen
-    assert 'ends after 4,000 steps, which show each image about 4000 times' in end
+    # Batches of two; one of the images is held out.
+    assert 'ends after 4,000 steps, when it has seen each image about 8,000 times' in end
 
 
 def test_other_files_are_named_once(tmp_path, caplog):
