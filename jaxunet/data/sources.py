@@ -170,8 +170,9 @@ def check_exists(path: Path) -> None:
         missing, parent = parent, parent.parent
     siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
     hint = near_misses(missing.name, siblings) or near_misses(str(path), EMBEDDED)
+    where = 'the current folder' if parent == Path() else parent
     raise UserError(
-        f'{path}: no such file or folder: {parent} has no "{missing.name}"'
+        f'{path}: no such file or folder: {where} has no "{missing.name}"'
         f'{hint or f"; expected {FORMS}"}'
     )
 

@@ -50,6 +50,11 @@ def test_paths(tmp_path, case):
     fails(path.format(dir=tmp_path), match)
 
 
+def test_a_path_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fails('photos.zip', r'photos.zip: no such file or folder: the current folder has no "photos')
+
+
 def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch):
     path = write_zip(tmp_path / 'x.zip', {'a.png': PNG})
 
