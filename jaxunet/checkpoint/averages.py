@@ -84,8 +84,8 @@ def width_of(config: Config, ema: str) -> float | None:
         raise UserError(f'--ema: expected {expected}, found {ema!r}')
     if not config.ema.widths:
         raise UserError(
-            f'--ema: expected {expected}, found {ema!r}; widths need a run with ema.widths, such '
-            'as (0.05, 0.10), which this one was not'
+            f'--ema: expected {expected}, found {ema!r}; a width needs a run that was trained with '
+            'ema.widths, such as 0.05,0.10, and this one was not'
         )
     return number
 
