@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -47,6 +47,14 @@ MULT, ATTENTION_LEVELS = (1, 2, 3, 4), (2, 3)
 RES_BLOCKS, HEAD_WIDTH, GROUPS = 2, 32, 32
 SIDE, MAX_PERIOD = 64, 1000
 FACTOR = 2 ** (len(MULT) - 1)  # divides both sides of an image
+FIELDS = {  # of the config, by the word of the header that they become
+    'batch': 'data.batch_size',
+    'channels_in': 'model.image_channels',
+    'channels_model': 'model.base_channels',
+    'height': 'data.image_size (height)',
+    'width': 'data.image_size (width)',
+    'max_period': 'model.max_period',
+}
 NAMES = BlockNames(
     res_block={
         'norm_1': 'gn1',
@@ -188,7 +196,7 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
         has_adamw=int(has_adamw),
         has_rng=0,
     )
-    problems = _problems(header)
+    problems = _problems(header, FIELDS.__getitem__)
     if not problems:
         theirs = config_of(header)
         problems = differences(
@@ -203,27 +211,31 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
     return header
 
 
-def _problems(header: Header) -> list[str]:
-    """Returns the impossible fields of a header, as `field: expected, found`."""
+def _problems(header: Header, label: Callable[[str], str]) -> list[str]:
+    """Returns the impossible words of a header, as `label: expected, found`.
+
+    Args:
+      label: names a word for the message.
+    """
     problems = []
     for name, value in header._asdict().items():
         if (
             name in ('batch', 'channels_in', 'channels_model', 'height', 'width', 'max_period')
             and not 0 < value < 2**31
         ):
-            problems.append(f'{_label(name)}: expected 1 to 2147483647, found {value}')
+            problems.append(f'{label(name)}: expected 1 to 2147483647, found {value}')
         if name in ('height', 'width') and value % FACTOR:
-            problems.append(f'{_label(name)}: expected a multiple of {FACTOR}, found {value}')
+            problems.append(f'{label(name)}: expected a multiple of {FACTOR}, found {value}')
         if name in ('has_adamw', 'has_rng') and value not in (0, 1):
-            problems.append(f'{_label(name)}: expected 0 or 1, found {value}')
+            problems.append(f'{label(name)}: expected 0 or 1, found {value}')
     if header.channels_model % GROUPS:
         problems.append(
-            f'{_label("channels_model")}: expected a multiple of {GROUPS}, '
+            f'{label("channels_model")}: expected a multiple of {GROUPS}, '
             f'found {header.channels_model}'
         )
     if header.channels_out not in (header.channels_in, 2 * header.channels_in):
         problems.append(
-            f'{_label("channels_out")}: expected {header.channels_in}, or '
+            f'{label("channels_out")}: expected {header.channels_in}, or '
             f'{2 * header.channels_in} with a learned variance, found {header.channels_out}'
         )
     return problems
@@ -335,7 +347,7 @@ def _read_header(path: str, file: BinaryIO, size: int) -> Header:
             'this is not a model file of unet.cu '
             '(for PyTorch or safetensors files use the extension .pt or .safetensors)'
         )
-    if problems := _problems(header):
+    if problems := _problems(header, _label):
         raise UserError(f'{path}: the header is damaged:\n' + '\n'.join(f'  {p}' for p in problems))
     return header
 

@@ -292,7 +292,10 @@ MISTAKES = [
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],
         '--config: expected a Python file with get_config()',
     ),
-    (['jaxunet.export', '--checkpoint=RUN', '--output=m.bin'], 'channels_model'),
+    (
+        ['jaxunet.export', '--checkpoint=RUN', '--output=m.bin'],
+        'What unet.cu needs: model.base_channels: expected a multiple of 32',
+    ),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.bin', '--with_optimizer', '--ema=0.995'],
         '--ema: 0.995 with --with_optimizer',
