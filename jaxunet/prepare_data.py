@@ -90,7 +90,7 @@ def parse_size(text: str | None) -> tuple[int, int]:
     ):
         raise UserError(
             f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, '
-            f'such as 64 or 48,64; found {text!r}'
+            f'such as 64 or 48,64; found {"nothing" if text is None else repr(text)}'
         )
     return int(parts[0]), int(parts[-1])
 

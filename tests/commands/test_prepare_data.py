@@ -281,7 +281,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, output):
         ('out.bin', '8,8,8', r"found '8,8,8'"),
         ('out.bin', '-8', r"found '-8'"),
         ('out.bin', '²', r"found '²'"),
-        ('out.bin', None, r'found None'),
+        ('out.bin', None, r'found nothing'),
         ('sub.npz', '8', r'sub.npz is a folder; name a file'),
         ('file/out.bin', '8', r'cannot be written: (File exists|Not a directory)'),
     ],
