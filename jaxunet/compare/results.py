@@ -147,7 +147,12 @@ def step_times(text: str, cases: Sequence[str]) -> dict[str, float]:
     try:
         ms = float(text)
     except ValueError:
-        costs = combined_costs(pathlib.Path(text))
+        path = pathlib.Path(text)
+        if not path.exists():
+            raise UserError(
+                f'step_ms: no file {path}; make it by python -m jaxunet.compare.step_cost'
+            ) from None
+        costs = combined_costs(path)
         if lacking := [case for case in dict.fromkeys(cases) if case not in costs]:
             raise UserError(
                 f'--step_ms: {text} has no steps of {listed(lacking)}; add them by '

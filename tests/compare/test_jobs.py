@@ -123,7 +123,7 @@ def test_the_milliseconds_of_a_step_by_case(tmp_path):
     assert step_times('0', cases) == {}
     with pytest.raises(UserError, match='has no steps of muon, edm; add them by python'):
         step_times(str(path), ['muon', 'flow', 'edm'])
-    with pytest.raises(UserError, match=r'no.jsonl: cannot be read'):
+    with pytest.raises(UserError, match=r'step_ms: no file .*no.jsonl; make it by python'):
         step_times(str(tmp_path / 'no.jsonl'), cases)
     with pytest.raises(UserError, match='expected 0 or more milliseconds'):
         step_times('-1', cases)

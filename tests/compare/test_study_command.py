@@ -123,7 +123,7 @@ def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path):
 
     for other, options, message in (
         (with_changes(features='"no.npz"'), {}, 'other.toml: features: no file .*no.npz; make it'),
-        (with_changes(step_ms='"no.jsonl"'), {}, r'no.jsonl: cannot be read'),
+        (with_changes(step_ms='"no.jsonl"'), {}, 'step_ms: no file .*no.jsonl; make it'),
         (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: expected milliseconds'),
         (study, {'part': 'flow'}, "expected methods of its rounds, found 'flow'"),
     ):
