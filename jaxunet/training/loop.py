@@ -157,7 +157,12 @@ class _Loop:
             session.open_stream()
             agree({'the steps per call': session.steps_per_call})
             self.bar = stack.enter_context(
-                progress_bar(total=total, initial=self.step, unit='step', disable=not self.main)
+                progress_bar(
+                    total=None if self.milestones.seconds else total,  # ends by time, not by steps
+                    initial=self.step,
+                    unit='step',
+                    disable=not self.main,
+                )
             )
             if self.main:
                 self.outputs = self._open_outputs()

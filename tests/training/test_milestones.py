@@ -112,11 +112,14 @@ def test_a_run_saves_at_its_milestones(whole):
     assert read(workdir).milestone == 0.8
 
 
-def test_an_interrupted_run_ends_as_an_undisturbed_one(whole, source, tmp_path):
+def test_an_interrupted_run_ends_as_an_undisturbed_one(whole, source, tmp_path, capsys):
     """Bit for bit: it is stopped on the way, dies while it reports a milestone, and once more."""
     first = Seen(calls=1)
     assert train(CONFIG, tmp_path, source, milestones=first.milestones()) == 1
     assert (first.reports, first.saved) == ([], 1)
+    bar = capsys.readouterr().err
+    assert '1step' in bar
+    assert str(CONFIG.train.steps) not in bar  # times end the run
     assert read(tmp_path).milestone is None
     second = Seen(dies_at=0.5)
     with pytest.raises(Died):
