@@ -289,7 +289,7 @@ def _plus_minus(mean: Mean, sign: str = '') -> str:
     """Returns a mean with its standard error, and the number of seeds where it is unusual."""
     text = f'{mean.value:{sign}.4g}'
     if mean.seeds > 1:
-        text += f' ± {mean.error:.2g}'
+        text += f' ± {float(f"{mean.error:.2g}"):g}'  # 100, where .2g alone writes 1e+02
     return text if mean.seeds == SEEDS else f'{text} ({mean.seeds})'
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from scipy import stats
 
 from jaxunet.compare import collected, statistics, study_report, tables
+from jaxunet.compare.statistics import Mean
 from jaxunet.compare.study import Reference, Round
 from jaxunet.compare.study_file import read_study
 from jaxunet.compare.tables import Measured
@@ -93,6 +94,10 @@ def shown(text):
         if line.startswith('|')
     ][2:]
     return {(line[0], line[1]): line[2:] for line in lines}
+
+
+def test_large_errors_are_written_out():
+    assert tables._plus_minus(Mean(350.06, 104.2, 3)) == '350.1 ± 100'
 
 
 def test_means_have_standard_errors(found):
