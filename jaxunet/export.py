@@ -24,6 +24,7 @@ from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config, cli
+from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import (
     PROGRAMS,
@@ -148,17 +149,18 @@ def load(path: str) -> Model:
 
 
 def fresh() -> Model:
-    """Returns fresh weights of the network of --config.
+    """Returns fresh weights of the network of --config; open fields are chosen from its images.
 
     Raises:
-      UserError: --config is missing, or a flag is given that has no effect.
+      UserError: --config is missing, invalid or without images that it needs, or a flag is given
+        that has no effect.
     """
     unused = {'ema': EMA, 'with_optimizer': WITH_OPTIMIZER, 'preset': MODEL.preset} | MODEL.stated
     if named := [f'--{name}' for name, flag in unused.items() if flag.present]:
         raise UserError(f'{", ".join(named)}: no effect with --init; leave it out')
-    config = MODEL.given_config()
-    if config is None:
+    if MODEL.config.value is None:
         raise UserError('--init: needs --config, the network whose weights to write')
+    config = complete(MODEL.config.value)
     params = jax.tree.map(np.asarray, fresh_state(config).params)
     return Model(config, params, None, f'fresh weights of seed {config.seed}')
 

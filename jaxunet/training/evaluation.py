@@ -205,9 +205,10 @@ class Evaluator:
         if compared and self._reference is None:
             self._reference = self._open_reference(compared)
         shape = self.config.image_shape
-        source = ArraySource('samples', colour(images), (shape[0], shape[1], 3))
+        name = 'of the model'
+        source = ArraySource(name, colour(images), (shape[0], shape[1], 3))
         samples = image_side(
-            'samples', source, evaluation.metrics, self.network, batch_size=FEATURE_BATCH
+            name, source, evaluation.metrics, self.network, batch_size=FEATURE_BATCH
         )
         return compute(
             evaluation.metrics, self.network, samples, self._reference, seed=self.config.seed

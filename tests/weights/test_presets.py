@@ -210,3 +210,6 @@ def test_fresh_weights(tmp_path: pathlib.Path) -> None:
     assert weights.config.seed == 3
     expected = fresh_state(weights.config).params
     jax.tree.map(np.testing.assert_array_equal, weights.params, expected)
+    chosen = [f'--config={ROOT / "configs" / "images.py"}', '--config.data.path=digits:']
+    call('jaxunet.export', '--init', f'--output={path}', *chosen)
+    assert read_weights(path).config.image_shape == (8, 8, 1)
