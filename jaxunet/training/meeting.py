@@ -8,6 +8,7 @@ alone writes the run's files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -104,7 +105,11 @@ class Meeting:
     def _gather(self) -> list[int] | None:
         """Returns the processes that go on, once all have answered or the time is over."""
         number = uuid.uuid4().hex
-        shutil.rmtree(self._folder, ignore_errors=True)
+        # The call is replaced, never absent, and the files that others are writing stay (.NAME).
+        for path in self._folder.glob('[!.]*'):
+            if path.name != CALL:
+                with contextlib.suppress(OSError):
+                    path.unlink()
         self._write(CALL, {'round': number})
         self._round = number
         end = time.monotonic() + self._wait_seconds
@@ -172,7 +177,12 @@ class Meeting:
         path = self._folder / CALL
         if not path.exists():
             return {}
-        call = read_json(path, advice=ADVICE)
+        try:
+            call = read_json(path, advice=ADVICE)
+        except UserError:
+            if not path.exists():  # process 0 starts, and has just removed it
+                return {}
+            raise
         check_fields(call, {'round': str}, str(path), advice=ADVICE)
         return call
 

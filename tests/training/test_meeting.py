@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxunet.runtime import whole_files
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import read_json
+from jaxunet.training import meeting
 from jaxunet.training.meeting import CALL, FOLDER, Meeting, Place, chosen
 
 
@@ -98,6 +101,34 @@ def test_a_run_that_is_asked_to_stop(tmp_path):
     crowd = Crowd(tmp_path, 2)
     crowd.stopped.set()
     assert crowd.meet(0, 1) == [None, None]
+
+
+def test_a_call_that_process_0_removes_as_it_is_read(tmp_path, monkeypatch):
+    crowd = Crowd(tmp_path, 2, patience=0.1)
+    crowd.meetings[0].end()
+
+    def read(path, **options):
+        path.unlink()
+        return read_json(path, **options)
+
+    monkeypatch.setattr(meeting, 'read_json', read)
+    (message,) = crowd.meet(1)
+    assert message.startswith('process 1: process 0 has not called')
+
+
+def test_a_call_replaces_the_one_before(tmp_path, monkeypatch):
+    """The others may look between any two of the steps, and the answers of before are gone."""
+    crowd = Crowd(tmp_path, 2, wait_seconds=0.1)
+    there = []
+
+    def written(path):
+        there.append(sorted(found.name for found in path.parent.glob('*')))
+        return whole_files.written(path)
+
+    crowd.meet(0, 1)
+    monkeypatch.setattr(meeting, 'written', written)
+    crowd.meet(0)
+    assert there[0] == [CALL]
 
 
 @pytest.mark.parametrize('content', ['{', '[]', json.dumps({'round': 7})])
