@@ -95,7 +95,7 @@ def best_cells(rows: Iterable[Row], find: Find) -> dict[tuple[str, float], list[
     for key, samplers in by_sampler.items():
         most = max(map(len, samplers.values()))
         full = [group for group in samplers.values() if len(group) == most]
-        found[key] = min(full, key=lambda group: float(np.mean([find(row) for row in group])))
+        found[key] = min(full, key=lambda group: _order(_mean(group, find)))
     return found
 
 
@@ -127,11 +127,21 @@ def paired(mine: Sequence[Row], other: Sequence[Row], find: Find) -> Paired | No
 def rival(cells: Cells, case: str, seconds: float, find: Find) -> str | None:
     """Returns the method with the smallest mean at this time, other than `case`; None without."""
     means = {
-        name: float(np.mean([find(row) for row in rows]))
+        name: _mean(rows, find)
         for (name, time), rows in cells.items()
         if time == seconds and name != case
     }
-    return min(means, key=lambda name: means[name], default=None)
+    measured = [name for name, mean in means.items() if not math.isnan(mean)]
+    return min(measured, key=lambda name: means[name], default=None)
+
+
+def _mean(rows: Sequence[Row], find: Find) -> float:
+    return float(np.mean([find(row) for row in rows]))
+
+
+def _order(value: float) -> float:
+    """Returns a value for `min`, which compares NaN with nothing: what is not measured is last."""
+    return math.inf if math.isnan(value) else value
 
 
 def time_to(target: float, seconds: Points, values: Points, *, higher: bool) -> float:

@@ -301,3 +301,14 @@ def test_the_committed_rows_are_of_the_committed_features():
     if rows:
         assert {row['features'] for row in rows} == {f'classifier-{digest(features, "sha256")[:8]}'}
     assert all(math.isfinite(FID(row)) for row in rows)
+
+
+def test_what_is_not_measured_is_never_the_best():
+    """Rows of before a metric was added to the file lack it; NaN compares with nothing."""
+    missing = [row(case, 60, 0, math.nan) for case in ('uniform', 'edm')]
+    found = [row('uniform', 60, 0, 50.0, sampler='ddpm:50'), row('flow', 60, 0, 70.0)]
+    for rows in ([*missing, *found], [*found, *missing]):
+        cells = statistics.best_cells(rows, FID)
+        assert cells['uniform', 60][0]['sampler'] == 'ddpm:50'
+        assert statistics.rival(cells, 'uniform', 60, FID) == 'flow'
+        assert statistics.rival(statistics.best_cells(missing, FID), 'uniform', 60, FID) is None
