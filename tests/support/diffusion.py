@@ -3,6 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+from jaxunet.config import DiffusionConfig
+from jaxunet.diffusion.process import make_diffusion
+
 SHAPE = (4, 3, 2, 1)
 PREDICTIONS = ('epsilon', 'x0', 'v')
 
@@ -13,6 +16,11 @@ def batch(seed, count=4, channels=1):
     shape = (count, 3, 2, channels)
     x0 = rng.integers(0, 256, shape).astype(np.float32) / np.float32(127.5) - 1
     return jnp.asarray(x0), jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+
+def alphas(steps=1000, schedule='linear'):
+    """ᾱ of each timestep."""
+    return make_diffusion(DiffusionConfig(steps=steps, schedule=schedule)).alphas_cumprod
 
 
 def steps_of(diffusion, count=4):
