@@ -184,6 +184,8 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
         processes: list[subprocess.Popen[str]] = []
         asked = stack.enter_context(_signals_passed_on(processes))
         for arguments, env, log, own in zip(commands, environments, logs, cores, strict=True):
+            if asked:  # while the others were started
+                break
             with _kept_to(own):
                 process = subprocess.Popen(
                     arguments,
@@ -195,6 +197,8 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
                     start_new_session=True,  # signals reach it only through this process
                 )
             processes.append(stack.enter_context(process))
+            if asked:  # before this one was in the list
+                process.terminate()
         _tell(processes)
         codes = [process.wait() for process in processes]
     if asked:

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import threading
 import time
 
@@ -217,6 +218,21 @@ def test_a_signal_reaches_all_processes(study, tmp_path, fake):
         study_runner.run(study, options_of(tmp_path, devices=('0', '1')), '')
     assert [(tmp_path / f'{n}/saved').exists() for n in (1, 2)] == [True, True]
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_signal_while_processes_start_ends_all(study, tmp_path, fake, monkeypatch):
+    """The signal comes before the first process is known, so nothing has passed it on."""
+    fake('wait')
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(study_runner.subprocess, 'Popen', Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study_runner.run(study, options_of(tmp_path, devices=('0', '1')), '')
+    assert not (tmp_path / '2/called.json').exists()
 
 
 @pytest.mark.long
