@@ -22,6 +22,26 @@ from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sweep.points import set_field
 
 FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
+# Fields that a job's config loses in `Job.load_config`, or that its training does not read; those
+# of a section end in a dot.
+OVERRIDDEN = (
+    'init_from',
+    'init_from_order',
+    'init_from_ema',
+    'parallel.devices',
+    'optimizer.schedule',
+    'ema.snapshot_every',
+    'train.steps',
+    'train.epochs',
+    'train.checkpoint_every',
+    'train.sample_every',
+    'train.evaluate_every',
+    'train.keep',
+    'train.keep_every',
+    'train.keep_best',
+    'train.rollbacks',
+    'evaluation.',
+)
 # Fields of a network that trains in less than a second on a CPU, for the tests of a job file.
 TINY: Mapping[str, object] = {
     'model.base_channels': 8,
@@ -127,6 +147,11 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if names.count(job.name) > 1:
             raise UserError(f'two jobs are called {job.name}; rename a case')
+        if Path(job.name).name != job.name:
+            raise UserError(
+                f'{job.name}: expected names of images and cases without /, as files are named '
+                'after them'
+            )
         times = job.seconds
         ascending = all(map(math.isfinite, times)) and list(times) == sorted(set(times))
         if not times or min(times) <= 0 or not ascending:

@@ -134,12 +134,13 @@ def combined_costs(path: pathlib.Path) -> dict[str, rows.Row]:
     return found
 
 
-def step_times(text: str, cases: Sequence[str]) -> dict[str, float]:
+def step_times(text: str, cases: Sequence[str], source: str = '--step_ms') -> dict[str, float]:
     """Returns the milliseconds of a step of each case; {} if they are to be measured.
 
     Args:
-      text: value of `--step_ms`, a number or a file of rows of `jaxunet.compare.step_cost`.
+      text: a number, or a file of rows of `jaxunet.compare.step_cost`.
       cases: those that need a number.
+      source: the flag or the key that gave the text; begins the messages.
 
     Raises:
       UserError: neither a number nor such a file, or a case that the file lacks.
@@ -155,12 +156,12 @@ def step_times(text: str, cases: Sequence[str]) -> dict[str, float]:
         costs = combined_costs(path)
         if lacking := [case for case in dict.fromkeys(cases) if case not in costs]:
             raise UserError(
-                f'--step_ms: {text} has no steps of {listed(lacking)}; add them by '
+                f'{source}: {text} has no steps of {listed(lacking)}; add them by '
                 'python -m jaxunet.compare.step_cost'
             ) from None
         return {case: costs[case]['ms'] for case in cases}
     if not 0 <= ms < math.inf:
-        raise UserError(f'--step_ms: expected 0 or more milliseconds, or a file, found {text!r}')
+        raise UserError(f'{source}: expected 0 or more milliseconds, or a file, found {text!r}')
     return dict.fromkeys(cases, ms) if ms else {}
 
 

@@ -52,6 +52,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from jaxunet.compare.jobs import OVERRIDDEN
 from jaxunet.compare.methods import BASELINE, METHODS, OWN
 from jaxunet.compare.study import DISTANCES, Reference, Round, Study, known_fields
 from jaxunet.compare.toml_table import Table, read_toml
@@ -60,6 +61,8 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.untrusted import NUMBER, shown
 
 SUFFIX = '.toml'
+# Fields that other keys of the file state, or that have no effect on the runs of a comparison.
+STATED = ('seed', 'data.path', *OVERRIDDEN)
 
 
 def read_study(path: str | Path) -> Study:
@@ -79,6 +82,11 @@ def read_study(path: str | Path) -> Study:
     images, samples = table.table('images'), table.table('samples')
     averages = table.table('averages', optional=True)
     names = averages.several('names', NUMBER, ())
+    if len(names) < 2 and averages.holds('samples', int):
+        raise UserError(
+            f'{averages.place}samples: choose one of several averages; expected two names or more, '
+            f'found {len(names)}'
+        )
     seeds = table.several('seeds', int)
     study = Study(
         path=path,
@@ -90,7 +98,7 @@ def read_study(path: str | Path) -> Study:
         seconds=table.several('seconds', NUMBER),
         own=_own_methods(table.table('methods', optional=True)),
         images=(images.one('name', str), images.one('path', str)),
-        fields=_fields(table.table('fields', optional=True), ('seed', 'data.path')),
+        fields=_fields(table.table('fields', optional=True), STATED),
         samplers=_samplers(table),
         samples=samples.one('count', int),
         batch_size=samples.one('batch_size', int),
@@ -124,8 +132,8 @@ def _check(study: Study) -> None:
     for cell in study.cells:
         if study.cells.count(cell) > 1:
             raise UserError(
-                f'{study.path}: rounds: {cell[0]} with seed {cell[1]} is in two rounds; leave it '
-                'out of one'
+                f'{study.path}: rounds: {cell[0]} with seed {cell[1]} is there twice; leave one of '
+                'them out'
             )
     if not study.distances:
         raise UserError(
@@ -163,6 +171,8 @@ def _rounds(table: Table, seeds: tuple[int, ...]) -> tuple[Round, ...]:
             )
         found.append(Round(one.several('methods', str), mine))
         one.done()
+    if unused := [seed for seed in seeds if not any(seed in one.seeds for one in found)]:
+        raise UserError(f'{table.place}seeds: expected a round with seed {unused[0]}, found none')
     return tuple(found)
 
 
@@ -179,13 +189,20 @@ def _own_methods(table: Table) -> dict[str, dict[str, object]]:
 
 
 def _fields(table: Table, others: tuple[str, ...]) -> dict[str, object]:
-    """Returns fields of the config by path; `others` are set elsewhere, or end in a dot."""
-    fields = table.every()
+    """Returns fields of the config by path, whether the file quotes the path or not.
+
+    Args:
+      others: fields that are set elsewhere; sections of them end in a dot.
+    """
+    fields: dict[str, object] = {}
+    for name, value in table.every().items():
+        inside = table.table(name).every() if table.holds(name, dict) else {'': value}
+        fields |= {f'{name}.{field}' if field else name: v for field, v in inside.items()}
     for path in fields:
         if path in others or path.startswith(tuple(o for o in others if o.endswith('.'))):
             raise UserError(
-                f'{table.place}{path}: must be the same for all runs, or follows from another key '
-                'of the file; leave it out here'
+                f'{table.place}{path}: is set by every comparison, or by another key of the file; '
+                'leave it out here'
             )
     return {p: tuple(v) if isinstance(v, list) else v for p, v in fields.items()}
 

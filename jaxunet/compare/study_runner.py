@@ -80,7 +80,8 @@ def run(study: Study, options: Options, command: str) -> list[str]:
       KeyboardInterrupt: a signal stopped this process or those that it started.
     """
     jobs = study.jobs(options.part, options.data)
-    step_ms = step_times(study.step_ms, [job.case for job in jobs])
+    cases = [job.case for job in jobs]
+    step_ms = step_times(study.step_ms, cases, f'{study.path}: step_ms')
     if not study.features.is_file():
         raise UserError(
             f'{study.path}: features: no file {study.features}; make it by python -m '

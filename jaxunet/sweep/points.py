@@ -282,9 +282,16 @@ def _point(base: Config, values: dict[str, object], machine: Machine) -> Point:
 
 
 def set_field(raw: Fields, path: str, value: object) -> None:
-    """Sets the field with this dotted path in a config as nested dicts, a missing section too."""
-    *section, name = path.split('.')
-    (raw.setdefault(section[0], {}) if section else raw)[name] = value
+    """Sets the field with this dotted path in a config as nested dicts, a missing section too.
+
+    A path that no config can have is set, too, so that the config's check names it.
+    """
+    section, dot, name = path.partition('.')
+    inside = raw.setdefault(section, {}) if dot else None
+    if isinstance(inside, dict):
+        inside[name] = value
+    else:
+        raw[path] = value
 
 
 def _problem(raw: Fields, jit: bool, devices: int, machine: Machine) -> str:

@@ -125,8 +125,11 @@ def test_the_milliseconds_of_a_step_by_case(tmp_path):
         step_times(str(path), ['muon', 'flow', 'edm'])
     with pytest.raises(UserError, match=r'step_ms: no file .*no.jsonl; make it by python'):
         step_times(str(tmp_path / 'no.jsonl'), cases)
-    with pytest.raises(UserError, match='expected 0 or more milliseconds'):
-        step_times('-1', cases)
+    for place in ('--step_ms', 'study.toml: step_ms'):
+        with pytest.raises(UserError, match=f'^{place}: expected 0 or more milliseconds'):
+            step_times('-1', cases, place)
+        with pytest.raises(UserError, match=f'^{place}: .* has no steps of muon'):
+            step_times(str(path), ['muon'], place)
     rows.append(path, cost_row(flow=1.0, uniform=0.8))
     with pytest.raises(UserError, match='that begin with one case, found uniform and flow'):
         step_times(str(path), cases)

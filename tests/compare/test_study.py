@@ -104,6 +104,15 @@ def test_a_file_states_its_jobs(study):
     assert [job.picture for job in jobs] == [9, 9, 9, 0]
 
 
+def test_paths_of_fields_need_no_quotes(study):
+    quoted = read_study(study).jobs('', '')
+    plain = TEXT.replace('"timesteps.adaptive_bins"', 'timesteps.adaptive_bins')
+    plain = plain.replace('"diffusion.objective"', 'diffusion.objective')
+    plain = plain.replace('"data.image_size"', 'data.image_size')
+    assert read_study(write(study.parent, plain)).jobs('', '') == quoted
+    assert quoted[0].load_config().data.path == 'digits:'
+
+
 def test_paths_are_relative_to_the_file(study):
     found = read_study(study)
     assert found.features == study.parent / 'features.npz'
@@ -146,13 +155,25 @@ WRONG = [
     ('picture = 9', 'picture = -1', 'picture: expected 0 or more, found -1'),
     ('count = 12', 'count = "x"', "samples.count: expected a whole number, found 'x'"),
     ('"flow+muon"]\nseeds = [1]', '"flw"]\nseeds = [1]', "rounds: 'flw' is not one of"),
-    ('seeds = [0]', 'seeds = [1]', r'rounds: flow\+muon with seed 1 is in two rounds'),
+    ('seeds = [0]', 'seeds = [0, 1]', r'rounds: flow\+muon with seed 1 is there twice'),
     ('baseline = "uniform"', 'baseline = "p2"', "baseline: expected one of .*, found 'p2'"),
     ('"mine", ', '', 'methods.mine: expected a method of a round'),
     ('[methods.mine]', '[methods.flow]', 'methods.flow: expected a new name'),
     ('from = "adaptive"', 'from = "adaptve"', "methods.mine.from: 'adaptve' is not one of"),
-    ('"timesteps.adaptive_bins"', '"train.steps"', 'methods.mine.fields.train.steps: must be the'),
-    ('"data.image_size" = [8]', '"seed" = 1', 'fields.seed: must be the same for all runs'),
+    ('"timesteps.adaptive_bins"', '"train.steps"', 'methods.mine.fields.train.steps: is set by'),
+    ('"data.image_size" = [8]', '"seed" = 1', 'fields.seed: is set by every comparison'),
+    ('"data.image_size" = [8]', 'train.keep = 2', 'fields.train.keep: is set by every'),
+    ('"data.image_size" = [8]', '"init_from" = "x"', 'fields.init_from: is set by every'),
+    ('"data.image_size" = [8]', 'evaluation.samples = 9', 'fields.evaluation.samples: is set by'),
+    ('"data.image_size" = [8]', '"data.x.crop" = 1', 'uniform_seed1: data.x.crop: unknown field'),
+    ('"data.image_size" = [8]', '"backend.x" = 1', 'uniform_seed1: backend.x: unknown field'),
+    ('seeds = [0, 1]', 'seeds = [0, 1, 2]', 'seeds: expected a round with seed 2, found none'),
+    ('name = "digits"', 'name = "../x"', 'x_uniform_seed1: expected names .* without /'),
+    (
+        '[samples]',
+        '[averages]\nsamples = 5\n\n[samples]',
+        'averages.samples: choose one of several averages; expected two names or more, found 0',
+    ),
     (
         '"data.image_size" = [8]',
         '"data.sizes" = 1',
