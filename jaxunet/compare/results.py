@@ -151,7 +151,7 @@ def step_times(text: str, cases: Sequence[str], source: str = '--step_ms') -> di
         path = pathlib.Path(text)
         if not path.exists():
             raise UserError(
-                f'step_ms: no file {path}; make it by python -m jaxunet.compare.step_cost'
+                f'{source}: no file {path}; make it by python -m jaxunet.compare.step_cost'
             ) from None
         costs = combined_costs(path)
         if lacking := [case for case in dict.fromkeys(cases) if case not in costs]:
