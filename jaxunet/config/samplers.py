@@ -52,7 +52,8 @@ def evaluation_sampler(config: Config) -> Choice:
     """
     evaluation = config.evaluation
     if evaluation.steps == 0:
-        return _while_training(config, evaluation.sampler, None)._replace(steps=None)
+        name = _while_training(config, evaluation.sampler, None).name
+        return Choice(name, CONTINUOUS_STEPS[name] if config.diffusion.continuous else None)
     steps = None if evaluation.steps == SUITS else evaluation.steps
     return _while_training(config, evaluation.sampler, steps)
 

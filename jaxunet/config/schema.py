@@ -279,7 +279,8 @@ class EvaluationConfig:
     # ddpm | ddim | dpmpp_2m | heun; '' = that of the sample grids, which suits the objective.
     sampler: str = ''
     # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 20 of dpmpp_2m
-    # and heun; 0 = every timestep (diffusion.steps).
+    # and heun; 0 = every timestep (diffusion.steps), or for edm and flow, which have none, the same
+    # but 250 of ddpm.
     steps: int = SUITS
     # For sampler=ddpm: fixed_small | fixed_large | learned; '' = learned if the model has it, else
     # fixed_small.

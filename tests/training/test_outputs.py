@@ -6,6 +6,7 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.config.samplers import OBJECTIVE_SAMPLERS, evaluation_sampler, grid_sampler
+from jaxunet.config.samplers import SAMPLERS as SAMPLER_NAMES
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import make_sampler
@@ -62,3 +63,13 @@ def test_a_named_sampler_of_the_evaluations():
         assert (evaluations.config.name, evaluations.config.steps) == (name, usual)
         _, evaluations = samplers('v', 100, sampler=name, steps=0)
         assert evaluations.config.steps == 100
+
+
+@pytest.mark.parametrize('name', SAMPLER_NAMES)
+def test_every_timestep_of_a_model_that_has_none(name):
+    """The steps that a run tells (`--dry_run`) are those that it takes."""
+    config = tiny_config(diffusion={'objective': 'flow'}, evaluation={'sampler': name, 'steps': 0})
+    choice = evaluation_sampler(config)
+    assert choice == (name, made(choice, config).config.steps)
+    unnamed = made((name, None), config)
+    assert unnamed.evaluations == made(choice, config).evaluations
