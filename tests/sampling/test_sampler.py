@@ -8,23 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.diffusion import process, toy
 from support.turns import in_turn
 
-from jaxunet.config import DiffusionConfig
 from jaxunet.diffusion import objectives
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
-from jaxunet.sampling.options import VARIANCES, as_peer
+from jaxunet.sampling.options import VARIANCES
 from jaxunet.sampling.solvers import timestep_subset
 
 PREDICTIONS = ('epsilon', 'x0', 'v')
 EACH_PREDICTION = tuple((prediction,) for prediction in PREDICTIONS)
 SHAPE = (4, 4, 3)
-
-
-def process(**fields):
-    return d.make_diffusion(DiffusionConfig(**fields))
 
 
 def denoiser(diffusion, mean_x0, values=None):
@@ -44,11 +40,6 @@ def denoiser(diffusion, mean_x0, values=None):
         )
 
     return denoise
-
-
-def toy(x, t):
-    """A nonlinear function of state and time, different for each pixel's value."""
-    return 0.5 * jnp.sin(3 * x) + 0.01 * jnp.cos(t.astype(jnp.float32))[:, None, None, None] * x
 
 
 def draw(config, diffusion, denoise, count=64, shape=(16, 16, 1), seed=0):
@@ -384,192 +375,6 @@ def test_a_bfloat16_network_has_a_float32_state():
 
     assert s.sample(denoise, s.sample_keys(0, range(2)), SHAPE, sampler).dtype == jnp.float32
     assert set(seen) == {(jnp.dtype('float32'), jnp.dtype('int32'), (2,))}
-
-
-def labelled(channels):
-    """Output depends on state, step and label; `calls` records the batches that the network saw."""
-    calls = []
-
-    def denoise(x, t, labels):
-        calls.append(len(x))
-        shift = (labels.astype(jnp.float32) + 2)[:, None, None, None]
-        mean = toy(x, t) * shift
-        return jnp.concatenate([mean, jnp.cos(mean) * shift], axis=-1)[..., :channels]
-
-    return denoise, calls
-
-
-@pytest.mark.parametrize('channels', [3, 6])
-def test_guidance(channels):
-    denoise, calls = labelled(channels)
-    labels = jnp.asarray([4, -1, 0, 9, 2], jnp.int32)
-    dropped = jnp.full(5, -1, jnp.int32)
-    x = s.initial_noise(s.sample_keys(0, range(5)), SHAPE)
-    t = jnp.asarray([0, 1, 500, 998, 999], jnp.int32)
-    conditional, unconditional = (
-        np.asarray(denoise(x, t, labels)),
-        np.asarray(denoise(x, t, dropped)),
-    )
-    assert np.abs(conditional - unconditional)[[0, 2, 3, 4]].max(axis=(1, 2, 3)).min() > 0.1
-    np.testing.assert_array_equal(s.guided(denoise, labels, 1.0)(x, t), conditional)
-    np.testing.assert_array_equal(s.guided(denoise, labels, 0.0)(x, t), unconditional)
-    del calls[:]
-    for scale in (0.5, 1 + 1e-6, 1e-6, 3.5):
-        got = s.guided(denoise, labels, scale)(x, t)
-        assert got.shape == conditional.shape
-        expected = unconditional + scale * (conditional - unconditional)
-        np.testing.assert_allclose(got[..., :3], expected[..., :3], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(got[..., 3:], conditional[..., 3:], rtol=1e-6, atol=1e-6)
-    assert calls == [10] * 4  # one doubled batch each
-
-
-@pytest.mark.parametrize('prediction', [*PREDICTIONS, 'edm', 'flow'])
-def test_guidance_of_any_prediction_guides_epsilon(prediction):
-    """Guiding x0, v, or what edm and flow predict is guiding the ε that it stands for."""
-    diffusion = process(objective=prediction)
-    denoise, _ = labelled(3)
-    labels = jnp.asarray([4, 0], jnp.int32)
-    x = s.initial_noise(s.sample_keys(0, range(2)), SHAPE)
-    t = d.middle_time(diffusion, jnp.asarray([300, 600], jnp.int32))
-
-    def eps(output):
-        return d.predict_x0_and_noise(diffusion, output, x, t)[1]
-
-    conditional, unconditional = (
-        eps(denoise(x, t, labels)),
-        eps(denoise(x, t, jnp.full_like(labels, -1))),
-    )
-    guided = eps(s.guided(denoise, labels, 2.5)(x, t))
-    np.testing.assert_allclose(
-        guided, unconditional + 2.5 * (conditional - unconditional), rtol=1e-4, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (
-            {'name': 'dpm'},
-            r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, found \'dpm\'; did you mean '
-            r'"ddpm"',
-        ),
-        ({'steps': 0}, r'steps: expected 1 to 1000, .* found 0'),
-        ({'steps': 1001}, r'steps: expected 1 to 1000, .* found 1001'),
-        ({'eta': 0.0}, r'eta: only sampler=ddim has it, found eta=0.0 with sampler=ddpm'),
-        ({'name': 'ddim', 'eta': 1.5}, r'eta: expected 0 .* to 1 .*, found 1.5'),
-        ({'name': 'ddim', 'eta': -0.1}, r'eta: .* found -0.1'),
-        ({'name': 'ddim', 'eta': math.nan}, r'eta: .* found nan'),
-        ({'name': 'ddim', 'variance': 'fixed_small'}, r'variance: only sampler=ddpm has it'),
-        (
-            {'variance': 'small'},
-            r'variance: expected one of fixed_small, fixed_large, learned, found \'small\'',
-        ),
-        (
-            {'variance': 'learned'},
-            r'variance: learned needs a model with diffusion.learn_sigma=True',
-        ),
-        (
-            {'skip_schedule': 'quad'},
-            r'skip_schedule: expected one of linear, quadratic, log_snr, karras, found \'quad\'',
-        ),
-        (
-            {'name': 'dpmpp_2m', 'eta': 0.0},
-            r'eta: only sampler=ddim has it, found eta=0.0 with sampler=dpmpp_2m',
-        ),
-        ({'name': 'ddim', 'churn': 1.0}, r'churn: only sampler=heun has it'),
-        ({'name': 'ddim', 'churn_range': (0.0, 1.0)}, r'churn_range: only sampler=heun has it'),
-        ({'name': 'heun', 'churn': -1.0}, r'churn: expected 0 .* or more, found -1.0'),
-        ({'name': 'heun', 'churn': math.inf}, r'churn: .* found inf'),
-        (
-            {'name': 'heun', 'churn': 1.0, 'churn_range': (2.0, 1.0)},
-            r'churn_range: .* lowest < highest, found 2.0, 1.0',
-        ),
-        ({'name': 'heun', 'churn_range': (1.0, 2.0)}, r'churn_range: .* no meaning without churn'),
-        ({'steps': 10, 'respacing': '10'}, r'respacing: .* found steps=10 beside it'),
-        (
-            {'skip_schedule': 'linear', 'respacing': '10'},
-            r'respacing: .* found skip_schedule=linear beside it',
-        ),
-        (
-            {'timesteps': (0, 5), 'steps': 2},
-            r"timesteps: '0,5' already determines the steps, found steps=2 beside it",
-        ),
-        ({'timesteps': (0, 5), 'respacing': '10'}, r'timesteps: .* found respacing=10 beside it'),
-        ({'timesteps': (0, 1000)}, r'timesteps: expected numbers from 0 .* to 999, .* found 1000'),
-        ({'timesteps': (0, 5, 0)}, r'timesteps: 0 is given twice'),
-        ({'timesteps': ()}, r'timesteps: expected one or more, such as 0,20,40, found none'),
-        ({'guidance_scale': -1.0}, r'guidance_scale: expected 0 or more, found -1.0'),
-        ({'guidance_scale': math.inf}, r'guidance_scale: expected 0 or more, found inf'),
-        ({'guidance_scale': 2.0}, r'guidance_scale: 2.0 needs a class-conditional model'),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(UserError, match=message):
-        s.make_sampler(s.SamplerConfig(**options), process())
-
-
-def test_defaults_depend_on_sampler_and_model():
-    assert s.make_sampler(s.SamplerConfig(), process()).config == s.SamplerConfig(
-        name='ddpm', steps=1000, skip_schedule='linear', variance='fixed_small'
-    )
-    heun = s.SamplerConfig('heun', steps=9, skip_schedule='karras', churn=0.0)
-    assert s.make_sampler(s.SamplerConfig('heun', steps=9), process()).config == heun
-    learned = process(learn_sigma=True)
-    assert s.make_sampler(s.SamplerConfig(steps=5), learned).config.variance == 'learned'
-    assert (
-        s.make_sampler(
-            s.SamplerConfig('ddim', guidance_scale=2.0), learned, num_classes=10
-        ).config.guidance_scale
-        == 2.0
-    )
-
-
-def test_timesteps_by_hand():
-    """A list of steps is a process of its own: the ᾱ of the visited timesteps, as in respacing."""
-    listed = s.make_sampler(s.SamplerConfig('ddim', timesteps=(999, 0, 500)), process())
-    assert listed.timesteps.tolist() == [999, 500, 0]
-    by_hand = s.make_sampler(s.SamplerConfig(timesteps=tuple(range(1000))), process())
-    every = s.make_sampler(s.SamplerConfig(), process())
-    for name in ('timesteps', 'state', 'x0', 'noise', 'memory', 'draw'):
-        found, expected = (getattr(x.coefficients, name) for x in (by_hand, every))
-        np.testing.assert_array_equal(found, expected)
-    assert by_hand.config.steps is by_hand.config.skip_schedule is None
-
-
-@pytest.mark.parametrize(
-    ('peer', 'given', 'learned', 'expected'),
-    [
-        ('guided_diffusion', {}, False, {'name': 'ddpm', 'variance': 'fixed_large', 'steps': 1000}),
-        ('guided_diffusion', {}, True, {'name': 'ddpm', 'variance': 'learned', 'steps': 1000}),
-        ('guided_diffusion', {'variance': 'fixed_small'}, False, {'variance': 'fixed_small'}),
-        ('guided_diffusion', {'name': 'ddim', 'steps': 25}, False, {'steps': 25, 'eta': 0.0}),
-        ('ddpm_torch', {}, False, {'variance': 'fixed_large', 'steps': 1000}),
-        ('ddpm_torch', {'name': 'ddim'}, False, {'respacing': 'linear10', 'steps': None}),
-        (
-            'ddpm_torch',
-            {'name': 'ddim', 'steps': 20, 'skip_schedule': 'quadratic'},
-            False,
-            {'respacing': 'quadratic20', 'skip_schedule': None},
-        ),
-        ('ddpm_torch', {'truncate': False}, False, {'truncate': None}),
-    ],
-)
-def test_defaults_of_other_repositories(peer, given, learned, expected):
-    diffusion = process(learn_sigma=learned)
-    config = as_peer(s.SamplerConfig(**given), peer, diffusion)
-    resolved = dataclasses.asdict(s.make_sampler(config, diffusion).config)
-    assert {name: resolved[name] for name in expected} == expected
-    if 'truncate' not in given:
-        assert resolved['truncate'] is True
-
-
-def test_defaults_that_other_repositories_do_not_have():
-    with pytest.raises(UserError, match='has the samplers ddpm and ddim, found heun'):
-        as_peer(s.SamplerConfig('heun'), 'guided_diffusion', process())
-    with pytest.raises(UserError, match=r'has no models with diffusion\.objective=flow'):
-        as_peer(s.SamplerConfig(), 'ddpm_torch', process(objective='flow'))
-    with pytest.raises(UserError, match=r'timesteps: \(0, 5\) picks timesteps, which a model with'):
-        s.make_sampler(s.SamplerConfig('ddim', timesteps=(0, 5)), process(objective='flow'))
 
 
 @pytest.mark.parametrize('seed', [-1, 2**32])

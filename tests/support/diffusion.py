@@ -18,10 +18,20 @@ def batch(seed, count=4, channels=1):
     return jnp.asarray(x0), jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
 
 
+def process(**fields):
+    """The process of a diffusion config with these fields."""
+    return make_diffusion(DiffusionConfig(**fields))
+
+
 def alphas(steps=1000, schedule='linear'):
     """ᾱ of each timestep."""
-    return make_diffusion(DiffusionConfig(steps=steps, schedule=schedule)).alphas_cumprod
+    return process(steps=steps, schedule=schedule).alphas_cumprod
 
 
 def steps_of(diffusion, count=4):
     return jnp.asarray(np.linspace(0, diffusion.steps - 1, count).astype(np.int32))
+
+
+def toy(x, t):
+    """A nonlinear function of state and time, different for each pixel's value."""
+    return 0.5 * jnp.sin(3 * x) + 0.01 * jnp.cos(t.astype(jnp.float32))[:, None, None, None] * x
