@@ -1,0 +1,67 @@
+"""Gradients are reduced one by one, and XLA gets the options with which work overlaps."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import load_ops
+from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
+from jaxunet.training.step import make_train_step
+
+
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_each_gradient_is_reduced_on_its_own(mode):
+    """XLA can reduce those that are ready while the rest of the backward pass runs."""
+    config = tiny_config(parallel={'mode': mode})
+    parallel = Parallel(config)
+    state = parallel.replicate(fresh_state(config))
+    batch = {'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)}
+    model, optimizer = build_unet(config, load_ops('xla')), make_optimizer(config)
+    lowered = parallel.lower(
+        lambda axis: make_train_step(
+            config, model, make_diffusion(config.diffusion), optimizer, axis_name=axis
+        ),
+        state,
+        parallel.put_batch(batch),
+    )
+    reductions = [line for line in lowered.as_text().splitlines() if 'stablehlo.all_reduce' in line]
+    assert len(reductions) == len(jax.tree.leaves(state.params)) + 1  # and the loss
+    assert not any(
+        ':' in line.split('=')[0] for line in reductions
+    )  # %7:2 = ... would reduce two at once
+
+
+def test_xla_knows_the_options_of_overlap():
+    """Options for GPUs are parsed, and refused if unknown, on any device."""
+    for name, value in (OVERLAP | CONCURRENT).items():
+        assert int(jax.jit(lambda x: x + 1, compiler_options={name: value})(1)) == 2
+    with pytest.raises(Exception, match='No such compile option'):
+        jax.jit(lambda x: x + 1, compiler_options={'xla_gpu_overlap': True})(1)
+    assert not Parallel(tiny_config(backend='cuda')).compiler_options  # on a CPU
+
+
+@pytest.mark.parametrize(
+    ('backend', 'batch', 'parallel', 'found'),
+    [
+        ('cuda', 8, {}, CONCURRENT),
+        ('cuda+conv3x3=xla', 8, {}, CONCURRENT),
+        ('cuda', 8, {'concurrent_kernels': False}, {}),
+        ('cuda', 2**15, {}, {}),
+        ('xla', 8, {}, {}),
+        ('cuda', 8, {'devices': 2}, OVERLAP),
+    ],
+)
+def test_kernels_overlap_where_it_helps(monkeypatch, backend, batch, parallel, found):
+    parallel = {'devices': 1} | parallel
+    step = Parallel(tiny_config(backend=backend, data={'batch_size': batch}, parallel=parallel))
+    step.devices = [types.SimpleNamespace(platform='gpu')] * parallel['devices']
+    monkeypatch.delenv('XLA_FLAGS')
+    assert step.compiler_options == found
+    monkeypatch.setenv('XLA_FLAGS', ' '.join(f'--{name}=x' for name in found))
+    assert step.compiler_options == {}
