@@ -167,6 +167,11 @@ def _check_flags() -> None:
             raise UserError(f'--{name}: is for a comparison file; give --file, too')
     if ADD.value and not PLOT_ONLY.value:
         raise UserError('--add: gathers results, and runs nothing; give --plot_only, too')
+    if PLOT_ONLY.value and ':' in FILE.value:
+        raise UserError(
+            '--file: the methods after the colon are those to run, and --plot_only runs nothing; '
+            'leave one of them out'
+        )
 
 
 def compare_file(directory: pathlib.Path, began: float) -> int:

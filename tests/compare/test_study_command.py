@@ -141,6 +141,7 @@ def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path):
         (['--file={}', '--config.seed=2'], '--config.seed: the comparison file states this'),
         (['--file={}', '--add=x'], '--add: gathers results, and runs nothing; give --plot_only'),
         (['--file={}', '--plot_only', '--add=nowhere'], '--add: no folder nowhere'),
+        (['--file={}:uniform', '--plot_only'], '--file: the methods after the colon are those to'),
         (['--file={}.toml', '--plot_only'], 'study.toml.toml; did you mean "study.toml"'),
     ],
 )
