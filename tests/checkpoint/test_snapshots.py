@@ -225,7 +225,7 @@ def test_runs_without_widths_say_so(tmp_path, source) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(0, fresh_state(config), config, 0.0)
     checkpoints.close()
-    with pytest.raises(UserError, match=r'0.995 or none, found .0.10.; widths need a run with'):
+    with pytest.raises(UserError, match=r'0.995 or none, found .0.10.; a width needs a run that'):
         load_model(str(tmp_path), ema='0.10')
     with pytest.raises(UserError, match=r'ema.widths: .* -> '):
         train(config_of((0.05,), steps=4), tmp_path, source)

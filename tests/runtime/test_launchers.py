@@ -1,4 +1,4 @@
-"""What launchers tell of a process: its number, address and devices; and mistakes in them."""
+"""The number, address and devices that launchers give a process, and mistakes in them."""
 
 import sys
 
