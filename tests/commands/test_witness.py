@@ -198,7 +198,8 @@ def test_a_run_goes_on_at_its_step(resumed):
     told = {'learning_rate', 'loss_scale', 'skipped_steps', 'spikes', 'rollbacks'} & set(wanted[0])
     for row, other in zip(rows[saved:], wanted[saved:], strict=True):
         for column in measured | told:
-            relative = run.relative if column in measured else 1e-6
+            # Versions of JAX round the cosine of a schedule differently.
+            relative = run.relative if column in measured else 1e-5
             found, expected = (float(r[column] or 'nan') for r in (row, other))
             assert found == pytest.approx(expected, rel=relative, nan_ok=True), (
                 row['step'],
