@@ -192,27 +192,25 @@ class Parallel:
 
     def put_batch(self, batch: dict[str, np.ndarray]) -> Data:
         """Splits this process's rows of a streamed batch over its devices."""
-        if self.pmap:
-            n = len(self.local_devices)
-            batch = {k: v.reshape(n, len(v) // n, *v.shape[1:]) for k, v in batch.items()}
-        return {k: jax.make_array_from_process_local_data(self._split, v) for k, v in batch.items()}
+        return self.put_batches([batch])
 
     def put_batches(self, batches: Sequence[dict[str, np.ndarray]]) -> Data:
         """Splits this process's rows of the streamed batches of a call over its devices.
 
-        A single batch is put as by `put_batch`; several get an axis of steps in front of the rows.
+        If there are several, the arrays get an axis of steps in front of the rows.
         """
-        if len(batches) == 1:
-            return self.put_batch(batches[0])
-        stacked = {k: np.stack([batch[k] for batch in batches]) for k in batches[0]}
-        sharding = self._split_batches
-        if self.pmap:
-            n, sharding = len(self.local_devices), self._split
-            stacked = {
-                k: np.moveaxis(v.reshape(len(v), n, -1, *v.shape[2:]), 1, 0)
-                for k, v in stacked.items()
-            }
-        return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in stacked.items()}
+        single = len(batches) == 1
+        sharding = self._split if single or self.pmap else self._split_batches
+
+        def put(name: str) -> Array:
+            parts = [batch[name] for batch in batches]
+            if self.pmap:
+                n = len(self.local_devices)
+                parts = [part.reshape(n, len(part) // n, *part.shape[1:]) for part in parts]
+            rows = parts[0] if single else np.stack(parts, axis=int(self.pmap))
+            return jax.make_array_from_process_local_data(sharding, rows)
+
+        return {name: put(name) for name in batches[0]}
 
     def with_stop(self, data: Data, stop: bool) -> Data:
         """Adds to a step's data that this process was, or was not, asked to stop.
