@@ -197,7 +197,7 @@ def adamw(
       UserError: this machine does not run the backend.
     """
     rate = jnp.asarray(learning_rate, jnp.float32)
-    check_scalars((), (), learning_rate=rate)
+    check_scalars(learning_rate=rate)
     state_leaves(gradient_leaves(gradients), params, state.mu, state.nu, ())
     choose(backend, 'float32')
     kernels, rule = fused_update(backend, 'float32'), Rule(b1, b2, eps, weight_decay)

@@ -62,12 +62,12 @@ def adamw(
       ValueError: the trees differ in shapes, or an array has another type.
     """
     check_scalars(
-        averages,
-        follow,
+        averages=averages,
+        follow=follow,
+        corrections=corrections,
         take=take,
         factor=factor,
         learning_rate=learning_rate,
-        **{f'corrections[{i}]': value for i, value in enumerate(corrections)},
     )
     leaves = gradient_leaves(gradients)
     flat = [leaf for tree in state_leaves(leaves, params, mu, nu, averages) for leaf in tree]

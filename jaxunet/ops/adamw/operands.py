@@ -93,7 +93,13 @@ def state_leaves(
     return leaves
 
 
-def check_scalars(averages: Sequence[Tree], follow: Sequence[Array], **scalars: Array) -> None:
+def check_scalars(
+    *,
+    averages: Sequence[Tree] = (),
+    follow: Sequence[Array] = (),
+    corrections: Sequence[Array] = (),
+    **scalars: Array,
+) -> None:
     """Checks the numbers that all weights share.
 
     Raises:
@@ -103,8 +109,9 @@ def check_scalars(averages: Sequence[Tree], follow: Sequence[Array], **scalars: 
         raise ValueError(
             f'adamw: follow: {len(follow)} shares for {len(averages)} averages; give one each'
         )
-    named = [*scalars.items(), *((f'follow[{i}]', share) for i, share in enumerate(follow))]
-    for name, value in named:
+    for name, values in {'corrections': corrections, 'follow': follow}.items():
+        scalars |= {f'{name}[{i}]': value for i, value in enumerate(values)}
+    for name, value in scalars.items():
         if jnp.shape(value):
             raise ValueError(f'adamw: {name}: shape {list(jnp.shape(value))}; expected a scalar')
 

@@ -48,9 +48,14 @@ def adamw(
     Raises:
       ValueError: the trees differ, or a number is not a scalar.
     """
-    numbers = {'take': take, 'factor': factor, 'learning_rate': learning_rate}
-    numbers |= {f'corrections[{i}]': value for i, value in enumerate(corrections)}
-    check_scalars(averages, follow, **numbers)
+    check_scalars(
+        averages=averages,
+        follow=follow,
+        corrections=corrections,
+        take=take,
+        factor=factor,
+        learning_rate=learning_rate,
+    )
 
     def taken(new: Array, old: Array) -> Array:
         return jnp.where(take, new, old)
