@@ -9,7 +9,6 @@ Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, a
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import TypedDict
 
@@ -17,9 +16,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.errors import ScopeParamShapeError
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, UInt32
 
 from jaxunet.config import ModelConfig
+from jaxunet.model.dropout import dropout
 from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.vocabulary import Ops, WithInput
 from jaxunet.runtime.errors import UserError
@@ -84,22 +84,6 @@ class Kernel(nn.Module):
         kernel = parameter(self, 'kernel', self.kernel_init, self.shape)
         bias = parameter(self, 'bias', nn.initializers.zeros, (self.shape[-1],))
         return kernel.astype(self.dtype), bias[None, :]
-
-
-def dropout(
-    x: Float[Array, 'batch *rest'], keys: Key[Array, ' batch'], rate: float, path: tuple[str, ...]
-) -> Float[Array, 'batch *rest']:
-    """Zeroes a share `rate` of x and scales the rest by 1 / (1 - rate).
-
-    Each sample draws from its own key, so the result does not depend on how a batch is split over
-    devices.
-
-    Args:
-      path: the names of the module and its parents; each module draws other numbers.
-    """
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, zlib.crc32('/'.join(path).encode())))(keys)
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
-    return jnp.where(keep, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
 
 
 def average_pool(
@@ -180,14 +164,14 @@ class ResBlock(Block):
         self,
         x: Activation,
         embedding: Float[Array, 'batch width'],
-        dropout_keys: Key[Array, ' batch'] | None,
+        dropout_seeds: UInt32[Array, 'batch 2'] | None,
         embedded: Float[Array, 'batch projected'] | None = None,
     ) -> WithInput[Activation]:
         """Returns the block's result, and with `skip` one copy of x.
 
         Args:
           embedding: the embedding of time and class.
-          dropout_keys: one key per sample; None = no dropout.
+          dropout_seeds: of `dropout.dropout_seeds`; None = no dropout.
           embedded: this block's projection of the embedding, if the network has computed those of
             all blocks at once.
         """
@@ -224,9 +208,9 @@ class ResBlock(Block):
         if channels != features:
             shortcut, bias = self.kernel('shortcut', channels, features)
             shift_2 = shift_2 + bias
-        if dropout_keys is not None and self.model.dropout > 0:
+        if dropout_seeds is not None:
             active = self.ops.group_norm(h, scale_2, offset_2, silu=True, **self.norm)
-            active = dropout(active, dropout_keys, self.model.dropout, self.path)
+            active = dropout(active, dropout_seeds, self.model.dropout, self.path)
             y = self.ops.conv3x3(
                 Activation.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut
             )

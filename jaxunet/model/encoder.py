@@ -22,6 +22,7 @@ from jaxunet.model.blocks import (
     average_pool,
     nearest,
 )
+from jaxunet.model.dropout import dropout_seeds
 from jaxunet.model.embeddings import label_embedding, timestep_embedding
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import WithInput
@@ -161,8 +162,11 @@ def make_layers(
 
     Args:
       embedding: embedding of time and class.
-      dropout_keys: one key per sample; None = no dropout.
+      dropout_keys: one key per sample; None, or a config without dropout: none.
     """
+    seeds = None
+    if dropout_keys is not None and network.model.dropout > 0:
+        seeds = dropout_seeds(dropout_keys)
     remat = nn.remat if network.model.remat else lambda block: block
     fields = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}
     res_block, projections = (
@@ -172,7 +176,7 @@ def make_layers(
     attention = functools.partial(remat(AttentionBlock), **fields)
 
     def res(name: str, x: Activation, **options: int | bool | str) -> WithInput[Activation]:
-        return res_block(name=name, **options)(x, embedding, dropout_keys, projections.get(name))
+        return res_block(name=name, **options)(x, embedding, seeds, projections.get(name))
 
     def attend(name: str, h: Activation, num_heads: int) -> Activation:
         return attention(num_heads=num_heads, name=name)(h)
