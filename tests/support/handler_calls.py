@@ -21,12 +21,14 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_attention_backward',
     'jaxunet_conv3x3',
     'jaxunet_conv3x3_shortcut_gradient',
+    'jaxunet_conv3x3_norm_gradient',
     'jaxunet_conv3x3_weight_gradient',
     'jaxunet_linear',
     'jaxunet_linear_weight_gradient',
     'jaxunet_group_norm_forward',
     'jaxunet_group_norm_statistics',
     'jaxunet_group_norm_gradient',
+    'jaxunet_group_norm_input_gradient',
     'jaxunet_sum_of_squares',
     'jaxunet_adamw',
     'jaxunet_narrow',
@@ -41,6 +43,11 @@ class Call(NamedTuple):
     results: list[Shape]
     attributes: Attributes
     in_place: int = -1  # the operand whose place the first result takes, and so on
+
+    @property
+    def has_workspace(self) -> bool:
+        """The last result is memory for partial results."""
+        return any(name in self.target for name in ('weight_gradient', 'conv3x3_norm_gradient'))
 
     def __call__(self, device: jax.Device = CPU) -> list[jax.Array]:
         shapes = [jax.ShapeDtypeStruct(*shape) for shape in self.results]
@@ -112,6 +119,16 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             operands,
             images(parts),
             {'residuals': np.int64(len(parts))},
+        )
+
+    def through_norm() -> Call:
+        workspace = batch * -(-height // 8) * -(-width // 8) * 2 * channels + draw.randint(0, 9)
+        results = [((batch, 2, channels), jnp.float32), ((workspace,), jnp.float32)]
+        return Call(
+            'conv3x3_norm_gradient',
+            [*images([features]), ((3, 3, channels, features), kind), *images(parts), *rows(4)],
+            [*images([channels]), *results],
+            {'parts': np.int64(len(parts))},
         )
 
     def weights() -> Call:
@@ -195,6 +212,13 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             attributes,
         )
 
+    def input_gradient() -> Call:
+        call = gradient()
+        sums, *results = call.results
+        at = len(parts) + 5  # behind x, dz and the affine rows
+        operands = [*call.operands[:at], sums, *call.operands[at:]]
+        return Call('group_norm_input_gradient', operands, results, call.attributes)
+
     def tensors() -> list[Shape]:
         return [
             (tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3))), jnp.float32)
@@ -231,7 +255,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             'narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))}
         )
 
-    convolutions = [conv, shortcut, weights, linear, linear_weights]
+    convolutions = [conv, shortcut, through_norm, weights, linear, linear_weights]
     ops = [
         forward,
         backward,
@@ -239,6 +263,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         norm_forward,
         norm_statistics,
         gradient,
+        input_gradient,
         sums,
         adamw,
         narrow,
@@ -260,9 +285,9 @@ def spoil(call: Call, mistake: str, draw: random.Random) -> Call:
         name in call.target for name in ('statistics', 'sum_of_squares')
     )
     arrays = results if free else draw.choice([operands, results])
-    # So has a weight gradient's workspace, its last result.
+    # So has a workspace, the last result.
     at = draw.randrange(
-        len(arrays) - (mistake == 'size' and arrays is results and 'weight_gradient' in call.target)
+        len(arrays) - (mistake == 'size' and arrays is results and call.has_workspace)
     )
     shape, kind = arrays[at]
     name = draw.choice(sorted(attributes) or ['surplus'])

@@ -41,12 +41,14 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_attention_backward, attention_backward)               \
   ENTRY(jaxunet_conv3x3, conv3x3)                                     \
   ENTRY(jaxunet_conv3x3_shortcut_gradient, conv3x3_shortcut_gradient) \
+  ENTRY(jaxunet_conv3x3_norm_gradient, conv3x3_norm_gradient)         \
   ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient)     \
   ENTRY(jaxunet_linear, linear)                                       \
   ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)       \
   ENTRY(jaxunet_group_norm_forward, norm_forward)                     \
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)               \
-  ENTRY(jaxunet_group_norm_gradient, norm_gradient)
+  ENTRY(jaxunet_group_norm_gradient, norm_gradient)                   \
+  ENTRY(jaxunet_group_norm_input_gradient, norm_input_gradient)
 
 // A handler as jax.ffi.register_ffi_target takes it.
 inline pybind11::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {

@@ -12,6 +12,9 @@ namespace jaxunet::cuda {
 // The handlers' entries: the best kernel of the set for the shape, the type and the device.
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
 cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
+// Only for plans that the Hopper kernel takes; throws std::runtime_error for others.
+cudaError_t conv3x3_norm_gradient(const Conv3x3NormGradient& plan, cudaStream_t stream,
+                                  KernelSet kernels);
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
                                     KernelSet kernels);
 
@@ -31,6 +34,15 @@ cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaS
 // hopper/: 16-bit types, compute capability 9.0, built for sm_90a. The parts of y begin at
 // multiples of 64 channels.
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+
+// The same for the input gradient with norm_gradient_epilogue.cuh, then norm_sums. The parts of
+// plan.x begin at multiples of 64 channels.
+cudaError_t hopper_norm_gradient(const Conv3x3NormGradient& plan, int multiprocessors,
+                                 cudaStream_t stream);
+
+// plan.sums from those of `strips` strips of every sample: (batch, strips, 2, features), of dz and
+// of dz · x, in plan.workspace.
+cudaError_t norm_sums(const Conv3x3NormGradient& plan, int strips, cudaStream_t stream);
 
 // Weight gradients of 16-bit types. Blocks = tiles × splits: a block computes one tile of a
 // gradient from the strips of pixels of one split (split_k.h). The shortcut's gradient has tiles

@@ -13,7 +13,8 @@ from support.parity import DTYPES, assert_parity, assert_runs_are_identical, typ
 from jaxunet.ops.backends import XLA
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
-from xla_ffi.conv3x3 import vjp
+from jaxunet.runtime import device
+from xla_ffi.conv3x3 import norm_gradient, vjp
 
 # Shortcuts of several parts. Parts begin at whole tiles of 64 channels, so that one launch writes
 # their gradients, or they do not. One shortcut has more channels than a block of the weight
@@ -50,6 +51,21 @@ PACKED = (
     Case(4, 4, (520,), 72, (64, 456), norm=False, batch=59),
 )
 
+# The input gradient adds up the norm's sums: every tile of the kernel, images that strips fill and
+# that they do not, channels that fill tiles and that do not, parts of one chunk and of several.
+SUMMED = (
+    Case(32, 32, (64,), 64, (64,), batch=7, per_sample=True),
+    Case(33, 35, (64, 64), 72, batch=3),
+    Case(64, 64, (64,), 64, batch=9),
+    Case(40, 28, (64, 128, 8), 64, (72, 8), groups=8, batch=2),
+    Case(32, 32, (128,), 128, (128,), batch=36, per_sample=True),
+    Case(49, 33, (192,), 40, batch=5),
+    Case(32, 40, (192, 128), 128, batch=7),
+    Case(36, 44, (256, 192), 64, batch=2, per_sample=True),
+    Case(32, 32, (256,), 256, batch=9),
+    Case(41, 39, (40,), 16, groups=4, batch=2),
+)
+
 
 def check(case: Case, dtype: str, batch: int):
     assert_parity(op(vjp, case), op(reference, case), inputs(case, dtype, case.batch or batch))
@@ -71,6 +87,59 @@ def test_awkward_shapes(case, dtype):
 def test_activation_inside_the_convolution(case, dtype, monkeypatch):
     monkeypatch.setattr(vjp, 'FUSED_PIXELS', 0)
     check(case, dtype, 2)
+
+
+def check_summed(case: Case, dtype: str, **options):
+    arrays = inputs(case, dtype, case.batch)
+
+    def loss(arrays):
+        return jnp.sum(jnp.stack([jnp.sum(y) for y in jax.tree.leaves(op(vjp, case)(**arrays))]))
+
+    shapes = {name: jax.ShapeDtypeStruct(value.shape, t) for name, (value, t) in arrays.items()}
+    text = jax.jit(jax.grad(loss)).lower(shapes).as_text()
+    assert ('jaxunet_conv3x3_norm_gradient' in text) == (not device.portable())
+    other = XLA if options else reference
+    assert_parity(op(vjp, case, **options), op(other, case, **options), arrays)
+
+
+@pytest.mark.parametrize('copies', [0, 2])
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_input_gradient_through_the_norm(dtype, copies, monkeypatch):
+    monkeypatch.setattr(vjp, 'FUSED_PIXELS', 0)
+    case = Case(9, 7, (64, 16), 24, (8, 12), groups=4, batch=3, per_sample=True)
+    check_summed(case, dtype, **{'copies': copies} if copies else {})
+
+
+@pytest.mark.parametrize(
+    'case',
+    [
+        Case(32, 32, (8,), 24, groups=4, batch=2),
+        Case(32, 33, (16,), 12, groups=4, batch=2),
+        Case(2, 512, (16,), 16, groups=4, batch=2),
+        Case(32, 32, (40, 24), 16, groups=4, batch=2),
+    ],
+    ids=lambda c: c.name,
+)
+def test_input_gradients_that_do_not_continue_through_the_norm(case):
+    image = (2, case.height, case.width)
+    parts = tuple(jnp.zeros((*image, channels), 'bfloat16') for channels in case.parts)
+    assert not norm_gradient.takes(parts, case.features)
+    check(case, 'bfloat16', 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('case', SUMMED, ids=lambda c: c.name)
+def test_input_gradient_through_the_norm_of_every_tile(case, dtype):
+    check_summed(case, dtype)
+    check_summed(case, dtype, copies=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('case', [SUMMED[i] for i in (0, 4, 7)], ids=lambda c: c.name)
+def test_runs_of_the_input_gradient_through_the_norm_are_identical(case, dtype):
+    assert_runs_are_identical(op(vjp, case), inputs(case, dtype, 32))
 
 
 @pytest.mark.parametrize('copies', [1, 2])

@@ -27,6 +27,25 @@ struct Conv3x3 {
   Parts y;               // the features, one part after the other; several parts only without x
 };
 
+// The input gradient of a convolution that norms its input, through SiLU and the norm's affine map:
+// with z = a · x + b and n = (x - mean) · inverse,
+//   y = dz = conv(dy, kernel) · SiLU'(z),
+//   sums[sample] = (sum of dz, sum of dz · n) over the pixels, for each channel.
+struct Conv3x3NormGradient {
+  Conv3x3 conv;  // flipped, without shift, residual and activation; y is dz
+  Parts x;       // the norm's input; as many channels as features
+  Rows a, b, mean, inverse;
+  float* sums;  // (batch, 2, features)
+  // Uninitialized memory for the sums of each strip, at least `minimum_workspace`.
+  float* workspace;
+};
+
+// Strips have 8 × 8 pixels or more.
+constexpr int64_t minimum_workspace(const Conv3x3NormGradient& plan) {
+  return plan.conv.batch * ((plan.conv.height + 7) / 8) * ((plan.conv.width + 7) / 8) * 2 *
+         plan.conv.features;
+}
+
 // An array of float32 or of the type of x.
 struct Result {
   void* data;
@@ -66,6 +85,7 @@ Conv3x3 read_conv3x3(Reader& call);
 // The gradient of projected · shortcut by `projected`: dy times the transposed shortcut, a plan
 // without x.
 Conv3x3 read_conv3x3_shortcut_gradient(Reader& call);
+Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call);
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call);
 
 }  // namespace jaxunet

@@ -72,6 +72,45 @@ Conv3x3 read_conv3x3_shortcut_gradient(Reader& call) {
   return plan;
 }
 
+Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call) {
+  Conv3x3NormGradient plan{};
+  Conv3x3& conv = plan.conv;
+  Array dy;
+  conv.x = call.parts("dy", 1, &dy);
+  if (conv.x.total == 0) call.fail("dy: no channels");
+  conv.type = kind(dy.element);
+  conv.batch = dy.dims[0];
+  conv.height = dy.dims[1];
+  conv.width = dy.dims[2];
+  call.at_most("dy", "pixels", pixels(conv), kMaxPixels);
+  conv.flipped = true;
+  const Array kernel = call.operand("kernel", dy.element, {3, 3, kAny, conv.x.total});
+  conv.kernel = kernel.data;
+  conv.features = kernel.dims[2];
+  plan.x = call.parts("x", call.integer("parts", 1, kMaxParts), dy.element,
+                      {conv.batch, conv.height, conv.width});
+  if (plan.x.total != conv.features) {
+    call.fail("x: expected " + std::to_string(conv.features) + " channels, as kernel, found " +
+              std::to_string(plan.x.total));
+  }
+  plan.a = call.rows("a", conv.batch, conv.features);
+  plan.b = call.rows("b", conv.batch, conv.features);
+  plan.mean = call.rows("mean", conv.batch, conv.features);
+  plan.inverse = call.rows("inverse", conv.batch, conv.features);
+  void* dz =
+      call.result("dz", dy.element, {conv.batch, conv.height, conv.width, conv.features}).data;
+  conv.y = {1, {dz}, {conv.features}, conv.features};
+  plan.sums = static_cast<float*>(
+      call.result("sums", ffi::DataType::F32, {conv.batch, 2, conv.features}).data);
+  const Array workspace = call.result("workspace", ffi::DataType::F32, {kAny});
+  plan.workspace = static_cast<float*>(workspace.data);
+  if (workspace.dims[0] < minimum_workspace(plan)) {
+    call.fail("workspace: expected at least " + std::to_string(minimum_workspace(plan)) +
+              " numbers, found " + std::to_string(workspace.dims[0]));
+  }
+  return plan;
+}
+
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   Conv3x3WeightGradient plan{};
   const Array first = read_image(call, plan);

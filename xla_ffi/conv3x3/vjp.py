@@ -30,6 +30,7 @@ from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
 from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
+from xla_ffi.conv3x3 import norm_gradient
 from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 
 # Float32 elements of the weight gradient's split-K workspace for each multiprocessor. Blocks that
@@ -44,7 +45,6 @@ PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per 
 # images, the fastest tiles leave no shared memory for this, and a separate kernel moves few bytes.
 # To refit, time both sides of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
-FEW = 8  # as kFew in dispatch.h
 
 
 def conv3x3(
@@ -284,7 +284,7 @@ def _fuses_activation(parts: Parts, features: int) -> bool:
     Only the kernels that read a tile once for its nine taps do: the implicit GEMM would apply them
     once per tap. Where Hopper's kernels do not run, that leaves those for few features.
     """
-    if device.portable() and features > FEW:
+    if device.portable() and features > norm_gradient.FEW:
         return False
     return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
 
@@ -296,6 +296,7 @@ class _NormSaved(NamedTuple):
       shift: its `outline`.
       added: what `kept_for_backward` keeps of the residual.
       mean, inverse: of each group, for every sample and channel.
+      affine: the norm as a · x + b, if the convolution applied it; else ().
     """
 
     x: Activation
@@ -306,6 +307,7 @@ class _NormSaved(NamedTuple):
     added: Added | tuple[()] | None
     mean: Array
     inverse: Array
+    affine: tuple[Array, Array] | tuple[()]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -334,15 +336,17 @@ def _norm_conv_forward(
     eps: float,
     copies: int,
 ) -> tuple[tuple[Array, Copies], _NormSaved]:
+    affine: tuple[Array, Array] | tuple[()] = ()
     if _fuses_activation(x.parts, kernel.shape[3]):
         a, b, mean, inverse = statistics(x, scale, offset, groups=groups, eps=eps)
-        y = _convolve(x.parts, kernel, shift, added, (a, b))
+        affine = (a, b)
+        y = _convolve(x.parts, kernel, shift, added, affine)
     else:
         active, mean, inverse = normalise(x, scale, offset, groups=groups, eps=eps, silu=True)
         y = _convolve((active,), kernel, shift, added, None)
     kept = kept_for_backward(added)
     return (y, (x.parts,) * copies), _NormSaved(
-        x, scale, offset, kernel, outline(shift), kept, mean, inverse
+        x, scale, offset, kernel, outline(shift), kept, mean, inverse, affine
     )
 
 
@@ -350,8 +354,12 @@ def _norm_conv_backward(
     groups: int, eps: float, copies: int, saved: _NormSaved, given: tuple[Array, Copies]
 ) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
     del eps, copies
-    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse) = given, saved
-    (dactive,) = _input_gradient(dy, kernel, (x.channels,))
+    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, affine) = given, saved
+    sums = None  # else dactive is the gradient before SiLU
+    if affine and norm_gradient.takes(x.parts, kernel.shape[3]):
+        dactive, sums = norm_gradient.norm_gradient(dy, kernel, x.parts, affine, mean, inverse)
+    else:
+        (dactive,) = _input_gradient(dy, kernel, (x.channels,))
     # This launch also writes the activation for the weight gradient, because activating the strips
     # inside that kernel would halve its speed. If samples share scale and offset, the weight
     # gradient's last launch adds their sums over the samples.
@@ -368,9 +376,10 @@ def _norm_conv_backward(
         activation=True,
         added=passed,
         samples=not shared,
+        sums=sums,
     )
-    sums = found.sums if shared else None
-    others = _parameter_gradients(found.active, kernel, shift, added, dy, sums)
+    of_norm = found.sums if shared else None
+    others = _parameter_gradients(found.active, kernel, shift, added, dy, of_norm)
     of_scale, of_offset = others.norm if shared else found.norm
     return (
         Activation(found.dx),

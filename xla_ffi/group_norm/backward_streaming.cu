@@ -146,6 +146,17 @@ __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const 
   }
 }
 
+// Writes act(z) to `active`.
+template <class T, int V>
+__device__ void activate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
+                         float (&active)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    active[j] = norm.at(value, j);
+    if (silu) active[j] *= sigmoid<T>(active[j]);
+  }
+}
+
 // Adds up the sums of the block's rows, then those of the cluster's blocks, and writes them.
 // The caller synchronises the block before, and the cluster before the block ends.
 __device__ inline void reduce_sums(const Gradient& g, int first_channel, int block_channels,
@@ -291,9 +302,9 @@ struct GroupTerms {
   }
 };
 
-template <class T, int V, int kAdded>
-__global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
-    group_norm_dx(const __grid_constant__ Gradient g) {
+// kSummed: g.operands.dy is dz.
+template <class T, int V, int kAdded, bool kSummed>
+__device__ __forceinline__ void write_dx(const Gradient& g) {
   const StreamingTiling& tiling = g.tiling;
   if (static_cast<int>(blockIdx.z) < g.reduce_layers) {
     reduce_over_batch(g);
@@ -327,7 +338,11 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     float value[V], dz[V], active[V];
     pipelines.read(tile, step, value, dz);
     norm.centre(value);
-    differentiate(norm, g.operands.silu, value, dz, active);
+    if constexpr (kSummed) {
+      activate<T>(norm, g.operands.silu, value, active);
+    } else {
+      differentiate(norm, g.operands.silu, value, dz, active);
+    }
     Vector<T, V> out;
     if (g.operands.active) {
       out.from_floats(active);
@@ -340,6 +355,28 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     out.from_floats(value);
     *dx.next() = out;
   }
+}
+
+template <class T, int V, int kAdded>
+__global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
+    group_norm_dx(const __grid_constant__ Gradient g) {
+  write_dx<T, V, kAdded, false>(g);
+}
+
+template <class T, int V, int kAdded>
+__global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
+    group_norm_summed_dx(const __grid_constant__ Gradient g) {
+  write_dx<T, V, kAdded, true>(g);
+}
+
+// The launch of `kernel`, a group_norm_dx or group_norm_summed_dx.
+template <class T, int V, int kAdded>
+cudaError_t launch_dx(void (*kernel)(Gradient), const Gradient& g, int64_t layers,
+                      cudaStream_t stream) {
+  const int64_t block_channels = static_cast<int64_t>(g.tiling.vectors) * V;
+  const int64_t smem_bytes =
+      Pipelines<T, V, kAdded>::kBytes + 4 * block_channels * static_cast<int64_t>(sizeof(float));
+  return launch(kernel, grid_of(g.tiling, layers), kStreamingThreads, smem_bytes, stream, g, false);
 }
 
 template <class T, int V>
@@ -357,10 +394,7 @@ cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& til
   const int64_t layers = plan.batch + g.reduce_layers;
   g.tiling = second_pass_tiling(tiling, limits, layers);
   return with_added_count(plan.added_count, [&](auto count) {
-    const int64_t smem_bytes =
-        Pipelines<T, V, count>::kBytes + 4 * block_channels * static_cast<int64_t>(sizeof(float));
-    return launch(group_norm_dx<T, V, count>, grid_of(g.tiling, layers), kStreamingThreads,
-                  smem_bytes, stream, g, false);
+    return launch_dx<T, V, count>(group_norm_dx<T, V, count>, g, layers, stream);
   });
 }
 
@@ -374,6 +408,23 @@ cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& 
     return vector > 1 ? launch_backward<T, kVector>(plan, tiling, limits, stream)
                       : launch_backward<T, 1>(plan, tiling, limits, stream);
   });
+}
+
+cudaError_t summed_gradient(const NormGradient& plan, const StreamingTiling& tiling,
+                            const DeviceLimits& limits, cudaStream_t stream) {
+  const auto run = [&](auto element) {
+    using T = decltype(element);
+    constexpr int kVector = 16 / sizeof(T);
+    Gradient g{tiling, operands_of(plan), parameter_gradients_of(plan),
+               plan.parameter_gradients ? 1 : 0};
+    const int64_t layers = plan.batch + g.reduce_layers;
+    g.tiling = second_pass_tiling(tiling, limits, layers);
+    return with_added_count(plan.added_count, [&](auto count) {
+      return launch_dx<T, kVector, count>(group_norm_summed_dx<T, kVector, count>, g, layers,
+                                          stream);
+    });
+  };
+  return plan.type == Type::kFloat16 ? run(__half()) : run(__nv_bfloat16());
 }
 
 }  // namespace jaxunet::cuda

@@ -15,4 +15,7 @@ cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream,
 cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream,
                           KernelSet kernels = KernelSet::kFastest);
 
+cudaError_t norm_input_gradient(const NormGradient& plan, cudaStream_t stream,
+                                KernelSet kernels = KernelSet::kFastest);
+
 }  // namespace jaxunet::cuda

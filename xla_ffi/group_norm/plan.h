@@ -55,6 +55,8 @@ struct NormGradient {
   const void* dy;                     // (batch, pixels, channels), the type of x
   Rows scale, offset, mean, inverse;  // mean and inverse as the forward pass wrote them
   bool silu;
+  // Only for norm_input_gradient, which is given dz, in place of dy, and the sums.
+  bool summed;
   float* sums;                         // (batch, 2, channels): first of dz, then of dz * n
   bool parameter_gradients;            // dscale and doffset are written, too
   float *dscale, *doffset;             // the shapes of scale and offset
@@ -69,5 +71,7 @@ struct NormGradient {
 NormForward read_norm_forward(Reader& call);
 NormStatistics read_norm_statistics(Reader& call);
 NormGradient read_norm_gradient(Reader& call);
+// The rest of a gradient whose dz and sums the convolution before it computed.
+NormGradient read_norm_input_gradient(Reader& call);
 
 }  // namespace jaxunet

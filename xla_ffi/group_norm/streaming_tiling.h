@@ -74,6 +74,22 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
   return tiling;
 }
 
+// The tiling of a second launch without a first, whose blocks take all channels of a pixel. Nothing
+// where a pixel has more vectors than a block has threads.
+inline std::optional<StreamingTiling> one_pass_tiling(int64_t pixels, int64_t channels,
+                                                      int64_t group, int vector) {
+  if (channels / vector > kStreamingThreads) return std::nullopt;
+  StreamingTiling tiling{};
+  tiling.pixels = static_cast<int>(pixels);
+  tiling.channels = static_cast<int>(channels);
+  tiling.group = static_cast<int>(group);
+  tiling.vectors = static_cast<int>(channels / vector);
+  tiling.rows = kStreamingThreads / tiling.vectors;
+  tiling.ranks = tiling.channel_blocks = 1;
+  tiling.piece_bits = piece_bits_of(group, vector);
+  return tiling;
+}
+
 // The second launch's tiling, for a grid of `layers` in z. Its blocks form no clusters, so any
 // number of them may share a sample: the number with which the last wave of concurrent blocks ends
 // first.

@@ -72,6 +72,8 @@
 //     weights   stages x kStageBytes  weights of `taps` taps x 64 channels x features, swizzled
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,
 //                                     weights_full, weights_empty
+//
+// With Traits::kSums, the epilogue is that of norm_gradient_epilogue.cuh.
 #pragma once
 
 #include "common/launch.cuh"
@@ -82,7 +84,8 @@ namespace jaxunet::cuda::forward {
 
 template <class T, class Traits, bool kFlipped>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    hopper_forward_kernel(const __grid_constant__ Parameters parameters) {
+    hopper_forward_kernel(const __grid_constant__
+                          typename Block<T, Traits, kFlipped>::Given parameters) {
 #ifdef JAXUNET_SM90A_PASS
   const Block<T, Traits, kFlipped> block(parameters, shared_memory());
   if (threadIdx.x == 0) {

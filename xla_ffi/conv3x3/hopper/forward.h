@@ -24,14 +24,27 @@ struct Parameters {
   Rows shift, a, b;
 };
 
+// That of the input gradient with norm_gradient_epilogue.cuh.
+struct NormGradientParameters : Parameters {
+  CUtensorMap normed[kMaxParts];  // boxes: 64 channels of a strip of the norm's input
+  int normed_parts, normed_channels[kMaxParts];
+  Rows a, b;
+  float* partial_sums;  // (strips, 2, features)
+};
+
 // Fills the parameters; encodes the tensor maps. For all instances, so it is compiled once.
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p);
+cudaError_t parameters(const Tile& tile, const Conv3x3NormGradient& plan,
+                       NormGradientParameters* p);
 
 // The launch functions of one type, in the order of kTiles; null where an activated tile would be
-// flipped. `forward`: those of the kernel as it is (unflipped).
+// flipped, or a packed one would sum. `forward`: those of the kernel as it is (unflipped).
 struct Launches {
   using Run = cudaError_t (*)(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+  using NormGradientRun = cudaError_t (*)(const Conv3x3NormGradient& plan, int multiprocessors,
+                                          cudaStream_t stream);
   Run forward[kTileCount], flipped[kTileCount];
+  NormGradientRun norm_gradient[kTileCount];
 };
 extern const Launches kLaunchesBfloat16, kLaunchesFloat16;
 

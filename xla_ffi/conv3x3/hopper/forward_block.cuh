@@ -2,6 +2,8 @@
 // barriers, the scheduler. forward.cuh describes them.
 #pragma once
 
+#include <type_traits>
+
 #include "common/mbarrier.cuh"
 #include "common/tma.cuh"
 #include "conv3x3/hopper/forward.h"
@@ -28,13 +30,15 @@ struct Block {
   static constexpr int kLoads = 9 / kTaps;  // stages of weights for a chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
   using Accumulator = float[Traits::kWgmmaN / 2];  // of a thread
+  using Given = std::conditional_t<Traits::kSums, NormGradientParameters, Parameters>;
 
-  const Parameters& p;
+  const Given& p;
   unsigned char *strips, *outputs, *weights;
   Barrier *strip_full, *strip_ready, *strip_empty, *weights_full, *weights_empty, *residual_full,
       *turn;
+  float* sums;  // norm_gradient_epilogue.cuh
 
-  __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
+  __device__ Block(const Given& parameters, unsigned char* shared) : p(parameters) {
     strips = shared;
     outputs = strips + kConsumers * kStripStages * Traits::kStripBytes;
     weights = outputs + kConsumers * Traits::kOutputBytes;
@@ -46,6 +50,7 @@ struct Block {
     turn = residual_full + kConsumers;
     weights_full = turn + 2;
     weights_empty = weights_full + p.schedule.stages;
+    sums = reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(barriers) + kBarrierBytes);
   }
 
   __device__ void init_barriers() const {

@@ -4,6 +4,7 @@
 
 #include "common/wgmma.cuh"
 #include "conv3x3/hopper/forward_epilogue.cuh"
+#include "conv3x3/hopper/norm_gradient_epilogue.cuh"
 
 namespace jaxunet::cuda::forward {
 
@@ -43,13 +44,23 @@ __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, ui
   }
 }
 
+// What the epilogue needs for each channel, read before the mainloop.
+template <class Block>
+__device__ inline auto read_ahead(const Block& block, const Strip& at, int feature) {
+  if constexpr (Block::Traits::kSums) {
+    return prefetch_affines(block, at, feature);
+  } else {
+    return prefetch_shifts(block, at, feature);
+  }
+}
+
 // A consumer warpgroup: one strip of every tile. One long function, because ptxas compiles the same
 // steps in functions of their own to other code, whose time would have to be measured.
 template <class Block>
 __device__ inline void consume(const Block& block, int consumer) {
   using Traits = typename Block::Traits;
   constexpr int kCentre = 4;  // tap
-  const Parameters& p = block.p;
+  const auto& p = block.p;
   const int thread = threadIdx.x % kWarpgroup;
   const bool ping_pong = p.schedule.weights_resident && Traits::kConsumers == 2;
   const bool elected = thread % 32 == 0;  // arrives for its warp
@@ -64,9 +75,13 @@ __device__ inline void consume(const Block& block, int consumer) {
   block.for_each_tile([&](int first_strip, int feature) {
     const Strip at = block.strip_at(first_strip + consumer);
     unsigned char* output = block.outputs + consumer * Traits::kOutputBytes;
-    if (p.residual && thread == 0) load_residual(block, consumer, at, feature, output);
+    if constexpr (Traits::kSums) {
+      if (thread == 0) load_normed(block, consumer, at, feature, output);
+    } else {
+      if (p.residual && thread == 0) load_residual(block, consumer, at, feature, output);
+    }
     typename Block::Accumulator accumulator;
-    const auto shifts = prefetch_shifts(block, at, feature);
+    const auto ahead = read_ahead(block, at, feature);
     if (p.schedule.weights_resident) stage = stage_phase = 0;
 
     // The slot and stage that the last products read. They are released one step late, when the
@@ -143,7 +158,12 @@ __device__ inline void consume(const Block& block, int consumer) {
     fence_accumulator(accumulator);
     release_slot(-1);
     release_stage(-1);
-    block.epilogue(accumulator, shifts, consumer, at, feature, output, tile_phase);
+    if constexpr (Traits::kSums) {
+      norm_gradient_epilogue(block, accumulator, ahead, consumer, first_strip + consumer, at,
+                             feature, output, tile_phase);
+    } else {
+      block.epilogue(accumulator, ahead, consumer, at, feature, output, tile_phase);
+    }
     tile_phase ^= 1;
   });
   if (thread == 0) tma_store_wait_read();

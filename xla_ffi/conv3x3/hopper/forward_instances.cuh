@@ -9,11 +9,12 @@
 
 namespace jaxunet::cuda::forward {
 
-// Launches one instance.
-template <class T, class Traits, bool kFlipped>
-cudaError_t run(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
-  const auto filled = std::make_unique<Parameters>();  // large: kept off the stack
-  const Parameters& p = *filled;
+// Launches one instance. `plan`: Conv3x3, or Conv3x3NormGradient for tiles that sum.
+template <class T, class Traits, bool kFlipped, class Plan = Conv3x3>
+cudaError_t run(const Plan& plan, int multiprocessors, cudaStream_t stream) {
+  using Given = typename Block<T, Traits, kFlipped>::Given;
+  const auto filled = std::make_unique<Given>();  // large: kept off the stack
+  const Given& p = *filled;
   cudaError_t error = parameters(Traits::kTile, plan, filled.get());
   if (error != cudaSuccess) return error;
   if (p.schedule.tiles == 0) return cudaSuccess;
@@ -39,9 +40,19 @@ constexpr Launches::Run flipped_run() {
   }
 }
 
+template <class T, int i>
+constexpr Launches::NormGradientRun norm_gradient_run() {
+  if constexpr (kTiles[i].activated || kTiles[i].packed()) {
+    return nullptr;
+  } else {
+    return run<T, WithSums<TraitsOf<i>>, true, Conv3x3NormGradient>;
+  }
+}
+
 template <class T, int... i>
 constexpr Launches launches(std::integer_sequence<int, i...>) {
-  return {{run<T, TraitsOf<i>, false>...}, {flipped_run<T, i>()...}};
+  return {
+      {run<T, TraitsOf<i>, false>...}, {flipped_run<T, i>()...}, {norm_gradient_run<T, i>()...}};
 }
 
 template <class T>

@@ -10,7 +10,7 @@ namespace jaxunet::cuda::forward {
 template <class Block>
 __device__ inline void produce(const Block& block) {
   using Traits = typename Block::Traits;
-  const Parameters& p = block.p;
+  const auto& p = block.p;
   // The slot of the strip rings and the stage of the weight ring that are filled next.
   int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0;
   bool first_tile = true;
@@ -97,7 +97,7 @@ __device__ inline void activate_strip(unsigned char* pixels, const Strip& at, in
 template <class Block>
 __device__ inline void activate(const Block& block, int consumer) {
   using Traits = typename Block::Traits;
-  const Parameters& p = block.p;
+  const auto& p = block.p;
   const int thread = threadIdx.x % kWarpgroup,
             eighth = thread % 8;  // eight of a pixel's 64 channels
   int slot = 0, phase = 0;

@@ -40,8 +40,9 @@ struct Tile {
   // Computes (features, pixels) instead of (pixels, features): less shared-memory traffic where
   // features = 64, as M of wgmma is 64 and N the pixels. Otherwise the pixels of a strip are 64.
   bool transposed;
-  bool activated;   // one more warpgroup for each consumer applies SiLU(a · x + b) to its strips
-  int samples = 1;  // images of a strip; more than one: packed
+  bool activated;     // one more warpgroup for each consumer applies SiLU(a · x + b) to its strips
+  int samples = 1;    // images of a strip; more than one: packed
+  bool sums = false;  // for norm_gradient_epilogue.cuh
 
   constexpr bool packed() const { return samples > 1; }
   constexpr bool fits(int64_t height, int64_t width) const {
@@ -61,6 +62,11 @@ struct Tile {
   // Weights of one stage: 64 channels of `taps` taps.
   constexpr int stage_bytes() const { return taps * features * kRowBytes; }
   constexpr int output_bytes() const { return pixels() * features * 2; }
+  // Both sums of each warp over its pixels. If it is transposed, a warp has all pixels of a
+  // channel.
+  constexpr int sum_bytes() const {
+    return sums && !transposed ? 4 * 2 * features * static_cast<int>(sizeof(float)) : 0;
+  }
   constexpr int warpgroups() const { return consumers + 1 + (activated ? consumers : 0); }
   constexpr int threads() const { return kWarpgroup * warpgroups(); }
   // N of wgmma; M is 64.
@@ -73,7 +79,8 @@ struct Tile {
   constexpr int kept_groups() const { return packed() ? pixels() / 8 : wgmma_n() / 8; }
   // Shared memory beside the weight ring, and the stages that fit the rest.
   constexpr int fixed_bytes() const {
-    return consumers * (kStripStages * strip_bytes() + output_bytes()) + kBarrierBytes;
+    return consumers * (kStripStages * strip_bytes() + output_bytes() + sum_bytes()) +
+           kBarrierBytes;
   }
   constexpr int max_stages() const {
     return std::min((kMaxSharedBytes - fixed_bytes()) / stage_bytes(), kMaxWeightStages);
@@ -98,7 +105,8 @@ struct TileTraits {
   static constexpr Tile kTile{rows, features, consumers, taps, transposed, activated, samples};
   static constexpr int kRows = rows, kFeatures = features, kConsumers = consumers, kTaps = taps,
                        kSamples = samples;
-  static constexpr bool kTransposed = transposed, kActivated = activated, kPacked = kTile.packed();
+  static constexpr bool kTransposed = transposed, kActivated = activated, kPacked = kTile.packed(),
+                        kSums = false;
   static constexpr int kPixels = kTile.pixels(), kWgmmaN = kTile.wgmma_n(),
                        kKeptGroups = kTile.kept_groups();
   static constexpr int kStripColumns = kTile.strip_columns(), kHaloColumns = kTile.halo_columns(),
@@ -127,6 +135,17 @@ struct TileTraits {
     constexpr int in_row = kStripColumns * samples / 8, row_stride = kHaloColumns * samples / 8;
     return kPacked ? n / in_row * row_stride + n % in_row : n;
   }
+};
+
+// The same tile for the input gradient that continues through SiLU and the norm's affine map.
+template <class Traits>
+struct WithSums : Traits {
+  static_assert(!Traits::kPacked && !Traits::kActivated, "a strip has the pixels of one image");
+  static constexpr bool kSums = true;
+  static constexpr Tile kTile{
+      Traits::kRows,       Traits::kFeatures,  Traits::kConsumers, Traits::kTaps,
+      Traits::kTransposed, Traits::kActivated, Traits::kSamples,   kSums};
+  static_assert(kTile.max_stages() >= 2, "a stage is released only when the next one is in use");
 };
 
 // Constants of `Schedule::cycles`: a fit to times on an H200. To refit: force each tile in turn

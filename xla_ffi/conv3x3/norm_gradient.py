@@ -1,0 +1,77 @@
+"""The input gradient of a convolution that norms its input, as one call.
+
+It continues through SiLU and adds up what the norm's own gradient needs, so that the norm's kernel
+reads x and the gradient once instead of twice. That matters for images that are too large for one
+kernel to hold: those for which the forward convolution activates its input.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxunet.ops.conv3x3.operands import Parts
+from jaxunet.runtime import device
+from xla_ffi.call import ffi_call
+
+FEW = 8  # channels for which other kernels run, as kFew in dispatch.h
+MAX_CHANNELS = 2048  # that the call for the rest of the norm's gradient takes
+
+
+class NormGradient(NamedTuple):
+    """The gradient of a norm's result before SiLU, z = a · x + b.
+
+    Fields:
+      dz: (input gradient of the convolution) · SiLU'(z), of x's type.
+      sums: sums over the pixels of dz, and of dz times the normalised x, float32.
+    """
+
+    dz: Float[Array, 'batch height width channels']
+    sums: Float[Array, 'batch 2 channels']
+
+
+def takes(parts: Parts, features: int) -> bool:
+    """Returns True if `norm_gradient` takes these parts of x and so many features of dy.
+
+    Only Hopper's kernels for 16-bit types compute it (`takes_norm_gradient` in dispatch.h). They
+    read each 64 channels of x from one part.
+    """
+    channels = [part.shape[3] for part in parts]
+    whole = all(count % 64 == 0 for count in channels[:-1])
+    eights = channels[-1] % 8 == features % 8 == 0
+    many = FEW < sum(channels) <= MAX_CHANNELS and features > FEW
+    large = min(parts[0].shape[1:3]) >= 4 and max(parts[0].shape[1:3]) > 4
+    narrow = parts[0].dtype.itemsize == 2
+    return whole and eights and many and large and narrow and not device.portable()
+
+
+def norm_gradient(
+    dy: Float[Array, 'batch height width features'],
+    kernel: Float[Array, '3 3 channels features'],
+    parts: Parts,
+    affine: tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']],
+    mean: Float[Array, 'batch channels'],
+    inverse: Float[Array, 'batch channels'],
+) -> NormGradient:
+    """Returns the gradient of the norm's result before SiLU, given that of the convolution's.
+
+    Args:
+      parts: x, the norm's input; `takes` says which.
+      affine: a and b.
+      mean, inverse: mean and 1 / deviation of each channel's group.
+    """
+    (batch, height, width), channels = dy.shape[:3], kernel.shape[2]
+    strips = batch * -(-height // 8) * -(-width // 8)
+    shapes = [
+        jax.ShapeDtypeStruct((batch, height, width, channels), dy.dtype),
+        jax.ShapeDtypeStruct((batch, 2, channels), jnp.float32),
+        jax.ShapeDtypeStruct((strips * 2 * channels,), jnp.float32),  # workspace
+    ]
+    call = ffi_call('jaxunet_conv3x3_norm_gradient', shapes)
+    operands = (dy, kernel.astype(dy.dtype), *parts, *affine, mean, inverse)
+    dz, sums, _ = call(*operands, parts=np.int64(len(parts)))
+    return NormGradient(dz, sums)
