@@ -56,7 +56,7 @@ def everything(x, kernel, row):
 
 def calls_of_everything() -> list[tuple[str, str]]:
     """(handler, attributes) of every call in the lowered program."""
-    x = jax.ShapeDtypeStruct((1, 32, 32, 16), 'bfloat16')
+    x = jax.ShapeDtypeStruct((1, 64, 64, 16), 'bfloat16')
     kernel = jax.ShapeDtypeStruct((3, 3, 16, 16), 'bfloat16')
     row = jax.ShapeDtypeStruct((1, 16), 'float32')
     # A new function: JAX keeps traces by function and shapes.

@@ -78,8 +78,8 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
     def images(sizes: list[int]) -> list[Shape]:
         return [((*image, size), kind) for size in sizes]
 
-    def rows(count: int, size: int = channels) -> list[Shape]:
-        return [((draw.choice([1, batch]), size), jnp.float32) for _ in range(count)]
+    def rows(count: int, size: int = 0) -> list[Shape]:
+        return [((draw.choice([1, batch]), size or channels), jnp.float32) for _ in range(count)]
 
     def forward() -> Call:
         out = [((batch, tokens, heads * head), kind), ((batch, heads, tokens), jnp.float32)]
@@ -122,6 +122,12 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         )
 
     def through_norm() -> Call:
+        # On a GPU only such images, channels and types.
+        nonlocal kind, batch, height, width, features, parts, channels, image
+        kind, features = draw.choice([jnp.float16, jnp.bfloat16]), 8 * draw.randint(2, 4)
+        batch, height, width = draw.randint(1, 3), draw.randint(4, 9), draw.randint(5, 9)
+        parts = [64 * draw.randint(1, 2), 8 * draw.randint(1, 9)]
+        channels, image = sum(parts), (batch, height, width)
         workspace = batch * -(-height // 8) * -(-width // 8) * 2 * channels + draw.randint(0, 9)
         results = [((batch, 2, channels), jnp.float32), ((workspace,), jnp.float32)]
         return Call(
@@ -213,6 +219,10 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         )
 
     def input_gradient() -> Call:
+        nonlocal kind, parts, channels
+        kind = draw.choice([jnp.float16, jnp.bfloat16])
+        parts = [8 * draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
+        channels = sum(parts)
         call = gradient()
         sums, *results = call.results
         at = len(parts) + 5  # behind x, dz and the affine rows

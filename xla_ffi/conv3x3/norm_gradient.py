@@ -1,8 +1,8 @@
 """The input gradient of a convolution that norms its input, as one call.
 
 It continues through SiLU and adds up what the norm's own gradient needs, so that the norm's kernel
-reads x and the gradient once instead of twice. That matters for images that are too large for one
-kernel to hold: those for which the forward convolution activates its input.
+reads x and the gradient once instead of twice. That pays for large images, of which no block or
+cluster can hold a sample.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
 
 FEW = 8  # channels for which other kernels run, as kFew in dispatch.h
+# Smallest images, in pixels, for which the norm's kernel saves more than this epilogue costs. To
+# refit, compare the classes of `python -m jaxunet.benchmark.kernels --roofline` with 0 and this.
+MIN_PIXELS = 4096
 MAX_CHANNELS = 2048  # that the call for the rest of the norm's gradient takes
 
 
@@ -35,7 +38,7 @@ class NormGradient(NamedTuple):
 
 
 def takes(parts: Parts, features: int) -> bool:
-    """Returns True if `norm_gradient` takes these parts of x and so many features of dy.
+    """Returns True if `norm_gradient` takes these parts of x and so many features of dy, and pays.
 
     Only Hopper's kernels for 16-bit types compute it (`takes_norm_gradient` in dispatch.h). They
     read each 64 channels of x from one part.
@@ -44,7 +47,8 @@ def takes(parts: Parts, features: int) -> bool:
     whole = all(count % 64 == 0 for count in channels[:-1])
     eights = channels[-1] % 8 == features % 8 == 0
     many = FEW < sum(channels) <= MAX_CHANNELS and features > FEW
-    large = min(parts[0].shape[1:3]) >= 4 and max(parts[0].shape[1:3]) > 4
+    height, width = parts[0].shape[1:3]
+    large = min(height, width) >= 4 and max(height, width) > 4 and height * width >= MIN_PIXELS
     narrow = parts[0].dtype.itemsize == 2
     return whole and eights and many and large and narrow and not device.portable()
 

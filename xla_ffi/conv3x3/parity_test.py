@@ -106,6 +106,7 @@ def check_summed(case: Case, dtype: str, **options):
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_input_gradient_through_the_norm(dtype, copies, monkeypatch):
     monkeypatch.setattr(vjp, 'FUSED_PIXELS', 0)
+    monkeypatch.setattr(norm_gradient, 'MIN_PIXELS', 0)
     case = Case(9, 7, (64, 16), 24, (8, 12), groups=4, batch=3, per_sample=True)
     check_summed(case, dtype, **{'copies': copies} if copies else {})
 
@@ -120,7 +121,8 @@ def test_input_gradient_through_the_norm(dtype, copies, monkeypatch):
     ],
     ids=lambda c: c.name,
 )
-def test_input_gradients_that_do_not_continue_through_the_norm(case):
+def test_input_gradients_that_do_not_continue_through_the_norm(case, monkeypatch):
+    monkeypatch.setattr(norm_gradient, 'MIN_PIXELS', 0)
     image = (2, case.height, case.width)
     parts = tuple(jnp.zeros((*image, channels), 'bfloat16') for channels in case.parts)
     assert not norm_gradient.takes(parts, case.features)
@@ -130,7 +132,8 @@ def test_input_gradients_that_do_not_continue_through_the_norm(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('case', SUMMED, ids=lambda c: c.name)
-def test_input_gradient_through_the_norm_of_every_tile(case, dtype):
+def test_input_gradient_through_the_norm_of_every_tile(case, dtype, monkeypatch):
+    monkeypatch.setattr(norm_gradient, 'MIN_PIXELS', 0)
     check_summed(case, dtype)
     check_summed(case, dtype, copies=1)
 
@@ -138,7 +141,8 @@ def test_input_gradient_through_the_norm_of_every_tile(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('case', [SUMMED[i] for i in (0, 4, 7)], ids=lambda c: c.name)
-def test_runs_of_the_input_gradient_through_the_norm_are_identical(case, dtype):
+def test_runs_of_the_input_gradient_through_the_norm_are_identical(case, dtype, monkeypatch):
+    monkeypatch.setattr(norm_gradient, 'MIN_PIXELS', 0)
     assert_runs_are_identical(op(vjp, case), inputs(case, dtype, 32))
 
 
