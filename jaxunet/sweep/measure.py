@@ -41,7 +41,7 @@ from jaxunet.sweep.points import WORKERS
 from jaxunet.sweep.row import ERROR, OK
 from jaxunet.sweep.runner import Task
 from jaxunet.training.parallel import CompiledStep, Data
-from jaxunet.training.session import IN_FLIGHT, Session
+from jaxunet.training.session import Session
 from jaxunet.training.step import Metrics, TrainStep
 
 # The timed steps are split into this many windows. The point's rate is the median of theirs, so
@@ -85,7 +85,7 @@ def measure(task: Task) -> Row:
         unit = session.steps_per_call
         warmup = task.warmup if session.resident else max(task.warmup, _read_ahead(config))
         warmup_calls, timed_calls = -(-warmup // unit), -(-task.steps // unit)
-        ahead = max(IN_FLIGHT // unit, 1)
+        ahead = session.calls_ahead
         session.open_stream(end=(warmup_calls + timed_calls + ahead) * unit)
         ends, loss = run(
             session.call,
@@ -192,7 +192,7 @@ def run(
     warmup: int,
     calls: int,
     max_seconds: float,
-    in_flight: int = IN_FLIGHT,
+    in_flight: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], float | None]:
     """Calls the step as the training loop does, with up to `in_flight` calls queued.
@@ -204,6 +204,7 @@ def run(
       local: returns the metrics of one device.
       warmup: calls before the timed ones.
       calls: calls to time; fewer if they take more than `max_seconds`, but at least `MIN_CALLS`.
+      in_flight: `Session.calls_ahead`.
 
     Returns the times at which the last warm-up call and each timed call were done, and the loss of
     the last step (None if it is not finite).

@@ -168,7 +168,7 @@ class Session:
 
     @property
     def calls_ahead(self) -> int:
-        """Calls to queue before the metrics of the oldest are read.
+        """Calls to queue before the metrics of the oldest are read, by training and by sweeps.
 
         A CPU needs no longer queue, and a run that is asked to stop waits for all of it.
         """

@@ -9,6 +9,7 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import to_dict
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import measure, runner
 
@@ -47,8 +48,10 @@ def test_statistics_of_steps():
     assert together['images_per_s'] == pytest.approx(200)
 
 
-@pytest.mark.parametrize(('max_seconds', 'expected'), [(1e9, 12), (0.0, measure.MIN_CALLS)])
-def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
+@pytest.mark.parametrize(
+    ('max_seconds', 'expected', 'in_flight'), [(1e9, 12, 8), (0.0, measure.MIN_CALLS, 1)]
+)
+def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected, in_flight):
     """Every step takes a second of a fake clock that moves when a result is waited for; the warm-up
     takes ten.
     """
@@ -73,11 +76,29 @@ def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
         3,
         12,
         max_seconds,
+        in_flight,
         clock=lambda: now[0],
     )
     assert np.diff(ends).tolist() == [1.0] * expected
     assert loss == 0.5
-    assert len(dispatched) == expected + 3 + measure.IN_FLIGHT
+    assert len(dispatched) == expected + 3 + in_flight
+
+
+def test_a_point_queues_as_many_calls_as_training(monkeypatch):
+    """On a CPU one, where a longer queue would delay the steps that are timed."""
+    in_flight = []
+
+    def run(*_, **options):
+        in_flight.append(options['in_flight'])
+        return [0.0, 1.0, 2.0], 0.5
+
+    monkeypatch.setattr(measure, 'run', run)
+    monkeypatch.setattr(measure, '_compile', lambda *_, **__: {})
+    task = runner.Task(to_dict(tiny_config(parallel={'devices': 1})), True, [], 2, 1, 1.0)
+    measure.measure(task)
+    monkeypatch.setattr(measure.Session, 'calls_ahead', 5)
+    measure.measure(task)
+    assert in_flight == [1, 5]
 
 
 def test_the_eager_step_sees_the_batches_that_training_sees():
