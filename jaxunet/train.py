@@ -22,7 +22,7 @@ import jax
 from absl import flags
 
 from jaxunet.checkpoint import store as checkpoint
-from jaxunet.checkpoint.load import load_initial
+from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import newest_config
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
@@ -51,8 +51,8 @@ WORKDIR = flags.DEFINE_string(
 DRY_RUN = flags.DEFINE_bool(
     'dry_run',
     False,
-    'Train nothing: print the config with all choices made, the samplers, the number of '
-    'parameters, GFLOPs per image and an estimate of the memory.',
+    'Train nothing: print the config with all choices made, the samplers, what the run takes from '
+    'init_from, the number of parameters, GFLOPs per image and an estimate of the memory.',
 )
 CLUSTER = flags.DEFINE_enum(
     'cluster',
@@ -235,11 +235,35 @@ def checkpoint_names(workdir: pathlib.Path) -> list[str]:
 
 
 def dry_run(config: Config) -> None:
-    """Prints the resolved config and the cost estimate of a run, without allocating arrays."""
+    """Prints the resolved config, what it starts from and the cost estimate of a run.
+
+    Raises:
+      UserError: the run cannot start from `init_from`.
+    """
     print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
     grids, evaluations = grid_sampler(config), evaluation_sampler(config)
     print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
+    if config.init_from:
+        print(f'init_from: {start_from(config)}')
     print(estimate.summary(config))
+
+
+def start_from(config: Config) -> str:
+    """Returns a line that says what a run takes from `init_from` and what starts fresh.
+
+    Raises:
+      UserError: as of `load_initial`.
+    """
+    if checkpoint.exists(workdir()):
+        return f'not read, as the run resumes from its checkpoint in {workdir()}'
+    names: Sequence[str] = ()
+    unnamed = ''
+    try:
+        names = open_images(config).class_names
+    except UserError as error:  # without images, too, a dry run says what it can
+        unnamed = f'; names of classes not compared, as the images cannot be read ({error})'
+    initial = fit_initial(config, names)
+    return '; '.join((initial.note, *initial.report)) + unnamed
 
 
 if __name__ == '__main__':

@@ -123,6 +123,23 @@ def _from_checkpoint(path: str, ema: str) -> Model:
     )
 
 
+@dataclass(frozen=True)
+class Initial:
+    """Weights of `config.init_from`, fitted to the config's network.
+
+    Attributes:
+      params: float32 numpy arrays.
+      moments: Adam's moments; None if they start at 0.
+      note: describes which weights these are.
+      report: lines that say what is kept, what is initialized and what changes its meaning.
+    """
+
+    params: Params
+    moments: tuple[Params, Params] | None
+    note: str
+    report: tuple[str, ...]
+
+
 def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState | None:
     """Returns a state at step 0 with the weights of `config.init_from`; None if that is empty.
 
@@ -136,6 +153,20 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
     """
     if not config.init_from:
         return None
+    initial = fit_initial(config, class_names)
+    logging.info('starting from %s:\n  %s', initial.note, '\n  '.join(initial.report))
+    return state_from_weights(config, initial.params, initial.moments)
+
+
+def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
+    """Reads `config.init_from`, which is not empty, and fits it to the config's network.
+
+    Args:
+      class_names: as of `load_initial`.
+
+    Raises:
+      UserError: there are no weights there, or the config's network cannot start from them.
+    """
     order = {'': None, 'legacy': False, 'new': True}[config.init_from_order]
     if order is not None and not config.init_from.lower().endswith(('.pt', '.safetensors')):
         raise UserError(
@@ -167,5 +198,4 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
         report.append(
             f"left out: Adam's moments, as {reason}" if reason else "kept: Adam's moments"
         )
-    logging.info('starting from %s:\n  %s', model.note, '\n  '.join(report))
-    return state_from_weights(config, jax.tree.map(np.asarray, fitted.params), moments)
+    return Initial(jax.tree.map(np.asarray, fitted.params), moments, model.note, tuple(report))

@@ -175,6 +175,32 @@ def test_dry_run(tmp_path):
     assert re.search(r'memory per device, GiB: \d+\.\d\d estimated with xla \(', out)
 
 
+def test_dry_run_checks_what_the_run_starts_from(run, tmp_path):
+    """The line of `--dry_run`; without images, it says that names of classes are not compared."""
+    dry = ['jaxunet.train', '--dry_run', *SMALL, f'--config.init_from={run}']
+    commands = [
+        [*dry, f'--workdir={tmp_path / "new"}'],
+        [*dry, '--config.model.num_classes=0', '--config.model.label_dropout=0'],
+        [*dry, '--config.data.path=nowhere'],
+        [*dry, f'--workdir={run}'],
+        [*dry, '--config.model.base_channels=64'],
+        [*dry[:-1], '--config.init_from=nowhere.bin'],
+    ]
+    results = call_each(commands, tmp_path)
+    lines = [re.findall(r'^init_from: .*', out, re.M) for _, out, _ in results]
+    assert [code for code, _, _ in results] == [0, 0, 0, 0, 2, 2]
+    (kept,), (fresh,), (unnamed,), (resumed,), *failed = lines
+    assert failed == [[], []]
+    assert re.search(r'step 6, .*; kept: ([\d,]+) of \1 parameters', kept)
+    assert 'label table' in fresh
+    assert re.search(
+        r'names of classes not compared, as the images cannot be read \(.*nowhere', unnamed
+    )
+    assert 'not read, as the run resumes' in resumed
+    assert 'model.base_channels' in results[4][2]
+    assert 'nowhere.bin: no such file or folder' in results[5][2]
+
+
 def test_a_path_is_enough_for_images(tmp_path):
     """configs/images.py, with the path as a word of its own, as the page shows it without `=`."""
     files = {f'{i}.png': encoded(random_pixels(i, (20 + i, 30, 3))) for i in range(3)}
