@@ -26,6 +26,7 @@ from jaxunet.checkpoint import store as checkpoint
 from jaxunet.training.evaluation import read_evaluations
 from jaxunet.training.logs import read_metrics
 
+TRAINS = re.compile(r'process (\d+) trains')  # a supervisor's line
 STEPS = 24
 SAVE_EVERY = 4
 SECONDS = 300  # limit of a command without a fault
@@ -340,3 +341,8 @@ def can_mount() -> bool:
 
 def _mount(*arguments: object) -> None:
     subprocess.run(['mount', *map(str, arguments)], check=True, capture_output=True)
+
+
+def processes_started(supervisors: Sequence[Fork]) -> list[list[int]]:
+    """Returns the processes that each supervisor has started so far."""
+    return [[int(n) for n in TRAINS.findall(p.stderr.read_text())] for p in supervisors]
