@@ -16,12 +16,10 @@ from support.readers import (
     FIXTURES,
     classifier_parts,
     npz,
-    profile_csv,
-    results,
-    sweep_parts,
     unzipped,
 )
 from support.readers import lines as joined_lines
+from support.result_files import profile_csv, results, sweep_parts
 from support.weight_cases import archive, safetensors_bytes, with_header
 
 DEEP = '[' * 100_000

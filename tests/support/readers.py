@@ -11,12 +11,9 @@ import gzip
 import io
 import json
 import lzma
-import os
 import pathlib
 import pickle
 import tempfile
-import typing
-import unittest.mock
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +23,8 @@ import numpy as np
 from jaxunet.benchmark.kernels.table import tables as kernel_tables
 from jaxunet.benchmark.table import markdown
 from jaxunet.checkpoint import meta, snapshots
-from jaxunet.compare import runner as compare_runner
-from jaxunet.compare import step_cost, worker
-from jaxunet.config import OPS, to_dict
+from jaxunet.compare import step_cost
+from jaxunet.config import to_dict
 from jaxunet.data import cifar10
 from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.data.sources import open_source
@@ -38,14 +34,9 @@ from jaxunet.metrics.frechet import is_statistics, load_statistics
 from jaxunet.metrics.image_sets import open_images, read_grid
 from jaxunet.metrics.torch_legacy import read_legacy
 from jaxunet.metrics.torch_script import read_torch_script
-from jaxunet.ops import choices
 from jaxunet.prepare_data import prepare
 from jaxunet.profile import report as profile_report
 from jaxunet.runtime import rows
-from jaxunet.runtime.errors import UserError
-from jaxunet.sampling.partial_output import Parts
-from jaxunet.sweep import folder as sweep_folder
-from jaxunet.sweep import report as sweep_report
 from jaxunet.weights import read_weights
 from jaxunet.weights.torch_adam import adam_state
 from jaxunet.weights.torch_file import TorchFile
@@ -58,6 +49,21 @@ from support.data_files import (
     random_pixels,
     write_tar,
 )
+from support.result_files import (
+    Contents,
+    choices_parts,
+    compare_parts,
+    profile_csv,
+    read_choices,
+    read_compare,
+    read_finished,
+    read_metadata,
+    read_parts,
+    read_sweep,
+    read_task,
+    results,
+    sweep_parts,
+)
 from support.tiny import tiny_config
 from support.weight_cases import (
     SMALL,
@@ -69,8 +75,6 @@ from support.weight_cases import (
 )
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
-RESULTS = FIXTURES.parents[1] / 'docs' / 'results'
-Contents = dict[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -174,82 +178,12 @@ def classifier_parts() -> Contents:
     return npz(**texts, **arrays)
 
 
-def sweep_parts() -> Contents:
-    spec = {
-        'title': 't',
-        'command': '--config=x',
-        'axes': [{'name': 'jit', 'values': ['on', 'off']}],
-        'keys': ['a', 'b'],
-        'notes': [],
-    }
-    row = {'case': 'sweep', 'point': {'jit': 'on'}, 'batch': 4, 'device': 'cpu', 'devices': 1}
-    row |= {'versions': {'jax': '0'}, 'git': None, 'driver': None, 'seconds': 1.0}
-    ok = {'status': 'ok', 'images_per_s': 2.0, 'step_ms': {'median': 1.0, 'quartiles': [1, 2]}}
-    ok |= {'compile_s': 1.0, 'compile_cached': False, 'lower_s': 1.0, 'peak_bytes': 5}
-    failed = {'status': 'crash', 'reason': 'no', 'log': 'x'}
-    return {
-        'sweep.json': json.dumps(spec).encode(),
-        'a.json': json.dumps({'key': 'a', **row, **ok}).encode(),
-        'b.json': json.dumps({'key': 'b', **row, **failed}).encode(),
-    }
-
-
-def read_sweep(path: pathlib.Path) -> object:
-    spec, _, lines = path.read_bytes().partition(b'\n')
-    (path.parent / 'sweep.json').write_bytes(spec)
-    (path.parent / 'results.jsonl').write_bytes(lines)
-    sweep = sweep_folder.load(path.parent)
-    return sweep_report.markdown(sweep, [], path.parent)
-
-
-def compare_parts() -> Contents:
-    spec = {
-        'command': 'c',
-        'config': to_dict(tiny_config()),
-        'methods': {'uniform': {}, 'p2': {'loss.weighting': 'p2'}},
-        'seconds': {'uniform': 2.0, 'p2': 2.0},
-        'seeds': {'uniform': 1, 'p2': 1},
-        'evaluations': {'uniform': 2, 'p2': 2},
-    }
-    return {'compare.json': json.dumps(spec).encode()}
-
-
-def read_compare(path: pathlib.Path) -> object:
-    return compare_runner.load(path.parent)
-
-
-def read_metadata(path: pathlib.Path) -> object:
-    (path.parent / meta.FILE).parent.mkdir(exist_ok=True)
-    (path.parent / meta.FILE).write_bytes(path.read_bytes())
-    try:
-        return meta.read_meta(path.parent)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-def read_task(path: pathlib.Path) -> object:
-    return worker.read_task(path.parent), worker.finished(path.parent)
-
-
 def read_with_file(read: Callable) -> Callable[[pathlib.Path], object]:
     def run(path: pathlib.Path) -> object:
         with path.open('rb') as file:
             return read(str(path), file)
 
     return run
-
-
-def read_choices(path: pathlib.Path) -> object:
-    """Reads them as `backend=auto` does, which ignores a damaged file with a warning."""
-    choices.ignore.cache_clear()
-    with unittest.mock.patch.dict(os.environ, {choices.VARIABLE: str(path)}):
-        return choices.read('H200', 'float32') or choices._entries(path)
-
-
-def choices_parts() -> Contents:
-    entry = {'device': 'H200', 'precision': 'float32', 'versions': choices.versions()}
-    entry['ops'] = dict.fromkeys(OPS, 'xla')
-    return {'choices.json': json.dumps({'choices': [entry, entry]}).encode()}
 
 
 def read_torch(path: pathlib.Path) -> object:
@@ -295,21 +229,6 @@ def read_classifier(path: pathlib.Path) -> object:
 
 def read_statistics(path: pathlib.Path) -> object:
     return is_statistics(path) and load_statistics(path)
-
-
-def read_parts(path: pathlib.Path) -> object:
-    folder = path.parent / 'x.png.partial'
-    folder.mkdir(exist_ok=True)
-    (folder / 'run.json').write_bytes(path.read_bytes())
-    return Parts(path.parent / 'x.png', {'a': 1, 'b': [1.5, 'x']})
-
-
-def read_finished(path: pathlib.Path) -> object:
-    folder = path.parent / 'y.png.partial'
-    folder.mkdir(exist_ok=True)
-    (folder / 'run.json').write_text('{}')
-    (folder / '000000-000002.npz').write_bytes(path.read_bytes())
-    return Parts(path.parent / 'y.png', {}).load(2)
 
 
 def pictures(kind: str) -> Callable[[], Contents]:
@@ -360,19 +279,6 @@ def read_snapshots(path: pathlib.Path) -> object:
     target.parent.mkdir()
     path.rename(target)
     return [found.read() for found in snapshots.find_snapshots(path.parent, 10)]
-
-
-def results(path: str) -> Callable[[], Contents]:
-    """Returns the first and last row of committed measurements."""
-    measured = (RESULTS / path).read_bytes().splitlines()
-    return lambda: {'first': measured[0], 'last': measured[-1]}
-
-
-def profile_csv() -> Contents:
-    values = {'int': '3', 'float': '1.5', 'str': 'a'}
-    kinds = typing.get_type_hints(profile_report.Row)
-    row = ','.join(values[kinds[name].__name__] for name in profile_report.COLUMNS)
-    return {'head': ','.join(profile_report.COLUMNS).encode(), 'row': row.encode()}
 
 
 READERS = {
