@@ -29,6 +29,7 @@ from jaxunet.runtime.distributed import end
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
+from jaxunet.runtime.no_device import needs_device
 from jaxunet.runtime.out_of_memory import memory_for
 
 MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
@@ -40,7 +41,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
-    `exit_code`. So is an exception for lack of memory that nothing else explained. After Ctrl-C
+    `exit_code`. So is an exception for lack of memory or of a device. After Ctrl-C
     the exit code is `INTERRUPTED`, and only `main` prints anything.
     """
     raise_again()
@@ -93,7 +94,7 @@ def _without_traceback(
                 raise UserError(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )
-            with memory_for('this command', MORE_MEMORY):
+            with needs_device(), memory_for('this command', MORE_MEMORY):
                 return main(argv)
         except UserError as error:
             _fail(error)

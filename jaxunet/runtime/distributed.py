@@ -27,6 +27,7 @@ from jaxunet.runtime.by_hand import check_by_hand, check_listens, listens_at
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.launchers import all_devices, check_launcher, coordinator, detect
+from jaxunet.runtime.no_device import is_no_device, no_device_error
 from jaxunet.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
@@ -88,6 +89,8 @@ def joined(start: Start) -> Iterator[None]:
     except BaseException as error:
         if is_out_of_memory(error):
             error = out_of_memory_error(error, 'this process', 'lower its batch size')
+        elif is_no_device(error):
+            error = no_device_error(error)
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)
             end(error.exit_code)

@@ -25,6 +25,7 @@ from jaxunet.checkpoint.store import FOLDER
 from jaxunet.runtime.distributed import PEERS_MISSING
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.runtime.no_device import NO_DEVICE
 from jaxunet.runtime.out_of_memory import OUT_OF_MEMORY
 from jaxunet.training.logs import MAX_DIGITS, StepTable
 from jaxunet.training.meeting import Meeting, Place
@@ -34,6 +35,7 @@ COLUMNS = ('step', 'restart', 'reason', 'wait_seconds', 'time', 'job', 'processe
 TEXTS = ('reason', 'time', 'job')
 BY_ITSELF = (0, USER_ERROR, INTERRUPTED)  # exit codes after which another start would not help
 REASONS = {
+    NO_DEVICE: ': no device',
     OUT_OF_MEMORY: ': no memory left',
     PEERS_MISSING: ': the other processes were not there',
 }
