@@ -30,7 +30,7 @@ import signal
 import subprocess
 import sys
 
-from soak.watch import Sample, ends, growths, watch
+from soak.watch import Sample, ends, growths, more_threads, watch
 from support.commands import ROOT, python_path
 
 from jaxunet.runtime import rows
@@ -72,7 +72,7 @@ def soak(options: argparse.Namespace) -> rows.Row:
     }
     process = subprocess.Popen([sys.executable, *command], env=os.environ | variables)
     try:
-        samples = watch(
+        samples, names = watch(
             process,
             60 * options.minutes,
             options.every,
@@ -97,6 +97,7 @@ def soak(options: argparse.Namespace) -> rows.Row:
         'ends': ends(samples, options.settled) | ends(metrics, options.settled),
         'growth': found,
         'grown': [name for name, share in found.items() if share > options.limit],
+        'more_threads': more_threads(names, options.settled),
         'exit_status': process.returncode,
     }
     rows.append(output / 'rows.jsonl', row)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from soak import run, watch
@@ -36,6 +38,28 @@ def test_what_grows_is_found():
     doubled = watch.growths(samples(flat[half:] + [2 * x for x in flat[half:]]), 0)
     assert doubled == {'threads': 1.0}
     assert watch.ends(samples(flat + [11.0] * 5), 0.1) == {'threads': [10.0, 11.0]}
+
+
+def test_threads_that_stay_are_named():
+    few, more = collections.Counter(pool=4, main=1), collections.Counter(pool=36, main=1)
+    busy = few + collections.Counter(reader=8)
+    names = [busy, few, busy, few] * 5 + [more, more + collections.Counter(reader=8)] * 10
+    assert watch.more_threads(names, 0.1) == {'pool': [4, 36]}
+    assert watch.more_threads([few, busy] * 20, 0.1) == {}
+
+
+@LINUX
+def test_threads_are_counted_by_their_names():
+    stop = threading.Event()
+    started = [threading.Thread(target=stop.wait) for _ in range(3)]
+    before = watch.thread_names(os.getpid())
+    for thread in started:
+        thread.start()
+    more = watch.thread_names(os.getpid())
+    stop.set()
+    for thread in started:
+        thread.join()
+    assert more.total() >= before.total() + 3
 
 
 @LINUX

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import os
 import pathlib
 import shutil
 import statistics
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 Sample = dict[str, float]  # seconds since the start, and the quantities
+Names = collections.Counter[str]  # threads by the name that they have in the system
 PROC = pathlib.Path('/proc')
 # In smaps_rollup: all but the pages of mapped files, and but those that are free already.
 OWN = {'Anonymous': 1, 'LazyFree': -1, 'Pss_Shmem': 1, 'Swap': 1}
@@ -34,7 +37,8 @@ def family(pid: int) -> list[int]:
 def measure(pid: int) -> Sample:
     """Own MiB, threads and open files of a process and its descendants; GPU MiB if any.
 
-    The memory is without pages that the system drops when it likes: those of mapped files, such as
+    Memory of a GPU is that of all its processes; of the GPUs in CUDA_VISIBLE_DEVICES, if set. Own
+    memory is without pages that the system drops when it likes: those of mapped files, such as
     libraries, and those that an allocator has given back.
     """
     sample: Sample = {'own_mib': 0.0, 'threads': 0.0, 'open_files': 0.0}
@@ -50,8 +54,10 @@ def measure(pid: int) -> Sample:
             sample['own_mib'] += sum(kilobytes) / 1024
             sample['threads'] += int(status['Threads'])
     if shutil.which('nvidia-smi'):
+        visible = os.environ.get('CUDA_VISIBLE_DEVICES', '')
+        query = ['--query-gpu=memory.used', '--format=csv,noheader,nounits']
         printed = subprocess.run(
-            ['nvidia-smi', '--query-gpu=memory.used', '--format=csv,noheader,nounits'],
+            ['nvidia-smi', *(['-i', visible] if visible else []), *query],
             stdout=subprocess.PIPE,
             text=True,
             check=True,
@@ -60,20 +66,46 @@ def measure(pid: int) -> Sample:
     return sample
 
 
+def thread_names(pid: int) -> Names:
+    """Counts the threads of a process and its descendants by name."""
+    found: Names = collections.Counter()
+    for member in family(pid):
+        for thread in PROC.glob(f'{member}/task/*/comm'):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                found[thread.read_text().strip()] += 1
+    return found
+
+
 def watch(
     process: subprocess.Popen[bytes], seconds: float, every: float, stop: Callable[[], None]
-) -> list[Sample]:
+) -> tuple[list[Sample], list[Names]]:
     """Measures a process until it ends; after `seconds`, calls `stop` once."""
     began, samples, stopped = time.monotonic(), [], False
+    names: list[Names] = []
     while process.poll() is None:
         passed = time.monotonic() - began
         if not stopped:
             samples.append({'seconds': passed, **measure(process.pid)})
+            names.append(thread_names(process.pid))
             if passed > seconds:
                 stop()
                 stopped = True
         time.sleep(every)
-    return samples
+    return samples, names
+
+
+def more_threads(names: Sequence[Names], settled: float) -> dict[str, list[int]]:
+    """Returns the names with more threads in the last tenth of the settled run than in the first.
+
+    Each with the least numbers in both, so that threads that come and go do not count.
+    """
+    later = names[round(settled * len(names)) :]
+    tenth = max(len(later) // 10, 1)
+    found = {
+        name: [min(n[name] for n in part) for part in (later[:tenth], later[-tenth:])]
+        for name in sorted(set().union(*later))
+    }
+    return {name: [before, after] for name, (before, after) in found.items() if after > before}
 
 
 def growth(values: Sequence[float]) -> float:
