@@ -3,13 +3,15 @@ with the portable ones.
 
     python3 tests/gpu/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck]
       [--ops 'cuda conv3x3,pallas attention'] [--kernels fastest,portable] [--seconds 3600]
-      [--limit 600] [--size 20] [--output sanitizer.jsonl] [--again]
+      [--limit 600] [--size 20] [--processes 1] [--output sanitizer.jsonl] [--again]
     python3 tests/gpu/sanitize.py --table docs/results/sanitizer/rows.jsonl
 
 Appends a row for each piece of at most `--size` tests to `--output`, and prints the table of all
 its rows at the end. No piece begins after `--seconds`, and none takes more than `--limit`. The same
 command goes on where an earlier one ended: pieces that have a row of this commit are left out,
-unless `--again`. The exit status is 1 if a tool found an error or a test failed.
+unless `--again`. Pieces of which the GPU's memory was too small are not done: the next run tries
+them again, best with fewer `--processes`. What the tool printed of a piece with errors follows its
+line. The exit status is 1 if a tool found an error or a test failed.
 
 Needs compute-sanitizer of the CUDA toolkit on PATH, and a built checkout (tests/gpu/build.sh).
 """
@@ -17,6 +19,7 @@ Needs compute-sanitizer of the CUDA toolkit on PATH, and a built checkout (tests
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import json
 import os
@@ -55,39 +58,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = rows.read(options.output) if options.output.exists() else []
     origin = provenance()
     command = shlex.join(['python3', 'tests/gpu/sanitize.py', *(argv or sys.argv[1:])])
+    wanted = sanitizer.pieces(options.tools, options.ops, options.kernels, options.size)
+    left = [p for p in wanted if options.again or not sanitizer.is_done(p, known, origin['git'])]
     bad = late = 0
-    for piece in sanitizer.pieces(options.tools, options.ops, options.kernels, options.size):
-        if not options.again and sanitizer.is_done(piece, known, origin['git']):
-            continue
-        left = stop - time.monotonic()
-        if left <= 0:
-            late += 1
-            continue
-        found, seconds = sanitizer.run(piece, min(options.limit, left))
-        row = {
-            'kind': 'sanitizer',
-            **origin,
-            **piece.row(),
-            **found._asdict(),
-            'seconds': seconds,
-            'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-            'command': command,
-        }
-        rows.append(options.output, row)
-        bad += found.status != 'clean'
-        last = piece.first + len(piece.tests)
-        print(
-            f'{piece.tool}, {piece.op}, {piece.kernels}, cases {piece.first + 1} to {last} of '
-            f'{piece.of}: {found.status}, {found.passed} passed, {seconds:.0f} s',
-            *found.reports,
-            sep='\n  ',
-            flush=True,
-        )
+
+    def work(piece: sanitizer.Piece) -> tuple[sanitizer.Piece, sanitizer.Found, float] | None:
+        seconds = stop - time.monotonic()
+        if seconds <= 0:
+            return None
+        return piece, *sanitizer.run(piece, min(options.limit, seconds))
+
+    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(work, p) for p in left]):
+            result = done.result()
+            if result is None:
+                late += 1
+                continue
+            piece, found, seconds = result
+            row = {
+                'kind': 'sanitizer',
+                **origin,
+                **piece.row(),
+                **found._asdict(),
+                'seconds': seconds,
+                'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+                'command': command,
+            }
+            rows.append(options.output, row)
+            bad += found.status != 'clean'
+            tell(piece, found, seconds)
     if options.output.exists():
         print(sanitizer.table(rows.read(options.output)))
     if late:
         print(f'{late} pieces were not begun; the same command runs them')
     return 1 if bad else 0
+
+
+def tell(piece: sanitizer.Piece, found: sanitizer.Found, seconds: float) -> None:
+    """Prints the line of a piece that has ended, and its reports."""
+    last = piece.first + len(piece.tests)
+    print(
+        f'{piece.tool}, {piece.op}, {piece.kernels}, cases {piece.first + 1} to {last} of '
+        f'{piece.of}: {found.status}, {found.passed} passed, {seconds:.0f} s',
+        *found.reports,
+        sep='\n  ',
+        flush=True,
+    )
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -115,6 +131,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--seconds', type=float, default=3600, help='no piece begins after this')
     parser.add_argument('--limit', type=float, default=600, help='of a piece, in seconds')
     parser.add_argument('--size', type=int, default=20, help='tests of a piece')
+    parser.add_argument('--processes', type=int, default=1, help='pieces at the same time')
     parser.add_argument('--output', type=pathlib.Path, default=pathlib.Path('sanitizer.jsonl'))
     parser.add_argument('--again', action='store_true', help='run pieces that have rows, too')
     parser.add_argument('--table', type=pathlib.Path, help='print the table of these rows, and end')

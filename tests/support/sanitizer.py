@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SANITIZER = 'compute-sanitizer'
 TOOLS = ('memcheck', 'racecheck', 'synccheck', 'initcheck')
 KERNELS = {'fastest': 'fastest', 'portable': 'portable'}  # JAXUNET_KERNELS, its name in the table
+TOLD_LINES = 80  # of a tool's reports that are printed
 DONE = ('clean', 'errors', 'failed')  # states that are not tried again
 
 
@@ -90,7 +91,7 @@ class Found(NamedTuple):
     Fields:
       errors: those that the tool counted; None if it ended without its summary.
       status: clean; errors: the tool found some; failed: a test failed, or none passed; timeout;
-        crashed: no summary.
+        no memory: the GPU had too little for the test or the tool; crashed: no summary.
       reports: the first lines of the tool's reports.
     """
 
@@ -108,6 +109,10 @@ SUMMARY = re.compile(
 )
 # Every report begins with a line that is indented by one space; those of its details by more.
 REPORT = re.compile(r'^========= (?! )(?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(.+)$')
+NO_MEMORY = re.compile(
+    r'Unable to allocate enough memory|CUDA_ERROR_OUT_OF_MEMORY|RESOURCE_EXHAUSTED: Out of memory'
+    r'|no supported devices found'
+)
 COUNT = re.compile(r'(\d+) (passed|failed|skipped|errors?)\b')
 
 
@@ -124,6 +129,8 @@ def parse(output: str, *, timed_out: bool = False) -> Found:
     failed = counts['failed'] + counts['error'] + counts['errors']
     if timed_out:
         status = 'timeout'
+    elif NO_MEMORY.search(output):
+        status = 'no memory'
     elif errors is None:
         status = 'crashed'
     elif errors:
@@ -214,6 +221,9 @@ def run(piece: Piece, seconds: float) -> tuple[Found, float]:
     found = parse(output, timed_out=timed_out)
     if found.status in ('failed', 'crashed'):
         print(output[-4000:], flush=True)
+    if found.status == 'errors':
+        told = [line for line in output.splitlines() if line.startswith('=========')]
+        print(*told[:TOLD_LINES], sep='\n', flush=True)
     return found, round(time.monotonic() - began, 1)
 
 
@@ -283,7 +293,7 @@ def _cell(rows: Sequence[Row]) -> str:
     parts += [f'{skipped} skipped'] if skipped else []
     if failed := sum(row['failed'] for row in newest.values()):
         parts.append(f'{failed} failed')
-    for state in ('timeout', 'crashed'):
+    for state in ('timeout', 'no memory', 'crashed'):
         if state in states:
             parts.append(f'{states.count(state)} × {state}')
     return ', '.join(parts)

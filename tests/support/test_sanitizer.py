@@ -57,6 +57,8 @@ def test_what_the_output_says():
     assert parse(CLEAN.replace('20 passed, ', '')).status == 'failed'  # nothing ran
     assert parse(CLEAN.split('====', 2)[0]).status == 'crashed'
     assert parse(CLEAN, timed_out=True).status == 'timeout'
+    lost = '========= Internal Sanitizer Error: (Unable to allocate enough memory to perform it)'
+    assert parse(f'{lost}\n{READ}').status == 'no memory'
 
 
 FAKE = """\
@@ -166,6 +168,15 @@ def test_what_takes_too_long_is_ended_and_tried_again(world, capsys):
     world.slow.unlink()
     assert world.run(*flags, '--size', '5') == 0
     assert '| cuda linear | portable | not run | 5 cases, 0 errors |' in capsys.readouterr().out
+
+
+def test_pieces_run_at_the_same_time(world):
+    world.slow.touch()
+    began = time.monotonic()
+    flags = ('--tools', 'racecheck', '--kernels', 'portable', '--limit', '2')
+    assert world.run(*flags, '--processes', '3') == 1
+    assert time.monotonic() - began < 5  # one after the other, three of two seconds take six
+    assert sorted(r['first'] for r in world.rows()) == [0, 2, 4]
 
 
 def test_no_piece_begins_after_the_time(world, capsys):
