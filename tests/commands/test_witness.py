@@ -14,6 +14,8 @@ import lzma
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
 from typing import NamedTuple
 
@@ -37,7 +39,6 @@ CHANGED = {
     'e54d28d': 'parallel.concurrent_kernels: False -> True, ',
     'a46f2a2': '',
 }
-OTHER_ELEMENTS = 0.05  # relative: dropout no longer drops the elements that it dropped then
 
 
 class Run(NamedTuple):
@@ -67,8 +68,6 @@ class Run(NamedTuple):
     @property
     def relative(self) -> float:
         """The tolerance of its numbers."""
-        if '--config.model.dropout=0.1' in self.flags['runs'].get(self.name, ()):
-            return OTHER_ELEMENTS
         return 2e-2 if self.name == 'half' else 1e-3
 
 
@@ -80,12 +79,35 @@ ROUNDING = 1e-16
 
 
 def call(folder: pathlib.Path, command: str, *flags: str) -> str:
-    """Returns what `python -m jaxunet.COMMAND` prints; paths are relative to `folder`."""
+    """Returns what `python -m jaxunet.COMMAND` prints; paths are relative to `folder`.
+
+    Training with dropout drops the elements that it dropped when the fixtures were written.
+    """
     variables = {'PYTHONPATH': str(ROOT), 'JAXUNET_GIT_SHA': COMMIT}
-    process = Fork([f'jaxunet.{command}', *flags], environment() | variables, folder)
+    arguments = [f'jaxunet.{command}', *flags]
+    if command == 'train' and any('model.dropout=' in flag for flag in flags):
+        return call_with_earlier_dropout(arguments, environment() | variables, folder)
+    process = Fork(arguments, environment() | variables, folder)
     out, error = process.communicate()
     assert process.returncode == 0, out + error
     return out + error
+
+
+def call_with_earlier_dropout(
+    arguments: list[str], variables: dict[str, str], folder: pathlib.Path
+) -> str:
+    # A kept step is found by the source code, which is not what runs here.
+    no_cache = {'JAX_ENABLE_COMPILATION_CACHE': 'false'}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / 'tests' / 'support' / 'earlier_dropout.py'), *arguments],
+        env=variables | no_cache,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def run_flags(run: Run) -> list[str]:
@@ -229,8 +251,6 @@ def test_the_state_after_more_steps(resumed):
             compared = wanted[f'opt_state/0/nu/{parts[1]}'] > ROUNDING
             compared[0] = compared.all()  # the norm is of all elements
         assert compared.any() or parts[1].endswith('qkv/bias'), path
-        if run.relative == OTHER_ELEMENTS and path.startswith('opt_state'):
-            continue  # Adam's moments follow the gradients of the last steps
         absolute = run.relative * np.abs(known).max()
         tolerance = {'rtol': run.relative, 'atol': absolute, 'err_msg': path}
         np.testing.assert_allclose(found[compared], known[compared], **tolerance)
@@ -329,8 +349,7 @@ def test_weights_to_start_from(tmp_path):
         metrics(tmp_path / 'run' / 'metrics.csv'), metrics(EXPECTED / 'init_from.csv'), strict=True
     ):
         for column in ('loss', 'grad_norm', 'learning_rate'):
-            relative = 1e-3 if column == 'learning_rate' else OTHER_ELEMENTS
-            assert float(row[column]) == pytest.approx(float(other[column]), rel=relative), (
+            assert float(row[column]) == pytest.approx(float(other[column]), rel=1e-3), (
                 row['step'],
                 column,
             )

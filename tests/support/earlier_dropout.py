@@ -1,0 +1,32 @@
+"""Runs a command with dropout as it was up to 22e3724, when every block drew from JAX's generator.
+
+    python tests/support/earlier_dropout.py jaxunet.train FLAGS
+
+So a run of that time goes on to the numbers that it would have had.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import zlib
+
+import jax
+import jax.numpy as jnp
+
+from jaxunet.model import blocks, encoder
+
+
+def dropout(x, keys, rate, path):
+    """As `jaxunet.model.dropout.dropout`, but of one key per sample."""
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, zlib.crc32('/'.join(path).encode())))(keys)
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(keep, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
+
+
+if __name__ == '__main__':
+    encoder.dropout_seeds = lambda keys: keys
+    blocks.dropout = dropout
+    del sys.argv[0]
+    del sys.path[0]  # the folder of this file
+    runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
