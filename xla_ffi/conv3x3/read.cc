@@ -7,18 +7,22 @@
 namespace jaxunet {
 namespace {
 
-// The image that is convolved.
+// The image that is convolved, in `parts` arrays.
 template <class Plan>
-Array read_image(Reader& call, Plan& plan) {
+Array read_image(Reader& call, Plan& plan, const std::string& name, int64_t parts) {
   Array first;
-  plan.x = call.parts("x", call.integer("parts", 1, kMaxParts), &first);
-  if (plan.x.total == 0) call.fail("x: no channels");
+  plan.x = call.parts(name, parts, &first);
+  if (plan.x.total == 0) call.fail(name + ": no channels");
   plan.type = kind(first.element);
   plan.batch = first.dims[0];
   plan.height = first.dims[1];
   plan.width = first.dims[2];
-  call.at_most("x", "pixels", pixels(plan), kMaxPixels);
+  call.at_most(name, "pixels", pixels(plan), kMaxPixels);
   return first;
+}
+template <class Plan>
+Array read_image(Reader& call, Plan& plan) {
+  return read_image(call, plan, "x", call.integer("parts", 1, kMaxParts));
 }
 
 }  // namespace
@@ -75,14 +79,7 @@ Conv3x3 read_conv3x3_shortcut_gradient(Reader& call) {
 Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call) {
   Conv3x3NormGradient plan{};
   Conv3x3& conv = plan.conv;
-  Array dy;
-  conv.x = call.parts("dy", 1, &dy);
-  if (conv.x.total == 0) call.fail("dy: no channels");
-  conv.type = kind(dy.element);
-  conv.batch = dy.dims[0];
-  conv.height = dy.dims[1];
-  conv.width = dy.dims[2];
-  call.at_most("dy", "pixels", pixels(conv), kMaxPixels);
+  const Array dy = read_image(call, conv, "dy", 1);
   conv.flipped = true;
   const Array kernel = call.operand("kernel", dy.element, {3, 3, kAny, conv.x.total});
   conv.kernel = kernel.data;

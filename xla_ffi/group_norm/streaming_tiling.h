@@ -39,6 +39,21 @@ struct StreamingTiling {
   int piece_bits;        // log2 of the channels of a piece (tiling.h)
 };
 
+// The tiling with blocks of so many channels, `ranks` of them for each sample and channel block.
+inline StreamingTiling tiling_of_blocks(int64_t pixels, int64_t channels, int64_t group, int vector,
+                                        int64_t block_channels, int ranks) {
+  StreamingTiling tiling{};
+  tiling.pixels = static_cast<int>(pixels);
+  tiling.channels = static_cast<int>(channels);
+  tiling.group = static_cast<int>(group);
+  tiling.vectors = static_cast<int>(block_channels / vector);
+  tiling.rows = kStreamingThreads / tiling.vectors;
+  tiling.ranks = ranks;
+  tiling.channel_blocks = static_cast<int>(channels / block_channels);
+  tiling.piece_bits = piece_bits_of(group, vector);
+  return tiling;
+}
+
 // The first launch's tiling. Nothing where the smem_resident kernels should run instead:
 // - on devices without clusters, whose blocks could not combine their sums;
 // - for samples of less than `min_elements` elements, or too few blocks for the device;
@@ -62,16 +77,7 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
       batch >= kMaxGridZ) {
     return std::nullopt;
   }
-  StreamingTiling tiling{};
-  tiling.pixels = static_cast<int>(pixels);
-  tiling.channels = static_cast<int>(channels);
-  tiling.group = static_cast<int>(group);
-  tiling.vectors = static_cast<int>(block_channels / vector);
-  tiling.rows = kStreamingThreads / tiling.vectors;
-  tiling.ranks = limits.max_cluster;
-  tiling.channel_blocks = static_cast<int>(channels / block_channels);
-  tiling.piece_bits = piece_bits_of(group, vector);
-  return tiling;
+  return tiling_of_blocks(pixels, channels, group, vector, block_channels, limits.max_cluster);
 }
 
 // The tiling of a second launch without a first, whose blocks take all channels of a pixel. Nothing
@@ -79,15 +85,7 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
 inline std::optional<StreamingTiling> one_pass_tiling(int64_t pixels, int64_t channels,
                                                       int64_t group, int vector) {
   if (channels / vector > kStreamingThreads) return std::nullopt;
-  StreamingTiling tiling{};
-  tiling.pixels = static_cast<int>(pixels);
-  tiling.channels = static_cast<int>(channels);
-  tiling.group = static_cast<int>(group);
-  tiling.vectors = static_cast<int>(channels / vector);
-  tiling.rows = kStreamingThreads / tiling.vectors;
-  tiling.ranks = tiling.channel_blocks = 1;
-  tiling.piece_bits = piece_bits_of(group, vector);
-  return tiling;
+  return tiling_of_blocks(pixels, channels, group, vector, channels, 1);
 }
 
 // The second launch's tiling, for a grid of `layers` in z. Its blocks form no clusters, so any
