@@ -22,7 +22,8 @@ FEW = 8  # channels for which other kernels run, as kFew in dispatch.h
 # Smallest images, in pixels, for which the norm's kernel saves more than this epilogue costs. To
 # refit, compare the classes of `python -m jaxunet.benchmark.kernels --roofline` with 0 and this.
 MIN_PIXELS = 4096
-MAX_CHANNELS = 2048  # that the call for the rest of the norm's gradient takes
+# What the call for the rest of the norm's gradient takes.
+MAX_CHANNELS, MAX_SAMPLES = 2048, 65534
 
 
 class NormGradient(NamedTuple):
@@ -47,10 +48,11 @@ def takes(parts: Parts, features: int) -> bool:
     whole = all(count % 64 == 0 for count in channels[:-1])
     eights = channels[-1] % 8 == features % 8 == 0
     many = FEW < sum(channels) <= MAX_CHANNELS and features > FEW
-    height, width = parts[0].shape[1:3]
+    batch, height, width = parts[0].shape[:3]
     large = min(height, width) >= 4 and max(height, width) > 4 and height * width >= MIN_PIXELS
     narrow = parts[0].dtype.itemsize == 2
-    return whole and eights and many and large and narrow and not device.portable()
+    few = batch <= MAX_SAMPLES
+    return whole and eights and many and large and narrow and few and not device.portable()
 
 
 def norm_gradient(

@@ -129,6 +129,18 @@ def test_input_gradients_that_do_not_continue_through_the_norm(case, monkeypatch
     check(case, 'bfloat16', 2)
 
 
+def test_more_samples_than_a_grid_has_layers_take_the_plain_input_gradient():
+    found = []
+
+    def trace(x):
+        found.append(norm_gradient.takes((x,), 16))
+        return x
+
+    for batch in (65534, 65535):
+        jax.eval_shape(trace, jax.ShapeDtypeStruct((batch, 64, 64, 16), 'bfloat16'))
+    assert found == [not device.portable(), False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('case', SUMMED, ids=lambda c: c.name)
