@@ -16,7 +16,7 @@ from jaxunet.profile.events import Trace, read_trace
 from jaxunet.profile.hlo import read_hlo
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.garbage import garbage_set_aside
-from jaxunet.training.session import IN_FLIGHT, Session
+from jaxunet.training.session import Session
 from jaxunet.training.step import Metrics
 
 # Names of the host's parts of a step in the trace.
@@ -89,7 +89,7 @@ class Steps:
         return text
 
     def run(self, count: int) -> float:
-        """Runs `count` steps with at most `IN_FLIGHT` queued, and waits for all of them.
+        """Runs `count` steps with as many queued as in training, and waits for all of them.
 
         Returns the seconds per step.
         """
@@ -105,7 +105,7 @@ class Steps:
                 with jax.profiler.TraceAnnotation(HOST_DISPATCH):
                     metrics = session.call(data)
                 queue.append(session.parallel.local(metrics))
-                if len(queue) > IN_FLIGHT:
+                if len(queue) > session.calls_ahead:
                     with jax.profiler.TraceAnnotation(HOST_WAIT):
                         int(queue.popleft()['bad_steps'])
         with jax.profiler.TraceAnnotation(HOST_WAIT):

@@ -168,7 +168,7 @@ class Session:
 
     @property
     def calls_ahead(self) -> int:
-        """Calls to queue before the metrics of the oldest are read, by training and by sweeps.
+        """Calls to queue, in training, sweeps and profiles, before the oldest's metrics are read.
 
         A CPU needs no longer queue, and a run that is asked to stop waits for all of it.
         """
