@@ -69,24 +69,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return piece, *sanitizer.run(piece, min(options.limit, seconds))
 
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(work, p) for p in left]):
-            result = done.result()
-            if result is None:
-                late += 1
-                continue
-            piece, found, seconds = result
-            row = {
-                'kind': 'sanitizer',
-                **origin,
-                **piece.row(),
-                **found._asdict(),
-                'seconds': seconds,
-                'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-                'command': command,
-            }
-            rows.append(options.output, row)
-            bad += found.status != 'clean'
-            tell(piece, found, seconds)
+        futures = [pool.submit(work, piece) for piece in left]
+        try:
+            for done in concurrent.futures.as_completed(futures):
+                result = done.result()
+                if result is None:
+                    late += 1
+                    continue
+                piece, found, seconds = result
+                row = {
+                    'kind': 'sanitizer',
+                    **origin,
+                    **piece.row(),
+                    **found._asdict(),
+                    'seconds': seconds,
+                    'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+                    'command': command,
+                }
+                rows.append(options.output, row)
+                bad += found.status != 'clean'
+                tell(piece, found, seconds)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C, begin no other piece
     if options.output.exists():
         print(sanitizer.table(rows.read(options.output)))
     if late:
