@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 
 import pytest
 from soak import run, watch
@@ -50,16 +50,15 @@ def test_threads_that_stay_are_named():
 
 @LINUX
 def test_threads_are_counted_by_their_names():
-    stop = threading.Event()
-    started = [threading.Thread(target=stop.wait) for _ in range(3)]
-    before = watch.thread_names(os.getpid())
-    for thread in started:
-        thread.start()
-    more = watch.thread_names(os.getpid())
-    stop.set()
-    for thread in started:
-        thread.join()
-    assert more.total() >= before.total() + 3
+    with subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 60 & echo; wait'], stdout=-1) as child:
+        try:
+            child.stdout.readline()  # both children run
+            while 'sleep' not in (names := watch.thread_names(child.pid)) or names['sh'] > 1:
+                time.sleep(0.01)  # a child is named sh until it becomes sleep
+            assert names == {'sh': 1, 'sleep': 2}
+        finally:
+            for member in watch.family(child.pid):
+                os.kill(member, signal.SIGKILL)
 
 
 @LINUX
