@@ -171,7 +171,7 @@ class ResBlock(Block):
 
         Args:
           embedding: the embedding of time and class.
-          dropout_seeds: of `dropout.dropout_seeds`; None = no dropout.
+          dropout_seeds: from `jaxunet.model.dropout.dropout_seeds`; None = no dropout.
           embedded: this block's projection of the embedding, if the network has computed those of
             all blocks at once.
         """

@@ -32,7 +32,7 @@ def dropout(
     is split over devices.
 
     Args:
-      seeds: of `dropout_seeds`.
+      seeds: from `dropout_seeds`.
       rate: below 1; exact to 2⁻³².
       path: the names of the module and its parents; each module drops other elements.
     """
@@ -52,8 +52,10 @@ def _words(
 
 
 def _mix(word: UInt32[Array, '*shape']) -> UInt32[Array, '*shape']:
-    """Returns words each of whose bits depends on all bits of the given ones: MurmurHash3's
-    finalizer, which maps 32 bits to 32 bits one to one (Appleby, https://github.com/aappleby/smhasher).
+    """Mixes each word: every bit of the result depends on all bits of the word.
+
+    This is the finalizer of MurmurHash3, which maps 32 bits to 32 bits one to one (Appleby,
+    https://github.com/aappleby/smhasher).
     """
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)

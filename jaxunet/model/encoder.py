@@ -162,7 +162,7 @@ def make_layers(
 
     Args:
       embedding: embedding of time and class.
-      dropout_keys: one key per sample; None, or a config without dropout: none.
+      dropout_keys: one key per sample; None = no dropout. Not used if `model.dropout` is 0.
     """
     seeds = None
     if dropout_keys is not None and network.model.dropout > 0:
