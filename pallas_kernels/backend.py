@@ -17,9 +17,9 @@ from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend
 from pallas_kernels import jax_modules
+from pallas_kernels.attention import vjp as attention_kernels
 
 if jax_modules.missing(jax_modules.TRITON) is None:
-    from pallas_kernels.attention import vjp as attention_kernels
     from pallas_kernels.conv3x3.vjp import conv3x3, norm_silu_conv3x3
     from pallas_kernels.group_norm import vjp as group_norm_kernels
 
@@ -59,7 +59,7 @@ def unavailable() -> str | None:
 
 
 def _ops() -> dict[str, Callable[..., Any]]:
-    """Returns the kernels by op; without Triton, functions that say so."""
+    """Returns the kernels by op; without Triton, functions that say so, except attention."""
     if (lacks := jax_modules.missing(jax_modules.TRITON)) is None:
         return {
             'conv3x3': conv3x3,
@@ -71,7 +71,8 @@ def _ops() -> dict[str, Callable[..., Any]]:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UserError(f'backend=pallas: {lacks}')
 
-    return dict.fromkeys(('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention'), refuse)
+    refused = dict.fromkeys(('conv3x3', 'norm_silu_conv3x3', 'group_norm'), refuse)
+    return {**refused, 'attention': attention}
 
 
 BACKEND = Backend(

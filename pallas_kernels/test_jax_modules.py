@@ -5,7 +5,10 @@ import pathlib
 import sys
 import tomllib
 
+import jax
+import jax.numpy as jnp
 import pytest
+from support import kernel_names
 
 from jaxunet.ops import backends
 from jaxunet.runtime import device, plugins
@@ -15,9 +18,9 @@ from pallas_kernels.conv3x3 import dispatch, hopper_views, triton_blocks
 
 PROJECT = pathlib.Path(__file__).parents[1] / 'pyproject.toml'
 TRITON = (
-    r'the Pallas kernels for attention, .* need jax\.experimental\.pallas\.triton, which jax .*'
+    r'the Pallas kernels for GroupNorm, .* need jax\.experimental\.pallas\.triton, which jax .*'
 )
-MOSAIC = r'the Pallas kernels for convolutions on Hopper need '
+MOSAIC = r'the Pallas kernels for convolutions and attention on Hopper need '
 INSTALL = rf'install {jax_modules.TESTED}, '
 
 
@@ -83,8 +86,28 @@ def test_without_triton_the_backend_says_so(without, monkeypatch):
     assert lacks
     assert told == [f'backend=auto: the Pallas kernels are left out: {lacks}']
     with pytest.raises(UserError, match=TRITON):
-        found.ops['attention'](None, num_heads=1)
+        found.ops['group_norm'](None, None, None)
     assert set(found.ops) == set(plugins.load_backend('pallas').ops)
+
+
+def test_without_triton_hopper_has_attention(without):
+    """The op runs where its own kernels take the shape."""
+    without('jax.experimental.pallas.triton')
+    op = executed(backend).BACKEND.ops['attention']
+
+    def lower(tokens):
+        qkv = jax.ShapeDtypeStruct((1, tokens, 96), 'float16')
+        gradient = jax.jit(jax.grad(lambda x: jnp.sum(op(x, num_heads=1))))
+        return gradient.trace(qkv).lower(lowering_platforms=('cuda',))
+
+    with device.use(device.Target.HOPPER):
+        assert set(kernel_names.count(lower(64))) == {
+            'jaxunet_attention_forward',
+            'jaxunet_attention_backward_delta',
+            'jaxunet_attention_backward',
+        }
+        with pytest.raises(UserError, match=f'^backend=pallas: {TRITON}'):
+            lower(65)
 
 
 def test_without_mosaic_only_hopper_lacks_kernels(without):
@@ -102,7 +125,7 @@ def test_without_mosaic_only_hopper_lacks_kernels(without):
             executed(dispatch)._target()
         lacks = found.unavailable()
     assert lacks is not None
-    assert lacks.startswith('the Pallas kernels for convolutions on Hopper')
+    assert lacks.startswith('the Pallas kernels for convolutions and attention on Hopper')
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The attention kernels against the float64 oracle.
 
-A CPU interprets the awkward cases; a GPU runs all cases.
+A CPU interprets the awkward cases on the Triton kernels; a GPU runs all cases, Hopper on its own
+kernels where those support the shape.
 """
 
 import jax
@@ -8,9 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.attention import plain
-from support.parity import DTYPES, assert_parity, draw, kernel_target, types_in_turn
+from support.parity import (
+    DTYPES,
+    assert_parity,
+    assert_runs_are_identical,
+    draw,
+    kernel_target,
+    types_in_turn,
+)
 
-from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
+from jaxunet.ops.attention.cases import ADM, AWKWARD, CASES, ELEPHANTS64, Case
+from jaxunet.runtime.device import Target, use
 from pallas_kernels import backend
 
 
@@ -37,9 +46,53 @@ def test_every_case(case, dtype):
 
 
 @pytest.mark.gpu
-def test_runs_are_identical():
-    qkv = jnp.asarray(draw((4, 256, 576), 'bfloat16'), jnp.bfloat16)
-    pull = jax.jit(
-        jax.grad(lambda x: jnp.sum(jnp.sin(backend.attention(x, num_heads=6).astype(jnp.float32))))
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize(
+    'case',
+    [Case(64, 3, 64), Case(128, 1, 32), Case(192, 2, 64), Case(320, 5, 32)],
+    ids=lambda c: c.name,
+)
+def test_cases_for_hopper(case, dtype):
+    """One block of tokens, as many as a ring has slots, and more."""
+    check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('case', [*ELEPHANTS64, *ADM[:2]], ids=lambda c: c.name)
+def test_cases_on_triton(case):
+    """The kernels that other GPUs run, on Hopper too."""
+    with use(Target.TRITON):
+        check(case, 'bfloat16', 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('width', [32, 64])
+def test_gradients_of_large_logits(width, dtype):
+    """Whole numbers whose exponentials overflow: gradients are finite, and as exact as the type at
+    the scale of what is summed.
+    """
+    values = np.round(draw((2, 128, 3 * width), 'bfloat16', scale=10))
+
+    def gradient(call):
+        return jax.grad(lambda qkv: jnp.sum(call(qkv).astype(jnp.float32)))
+
+    found = jax.jit(gradient(lambda qkv: backend.attention(qkv, num_heads=1)))(
+        jnp.asarray(values, dtype)
     )
-    np.testing.assert_array_equal(np.asarray(pull(qkv)), np.asarray(pull(qkv)))
+    cpu = jax.local_devices(backend='cpu')[0]
+    with jax.default_device(cpu), jax.enable_x64(True):
+        exact = np.asarray(gradient(plain(1))(jnp.asarray(values)))
+    summed = np.abs(values).max() ** 2 * width**0.5  # the largest k, times a row's Σ |dO·v|
+    difference = np.abs(np.asarray(found, np.float64) - exact).max()
+    assert difference <= float(jnp.finfo(dtype).eps) * summed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', [*ELEPHANTS64, *ADM[:2]], ids=lambda c: c.name)
+def test_runs_are_identical(case, dtype):
+    qkv = draw((32, case.tokens, 3 * case.heads * case.width), dtype)
+    assert_runs_are_identical(
+        lambda qkv: backend.attention(qkv, num_heads=case.heads), {'qkv': (qkv, dtype)}
+    )

@@ -1,5 +1,5 @@
-"""The attention kernels, interpreted against the float64 oracle and lowered for a GPU: values,
-gradients, transformations, mistakes.
+"""The Triton kernels of attention, interpreted against the float64 oracle and lowered for a GPU:
+values, gradients, transformations, mistakes.
 """
 
 import collections
@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 from support.attention import plain
 from support.parity import assert_parity, draw
 from support.turns import in_turn
 
 from jaxunet.ops.attention import reference
 from jaxunet.ops.checks import KERNEL_TYPES as DTYPES
+from jaxunet.runtime import device
 from pallas_kernels.attention import triton, triton_backward
 from pallas_kernels.attention.tiles import (
     KERNELS,
@@ -236,9 +236,8 @@ def kernels_in(function, *shapes):
     """Counts the calls of each kernel in the program for an H200, and lists the layouts in which
     data moves outside of them.
     """
-    device = AbstractDevice('NVIDIA H200', 132, 'gpu')
     unchecked = [jax.export.DisabledSafetyCheck.custom_call('__gpu$xla.gpu.triton')]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with device.use(device.Target.TRITON):
         exported = jax.export.export(
             jax.jit(function), platforms=['cuda'], disabled_checks=unchecked
         )(*shapes)

@@ -3,10 +3,11 @@
     python -m pallas_kernels.attention.tune [--batch 32] [--shapes 256:6:32,64:8:32]
         [--kernels both,forward] [--seconds 60] [--write]
 
-A shape is tokens:heads:width[:batch]. `both` is the op on the chosen tiles, forward alone and with
-its gradient, beside the reference. Times are sums of GPU kernel time per call from a profiler
-trace, without launch overhead. Prints one JSON line per result. `--write` puts the fastest tiles
-into the device's table (`tile_table.update`).
+A shape is tokens:heads:width[:batch]. `both` is the op on this GPU's kernels, forward alone and
+with its gradient, beside the reference; and beside the Triton kernels, where the op runs others.
+The other names are Triton kernels, of which it times tiles. Times are sums of GPU kernel time per
+call from a profiler trace, without launch overhead. Prints one JSON line per result. `--write` puts
+the fastest tiles into the device's table (`tile_table.update`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jaxtyping import Array, PyTree
 from jaxunet.ops.attention import reference
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
-from pallas_kernels.attention import triton, triton_backward
+from pallas_kernels.attention import dispatch, triton, triton_backward
 from pallas_kernels.attention.tiles import (
     KERNELS,
     Tile,
@@ -40,6 +41,7 @@ from pallas_kernels.attention.tiles import (
 from pallas_kernels.attention.vjp import attention
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
+SIDES = ('ours', 'triton', 'xla')  # of the op: on this GPU's kernels, Triton's, the reference
 SETS = 2  # sets of inputs that a program runs through
 Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
 Tiles = Tile | tuple[Tile, Tile] | None  # of one kernel, of both backward ones, or of the op
@@ -62,14 +64,24 @@ def inputs(
     return qkv, grad, [forward(x) for x in qkv]
 
 
+def op_on(side: str, heads: int, width: int) -> Callable[[Array], Array]:
+    """Returns the op on the kernels of one of SIDES, as a function of qkv."""
+    if side == 'xla':
+        return functools.partial(reference.attention, num_heads=heads)
+
+    def op(qkv: Array) -> Array:
+        tiles = default_tiles(qkv.shape[1], width, qkv.dtype) if side == 'triton' else None
+        return attention(qkv, num_heads=heads, tiles=tiles)
+
+    return op
+
+
 def build(job: Job) -> Callable[..., PyTree]:
     """Returns a function of the inputs that runs one kernel, or the op, on every set."""
-    (_, _, heads, _), what, tile = job
+    (_, _, heads, width), what, tile = job
     side, _, direction = what.partition('_')
-    if side in ('ours', 'xla'):
-        op = functools.partial(
-            attention if side == 'ours' else reference.attention, num_heads=heads
-        )
+    if side in SIDES:
+        op = op_on(side, heads, width)
         if direction == 'forward':
             return lambda qkv, grad, kept: [op(x) for x in qkv]
 
@@ -89,12 +101,15 @@ def build(job: Job) -> Callable[..., PyTree]:
 
 def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
     """Returns all jobs of a shape; the two backward kernels are timed in pairs."""
-    _, tokens, _, width = shape
+    batch, tokens, heads, width = shape
     jobs: list[Job] = []
     if 'both' in kernels:
+        qkv = jax.ShapeDtypeStruct((batch, tokens, 3 * heads * width), dtype)
+        on_triton = dispatch.choose(qkv, heads, interpret=False) is not None
         jobs += [
             (shape, f'{side}_{direction}', None)
-            for side in ('ours', 'xla')
+            for side in SIDES
+            if side != 'triton' or not on_triton
             for direction in ('forward', 'both')
         ]
     tiles = {}
@@ -152,7 +167,7 @@ def report(
         'heads': heads,
         'width': width,
     }
-    totals = {what: sum(us.values()) for what, _, us in results if what.startswith(('ours', 'xla'))}
+    totals = {what: sum(us.values()) for what, _, us in results if what.startswith(SIDES)}
     for direction, passes in (('forward', 1.0), ('both', 3.5)):
         if ours := totals.get(f'ours_{direction}'):
             teraflops = 4 * batch * heads * tokens**2 * width * passes / ours / 1e6
@@ -163,6 +178,11 @@ def report(
                 'xla_us': round(xla, 1),
                 'ratio': round(xla / ours, 2),
             }
+            if triton_us := totals.get(f'triton_{direction}'):
+                found |= {
+                    'triton_us': round(triton_us, 1),
+                    'triton_ratio': round(triton_us / ours, 2),
+                }
             split = next(us for what, _, us in results if what == f'ours_{direction}')
             names = {
                 name.removeprefix('jaxunet_attention_'): round(us, 1) for name, us in split.items()

@@ -79,8 +79,8 @@ KERNELS: dict[str, dict[str, int]] = {
     'attention forward, 64_tokens_8x32, batch 2': {'jaxunet_attention_forward': 1},
     'attention forward+backward, 256_tokens_6x32, batch 2': {
         'jaxunet_attention_forward': 1,
-        'jaxunet_attention_backward_dq': 1,
-        'jaxunet_attention_backward_dkv': 1,
+        'jaxunet_attention_backward_delta': 1,
+        'jaxunet_attention_backward': 1,
     },
 }
 

@@ -1,0 +1,101 @@
+"""Chooses attention's kernels for this device and shape, and defines Hopper's under `jax.vmap`.
+
+It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them, else the Triton
+kernels, which support all shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxunet.ops.transformations import Batched, joins_batch
+from jaxunet.runtime import device
+from jaxunet.runtime.errors import UserError
+from pallas_kernels import jax_modules
+from pallas_kernels.attention.tiles import Tiles, default_tiles
+from pallas_kernels.types import Shaped
+
+if jax_modules.missing(jax_modules.TRITON) is None:
+    from pallas_kernels.attention import triton, triton_backward
+if jax_modules.missing(jax_modules.MOSAIC) is None:
+    from pallas_kernels.attention import hopper, hopper_plan
+
+Kept = tuple[Array, Array, Array]  # qkv, and what `backward` needs of a forward pass
+
+
+def choose(qkv: Shaped, num_heads: int, *, interpret: bool) -> Tiles | None:
+    """Returns the tiles of the Triton kernels; None for Hopper's kernels.
+
+    Args:
+      interpret: the Triton kernels, interpreted.
+
+    Raises:
+      UserError: this version of JAX lacks what the kernels need.
+    """
+    if not interpret and device.target() is device.Target.HOPPER:
+        _require(jax_modules.MOSAIC)
+        if hopper_plan.supports(qkv, num_heads) is None:
+            return None
+    _require(jax_modules.TRITON)
+    return default_tiles(qkv.shape[1], qkv.shape[2] // (3 * num_heads), qkv.dtype)
+
+
+@functools.cache  # so that equal calls are known to be equal
+def _batched(function: Callable[..., Any], *options: Any) -> Batched:
+    """Returns a function of Hopper's with options, as a function of its arrays (a tuple, ())."""
+    return joins_batch(lambda arrays, _: function(*arrays, *options))
+
+
+def _require(part: jax_modules.Part) -> None:
+    if lacks := jax_modules.missing(part):
+        raise UserError(f'backend=pallas: {lacks}')
+
+
+def forward(
+    qkv: Float[Array, 'batch tokens packed'],
+    num_heads: int,
+    tiles: Tiles | None,
+    *,
+    interpret: bool,
+) -> Float[Array, 'batch tokens channels']:
+    """Returns the heads' outputs.
+
+    Args:
+      tiles: from `choose`; below too.
+    """
+    if tiles is None:
+        return _batched(hopper.forward, num_heads)((qkv,), ())
+    return triton.forward(qkv, num_heads, tiles.forward, interpret=interpret)[0]
+
+
+def forward_for_training(
+    qkv: Float[Array, 'batch tokens packed'],
+    num_heads: int,
+    tiles: Tiles | None,
+    *,
+    interpret: bool,
+) -> tuple[Float[Array, 'batch tokens channels'], Kept]:
+    """Returns the heads' outputs, and what `backward` needs."""
+    if tiles is None:
+        out, lse, kept = _batched(hopper.forward_for_training, num_heads)((qkv,), ())
+        return out, (qkv, kept, lse)
+    exact = triton_backward.wants_exact(tiles.backward, qkv.shape[1], qkv.dtype)
+    out, lse, kept = triton.forward(qkv, num_heads, tiles.forward, exact=exact, interpret=interpret)
+    return out, (qkv, kept, lse)
+
+
+def backward(
+    kept: Kept,
+    grad: Float[Array, 'batch tokens channels'],
+    tiles: Tiles | None,
+    *,
+    interpret: bool,
+) -> Float[Array, 'batch tokens packed']:
+    """Returns the gradient of qkv, given that of the output."""
+    if tiles is None:
+        return _batched(hopper.backward)((*kept, grad), ())
+    return triton_backward.backward(*kept, grad, tiles.backward, interpret=interpret)
