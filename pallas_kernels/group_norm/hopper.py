@@ -1,0 +1,198 @@
+"""GroupNorm on Hopper (sm_90), on the Mosaic GPU kernels.
+
+The functions are those of `statistics`, `forward` and `backward`, with the same results.
+`hopper_reductions` and `hopper_writers` have the kernels, `hopper_plan.supports` the shapes that
+they take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxunet.ops.group_norm.operands import group_size
+from pallas_kernels.group_norm import hopper_reductions as reductions
+from pallas_kernels.group_norm import hopper_writers as writers
+from pallas_kernels.group_norm.hopper_plan import Tile, plan
+
+Image = Float[Array, 'batch height width _']
+
+
+# Jitted, so that equal calls share one trace and one lowering; below too.
+@functools.partial(jax.jit, static_argnames='tile')
+def moments(parts: tuple[Image, ...], *, tile: Tile | None = None) -> Float[Array, 'batch 2 _']:
+    """Returns mean and mean squared deviation over the pixels of each sample and channel, float32.
+
+    Without cancellation in any type.
+
+    Args:
+      parts: x, joined along channels.
+      tile: None takes `hopper_plan.choose_tile`; below too.
+    """
+    p = plan(parts, 1, tile)
+    partial = reductions.moments(p, _flat(parts))
+    if p.tile.splits == 1:
+        return partial[:, 0]
+    weight = jnp.asarray(np.array(p.split_pixels()) / p.pixels, jnp.float32)[None, :, None]
+    means, deviations = partial[:, :, 0], partial[:, :, 1]
+    first = means[:, 0]
+    mean = first + jnp.sum((means - first[:, None]) * weight, axis=1)
+    deviation = jnp.sum((deviations + jax.lax.square(means - mean[:, None])) * weight, axis=1)
+    return jnp.stack([mean, deviation], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames='tile')
+def channel_sums(x: Image, *, tile: Tile | None = None) -> Float[Array, 'batch channels']:
+    """Returns the sum over the pixels of each sample and channel, float32."""
+    p = plan([x], 1, tile)
+    return _joined(reductions.channel_sums(p, _flat_one(x)))[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=('groups', 'eps', 'tile'))
+def affine(
+    parts: tuple[Image, ...],
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    *,
+    groups: int,
+    eps: float,
+    tile: Tile | None = None,
+) -> tuple[
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+]:
+    """Returns a, b, mean and inverse deviation of each sample and channel.
+
+    norm(x) · scale + offset = a · x + b; mean and inverse deviation are the group's.
+
+    Raises:
+      ValueError: the channels are not a multiple of `groups`.
+    """
+    known = _by_group(moments(parts, tile=tile), groups)
+    p = plan(parts, 1, Tile(1, 1))
+    a, b, mean, inverse = writers.affine(p, known, _wide(scale), _wide(offset), eps=eps)
+    return a, b, mean, inverse
+
+
+@functools.partial(jax.jit, static_argnames=('groups', 'eps', 'silu', 'tile'))
+def normalise(
+    parts: tuple[Image, ...],
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    *,
+    groups: int,
+    eps: float,
+    silu: bool,
+    tile: Tile | None = None,
+) -> tuple[Image, Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
+    """Returns act(norm(x) · scale + offset), and the group's mean and inverse deviation.
+
+    Raises:
+      ValueError: the channels are not a multiple of `groups`.
+    """
+    known = _by_group(moments(parts, tile=tile), groups)
+    y, mean, inverse = writers.normalise(
+        plan(parts, 1, tile),
+        _flat(parts),
+        known,
+        _wide(scale),
+        _wide(offset),
+        eps=eps,
+        silu=silu,
+    )
+    return y.reshape(*parts[0].shape[:3], -1), mean, inverse
+
+
+@functools.partial(jax.jit, static_argnames=('silu', 'activation', 'tile'))
+def gradient_sums(
+    parts: tuple[Image, ...],
+    dy: Image,
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    mean: Float[Array, 'batch channels'],
+    inverse: Float[Array, 'batch channels'],
+    *,
+    silu: bool,
+    activation: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Float[Array, 'batch 2 channels'], Image | None]:
+    """Returns s₁ and s₂ of `backward`'s formulas, float32, from one read of x and dy.
+
+    Args:
+      activation: also write act(z) again, in x's dtype, from the same read.
+    """
+    partial, active = reductions.gradient_sums(
+        plan(parts, 2, tile),
+        _flat(parts),
+        _flat_one(dy),
+        [_wide(v) for v in (scale, offset, mean, inverse)],
+        silu=silu,
+        activation=activation,
+    )
+    return _joined(partial), None if active is None else active.reshape(dy.shape)
+
+
+@functools.partial(jax.jit, static_argnames=('groups', 'silu', 'tile'))
+def gradient(
+    parts: tuple[Image, ...],
+    dy: Image,
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    mean: Float[Array, 'batch channels'],
+    inverse: Float[Array, 'batch channels'],
+    sums: Float[Array, 'batch 2 channels'],
+    *,
+    groups: int,
+    silu: bool,
+    tile: Tile | None = None,
+) -> tuple[Image, ...]:
+    """Returns the gradient of every part, in x's dtype.
+
+    Args:
+      sums: as `gradient_sums` returns them.
+
+    Raises:
+      ValueError: the channels are not a multiple of `groups`.
+    """
+    dx = writers.gradient(
+        plan(parts, 2, tile),
+        _flat(parts),
+        _flat_one(dy),
+        [_wide(v) for v in (scale, offset, mean, inverse)],
+        _by_group(sums, groups),
+        silu=silu,
+    )
+    return tuple(d.reshape(part.shape) for d, part in zip(dx, parts, strict=True))
+
+
+def _by_group(
+    vectors: Float[Array, 'batch 2 channels'], groups: int
+) -> Float[Array, 'batch 2 groups _']:
+    batch, count, channels = vectors.shape
+    return vectors.reshape(batch, count, groups, group_size(channels, groups))
+
+
+def _joined(
+    partial: Float[Array, 'batch splits numbers channels'],
+) -> Float[Array, 'batch numbers channels']:
+    """Returns the sum over the splits."""
+    return partial[:, 0] if partial.shape[1] == 1 else jnp.sum(partial, axis=1)
+
+
+def _flat(images: Sequence[Image]) -> tuple[Float[Array, 'batch pixels _'], ...]:
+    return tuple(map(_flat_one, images))
+
+
+def _flat_one(x: Image) -> Float[Array, 'batch pixels _']:
+    return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def _wide(vector: Array) -> Array:
+    return vector.astype(jnp.float32)

@@ -1,0 +1,199 @@
+"""GroupNorm's kernels on Hopper that reduce an image over its pixels.
+
+    moments, channel_sums   x      ->  partial results of every split of the pixels
+    gradient_sums           x, dy  ->  partial results [, act(z)]
+
+A program streams its pixels from device memory to registers, 16 bytes per thread and load
+(`hopper_plan.Plan`), and adds them to the register tile. At its end, the rows of this tile pass
+through shared memory and are joined. XLA joins the splits. `backward` has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.group_norm.hopper_plan import Plan
+from pallas_kernels.group_norm.hopper_program import Program, launch, loop, sigmoid, total
+from pallas_kernels.types import Index, Ref
+
+Image = Float[Array, 'batch pixels _']
+Moments = tuple[Array, Array, Array | float]  # mean, sum of squared deviations, count
+
+
+def moments(plan: Plan, parts: tuple[Image, ...]) -> Float[Array, 'batch splits 2 channels']:
+    """Returns mean and mean squared deviation of every split's pixels.
+
+    Every thread keeps a mean and a sum of squared deviations per channel. The tiles of a step are
+    reduced by two passes in registers, then joined to them by Chan, Golub & LeVeque 1979
+    (STAN-CS-79-773, eq. 2.1). Nothing is squared before its mean is subtracted, so a large mean
+    loses no accuracy.
+    """
+
+    def body(program: Program, *refs: Ref) -> None:
+        *images, out, scratch = refs
+
+        def reduce(part: int, channel: Index) -> None:
+            _store_moments(program, out, scratch, _moments_of(program, images[part], channel))
+
+        program.each_part(reduce)
+
+    kept = _kept(plan, 3 if plan.ragged else 2)
+    return launch('moments', plan, body, _partial(plan, 2), parts, kept)
+
+
+def _moments_of(program: Program, image: Ref, channel: Index) -> Moments:
+    """Returns the moments of a program's pixels, per row and channel of its register tile."""
+    plan = program.plan
+    unroll = plan.tile.unroll
+
+    def of_step(step: Index) -> Moments:
+        values = [v.astype(jnp.float32) for v in program.load(image, channel, step)]
+        masks = [m for n in range(unroll) if (m := program.fresh(step, n)) is not None]
+        if not masks:
+            mean = total(values) * (1.0 / unroll)
+            return mean, total([jax.lax.square(v - mean) for v in values]), float(unroll)
+        pairs = list(zip(masks, values, strict=True))
+        count = total([jnp.where(mask, jnp.ones_like(v), 0.0) for mask, v in pairs])
+        mean = total([jnp.where(mask, v, 0.0) for mask, v in pairs]) / jnp.maximum(count, 1.0)
+        squares = [jnp.where(mask, jax.lax.square(v - mean), 0.0) for mask, v in pairs]
+        return mean, total(squares), count
+
+    def join(step: Index, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        mean, deviation, *seen = state
+        step_mean, step_deviation, count = of_step(step)
+        delta = step_mean - mean
+        if seen:
+            both = seen[0] + count
+            share = count / jnp.maximum(both, 1.0)  # of this step's pixels among those so far
+            earlier = seen[0]
+        else:
+            steps = step.astype(jnp.float32)
+            share, earlier = 1.0 / (steps + 1.0), steps * float(unroll)
+        spread = step_deviation + jax.lax.square(delta) * (earlier * share)
+        found = (mean + delta * share, deviation + spread)
+        return (*found, both) if seen else found
+
+    if plan.steps == 1:
+        return of_step(jnp.int32(0))
+    zero = program.zeros()
+    found = loop(plan, join, (zero, zero, zero) if plan.ragged else (zero, zero))
+    return found if plan.ragged else (*found, float(plan.share))
+
+
+def _store_moments(program: Program, out: Ref, scratch: Ref, found: Moments) -> None:
+    """Joins the rows of a program's register tile, and stores its mean and squared deviation."""
+    mean, deviation, count = found
+    rows = range(program.plan.rows)
+    counts: Sequence[Array | float]
+    share: Array | float  # of one pixel
+    if isinstance(count, float):
+        means, deviations = program.rows_of(scratch, [mean, deviation])
+        counts, share = [count] * len(rows), 1.0 / (len(rows) * count)
+    else:
+        means, deviations, seen = program.rows_of(scratch, [mean, deviation, count])
+        counts, share = seen, 1.0 / jnp.maximum(total(seen), 1.0)
+    centre = total([means[r] * counts[r] for r in rows]) * share
+    # Once more about the first result, for float32 numbers far from zero.
+    centre = centre + total([(means[r] - centre) * counts[r] for r in rows]) * share
+    spread = [deviations[r] + jax.lax.square(means[r] - centre) * counts[r] for r in rows]
+    program.store_partial(out, 0, centre)
+    program.store_partial(out, 1, total(spread) * share)
+
+
+def channel_sums(plan: Plan, x: Image) -> Float[Array, 'batch splits 1 channels']:
+    """Returns the sums of every split's pixels."""
+
+    def body(program: Program, image: Ref, out: Ref, scratch: Ref) -> None:
+        def add(step: Index, sums: Array) -> Array:
+            for n, value in enumerate(program.load(image, program.channel, step)):
+                sums = sums + _fresh(program, step, n, value.astype(jnp.float32))
+            return sums
+
+        (rows,) = program.rows_of(scratch, [loop(plan, add, program.zeros())])
+        program.store_partial(out, 0, total(rows))
+
+    return launch('channel_sums', plan, body, _partial(plan, 1), [x], _kept(plan, 1))
+
+
+def gradient_sums(
+    plan: Plan,
+    parts: tuple[Image, ...],
+    dy: Image,
+    norm: Sequence[Array],
+    *,
+    silu: bool,
+    activation: bool,
+) -> tuple[Float[Array, 'batch splits 2 channels'], Float[Array, 'batch pixels channels'] | None]:
+    """Returns s₁ = Σ dz and s₂ = Σ dz · x̂ of every split's pixels, and with `activation` act(z).
+
+    Args:
+      norm: scale and offset (1|batch, channels), mean and inverse (batch, channels), float32.
+    """
+
+    def body(program: Program, *refs: Ref) -> None:
+        images, (upstream, *known) = refs[: len(parts)], refs[len(parts) : len(parts) + 5]
+        out, *active, scratch = refs[len(parts) + 5 :]
+
+        def reduce(part: int, channel: Index) -> None:
+            scale, offset, mean, inverse = map(program.load_vector, known)
+            centre, factor, shift = program.spread(mean, scale * inverse, offset)
+
+            def add(step: Index, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+                s1, s2 = sums
+                xs = program.load(images[part], channel, step)
+                dys = program.load(upstream, program.channel, step)
+                recomputed = []
+                for n, (x, dy_tile) in enumerate(zip(xs, dys, strict=True)):
+                    apart = x.astype(jnp.float32) - centre
+                    dz, z = derivative(apart * factor + shift, dy_tile, silu)
+                    dz = _fresh(program, step, n, dz)
+                    s1, s2 = s1 + dz, s2 + dz * apart
+                    recomputed.append(z)
+                for ref in active:
+                    program.store(ref, program.channel, step, recomputed)
+                return s1, s2
+
+            sums = loop(plan, add, (program.zeros(), program.zeros()))
+            s1, s2 = (total(rows) for rows in program.rows_of(scratch, sums))
+            program.store_partial(out, 0, s1)
+            # Only here a factor of x̂ that all pixels share.
+            program.store_partial(out, 1, s2 * program.load_vector(known[3], program.column))
+
+        program.each_part(reduce)
+
+    image = jax.ShapeDtypeStruct(dy.shape, parts[0].dtype)
+    results = [_partial(plan, 2), *([image] if activation else [])]
+    operands = [*parts, dy, *norm]
+    sums, *active = launch('gradient_sums', plan, body, results, operands, _kept(plan, 2))
+    return sums, active[0] if activation else None
+
+
+def derivative(z: Array, dy: Array, silu: bool) -> tuple[Array, Array]:
+    """Returns dz = dy · act'(z), and act(z)."""
+    dz = dy.astype(jnp.float32)
+    if not silu:
+        return dz, z
+    s = sigmoid(z)
+    active = z * s
+    return dz * (s + active * (1.0 - s)), active
+
+
+def _fresh(program: Program, step: Index, number: int, value: Array) -> Array:
+    """Returns a register tile with zeros at the pixels that another tile has."""
+    mask = program.fresh(step, number)
+    return value if mask is None else jnp.where(mask, value, 0.0)
+
+
+def _partial(plan: Plan, numbers: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of partial results."""
+    shape = (plan.batch, plan.tile.splits, numbers, sum(plan.parts))
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _kept(plan: Plan, tiles: int) -> tuple[int, ...]:
+    """Returns the shape of register tiles in shared memory."""
+    return tiles, plan.rows, plan.chunk
