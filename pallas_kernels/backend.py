@@ -1,6 +1,6 @@
 """The pallas backend, which jaxunet finds by its entry point.
 
-The kernels depend on the device of this process: Mosaic GPU on Hopper for the shapes that it
+The kernels depend on the device of this process: Mosaic GPU on Hopper for what it
 supports, Triton otherwise, and interpreted Triton in tests on a CPU. If this version of JAX lacks
 one of them, the backend says so instead of failing to import (`pallas_kernels.jax_modules`).
 """
@@ -18,10 +18,10 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend
 from pallas_kernels import jax_modules
 from pallas_kernels.attention import vjp as attention_kernels
+from pallas_kernels.group_norm import vjp as group_norm_kernels
 
 if jax_modules.missing(jax_modules.TRITON) is None:
     from pallas_kernels.conv3x3.vjp import conv3x3, norm_silu_conv3x3
-    from pallas_kernels.group_norm import vjp as group_norm_kernels
 
 
 def group_norm(
@@ -59,7 +59,7 @@ def unavailable() -> str | None:
 
 
 def _ops() -> dict[str, Callable[..., Any]]:
-    """Returns the kernels by op; without Triton, functions that say so, except attention."""
+    """Returns the kernels by op; without Triton, convolutions are functions that say so."""
     if (lacks := jax_modules.missing(jax_modules.TRITON)) is None:
         return {
             'conv3x3': conv3x3,
@@ -71,8 +71,8 @@ def _ops() -> dict[str, Callable[..., Any]]:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UserError(f'backend=pallas: {lacks}')
 
-    refused = dict.fromkeys(('conv3x3', 'norm_silu_conv3x3', 'group_norm'), refuse)
-    return {**refused, 'attention': attention}
+    refused = dict.fromkeys(('conv3x3', 'norm_silu_conv3x3'), refuse)
+    return {**refused, 'group_norm': group_norm, 'attention': attention}
 
 
 BACKEND = Backend(

@@ -38,12 +38,12 @@ class Part:
 
 
 TRITON = Part(
-    "GroupNorm, and convolutions and attention that Hopper's kernels do not support",
+    "convolutions, GroupNorm and attention that Hopper's kernels do not support",
     'or use backend=cuda',
     {'triton': 'jax.experimental.pallas.triton'},
 )
 MOSAIC = Part(
-    'convolutions and attention on Hopper',
+    'convolutions, GroupNorm and attention on Hopper',
     'use backend=cuda, or set JAXUNET_KERNELS=portable for the Triton kernels',
     {
         'mosaic_gpu': 'jax.experimental.pallas.mosaic_gpu',

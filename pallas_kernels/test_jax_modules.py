@@ -11,6 +11,7 @@ import pytest
 from support import kernel_names
 
 from jaxunet.ops import backends
+from jaxunet.ops.activation import Activation
 from jaxunet.runtime import device, plugins
 from jaxunet.runtime.errors import UserError
 from pallas_kernels import backend, jax_modules
@@ -18,9 +19,10 @@ from pallas_kernels.conv3x3 import dispatch, hopper_views, triton_blocks
 
 PROJECT = pathlib.Path(__file__).parents[1] / 'pyproject.toml'
 TRITON = (
-    r'the Pallas kernels for GroupNorm, .* need jax\.experimental\.pallas\.triton, which jax .*'
+    r'the Pallas kernels for convolutions, GroupNorm and attention that .* need '
+    r'jax\.experimental\.pallas\.triton, which jax .*'
 )
-MOSAIC = r'the Pallas kernels for convolutions and attention on Hopper need '
+MOSAIC = r'the Pallas kernels for convolutions, GroupNorm and attention on Hopper need '
 INSTALL = rf'install {jax_modules.TESTED}, '
 
 
@@ -86,7 +88,7 @@ def test_without_triton_the_backend_says_so(without, monkeypatch):
     assert lacks
     assert told == [f'backend=auto: the Pallas kernels are left out: {lacks}']
     with pytest.raises(UserError, match=TRITON):
-        found.ops['group_norm'](None, None, None)
+        found.ops['conv3x3'](None, None, None)
     assert set(found.ops) == set(plugins.load_backend('pallas').ops)
 
 
@@ -110,6 +112,26 @@ def test_without_triton_hopper_has_attention(without):
             lower(65)
 
 
+def test_without_triton_hopper_has_group_norm(without):
+    """The op runs where its own kernels take the shape."""
+    without('jax.experimental.pallas.triton')
+    op = executed(backend).BACKEND.ops['group_norm']
+
+    def lower(channels):
+        x = jax.ShapeDtypeStruct((2, 8, 8, channels), 'bfloat16')
+        vector = jax.ShapeDtypeStruct((1, channels), 'float32')
+        function = jax.jit(lambda x, scale, offset: op(Activation((x,)), scale, offset, groups=8))
+        return function.trace(x, vector, vector).lower(lowering_platforms=('cuda',))
+
+    with device.use(device.Target.HOPPER):
+        assert set(kernel_names.count(lower(64))) == {
+            'jaxunet_group_norm_moments',
+            'jaxunet_group_norm_normalise',
+        }
+        with pytest.raises(UserError, match=f'^backend=pallas: {TRITON}'):
+            lower(24)
+
+
 def test_without_mosaic_only_hopper_lacks_kernels(without):
     without('jax.experimental.mosaic.gpu.utils')
     found = executed(backend).BACKEND
@@ -125,7 +147,9 @@ def test_without_mosaic_only_hopper_lacks_kernels(without):
             executed(dispatch)._target()
         lacks = found.unavailable()
     assert lacks is not None
-    assert lacks.startswith('the Pallas kernels for convolutions and attention on Hopper')
+    assert lacks.startswith(
+        'the Pallas kernels for convolutions, GroupNorm and attention on Hopper'
+    )
 
 
 @pytest.mark.parametrize(

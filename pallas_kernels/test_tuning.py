@@ -84,7 +84,7 @@ RUNS = [
         (
             '--shapes=8:32+32',
             '--batch=2',
-            '--kernels=both_xla,both,forward,gradient_sums_activation',
+            '--kernels=both_xla,both,both_triton,forward,gradient_sums_activation',
         ),
         2,
     ),

@@ -19,9 +19,8 @@ from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_
 from jaxunet.runtime import device
 from pallas_kernels.checks import check_shard_map
 from pallas_kernels.conv3x3 import dispatch
-from pallas_kernels.group_norm import backward as norm_gradient
-from pallas_kernels.group_norm.forward import normalise
-from pallas_kernels.group_norm.statistics import affine, channel_sums, moments
+from pallas_kernels.group_norm import dispatch as norm_dispatch
+from pallas_kernels.group_norm.parameters import parameter_gradients
 
 
 def conv3x3(
@@ -102,7 +101,7 @@ def _parameter_gradients(
     dkernel = dispatch.weight_gradient(parts, dy).astype(kernel.dtype)
     return (
         dkernel,
-        fold(channel_sums(dy, interpret=device.interpreted()), shift),
+        fold(norm_dispatch.channel_sums(dy, interpret=device.interpreted()), shift),
         added_gradient(added, dy),
     )
 
@@ -162,14 +161,13 @@ def _norm_conv_forward(
 ) -> tuple[Array, _NormSaved]:
     interpret = device.interpreted()
     if dispatch.fuses_activation(x.parts, kernel):
-        found = [moments(part, interpret=interpret) for part in x.parts]
-        a, b, mean, inverse = affine(
-            found, scale, offset, groups=groups, eps=eps, interpret=interpret
+        a, b, mean, inverse = norm_dispatch.affine(
+            x.parts, scale, offset, groups=groups, eps=eps, interpret=interpret
         )
         y = dispatch.forward(x.parts, kernel, shift, added, (a, b))
     else:
-        active, mean, inverse = normalise(
-            x.parts, None, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret
+        active, mean, inverse = norm_dispatch.normalise(
+            x.parts, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret
         )
         y = dispatch.forward((active,), kernel, shift, added)
     kept = kept_for_backward(added)
@@ -184,14 +182,14 @@ def _norm_conv_backward(
     interpret = device.interpreted()
     (dactive,) = dispatch.input_gradient(dy, kernel, (x.channels,))
     norm = (scale, offset, mean, inverse)
-    sums, active = norm_gradient.gradient_sums(
-        x.parts, dactive, *norm, silu=True, activation=True, interpret=interpret
+    sums, active = norm_dispatch.gradient_sums(
+        x.parts, dactive, norm, silu=True, activation=True, interpret=interpret
     )
     assert active is not None, 'asked for with activation=True'
-    dx, _ = norm_gradient.gradient(
-        x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret
+    dx, _ = norm_dispatch.gradient(
+        x.parts, dactive, norm, groups=groups, silu=True, sums=sums, interpret=interpret
     )
-    of_norm = norm_gradient.parameter_gradients(sums, scale, offset)
+    of_norm = parameter_gradients(sums, scale, offset)
     others = _parameter_gradients((active,), kernel, shift, added, dy)
     return Activation(dx), *of_norm, *others
 

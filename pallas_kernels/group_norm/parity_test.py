@@ -1,6 +1,7 @@
 """The GroupNorm kernels against the float64 oracle.
 
-A CPU interprets the awkward cases; a GPU runs all cases.
+A CPU interprets the awkward cases on the Triton kernels; a GPU runs all cases, Hopper on its own
+kernels where those support the shape.
 """
 
 import jax
@@ -12,6 +13,7 @@ from support.parity import DTYPES, assert_parity, types_in_turn
 
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
+from jaxunet.runtime.device import Target, use
 from pallas_kernels.group_norm import vjp
 
 # JAX says at every lowering that it will drop its Triton backend some day.
@@ -62,15 +64,40 @@ def test_every_case(case, dtype):
 )
 def test_cases_in_two_passes(case, dtype, monkeypatch):
     monkeypatch.setattr(vjp, 'owns_pixels', lambda *_: False)
-    check(case, dtype, 3)
+    with use(Target.TRITON):
+        check(case, dtype, 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)
-def test_runs_are_identical(case):
+def test_cases_on_triton(case):
+    """The kernels that other GPUs run, on Hopper too."""
+    with use(Target.TRITON):
+        check(case, 'bfloat16', 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize(
+    'case',
+    [
+        Case(9, 7, (96, 32), groups=8, per_sample=True),  # masks
+        Case(28, 28, (64, 128), groups=64),
+        Case(64, 64, (64,), mean=1000.0),
+    ],
+    ids=lambda c: c.name,
+)
+def test_cases_for_hopper(case, dtype):
+    check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)
+def test_runs_are_identical(case, dtype):
     arrays = {
-        name: jnp.asarray(value, jnp.float32).astype(dtype)
-        for name, (value, dtype) in inputs(case, 'bfloat16', 32).items()
+        name: jnp.asarray(value, jnp.float32).astype(of)
+        for name, (value, of) in inputs(case, dtype, 32).items()
     }
     call = op(vjp.group_norm, case)
     gradient = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(call(**a).astype(jnp.float32)))))

@@ -4,10 +4,11 @@
         [--kernels forward,backward] [--seconds 60] [--write]
 
 A shape is side:channels, with the channels of several parts joined by +. `both` is the whole op,
-forward and backward, on the chosen tiles and on XLA. Times are sums of GPU kernel time per call
-from a profiler trace, without launch overhead. Calls are shuffled, so that no call always finds its
-inputs in the cache because of the one before it. `--write` puts the fastest tiles into the device's
-table (`tile_table.update`).
+forward and backward, on this GPU's kernels; `both_triton` on the Triton kernels; `both_xla` on XLA.
+The other names are Triton kernels, of which it times tiles. Times are sums of GPU kernel time per
+call from a profiler trace, without launch overhead. Calls are shuffled, so that no call always
+finds its inputs in the cache because of the one before it. `--write` puts the fastest tiles into
+the device's table (`tile_table.update`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from jaxunet.ops.group_norm import reference
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
 from pallas_kernels.group_norm import backward, forward, statistics, vjp
+from pallas_kernels.group_norm.parameters import parameter_gradients
 from pallas_kernels.group_norm.tiles import Tile, choose_tile, shape_class
 
 ELEPHANTS64 = (
@@ -103,6 +105,16 @@ def function(kernel: str, tile: Tile | None) -> Callable[[Operands], PyTree]:
         )
         return y, pull(o.dy)
 
+    def both_triton(o: Operands) -> PyTree:
+        _, height, width, _ = o.dy.shape
+        alone = vjp.owns_pixels(o.dy.nbytes // (height * width), height * width)
+        found = None if alone else tuple(map(statistics.moments, o.parts))
+        y, *group = forward.normalise(o.parts, found, o.scale, o.offset, **options)
+        norm = (o.scale, o.offset, *group)
+        sums = None if alone else backward.gradient_sums(o.parts, o.dy, *norm, silu=True)[0]
+        dx, sums = backward.gradient(o.parts, o.dy, *norm, groups=GROUPS, silu=True, sums=sums)
+        return y, dx, parameter_gradients(sums, o.scale, o.offset)
+
     def normalise(o: Operands, moments: tuple[Array, ...] | None) -> PyTree:
         return forward.normalise(o.parts, moments, o.scale, o.offset, tile=tile, **options)
 
@@ -120,6 +132,7 @@ def function(kernel: str, tile: Tile | None) -> Callable[[Operands], PyTree]:
 
     table: dict[str, Callable[[Operands], PyTree]] = {
         'both': lambda o: both(vjp.group_norm, o),
+        'both_triton': both_triton,
         'both_xla': lambda o: both(reference.group_norm, o),
         'forward': lambda o: normalise(o, None),
         'normalise': lambda o: normalise(o, o.moments),
@@ -185,7 +198,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument('--dtype', default='bfloat16')
     parser.add_argument('--batch', type=int, default=32)
     parser.add_argument('--shapes', default=ELEPHANTS64)
-    parser.add_argument('--kernels', default='both_xla,both,forward,backward')
+    parser.add_argument('--kernels', default='both_xla,both,both_triton,forward,backward')
     parser.add_argument(
         '--seconds',
         type=float,
@@ -238,7 +251,7 @@ def report(
         name.removeprefix('jaxunet_group_norm_'): round(us, 1)
         for name, us in rows[0].kernels.items()
     }
-    if kernel == 'both':
+    if kernel in ('both', 'both_triton'):
         return {
             'xla': round(xla, 1),
             'ratio': round(xla / default, 2),

@@ -1,7 +1,7 @@
 """GroupNorm, optionally followed by SiLU, on the kernels, with its gradient.
 
-Forward and backward take one launch each where `owns_pixels` holds, else two that share the pixels
-of a sample: a reduction over them, then the kernel that writes.
+On Hopper, forward and backward take two launches each: a reduction over the pixels, then the kernel
+that writes. The Triton kernels take one where `owns_pixels` holds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from jaxtyping import Array, Float
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm.operands import check_kernel_sizes, check_operands
 from pallas_kernels.checks import check_shard_map
-from pallas_kernels.group_norm.backward import gradient, gradient_sums, parameter_gradients
-from pallas_kernels.group_norm.forward import normalise
-from pallas_kernels.group_norm.statistics import moments
+from pallas_kernels.group_norm import dispatch
+from pallas_kernels.group_norm.parameters import parameter_gradients
 
 
 def group_norm(
@@ -59,11 +58,15 @@ def _forward(
 ) -> tuple[Array, Saved]:
     first = x.parts[0]
     batch, height, width, _ = first.shape
-    found: tuple[Array, ...] | None = None
-    if not owns_pixels(batch * x.channels * first.dtype.itemsize, height * width):
-        found = tuple(moments(part, interpret=interpret) for part in x.parts)
-    y, mean, inverse = normalise(
-        x.parts, found, scale, offset, groups=groups, eps=eps, silu=silu, interpret=interpret
+    y, mean, inverse = dispatch.normalise(
+        x.parts,
+        scale,
+        offset,
+        groups=groups,
+        eps=eps,
+        silu=silu,
+        owns=owns_pixels(batch * x.channels * first.dtype.itemsize, height * width),
+        interpret=interpret,
     )
     return y, (x, scale, offset, mean, inverse)
 
@@ -73,28 +76,21 @@ def _backward(
 ) -> tuple[Activation, Array, Array]:
     x, scale, offset, mean, inverse = saved
     batch, height, width, channels = dy.shape
-    sums = None
-    if not owns_pixels(batch * channels * dy.dtype.itemsize, height * width):
-        sums, _ = gradient_sums(
-            x.parts, dy, scale, offset, mean, inverse, silu=silu, interpret=interpret
-        )
-    dx, sums = gradient(
+    norm = (scale, offset, mean, inverse)
+    dx, sums = dispatch.gradient(
         x.parts,
         dy,
-        scale,
-        offset,
-        mean,
-        inverse,
+        norm,
         groups=groups,
         silu=silu,
-        sums=sums,
+        owns=owns_pixels(batch * channels * dy.dtype.itemsize, height * width),
         interpret=interpret,
     )
     return Activation(dx), *parameter_gradients(sums, scale, offset)
 
 
 def owns_pixels(bytes_per_pixel: int, pixels: int) -> bool:
-    """Returns True if one launch is faster than two.
+    """Returns True if one launch of the Triton kernels is faster than two.
 
     In one launch, a program reads all pixels of its groups twice. That is faster if the second read
     finds the tensor in registers or in the L2 cache, and there are few pixels. The limits are in

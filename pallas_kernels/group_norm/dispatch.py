@@ -1,0 +1,171 @@
+"""Chooses GroupNorm's kernels for this device and shape, and defines Hopper's under `jax.vmap`.
+
+It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them, else the Triton
+kernels, which support all shapes. Either set's results are the other's operands, so every function
+here chooses for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Array, Float, PyTree
+
+from jaxunet.ops.transformations import Batched, joins_batch
+from jaxunet.runtime import device
+from jaxunet.runtime.errors import UserError
+from pallas_kernels import jax_modules
+from pallas_kernels.types import Shaped
+
+if jax_modules.missing(jax_modules.TRITON) is None:
+    from pallas_kernels.group_norm import backward, forward, statistics
+if jax_modules.missing(jax_modules.MOSAIC) is None:
+    from pallas_kernels.group_norm import hopper, hopper_plan
+
+Image = Float[Array, 'batch height width _']
+Vector = Float[Array, '#batch channels']  # one number per channel, for a sample or for all
+Norm = tuple[Vector, Vector, Vector, Vector]  # scale, offset, mean, inverse deviation
+
+
+def on_hopper(parts: Sequence[Shaped], groups: int = 32, *, interpret: bool = False) -> bool:
+    """Returns True for Hopper's kernels, False for the Triton kernels.
+
+    Args:
+      parts: of the image.
+      groups: 32 for functions without groups.
+      interpret: the Triton kernels, interpreted.
+
+    Raises:
+      UserError: this version of JAX lacks what the kernels need.
+    """
+    if not interpret and device.target() is device.Target.HOPPER:
+        _require(jax_modules.MOSAIC)
+        if hopper_plan.supports(parts, groups) is None:
+            return True
+    _require(jax_modules.TRITON)
+    return False
+
+
+def _require(part: jax_modules.Part) -> None:
+    if lacks := jax_modules.missing(part):
+        raise UserError(f'backend=pallas: {lacks}')
+
+
+@functools.cache  # so that equal calls are known to be equal
+def _batched(function: Callable[..., Any], **options: Any) -> Batched:
+    """Returns a function of Hopper's with options, as a function of its arrays (a tuple, ())."""
+    return joins_batch(lambda arrays, _: function(*arrays, **options))
+
+
+def _run(function: Callable[..., Any], *arrays: PyTree[Array], **options: Any) -> Any:
+    return _batched(function, **options)(arrays, ())
+
+
+def channel_sums(x: Image, *, interpret: bool) -> Float[Array, 'batch channels']:
+    """Returns the sum over the pixels of each sample and channel, in at least float32.
+
+    This is the gradient of a bias or of a shift per sample.
+    """
+    if on_hopper([x], interpret=interpret):
+        return _run(hopper.channel_sums, x)
+    return statistics.channel_sums(x, interpret=interpret)
+
+
+def affine(
+    parts: tuple[Image, ...],
+    scale: Vector,
+    offset: Vector,
+    *,
+    groups: int,
+    eps: float,
+    interpret: bool,
+) -> tuple[Vector, Vector, Vector, Vector]:
+    """Returns a, b, mean and inverse deviation of each sample and channel.
+
+    norm(x) · scale + offset = a · x + b; mean and inverse deviation are the group's.
+
+    Raises:
+      ValueError: the channels are not a multiple of `groups`.
+    """
+    options: dict[str, Any] = {'groups': groups, 'eps': eps}
+    if on_hopper(parts, groups, interpret=interpret):
+        return _run(hopper.affine, parts, scale, offset, **options)
+    known = [statistics.moments(part, interpret=interpret) for part in parts]
+    return statistics.affine(known, scale, offset, **options, interpret=interpret)
+
+
+def normalise(
+    parts: tuple[Image, ...],
+    scale: Vector,
+    offset: Vector,
+    *,
+    groups: int,
+    eps: float,
+    silu: bool,
+    owns: bool = True,
+    interpret: bool,
+) -> tuple[Image, Vector, Vector]:
+    """Returns act(norm(x) · scale + offset), and the group's mean and inverse deviation.
+
+    Args:
+      parts: x, joined along channels.
+      owns: a program of the Triton kernels owns all pixels of its groups; below too. Else several
+        share them.
+
+    Raises:
+      ValueError: the channels are not a multiple of `groups`.
+    """
+    options: dict[str, Any] = {'groups': groups, 'eps': eps, 'silu': silu}
+    if on_hopper(parts, groups, interpret=interpret):
+        return _run(hopper.normalise, parts, scale, offset, **options)
+    known = None if owns else tuple(statistics.moments(x, interpret=interpret) for x in parts)
+    return forward.normalise(parts, known, scale, offset, **options, interpret=interpret)
+
+
+def gradient_sums(
+    parts: tuple[Image, ...],
+    dy: Image,
+    norm: Norm,
+    *,
+    silu: bool,
+    activation: bool = False,
+    interpret: bool,
+) -> tuple[Float[Array, 'batch 2 channels'], Image | None]:
+    """Returns s₁ and s₂ of `backward`'s formulas; with `activation` also act(z), in x's type."""
+    options: dict[str, Any] = {'silu': silu, 'activation': activation}
+    if on_hopper(parts, interpret=interpret):
+        return _run(hopper.gradient_sums, parts, dy, *norm, **options)
+    return backward.gradient_sums(parts, dy, *norm, **options, interpret=interpret)
+
+
+def gradient(
+    parts: tuple[Image, ...],
+    dy: Image,
+    norm: Norm,
+    *,
+    groups: int,
+    silu: bool,
+    sums: Float[Array, 'batch 2 channels'] | None = None,
+    owns: bool = True,
+    interpret: bool,
+) -> tuple[tuple[Image, ...], Float[Array, 'batch 2 channels']]:
+    """Returns the gradient of every part, in x's type, and s₁ and s₂.
+
+    Args:
+      sums: s₁ and s₂; None computes them.
+
+    Raises:
+      ValueError: the channels are not a multiple of `groups`.
+    """
+    if on_hopper(parts, groups, interpret=interpret):
+        found = sums
+        if found is None:
+            found, _ = gradient_sums(parts, dy, norm, silu=silu, interpret=interpret)
+        dx = _run(hopper.gradient, parts, dy, *norm, found, groups=groups, silu=silu)
+        return dx, found
+    options: dict[str, Any] = {'silu': silu, 'interpret': interpret}
+    if sums is None and not owns:
+        sums, _ = backward.gradient_sums(parts, dy, *norm, **options)
+    return backward.gradient(parts, dy, *norm, groups=groups, sums=sums, **options)
