@@ -2,26 +2,21 @@
 
 The kernels depend on the device of this process: Mosaic GPU on Hopper for what it
 supports, Triton otherwise, and interpreted Triton in tests on a CPU. If this version of JAX lacks
-one of them, the backend says so instead of failing to import (`pallas_kernels.jax_modules`).
+what they need, the backend says so instead of failing to import. On Hopper without Triton, the
+calls that need it say so (`pallas_kernels.jax_modules`).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, NoReturn
 
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.runtime import device
-from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend
 from pallas_kernels import jax_modules
 from pallas_kernels.attention import vjp as attention_kernels
+from pallas_kernels.conv3x3.vjp import conv3x3, norm_silu_conv3x3
 from pallas_kernels.group_norm import vjp as group_norm_kernels
-
-if jax_modules.missing(jax_modules.TRITON) is None:
-    from pallas_kernels.conv3x3.vjp import conv3x3, norm_silu_conv3x3
 
 
 def group_norm(
@@ -49,36 +44,27 @@ def attention(
 def unavailable() -> str | None:
     """Says what this machine, or this version of JAX, lacks for the kernels; None if they run."""
     try:
-        target = device.target()
+        hopper = device.target() is device.Target.HOPPER
     except device.UnsupportedDeviceError as error:
         return str(error)
-    lacks = jax_modules.missing(jax_modules.TRITON)
-    if lacks is None and target is device.Target.HOPPER:
-        lacks = jax_modules.missing(jax_modules.MOSAIC)
-    return lacks
+    return jax_modules.missing(jax_modules.MOSAIC if hopper else jax_modules.TRITON)
 
 
-def _ops() -> dict[str, Callable[..., Any]]:
-    """Returns the kernels by op; without Triton, convolutions are functions that say so."""
-    if (lacks := jax_modules.missing(jax_modules.TRITON)) is None:
-        return {
-            'conv3x3': conv3x3,
-            'norm_silu_conv3x3': norm_silu_conv3x3,
-            'group_norm': group_norm,
-            'attention': attention,
-        }
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise UserError(f'backend=pallas: {lacks}')
-
-    refused = dict.fromkeys(('conv3x3', 'norm_silu_conv3x3'), refuse)
-    return {**refused, 'group_norm': group_norm, 'attention': attention}
+def incomplete() -> str | None:
+    """Says what this version of JAX lacks for some calls; None if all of them run."""
+    return jax_modules.missing(jax_modules.TRITON)
 
 
 BACKEND = Backend(
     name='pallas',
     title='Pallas kernels',
     api=1,
-    ops=_ops(),
+    ops={
+        'conv3x3': conv3x3,
+        'norm_silu_conv3x3': norm_silu_conv3x3,
+        'group_norm': group_norm,
+        'attention': attention,
+    },
     unavailable=unavailable,
+    incomplete=incomplete,
 )

@@ -6,18 +6,21 @@ JAX deprecates Pallas's Triton lowering for removal, and promises neither its pr
     from pallas_kernels.jax_modules import triton as plgpu
 
 If this version of JAX lacks one, that import raises an error that says which kernels need it and
-what to do, and `pallas_kernels.backend` says so before.
+what to do. Where an op chooses its kernel, `on_hopper` says so before.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+from jaxunet.runtime import device
+from jaxunet.runtime.errors import UserError
 
 TESTED = 'jax>=0.10.2,<=0.12.0.1'  # the versions in pyproject.toml
 
@@ -27,7 +30,7 @@ class Part:
     """A part of JAX.
 
     Fields:
-      kernels: those that need it, for messages.
+      kernels: those of the Pallas kernels that need it, for messages.
       advice: what to do without it, beside another version of JAX.
       names: MODULE, or MODULE:NAME for something in a module, by the name that this file gives it.
     """
@@ -38,12 +41,12 @@ class Part:
 
 
 TRITON = Part(
-    "convolutions, GroupNorm and attention that Hopper's kernels do not support",
+    'in Triton',
     'or use backend=cuda',
     {'triton': 'jax.experimental.pallas.triton'},
 )
 MOSAIC = Part(
-    'convolutions, GroupNorm and attention on Hopper',
+    'for Hopper',
     'use backend=cuda, or set JAXUNET_KERNELS=portable for the Triton kernels',
     {
         'mosaic_gpu': 'jax.experimental.pallas.mosaic_gpu',
@@ -56,6 +59,42 @@ MOSAIC = Part(
         'TransformedRef': 'jax._src.state.types:TransformedRef',
     },
 )
+
+
+def runs_hopper() -> bool:
+    """Returns True if this process's device runs Hopper's kernels, which need Mosaic GPU.
+
+    Raises:
+      UserError: it does, but this version of JAX lacks what they need.
+    """
+    if device.target() is not device.Target.HOPPER:
+        return False
+    if lacks := missing(MOSAIC):
+        raise UserError(f'backend=pallas: {lacks}')
+    return True
+
+
+def on_hopper(op: str, problem: Callable[[], str | None], *, interpret: bool = False) -> bool:
+    """Returns True if a call runs on Hopper's kernel, False if on the Triton kernel.
+
+    Args:
+      op: that is called, for errors.
+      problem: returns why Hopper's kernel does not take the call; None if it does. Called only
+        where Hopper's kernels run.
+      interpret: the Triton kernel, interpreted.
+
+    Raises:
+      UserError: this version of JAX lacks what the kernel needs.
+    """
+    reason = "Hopper's kernels do not run here"
+    if not interpret and runs_hopper():
+        found = problem()
+        if found is None:
+            return True
+        reason = f"Hopper's does not take {found}"
+    if lacks := missing(TRITON):
+        raise UserError(f'backend=pallas: {op} needs a Triton kernel ({reason}); {lacks} or xla')
+    return False
 
 
 @functools.cache
@@ -92,6 +131,6 @@ def _load(source: str) -> Any:
 
 def _told(part: Part, source: str, error: Exception) -> str:
     return (
-        f'the Pallas kernels for {part.kernels} need {source.replace(":", ".")}, which jax '
+        f'the Pallas kernels {part.kernels} need {source.replace(":", ".")}, which jax '
         f'{jax.__version__} does not have ({error}); install {TESTED}, {part.advice}'
     )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 import sys
 import tomllib
 
@@ -10,19 +11,21 @@ import jax.numpy as jnp
 import pytest
 from support import kernel_names
 
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.model.unet import build_unet
 from jaxunet.ops import backends
 from jaxunet.ops.activation import Activation
 from jaxunet.runtime import device, plugins
 from jaxunet.runtime.errors import UserError
-from pallas_kernels import backend, jax_modules
-from pallas_kernels.conv3x3 import dispatch, hopper_views, triton_blocks
+from pallas_kernels import jax_modules
+from pallas_kernels.conv3x3 import hopper_views, triton_blocks
 
 PROJECT = pathlib.Path(__file__).parents[1] / 'pyproject.toml'
 TRITON = (
-    r'the Pallas kernels for convolutions, GroupNorm and attention that .* need '
-    r'jax\.experimental\.pallas\.triton, which jax .*'
+    r'the Pallas kernels in Triton need jax\.experimental\.pallas\.triton, which jax \S+ does not '
+    r'have \(.*\); '
 )
-MOSAIC = r'the Pallas kernels for convolutions, GroupNorm and attention on Hopper need '
+MOSAIC = 'the Pallas kernels for Hopper need '
 INSTALL = rf'install {jax_modules.TESTED}, '
 
 
@@ -66,90 +69,211 @@ def test_this_version_has_all():
         _ = jax_modules.other
 
 
-def test_without_triton_the_backend_says_so(without, monkeypatch):
+@pytest.fixture
+def fresh(without, monkeypatch):
+    """Imports the Pallas backend anew, and makes it that of `load_ops`, without some modules."""
+
+    def make(*names):
+        without(*names)
+        for name in [name for name in sys.modules if name.split('.')[0] == 'pallas_kernels']:
+            monkeypatch.delitem(sys.modules, name)
+        found = importlib.import_module('pallas_kernels.backend').BACKEND
+        both = {'pallas': found, 'cuda': plugins.load_backend('cuda')}
+        monkeypatch.setattr(backends, 'load_backend', both.__getitem__)
+        return found
+
+    return make
+
+
+def test_without_triton_only_hopper_has_the_backend(fresh):
+    found = fresh('jax.experimental.pallas.triton')
+    for target in (device.Target.TRITON, device.Target.INTERPRET):
+        with (
+            device.use(target),
+            pytest.raises(UserError, match=rf'^backend=pallas: {TRITON}{INSTALL}or use backend='),
+        ):
+            backends.load_ops('pallas')
+    with device.use(device.Target.HOPPER):
+        assert backends.load_ops('pallas').conv3x3 is found.ops['conv3x3']
+
+
+def test_without_triton_auto_leaves_the_backend_out(fresh, monkeypatch):
     told = []
     monkeypatch.setattr(
         backends.logging, 'log_first_n', lambda level, text, n, *values: told.append(text % values)
     )
-    without('jax.experimental.pallas.triton')
-    found = executed(backend).BACKEND
-    both = {'pallas': found, 'cuda': plugins.load_backend('cuda')}
-    monkeypatch.setattr(backends, 'load_backend', both.__getitem__)
+    found = fresh('jax.experimental.pallas.triton')
+    monkeypatch.setattr(backends, '_unavailable', lambda name: None)
     with device.use(device.Target.HOPPER):
-        lacks = found.unavailable()
-        with pytest.raises(
-            UserError, match=rf'^backend=pallas: {TRITON}; {INSTALL}or use backend='
-        ):
-            backends.load_ops('pallas')
-        monkeypatch.setattr(
-            backends, '_unavailable', lambda name: lacks if name == 'pallas' else ''
-        )
-        assert set(backends.named('auto', 'float32').values()) == {'xla', 'cuda'}
-    assert lacks
-    assert told == [f'backend=auto: the Pallas kernels are left out: {lacks}']
-    with pytest.raises(UserError, match=TRITON):
-        found.ops['conv3x3'](None, None, None)
-    assert set(found.ops) == set(plugins.load_backend('pallas').ops)
-
-
-def test_without_triton_hopper_has_attention(without):
-    """The op runs where its own kernels take the shape."""
-    without('jax.experimental.pallas.triton')
-    op = executed(backend).BACKEND.ops['attention']
-
-    def lower(tokens):
-        qkv = jax.ShapeDtypeStruct((1, tokens, 96), 'float16')
-        gradient = jax.jit(jax.grad(lambda x: jnp.sum(op(x, num_heads=1))))
-        return gradient.trace(qkv).lower(lowering_platforms=('cuda',))
-
-    with device.use(device.Target.HOPPER):
-        assert set(kernel_names.count(lower(64))) == {
-            'jaxunet_attention_forward',
-            'jaxunet_attention_backward_delta',
-            'jaxunet_attention_backward',
-        }
-        with pytest.raises(UserError, match=f'^backend=pallas: {TRITON}'):
-            lower(65)
-
-
-def test_without_triton_hopper_has_group_norm(without):
-    """The op runs where its own kernels take the shape."""
-    without('jax.experimental.pallas.triton')
-    op = executed(backend).BACKEND.ops['group_norm']
-
-    def lower(channels):
-        x = jax.ShapeDtypeStruct((2, 8, 8, channels), 'bfloat16')
-        vector = jax.ShapeDtypeStruct((1, channels), 'float32')
-        function = jax.jit(lambda x, scale, offset: op(Activation((x,)), scale, offset, groups=8))
-        return function.trace(x, vector, vector).lower(lowering_platforms=('cuda',))
-
-    with device.use(device.Target.HOPPER):
-        assert set(kernel_names.count(lower(64))) == {
-            'jaxunet_group_norm_moments',
-            'jaxunet_group_norm_normalise',
-        }
-        with pytest.raises(UserError, match=f'^backend=pallas: {TRITON}'):
-            lower(24)
-
-
-def test_without_mosaic_only_hopper_lacks_kernels(without):
-    without('jax.experimental.mosaic.gpu.utils')
-    found = executed(backend).BACKEND
-    with device.use(device.Target.TRITON):
         assert found.unavailable() is None
-        assert executed(dispatch)._target() is device.Target.TRITON
+        assert set(backends.named('auto', 'float32').values()) == {'xla', 'cuda'}
+        assert found not in backends.runnable()
+    assert len(told) == 1
+    assert re.match(f'backend=auto: the Pallas kernels are left out: {TRITON}', told[0])
+
+
+def lower_network(backend, **model):
+    """Lowers the gradient of a small network in bfloat16 for an H200."""
+    config = resolve(
+        to_dict(
+            Config().replace(
+                precision='bfloat16',
+                model={
+                    'image_channels': 64,
+                    'base_channels': 64,
+                    'channel_mult': (1,),
+                    'num_res_blocks': 1,
+                    'attention_resolutions': (8,),
+                }
+                | model,
+                data={'image_size': (8,)},
+                train={'sample_every': 0},  # no grids of 64 channels
+            )
+        )
+    )
+    x = jax.ShapeDtypeStruct((2, *config.image_shape), 'float32')
+    t = jax.ShapeDtypeStruct((2,), 'int32')
+    initial = build_unet(config, backends.XLA).init
+    params = jax.eval_shape(lambda x, t: initial(jax.random.key(0), x, t)['params'], x, t)
+    with device.use(device.Target.HOPPER):
+        network = build_unet(config, backends.load_ops(backend))
+        loss = jax.grad(lambda p, x, t: jnp.sum(network.predict(p, x, t)))
+        return jax.jit(loss).trace(params, x, t).lower(lowering_platforms=('cuda',))
+
+
+def test_without_triton_a_network_of_supported_shapes_runs(fresh):
+    fresh('jax.experimental.pallas.triton')
+    kernels = set(kernel_names.count(lower_network('pallas')))
+    assert kernels >= {
+        'jaxunet_conv3x3_forward',
+        'jaxunet_conv3x3_weight_gradient',
+        'jaxunet_group_norm_gradient',
+        'jaxunet_attention_backward',
+    }
+    assert not [name for name in kernels if 'triton' in name]
+    # Three channels need Triton in convolutions alone, which another backend can take.
+    kernels = set(
+        kernel_names.count(
+            lower_network('pallas+conv3x3=xla+norm_silu_conv3x3=xla', image_channels=3)
+        )
+    )
+    assert {name.split('_')[1] for name in kernels if name.startswith('jaxunet')} == {
+        'group',
+        'attention',
+    }
+
+
+@pytest.mark.parametrize(
+    ('model', 'reason'),
+    [
+        (
+            {'image_channels': 3},
+            r"conv3x3 needs a Triton kernel \(Hopper's does not take channels: expected multiples "
+            r'of 8, found \(3,\) and \(\) -> 64\)',
+        ),
+        (
+            {'num_head_channels': 16},
+            r"attention needs a Triton kernel \(Hopper's does not take qkv: expected heads of 32 "
+            r'or 64 channels, found 16\)',
+        ),
+    ],
+)
+def test_without_triton_a_network_that_needs_it_is_refused(fresh, model, reason):
+    fresh('jax.experimental.pallas.triton')
+    with pytest.raises(UserError) as error:
+        lower_network('pallas', **model)
+    line = str(error.value)
+    assert re.fullmatch(
+        rf'backend=pallas: {reason}; {TRITON}{INSTALL}or use backend=cuda or xla', line
+    )
+
+
+def call_conv3x3(ops, dtype, channels, features, side):
+    """Returns a call's gradients by x and kernel, and their abstract arguments."""
+    x = jax.ShapeDtypeStruct((1, side, side, channels), dtype)
+    kernel = jax.ShapeDtypeStruct((3, 3, channels, features), 'float32')
+
+    def loss(x, kernel):
+        shift = jnp.zeros((1, features), jnp.float32)
+        return jnp.sum(ops['conv3x3'](Activation.of(x), kernel, shift).value)
+
+    return jax.grad(loss, (0, 1)), (x, kernel)
+
+
+def call_attention(ops, dtype, tokens, heads):
+    qkv = jax.ShapeDtypeStruct((1, tokens, 96), dtype)
+    return jax.grad(lambda qkv: jnp.sum(ops['attention'](qkv, num_heads=heads))), (qkv,)
+
+
+def call_group_norm(ops, dtype, channels, groups):
+    x = jax.ShapeDtypeStruct((2, 8, 8, channels), dtype)
+    vector = jnp.ones((1, channels), jnp.float32)
+    return (
+        lambda x: ops['group_norm'](Activation.of(x), vector, vector, groups=groups),
+        (x,),
+    )
+
+
+@pytest.mark.parametrize(
+    ('call', 'arguments', 'reason'),
+    [
+        (call_attention, ('float16', 64, 1), None),
+        (call_attention, ('float32', 64, 1), 'attention .*qkv: expected bfloat16 or float16'),
+        (call_attention, ('float16', 65, 1), 'attention .*a multiple of 64 tokens'),
+        (call_group_norm, ('float32', 64, 8), None),
+        (call_group_norm, ('bfloat16', 24, 8), 'group_norm .*channels: expected multiples of 32'),
+        (call_group_norm, ('bfloat16', 96, 48), 'group_norm .*groups: expected a divisor'),
+        (call_conv3x3, ('bfloat16', 64, 64, 8), None),
+        (
+            call_conv3x3,
+            ('bfloat16', 64, 32, 8),
+            "conv3x3's weight gradient .*dy: expected features in multiples of 64, found 32",
+        ),
+        (
+            call_conv3x3,
+            ('float32', 64, 64, 8),
+            "conv3x3's weight gradient .*dy: expected 2048 pixels or more in float32",
+        ),
+        (
+            call_conv3x3,
+            ('bfloat16', 64, 64, 2),
+            "conv3x3's gradient of shift .*x: expected at least one sample of 16 pixels",
+        ),
+    ],
+)
+def test_without_triton_hopper_takes_what_its_kernels_take(fresh, call, arguments, reason):
+    ops = fresh('jax.experimental.pallas.triton').ops
+    function, operands = call(ops, *arguments)
+    with device.use(device.Target.HOPPER):
+        if reason is None:
+            jax.jit(function).trace(*operands).lower(lowering_platforms=('cuda',))
+            return
+        with pytest.raises(UserError, match=f'^backend=pallas: {reason}') as error:
+            jax.eval_shape(function, *operands)
+    assert '\n' not in str(error.value)
+
+
+def test_without_mosaic_only_hopper_lacks_kernels(fresh):
+    found = fresh('jax.experimental.mosaic.gpu.utils')
     message = (
         rf'{MOSAIC}jax\.experimental\.mosaic\.gpu\.utils, .*; {INSTALL}use backend=cuda, '
         'or set JAXUNET_KERNELS=portable'
     )
+    with device.use(device.Target.TRITON):
+        assert found.unavailable() is None
     with device.use(device.Target.HOPPER):
-        with pytest.raises(UserError, match=message):
-            executed(dispatch)._target()
-        lacks = found.unavailable()
-    assert lacks is not None
-    assert lacks.startswith(
-        'the Pallas kernels for convolutions, GroupNorm and attention on Hopper'
-    )
+        assert re.match(message, found.unavailable())
+    for call, arguments in (
+        (call_attention, ('float16', 64, 1)),
+        (call_group_norm, ('bfloat16', 64, 8)),
+        (call_conv3x3, ('bfloat16', 64, 64, 8)),
+    ):
+        function, operands = call(found.ops, *arguments)
+        with (
+            device.use(device.Target.HOPPER),
+            pytest.raises(UserError, match=f'^backend=pallas: {message}'),
+        ):
+            jax.eval_shape(function, *operands)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this tabl
     every other device, and JAXUNET_KERNELS=portable        xla
 
 If the CUDA kernels do not run on a Hopper GPU, every op comes from pallas, and the log says so. If
-pallas is missing where the table needs it, its ops come from xla, and the log says so. An op that
-its backend does not implement runs on xla: pallas has no linear and no adamw. `describe` returns
-the line that a run logs. A config can override single ops: `backend=auto+attention=pallas`. For a
-short sampling job, `jaxunet.ops.short_jobs` takes the time to compile into account.
+pallas is missing where the table needs it, or this version of JAX lacks what some of its calls
+need, its ops come from xla, and the log says so. An op that its backend does not implement runs on
+xla: pallas has no linear and no adamw. `describe` returns the line that a run logs. A config can
+override single ops: `backend=auto+attention=pallas`. For a short sampling job,
+`jaxunet.ops.short_jobs` takes the time to compile into account.
 
 `load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
 it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
@@ -209,8 +210,13 @@ def installed() -> list[Backend]:
 
 
 def runnable() -> list[Backend]:
-    """Returns the installed kernel backends whose kernels run on this machine."""
-    return [backend for backend in installed() if backend.unavailable() is None]
+    """Returns the installed kernel backends that run all calls on this machine."""
+    return [backend for backend in installed() if lacks(backend) is None]
+
+
+def lacks(backend: Backend) -> str | None:
+    """Says what this machine lacks for the kernels, or for some calls; None if it runs all."""
+    return backend.unavailable() or backend.incomplete()
 
 
 def _advice(name: str) -> str:
@@ -231,9 +237,9 @@ def _unavailable(name: str) -> str | None:
 
 
 def _missing(name: str) -> str | None:
-    """Says why `auto` skips a backend, which may fail to import; None if it runs here."""
+    """Says why `auto` skips a backend, which may fail to import; None if it runs all calls here."""
     try:
-        return _unavailable(name)
+        return _unavailable(name) or (None if name == 'xla' else load_backend(name).incomplete())
     except UserError as error:
         return str(error)
 

@@ -20,6 +20,10 @@ BACKEND_GROUP = 'jaxunet.backends'
 API = 1  # incremented whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Backend:
     """A set of kernels.
@@ -31,6 +35,9 @@ class Backend:
       ops: implementations by op name of `jaxunet.config.OPS`; the other ops run on XLA.
         Variants `..._and_input` are optional; a missing one is composed from its op.
       unavailable: returns what this machine lacks to run the kernels, or None if they run here.
+      incomplete: returns what it lacks for calls of some shapes or types, which then raise a
+        UserError, or None if it runs all calls. A config that names the backend gets it anyway;
+        `auto` leaves it out.
     """
 
     name: str
@@ -38,6 +45,7 @@ class Backend:
     api: int
     ops: Mapping[str, Any]
     unavailable: Callable[[], str | None]
+    incomplete: Callable[[], str | None] = _nothing
 
 
 @functools.cache

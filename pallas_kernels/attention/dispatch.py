@@ -13,8 +13,6 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxunet.ops.transformations import Batched, joins_batch
-from jaxunet.runtime import device
-from jaxunet.runtime.errors import UserError
 from pallas_kernels import jax_modules
 from pallas_kernels.attention.tiles import Tiles, default_tiles
 from pallas_kernels.types import Shaped
@@ -36,11 +34,10 @@ def choose(qkv: Shaped, num_heads: int, *, interpret: bool) -> Tiles | None:
     Raises:
       UserError: this version of JAX lacks what the kernels need.
     """
-    if not interpret and device.target() is device.Target.HOPPER:
-        _require(jax_modules.MOSAIC)
-        if hopper_plan.supports(qkv, num_heads) is None:
-            return None
-    _require(jax_modules.TRITON)
+    if jax_modules.on_hopper(
+        'attention', lambda: hopper_plan.supports(qkv, num_heads), interpret=interpret
+    ):
+        return None
     return default_tiles(qkv.shape[1], qkv.shape[2] // (3 * num_heads), qkv.dtype)
 
 
@@ -48,11 +45,6 @@ def choose(qkv: Shaped, num_heads: int, *, interpret: bool) -> Tiles | None:
 def _batched(function: Callable[..., Any], *options: Any) -> Batched:
     """Returns a function of Hopper's with options, as a function of its arrays (a tuple, ())."""
     return joins_batch(lambda arrays, _: function(*arrays, *options))
-
-
-def _require(part: jax_modules.Part) -> None:
-    if lacks := jax_modules.missing(part):
-        raise UserError(f'backend=pallas: {lacks}')
 
 
 def forward(

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float
 from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
-from jaxunet.runtime.errors import UserError
 from pallas_kernels import jax_modules
-from pallas_kernels.conv3x3 import triton, triton_weight_gradient
 from pallas_kernels.types import Shaped
 
+if jax_modules.missing(jax_modules.TRITON) is None:
+    from pallas_kernels.conv3x3 import triton, triton_weight_gradient
 if jax_modules.missing(jax_modules.MOSAIC) is None:
     from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient
 
@@ -31,18 +31,7 @@ if jax_modules.missing(jax_modules.MOSAIC) is None:
 # `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
 FUSED_FEATURES = 16
-
-
-def _target() -> device.Target:
-    """Returns the family of this process's device, as `device.target`.
-
-    Raises:
-      UserError: Hopper's, but JAX lacks what its kernels need.
-    """
-    found = device.target()
-    if found is device.Target.HOPPER and (lacks := jax_modules.missing(jax_modules.MOSAIC)):
-        raise UserError(lacks)
-    return found
+EXACT_PIXELS = 2048  # of a batch; below, no float32 weight gradient runs on Hopper's kernel
 
 
 def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 features channels']:
@@ -81,7 +70,10 @@ def forward(
     """
     residual, shortcut = ((), None) if added is None else (added.parts, added.shortcut)
     images = (parts, shift.astype(jnp.float32), residual, affine)
-    return _forward(images, (kernel.astype(parts[0].dtype), shortcut))
+    dtype = parts[0].dtype
+    return _forward(
+        images, (kernel.astype(dtype), None if shortcut is None else shortcut.astype(dtype))
+    )
 
 
 def weight_gradient(
@@ -118,7 +110,7 @@ def fuses_activation(parts: Sequence[Shaped], kernel: Shaped) -> bool:
     The Hopper kernel activates a tile once for its nine taps, which is faster for large images. The
     Triton kernel fuses them for few output channels, where reading x takes most of its time.
     """
-    if _target() is device.Target.HOPPER and hopper.supports(parts, kernel) is None:
+    if jax_modules.runs_hopper() and hopper.supports(parts, kernel) is None:
         return parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
     return kernel.shape[3] <= FUSED_FEATURES
 
@@ -134,18 +126,19 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
 
     Args:
       flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged.
+
+    Raises:
+      UserError: this version of JAX lacks what the kernel needs.
     """
     (parts, shift, residual, affine), (kernel, shortcut) = images, weights
-    target = _target()
-    if target is device.Target.HOPPER:
-        options: dict[str, Any] = {
-            'residual': residual or None,
-            'shortcut': None if shortcut is None else shortcut.astype(kernel.dtype),
-            'affine': affine,
-            'flipped': flipped,
-        }
-        if hopper.supports(parts, kernel, **options) is None:
-            return hopper.forward(parts, kernel, shift, **options)
+    options: dict[str, Any] = {
+        'residual': residual or None,
+        'shortcut': shortcut,
+        'affine': affine,
+        'flipped': flipped,
+    }
+    if jax_modules.on_hopper('conv3x3', lambda: hopper.supports(parts, kernel, **options)):
+        return hopper.forward(parts, kernel, shift, **options)
     addend = None  # the residual, projected by its shortcut
     if residual:
         addend = residual[0] if shortcut is None else project(Added(residual, shortcut))
@@ -155,7 +148,7 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
         shift,
         residual=addend,
         affine=affine,
-        interpret=target is device.Target.INTERPRET,
+        interpret=device.interpreted(),
     )
 
 
@@ -165,16 +158,13 @@ _input_gradient = joins_batch(functools.partial(_convolve, True))
 
 @jax.custom_batching.sequential_vmap
 def _weight_gradient(parts: Parts, dy: Array) -> Array:
-    target, pixels = _target(), math.prod(dy.shape[:3])
-    # Over few pixels XLA computes float32 in full rather than as tf32. Triton's three tf32 products
-    # are as accurate as that; Hopper's three bfloat16 products are not.
-    exact = dy.dtype == jnp.float32 and pixels < 2048
-    if (
-        target is device.Target.HOPPER
-        and not exact
-        and hopper_weight_gradient.supports(parts, dy) is None
-    ):
+    def problem() -> str | None:
+        # Over few pixels XLA computes float32 in full rather than as tf32. Triton's three tf32
+        # products are as accurate as that; Hopper's three bfloat16 products are not.
+        if dy.dtype == jnp.float32 and math.prod(dy.shape[:3]) < EXACT_PIXELS:
+            return f'dy: expected {EXACT_PIXELS} pixels or more in float32, found {dy.shape}'
+        return hopper_weight_gradient.supports(parts, dy)
+
+    if jax_modules.on_hopper("conv3x3's weight gradient", problem):
         return hopper_weight_gradient.weight_gradient(parts, dy)
-    return triton_weight_gradient.weight_gradient(
-        parts, dy, interpret=target is device.Target.INTERPRET
-    )
+    return triton_weight_gradient.weight_gradient(parts, dy, interpret=device.interpreted())

@@ -14,8 +14,6 @@ from typing import Any
 from jaxtyping import Array, Float, PyTree
 
 from jaxunet.ops.transformations import Batched, joins_batch
-from jaxunet.runtime import device
-from jaxunet.runtime.errors import UserError
 from pallas_kernels import jax_modules
 from pallas_kernels.types import Shaped
 
@@ -29,28 +27,23 @@ Vector = Float[Array, '#batch channels']  # one number per channel, for a sample
 Norm = tuple[Vector, Vector, Vector, Vector]  # scale, offset, mean, inverse deviation
 
 
-def on_hopper(parts: Sequence[Shaped], groups: int = 32, *, interpret: bool = False) -> bool:
+def on_hopper(
+    parts: Sequence[Shaped], groups: int = 32, *, op: str = 'group_norm', interpret: bool = False
+) -> bool:
     """Returns True for Hopper's kernels, False for the Triton kernels.
 
     Args:
       parts: of the image.
       groups: 32 for functions without groups.
+      op: that needs the kernel, for the error.
       interpret: the Triton kernels, interpreted.
 
     Raises:
       UserError: this version of JAX lacks what the kernels need.
     """
-    if not interpret and device.target() is device.Target.HOPPER:
-        _require(jax_modules.MOSAIC)
-        if hopper_plan.supports(parts, groups) is None:
-            return True
-    _require(jax_modules.TRITON)
-    return False
-
-
-def _require(part: jax_modules.Part) -> None:
-    if lacks := jax_modules.missing(part):
-        raise UserError(f'backend=pallas: {lacks}')
+    return jax_modules.on_hopper(
+        op, lambda: hopper_plan.supports(parts, groups), interpret=interpret
+    )
 
 
 @functools.cache  # so that equal calls are known to be equal
@@ -68,7 +61,7 @@ def channel_sums(x: Image, *, interpret: bool) -> Float[Array, 'batch channels']
 
     This is the gradient of a bias or of a shift per sample.
     """
-    if on_hopper([x], interpret=interpret):
+    if on_hopper([x], op="conv3x3's gradient of shift", interpret=interpret):
         return _run(hopper.channel_sums, x)
     return statistics.channel_sums(x, interpret=interpret)
 

@@ -46,7 +46,7 @@ from jaxunet.benchmark.roofline import run as roofline
 from jaxunet.benchmark.roofline import table as roofline_table
 from jaxunet.config import cli
 from jaxunet.data.automatic import complete
-from jaxunet.ops.backends import installed, runnable
+from jaxunet.ops.backends import installed, lacks, runnable
 from jaxunet.runtime import device, rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.measurement import Measurement
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     except device.UnsupportedDeviceError as error:
         raise UserError(f'{error}; a benchmark of the kernels needs one') from None
     for backend in installed():
-        if missing := backend.unavailable():
+        if missing := lacks(backend):
             logging.info('without the %s: %s', backend.title, missing)
     measured, late = measure_ops(wanted, target)
     failed = [row for row in measured if row['error']]
