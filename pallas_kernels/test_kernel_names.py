@@ -94,7 +94,7 @@ def test_every_op_runs_on_its_kernels(lowered: Lowered) -> None:
     assert (len(convs), len(images), len(hopper)) == (46, 2, 44)
     fused = [c for c in convs if c[0] == 'norm_silu_conv3x3']
     # Large images are activated inside the convolution, so those have their statistics taken by
-    # kernels of their own.
+    # kernels of their own. Triton's GroupNorm of small images is one launch.
     inside = [c for c in fused if c[1][1] * c[1][2] >= 1024]
     attention = [c for c in calls if c[0] == 'attention']
     norms = [c for c in calls if c[0] == 'group_norm']
@@ -108,11 +108,12 @@ def test_every_op_runs_on_its_kernels(lowered: Lowered) -> None:
         'jaxunet_conv3x3_triton_products': 1,
         'jaxunet_conv3x3_triton_weight_gradient': len(images),
         'jaxunet_group_norm_channel_sums': len(convs),  # the gradient of bias or shift
-        'jaxunet_group_norm_moments': len(fused) + len(norms),
+        'jaxunet_group_norm_moments': len(inside),
         'jaxunet_group_norm_affine': len(inside),
-        'jaxunet_group_norm_normalise': len(fused) - len(inside) + len(norms),
-        'jaxunet_group_norm_gradient_sums': len(fused) + len(norms),
-        'jaxunet_group_norm_gradient': len(fused) + len(norms),
+        'jaxunet_group_norm_forward': len(fused) - len(inside) + len(norms),
+        'jaxunet_group_norm_gradient_sums': len(fused),
+        'jaxunet_group_norm_gradient': len(fused),
+        'jaxunet_group_norm_backward': len(norms),
         'jaxunet_attention_forward': len(attention),
         'jaxunet_attention_backward_delta': len(attention),
         'jaxunet_attention_backward': len(attention),

@@ -1,8 +1,8 @@
 """Chooses GroupNorm's kernels for this device and shape, and defines Hopper's under `jax.vmap`.
 
-It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them, else the Triton
-kernels, which support all shapes. Either set's results are the other's operands, so every function
-here chooses for itself.
+It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them and they are quicker, or
+this version of JAX has no Triton; else the Triton kernels, which support all shapes. Either set's
+results are the other's operands, so every function here chooses for itself, by the same rule.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ Image = Float[Array, 'batch height width _']
 Vector = Float[Array, '#batch channels']  # one number per channel, for a sample or for all
 Norm = tuple[Vector, Vector, Vector, Vector]  # scale, offset, mean, inverse deviation
 
+# Pixels of an image from which Hopper's kernels are quicker than the Triton kernels. Below, one
+# launch, whose programs own all pixels of their groups, is quicker than two. To refit, set 0 and
+# compare the two rows of each shape of
+# `python -m pallas_kernels.group_norm.tune --kernels both,both_triton`.
+HOPPER_PIXELS = 1024
+
 
 def on_hopper(
     parts: Sequence[Shaped], groups: int = 32, *, op: str = 'group_norm', interpret: bool = False
@@ -41,9 +47,14 @@ def on_hopper(
     Raises:
       UserError: this version of JAX lacks what the kernels need.
     """
-    return jax_modules.on_hopper(
-        op, lambda: hopper_plan.supports(parts, groups), interpret=interpret
-    )
+
+    def problem() -> str | None:
+        pixels = parts[0].shape[1] * parts[0].shape[2]
+        if pixels < HOPPER_PIXELS and jax_modules.missing(jax_modules.TRITON) is None:
+            return f'x: expected {HOPPER_PIXELS} pixels or more, found {pixels}'
+        return hopper_plan.supports(parts, groups)
+
+    return jax_modules.on_hopper(op, problem, interpret=interpret)
 
 
 @functools.cache  # so that equal calls are known to be equal

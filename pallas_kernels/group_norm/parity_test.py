@@ -1,7 +1,7 @@
 """The GroupNorm kernels against the float64 oracle.
 
 A CPU interprets the awkward cases on the Triton kernels; a GPU runs all cases, Hopper on its own
-kernels where those support the shape.
+kernels where those support the shape, also for small images.
 """
 
 import jax
@@ -14,12 +14,18 @@ from support.parity import DTYPES, assert_parity, types_in_turn
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from jaxunet.runtime.device import Target, use
-from pallas_kernels.group_norm import vjp
+from pallas_kernels.group_norm import dispatch, vjp
 
 # JAX says at every lowering that it will drop its Triton backend some day.
 pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
 )
+
+
+@pytest.fixture
+def small_images(monkeypatch):
+    """Runs Hopper's kernels for images of any size."""
+    monkeypatch.setattr(dispatch, 'HOPPER_PIXELS', 0)
 
 
 def check(case: Case, dtype: str, batch: int = 2):
@@ -49,6 +55,7 @@ def test_awkward_shapes_in_two_passes(case, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures('small_images')
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_every_case(case, dtype):
@@ -77,6 +84,7 @@ def test_cases_on_triton(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures('small_images')
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
 @pytest.mark.parametrize(
     'case',
@@ -92,6 +100,7 @@ def test_cases_for_hopper(case, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures('small_images')
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)
 def test_runs_are_identical(case, dtype):

@@ -20,9 +20,16 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.runtime import device
+from pallas_kernels import jax_modules
 from pallas_kernels.group_norm import dispatch, hopper, hopper_plan, hopper_program, vjp
 from pallas_kernels.group_norm.hopper_plan import Plan, Tile
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
+
+
+@pytest.fixture
+def small_images(monkeypatch):
+    """Runs Hopper's kernels for images of any size."""
+    monkeypatch.setattr(dispatch, 'HOPPER_PIXELS', 0)
 
 
 @pytest.fixture
@@ -149,6 +156,37 @@ def test_all_steps_lower(case, dtype, x64):
     assert found == {**expected, 'jaxunet_group_norm_moments': 2}
 
 
+@pytest.mark.parametrize(
+    ('side', 'has_triton', 'taken'),
+    [(32, True, True), (31, True, False), (31, False, True), (32, False, True)],
+)
+def test_small_images_go_to_triton_while_jax_has_it(side, has_triton, taken, monkeypatch):
+    """Every step of an image is on the same side."""
+
+    def missing(part):
+        return None if has_triton or part is jax_modules.MOSAIC else 'none here'
+
+    monkeypatch.setattr(jax_modules, 'missing', missing)
+    parts, scale, offset, dy = shapes_of(Case(side, side, (64,)), 2, 'bfloat16')
+    options = {'silu': True, 'interpret': False}
+
+    def every(parts, scale, offset, dy):
+        norm = {'groups': 32, 'eps': 1e-5}
+        y, mean, inverse = dispatch.normalise(parts, scale, offset, **norm, **options)
+        affine = dispatch.affine(parts, scale, offset, **norm, interpret=False)
+        saved = (scale, offset, mean, inverse)
+        sums = dispatch.gradient_sums(parts, dy, saved, activation=True, **options)
+        dx = dispatch.gradient(parts, dy, saved, groups=32, **options)
+        return y, affine, sums, dx, dispatch.channel_sums(dy, interpret=False)
+
+    with device.use(device.Target.HOPPER):
+        program = jax.jit(every).trace(parts, scale, offset, dy)
+        text = program.lower(lowering_platforms=('cuda',)).as_text()
+    targets = set(re.findall(r'custom_call @\S*(mosaic|triton)', text))
+    assert targets == {'mosaic' if taken else 'triton'}
+
+
+@pytest.mark.usefixtures('small_images')
 def test_one_launch_for_a_mapped_batch():
     """Under vmap the mapped axis joins the batch."""
     parts, scale, offset, _ = shapes_of(Case(8, 8, (64,)), 2, 'bfloat16')
@@ -177,6 +215,7 @@ def test_one_launch_for_a_mapped_batch():
     ],
     ids=lambda v: str(v)[:30],
 )
+@pytest.mark.usefixtures('small_images')
 def test_other_shapes_go_to_triton(change, message):
     dtype = change.pop('dtype', 'bfloat16')
     case = Case(8, 8, (64,), **{'groups': 32} | {k: v for k, v in change.items() if k == 'groups'})

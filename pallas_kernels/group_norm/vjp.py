@@ -1,7 +1,7 @@
 """GroupNorm, optionally followed by SiLU, on the kernels, with its gradient.
 
-On Hopper, forward and backward take two launches each: a reduction over the pixels, then the kernel
-that writes. The Triton kernels take one where `owns_pixels` holds.
+Hopper's kernels take two launches each way: a reduction over the pixels, then the kernel that
+writes. The Triton kernels take one where `owns_pixels` holds.
 """
 
 from __future__ import annotations
