@@ -1,7 +1,7 @@
 """Chooses the kernel of a convolution for this device and shape, and defines it under `jax.vmap`.
 
 It takes the Hopper kernel where that supports the shape, else the Triton kernel, which supports
-all.
+all. Where JAX has no Triton, zeros fill up the channels for the Hopper kernel (`padding`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
 from pallas_kernels import jax_modules
+from pallas_kernels.conv3x3 import padding
+from pallas_kernels.conv3x3.padding import Images, Weights
+from pallas_kernels.group_norm import dispatch as norm_dispatch
 from pallas_kernels.types import Shaped
 
 if jax_modules.missing(jax_modules.TRITON) is None:
@@ -83,6 +86,15 @@ def weight_gradient(
     return _weight_gradient(parts, dy)
 
 
+def shift_gradient(
+    dy: Float[Array, 'batch height width features'],
+) -> Float[Array, 'batch features']:
+    """Returns the gradient of each sample's shift: the sum over its pixels, in float32 or more."""
+    padded = padding.append(dy, padding.SUMS) if padding.wanted() else dy
+    sums = norm_dispatch.channel_sums(padded, interpret=device.interpreted())
+    return padding.remove(sums, padding.SUMS, (dy.shape[-1],))
+
+
 def input_gradient(
     dy: Float[Array, 'batch height width features'],
     kernel: Float[Array, '3 3 channels features'],
@@ -110,15 +122,9 @@ def fuses_activation(parts: Sequence[Shaped], kernel: Shaped) -> bool:
     The Hopper kernel activates a tile once for its nine taps, which is faster for large images. The
     Triton kernel fuses them for few output channels, where reading x takes most of its time.
     """
-    if jax_modules.runs_hopper() and hopper.supports(parts, kernel) is None:
+    if jax_modules.runs_hopper() and (padding.wanted() or hopper.supports(parts, kernel) is None):
         return parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
     return kernel.shape[3] <= FUSED_FEATURES
-
-
-# The batched operands of a convolution (parts, shift, residual, affine), and its weights (kernel,
-# shortcut), as `joins_batch` takes them.
-Images = tuple[Parts, Array, Parts, Affine | None]
-Weights = tuple[Array, Array | None]
 
 
 def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
@@ -130,6 +136,9 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
     Raises:
       UserError: this version of JAX lacks what the kernel needs.
     """
+    features = weights[0].shape[2 if flipped else 3]
+    if padding.wanted():
+        images, weights = padding.convolution(images, weights, flipped=flipped)
     (parts, shift, residual, affine), (kernel, shortcut) = images, weights
     options: dict[str, Any] = {
         'residual': residual or None,
@@ -138,7 +147,8 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
         'flipped': flipped,
     }
     if jax_modules.on_hopper('conv3x3', lambda: hopper.supports(parts, kernel, **options)):
-        return hopper.forward(parts, kernel, shift, **options)
+        y = hopper.forward(parts, kernel, shift, **options)
+        return padding.remove(y, padding.CONVOLUTION, (features,))
     addend = None  # the residual, projected by its shortcut
     if residual:
         addend = residual[0] if shortcut is None else project(Added(residual, shortcut))
@@ -158,13 +168,20 @@ _input_gradient = joins_batch(functools.partial(_convolve, True))
 
 @jax.custom_batching.sequential_vmap
 def _weight_gradient(parts: Parts, dy: Array) -> Array:
+    widths, features = [part.shape[-1] for part in parts], dy.shape[-1]
+    multiple = padding.WEIGHT_GRADIENT
+    if padding.wanted():
+        parts = tuple(padding.append(part, multiple) for part in parts)
+        dy = padding.append(dy, multiple)
+
     def problem() -> str | None:
         # Over few pixels XLA computes float32 in full rather than as tf32. Triton's three tf32
         # products are as accurate as that; Hopper's three bfloat16 products are not.
         if dy.dtype == jnp.float32 and math.prod(dy.shape[:3]) < EXACT_PIXELS:
-            return f'dy: expected {EXACT_PIXELS} pixels or more in float32, found {dy.shape}'
+            return f'dy: expected {EXACT_PIXELS} pixels or more in float32, found {dy.shape[:3]}'
         return hopper_weight_gradient.supports(parts, dy)
 
     if jax_modules.on_hopper("conv3x3's weight gradient", problem):
-        return hopper_weight_gradient.weight_gradient(parts, dy)
+        gradient = hopper_weight_gradient.weight_gradient(parts, dy)
+        return padding.remove(padding.remove(gradient, multiple, widths, 2), multiple, (features,))
     return triton_weight_gradient.weight_gradient(parts, dy, interpret=device.interpreted())

@@ -11,6 +11,7 @@ from support.parity import DTYPES, assert_parity, kernel_target, types_in_turn
 
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
+from pallas_kernels import jax_modules
 from pallas_kernels.conv3x3 import vjp
 
 
@@ -28,6 +29,38 @@ def test_awkward_shapes(case, dtype):
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_every_case(case, dtype):
+    check(case, dtype, 3)
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """Reports that this version of JAX lacks Triton; a call that needs it is then an error."""
+    if jax_modules.missing(jax_modules.MOSAIC) or not jax_modules.runs_hopper():
+        pytest.skip("needs Hopper's kernels")
+    monkeypatch.setattr(
+        jax_modules, 'missing', lambda part: 'none here' if part is jax_modules.TRITON else None
+    )
+    jax.clear_caches()  # of functions that were traced with Triton
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures('without_triton')
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize(
+    'case',
+    [
+        Case(64, 64, (3,), 64, norm=False),
+        Case(64, 64, (64,), 3),
+        Case(32, 32, (96, 32), 96, (3, 12), per_sample=True),
+        Case(33, 35, (1,), 5, (5,), norm=False),
+        Case(16, 16, (32,), 3, groups=8, batch=9),
+    ],
+    ids=lambda c: c.name,
+)
+def test_without_triton(case, dtype):
+    """Zeros fill up the channels for Hopper's kernels."""
     check(case, dtype, 3)
 
 

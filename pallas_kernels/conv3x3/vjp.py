@@ -101,7 +101,7 @@ def _parameter_gradients(
     dkernel = dispatch.weight_gradient(parts, dy).astype(kernel.dtype)
     return (
         dkernel,
-        fold(norm_dispatch.channel_sums(dy, interpret=device.interpreted()), shift),
+        fold(dispatch.shift_gradient(dy), shift),
         added_gradient(added, dy),
     )
 
