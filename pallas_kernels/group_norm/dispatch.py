@@ -1,6 +1,6 @@
 """Chooses GroupNorm's kernels for this device and shape, and defines Hopper's under `jax.vmap`.
 
-It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them and they are quicker, or
+It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them and they are better, or
 this version of JAX has no Triton; else the Triton kernels, which support all shapes. Either set's
 results are the other's operands, so every function here chooses for itself, by the same rule.
 """
@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jaxunet.ops.transformations import Batched, joins_batch
@@ -49,9 +50,12 @@ def on_hopper(
     """
 
     def problem() -> str | None:
-        pixels = parts[0].shape[1] * parts[0].shape[2]
-        if pixels < HOPPER_PIXELS and jax_modules.missing(jax_modules.TRITON) is None:
-            return f'x: expected {HOPPER_PIXELS} pixels or more, found {pixels}'
+        if jax_modules.missing(jax_modules.TRITON) is None:
+            pixels = parts[0].shape[1] * parts[0].shape[2]
+            if pixels < HOPPER_PIXELS:
+                return f'x: expected {HOPPER_PIXELS} pixels or more, found {pixels}'
+            if parts[0].dtype == jnp.float32:  # the Triton kernels' gradients are more exact
+                return 'x: expected bfloat16 or float16, found float32'
         return hopper_plan.supports(parts, groups)
 
     return jax_modules.on_hopper(op, problem, interpret=interpret)
