@@ -137,12 +137,16 @@ struct Mailbox {
   // Prepares the receiver for `bytes` of moments. All threads of the cluster call it, and wait_open
   // before they send.
   __device__ void open(bool receiver, int bytes) const {
+#if __CUDA_ARCH__ >= 900
     if (receiver && threadIdx.x == 0) {
       full->init(1);
       fence_barrier_init();
       full->arrive_expect(bytes);
     }
     cluster_arrive();
+#else
+    __trap();
+#endif
   }
   __device__ void wait_open() const { cluster_wait(); }
   __device__ void send(int slot, float2 value) const {
