@@ -1,9 +1,9 @@
 """The pallas backend, which jaxunet finds by its entry point.
 
-The kernels depend on the device of this process: Mosaic GPU on Hopper for what it
-supports, Triton otherwise, and interpreted Triton in tests on a CPU. If this version of JAX lacks
-what they need, the backend says so instead of failing to import. On Hopper without Triton, the
-calls that need it say so (`pallas_kernels.jax_modules`).
+The kernels depend on the device of this process: Mosaic GPU on Hopper for what it supports,
+Triton otherwise, and interpreted Triton in tests on a CPU. If this version of JAX lacks what they
+need, the backend says so instead of failing to import. On Hopper without Triton, the calls that
+need it say so (`pallas_kernels.jax_modules`).
 """
 
 from __future__ import annotations

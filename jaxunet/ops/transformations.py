@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,12 @@ from jaxtyping import Array, PyTree
 
 Tree = TypeVar('Tree')
 Batched = Callable[[PyTree[Array], PyTree[Array]], PyTree[Array]]  # of images and weights
+
+
+@functools.cache  # so that equal calls are known to be equal
+def batched(function: Callable[..., PyTree[Array]], **options: Any) -> Batched:
+    """Returns `joins_batch` of a function with options, whose images are its arrays, a tuple."""
+    return joins_batch(lambda arrays, _: function(*arrays, **options))
 
 
 def joins_batch(function: Batched) -> Batched:

@@ -6,13 +6,9 @@ kernels, which support all shapes.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 from jaxtyping import Array, Float
 
-from jaxunet.ops.transformations import Batched, joins_batch
+from jaxunet.ops.transformations import batched
 from pallas_kernels import jax_modules
 from pallas_kernels.attention.tiles import Tiles, default_tiles
 from pallas_kernels.types import Shaped
@@ -41,12 +37,6 @@ def choose(qkv: Shaped, num_heads: int, *, interpret: bool) -> Tiles | None:
     return default_tiles(qkv.shape[1], qkv.shape[2] // (3 * num_heads), qkv.dtype)
 
 
-@functools.cache  # so that equal calls are known to be equal
-def _batched(function: Callable[..., Any], *options: Any) -> Batched:
-    """Returns a function of Hopper's with options, as a function of its arrays (a tuple, ())."""
-    return joins_batch(lambda arrays, _: function(*arrays, *options))
-
-
 def forward(
     qkv: Float[Array, 'batch tokens packed'],
     num_heads: int,
@@ -60,7 +50,7 @@ def forward(
       tiles: from `choose`; below too.
     """
     if tiles is None:
-        return _batched(hopper.forward, num_heads)((qkv,), ())
+        return batched(hopper.forward, num_heads=num_heads)((qkv,), ())
     return triton.forward(qkv, num_heads, tiles.forward, interpret=interpret)[0]
 
 
@@ -73,7 +63,7 @@ def forward_for_training(
 ) -> tuple[Float[Array, 'batch tokens channels'], Kept]:
     """Returns the heads' outputs, and what `backward` needs."""
     if tiles is None:
-        out, lse, kept = _batched(hopper.forward_for_training, num_heads)((qkv,), ())
+        out, lse, kept = batched(hopper.forward_for_training, num_heads=num_heads)((qkv,), ())
         return out, (qkv, kept, lse)
     exact = triton_backward.wants_exact(tiles.backward, qkv.shape[1], qkv.dtype)
     out, lse, kept = triton.forward(qkv, num_heads, tiles.forward, exact=exact, interpret=interpret)
@@ -89,5 +79,5 @@ def backward(
 ) -> Float[Array, 'batch tokens packed']:
     """Returns the gradient of qkv, given that of the output."""
     if tiles is None:
-        return _batched(hopper.backward)((*kept, grad), ())
+        return batched(hopper.backward)((*kept, grad), ())
     return triton_backward.backward(*kept, grad, tiles.backward, interpret=interpret)

@@ -74,6 +74,10 @@ class Head:
         """Returns one number for each row of a block."""
         return ref.at[(self.sample, self.head, *term, pl.ds(block * BLOCK, BLOCK))]
 
+    def keys_and_values(self, qkv: Ref) -> Callable[[Index], tuple[Ref, Ref]]:
+        """Returns the function that gives `stream` the keys and values of a block."""
+        return lambda n: (self.part(qkv, n, K), self.part(qkv, n, V))
+
     def row_statistics(
         self, lse: Ref, delta: Ref, block: Index, layout: Any
     ) -> tuple[Row, Row, Row]:
@@ -170,17 +174,6 @@ def _columns() -> Any:
     return plgpu.Layout.WGMMA.reduce(0)
 
 
-def _put(ref: Ref, value: Array) -> None:
-    """Stores registers to device memory.
-
-    From JAX 0.12 on an assignment wants a pattern of whole cache lines; before, there is no other.
-    """
-    if hasattr(plgpu, 'store'):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
-
-
 def forward(plan: Plan, training: bool, qkv: Ref, out: Ref, *refs: Ref) -> None:
     """Computes the outputs of a block of queries; for training also the log-sum-exp, and the
     outputs in float32.
@@ -205,18 +198,17 @@ def forward(plan: Plan, training: bool, qkv: Ref, out: Ref, *refs: Ref) -> None:
         _laid_out(jnp.zeros((BLOCK,), jnp.float32), _rows()),
     )
 
-    def sources(n: Index) -> tuple[Ref, Ref]:
-        return head.part(qkv, n, K), head.part(qkv, n, V)
-
     plgpu.barrier_wait(ready)
-    total, largest, row_sum = head.stream(sources, (keys, values), full, step, carry)
+    total, largest, row_sum = head.stream(
+        head.keys_and_values(qkv), (keys, values), full, step, carry
+    )
     total = total * across(1.0 / row_sum, 0, plan.width)
     head.store(total, q, head.part(out, head.block))
     if training:
         lse, exact = kept
-        _put(head.part(exact, head.block), total)
-        _put(head.numbers(lse, head.block, LARGEST), largest)
-        _put(head.numbers(lse, head.block, LOG_SUM), jnp.log(row_sum) * (1 / LN2))
+        views.store(head.part(exact, head.block), total)
+        views.store(head.numbers(lse, head.block, LARGEST), largest)
+        views.store(head.numbers(lse, head.block, LOG_SUM), jnp.log(row_sum) * (1 / LN2))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -227,7 +219,7 @@ def delta(plan: Plan, exact: Ref, grad: Ref, found: Ref) -> None:
         views.load(head.part(ref, head.block), plgpu.Layout.WGMMA).astype(jnp.float32)
         for ref in (exact, grad)
     )
-    _put(head.numbers(found, head.block), jnp.sum(out * d, axis=1))
+    views.store(head.numbers(found, head.block), jnp.sum(out * d, axis=1))
 
 
 def backward(
@@ -266,10 +258,8 @@ def _dq(
         (product,) = products((NN, ds.astype(q.dtype), k))
         return dq + product
 
-    def sources(n: Index) -> tuple[Ref, Ref]:
-        return head.part(qkv, n, K), head.part(qkv, n, V)
-
     plgpu.barrier_wait(ready)
+    sources = head.keys_and_values(qkv)
     dq = head.stream(sources, (keys, values), full, step, head.zeros())
     head.store(dq * head.plan.scale, q, head.part(dqkv, head.block, Q))
 

@@ -1,4 +1,4 @@
-"""Views of shared memory for which Pallas Mosaic GPU has no public function.
+"""Views of shared memory for which Pallas Mosaic GPU has no public function, loads and stores.
 
 The one file that uses JAX's private classes. `tests/matrix` runs it on every version of JAX that
 pyproject.toml admits.
@@ -38,3 +38,14 @@ def load(ref: Ref, layout: SomeLayout) -> Array:
     JAX 0.10 requires an index apart from the reference; 0.11 deprecates it, and 0.12 has none.
     """
     return plgpu.load(ref, *LOAD_INDEX, layout=layout, optimized=False)
+
+
+def store(ref: Ref, value: Array) -> None:
+    """Stores registers to a reference.
+
+    From JAX 0.12 on an assignment wants a pattern of whole cache lines; before, there is no other.
+    """
+    if hasattr(plgpu, 'store'):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -7,14 +7,13 @@ results are the other's operands, so every function here chooses for itself, by 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxunet.ops.transformations import Batched, joins_batch
+from jaxunet.ops.transformations import batched
 from pallas_kernels import jax_modules
 from pallas_kernels.types import Shaped
 
@@ -61,14 +60,8 @@ def on_hopper(
     return jax_modules.on_hopper(op, problem, interpret=interpret)
 
 
-@functools.cache  # so that equal calls are known to be equal
-def _batched(function: Callable[..., Any], **options: Any) -> Batched:
-    """Returns a function of Hopper's with options, as a function of its arrays (a tuple, ())."""
-    return joins_batch(lambda arrays, _: function(*arrays, **options))
-
-
 def _run(function: Callable[..., Any], *arrays: PyTree[Array], **options: Any) -> Any:
-    return _batched(function, **options)(arrays, ())
+    return batched(function, **options)(arrays, ())
 
 
 def channel_sums(x: Image, *, interpret: bool) -> Float[Array, 'batch channels']:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from pallas_kernels.conv3x3.hopper_views import load
+from pallas_kernels.conv3x3.hopper_views import load, store
 from pallas_kernels.group_norm.hopper_plan import LANES, THREADS, Plan
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref
@@ -191,17 +191,6 @@ def load_flat(ref: Ref, start: Index, size: int, layout: Any) -> Float[Array, ' 
     """Loads neighbouring elements of a matrix, as if its rows were joined."""
     rows, columns = ref.shape
     return load(ref.reshape(rows * columns).at[pl.ds(start, size)], layout)
-
-
-def store(ref: Ref, value: Array) -> None:
-    """Stores registers to a reference.
-
-    From JAX 0.12 on an assignment wants a pattern of whole cache lines; before, there is no other.
-    """
-    if hasattr(plgpu, 'store'):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def loop(plan: Plan, body: Callable[[Index, Any], Any], state: PyTree[Array]) -> Any:
