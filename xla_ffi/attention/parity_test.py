@@ -12,7 +12,7 @@ from support.attention import plain
 from support.parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
-from xla_ffi import backend
+from xla_ffi.attention.vjp import attention
 
 # Heads that the kernels for Hopper take (hopper/shapes.cuh), one and several, and just more of them
 # than an H200 runs at once.
@@ -35,7 +35,7 @@ HOPPER = (
 
 def check(case: Case, dtype: str, batch: int):
     assert_parity(
-        lambda qkv: backend.attention(qkv, num_heads=case.heads),
+        lambda qkv: attention(qkv, num_heads=case.heads),
         plain(case.heads),
         {
             'qkv': (
@@ -73,7 +73,7 @@ def test_hopper_shapes(case, dtype):
 )
 def test_runs_are_identical(tokens, width, dtype):
     assert_runs_are_identical(
-        lambda qkv: backend.attention(qkv, num_heads=6),
+        lambda qkv: attention(qkv, num_heads=6),
         {'qkv': (draw((4, tokens, 18 * width), dtype), dtype)},
     )
 
@@ -82,7 +82,7 @@ def test_under_vmap_the_mapped_axis_joins_the_batch():
     qkv = jnp.asarray(draw((3, 2, 5, 24), 'float32'), jnp.float32)
 
     def loss(x):
-        return jnp.sum(jnp.sin(backend.attention(x, num_heads=2)))
+        return jnp.sum(jnp.sin(attention(x, num_heads=2)))
 
     mapped = jax.vmap(jax.grad(loss))(qkv)
     np.testing.assert_array_equal(mapped.reshape(6, 5, 24), jax.grad(loss)(qkv.reshape(6, 5, 24)))
@@ -93,4 +93,4 @@ def test_mistakes_are_named(qkv):
     with pytest.raises(
         ValueError, match=r'attention: (25 packed channels are not 3 x 2|heads of width 257)'
     ):
-        backend.attention(jnp.zeros(qkv), num_heads=2)
+        attention(jnp.zeros(qkv), num_heads=2)
