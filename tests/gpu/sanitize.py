@@ -5,15 +5,22 @@ with the portable ones.
       [--ops 'cuda conv3x3,pallas attention'] [--kernels fastest,portable] [--seconds 3600]
       [--limit 600] [--size 20] [--processes 1] [--output sanitizer.jsonl] [--again]
     python3 tests/gpu/sanitize.py --table docs/results/sanitizer/rows.jsonl
+    python3 tests/gpu/sanitize.py --check docs/results/sanitizer/rows.jsonl
 
 Appends a row for each piece of at most `--size` tests to `--output`, and prints the table of all
 its rows at the end. No piece begins after `--seconds`, and none takes more than `--limit`. The same
-command goes on where an earlier one ended: pieces that have a row of this commit are left out,
-unless `--again`. Pieces of which the GPU's memory was too small are not done: the next run tries
-them again, best with fewer `--processes`. What the tool printed of a piece with errors follows its
-line. The exit status is 1 if a tool found an error or a test failed.
+command goes on where an earlier one ended: pieces that have a row of the same code are left out,
+unless `--again`. The code is a digest of the sources that the op's tests run, and of the device and
+versions, so a commit that changes none of these keeps its rows. Pieces of which the GPU's memory
+was too small are not done: the next run tries them again, best with fewer `--processes`. What the
+tool printed of a piece with errors follows its line. The exit status is 1 if a tool found an error
+or a test failed.
 
-Needs compute-sanitizer of the CUDA toolkit on PATH, and a built checkout (tests/gpu/build.sh).
+`--check` prints which cases have no row of the sources as they are now, or one with errors; the
+exit status is 1 if there are any. `--tools`, `--ops` and `--kernels` limit what it looks at.
+
+Needs compute-sanitizer of the CUDA toolkit on PATH, and a checkout built from the sources as they
+are (tests/gpu/build.sh). `--table` and `--check` need neither, and no GPU.
 """
 
 from __future__ import annotations
@@ -24,12 +31,13 @@ import datetime
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
@@ -37,6 +45,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 from support import sanitizer  # noqa: E402
 
 from jaxunet.runtime import rows  # noqa: E402
+from jaxunet.runtime.errors import UserError  # noqa: E402
 
 PROVENANCE = 'import json; from jaxunet.runtime import rows; print(json.dumps(rows.provenance()))'
 
@@ -44,9 +53,11 @@ PROVENANCE = 'import json; from jaxunet.runtime import rows; print(json.dumps(ro
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the pieces that the flags ask for; returns the exit status."""
     options = parse_flags(argv)
-    if options.table:
-        print(sanitizer.table(rows.read(options.table)))
+    if options.table is not None:
+        print(sanitizer.table(options.table))
         return 0
+    if options.check is not None:
+        return check(options)
     if shutil.which(sanitizer.SANITIZER) is None:
         print(
             f'error: {sanitizer.SANITIZER} is not on PATH; it is in the bin folder of the CUDA '
@@ -57,9 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = time.monotonic() + options.seconds
     known = rows.read(options.output) if options.output.exists() else []
     origin = provenance()
+    codes = {op: sanitizer.code(op, origin) for op in options.ops}
     command = shlex.join(['python3', 'tests/gpu/sanitize.py', *(argv or sys.argv[1:])])
     wanted = sanitizer.pieces(options.tools, options.ops, options.kernels, options.size)
-    left = [p for p in wanted if options.again or not sanitizer.is_done(p, known, origin['git'])]
+    left = [p for p in wanted if options.again or not sanitizer.is_done(p, known, codes[p.op])]
     bad = late = 0
 
     def work(piece: sanitizer.Piece) -> tuple[sanitizer.Piece, sanitizer.Found, float] | None:
@@ -80,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = {
                     'kind': 'sanitizer',
                     **origin,
+                    'code': codes[piece.op],
                     **piece.row(),
                     **found._asdict(),
                     'seconds': seconds,
@@ -98,6 +111,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if bad else 0
 
 
+def check(options: argparse.Namespace) -> int:
+    """Prints what rows lack for the sources as they are now; returns the exit status."""
+    # A piece for each tool, op and set of kernels, with all cases.
+    wanted = list(sanitizer.pieces(options.tools, options.ops, options.kernels, sys.maxsize))
+    if found := sanitizer.gaps(wanted, options.check):
+        print(*found, sep='\n')
+        return 1
+    runs = sum(len(piece.tests) for piece in wanted)
+    print(f'all {runs} runs of a case under a tool have rows for these sources, without errors')
+    return 0
+
+
 def tell(piece: sanitizer.Piece, found: sanitizer.Found, seconds: float) -> None:
     """Prints the line of a piece that has ended, and its reports."""
     last = piece.first + len(piece.tests)
@@ -114,7 +139,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; ends the program with a message if one has an unknown value."""
     parser = argparse.ArgumentParser(description=(__doc__ or '').split('\n\n', maxsplit=1)[0])
 
-    def some_of(known: Sequence[str]):
+    def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
         def read(text: str) -> list[str]:
             found = [name.strip() for name in text.split(',')]
             for name in found:
@@ -125,6 +150,12 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
             return found
 
         return read
+
+    def rows_of(path: str) -> list[rows.Row]:
+        try:
+            return rows.read(path)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     for flag, known in (
         ('tools', sanitizer.TOOLS),
@@ -138,7 +169,11 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--processes', type=int, default=1, help='pieces at the same time')
     parser.add_argument('--output', type=pathlib.Path, default=pathlib.Path('sanitizer.jsonl'))
     parser.add_argument('--again', action='store_true', help='run pieces that have rows, too')
-    parser.add_argument('--table', type=pathlib.Path, help='print the table of these rows, and end')
+    for flag, told in (
+        ('table', 'print the table of these rows, and end'),
+        ('check', 'print what these rows lack, and end'),
+    ):
+        parser.add_argument(f'--{flag}', type=rows_of, metavar='FILE', help=told)
     return parser.parse_args(argv)
 
 
@@ -158,7 +193,21 @@ def provenance() -> rows.Row:
     )
     numbers = [line for line in version.stdout.splitlines() if line.startswith('Version')]
     told = numbers[0].removeprefix('Version').strip() if numbers else 'of unknown version'
-    return json.loads(done.stdout.splitlines()[-1]) | {'sanitizer': f'compute-sanitizer {told}'}
+    origin = json.loads(done.stdout.splitlines()[-1])
+    return origin | {'nvcc': nvcc(), 'sanitizer': f'compute-sanitizer {told}'}
+
+
+def nvcc() -> str | None:
+    """Returns the version of the nvcc that the build finds on this machine; None without one."""
+    script = ROOT / 'xla_ffi/build_tools/nvcc.py'
+    found = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not found:
+        return None
+    told = subprocess.run([found, '--version'], capture_output=True, text=True, check=True).stdout
+    version = re.search(r'\bV([\d.]+)', told)
+    return version[1] if version else None
 
 
 if __name__ == '__main__':

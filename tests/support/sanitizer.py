@@ -5,6 +5,7 @@ time, and keeps a row for each piece; `tests/gpu/sanitize.py` is its command.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pathlib
 import re
@@ -12,16 +13,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxunet.runtime.rows import Row
-from support import markdown
+from support import markdown, tested_sources
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SANITIZER = 'compute-sanitizer'
 TOOLS = ('memcheck', 'racecheck', 'synccheck', 'initcheck')
 KERNELS = {'fastest': 'fastest', 'portable': 'portable'}  # JAXUNET_KERNELS, its name in the table
+FLAGS = (
+    *('--print-limit', '20', '--target-processes', 'all'),
+    *('--kernel-name-exclude', 'kernel_substring=xla'),
+)
+PYTEST_FLAGS = ('-q', '-n', '0', '-m', '', '-p', 'no:benchmark', '-p', 'no:cacheprovider')
+XLA_FLAGS = '--xla_gpu_autotune_level=0'
 TOLD_LINES = 80  # of a tool's reports that are printed
 DONE = ('clean', 'errors', 'failed')  # states that are not tried again
 
@@ -180,13 +187,62 @@ def pieces(
                     yield Piece(tool, op, kind, first, part, len(names), digest)
 
 
-def is_done(piece: Piece, rows: Sequence[Row], git: str | None) -> bool:
-    """Returns True if a row of this commit has all tests of the piece, and did not end early."""
+def code(op: str, origin: Row) -> str:
+    """Returns a digest of all that decides what the tests of an op run.
+
+    It covers the files that `tested_sources.files` finds by imports and #include lines, the flags
+    of the tools, and the origin's device and versions of jax, nvcc and compute-sanitizer, where it
+    has them.
+
+    Args:
+      origin: a row, or the fields of rows that say where they come from.
+    """
+    versions = [origin.get('versions', {}).get('jax')]
+    versions += [origin.get(name) for name in ('device', 'nvcc', 'sanitizer')]
+    told = [tested_sources.digest(OPS[op].path), FLAGS, PYTEST_FLAGS, XLA_FLAGS, versions]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+
+
+def is_done(piece: Piece, rows: Sequence[Row], code: str) -> bool:
+    """Returns True if rows of this code have all tests of the piece, and did not end early.
+
+    Rows without a code, of earlier versions of this program, do not count.
+    """
     covered: set[int] = set()
     for row in rows:
-        if row['git'] == git and row['status'] in DONE and _same(row, piece):
-            covered.update(range(row['first'], row['first'] + row['tests']))
+        if row.get('code') == code and row['status'] in DONE and _same(row, piece):
+            covered.update(_cases(row))
     return covered >= set(range(piece.first, piece.first + len(piece.tests)))
+
+
+def gaps(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each piece that rows of the sources as they are now do not show clean.
+
+    A row counts whatever device and versions it names. Of rows with the same ones, the newest of
+    a case counts; those of pieces that ended early do not.
+    """
+    lines = []
+    for piece in pieces:
+        newest: dict[tuple[str, int], str] = {}
+        for row in rows:
+            if row['status'] in DONE and _same(row, piece) and _is_current(row):
+                newest |= {(row['code'], case): row['status'] for case in _cases(row)}
+        wanted = range(piece.first, piece.first + len(piece.tests))
+        missing = len(set(wanted) - {case for _, case in newest})
+        bad = len({case for (_, case), state in newest.items() if state != 'clean'} & set(wanted))
+        told = [f'{missing} of {len(wanted)} cases not run for these sources'] if missing else []
+        told += [f'{bad} cases in pieces with errors or failed tests'] if bad else []
+        if told:
+            lines.append(f'{piece.tool}, {piece.op}, {piece.kernels}: {"; ".join(told)}')
+    return lines
+
+
+def _is_current(row: Row) -> bool:
+    return 'code' in row and row['code'] == code(row['op'], row)
+
+
+def _cases(row: Row) -> range:
+    return range(row['first'], row['first'] + row['tests'])
 
 
 def _same(row: Row, piece: Piece) -> bool:
@@ -198,12 +254,10 @@ def run(piece: Piece, seconds: float) -> tuple[Found, float]:
 
     A piece that takes longer than `seconds` is ended with all processes that it started.
     """
-    command = [SANITIZER, '--tool', piece.tool, '--print-limit', '20', '--target-processes', 'all']
-    command += ['--kernel-name-exclude', 'kernel_substring=xla', sys.executable, '-m', 'pytest']
-    command += ['-q', '-n', '0', '-m', '', '-p', 'no:benchmark', '-p', 'no:cacheprovider']
+    command = [SANITIZER, '--tool', piece.tool, *FLAGS, sys.executable, '-m', 'pytest']
     began = time.monotonic()
     process = subprocess.Popen(
-        [*command, *piece.tests],
+        [*command, *PYTEST_FLAGS, *piece.tests],
         cwd=ROOT,
         env=environment(piece.kernels),
         stdout=subprocess.PIPE,
@@ -241,7 +295,7 @@ def environment(kernels: str) -> dict[str, str]:
             'PYTHONPATH': path,
             'JAXUNET_KERNELS': kernels,
             'JAXUNET_REQUIRE_EXTENSION': '1',
-            'XLA_FLAGS': f'--xla_gpu_autotune_level=0 {os.environ.get("XLA_FLAGS", "")}',
+            'XLA_FLAGS': f'{XLA_FLAGS} {os.environ.get("XLA_FLAGS", "")}',
         }
     )
 
@@ -249,7 +303,8 @@ def environment(kernels: str) -> dict[str, str]:
 def table(rows: Sequence[Row]) -> str:
     """Returns Markdown: a line for each op and set of kernels, a column for each tool.
 
-    A cell counts the tests of the newest commit with a row there.
+    A cell counts the tests of the newest code with a row there; a row without a code stands for
+    its commit.
     """
     body = []
     used: list[Row] = []
@@ -262,7 +317,7 @@ def table(rows: Sequence[Row]) -> str:
                     for row in rows
                     if (row['tool'], row['op'], row['kernels']) == (tool, op, kernels)
                 ]
-                newest = [r for r in here if (r['git'], r['digest']) == _origin(here[-1])]
+                newest = [row for row in here if _origin(row) == _origin(here[-1])]
                 used += newest
                 cells.append(_cell(newest))
             body.append([op, shown, *cells])
@@ -271,12 +326,13 @@ def table(rows: Sequence[Row]) -> str:
         return text
     devices = ', '.join(dict.fromkeys(row['device'] for row in used))
     commits = ', '.join(dict.fromkeys(str(row['git']) for row in used))
+    several = f's {commits}: the cells are of several commits' if ', ' in commits else f' {commits}'
     versions = ', '.join(dict.fromkeys(row['sanitizer'] for row in used))
-    return f'{text}\n\n{devices}, driver {used[-1]["driver"]}, {versions}, commit {commits}.'
+    return f'{text}\n\n{devices}, driver {used[-1]["driver"]}, {versions}, commit{several}.'
 
 
 def _origin(row: Row) -> tuple[str | None, str]:
-    return row['git'], row['digest']
+    return row.get('code', row['git']), row['digest']
 
 
 def _cell(rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from support import sanitizer
+from support import sanitizer, tested_sources
 from support.sanitizer import OPS, Op, Piece, parse
 
 CLEAN = """\
@@ -90,6 +90,9 @@ raise SystemExit(9 * errors)
 """
 
 
+LINEAR = 'xla_ffi/linear/parity_test.py'
+
+
 class World:
     """A folder with a sanitizer, and the script that runs it."""
 
@@ -102,13 +105,13 @@ class World:
         )
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv('PATH', str(program.parent), prepend=':')
-        monkeypatch.setattr(sanitizer, 'OPS', {'cuda linear': Op('a.py', 'x')})
+        monkeypatch.setattr(sanitizer, 'OPS', {'cuda linear': Op(LINEAR, 'x')})
         monkeypatch.setattr(
             sanitizer.pieces, '__defaults__', (lambda op: [f'{op.path}::t{i}' for i in range(5)],)
         )
         self.script = runpy.run_path(str(sanitizer.ROOT / 'tests/gpu/sanitize.py'))
-        origin = {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
-        monkeypatch.setitem(self.script['main'].__globals__, 'provenance', lambda: dict(origin))
+        self.origin = {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
+        monkeypatch.setitem(self.script['main'].__globals__, 'provenance', lambda: self.origin)
         self.output = tmp_path / 'rows.jsonl'
 
     def run(self, *flags: str) -> int:
@@ -189,15 +192,89 @@ def test_no_piece_begins_after_the_time(world, capsys):
     assert world.calls() == []
 
 
-def test_rows_of_other_tests_or_commits_do_not_count():
+def test_a_commit_keeps_the_rows_of_the_same_sources(world, monkeypatch, capsys):
+    flags = ('--tools', 'memcheck', '--kernels', 'portable')
+    assert world.run(*flags, '--seconds', '0') == 0
+    assert world.run(*flags) == 0
+    assert len(world.calls()) == 3
+    world.origin |= {'git': 'def'}
+    assert world.run(*flags) == 0
+    assert world.calls() == []
+    assert ', commit abc.' in capsys.readouterr().out
+    world.output.write_text('\n'.join(world.output.read_text().split('\n')[1:]))
+    assert world.run(*flags) == 0  # the missing piece alone
+    assert len(world.calls()) == 1
+    assert 'tool 1, commits abc, def: the cells are of several commits.' in capsys.readouterr().out
+    for change in ({'device': 'other GPU'}, {'nvcc': '12.9'}, {'versions': {'jax': '1'}}):
+        world.origin |= change
+        assert world.run(*flags) == 0
+        assert len(world.calls()) == 3, change
+        assert '| portable | 5 cases, 0 errors |' in capsys.readouterr().out
+    monkeypatch.setattr(tested_sources, 'digest', lambda test: f'other sources of {test}')
+    assert world.run(*flags) == 0
+    assert len(world.calls()) == 3
+
+
+def test_rows_of_other_tests_or_sources_do_not_count():
     piece = Piece('memcheck', 'cuda linear', 'portable', 2, ('a', 'b'), 5, 'digest')
-    row = piece.row() | {'git': 'abc', 'status': 'clean'}
-    assert sanitizer.is_done(piece, [row], 'abc')
-    assert not sanitizer.is_done(piece, [row], 'def')
+    row = piece.row() | {'git': 'abc', 'code': '1', 'status': 'clean'}
+    assert sanitizer.is_done(piece, [row], '1')
+    assert not sanitizer.is_done(piece, [row], '2')
+    older = {name: value for name, value in row.items() if name != 'code'}
+    assert not sanitizer.is_done(piece, [older], '1')
     for change in ({'digest': 'other'}, {'status': 'timeout'}, {'tests': 1}, {'first': 3}):
-        assert not sanitizer.is_done(piece, [row | change], 'abc')
+        assert not sanitizer.is_done(piece, [row | change], '1')
     halves = [row | {'tests': 1}, row | {'first': 3, 'tests': 1}]
-    assert sanitizer.is_done(piece, halves, 'abc')
+    assert sanitizer.is_done(piece, halves, '1')
+
+
+def test_the_check_tells_what_rows_lack(world, monkeypatch, capsys):
+    def check(*flags):
+        status = world.script['main'](['--check', str(world.output), *flags])
+        return status, capsys.readouterr().out
+
+    def write(rows):
+        world.output.write_text(''.join(f'{json.dumps(row)}\n' for row in rows))
+
+    missing = 'memcheck, cuda linear, portable: {} of 5 cases not run for these sources\n'
+    flags = ('--tools', 'memcheck', '--kernels', 'portable')
+    assert world.run(*flags) == 0
+    all_rows = world.output.read_text()
+    capsys.readouterr()
+    assert check(*flags)[0] == 0
+    assert check('--kernels', 'portable')[0] == 1  # the other tools
+    rows = world.rows()
+    write(rows[1:])
+    assert check(*flags) == (1, missing.format(2))
+    write([*rows, rows[0] | {'status': 'timeout'}])  # it has been run, earlier
+    assert check(*flags)[0] == 0
+    write([*rows, rows[2] | {'status': 'errors'}])
+    bad = '1 cases in pieces with errors or failed tests\n'
+    assert check(*flags) == (1, f'memcheck, cuda linear, portable: {bad}')
+    write([*rows[1:], rows[2] | {'status': 'failed'}])
+    assert check(*flags) == (1, missing.format(2).rstrip() + f'; {bad}')
+    for change in ({'device': 'other GPU'}, {'code': 'other'}, {'digest': 'other'}):
+        write([rows[0] | change, *rows[1:]])
+        assert check(*flags) == (1, missing.format(2)), change
+    write([{name: value for name, value in row.items() if name != 'code'} for row in rows])
+    assert check(*flags) == (1, missing.format(5))
+    world.output.write_text(all_rows)
+    monkeypatch.setattr(tested_sources, 'digest', lambda test: f'other sources of {test}')
+    assert check(*flags) == (1, missing.format(5))
+    with pytest.raises(SystemExit):
+        world.script['main'](['--check', 'no_file.jsonl'])
+    assert 'no_file.jsonl: cannot be read: No such file' in capsys.readouterr().err
+
+
+def test_the_table_shows_rows_without_a_code():
+    piece = Piece('memcheck', 'cuda linear', 'portable', 0, ('a', 'b'), 2, 'digest')
+    row = piece.row() | {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
+    row |= parse(CLEAN)._asdict()
+    assert '| cuda linear | portable | 2 cases, 0 errors, 2 skipped |' in sanitizer.table([row])
+    newer = row | {'git': 'def', 'code': '1', 'skipped': 0, 'first': 1, 'tests': 1}
+    text = sanitizer.table([row, newer])
+    assert '| cuda linear | portable | 1 of 2 cases, 0 errors |' in text
+    assert text.endswith('tool 1, commit def.')
 
 
 def test_a_missing_sanitizer_is_named(world, monkeypatch, capsys):

@@ -1,0 +1,118 @@
+"""The files that decide what a kernel's tests run, and their digest."""
+
+import pathlib
+import shutil
+
+import pytest
+
+from support import tested_sources
+from support.sanitizer import OPS
+
+# Files that an op's tests run, however it gets to them, and files that they do not.
+USED = {
+    'cuda adamw': 'xla_ffi/adamw/kernels.cu xla_ffi/common/device.h jaxunet/ops/adamw/cases.py',
+    'cuda attention': 'xla_ffi/attention/hopper/launch.cuh xla_ffi/binding/cuda_module.cc',
+    'cuda conv3x3': 'xla_ffi/group_norm/dispatch.cu tests/support/conv3x3.py conftest.py',
+    'cuda group_norm': 'xla_ffi/CMakeLists.txt xla_ffi/build_tools/nvcc.py xla_ffi/call.py',
+    'cuda linear': 'xla_ffi/conv3x3/hopper/tile.h tests/support/parity.py xla_ffi/common/types.cuh',
+    'pallas attention': 'pallas_kernels/attention/triton_head.py tests/support/attention.py',
+    'pallas conv3x3': 'pallas_kernels/conv3x3/schedule.py pallas_kernels/tiles/nvidia_h200.jsonl',
+    'pallas group_norm': 'pallas_kernels/group_norm/hopper.py jaxunet/runtime/device.py',
+}
+UNUSED = {
+    'cuda adamw': 'xla_ffi/conv3x3/dispatch.cc xla_ffi/conv3x3/vjp.py',
+    'cuda attention': 'xla_ffi/group_norm/dispatch.cu',
+    'cuda conv3x3': 'xla_ffi/attention/dispatch.cu',
+    'cuda group_norm': 'xla_ffi/conv3x3/dispatch.cc',
+    'cuda linear': 'xla_ffi/attention/dispatch.cu',
+    'pallas attention': 'xla_ffi/attention/dispatch.cu',
+    'pallas conv3x3': 'pallas_kernels/attention/triton.py',
+    'pallas group_norm': 'xla_ffi/CMakeLists.txt',
+}
+
+
+@pytest.mark.parametrize('op', list(OPS))
+def test_the_files_of_every_op(op):
+    found = tested_sources.files(OPS[op].path)
+    assert set(USED[op].split()) | {OPS[op].path} <= set(found)
+    unused = 'jaxunet/training/step.py docs/cuda.md pyproject.toml'
+    assert not set(f'{UNUSED[op]} {unused}'.split()) & set(found)
+    suffixes = {pathlib.PurePath(name).suffix for name in found}
+    assert suffixes <= {'.py', '.cu', '.cuh', '.cc', '.h', '.txt', '.jsonl'}  # no build's output
+
+
+def test_no_kernel_test_takes_the_fixture_that_is_left_out():
+    for op in OPS.values():
+        assert 'shared_steps' not in (tested_sources.ROOT / op.path).read_text()
+        for name in set(tested_sources.files(op.path)) - {'conftest.py'}:
+            assert 'import shared_steps' not in (tested_sources.ROOT / name).read_text(), name
+
+
+FILES = {
+    'conftest.py': 'import support.settings\n',
+    'pyproject.toml': '[build-system]\nrequires = ["a"]\n[tool.ruff]\nline-length = 100\n',
+    'tests/support/__init__.py': '',
+    'tests/support/settings.py': '',
+    'jaxunet/__init__.py': "__version__ = '1'\n",
+    'jaxunet/ops.py': 'def op():\n    import jaxunet.inner\n',
+    'jaxunet/inner.py': 'import jax\n',
+    'jaxunet/other.py': '',
+    'xla_ffi/__init__.py': '',
+    'xla_ffi/CMakeLists.txt': '',
+    'xla_ffi/binding/module.cc': '#include "b/b.h"\n',
+    'xla_ffi/a/parity_test.py': 'from jaxunet.ops import op\n',
+    'xla_ffi/a/a.cu': '#include "c/c.h"\n#include <vector>\n',
+    'xla_ffi/b/b.h': '',
+    'xla_ffi/c/c.h': '',
+    'xla_ffi/c/inner/c.cu': '',
+}
+TEST = 'xla_ffi/a/parity_test.py'
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Returns a function that gives the digest after a file has the given content."""
+    copies = iter(range(100))
+    for name, text in FILES.items():
+        path = tmp_path / '0' / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def digest(name: str = TEST, text: str | None = None) -> str:
+        root = tmp_path / f'copy{next(copies)}'  # a digest is computed once for each folder
+        shutil.copytree(tmp_path / '0', root)
+        if text is not None:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        return tested_sources.digest(TEST, root)
+
+    return digest
+
+
+def test_the_digest_follows_what_is_imported_and_included(checkout):
+    before = checkout()
+    assert checkout() == before
+    used = set(FILES) - {'jaxunet/other.py', 'xla_ffi/b/b.h', 'pyproject.toml'}
+    for name in used:
+        assert checkout(name, f'{FILES[name]}\n\n') != before, name
+    assert checkout('xla_ffi/c/new.cuh', '') != before
+    assert checkout('pyproject.toml', FILES['pyproject.toml'].replace('"a"', '"b"')) != before
+
+
+def test_the_digest_is_the_same_after_other_changes(checkout):
+    before = checkout()
+    for name, text in (
+        ('jaxunet/other.py', 'x = 1\n'),
+        ('jaxunet/__init__.py', FILES['jaxunet/__init__.py'].replace('1', '2')),
+        ('xla_ffi/b/b.h', 'int x;\n'),
+        ('xla_ffi/_cuda.so', 'built'),
+        ('xla_ffi/c/__pycache__/c.pyc', 'compiled'),
+        ('docs/cuda.md', 'words'),
+        ('pyproject.toml', FILES['pyproject.toml'].replace('100', '90')),
+    ):
+        assert checkout(name, text) == before, name
+
+
+def test_a_relative_import_is_an_error(checkout):
+    with pytest.raises(ValueError, match=r'jaxunet/ops.py, line 1: import by its whole name'):
+        checkout('jaxunet/ops.py', 'from . import inner\n')
