@@ -3,7 +3,8 @@ with the portable ones.
 
     python3 tests/gpu/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck]
       [--ops 'cuda conv3x3,pallas attention'] [--kernels fastest,portable] [--seconds 3600]
-      [--limit 600] [--size 20] [--processes 1] [--output sanitizer.jsonl] [--again]
+      [--limit 600] [--size 20] [--processes 1] [--output sanitizer.jsonl] [--times OTHER_ROWS]
+      [--again]
     python3 tests/gpu/sanitize.py --table docs/results/sanitizer/rows.jsonl
     python3 tests/gpu/sanitize.py --check docs/results/sanitizer/rows.jsonl
 
@@ -11,10 +12,11 @@ Appends a row for each piece of at most `--size` tests to `--output`, and prints
 its rows at the end. No piece begins after `--seconds`, and none takes more than `--limit`. The same
 command goes on where an earlier one ended: pieces that have a row of the same code are left out,
 unless `--again`. The code is a digest of the sources that the op's tests run, and of the device and
-versions, so a commit that changes none of these keeps its rows. Pieces of which the GPU's memory
-was too small are not done: the next run tries them again, best with fewer `--processes`. What the
-tool printed of a piece with errors follows its line. The exit status is 1 if a tool found an error
-or a test failed.
+versions, so a commit that changes none of these keeps its rows. Pieces begin in the order of the
+seconds that the rows of `--output` and `--times` have for them, longest first; those without a row
+come before. Pieces of which the GPU's memory was too small are not done: the next run tries them
+again, best with fewer `--processes`. What the tool printed of a piece with errors follows its line.
+The exit status is 1 if a tool found an error or a test failed.
 
 `--check` prints which cases have no row of the sources as they are now, or one with errors; the
 exit status is 1 if there are any. `--tools`, `--ops` and `--kernels` limit what it looks at.
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = shlex.join(['python3', 'tests/gpu/sanitize.py', *(argv or sys.argv[1:])])
     wanted = sanitizer.pieces(options.tools, options.ops, options.kernels, options.size)
     left = [p for p in wanted if options.again or not sanitizer.is_done(p, known, codes[p.op])]
+    left = sanitizer.longest_first(left, options.times + known)
     bad = late = 0
 
     def work(piece: sanitizer.Piece) -> tuple[sanitizer.Piece, sanitizer.Found, float] | None:
@@ -169,11 +172,12 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--processes', type=int, default=1, help='pieces at the same time')
     parser.add_argument('--output', type=pathlib.Path, default=pathlib.Path('sanitizer.jsonl'))
     parser.add_argument('--again', action='store_true', help='run pieces that have rows, too')
-    for flag, told in (
-        ('table', 'print the table of these rows, and end'),
-        ('check', 'print what these rows lack, and end'),
+    for flag, default, told in (
+        ('times', [], 'more rows that say how long pieces take'),
+        ('table', None, 'print the table of these rows, and end'),
+        ('check', None, 'print what these rows lack, and end'),
     ):
-        parser.add_argument(f'--{flag}', type=rows_of, metavar='FILE', help=told)
+        parser.add_argument(f'--{flag}', type=rows_of, metavar='FILE', default=default, help=told)
     return parser.parse_args(argv)
 
 

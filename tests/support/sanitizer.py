@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -176,7 +177,7 @@ def pieces(
     size: int,
     find: Callable[[Op], list[str]] = collect,
 ) -> Iterator[Piece]:
-    """Yields the pieces of at most `size` tests, in the order in which they run."""
+    """Yields the pieces of at most `size` tests."""
     tests = {op: find(OPS[op]) for op in ops}
     for kind in kernels:
         for tool in tools:
@@ -213,6 +214,24 @@ def is_done(piece: Piece, rows: Sequence[Row], code: str) -> bool:
         if row.get('code') == code and row['status'] in DONE and _same(row, piece):
             covered.update(_cases(row))
     return covered >= set(range(piece.first, piece.first + len(piece.tests)))
+
+
+def longest_first(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
+    """Returns the pieces in the order in which they run, so that no long one is left for the end.
+
+    Those without a row of their cases come first, then those that took longest in any row, of
+    whatever sources.
+    """
+    seconds: dict[tuple[object, ...], float] = {}
+    for row in rows:
+        if row['status'] in (*DONE, 'timeout'):
+            key = (row['tool'], row['op'], row['kernels'], row['first'], row['tests'])
+            seconds[key] = max(row['seconds'], seconds.get(key, 0))
+
+    def expected(p: Piece) -> float:
+        return seconds.get((p.tool, p.op, p.kernels, p.first, len(p.tests)), math.inf)
+
+    return sorted(pieces, key=expected, reverse=True)
 
 
 def gaps(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[str]:

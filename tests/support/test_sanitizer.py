@@ -228,6 +228,38 @@ def test_rows_of_other_tests_or_sources_do_not_count():
     assert sanitizer.is_done(piece, halves, '1')
 
 
+def test_long_pieces_begin_first(world):
+    names = tuple('abcde')
+    unknown, *known = (
+        Piece('memcheck', 'cuda linear', 'portable', first, names[:2], 8, 'digest')
+        for first in (6, 0, 2, 4)
+    )
+    rows = [
+        piece.row() | {'status': status, 'seconds': seconds, 'digest': 'of other tests'}
+        for piece, status, seconds in (
+            (known[0], 'clean', 20),
+            (known[1], 'clean', 10),
+            (known[1], 'timeout', 40),
+            (known[2], 'errors', 30),
+            (known[2], 'crashed', 50),
+        )
+    ]
+    assert sanitizer.longest_first([*known, unknown], rows) == [
+        unknown,
+        known[1],
+        known[2],
+        known[0],
+    ]
+    flags = ('--tools', 'memcheck', '--kernels', 'portable')
+    assert world.run(*flags) == 0
+    times = world.output.with_name('times.jsonl')
+    slower = [row | {'seconds': 100 + row['first']} for row in world.rows()]
+    times.write_text(''.join(f'{json.dumps(row)}\n' for row in slower))
+    world.output.unlink()
+    assert world.run(*flags, '--times', str(times)) == 0
+    assert [row['first'] for row in world.rows()] == [4, 2, 0]
+
+
 def test_the_check_tells_what_rows_lack(world, monkeypatch, capsys):
     def check(*flags):
         status = world.script['main'](['--check', str(world.output), *flags])
