@@ -8,7 +8,8 @@ What follows `--` are the flags of `jaxunet.train`; let the run evaluate, draw a
 Writes samples.jsonl (a measurement every `--every` seconds), soak.png (with the extra `plots`;
 `plot` draws it later) and appends a row to rows.jsonl. Ends with status 1 if a quantity kept
 growing, by more than `--limit` of itself after `--settled` of the run, which is minute 3 of 30
-(`soak.watch.growth`).
+(`soak.watch.growth`). The threads of tensorstore's pool come and go with the file operations that
+wait; they are told apart, with the most that there were.
 
 The run returns the memory that it frees to the system (`soak/trimmed.py`). It has two heaps
 (MALLOC_ARENA_MAX=2) in place of one for each thread, which fill one after the other: that looks
@@ -30,7 +31,7 @@ import signal
 import subprocess
 import sys
 
-from soak.watch import Sample, ends, growths, more_threads, watch
+from soak.watch import POOL, Sample, ends, growths, more_threads, watch
 from support.commands import ROOT, python_path
 
 from jaxunet.runtime import rows
@@ -98,6 +99,7 @@ def soak(options: argparse.Namespace) -> rows.Row:
         'growth': found,
         'grown': [name for name, share in found.items() if share > options.limit],
         'more_threads': more_threads(names, options.settled),
+        'pool_threads': max(n[POOL] for n in names),
         'exit_status': process.returncode,
     }
     rows.append(output / 'rows.jsonl', row)

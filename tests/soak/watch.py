@@ -18,6 +18,9 @@ PROC = pathlib.Path('/proc')
 # In smaps_rollup: all but the pages of mapped files, and but those that are free already.
 OWN = {'Anonymous': 1, 'LazyFree': -1, 'Pss_Shmem': 1, 'Swap': 1}
 ONCE = 0.1  # the largest growth that may happen once, as a share
+# The name of the threads of tensorstore's pool. It adds one whenever file operations of a
+# checkpoint wait for another, and ends them after 20 idle seconds; orbax allows 128.
+POOL = 'ts_pool_worker'
 
 
 def family(pid: int) -> list[int]:
@@ -37,6 +40,7 @@ def family(pid: int) -> list[int]:
 def measure(pid: int) -> Sample:
     """Own MiB, threads and open files of a process and its descendants; GPU MiB if any.
 
+    The threads of tensorstore's pool are left out: `thread_names` counts them.
     Memory of a GPU is that of all its processes; of the GPUs in CUDA_VISIBLE_DEVICES, if set. Own
     memory is without pages that the system drops when it likes: those of mapped files, such as
     libraries, and those that an allocator has given back.
@@ -53,6 +57,7 @@ def measure(pid: int) -> Sample:
             kilobytes = (sign * int(memory[name].split()[0]) for name, sign in OWN.items())
             sample['own_mib'] += sum(kilobytes) / 1024
             sample['threads'] += int(status['Threads'])
+    sample['threads'] -= thread_names(pid)[POOL]
     if shutil.which('nvidia-smi'):
         visible = os.environ.get('CUDA_VISIBLE_DEVICES', '')
         query = ['--query-gpu=memory.used', '--format=csv,noheader,nounits']

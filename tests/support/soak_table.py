@@ -32,6 +32,7 @@ def table() -> str:
                 f'{settled:.0f} → {row["minutes"]:.0f}',
                 f'{row["steps"]:,}',
                 *shown,
+                str(row.get('pool_threads', '')),
                 ', '.join(QUANTITIES[name].split(',')[0] for name in row['grown']) or 'nothing',
             ]
         )
@@ -40,5 +41,6 @@ def table() -> str:
             f'{row["device"]}: jax {versions["jax"]}, python {versions["python"]}, commit '
             f'{row["git"]}; `{row["command"]}`'
         )
-    head = ['device', 'minutes', 'steps', *QUANTITIES.values(), 'keeps growing']
+    head = ['device', 'minutes', 'steps', *QUANTITIES.values(), "most of tensorstore's pool"]
+    head += ['keeps growing']
     return '\n\n'.join([markdown.table(head, body), *notes])
