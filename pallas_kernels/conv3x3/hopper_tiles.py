@@ -15,30 +15,37 @@ from pallas_kernels.conv3x3.schedule import (
     multiprocessors,
 )
 
+# Factors of `cycles`, fitted to times on an H200 (batch 32, 64² to 8² pixels, 64 to 512 channels;
+# 7% rms). To refit, time `candidates` with `pallas_kernels.conv3x3.tune_hopper`.
+PEAK_SHARE = 0.89  # of the tensor cores' peak, which the mainloop reaches
+READS = 1.15  # factor of the cycles that read shared memory
+ACTIVATED = 2.8  # values that an activator processes per cycle
+RESIDUAL_STEP = 500  # cycles beside the products of a step over a residual's channels
+EPILOGUE = 440  # cycles of an epilogue, divided by the groups
+EPILOGUE_OUTPUTS = 1270  # cycles of an epilogue for every 8192 outputs
+WEIGHT_COPY = 2500  # cycles that copy the weights
+
 
 def cycles(p: Plan) -> float:
     """Estimates the cycles of the longest-running program.
 
     Includes the copy of the weights, if the kernel cannot read them in their layout. A wgmma of 64
     × n outputs and K = 16 takes n / 2 cycles on the tensor cores, and about 16 + n / 4 to read its
-    operands from shared memory. The other factors are in cycles, fitted to times on an H200 (batch
-    32, 64² to 8² pixels, 64 to 512 channels; 7% rms): 0.89 is the share of the tensor cores' peak
-    that the mainloop reaches, 1.15 scales the reads of shared memory, 2.8 is the number of values
-    that an activator processes per cycle, 500 is the overhead of a residual's step, 440 and 1270
-    are an epilogue's, and 2500 is the copy of the weights. To refit, time `candidates` with
-    `pallas_kernels.conv3x3.tune_hopper` and fit these factors to the rows.
+    operands from shared memory.
     """
     s, tile = p.schedule, p.schedule.tile
     rows, columns = (tile.features, s.pixels) if tile.transposed else (s.pixels, tile.features)
-    block = 4 / 0.89 * tile.groups * rows // 64 * max(columns / 2, 1.15 * (16 + columns / 4))
+    # The floor includes the share of the peak; another rounding would need other factors.
+    products = (4 / PEAK_SHARE * tile.groups * rows) // 64
+    block = products * max(columns / 2, READS * (16 + columns / 4))
     activation = (
-        tile.groups * (tile.rows + 2) * HALO_COLUMNS * CHUNK / (2.8 * s.activators)
+        tile.groups * (tile.rows + 2) * HALO_COLUMNS * CHUNK / (ACTIVATED * s.activators)
         if s.activated
         else 0
     )
-    steps = s.chunks * max(TAPS * block, activation) + s.extras * (block + 500)
-    drain = 440 / tile.groups + 1270 * s.pixels * tile.features / 8192
-    copy = 2500 if p.outputs_first and not p.flipped else 0
+    steps = s.chunks * max(TAPS * block, activation) + s.extras * (block + RESIDUAL_STEP)
+    drain = EPILOGUE / tile.groups + EPILOGUE_OUTPUTS * s.pixels * tile.features / 8192
+    copy = WEIGHT_COPY if p.outputs_first and not p.flipped else 0
     return ceil_div(s.tiles, multiprocessors()) * (steps + drain) + copy
 
 
@@ -53,7 +60,7 @@ def _grid(features: int, height: int, activators: tuple[int, ...]) -> Iterator[T
 
 
 def candidates(plan_of: Callable[[Tile], Plan], limit: int) -> list[Tile]:
-    """Returns tiles that fit, by estimated time.
+    """Returns tiles that fit, the fastest by `cycles` first.
 
     For each geometry: resident weights, the deepest ring with 3 taps per slot, and that with 1 tap.
 
