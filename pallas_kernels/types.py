@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 Ref = Any  # a reference to device or shared memory, or barriers; Pallas has no public type for them
 Index = Any  # an int or a traced int32
 Slice = Any  # the result of `pl.ds`
+Layout = Any  # how Mosaic GPU spreads an array over the registers of a warpgroup
 
 
 @runtime_checkable

@@ -43,7 +43,7 @@ from jaxtyping import Array, Float, PyTree
 from pallas_kernels.attention.hopper_plan import BLOCK, K, Plan, Q, V
 from pallas_kernels.conv3x3 import hopper_views as views
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
-from pallas_kernels.types import Index, Ref
+from pallas_kernels.types import Index, Layout, Ref
 
 FORWARD = 'jaxunet_attention_forward'
 DELTA = 'jaxunet_attention_backward_delta'
@@ -79,7 +79,7 @@ class Head:
         return lambda n: (self.part(qkv, n, K), self.part(qkv, n, V))
 
     def row_statistics(
-        self, lse: Ref, delta: Ref, block: Index, layout: Any
+        self, lse: Ref, delta: Ref, block: Index, layout: Layout
     ) -> tuple[Row, Row, Row]:
         """Loads both terms of the log-sum-exp, and delta, of a block of queries."""
         refs = [self.numbers(lse, block, term) for term in (LARGEST, LOG_SUM)]
@@ -160,16 +160,16 @@ def products(*operands: tuple[str, Any, Ref]) -> tuple[Array, ...]:
     return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def _laid_out(value: Array, layout: Any) -> Array:
+def _laid_out(value: Array, layout: Layout) -> Array:
     return plgpu.layout_cast(value, layout)
 
 
-def _rows() -> Any:
+def _rows() -> Layout:
     """Returns the layout of one number for each row of a product."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
-def _columns() -> Any:
+def _columns() -> Layout:
     """Returns the layout of one number for each column of a product."""
     return plgpu.Layout.WGMMA.reduce(0)
 

@@ -1,22 +1,18 @@
-"""Views of shared memory for which Pallas Mosaic GPU has no public function, loads and stores.
+"""Loads, stores and a view of shared memory for the Mosaic GPU kernels of all ops.
 
-The one file that uses JAX's private classes. `tests/matrix` runs it on every version of JAX that
-pyproject.toml admits.
+They hide what differs between versions of JAX, and the view that Pallas has no public function for.
+`tests/matrix` runs them on every version of JAX that pyproject.toml admits.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
 
 from jaxtyping import Array
 
 from pallas_kernels.jax_modules import TransformedRef, UntilingTransform
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
-from pallas_kernels.types import Ref
-
-if TYPE_CHECKING:
-    from pallas_kernels.jax_modules import SomeLayout
+from pallas_kernels.types import Layout, Ref
 
 _INDEX = inspect.signature(plgpu.load).parameters.get('idx')
 LOAD_INDEX = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
@@ -32,8 +28,8 @@ def matrix(ref: Ref) -> Ref:
     return TransformedRef(ref.ref, (*ref.transforms, UntilingTransform((8, ref.shape[-1]))))
 
 
-def load(ref: Ref, layout: SomeLayout) -> Array:
-    """Loads a reference into registers.
+def load(ref: Ref, layout: Layout) -> Array:
+    """Loads a reference into registers, laid out as `layout`.
 
     JAX 0.10 requires an index apart from the reference; 0.11 deprecates it, and 0.12 has none.
     """
@@ -43,7 +39,8 @@ def load(ref: Ref, layout: SomeLayout) -> Array:
 def store(ref: Ref, value: Array) -> None:
     """Stores registers to a reference.
 
-    From JAX 0.12 on an assignment wants a pattern of whole cache lines; before, there is no other.
+    From JAX 0.12 on, an assignment requires a layout that writes whole cache lines; earlier
+    versions have only the assignment.
     """
     if hasattr(plgpu, 'store'):
         plgpu.store(ref, value, optimized=False)

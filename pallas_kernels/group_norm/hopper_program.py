@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from pallas_kernels.conv3x3.hopper_views import load, store
 from pallas_kernels.group_norm.hopper_plan import LANES, THREADS, Plan
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
-from pallas_kernels.types import Index, Ref
+from pallas_kernels.types import Index, Layout, Ref
 
 LOG2_E = 1.4426950408889634
 WARPS = THREADS // LANES
@@ -95,7 +95,7 @@ class Program:
         row = plgpu.broadcasted_iota(jnp.int32, (self.plan.rows,), 0, layout=self.tile.reduce(1))
         return self._spread(row + start >= first, 0)
 
-    def load_vector(self, ref: Ref, layout: Any = None) -> Float[Array, ' chunk']:
+    def load_vector(self, ref: Ref, layout: Layout | None = None) -> Float[Array, ' chunk']:
         """Loads one number per channel from (batch, channels), or from (1, channels).
 
         Args:
@@ -187,7 +187,7 @@ class Groups:
         ]
 
 
-def load_flat(ref: Ref, start: Index, size: int, layout: Any) -> Float[Array, ' size']:
+def load_flat(ref: Ref, start: Index, size: int, layout: Layout) -> Float[Array, ' size']:
     """Loads neighbouring elements of a matrix, as if its rows were joined."""
     rows, columns = ref.shape
     return load(ref.reshape(rows * columns).at[pl.ds(start, size)], layout)
