@@ -1,4 +1,4 @@
-"""The check that every op of the package makes besides the checks of its operands."""
+"""The check of the surrounding `jax.shard_map`, which every op of the package makes."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ JAX deprecates Pallas's Triton lowering for removal, and promises neither its pr
     from pallas_kernels.jax_modules import triton as plgpu
 
 If this version of JAX lacks one, that import raises an error that says which kernels need it and
-what to do. Where an op chooses its kernel, `on_hopper` says so before.
+what to do. `on_hopper` raises the same line earlier, when an op chooses its kernel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TESTED = 'jax>=0.10.2,<=0.12.0.1'  # the versions in pyproject.toml
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of JAX.
+    """A part of JAX that some of the kernels need.
 
     Fields:
-      kernels: those of the Pallas kernels that need it, for messages.
-      advice: what to do without it, beside another version of JAX.
-      names: MODULE, or MODULE:NAME for something in a module, by the name that this file gives it.
+      kernels: which ones; messages say "the Pallas kernels {kernels}".
+      advice: what to do without it, if not to install another version of JAX.
+      names: the source, MODULE or MODULE:NAME, of each name that this file exports.
     """
 
     kernels: str
@@ -78,10 +78,10 @@ def on_hopper(op: str, problem: Callable[[], str | None], *, interpret: bool = F
     """Returns True if a call runs on Hopper's kernel, False if on the Triton kernel.
 
     Args:
-      op: that is called, for errors.
+      op: the name in errors.
       problem: returns why Hopper's kernel does not take the call; None if it does. Called only
         where Hopper's kernels run.
-      interpret: the Triton kernel, interpreted.
+      interpret: take the Triton kernel, which the caller interprets.
 
     Raises:
       UserError: this version of JAX lacks what the kernel needs.
@@ -104,12 +104,12 @@ def missing(part: Part) -> str | None:
         try:
             _load(source)
         except (ImportError, AttributeError) as error:
-            return _told(part, source, error)
+            return _message(part, source, error)
     return None
 
 
 def __getattr__(name: str) -> Any:
-    """Returns what a part has under this name.
+    """Loads one of the names of TRITON and MOSAIC.
 
     Raises:
       ImportError: this version of JAX lacks it.
@@ -119,7 +119,7 @@ def __getattr__(name: str) -> Any:
             try:
                 return _load(part.names[name])
             except (ImportError, AttributeError) as error:
-                raise ImportError(_told(part, part.names[name], error)) from error
+                raise ImportError(_message(part, part.names[name], error)) from error
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
@@ -129,7 +129,7 @@ def _load(source: str) -> Any:
     return getattr(found, name) if name else found
 
 
-def _told(part: Part, source: str, error: Exception) -> str:
+def _message(part: Part, source: str, error: Exception) -> str:
     return (
         f'the Pallas kernels {part.kernels} need {source.replace(":", ".")}, which jax '
         f'{jax.__version__} does not have ({error}); install {TESTED}, {part.advice}'

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 Tree = TypeVar('Tree')
-Batched = Callable[[PyTree[Array], PyTree[Array]], PyTree[Array]]  # of images and weights
+Batched = Callable[[PyTree[Array], PyTree[Array]], PyTree[Array]]  # (images, weights) -> results
 
 
-@functools.cache  # so that equal calls are known to be equal
+@functools.cache  # so that equal calls are the same function to JAX
 def batched(function: Callable[..., PyTree[Array]], **options: Any) -> Batched:
-    """Returns `joins_batch` of a function with options, whose images are its arrays, a tuple."""
+    """Returns function(*images, **options) with the rule of `joins_batch`, for ops without weights.
+
+    Call it with the tuple of the images, and () as weights.
+    """
     return joins_batch(lambda arrays, _: function(*arrays, **options))
 
 
@@ -86,5 +89,6 @@ def is_checked() -> bool:
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return False
+    # An axis index varies over its own axis; only with check_vma=True does its type say so.
     index = jax.eval_shape(lambda: jax.lax.axis_index(axes[0]))
     return bool(index.manual_axis_type and index.manual_axis_type.varying)
