@@ -1,4 +1,4 @@
-"""Chooses the kernel of a convolution for this device and shape, and defines it under `jax.vmap`.
+"""Chooses a convolution's kernels for this device and shape, and gives them a rule for `jax.vmap`.
 
 It takes the Hopper kernel where that supports the shape, else the Triton kernel, which supports
 all. Where JAX has no Triton, zeros fill up the channels for the Hopper kernel (`padding`).
@@ -29,16 +29,15 @@ if jax_modules.missing(jax_modules.TRITON) is None:
 if jax_modules.missing(jax_modules.MOSAIC) is None:
     from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient
 
-# Pixels of an image from which Hopper's kernel, and output channels up to which Triton's, apply
-# GroupNorm and SiLU themselves. To refit, time `norm_silu_conv3x3` on both sides of the limits with
+# Limits of `fuses_activation`. To refit, time `norm_silu_conv3x3` on both sides of them with
 # `python -m jaxunet.benchmark.kernels`.
-FUSED_PIXELS = 1024
-FUSED_FEATURES = 16
-EXACT_PIXELS = 2048  # of a batch; below, no float32 weight gradient runs on Hopper's kernel
+FUSED_PIXELS = 1024  # the fewest pixels of an image on Hopper
+FUSED_FEATURES = 16  # the most output channels on Triton
+EXACT_PIXELS = 2048  # of a batch; with fewer, float32 weight gradients need the Triton kernel
 
 
 def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 features channels']:
-    """Returns the kernel whose convolution is the input gradient of `kernel`'s."""
+    """Returns the kernel with which dy is convolved for the input gradient."""
     return jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
 
 
@@ -82,7 +81,11 @@ def forward(
 def weight_gradient(
     parts: Parts, dy: Float[Array, 'batch height width features']
 ) -> Float[Array, '3 3 channels features']:
-    """Returns the gradient of conv3x3(x, kernel) · dy by the kernel, float32; x joins `parts`."""
+    """Returns the gradient of the kernel, given that of the output, in float32.
+
+    Args:
+      parts: x, joined along channels.
+    """
     return _weight_gradient(parts, dy)
 
 
@@ -100,7 +103,7 @@ def input_gradient(
     kernel: Float[Array, '3 3 channels features'],
     widths: tuple[int, ...],
 ) -> Parts:
-    """Returns the gradient of conv3x3(x, kernel) · dy by each part of x.
+    """Returns the gradient of each part of x, given that of the output.
 
     These are convolutions with the flipped kernel.
 

@@ -1,8 +1,8 @@
-"""Zeros for channels that Hopper's kernels do not take, where JAX has no Triton to take them.
+"""Pads channels with zeros up to the multiples that Hopper's convolution kernels take.
 
-A padded channel of the input and its weights are zero, so it adds nothing to the other channels;
-those of the result are cut off. Triton's kernels for few channels are quicker, so nothing is padded
-while this version of JAX has them.
+Only where this version of JAX has no Triton: its kernels for few channels are quicker. The padded
+channels of the input and their weights are zero, so they add nothing; those of the result are cut
+off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.conv3x3.hopper_weight_gradient_plan import BLOCK
 # Multiples of channels that Hopper's kernels take.
 CONVOLUTION = 8
 WEIGHT_GRADIENT = BLOCK
-SUMS = 32
+SUMS = 32  # GroupNorm's channel sums, which are the gradient of shift
 
 # The batched operands of a convolution (parts, shift, residual, affine), and its weights (kernel,
 # shortcut), as `joins_batch` takes them.
@@ -40,7 +40,7 @@ def append(
     """Appends zeros to each part of an axis, up to a multiple of channels.
 
     Args:
-      widths: channels of the parts that are joined along the axis; None: it is one part.
+      widths: channels of the parts that are joined along the axis; None: the axis is one part.
     """
     widths = widths or (x.shape[axis],)
     if not any(width % multiple for width in widths):
@@ -56,7 +56,7 @@ def append(
 def remove(
     x: Float[Array, '*padded'], multiple: int, widths: Sequence[int], axis: int = -1
 ) -> Float[Array, '*shape']:
-    """Undoes `append`, which may have appended nothing."""
+    """Undoes `append`; x may also be without zeros, where nothing was appended."""
     if x.shape[axis] == sum(widths):
         return x
     starts = itertools.accumulate((width + -width % multiple for width in widths), initial=0)

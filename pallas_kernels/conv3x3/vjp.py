@@ -1,4 +1,4 @@
-"""The convolution ops on the kernels, with their gradients.
+"""The convolution ops on the Pallas kernels, with their gradients.
 
 Between forward and backward only raw convolution outputs are kept: the backward pass recomputes the
 activation silu(norm(x)) for the weight gradient.
@@ -39,6 +39,7 @@ def conv3x3(
     Raises:
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or a
         checked `shard_map`.
+      UserError: this version of JAX lacks what the kernels need; below too.
     """
     check_shard_map('conv3x3')
     added = checked_residual(x, kernel, shift, residual, shortcut)
@@ -97,7 +98,7 @@ def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Ad
 def _parameter_gradients(
     parts: Parts, kernel: Array, shift: Array, added: Added | tuple[()] | None, dy: Array
 ) -> tuple[Array, Array, Added | None]:
-    """Returns the gradients of kernel, shift and residual, given the convolution's input."""
+    """Returns the gradients of kernel, shift and residual; `parts` are the convolution's input."""
     dkernel = dispatch.weight_gradient(parts, dy).astype(kernel.dtype)
     return (
         dkernel,
