@@ -1,4 +1,4 @@
-"""Chooses attention's kernels for this device and shape, and defines Hopper's under `jax.vmap`.
+"""Chooses attention's kernels for this device and shape, and gives Hopper's a rule for `jax.vmap`.
 
 It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them, else the Triton
 kernels, which support all shapes.
@@ -25,7 +25,7 @@ def choose(qkv: Shaped, num_heads: int, *, interpret: bool) -> Tiles | None:
     """Returns the tiles of the Triton kernels; None for Hopper's kernels.
 
     Args:
-      interpret: the Triton kernels, interpreted.
+      interpret: take the Triton kernels, which the caller interprets.
 
     Raises:
       UserError: this version of JAX lacks what the kernels need.

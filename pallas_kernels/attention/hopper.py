@@ -1,7 +1,7 @@
-"""Attention on Hopper (sm_90), on the Mosaic GPU kernels.
+"""Attention on Hopper (sm_90) as functions of arrays, on the kernels of `hopper_kernels`.
 
-The functions are those of `triton` and `triton_backward`, with the same results. `hopper_kernels`
-has the kernels, `hopper_plan.supports` the shapes that they take.
+The results are those of `triton.forward` and `triton_backward.backward`. `hopper_plan.supports`
+says which shapes the kernels take.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def backward(
 def _delta(
     p: Plan, exact: Float[Array, 'rows channels'], grad: Float[Array, 'rows channels']
 ) -> Float[Array, 'batch heads tokens']:
+    """Returns Σ dO·O of each row, float32."""
     return kernels.launch(
         kernels.DELTA,
         p,

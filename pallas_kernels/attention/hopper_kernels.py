@@ -59,14 +59,18 @@ Row = Float[Array, ' rows']
 
 
 class Head:
-    """The place of a program, and the loads and stores of its head."""
+    """A program's place in the grid, and the loads and stores of its head."""
 
     def __init__(self, plan: Plan, roles: int = 1) -> None:
         self.plan = plan
         self.role, self.block, self.head, self.sample = plan.place(lax.axis_index('program'), roles)
 
     def part(self, ref: Ref, block: Index, part: int = 0) -> Ref:
-        """Returns a block of the head's rows, of outputs or of a third of packed arrays."""
+        """Returns a block of the head's rows in device memory.
+
+        Args:
+          part: Q, K or V of packed arrays; 0 of outputs and their gradient.
+        """
         rows = pl.ds(self.sample * self.plan.tokens + block * BLOCK, BLOCK)
         return ref.at[rows, pl.ds(self.plan.column(self.head, part), self.plan.width)]
 
@@ -104,6 +108,9 @@ class Head:
         Args:
           blocks: returns the pair of block n in device memory.
           slots: the ring of each of the two.
+          full: a barrier for each slot of the rings.
+
+        Returns: the last carry.
         """
         count = self.plan.blocks
 
@@ -127,18 +134,18 @@ class Head:
         return lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)
 
     def store(self, values: Block, staged: Ref, target: Ref) -> None:
-        """Rounds a block and stores it through shared memory, which nothing reads any more."""
+        """Rounds a block and stores it through `staged`, which nothing reads any more."""
         staged[...] = values.astype(staged.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged, target)
 
     def zeros(self) -> Block:
-        """Returns a sum of nothing."""
+        """Returns a float32 accumulator of zeros."""
         return _laid_out(jnp.zeros((BLOCK, self.plan.width), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def across(row: Row, axis: int, columns: int = BLOCK) -> Square:
-    """Returns a number for each row (axis 0) or column (1) as a whole matrix."""
+    """Broadcasts one number for each row (axis 0) or column (axis 1) to a matrix."""
     shape = (BLOCK, columns) if axis == 0 else (columns, BLOCK)
     return lax.broadcast_in_dim(row, shape, (axis,))
 
@@ -315,7 +322,7 @@ def launch(
     Args:
       body: a function of the references: operands, results, scratch.
       held: blocks that a program holds; 0: it uses no shared memory.
-      roles: of programs.
+      roles: how many roles programs have, see the table above.
     """
     scratch: list[Any] = []
     if held:

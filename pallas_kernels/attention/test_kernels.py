@@ -233,8 +233,8 @@ def test_identical_from_run_to_run():
 
 
 def kernels_in(function, *shapes):
-    """Counts the calls of each kernel in the program for an H200, and lists the layouts in which
-    data moves outside of them.
+    """Counts the calls of each kernel in the program for an H200, outside of which nothing is
+    transposed or multiplied.
     """
     unchecked = [jax.export.DisabledSafetyCheck.custom_call('__gpu$xla.gpu.triton')]
     with device.use(device.Target.TRITON):

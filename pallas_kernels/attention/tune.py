@@ -3,11 +3,11 @@
     python -m pallas_kernels.attention.tune [--batch 32] [--shapes 256:6:32,64:8:32]
         [--kernels both,forward] [--seconds 60] [--write]
 
-A shape is tokens:heads:width[:batch]. `both` is the op on this GPU's kernels, forward alone and
-with its gradient, beside the reference; and beside the Triton kernels, where the op runs others.
-The other names are Triton kernels, of which it times tiles. Times are sums of GPU kernel time per
-call from a profiler trace, without launch overhead. Prints one JSON line per result. `--write` puts
-the fastest tiles into the device's table (`tile_table.update`).
+A shape is tokens:heads:width[:batch]. `both` times the op on the kernels that it runs on this GPU,
+on XLA, and on the Triton kernels if those are others: forward alone, and with its gradient. The
+other names are Triton kernels, whose tiles it times. Times are sums of GPU kernel time per call
+from a profiler trace, without launch overhead. Prints one JSON line per result. `--write` puts the
+fastest tiles into the device's table (`tile_table.update`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from pallas_kernels.attention.tiles import (
 from pallas_kernels.attention.vjp import attention
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
-SIDES = ('ours', 'triton', 'xla')  # of the op: on this GPU's kernels, Triton's, the reference
+SIDES = ('ours', 'triton', 'xla')  # the op: on the chosen kernels, Triton's, the reference
 SETS = 2  # sets of inputs that a program runs through
 Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
-Tiles = Tile | tuple[Tile, Tile] | None  # of one kernel, of both backward ones, or of the op
-Job = tuple[Shape, str, Tiles]  # shape, what, tiles
+JobTiles = Tile | tuple[Tile, Tile] | None  # of one kernel, of both backward kernels, of the op
+Job = tuple[Shape, str, JobTiles]  # shape, what, tiles
 
 
 def inputs(
@@ -152,7 +152,7 @@ def chosen_tiles(shape: Shape, dtype: jnp.dtype) -> dict[tile_table.Key, Tile]:
 
 
 def report(
-    shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Tiles, dict[str, float]]], top: int
+    shape: Shape, dtype: jnp.dtype, results: list[tuple[str, JobTiles, dict[str, float]]], top: int
 ) -> Timed:
     """Prints the op beside XLA's, then the fastest tiles of each kernel.
 
