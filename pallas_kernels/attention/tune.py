@@ -136,6 +136,7 @@ def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
 
 
 Timed = dict[tile_table.Key, dict[Tile, float]]
+Result = tuple[str, JobTiles, dict[str, float]]  # what, tiles, microseconds of each kernel
 
 
 def keyed(kernel: str, shape: Shape, dtype: jnp.dtype) -> tile_table.Key:
@@ -151,15 +152,10 @@ def chosen_tiles(shape: Shape, dtype: jnp.dtype) -> dict[tile_table.Key, Tile]:
     }
 
 
-def report(
-    shape: Shape, dtype: jnp.dtype, results: list[tuple[str, JobTiles, dict[str, float]]], top: int
-) -> Timed:
-    """Prints the op beside XLA's, then the fastest tiles of each kernel.
-
-    Returns: the times of all tiles, in microseconds.
-    """
+def described(shape: Shape, dtype: jnp.dtype) -> dict[str, object]:
+    """Returns the fields that all rows of a shape have."""
     batch, tokens, heads, width = shape
-    row = {
+    return {
         'device': jax.devices()[0].device_kind,
         'dtype': str(dtype),
         'batch': batch,
@@ -167,6 +163,12 @@ def report(
         'heads': heads,
         'width': width,
     }
+
+
+def report_op(shape: Shape, dtype: jnp.dtype, results: list[Result]) -> None:
+    """Prints the times of the op beside XLA's, in microseconds."""
+    batch, tokens, heads, width = shape
+    row = described(shape, dtype)
     totals = {what: sum(us.values()) for what, _, us in results if what.startswith(SIDES)}
     for direction, passes in (('forward', 1.0), ('both', 3.5)):
         if ours := totals.get(f'ours_{direction}'):
@@ -188,6 +190,15 @@ def report(
                 name.removeprefix('jaxunet_attention_'): round(us, 1) for name, us in split.items()
             }
             print(json.dumps(row | {'what': direction} | found | {'kernels': names}), flush=True)
+
+
+def report_tiles(shape: Shape, dtype: jnp.dtype, results: list[Result], top: int) -> Timed:
+    """Prints the fastest tiles of each kernel.
+
+    Returns: the times of all tiles, in microseconds.
+    """
+    _, tokens, _, width = shape
+    row = described(shape, dtype)
     timed: dict[str, list[tuple[float, Tile]]] = collections.defaultdict(list)
     for what, tile, kernels in results:
         tiles = (
@@ -270,7 +281,8 @@ def main() -> None:
         )
     timed: Timed = {}
     for shape in shapes:
-        timed |= report(shape, dtype, results[shape], args.top)
+        report_op(shape, dtype, results[shape])
+        timed |= report_tiles(shape, dtype, results[shape], args.top)
     if args.write:
         chosen = {key: tile for shape in shapes for key, tile in chosen_tiles(shape, dtype).items()}
         print(tile_table.update(jax.devices()[0].device_kind, timed, chosen))
