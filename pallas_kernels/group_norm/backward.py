@@ -1,4 +1,4 @@
-"""The gradient kernels of GroupNorm: the two sums over pixels, and dx, in two launches or in one.
+"""GroupNorm's gradient kernels in Triton: two sums over pixels, and dx, in two launches or in one.
 
 With x̂ = (x − mean) · inverse, z = scale · x̂ + offset, y = act(z) and dz = dy · act'(z), the
 gradients of offset and scale of every sample and channel are sums over the pixels,
@@ -24,10 +24,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxunet.ops.group_norm.operands import group_size
-from pallas_kernels.group_norm.blocks import Lanes, Program, Ref, loop, scaled, sigmoid
+from pallas_kernels.group_norm.blocks import Lanes, Program, loop, scaled, sigmoid
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 from pallas_kernels.jax_modules import triton as plgpu
-from pallas_kernels.types import Index
+from pallas_kernels.types import Index, Ref
 
 
 class _Derivative:

@@ -1,4 +1,4 @@
-"""Shared by the GroupNorm kernels: masked loads and stores of parts, and reductions over groups.
+"""Shared by the Triton GroupNorm kernels: masked loads and stores, and reductions over groups.
 
 A register tile has rows (pixels) × lanes (channels). A mask may be None, which means all true.
 """

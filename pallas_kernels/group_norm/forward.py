@@ -1,4 +1,4 @@
-"""The forward kernels of GroupNorm, which write act(norm(x) · scale + offset).
+"""The forward kernels of GroupNorm in Triton, which write act(norm(x) · scale + offset).
 
 With the parts' moments, a program reads its pixels once, and several programs share the pixels of a
 sample. Without them, a program owns whole groups of a sample and reads their pixels twice, first
@@ -18,7 +18,6 @@ from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.group_norm.operands import group_size
 from pallas_kernels.group_norm.blocks import (
     Program,
-    Ref,
     group_statistics,
     loop,
     moments_of,
@@ -27,6 +26,7 @@ from pallas_kernels.group_norm.blocks import (
 )
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 from pallas_kernels.jax_modules import triton as plgpu
+from pallas_kernels.types import Ref
 
 
 def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: bool) -> None:

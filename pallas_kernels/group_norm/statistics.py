@@ -1,4 +1,4 @@
-"""The reductions of GroupNorm over pixels, and the kernel from moments to a and b of a · x + b.
+"""GroupNorm's reductions over pixels in Triton, and the kernel from moments to a · x + b.
 
 Programs that share the pixels of a sample write partial results, which XLA joins.
 """
@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.group_norm.operands import group_size
-from pallas_kernels.group_norm.blocks import Program, Ref, group_statistics, loop, moments_of
+from pallas_kernels.group_norm.blocks import Program, group_statistics, loop, moments_of
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 from pallas_kernels.jax_modules import triton as plgpu
+from pallas_kernels.types import Ref
 
 
 def _moments_kernel(x: Ref, out: Ref, *, grid: Grid) -> None:

@@ -1,4 +1,4 @@
-"""Tiles of the GroupNorm kernels, and the grid that a tile gives for a tensor.
+"""Tiles of the Triton GroupNorm kernels, and the grid that a tile gives for a tensor.
 
 A program owns some channels of one sample and walks over that sample's pixels. The channels are
 whole groups, unless the statistics are known.
