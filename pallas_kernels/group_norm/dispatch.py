@@ -1,8 +1,9 @@
-"""Chooses GroupNorm's kernels for this device and shape, and defines Hopper's under `jax.vmap`.
+"""Chooses GroupNorm's kernels for this device and shape, and gives Hopper's a rule for `jax.vmap`.
 
-It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them and they are better, or
-this version of JAX has no Triton; else the Triton kernels, which support all shapes. Either set's
-results are the other's operands, so every function here chooses for itself, by the same rule.
+It takes the Mosaic GPU kernels on Hopper for large images in 16 bits that `hopper_plan.supports`,
+else the Triton kernels, which support all shapes. Without Triton in JAX, it takes the Mosaic GPU
+kernels for all that they support. Both sets share the formats of operands and results, so every
+function here chooses for itself, by the same rule.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ Image = Float[Array, 'batch height width _']
 Vector = Float[Array, '#batch channels']  # one number per channel, for a sample or for all
 Norm = tuple[Vector, Vector, Vector, Vector]  # scale, offset, mean, inverse deviation
 
-# Pixels of an image from which Hopper's kernels are quicker than the Triton kernels. Below, one
-# launch, whose programs own all pixels of their groups, is quicker than two. To refit, set 0 and
-# compare the two rows of each shape of
-# `python -m pallas_kernels.group_norm.tune --kernels both,both_triton`.
+# Pixels of an image from which Hopper's kernels are quicker than Triton's: they take two launches
+# each way, Triton's one for small images. To refit, set this to 0 and compare the two rows of each
+# shape of `python -m pallas_kernels.group_norm.tune --kernels both,both_triton`.
 HOPPER_PIXELS = 1024
 
 
@@ -41,8 +41,8 @@ def on_hopper(
     Args:
       parts: of the image.
       groups: 32 for functions without groups.
-      op: that needs the kernel, for the error.
-      interpret: the Triton kernels, interpreted.
+      op: the name in errors.
+      interpret: take the Triton kernels, which the caller interprets.
 
     Raises:
       UserError: this version of JAX lacks what the kernels need.

@@ -14,6 +14,9 @@ def parameter_gradients(
     """Returns the gradients of scale and offset, in their shapes and types.
 
     These are s₂ and s₁ of each sample, summed over the samples that share a parameter.
+
+    Args:
+      sums: s₁ and s₂ of `backward`'s formulas.
     """
     # One reduction for both; XLA drops it if neither is shared.
     total = jnp.sum(sums, axis=0, keepdims=True)

@@ -35,6 +35,7 @@ def group_norm(
     Raises:
       ValueError: shapes or types that do not fit each other, channels that are not a multiple of
         `groups`, or a checked `shard_map`.
+      UserError: this version of JAX lacks what the kernels need.
     """
     check_shard_map('group_norm')
     check_operands(x, scale, offset)
@@ -95,7 +96,12 @@ def owns_pixels(bytes_per_pixel: int, pixels: int) -> bool:
     In one launch, a program reads all pixels of its groups twice. That is faster if the second read
     finds the tensor in registers or in the L2 cache, and there are few pixels. The limits are in
     pixels, and in bytes of the whole batch: about half of an H200's 50 MB of L2, which x and y
-    share. To refit, time `both` of `pallas_kernels.group_norm.tune` on either side of the limits.
+    share. To refit, time `both_triton` of `pallas_kernels.group_norm.tune` on either side of the
+    limits.
+
+    Args:
+      bytes_per_pixel: of all channels of all samples.
+      pixels: height · width.
     """
     return pixels <= 256 or (pixels <= 4096 and bytes_per_pixel * pixels <= 24e6)
 
