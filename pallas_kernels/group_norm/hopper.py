@@ -1,8 +1,8 @@
-"""GroupNorm on Hopper (sm_90), on the Mosaic GPU kernels.
+"""GroupNorm on Hopper (sm_90) as functions of arrays, on two files of Mosaic GPU kernels.
 
-The functions are those of `statistics`, `forward` and `backward`, with the same results.
-`hopper_reductions` and `hopper_writers` have the kernels, `hopper_plan.supports` the shapes that
-they take.
+`hopper_reductions` and `hopper_writers` have the kernels; `hopper_plan.supports` says which shapes
+they take. Results are those of the functions of the same names in `statistics`, `forward` and
+`backward`, but `moments` takes all parts and has its two numbers before the channels.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ Image = Float[Array, 'batch height width _']
 @functools.partial(jax.jit, static_argnames='tile')
 def moments(parts: tuple[Image, ...], *, tile: Tile | None = None) -> Float[Array, 'batch 2 _']:
     """Returns mean and mean squared deviation over the pixels of each sample and channel, float32.
-
-    Without cancellation in any type.
 
     Args:
       parts: x, joined along channels.
@@ -77,7 +75,7 @@ def affine(
     """
     known = _by_group(moments(parts, tile=tile), groups)
     p = plan(parts, 1, Tile(1, 1))
-    a, b, mean, inverse = writers.affine(p, known, _wide(scale), _wide(offset), eps=eps)
+    a, b, mean, inverse = writers.affine(p, known, _float32(scale), _float32(offset), eps=eps)
     return a, b, mean, inverse
 
 
@@ -102,8 +100,8 @@ def normalise(
         plan(parts, 1, tile),
         _flat(parts),
         known,
-        _wide(scale),
-        _wide(offset),
+        _float32(scale),
+        _float32(offset),
         eps=eps,
         silu=silu,
     )
@@ -132,7 +130,7 @@ def gradient_sums(
         plan(parts, 2, tile),
         _flat(parts),
         _flat_one(dy),
-        [_wide(v) for v in (scale, offset, mean, inverse)],
+        [_float32(v) for v in (scale, offset, mean, inverse)],
         silu=silu,
         activation=activation,
     )
@@ -165,7 +163,7 @@ def gradient(
         plan(parts, 2, tile),
         _flat(parts),
         _flat_one(dy),
-        [_wide(v) for v in (scale, offset, mean, inverse)],
+        [_float32(v) for v in (scale, offset, mean, inverse)],
         _by_group(sums, groups),
         silu=silu,
     )
@@ -194,5 +192,5 @@ def _flat_one(x: Image) -> Float[Array, 'batch pixels _']:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def _wide(vector: Array) -> Array:
+def _float32(vector: Array) -> Array:
     return vector.astype(jnp.float32)

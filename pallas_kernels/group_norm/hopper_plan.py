@@ -12,7 +12,7 @@ from pallas_kernels.conv3x3.schedule import ceil_div, multiprocessors
 from pallas_kernels.types import Index, Shaped
 
 THREADS = 128  # of a warpgroup
-LANES = 32  # threads of a warp; each has a group, or several
+LANES = 32  # threads of a warp; in reductions over groups, each thread has whole groups
 VECTOR_BYTES = 16  # of one load
 MAX_CHANNELS = 4096  # a program holds two float32 vectors of them in shared memory
 # Programs on a multiprocessor for which `choose_tile` aims.
@@ -138,7 +138,7 @@ def choose_tile(shape: Plan, tensors: int) -> Tile:
     """Returns the tile of a kernel: enough programs to fill the GPU, in few splits.
 
     Args:
-      shape: the plan, whose tile does not count.
+      shape: a plan, whose tile is ignored.
       tensors: images that the kernel reads.
     """
     tiles = ceil_div(shape.pixels, shape.rows)
@@ -149,7 +149,10 @@ def choose_tile(shape: Plan, tensors: int) -> Tile:
 
 
 def plan(parts: Sequence[Shaped], tensors: int, tile: Tile | None = None) -> Plan:
-    """Returns the plan of a kernel that reads `tensors` images; None as tile = `choose_tile`.
+    """Returns the plan of a kernel that reads `tensors` images.
+
+    Args:
+      tile: None takes `choose_tile`.
 
     Raises:
       ValueError: `supports` refuses the parts; the message says why.

@@ -25,8 +25,9 @@ class Program:
     """One program's place in the grid, and its loads and stores.
 
     Fields:
-      sample, split: see `Plan`.
-      channel: its first channel.
+      plan: of the kernel.
+      sample, split: of the program, see `Plan.place`.
+      channel: its first channel, counted over all parts.
       tile: layout of a register tile.
       vector: layout of one number per channel, as a register tile has them.
       column: layout of one number per channel, each in one thread of every warp.
@@ -77,8 +78,8 @@ class Program:
     def _place(self, channel: Index, step: Index, number: int) -> tuple[Index, ...]:
         first = self._first_pixel(step, number)
         if self.plan.ragged:
-            # A tile that would reach past the end covers the last pixels instead; `fresh` says
-            # which of them are another tile's. Those are stored twice, with equal values.
+            # A tile that would reach past the end covers the last pixels instead. Pixels that it
+            # shares with another tile (`fresh`) are stored twice, with equal values.
             first = lax.min(first, jnp.int32(self.plan.pixels - self.plan.rows))
         return self.sample, pl.ds(first, self.plan.rows), pl.ds(channel, self.plan.chunk)
 
@@ -125,7 +126,8 @@ class Program:
     ) -> list[list[Float[Array, ' chunk']]]:
         """Returns the rows of register tiles, with each channel's numbers in one thread.
 
-        They pass through shared memory, once in a program.
+        They pass through `scratch`. A program calls this once: nothing keeps a second call from
+        overwriting what other threads still read.
         """
         for number, value in enumerate(values):
             store(scratch.at[number], value)
@@ -142,9 +144,9 @@ class Program:
 
 
 class Groups:
-    """One number per channel of a sample, of all groups: a lane has whole groups.
+    """All channels of a program's sample as matrices (groups, channels of a group).
 
-    The numbers come from vectors (batch, groups, channels of a group).
+    A thread holds whole groups, so it sums their channels without other threads.
     """
 
     def __init__(self, program: Program, groups: int, size: int) -> None:
@@ -161,7 +163,8 @@ class Groups:
         """Loads the numbers of the program's sample, or those that all samples share.
 
         Args:
-          number: of the vector, if there are several: (batch, vectors, groups, channels).
+          ref: (batch or 1, groups, channels of a group), or (…, vectors, groups, …).
+          number: which of several vectors.
         """
         return load(ref.at[(self.program.sample if ref.shape[0] > 1 else 0, *number)], self.layout)
 
@@ -175,7 +178,7 @@ class Groups:
     ) -> list[Float[Array, ' chunk']]:
         """Returns the numbers of the program's channels, in its layout `vector`.
 
-        They pass through shared memory, once in a program.
+        They pass through `scratch`; as with `Program.rows_of`, a program calls this once.
         """
         for number, value in enumerate(values):
             store(scratch.at[number], value)
@@ -231,7 +234,7 @@ def launch(
     Args:
       name: without the prefix jaxunet_group_norm_.
       body: a function of `Program`, and of the references: operands, results, scratch.
-      scratch: shape of the float32 numbers in shared memory.
+      scratch: shape of the float32 scratch in shared memory; None: there is none.
     """
     kernel = plgpu.kernel(
         lambda *refs: body(Program(plan), *refs),

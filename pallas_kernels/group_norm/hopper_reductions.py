@@ -4,8 +4,8 @@
     gradient_sums           x, dy  ->  partial results [, act(z)]
 
 A program streams its pixels from device memory to registers, 16 bytes per thread and load
-(`hopper_plan.Plan`), and adds them to the register tile. At its end, the rows of this tile pass
-through shared memory and are joined. XLA joins the splits. `backward` has the formulas.
+(`hopper_plan.Plan`), and reduces them to one register tile. The rows of this tile then pass through
+shared memory and are joined. XLA joins the splits. `backward` has the formulas.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def moments(plan: Plan, parts: tuple[Image, ...]) -> Float[Array, 'batch splits 
 
         program.each_part(reduce)
 
-    kept = _kept(plan, 3 if plan.ragged else 2)
-    return launch('moments', plan, body, _partial(plan, 2), parts, kept)
+    kept = _scratch(plan, 3 if plan.ragged else 2)
+    return launch('moments', plan, body, _partials(plan, 2), parts, kept)
 
 
 def _moments_of(program: Program, image: Ref, channel: Index) -> Moments:
@@ -63,7 +63,7 @@ def _moments_of(program: Program, image: Ref, channel: Index) -> Moments:
         return mean, total(squares), count
 
     def join(step: Index, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        mean, deviation, *seen = state
+        mean, deviation, *seen = state  # seen: the count so far; without masks, the step tells it
         step_mean, step_deviation, count = of_step(step)
         delta = step_mean - mean
         if seen:
@@ -97,7 +97,7 @@ def _store_moments(program: Program, out: Ref, scratch: Ref, found: Moments) -> 
         means, deviations, seen = program.rows_of(scratch, [mean, deviation, count])
         counts, share = seen, 1.0 / jnp.maximum(total(seen), 1.0)
     centre = total([means[r] * counts[r] for r in rows]) * share
-    # Once more about the first result, for float32 numbers far from zero.
+    # A second pass about the first mean, whose sum of float32 numbers far from zero is inexact.
     centre = centre + total([(means[r] - centre) * counts[r] for r in rows]) * share
     spread = [deviations[r] + jax.lax.square(means[r] - centre) * counts[r] for r in rows]
     program.store_partial(out, 0, centre)
@@ -116,7 +116,7 @@ def channel_sums(plan: Plan, x: Image) -> Float[Array, 'batch splits 1 channels'
         (rows,) = program.rows_of(scratch, [loop(plan, add, program.zeros())])
         program.store_partial(out, 0, total(rows))
 
-    return launch('channel_sums', plan, body, _partial(plan, 1), [x], _kept(plan, 1))
+    return launch('channel_sums', plan, body, _partials(plan, 1), [x], _scratch(plan, 1))
 
 
 def gradient_sums(
@@ -160,15 +160,15 @@ def gradient_sums(
             sums = loop(plan, add, (program.zeros(), program.zeros()))
             s1, s2 = (total(rows) for rows in program.rows_of(scratch, sums))
             program.store_partial(out, 0, s1)
-            # Only here a factor of x̂ that all pixels share.
+            # x̂ = apart · inverse; all pixels share the factor, so it is applied to their sum.
             program.store_partial(out, 1, s2 * program.load_vector(known[3], program.column))
 
         program.each_part(reduce)
 
     image = jax.ShapeDtypeStruct(dy.shape, parts[0].dtype)
-    results = [_partial(plan, 2), *([image] if activation else [])]
+    results = [_partials(plan, 2), *([image] if activation else [])]
     operands = [*parts, dy, *norm]
-    sums, *active = launch('gradient_sums', plan, body, results, operands, _kept(plan, 2))
+    sums, *active = launch('gradient_sums', plan, body, results, operands, _scratch(plan, 2))
     return sums, active[0] if activation else None
 
 
@@ -188,12 +188,12 @@ def _fresh(program: Program, step: Index, number: int, value: Array) -> Array:
     return value if mask is None else jnp.where(mask, value, 0.0)
 
 
-def _partial(plan: Plan, numbers: int) -> jax.ShapeDtypeStruct:
+def _partials(plan: Plan, numbers: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of partial results."""
     shape = (plan.batch, plan.tile.splits, numbers, sum(plan.parts))
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _kept(plan: Plan, tiles: int) -> tuple[int, ...]:
+def _scratch(plan: Plan, tiles: int) -> tuple[int, ...]:
     """Returns the shape of register tiles in shared memory."""
     return tiles, plan.rows, plan.chunk

@@ -1,13 +1,13 @@
-"""GroupNorm's kernels on Hopper that use what was reduced over pixels.
+"""GroupNorm's kernels on Hopper that follow the reductions over pixels and write the results.
 
     affine      moments         ->  a and b of a · x + b, mean, inverse
     normalise   moments, x      ->  y, mean, inverse
     gradient    sums, x, dy     ->  dx
 
-A program first takes all channels of its sample and joins those of each group, a lane the channels
-of one group (`hopper_program.Groups`). Through shared memory, its threads get the results of their
-own channels. This is little work beside the pixels', and saves a launch. Then it streams its pixels
-from device memory to registers and back, 16 bytes per thread and load. `backward` has the formulas.
+A program first reduces the channels of every group of its sample (`hopper_program.Groups`), and its
+threads get the results of their own channels through shared memory. This is little work beside the
+pixels', and saves a launch. Then the program streams its pixels from device memory to registers and
+back, 16 bytes per thread and load. `backward` has the formulas.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def _statistics(
     groups = Groups(program, *known.shape[2:])
     means, deviations = groups.load(known, 0), groups.load(known, 1)
     mean = groups.mean(means)
-    # Once more about the first result, for float32 numbers far from zero.
+    # A second pass about the first mean, whose sum of float32 numbers far from zero is inexact.
     mean = mean + groups.mean(means - mean)
     variance = groups.mean(deviations + jax.lax.square(means - mean))
     return groups.vectors(scratch, [mean, jax.lax.rsqrt(variance + eps)])
 
 
 def _store_first(program: Program, refs: Sequence[Ref], values: Sequence[Array]) -> None:
-    """Stores vectors that all splits of a sample have, once."""
+    """Stores vectors that are the same in all splits of a sample, from the first split."""
 
     @pl.when(program.split == 0)
     def _() -> None:
@@ -136,18 +136,18 @@ def gradient(
 
     Returns: the gradient of each part.
     """
-    by_group = norm[0].reshape(norm[0].shape[0], *sums.shape[2:])  # scale, as `Groups` loads it
+    scale_by_group = norm[0].reshape(norm[0].shape[0], *sums.shape[2:])
 
     def body(program: Program, *refs: Ref) -> None:
-        images, (upstream, *known, scales, of_channels), (*dx, scratch) = (
+        images, (upstream, *known, scale_ref, sums_ref), (*dx, scratch) = (
             refs[: len(parts)],
             refs[len(parts) : len(parts) + 7],
             refs[len(parts) + 7 :],
         )
-        groups = Groups(program, *of_channels.shape[2:])
-        by_channel = groups.load(scales)
-        means = [groups.mean(by_channel * groups.load(of_channels, n)) for n in (0, 1)]
-        # The mean over a group's channels and pixels, for dz and for dz · x̂.
+        groups = Groups(program, *sums_ref.shape[2:])
+        scales = groups.load(scale_ref)
+        means = [groups.mean(scales * groups.load(sums_ref, n)) for n in (0, 1)]
+        # The means of scale · dz and of scale · dz · x̂ over a group's channels and pixels.
         first, second = (v * (1.0 / plan.pixels) for v in groups.vectors(scratch, means))
         scale, offset, mean, inverse = map(program.load_vector, known)
         centre, factor, shift, constant, slope = program.spread(
@@ -171,7 +171,7 @@ def gradient(
         program.each_part(write)
 
     results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in parts]
-    operands = [*parts, dy, *norm, by_group, sums]
+    operands = [*parts, dy, *norm, scale_by_group, sums]
     return launch('gradient', plan, body, results, operands, sums.shape[1:])
 
 
