@@ -1,7 +1,7 @@
 """The GroupNorm kernels against the float64 oracle.
 
-A CPU interprets the awkward cases on the Triton kernels; a GPU runs all cases, Hopper on its own
-kernels where those support the shape, also for small images.
+A CPU interprets the awkward cases on the Triton kernels; a GPU runs all cases, Hopper those in 16
+bits on its own kernels where these support the shape, here also for small images.
 """
 
 import jax

@@ -4,11 +4,11 @@
         [--kernels forward,backward] [--seconds 60] [--write]
 
 A shape is side:channels, with the channels of several parts joined by +. `both` is the whole op,
-forward and backward, on this GPU's kernels; `both_triton` on the Triton kernels; `both_xla` on XLA.
-The other names are Triton kernels, of which it times tiles. Times are sums of GPU kernel time per
-call from a profiler trace, without launch overhead. Calls are shuffled, so that no call always
-finds its inputs in the cache because of the one before it. `--write` puts the fastest tiles into
-the device's table (`tile_table.update`).
+forward and backward, on the kernels that it runs on this GPU; `both_triton` on the Triton kernels;
+`both_xla` on XLA. The other names are Triton kernels, whose tiles it times. Times are sums of GPU
+kernel time per call from a profiler trace, without launch overhead. Calls are shuffled, so that no
+call always finds its inputs in the cache because of the one before it. `--write` puts the fastest
+tiles into the device's table (`tile_table.update`).
 """
 
 from __future__ import annotations
