@@ -15,12 +15,13 @@ Batched = Callable[[PyTree[Array], PyTree[Array]], PyTree[Array]]  # (images, we
 
 
 @functools.cache  # so that equal calls are the same function to JAX
-def batched(function: Callable[..., PyTree[Array]], **options: Any) -> Batched:
-    """Returns function(*images, **options) with the rule of `joins_batch`, for ops without weights.
+def batched(function: Callable[..., PyTree[Array]], **options: Any) -> Callable[..., PyTree[Array]]:
+    """Returns a function of images with the rule of `joins_batch`, for ops without weights.
 
-    Call it with the tuple of the images, and () as weights.
+    It calls function(*images, **options).
     """
-    return joins_batch(lambda arrays, _: function(*arrays, **options))
+    joined = joins_batch(lambda images, _: function(*images, **options))
+    return lambda *images: joined(images, ())
 
 
 def joins_batch(function: Batched) -> Batched:

@@ -50,7 +50,7 @@ def forward(
       tiles: from `choose`; below too.
     """
     if tiles is None:
-        return batched(hopper.forward, num_heads=num_heads)((qkv,), ())
+        return batched(hopper.forward, num_heads=num_heads)(qkv)
     return triton.forward(qkv, num_heads, tiles.forward, interpret=interpret)[0]
 
 
@@ -63,7 +63,7 @@ def forward_for_training(
 ) -> tuple[Float[Array, 'batch tokens channels'], Kept]:
     """Returns the heads' outputs, and what `backward` needs."""
     if tiles is None:
-        out, lse, kept = batched(hopper.forward_for_training, num_heads=num_heads)((qkv,), ())
+        out, lse, kept = batched(hopper.forward_for_training, num_heads=num_heads)(qkv)
         return out, (qkv, kept, lse)
     exact = triton_backward.wants_exact(tiles.backward, qkv.shape[1], qkv.dtype)
     out, lse, kept = triton.forward(qkv, num_heads, tiles.forward, exact=exact, interpret=interpret)
@@ -79,5 +79,5 @@ def backward(
 ) -> Float[Array, 'batch tokens packed']:
     """Returns the gradient of qkv, given that of the output."""
     if tiles is None:
-        return batched(hopper.backward)((*kept, grad), ())
+        return batched(hopper.backward)(*kept, grad)
     return triton_backward.backward(*kept, grad, tiles.backward, interpret=interpret)

@@ -8,11 +8,11 @@ function here chooses for itself, by the same rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxunet.ops.transformations import batched
 from pallas_kernels import jax_modules
@@ -60,17 +60,13 @@ def on_hopper(
     return jax_modules.on_hopper(op, problem, interpret=interpret)
 
 
-def _run(function: Callable[..., Any], *arrays: PyTree[Array], **options: Any) -> Any:
-    return batched(function, **options)(arrays, ())
-
-
 def channel_sums(x: Image, *, interpret: bool) -> Float[Array, 'batch channels']:
     """Returns the sum over the pixels of each sample and channel, in at least float32.
 
     This is the gradient of a bias or of a shift per sample.
     """
     if on_hopper([x], op="conv3x3's gradient of shift", interpret=interpret):
-        return _run(hopper.channel_sums, x)
+        return batched(hopper.channel_sums)(x)
     return statistics.channel_sums(x, interpret=interpret)
 
 
@@ -92,7 +88,7 @@ def affine(
     """
     options: dict[str, Any] = {'groups': groups, 'eps': eps}
     if on_hopper(parts, groups, interpret=interpret):
-        return _run(hopper.affine, parts, scale, offset, **options)
+        return batched(hopper.affine, **options)(parts, scale, offset)
     known = [statistics.moments(part, interpret=interpret) for part in parts]
     return statistics.affine(known, scale, offset, **options, interpret=interpret)
 
@@ -120,7 +116,7 @@ def normalise(
     """
     options: dict[str, Any] = {'groups': groups, 'eps': eps, 'silu': silu}
     if on_hopper(parts, groups, interpret=interpret):
-        return _run(hopper.normalise, parts, scale, offset, **options)
+        return batched(hopper.normalise, **options)(parts, scale, offset)
     known = None if owns else tuple(statistics.moments(x, interpret=interpret) for x in parts)
     return forward.normalise(parts, known, scale, offset, **options, interpret=interpret)
 
@@ -137,7 +133,7 @@ def gradient_sums(
     """Returns s₁ and s₂ of `backward`'s formulas; with `activation` also act(z), in x's type."""
     options: dict[str, Any] = {'silu': silu, 'activation': activation}
     if on_hopper(parts, interpret=interpret):
-        return _run(hopper.gradient_sums, parts, dy, *norm, **options)
+        return batched(hopper.gradient_sums, **options)(parts, dy, *norm)
     return backward.gradient_sums(parts, dy, *norm, **options, interpret=interpret)
 
 
@@ -164,7 +160,7 @@ def gradient(
         found = sums
         if found is None:
             found, _ = gradient_sums(parts, dy, norm, silu=silu, interpret=interpret)
-        dx = _run(hopper.gradient, parts, dy, *norm, found, groups=groups, silu=silu)
+        dx = batched(hopper.gradient, groups=groups, silu=silu)(parts, dy, *norm, found)
         return dx, found
     options: dict[str, Any] = {'silu': silu, 'interpret': interpret}
     if sums is None and not owns:
