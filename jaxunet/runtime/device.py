@@ -139,6 +139,14 @@ def portable() -> bool:
         return kernels() is not Kernels.FASTEST
 
 
+def hopper() -> bool:
+    """Returns True if Hopper's kernels run, on a GPU or for one that is lowered for."""
+    try:
+        return target() is Target.HOPPER
+    except UnsupportedDeviceError:
+        return False
+
+
 def kind() -> str:
     """Returns the name of the device that kernels are traced for, such as 'NVIDIA H200'."""
     lowered_for = _forced[-1][1] if _forced else None

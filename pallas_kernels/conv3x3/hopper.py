@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxunet.ops.terms import bfloat16_terms
 from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper_kernel, hopper_tiles
 from pallas_kernels.conv3x3.hopper_plan import Plan, plan
@@ -235,7 +235,7 @@ def _forward(
         inputs += halves(others)
         matrices.append(_weights(shortcut[None], False, p.outputs_first, split))
     elif others:
-        inputs += _terms(others[0], 3) if split else others
+        inputs += bfloat16_terms(others[0], 3) if split else others
         matrices.append(
             jnp.eye(tile.features, ceil_div(tile.features, CHUNK) * CHUNK, dtype=matrices[0].dtype)[
                 None
@@ -288,22 +288,9 @@ def _plan(
     )
 
 
-def _terms(x: Float[Array, '*shape'], count: int) -> list[Float[Array, '*shape']]:
-    """Returns bfloat16 terms whose sum approximates x to 8 bits per term.
-
-    The rounding is explicit, because XLA may drop a pair of casts.
-    """
-    out = []
-    for _ in range(count):
-        head = lax.reduce_precision(x, 8, 7)
-        out.append(head.astype(jnp.bfloat16))
-        x = x - head
-    return out
-
-
 def _halves(parts: Sequence[Image]) -> list[Image]:
     """Returns the high halves of all parts, then the low ones."""
-    pairs = [_terms(part, 2) for part in parts]
+    pairs = [bfloat16_terms(part, 2) for part in parts]
     return [high for high, _ in pairs] + [low for _, low in pairs]
 
 
@@ -323,7 +310,7 @@ def _weights(
         matrices = jnp.swapaxes(matrices, 1, 2)
     if not split:
         return matrices
-    high, low = _terms(matrices, 2)
+    high, low = bfloat16_terms(matrices, 2)
     return jnp.concatenate([high, low, high], axis=2 if wanted_first else 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxunet.runtime import device
 from pallas_kernels.conv3x3 import schedule
-from xla_ffi.conv3x3 import vjp
+from xla_ffi.conv3x3 import parameter_gradients as gradients
 
 
 def gpu(**fields):
@@ -24,8 +24,8 @@ def test_multiprocessors_are_those_of_this_gpu(monkeypatch, here, found):
     monkeypatch.setattr(jax, 'devices', lambda: [here])
     assert device.multiprocessors(132) == schedule.multiprocessors() == found
     dy = jnp.zeros((64, 8, 8, 16))
-    extra = (2 * 64 + vjp.PARTIAL_SHIFTS) * 16
-    assert vjp._workspace(dy, 10**6) == found * vjp.PARTIAL_SUMS + extra
+    extra = (2 * 64 + gradients.PARTIAL_SHIFTS) * 16
+    assert gradients._workspace(dy, 10**6) == found * gradients.PARTIAL_SUMS + extra
 
 
 def test_elsewhere_they_are_unknown(monkeypatch):

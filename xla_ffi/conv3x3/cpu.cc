@@ -57,7 +57,8 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, extra = plan.projected.total;
   const int64_t pixels = plan.batch * plan.height * plan.width;
   const auto x = input_of(plan, pool), kernel = kernel_of(plan);
-  const auto residual = join(plan.residual, plan.type, pixels),
+  const Type type = plan.wide ? Type::kFloat32 : plan.type;  // of y and the residual
+  const auto residual = join(plan.residual, type, pixels),
              projected = join(plan.projected, plan.type, pixels);
   const auto shortcut = shortcut_of(plan);
   std::vector<float> y(pixels * features);
@@ -82,7 +83,7 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
       for (int64_t f = 0; f < features; ++f) y[pixel * features + f] = static_cast<float>(sums[f]);
     }
   });
-  split(y, plan.type, pixels, plan.y);
+  split(y, type, pixels, plan.y);
 }
 
 void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool) { conv3x3(plan, pool); }

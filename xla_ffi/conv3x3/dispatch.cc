@@ -14,7 +14,13 @@ cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels)
   Device device;
   const cudaError_t error = describe(kernels, &device);
   if (error != cudaSuccess) return error;
-  switch (forward_kernel(plan, device.hopper)) {
+  const Kernel kernel = forward_kernel(plan, device.hopper);
+  if (plan.wide && kernel != Kernel::kHopper) {
+    throw std::runtime_error(
+        "y: float32 results of bfloat16 images need the Hopper kernels, channels in multiples of 8 "
+        "and images of at least 4 x 4 pixels");
+  }
+  switch (kernel) {
     case Kernel::kFewChannels:
       return few_channels_forward(plan, device.multiprocessors, stream);
     case Kernel::kFewFeatures:

@@ -7,7 +7,7 @@
 //                  most 6 chunks of 64; no shortcut. Forward: no residual
 //   kHopper        16-bit types; channels of each part and features multiples of 8; at least 4 × 4
 //                  pixels. Forward: no activation if the kernel is flipped, a residual in one array
-//   kImplicitGemm  everything
+//   kImplicitGemm  everything but bfloat16 images with float32 results, which only kHopper takes
 //
 // hopper/tile_choices_test.cc lists the choices for the shapes of the UNet.
 #pragma once
@@ -51,7 +51,7 @@ constexpr bool few_features(const Parts& x, int64_t features) {
 constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kImplicitGemm;  // wgmma has tf32, not float32
   const bool activation = plan.a.data != nullptr;
-  if (plan.residual.count + plan.projected.count == 0) {
+  if (plan.residual.count + plan.projected.count == 0 && !plan.wide) {
     if (few_channels(plan.x, plan.features) && !activation) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }

@@ -15,6 +15,7 @@ from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
 from jaxunet.runtime import device
 from xla_ffi.conv3x3 import norm_gradient, vjp
+from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
 
 # Shortcuts of several parts. Parts begin at whole tiles of 64 channels, so that one launch writes
 # their gradients, or they do not. One shortcut has more channels than a block of the weight
@@ -191,7 +192,7 @@ def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a
         jnp.arange(batch * 12.0).reshape(batch, 2, 6),
     )
     kernel, shift = jnp.ones((3, 3, 6, 7)), jnp.ones((1, 7))
-    found = vjp._parameter_gradients((x,), kernel, shift, None, dy, sums)
+    found = parameter_gradients((x,), kernel, shift, None, dy, sums)
     offset, scale = jnp.split(jnp.sum(sums, axis=0), 2)
     for gradient, wanted in zip(
         (*found.norm, found.kernel, found.shift),
@@ -223,7 +224,7 @@ def test_more_samples_than_a_grid_has_blocks_in_y():
     """The sums of dy take several launches then; those of one pixel are dy itself."""
     x, dy = (jax.random.normal(jax.random.key(seed), (2 * 65535 + 1, 1, 1, 8)) for seed in range(2))
     kernel, shift = jnp.ones((3, 3, 8, 8)), jnp.ones((x.shape[0], 8))
-    found = vjp._parameter_gradients((x,), kernel, shift, None, dy)
+    found = parameter_gradients((x,), kernel, shift, None, dy)
     np.testing.assert_array_equal(found.shift, dy[:, 0, 0])
 
 

@@ -12,6 +12,9 @@ class Reader;
 // "features" are the output channels, those of y. A shortcut is a 1×1 convolution.
 struct Conv3x3 {
   Type type;  // of all arrays but shift, a and b
+  // y and the residual are float32, though x is bfloat16: x and the kernel are terms of float32
+  // arrays (jaxunet/ops/terms.py).
+  bool wide;
   int64_t batch, height, width, features;
   Parts x;  // empty: the projection alone, a linear layer
   // (3, 3, channels, features). Flipped: (3, 3, features, channels), read as kernel[::-1, ::-1]

@@ -36,10 +36,17 @@ Conv3x3 read_conv3x3(Reader& call) {
   plan.kernel = kernel.data;
   plan.features = kernel.dims[plan.flipped ? 2 : 3];
   plan.shift = call.rows("shift", plan.batch, plan.features);
+  const Dims image{plan.batch, plan.height, plan.width, plan.features};
+  const Array y = plan.type == Type::kBfloat16
+                      ? call.result("y", first.element, ffi::DataType::F32, image)
+                      : call.result("y", first.element, image);
+  plan.y = {1, {y.data}, {plan.features}, plan.features};
+  plan.wide = y.element != first.element;
   const int64_t residuals = call.integer("residuals", 0, kMaxParts);
-  plan.residual =
-      call.parts("residual", residuals, first.element, {plan.batch, plan.height, plan.width});
-  if (call.flag("shortcut")) {
+  const bool projects = call.flag("shortcut");
+  plan.residual = call.parts("residual", residuals, projects ? first.element : y.element,
+                             {plan.batch, plan.height, plan.width});
+  if (projects) {
     if (residuals == 0) call.fail("shortcut: expected a residual for it to project, found none");
     std::swap(plan.projected, plan.residual);
     const Dims matrix = plan.flipped ? Dims{plan.features, plan.projected.total}
@@ -53,9 +60,6 @@ Conv3x3 read_conv3x3(Reader& call) {
     plan.a = call.rows("a", plan.batch, plan.x.total);
     plan.b = call.rows("b", plan.batch, plan.x.total);
   }
-  void* y =
-      call.result("y", first.element, {plan.batch, plan.height, plan.width, plan.features}).data;
-  plan.y = {1, {y}, {plan.features}, plan.features};
   return plan;
 }
 

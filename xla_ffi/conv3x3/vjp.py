@@ -8,37 +8,27 @@ forward pass applies the norm inside the convolution or in a separate kernel bef
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import (
     Added,
-    Affine,
     Parts,
     checked_residual,
     kept_for_backward,
     outline,
 )
 from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_operands
-from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
 from jaxunet.runtime import device
-from xla_ffi.call import ffi_call
 from xla_ffi.conv3x3 import norm_gradient
+from xla_ffi.conv3x3.calls import convolve, input_gradient
+from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
 from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
-
-# Float32 elements of the weight gradient's split-K workspace for each multiprocessor. Blocks that
-# share the pixels write their partial sums there: 9 taps of 64 input channels by 64 features each.
-# With a smaller workspace, a kernel splits the pixels less.
-PARTIAL_SUMS = 9 * 64 * 64
-MULTIPROCESSORS = 132  # where the GPU is unknown: those of an H100 or H200 SXM
-PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per sample
 
 # Smallest images, in pixels, for which the forward convolutions apply GroupNorm and SiLU
 # themselves: a tile is activated once for its nine taps, while the tensor cores work. For smaller
@@ -120,140 +110,6 @@ def norm_silu_conv3x3_and_input(
     return WithInput(Activation.of(y), tuple(Activation(parts) for parts in passed))
 
 
-def _tiled(parts: Parts) -> bool:
-    """Returns True if the kernels that read a tile once for its nine taps take these parts."""
-    return parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
-
-
-def _convolve(
-    parts: Parts,
-    kernel: Array,
-    shift: Array,
-    added: Added | None,
-    affine: Affine | None,
-    *,
-    flipped: bool = False,
-) -> Array:
-    """conv(act(x), kernel) + shift + added.
-
-    Args:
-      affine: act(x) = SiLU(a · x + b); None: act is the identity.
-      flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged, which is
-        the input gradient.
-    """
-    dtype, features = parts[0].dtype, kernel.shape[2 if flipped else 3]
-    extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
-
-    def run(
-        images: tuple[Parts, Array, Parts, Affine | tuple[()]], weights: tuple[Array, ...]
-    ) -> Array:
-        (parts, shift, extra, affine), (kernel, *matrix) = images, weights
-        shape = jax.ShapeDtypeStruct((*parts[0].shape[:3], features), dtype)
-        return ffi_call('jaxunet_conv3x3', shape)(
-            *(*parts, kernel, shift, *extra, *matrix, *affine),
-            parts=np.int64(len(parts)),
-            residuals=np.int64(len(extra)),
-            flipped=flipped,
-            shortcut=bool(matrix),
-            activation=bool(affine),
-        )
-
-    matrix = () if shortcut is None else (shortcut.astype(dtype),)
-    images = (parts, shift.astype(jnp.float32), extra, affine or ())
-    return joins_batch(run)(images, (kernel.astype(dtype), *matrix))
-
-
-def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
-    """Returns the gradient of each part of the convolution's input."""
-    ends = np.cumsum(widths)
-    slices = (kernel[:, :, end - width : end] for end, width in zip(ends, widths, strict=True))
-    return tuple(
-        _convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True)
-        for part in slices
-    )
-
-
-def _shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
-    """Returns the gradient of each part that a shortcut projects: dy · shortcutᵀ."""
-    shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in projected]
-    call = ffi_call('jaxunet_conv3x3_shortcut_gradient', shapes)
-    return tuple(call(dy, shortcut.astype(dy.dtype), residuals=np.int64(len(projected))))
-
-
-class _ParameterGradients(NamedTuple):
-    """The gradients of a convolution's parameters and residual.
-
-    Fields:
-      norm: those of the norm's scale and offset; () unless asked for.
-    """
-
-    norm: tuple[Array, ...]
-    kernel: Array
-    shift: Array
-    added: Added | None
-
-
-def _parameter_gradients(
-    parts: Parts,
-    kernel: Array,
-    shift: Array,
-    added: Added | tuple[()] | None,
-    dy: Array,
-    sums: Array | None = None,
-) -> _ParameterGradients:
-    """Returns the gradients of kernel, shift and residual, and of the norm's parameters.
-
-    Args:
-      parts: the convolution's input; that of `norm_silu_conv3x3` is the activation.
-      shift: its `outline`.
-      added: what `kept_for_backward` kept of the residual.
-      sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the
-        samples.
-    """
-    projected: Parts = ()
-    shortcuts: list[Array] = []
-    if isinstance(added, Added) and added.shortcut is not None:
-        projected, shortcuts = added.parts, [added.shortcut]
-    # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
-    wanted: list[tuple[tuple[int, ...], jnp.dtype]] = [
-        (kernel.shape, kernel.dtype),
-        ((shift.shape[0], dy.shape[3]), shift.dtype),
-        *((w.shape, w.dtype) for w in shortcuts),
-    ]
-    norm = () if sums is None else (sums,)
-    wanted += [((1, sums.shape[2]), sums.dtype) for sums in norm for _ in range(2)]
-    shapes = [
-        jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dy.dtype) else jnp.float32)
-        for shape, t in wanted
-    ]
-    weights = sum(math.prod(w.shape) for w in (kernel, *shortcuts))
-    shapes += [jax.ShapeDtypeStruct((_workspace(dy, weights),), jnp.float32)]
-    call = ffi_call('jaxunet_conv3x3_weight_gradient', shapes)
-    counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(projected))}
-    found = call(*parts, dy, *projected, *norm, **counts, norm=sums is not None)
-    dkernel, dshift, *others = (
-        gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True)
-    )
-    of_shortcut, of_norm = others[: len(shortcuts)], tuple(others[len(shortcuts) :])
-    if shortcuts:
-        of_added = Added(_shortcut_gradient(dy, shortcuts[0], projected), *of_shortcut)
-        return _ParameterGradients(of_norm, dkernel, dshift, of_added)
-    of_residual = None if added is None else Added((dy,), None)
-    return _ParameterGradients(of_norm, dkernel, dshift, of_residual)
-
-
-def _workspace(dy: Array, weights: int) -> int:
-    """Float32 elements of the split-K workspace for so many weights.
-
-    It holds at least the gradients themselves, which stay float32 until the split-K reduce has
-    finished. A block's share is at least 64 pixels.
-    """
-    pixels = math.prod(dy.shape[:3])
-    most = PARTIAL_SUMS * device.multiprocessors(MULTIPROCESSORS)
-    partial_sums = max(min(weights * -(-pixels // 64), most), weights)
-    return partial_sums + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]
-
-
 # Saved for the backward pass of the plain convolution: the input, the kernel, the outline of the
 # shift, and what `kept_for_backward` keeps of the residual.
 ConvSaved = tuple[Parts, Array, Array, Added | tuple[()] | None]
@@ -261,7 +117,7 @@ ConvSaved = tuple[Parts, Array, Array, Added | tuple[()] | None]
 
 @jax.custom_vjp
 def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Array:
-    return _convolve(parts, kernel, shift, added, None)
+    return convolve(parts, kernel, shift, added, None)
 
 
 def _conv_forward(
@@ -273,8 +129,8 @@ def _conv_forward(
 
 def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Added | None]:
     parts, kernel, shift, added = saved
-    dx = _input_gradient(dy, kernel, tuple(p.shape[3] for p in parts))
-    _, dkernel, dshift, dadded = _parameter_gradients(parts, kernel, shift, added, dy)
+    dx = input_gradient(dy, kernel, tuple(p.shape[3] for p in parts))
+    _, dkernel, dshift, dadded = parameter_gradients(parts, kernel, shift, added, dy)
     return dx, dkernel, dshift, dadded
 
 
@@ -286,7 +142,8 @@ def _fuses_activation(parts: Parts, features: int) -> bool:
     """
     if device.portable() and features > norm_gradient.FEW:
         return False
-    return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
+    tiled = parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
+    return tiled and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
 
 
 class _NormSaved(NamedTuple):
@@ -340,10 +197,10 @@ def _norm_conv_forward(
     if _fuses_activation(x.parts, kernel.shape[3]):
         a, b, mean, inverse = statistics(x, scale, offset, groups=groups, eps=eps)
         affine = (a, b)
-        y = _convolve(x.parts, kernel, shift, added, affine)
+        y = convolve(x.parts, kernel, shift, added, affine)
     else:
         active, mean, inverse = normalise(x, scale, offset, groups=groups, eps=eps, silu=True)
-        y = _convolve((active,), kernel, shift, added, None)
+        y = convolve((active,), kernel, shift, added, None)
     kept = kept_for_backward(added)
     return (y, (x.parts,) * copies), _NormSaved(
         x, scale, offset, kernel, outline(shift), kept, mean, inverse, affine
@@ -359,7 +216,7 @@ def _norm_conv_backward(
     if affine and norm_gradient.takes(x.parts, kernel.shape[3]):
         dactive, sums = norm_gradient.norm_gradient(dy, kernel, x.parts, affine, mean, inverse)
     else:
-        (dactive,) = _input_gradient(dy, kernel, (x.channels,))
+        (dactive,) = input_gradient(dy, kernel, (x.channels,))
     # This launch also writes the activation for the weight gradient, because activating the strips
     # inside that kernel would halve its speed. If samples share scale and offset, the weight
     # gradient's last launch adds their sums over the samples.
@@ -379,7 +236,7 @@ def _norm_conv_backward(
         sums=sums,
     )
     of_norm = found.sums if shared else None
-    others = _parameter_gradients(found.active, kernel, shift, added, dy, of_norm)
+    others = parameter_gradients(found.active, kernel, shift, added, dy, of_norm)
     of_scale, of_offset = others.norm if shared else found.norm
     return (
         Activation(found.dx),

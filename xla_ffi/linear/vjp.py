@@ -17,7 +17,7 @@ from jaxunet.ops.linear.operands import check_kernel_operands
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
-from xla_ffi.conv3x3.vjp import MULTIPROCESSORS
+from xla_ffi.conv3x3.parameter_gradients import MULTIPROCESSORS
 
 # Float32 elements of the weight gradient's split-K workspace for each multiprocessor. Blocks that
 # share the pixels write their partial sums there: at most six chunks of 64 input channels by 64

@@ -17,7 +17,7 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
                  static_cast<int>(chunks_of(plan.projected)),
                  plan.features};
   p->features = static_cast<int>(plan.features);
-  p->residual = plan.residual.count > 0;
+  p->residual = plan.residual.count > 0 && !plan.wide;
   p->shift = plan.shift;
   p->a = plan.a;
   p->b = plan.b;
@@ -62,12 +62,19 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
     map(&p->maps.kernel, plan.kernel, {plan.features, plan.x.total, 9},
         {kChunk, kChunk, tile.taps});
   }
-  p->y_parts = plan.y.count;
-  for (int i = 0; i < plan.y.count; ++i) {
+  p->y_parts = plan.wide ? 0 : plan.y.count;
+  for (int i = 0; i < p->y_parts; ++i) {
     p->y_channels[i] = static_cast<int>(plan.y.channels[i]);
     image(&p->maps.y[i], plan.y.data[i], plan.y.channels[i], 0);
   }
   return error;
+}
+
+cudaError_t parameters(const Tile& tile, const Conv3x3& plan, WideParameters* p) {
+  p->wide_y = static_cast<float*>(plan.y.data[0]);
+  p->wide_residual =
+      plan.residual.count > 0 ? static_cast<const float*>(plan.residual.data[0]) : nullptr;
+  return parameters(tile, plan, static_cast<Parameters*>(p));
 }
 
 cudaError_t parameters(const Tile& tile, const Conv3x3NormGradient& plan,
@@ -104,8 +111,10 @@ const forward::Launches& launches_of(Type type) {
 
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   const int tile = tile_of(plan, multiprocessors);
-  const forward::Launches& all = launches_of(plan.type);
-  const auto run = plan.flipped ? all.flipped[tile] : all.forward[tile];
+  const auto choose = [&](const auto& all) {
+    return (plan.flipped ? all.flipped : all.forward)[tile];
+  };
+  const auto run = plan.wide ? choose(forward::kWideLaunches) : choose(launches_of(plan.type));
   return run ? run(plan, multiprocessors, stream) : cudaErrorInvalidValue;
 }
 

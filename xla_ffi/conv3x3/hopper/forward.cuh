@@ -73,7 +73,8 @@
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,
 //                                     weights_full, weights_empty
 //
-// With Traits::kSums, the epilogue is that of norm_gradient_epilogue.cuh.
+// With Traits::kSums, the epilogue is that of norm_gradient_epilogue.cuh; with Traits::kWide, that
+// of wide_epilogue.cuh.
 #pragma once
 
 #include "common/launch.cuh"

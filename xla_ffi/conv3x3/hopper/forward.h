@@ -1,5 +1,6 @@
 // Shared by the host side of the Hopper forward convolution (forward.cu) and its kernels. The
-// kernels are compiled once for each type, in forward_bfloat16.cu and forward_float16.cu.
+// kernels are compiled once for each type, in forward_bfloat16.cu, forward_float16.cu and
+// forward_wide.cu.
 #pragma once
 
 #include "common/tensor_map.h"
@@ -32,10 +33,17 @@ struct NormGradientParameters : Parameters {
   float* partial_sums;  // (strips, 2, features)
 };
 
+// That of convolutions with float32 results, which have no maps of y and of the residual.
+struct WideParameters : Parameters {
+  float* wide_y;
+  const float* wide_residual;  // null: none
+};
+
 // Fills the parameters; encodes the tensor maps. For all instances, so it is compiled once.
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p);
 cudaError_t parameters(const Tile& tile, const Conv3x3NormGradient& plan,
                        NormGradientParameters* p);
+cudaError_t parameters(const Tile& tile, const Conv3x3& plan, WideParameters* p);
 
 // The launch functions of one type, in the order of kTiles; null where an activated tile would be
 // flipped, or a packed one would sum. `forward`: those of the kernel as it is (unflipped).
@@ -47,5 +55,11 @@ struct Launches {
   NormGradientRun norm_gradient[kTileCount];
 };
 extern const Launches kLaunchesBfloat16, kLaunchesFloat16;
+
+// Those of bfloat16 images with float32 results; null for activated tiles.
+struct WideLaunches {
+  Launches::Run forward[kTileCount], flipped[kTileCount];
+};
+extern const WideLaunches kWideLaunches;
 
 }  // namespace jaxunet::cuda::forward

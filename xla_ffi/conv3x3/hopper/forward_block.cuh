@@ -30,7 +30,8 @@ struct Block {
   static constexpr int kLoads = 9 / kTaps;  // stages of weights for a chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
   using Accumulator = float[Traits::kWgmmaN / 2];  // of a thread
-  using Given = std::conditional_t<Traits::kSums, NormGradientParameters, Parameters>;
+  using Given = std::conditional_t<Traits::kSums, NormGradientParameters,
+                                   std::conditional_t<Traits::kWide, WideParameters, Parameters>>;
 
   const Given& p;
   unsigned char *strips, *outputs, *weights;
@@ -71,7 +72,7 @@ struct Block {
   __device__ void prefetch_maps() const {
     prefetch_tensor_map(p.x_parts > 0 ? &p.maps.x[0] : &p.maps.projected[0]);
     prefetch_tensor_map(p.x_parts > 0 ? &p.maps.kernel : &p.maps.shortcut);
-    prefetch_tensor_map(&p.maps.y[0]);
+    if constexpr (!Traits::kWide) prefetch_tensor_map(&p.maps.y[0]);
     if (p.residual) prefetch_tensor_map(&p.maps.residual);
   }
 

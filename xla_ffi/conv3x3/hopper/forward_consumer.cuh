@@ -5,6 +5,7 @@
 #include "common/wgmma.cuh"
 #include "conv3x3/hopper/forward_epilogue.cuh"
 #include "conv3x3/hopper/norm_gradient_epilogue.cuh"
+#include "conv3x3/hopper/wide_epilogue.cuh"
 
 namespace jaxunet::cuda::forward {
 
@@ -161,6 +162,8 @@ __device__ inline void consume(const Block& block, int consumer) {
     if constexpr (Traits::kSums) {
       norm_gradient_epilogue(block, accumulator, ahead, consumer, first_strip + consumer, at,
                              feature, output, tile_phase);
+    } else if constexpr (Traits::kWide) {
+      wide_epilogue(block, accumulator, ahead, at, feature);
     } else {
       block.epilogue(accumulator, ahead, consumer, at, feature, output, tile_phase);
     }

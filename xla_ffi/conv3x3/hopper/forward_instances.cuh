@@ -40,6 +40,15 @@ constexpr Launches::Run flipped_run() {
   }
 }
 
+template <int i, bool kFlipped>
+constexpr Launches::Run wide_run() {
+  if constexpr (kTiles[i].activated) {
+    return nullptr;
+  } else {
+    return run<__nv_bfloat16, WithWideResults<TraitsOf<i>>, kFlipped>;
+  }
+}
+
 template <class T, int i>
 constexpr Launches::NormGradientRun norm_gradient_run() {
   if constexpr (kTiles[i].activated || kTiles[i].packed()) {
@@ -58,6 +67,11 @@ constexpr Launches launches(std::integer_sequence<int, i...>) {
 template <class T>
 constexpr Launches launches() {
   return launches<T>(std::make_integer_sequence<int, kTileCount>());
+}
+
+template <int... i>
+constexpr WideLaunches wide_launches(std::integer_sequence<int, i...>) {
+  return {{wide_run<i, false>()...}, {wide_run<i, true>()...}};
 }
 
 }  // namespace jaxunet::cuda::forward

@@ -43,6 +43,7 @@ struct Tile {
   bool activated;     // one more warpgroup for each consumer applies SiLU(a · x + b) to its strips
   int samples = 1;    // images of a strip; more than one: packed
   bool sums = false;  // for norm_gradient_epilogue.cuh
+  bool wide = false;  // for wide_epilogue.cuh
 
   constexpr bool packed() const { return samples > 1; }
   constexpr bool fits(int64_t height, int64_t width) const {
@@ -61,7 +62,8 @@ struct Tile {
   constexpr int group_stride_rows() const { return packed() ? 8 : halo_columns(); }
   // Weights of one stage: 64 channels of `taps` taps.
   constexpr int stage_bytes() const { return taps * features * kRowBytes; }
-  constexpr int output_bytes() const { return pixels() * features * 2; }
+  // The output buffer. Float32 results are stored from registers.
+  constexpr int output_bytes() const { return wide ? 0 : pixels() * features * 2; }
   // Both sums of each warp over its pixels. If it is transposed, a warp has all pixels of a
   // channel.
   constexpr int sum_bytes() const {
@@ -106,7 +108,7 @@ struct TileTraits {
   static constexpr int kRows = rows, kFeatures = features, kConsumers = consumers, kTaps = taps,
                        kSamples = samples;
   static constexpr bool kTransposed = transposed, kActivated = activated, kPacked = kTile.packed(),
-                        kSums = false;
+                        kSums = false, kWide = false;
   static constexpr int kPixels = kTile.pixels(), kWgmmaN = kTile.wgmma_n(),
                        kKeptGroups = kTile.kept_groups();
   static constexpr int kStripColumns = kTile.strip_columns(), kHaloColumns = kTile.halo_columns(),
@@ -146,6 +148,17 @@ struct WithSums : Traits {
       Traits::kRows,       Traits::kFeatures,  Traits::kConsumers, Traits::kTaps,
       Traits::kTransposed, Traits::kActivated, Traits::kSamples,   kSums};
   static_assert(kTile.max_stages() >= 2, "a stage is released only when the next one is in use");
+};
+
+// The same tile for float32 results, without an activation.
+template <class Traits>
+struct WithWideResults : Traits {
+  static_assert(!Traits::kActivated, "the terms of a float32 image are taken after its activation");
+  static constexpr bool kWide = true;
+  static constexpr Tile kTile{Traits::kRows,    Traits::kFeatures,   Traits::kConsumers,
+                              Traits::kTaps,    Traits::kTransposed, Traits::kActivated,
+                              Traits::kSamples, Traits::kSums,       kWide};
+  static constexpr int kOutputBytes = kTile.output_bytes();
 };
 
 // Constants of `Schedule::cycles`: a fit to times on an H200. To refit: force each tile in turn

@@ -1,0 +1,112 @@
+"""The calls of the convolution's handlers that compute images: forward, and gradients of inputs.
+
+On Hopper, float32 products are sums of three bfloat16 products: with x = h + l and the kernel H + L
+of two terms each, x · kernel ≈ h · H + l · H + h · L, one convolution with three times the
+channels. It is accurate to about 16 bits. Elsewhere, and for channels that Hopper's kernels do not
+take, float32 products are sums of three tf32 products.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
+from jaxunet.ops.terms import bfloat16_terms
+from jaxunet.ops.transformations import joins_batch
+from jaxunet.runtime import device
+from xla_ffi.call import ffi_call
+
+
+def takes_terms(images: Parts, features: int) -> bool:
+    """Returns True if the convolution of float32 `images` is computed from bfloat16 terms.
+
+    Hopper's kernels do that, for the shapes that they take (`forward_kernel` in dispatch.h).
+    """
+    if images[0].dtype != jnp.float32 or not device.hopper():
+        return False
+    _, height, width, _ = images[0].shape
+    channels = (*(image.shape[3] for image in images), features)
+    return min(height, width) >= 4 and all(count % 8 == 0 for count in channels)
+
+
+def high_and_low(parts: Parts) -> Parts:
+    """Returns the two bfloat16 terms of float32 parts, joined along their channels."""
+    joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
+    high, low = bfloat16_terms(joined, 2)
+    return high, low
+
+
+def _image_terms(parts: Parts) -> Parts:
+    high, low = high_and_low(parts)
+    return high, low, high
+
+
+def _weight_terms(weights: Array, axis: int) -> Array:
+    """Returns the terms that multiply those of `_image_terms`, one after the other on an axis."""
+    high, low = bfloat16_terms(weights, 2)
+    return jnp.concatenate([high, high, low], axis)
+
+
+def convolve(
+    parts: Parts,
+    kernel: Array,
+    shift: Array,
+    added: Added | None,
+    affine: Affine | None,
+    *,
+    flipped: bool = False,
+) -> Array:
+    """conv(act(x), kernel) + shift + added.
+
+    Args:
+      affine: act(x) = SiLU(a · x + b); None: act is the identity.
+      flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged, which is
+        the input gradient.
+    """
+    dtype, features = parts[0].dtype, kernel.shape[2 if flipped else 3]
+    extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
+    weights = (kernel.astype(dtype),)
+    if shortcut is not None:
+        weights += (shortcut.astype(dtype),)
+    if takes_terms((*parts, *extra), features):
+        parts = _image_terms(parts)
+        extra = extra if shortcut is None else _image_terms(extra)
+        # Products of x's high, low and high terms.
+        weights = tuple(_weight_terms(w, axis=w.ndim - (1 if flipped else 2)) for w in weights)
+
+    def run(
+        images: tuple[Parts, Array, Parts, Affine | tuple[()]], weights: tuple[Array, ...]
+    ) -> Array:
+        parts, shift, extra, affine = images
+        shape = jax.ShapeDtypeStruct((*parts[0].shape[:3], features), dtype)
+        kernel, *matrix = weights
+        return ffi_call('jaxunet_conv3x3', shape)(
+            *(*parts, kernel, shift, *extra, *matrix, *affine),
+            parts=np.int64(len(parts)),
+            residuals=np.int64(len(extra)),
+            flipped=flipped,
+            shortcut=bool(matrix),
+            activation=bool(affine),
+        )
+
+    return joins_batch(run)((parts, shift.astype(jnp.float32), extra, affine or ()), weights)
+
+
+def input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
+    """Returns the gradient of each part of the convolution's input."""
+    ends = np.cumsum(widths)
+    slices = (kernel[:, :, end - width : end] for end, width in zip(ends, widths, strict=True))
+    return tuple(
+        convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True)
+        for part in slices
+    )
+
+
+def shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
+    """Returns the gradient of each part that a shortcut projects: dy · shortcutᵀ."""
+    shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in projected]
+    call = ffi_call('jaxunet_conv3x3_shortcut_gradient', shapes)
+    return tuple(call(dy, shortcut.astype(dy.dtype), residuals=np.int64(len(projected))))

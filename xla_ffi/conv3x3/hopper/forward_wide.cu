@@ -1,0 +1,7 @@
+#include "conv3x3/hopper/forward_instances.cuh"
+
+namespace jaxunet::cuda::forward {
+
+const WideLaunches kWideLaunches = wide_launches(std::make_integer_sequence<int, kTileCount>());
+
+}  // namespace jaxunet::cuda::forward

@@ -1,0 +1,160 @@
+"""The calls of the convolution's handlers that compute gradients of parameters.
+
+Float32 gradients from bfloat16 terms (`xla_ffi.conv3x3.calls`) are two calls: with x = h + l and dy
+= H + L, the products h · H and l · H are one call with twice the channels, h · L is another.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxunet.ops.conv3x3.operands import Added, Parts
+from jaxunet.ops.terms import bfloat16_terms
+from jaxunet.runtime import device
+from xla_ffi.call import ffi_call
+from xla_ffi.conv3x3.calls import high_and_low, shortcut_gradient, takes_terms
+
+# Float32 elements of the weight gradient's split-K workspace for each multiprocessor. Blocks that
+# share the pixels write their partial sums there: 9 taps of 64 input channels by 64 features each.
+# With a smaller workspace, a kernel splits the pixels less.
+PARTIAL_SUMS = 9 * 64 * 64
+MULTIPROCESSORS = 132  # where the GPU is unknown: those of an H100 or H200 SXM
+PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per sample
+
+
+class ParameterGradients(NamedTuple):
+    """The gradients of a convolution's parameters and residual.
+
+    Fields:
+      norm: those of the norm's scale and offset; () unless asked for.
+    """
+
+    norm: tuple[Array, ...]
+    kernel: Array
+    shift: Array
+    added: Added | None
+
+
+class _Types(NamedTuple):
+    """The types of the gradients; `shortcut` is not read if there is none."""
+
+    kernel: DTypeLike
+    shift: DTypeLike
+    shortcut: DTypeLike
+
+
+class _Found(NamedTuple):
+    """The results of a call; `shortcut` and `norm` are () unless asked for."""
+
+    kernel: Float[Array, '3 3 channels features']
+    shift: Float[Array, '#batch features']
+    shortcut: tuple[Float[Array, 'residual_channels features'], ...]
+    norm: tuple[Float[Array, '1 channels'], ...]
+
+
+def parameter_gradients(
+    parts: Parts,
+    kernel: Array,
+    shift: Array,
+    added: Added | tuple[()] | None,
+    dy: Array,
+    sums: Array | None = None,
+) -> ParameterGradients:
+    """Returns the gradients of kernel, shift and residual, and of the norm's parameters.
+
+    Args:
+      parts: the convolution's input; that of `norm_silu_conv3x3` is the activation.
+      shift: its `outline`.
+      added: what `kept_for_backward` kept of the residual.
+      sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the
+        samples.
+    """
+    projected: Parts = ()
+    shortcut = None
+    if isinstance(added, Added):
+        projected, shortcut = added
+    types = _Types(kernel.dtype, shift.dtype, kernel.dtype if shortcut is None else shortcut.dtype)
+    from_terms = takes_terms((*parts, *projected), dy.shape[3])
+    run = _from_terms if from_terms else _call
+    found = run(parts, dy, projected, shift.shape[0], types, sums)
+    of_added = None if added is None else Added((dy,), None)
+    if shortcut is not None:
+        of_added = Added(shortcut_gradient(dy, shortcut, projected), *found.shortcut)
+    return ParameterGradients(found.norm, found.kernel, found.shift, of_added)
+
+
+def _call(
+    parts: Parts, dy: Array, projected: Parts, rows: int, types: _Types, sums: Array | None
+) -> _Found:
+    """Runs the handler. `rows`: of the gradient of the shift, 1 or batch; the rest as above."""
+    features = dy.shape[3]
+    channels, extra = (sum(part.shape[3] for part in images) for images in (parts, projected))
+    norm = () if sums is None else (sums,)
+    wanted: list[tuple[tuple[int, ...], DTypeLike]] = [
+        ((3, 3, channels, features), types.kernel),
+        ((rows, features), types.shift),
+    ]
+    if projected:
+        wanted.append(((extra, features), types.shortcut))
+    wanted += [((1, channels), jnp.float32)] * (2 * len(norm))
+    # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
+    shapes = [
+        jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dy.dtype) else jnp.float32)
+        for shape, t in wanted
+    ]
+    workspace = _workspace(dy, (9 * channels + extra) * features)
+    shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
+    call = ffi_call('jaxunet_conv3x3_weight_gradient', shapes)
+    counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(projected))}
+    results = call(*parts, dy, *projected, *norm, **counts, norm=bool(norm))
+    of_kernel, of_shift, *others = (
+        gradient.astype(t) for gradient, (_, t) in zip(results[:-1], wanted, strict=True)
+    )
+    shortcuts = 1 if projected else 0
+    return _Found(of_kernel, of_shift, tuple(others[:shortcuts]), tuple(others[shortcuts:]))
+
+
+def _from_terms(
+    parts: Parts, dy: Array, projected: Parts, rows: int, types: _Types, sums: Array | None
+) -> _Found:
+    """As `_call`, with float32 images: adds the products of their bfloat16 terms.
+
+    XLA sums dy for the gradient of the shift. It has no products, so every bit counts.
+    """
+    images = high_and_low(parts)
+    others = high_and_low(projected) if projected else ()
+    high, low = bfloat16_terms(dy, 2)
+    float32 = _Types(*[jnp.float32] * len(_Types._fields))
+    large = _call(images, high, others, rows, float32, None)
+    small = _call(images[:1], low, others[:1], rows, float32, sums)
+
+    def total(large: Array, small: Array, t: DTypeLike) -> Array:
+        halves = jnp.split(large, 2, axis=-2)  # of the images' high and low terms
+        return (halves[0] + (halves[1] + small)).astype(t)
+
+    shift = jnp.sum(dy, axis=(0, 1, 2) if rows == 1 else (1, 2)).reshape(rows, -1)
+    return _Found(
+        total(large.kernel, small.kernel, types.kernel),
+        shift.astype(types.shift),
+        tuple(total(*w, types.shortcut) for w in zip(large.shortcut, small.shortcut, strict=True)),
+        small.norm,
+    )
+
+
+def _workspace(dy: Array, weights: int) -> int:
+    """Float32 elements of the split-K workspace for so many weights.
+
+    It holds at least the gradients themselves, which stay float32 until the split-K reduce has
+    finished. A block's share is at least 64 pixels.
+    """
+    pixels = math.prod(dy.shape[:3])
+    most = PARTIAL_SUMS * device.multiprocessors(MULTIPROCESSORS)
+    partial_sums = max(min(weights * -(-pixels // 64), most), weights)
+    return partial_sums + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]
