@@ -2,15 +2,15 @@
 drift of the machine's speed affects all alike.
 
     python3 tests/gpu/steps.py OLD NEW [MORE ...] [--config configs/elephants64.py]
-      [--batch_sizes 32,256] [--backends auto] [--kernels fastest] [--rounds 8]
-      [--output rows.jsonl]
+      [--batch_sizes 32,256] [--backends auto] [--kernels fastest] [--precision float32]
+      [--rounds 8] [--output rows.jsonl]
     python3 tests/gpu/steps.py . --backends xla,auto,cuda --kernels fastest,fastest,portable
 
 A side is a checkout, a backend and a value of JAXUNET_KERNELS (`--kernels`). Each of these has a
 value for every side, or one for all. Each checkout must be built (tests/gpu/build.sh). One process
 for each side, with random images; all compile at the same time, then one runs while the others
-wait. Prints a line for each batch size with the medians and their ratios to the first side;
-`--output` takes the rows.
+wait. Without `--precision`, it is that of the config. Prints a line for each batch size with the
+medians and their ratios to the first side; `--output` takes the rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import json
 import os
 import pathlib
 import runpy
+import shlex
 import statistics
 import subprocess
 import sys
 from typing import NamedTuple
 
 TURN_SECONDS = 0.4
+PROVENANCE = 'import json; from jaxunet.runtime import rows; print(json.dumps(rows.provenance()))'
 
 
 class Side(NamedTuple):
@@ -65,6 +67,7 @@ def main() -> None:
     parser.add_argument('--batch_sizes', default='32,256')
     parser.add_argument('--backends', '--backend', default='auto')
     parser.add_argument('--kernels', default=os.environ.get('JAXUNET_KERNELS') or 'fastest')
+    parser.add_argument('--precision', help='in place of that of the config')
     parser.add_argument('--rounds', type=int, default=8)
     parser.add_argument('--output', type=pathlib.Path)
     parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
@@ -74,8 +77,9 @@ def main() -> None:
         return
     timed = sides(options.checkouts, options.backends.split(','), options.kernels.split(','))
     names = labels(timed)
+    origin = provenance(timed) if options.output else {}
     print(' | '.join(['batch', *(f'{name}, ms' for name in names), 'ratios, median (quartiles)']))
-    workers = [start(side, options.config) for side in timed]
+    workers = [start(side, options.config, options.precision) for side in timed]
     try:
         for size in map(int, options.batch_sizes.split(',')):
             times = measure(workers, size, options.rounds)
@@ -88,7 +92,8 @@ def main() -> None:
             cells.append(', '.join(f'{q[1]:.4f} ({q[0]:.4f} to {q[2]:.4f})' for q in ratios))
             print(' | '.join(cells), flush=True)
             if options.output:
-                row = {'batch_size': size, 'config': options.config}
+                row = origin | {'batch_size': size, 'config': options.config}
+                row |= {'precision': options.precision} if options.precision else {}
                 for name, values in zip(Side._fields, zip(*timed, strict=True), strict=True):
                     row[name if name == 'kernels' else f'{name}s'] = [str(v) for v in values]
                 with options.output.open('a') as file:
@@ -98,16 +103,44 @@ def main() -> None:
             worker.kill()
 
 
-def start(side: Side, config: str) -> subprocess.Popen[str]:
+def provenance(found: list[Side]) -> dict[str, object]:
+    """Returns what rows say of their origin: device, versions, command and each side's commit.
+
+    `git` is the last side's. Another process asks the GPU, so that this one uses none.
+    """
+    origins = []
+    for checkout in [side.checkout.resolve() for side in found]:
+        printed = subprocess.run(
+            [sys.executable, '-c', PROVENANCE],
+            cwd=checkout,
+            env=os.environ | {'PYTHONPATH': python_path(checkout)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+        origins.append(json.loads(printed.splitlines()[-1]))
+    command = shlex.join(['python3', 'tests/gpu/steps.py', *sys.argv[1:]])
+    commits = [origin['git'] for origin in origins]
+    return {'kind': 'turns', **origins[-1], 'command': command, 'commits': commits}
+
+
+def python_path(checkout: pathlib.Path) -> str:
+    """Returns the PYTHONPATH of a process that has the modules of a checkout."""
+    return os.pathsep.join(filter(None, [str(checkout), os.environ.get('PYTHONPATH')]))
+
+
+def start(side: Side, config: str, precision: str | None) -> subprocess.Popen[str]:
     """Starts the process of a side, which has the modules of its checkout."""
-    root = str(side.checkout.resolve())
-    path = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))
-    flags = ['--worker', '--config', config, '--backend', side.backend, '.']
+    flags = ['--worker', '--config', config, '--backend', side.backend]
+    flags += [f'--precision={precision}'] if precision else []
     return subprocess.Popen(
-        [sys.executable, str(pathlib.Path(__file__).resolve()), *flags],
+        [sys.executable, str(pathlib.Path(__file__).resolve()), *flags, '.'],
         cwd=side.checkout,
         env=os.environ
-        | {'PYTHONPATH': path, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+        | {
+            'PYTHONPATH': python_path(side.checkout.resolve()),
+            'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
+        }
         | {'JAXUNET_KERNELS': side.kernels},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -159,6 +192,8 @@ def work(options: argparse.Namespace) -> None:
 
     values = runpy.run_path(options.config)['get_config']()
     config = benchmark_config(resolve(values)).replace(backend=options.backends)
+    if options.precision:
+        config = config.replace(precision=options.precision)
     source, state, prepared = synthetic_source(config), fresh_state(config), None
     for line in sys.stdin:
         what, number = line.split()
