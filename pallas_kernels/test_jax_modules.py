@@ -103,13 +103,14 @@ def test_without_triton_auto_leaves_the_backend_out(fresh, monkeypatch):
         backends.logging, 'log_first_n', lambda level, text, n, *values: told.append(text % values)
     )
     found = fresh('jax.experimental.pallas.triton')
-    monkeypatch.setattr(backends, '_unavailable', lambda name: None)
+    monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'cuda' else None)
     with device.use(device.Target.HOPPER):
         assert found.unavailable() is None
-        assert set(backends.named('auto', 'float32').values()) == {'xla', 'cuda'}
+        assert set(backends.named('auto', 'bfloat16').values()) == {'xla'}
         assert found not in backends.runnable()
-    assert len(told) == 1
-    assert re.match(f'backend=auto: the Pallas kernels are left out: {TRITON}', told[0])
+    assert told[0] == 'backend=auto: the CUDA kernels are left out: gone'
+    assert re.match(f'backend=auto: the Pallas kernels are left out: {TRITON}', told[1])
+    assert len(told) == 2
 
 
 def lower_network(backend, image_size=8, **model):

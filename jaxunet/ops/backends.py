@@ -4,13 +4,12 @@
 -m jaxunet.benchmark --choose` has measured this kind of device, it takes the fastest backends of
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
-    Hopper (compute capability 9.0), bfloat16 or float16    cuda
-    Hopper, float32                                         pallas; adamw from cuda
-    every other device, and JAXUNET_KERNELS=portable        xla
+    Hopper (compute capability 9.0)                     cuda
+    every other device, and JAXUNET_KERNELS=portable    xla
 
 If the CUDA kernels do not run on a Hopper GPU, every op comes from pallas, and the log says so. If
-pallas is missing where the table needs it, or this version of JAX lacks what some of its calls
-need, its ops come from xla, and the log says so. An op that its backend does not implement runs on
+pallas is missing, too, or this version of JAX lacks what some of its calls need, every op comes
+from xla, and the log says so. An op that its backend does not implement runs on
 xla: pallas has no linear and no adamw. `describe` returns the line that a run logs. A config can
 override single ops: `backend=auto+attention=pallas`. For a short sampling job,
 `jaxunet.ops.short_jobs` takes the time to compile into account.
@@ -183,20 +182,6 @@ def describe(backend: str, precision: str | None = None) -> str:
     return f'{line} (measured here: {choices.path()})' if follows else line
 
 
-def warn_if_slow(backend: str, precision: str) -> None:
-    """Logs, once, if a backend is named whose float32 convolutions are slow on this GPU."""
-    if split_backend(backend)[0] == UNNAMED or precision != 'float32':
-        return
-    if device_family() is device.Target.HOPPER and named(backend)['conv3x3'] == 'cuda':
-        logging.log_first_n(
-            logging.WARNING,
-            'backend=%s: its float32 convolutions take several times as long on this GPU as those '
-            'of backend=auto; use auto, or precision=bfloat16',
-            1,
-            backend,
-        )
-
-
 def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Any]:
     """Returns the implementations of an op by backend: the reference, and backends that have it."""
     return {'xla': UPDATE if op == 'adamw' else getattr(XLA, op)} | {
@@ -267,9 +252,9 @@ def _measured(precision: str) -> dict[str, str] | None:
 def _auto(precision: str) -> dict[str, str]:
     """Returns the choice that was measured here, else that of this module's table.
 
-    The table follows whole training steps timed on an H200 (docs/results), because a kernel that is
-    faster alone can be slower in a step. Devices without such measurements use XLA. To refit the
-    table, run `python -m jaxunet.benchmark` for each candidate on the new device.
+    The table follows whole training steps timed on Hopper GPUs (docs/results), because a kernel
+    that is faster alone can be slower in a step. Devices without such measurements use XLA. To
+    refit the table, run `python -m jaxunet.benchmark` for each candidate on the new device.
     """
     if found := _measured(precision):
         return found
@@ -281,15 +266,13 @@ def _auto(precision: str) -> dict[str, str]:
         )
     if family is not device.Target.HOPPER:
         return dict.fromkeys(OPS, 'xla')
-    if not no_cuda and precision != 'float32':
+    if not no_cuda:
         return dict.fromkeys(OPS, 'cuda')
-    pallas = 'pallas'
-    if missing := _missing('pallas'):
-        pallas = 'xla'
+    if no_pallas := _missing('pallas'):
         logging.log_first_n(
-            logging.WARNING, 'backend=auto: the Pallas kernels are left out: %s', 1, missing
+            logging.WARNING, 'backend=auto: the Pallas kernels are left out: %s', 1, no_pallas
         )
-    return dict.fromkeys(OPS, pallas) | ({} if no_cuda else {'adamw': 'cuda'})
+    return dict.fromkeys(OPS, 'xla' if no_pallas else 'pallas')
 
 
 def device_family() -> device.Target | None:

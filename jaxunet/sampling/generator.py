@@ -22,7 +22,7 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.cost import forward_flops
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import choose, describe, load_ops, warn_if_slow
+from jaxunet.ops.backends import choose, describe, load_ops
 from jaxunet.ops.short_jobs import backend_for
 from jaxunet.runtime import compiled_cache
 from jaxunet.sampling.classifier_guidance import Gradient, Guide, class_gradient
@@ -115,7 +115,6 @@ class Generator:
         mesh = Mesh(np.array(devices), ('data',))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec('data'))
-        warn_if_slow(config.backend, config.precision)
         if samples is not None:
             config = self._for_job(config, samples / (len(devices) * jax.process_count()))
         self.config, self._devices = config, list(devices)

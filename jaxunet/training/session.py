@@ -27,7 +27,7 @@ from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.low_res import check_condition
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import describe, load_ops, warn_if_slow
+from jaxunet.ops.backends import describe, load_ops
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
@@ -71,7 +71,6 @@ class Session:
         self.parallel = Parallel(config)
         self._model = build_unet(config, load_ops(config.backend, config.precision))
         logging.info('%s', describe(config.backend, config.precision))
-        warn_if_slow(config.backend, config.precision)
         self._diffusion = make_diffusion(config.diffusion)
         self._optimizer = make_optimizer(config)
         self.resident = pipeline.choose_cache(config, source) == 'device'

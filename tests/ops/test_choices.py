@@ -53,10 +53,7 @@ def test_auto_follows_what_was_measured_and_says_so(hopper, file):
     assert backends.choose('auto+linear=cuda', 'bfloat16') == OTHERS | {'linear': 'cuda'}
     assert backends.choose('auto', 'float16') == dict.fromkeys(OPS, 'xla')
     # Neither another precision, a backend that is named, nor another kind of GPU.
-    assert backends.choose('auto', 'float32') == dict.fromkeys(OPS, 'pallas') | {
-        'linear': 'xla',
-        'adamw': 'cuda',
-    }
+    assert backends.choose('auto', 'float32') == dict.fromkeys(OPS, 'cuda')
     assert backends.choose('cuda', 'bfloat16') == dict.fromkeys(OPS, 'cuda')
     assert 'measured' not in backends.describe('cuda', 'bfloat16')
     with device.use(device.Target.HOPPER, 'NVIDIA H100'):
@@ -111,18 +108,22 @@ def test_a_damaged_file_is_replaced_with_one_line(hopper, file, caplog):
 
 
 def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog):
+    lost = ['pallas']
+
     def broken(name):
-        if name == 'pallas':
-            raise UserError('backend=pallas: cannot be imported')
+        if name in lost:
+            raise UserError(f'backend={name}: cannot be imported')
 
     monkeypatch.setattr(backends, '_unavailable', broken)
     with device.use(device.Target.HOPPER), caplog.at_level(logging.WARNING):
         assert backends.named('auto', 'bfloat16') == dict.fromkeys(OPS, 'cuda')
         assert 'left out' not in caplog.text
-        assert backends.named('auto', 'float32') == dict.fromkeys(OPS, 'xla') | {'adamw': 'cuda'}
+        lost.append('cuda')
+        assert backends.named('auto', 'bfloat16') == dict.fromkeys(OPS, 'xla')
         with pytest.raises(UserError, match='cannot be imported'):
             backends.choose('pallas')
-    assert 'the Pallas kernels are left out: backend=pallas: cannot be imported' in caplog.text
+    for kernels, name in (('Pallas', 'pallas'), ('CUDA', 'cuda')):
+        assert f'the {kernels} kernels are left out: backend={name}: cannot be im' in caplog.text
 
 
 def test_auto_is_never_asked_without_the_precision(hopper):
@@ -132,28 +133,14 @@ def test_auto_is_never_asked_without_the_precision(hopper):
             function('auto')
 
 
-def test_a_named_backend_that_is_slow_in_float32_is_told_once(hopper, caplog):
-    with caplog.at_level(logging.WARNING):
-        for backend, precision in (
-            ('auto', 'float32'),
-            ('pallas', 'float32'),
-            ('cuda', 'bfloat16'),
-            ('cuda', 'float32'),
-            ('cuda', 'float32'),
-        ):
-            backends.warn_if_slow(backend, precision)
-    (line,) = [m for m in caplog.messages if 'several times as long' in m]
-    assert line.startswith('backend=cuda: its float32 convolutions')
-
-
-COSTS = {'pallas': Cost(100.0, 50.0), 'cuda': Cost(10.0, 10.0), 'gone': Cost(1.0, 100.0)}
+COSTS = {'pallas': Cost(100.0, 50.0), 'xla': Cost(10.0, 10.0), 'cuda': Cost(1.0, 100.0)}
 
 
 @pytest.mark.parametrize(
     ('asked', 'precision', 'work', 'chosen'),
     [
-        ('auto', 'float32', 40.0, 'cuda'),  # 10 + 4 s against 100 + 0.8 s
-        ('auto', 'float32', 1100.0, 'cuda'),  # 120 against 122
+        ('auto', 'float32', 40.0, 'xla'),  # 10 + 4 s against 100 + 0.8 s
+        ('auto', 'float32', 1100.0, 'xla'),  # 120 against 122
         ('auto', 'float32', 1200.0, 'auto'),  # 130 against 124
         ('auto', 'bfloat16', 40.0, 'auto'),  # nothing was measured
         ('pallas', 'float32', 40.0, 'pallas'),  # named, so obeyed
@@ -161,15 +148,15 @@ COSTS = {'pallas': Cost(100.0, 50.0), 'cuda': Cost(10.0, 10.0), 'gone': Cost(1.0
     ],
 )
 def test_a_short_job_takes_what_is_done_first(asked, precision, work, chosen, monkeypatch, caplog):
-    monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'gone' else None)
-    monkeypatch.setattr(short_jobs, '_runs', lambda name, precision: name != 'gone')
+    """Without the CUDA kernels, `auto` is pallas."""
+    monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'cuda' else None)
     monkeypatch.setattr(short_jobs, 'measured', lambda: {('hopper', 'float32'): COSTS})
     with device.use(device.Target.HOPPER), caplog.at_level(logging.INFO):
         assert backend_for(asked, precision, lambda: work) == chosen
     said = [m for m in caplog.messages if 'this short job' in m]
     assert len(said) == (chosen != asked)
     if work == 40:
-        assert all('cuda for this short job, about 14 s with compiling' in m for m in said)
+        assert all('xla for this short job, about 14 s with compiling' in m for m in said)
         assert all('needs about 101 s' in m for m in said)
 
 

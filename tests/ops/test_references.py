@@ -258,7 +258,7 @@ CUDA = (
     [
         (device.Target.HOPPER, None, 'bfloat16', CUDA),
         (device.Target.HOPPER, None, 'float16', CUDA),
-        (device.Target.HOPPER, None, 'float32', PALLAS + 'cuda'),
+        (device.Target.HOPPER, None, 'float32', CUDA),
         (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
         (device.Target.TRITON, None, 'bfloat16', PALLAS.replace('pallas', 'xla') + 'xla'),
     ],
