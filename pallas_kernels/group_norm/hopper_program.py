@@ -244,7 +244,7 @@ def launch(
         grid_names=('program',),
         kernel_name=f'jaxunet_group_norm_{name}',
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=plan.itemsize < 4,  # float32 images want every bit
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             # Safe, because threads read others' writes to shared memory only after commit_smem.
             unsafe_no_auto_barriers=True,

@@ -14,6 +14,7 @@ from support.parity import DTYPES, assert_parity, types_in_turn
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from jaxunet.runtime.device import Target, use
+from pallas_kernels import jax_modules
 from pallas_kernels.group_norm import dispatch, vjp
 
 # JAX says at every lowering that it will drop its Triton backend some day.
@@ -26,6 +27,17 @@ pytestmark = pytest.mark.filterwarnings(
 def small_images(monkeypatch):
     """Runs Hopper's kernels for images of any size."""
     monkeypatch.setattr(dispatch, 'HOPPER_PIXELS', 0)
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """Hopper's kernels take what else goes to Triton."""
+    monkeypatch.setattr(
+        jax_modules, 'missing', lambda part: 'none here' if part is jax_modules.TRITON else None
+    )
+    jax.clear_caches()  # of functions that were traced with Triton
+    yield
+    jax.clear_caches()
 
 
 def check(case: Case, dtype: str, batch: int = 2):
@@ -97,6 +109,22 @@ def test_cases_on_triton(case):
 )
 def test_cases_for_hopper(case, dtype):
     check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures('without_triton')
+@pytest.mark.parametrize(
+    'case',
+    [
+        Case(9, 7, (96, 32), groups=8, per_sample=True),  # masks
+        Case(28, 28, (64, 128), groups=64),
+        Case(64, 64, (64,), mean=1000.0),
+        *ELEPHANTS64[::3],
+    ],
+    ids=lambda c: c.name,
+)
+def test_float32_on_hopper_without_triton(case):
+    check(case, 'float32', 3)
 
 
 @pytest.mark.gpu
