@@ -135,6 +135,7 @@ def test_compressed_tensors_are_refused(tmp_path):
         read(script(tmp_path / 'x.pt', SMALL, compress=True))
 
 
+@pytest.mark.filterwarnings('ignore:.torch.jit.*deprecated:DeprecationWarning')
 def test_what_torch_writes_now(tmp_path):
     torch = pytest.importorskip('torch')
     linear = torch.nn.Linear(3, 2)
