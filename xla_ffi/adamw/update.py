@@ -70,6 +70,10 @@ def adamw(
         learning_rate=learning_rate,
     )
     leaves = gradient_leaves(gradients)
+    if all(leaf.dtype == jnp.float32 for leaf in leaves):
+        # Without this, XLA's copy insertion takes minutes for hundreds of gradients of the types of
+        # the weights that are updated in place (jax 0.11.2).
+        leaves = jax.lax.optimization_barrier(leaves)
     flat = [leaf for tree in state_leaves(leaves, params, mu, nu, averages) for leaf in tree]
     scalars = jnp.stack(
         [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
