@@ -72,7 +72,7 @@ FLOATS = dict.fromkeys(('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay'), np.float3
             'jaxunet_adamw',
             [((5,), 'float32'), ((3,), 'float32'), ((3,), 'float32'), ((4,), 'float32')],
             [((3,), 'float32')],
-            FLOATS | {'averages': np.int64(0)},
+            FLOATS | {'averages': np.int64(0), 'packed': np.int64(0)},
             r'mu\[0\]: expected F32\[3\], found F32\[4\]',
         ),
         (

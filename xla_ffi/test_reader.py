@@ -39,6 +39,13 @@ sums: all tensors: expected at most 1099511627776 elements, found 1099511627777
 sums: all tensors: expected at most 2147483647 chunks, found 2147483648
 adamw: read
 adamw: all tensors: expected at most 1099511627776 elements, found 1099511627777
+packed adamw: read
+packed adamw: read
+packed adamw: gradients[0]: tensor 1 reaches past its end; expected whole tensors
+packed adamw: gradients[0]: tensor 1 reaches past its end; expected whole tensors
+packed adamw: gradients[0]: expected no more elements than the tensors take
+packed adamw: gradients[1]: expected no more elements than the tensors take
+packed adamw: gradients[0]: expected no more elements than the tensors take
 narrow: read
 narrow: all tensors: expected at most 1099511627776 elements, found 1099511627784
 conv: x[0]: expected an address that is a multiple of 16, found one 8 bytes past; copy the array

@@ -142,6 +142,15 @@ class UNet(Encoder):
         return jax.tree.unflatten(structure, leaves)
 
 
+def computed_last(gradients: Params) -> list[bool]:
+    """Returns, for each leaf, if the end of the backward pass computes it: the time embedding's."""
+    paths, _ = jax.tree.flatten_with_path(gradients)
+    return [
+        path[0].key.startswith(TIME_EMBEDDING) or any(key.key == 'embed' for key in path)
+        for path, _ in paths
+    ]
+
+
 # A function, not a method: Flax would add a method's name to the names of the ops in a profile.
 
 

@@ -5,9 +5,10 @@ and split the batch. The batch is split by hand rather than by XLA's partitioner
 into hand-written kernels. Both compile `step(state, data)`, where `data` is either a streamed batch
 for each step or the whole dataset, resident on every device, from which a step gathers its rows.
 
-The all-reduce of the gradients overlaps the backward pass. `psum` makes one operation of each
-gradient, which waits for that gradient alone. On several GPUs the options `OVERLAP` let XLA run
-these operations beside the backward pass, and combine some of them, but not all, into one transfer.
+The all-reduce of the gradients overlaps the backward pass. If kernels update the weights, the
+gradients are packed into a few arrays (`jaxunet.ops.adamw.packed`), and each array is summed when
+all of its gradients are computed. Else `psum` makes one operation of each gradient. On several GPUs
+the options `OVERLAP` let XLA run these operations beside the backward pass, and combine small ones.
 """
 
 from __future__ import annotations

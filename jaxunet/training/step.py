@@ -30,11 +30,12 @@ from jaxunet.diffusion.timestep_policy import Event
 from jaxunet.diffusion.timesteps import TimestepSampler, make_sampler
 from jaxunet.diffusion.weighting import Weighting, make_weighting
 from jaxunet.model.low_res import low_res_of
-from jaxunet.model.unet import Params, UNet
+from jaxunet.model.unet import Params, UNet, computed_last
+from jaxunet.ops.adamw.packed import Packed, pack
 from jaxunet.ops.backends import fused_update
 from jaxunet.training.batch import Batch, Keys, clean_images, noise_batch, split_keys
 from jaxunet.training.noise_assignment import assigned_noise
-from jaxunet.training.update import Update, make_update
+from jaxunet.training.update import Update, is_fused, make_update
 
 Scalar = Float[Array, '']
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
@@ -53,6 +54,7 @@ class StepParts:
       schedule: learning rate by number of updates.
       update: applies the gradients (`jaxunet.training.update`).
       narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
+      packs: gradients of several devices are packed for the all-reduce; `update` takes them so.
       axis_name: axis of the devices under `jax.pmap` or `jax.shard_map`; None without them.
       loss: takes the arguments of `loss_fn` and replaces it; None = `loss_fn`.
     """
@@ -65,6 +67,7 @@ class StepParts:
     schedule: optax.Schedule
     update: Update
     narrow: Narrow | None
+    packs: bool
     axis_name: str | None
     loss: LossFn | None = None
 
@@ -132,6 +135,7 @@ def make_train_step(
             if fused and loss is None
             else None
         ),
+        packs=is_fused(config),
         axis_name=axis_name,
         loss=loss,
     )
@@ -148,6 +152,9 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
             keys = keys._replace(noise=noise)
     grads, minimised, samples = gradients(parts, state, keys, batch)
     if parts.axis_name is not None:
+        if parts.packs and jax.lax.axis_size(parts.axis_name) > 1:
+            with jax.named_scope('backward'):
+                grads = pack(grads, computed_last(grads))
         with jax.named_scope('all_reduce'):
             grads = jax.lax.psum(grads, parts.axis_name)
             minimised = jax.lax.pmean(minimised, parts.axis_name)
@@ -233,8 +240,9 @@ def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> 
         return accumulate(parts.config.optimizer.accumulate_steps, one, state.params, keys, batch)
     found = one(keys, batch)
     # Casting one by one lets the first gradient be summed over the devices while others are still
-    # computed. On a single device the update reads 16-bit gradients as they are.
-    return found._replace(grads=widen(found.grads)) if devices > 1 else found
+    # computed; `pack` casts, too. On a single device the update reads 16-bit gradients as they are.
+    casts = devices > 1 and not parts.packs
+    return found._replace(grads=widen(found.grads)) if casts else found
 
 
 def accumulate(
@@ -274,12 +282,12 @@ def widen(grads: Params) -> Params:
 
 
 def apply_gradients(
-    parts: StepParts, state: TrainState, grads: Params, loss: Scalar, minimised: Scalar
+    parts: StepParts, state: TrainState, grads: Params | Packed, loss: Scalar, minimised: Scalar
 ) -> tuple[TrainState, Metrics]:
     """Updates weights, averages and counters, and computes the metrics.
 
     Args:
-      grads: summed over the devices, times the loss scale.
+      grads: summed over the devices, times the loss scale; packed if `parts.packs`, on several.
       loss: the loss to log.
       minimised: the loss that the gradients belong to.
     """

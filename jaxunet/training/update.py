@@ -19,6 +19,7 @@ from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import fused_update
 from jaxunet.ops.vocabulary import FusedUpdate
 from jaxunet.training.ema import ema_decay, power_share, update_ema, update_power_average
@@ -45,15 +46,25 @@ class Updated(NamedTuple):
 
 
 # Takes the state, its gradients times the loss scale, the logged loss and the minimised loss.
-Update = Callable[[TrainState, Params, Scalar, Scalar], Updated]
+# Gradients may be packed if `is_fused`.
+Update = Callable[[TrainState, Params | Packed, Scalar, Scalar], Updated]
 
 
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
     """Returns the update of `config.backend`: a fused one if the backend has it, else optax's."""
     kernels = fused_update(config.backend, config.precision)
-    if config.optimizer.name == 'muon':  # no backend has kernels for it
+    if kernels is None or not is_fused(config):
         return _optax_update(config, optimizer)
-    return _fused_update(config, kernels) if kernels else _optax_update(config, optimizer)
+    return _fused_update(config, kernels)
+
+
+def is_fused(config: Config) -> bool:
+    """Returns True if kernels of `config.backend` update the weights; no backend has any of Muon.
+
+    They take packed gradients.
+    """
+    muon = config.optimizer.name == 'muon'
+    return not muon and fused_update(config.backend, config.precision) is not None
 
 
 def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
@@ -95,7 +106,9 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
     rule = Rule(options.betas[0], options.betas[1], options.eps, options.weight_decay)
     schedule = learning_rate_schedule(config)
 
-    def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
+    def update(
+        state: TrainState, grads: Params | Packed, loss: Scalar, minimised: Scalar
+    ) -> Updated:
         adam, empty, scheduled = state.opt_state
         names = tuple(state.ema)
         grad_norm = jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale

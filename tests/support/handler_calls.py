@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import xla_ffi  # noqa: F401  # registers the handlers
+from jaxunet.ops.adamw.packed import room
 
 CPU = jax.local_devices(backend='cpu')[0]
 Shape = tuple[tuple[int, ...], DTypeLike]
@@ -253,10 +254,22 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         constants = {
             name: np.float32(0.5) for name in ('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay')
         }
-        counts = {'averages': np.int64(averages), 'tensors': np.int64(len(found))}
-        operands = [((5 + averages,), jnp.float32), *gradients(found), *found * (3 + averages)]
+        given = gradients(found)
+        packed = draw.choice((0, 1, 2)) if len(found) > 1 else draw.choice((0, 1))
+        if packed:
+            cut = draw.randint(1, len(found) - 1) if packed == 2 else len(found)
+            sizes = [
+                sum(room(math.prod(s)) for s, _ in part) for part in (found[:cut], found[cut:])
+            ]
+            given = [((size,), jnp.float32) for size in sizes[:packed]]
+        counts = {
+            'averages': np.int64(averages),
+            'tensors': np.int64(len(found)),
+            'packed': np.int64(packed),
+        }
+        operands = [((5 + averages,), jnp.float32), *given, *found * (3 + averages)]
         return Call(
-            'adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(found)
+            'adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(given)
         )
 
     def narrow() -> Call:

@@ -52,3 +52,13 @@ def test_gradients_of_narrowed_weights_add_up(spread, narrow_benches):
     one, several = (narrow_benches(name) for name in ('one', spread))
     one.restart()
     np.testing.assert_allclose(several.losses(), one.losses(), rtol=0.02)
+
+
+def test_gradients_of_several_devices_are_summed_packed(narrow_benches):
+    """Each array takes one all-reduce, and the update reads it as it is."""
+    program = narrow_benches('devices').lowered.as_text()
+    reductions = [line for line in program.splitlines() if 'stablehlo.all_reduce' in line]
+    assert len(reductions) == 3  # the time embedding's, all others, and the loss
+    (update,) = (line for line in program.splitlines() if '@jaxunet_adamw(' in line)
+    assert 'packed = 2 : i64' in update
+    assert 'packed = 0 : i64' in narrow_benches('one').lowered.as_text()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.parity import assert_parity, draw
 
-from jaxunet.ops.adamw import reference
+from jaxunet.ops.adamw import packed, reference
 from jaxunet.ops.adamw.cases import AWKWARD, CASES, MANY, SIZES, Case
 from jaxunet.ops.adamw.operands import Rule
 from xla_ffi.adamw import update
@@ -119,6 +119,20 @@ def test_a_step_that_is_not_taken_changes_nothing():
         jax.tree.leaves((p, mu, nu, average)), jax.tree.leaves(tuple(found)), strict=True
     ):
         np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize('where', ['cpu', pytest.param('gpu', marks=pytest.mark.gpu)])
+@pytest.mark.parametrize('full', [1, 4 * CHUNK, 2**24])
+def test_packed_gradients_give_the_same_bits(full, where, monkeypatch):
+    del where
+    monkeypatch.setattr(packed, 'FULL', full)
+    g, p, mu, nu, average = trees(5)
+    late = [i % 4 == 1 for i in range(len(g))]
+    other = packed.pack(g, late)
+    assert 2 <= len(other.arrays) <= len(g)
+    found, want = (fused(given, p, mu, nu, [average], 3, 0.1, 0.5, (0.25,)) for given in (other, g))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    np.testing.assert_allclose(sum_of_squares(other), sum_of_squares(g), rtol=1e-5)
 
 
 def test_arguments_that_are_kept_are_not_overwritten():

@@ -21,6 +21,9 @@ struct SumOfSquares {
   float* partial;
 };
 
+// Packed gradients (jaxunet/ops/adamw/packed.py) begin at multiples of so many elements.
+constexpr int64_t kPackedAlignment = 32;
+
 // The arrays of a tensor: indices within its entry of AdamW::arrays.
 enum AdamWArray : int { kGradient, kParameter, kFirstMoment, kSecondMoment, kFirstAverage };
 

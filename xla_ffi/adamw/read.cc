@@ -29,6 +29,29 @@ std::string numbered(const std::string& name, int64_t i) {
   return name + "[" + std::to_string(i) + "]";
 }
 
+// Gradients that fill the float32 arrays `packed` in the order of the tensors.
+void place_packed(Reader& call, const std::vector<Array>& packed, AdamW& plan) {
+  size_t array = 0;
+  int64_t at = 0;  // in that array
+  for (size_t i = 0; i < plan.sizes.size(); ++i) {
+    const int64_t room = ceil_div(plan.sizes[i], kPackedAlignment) * kPackedAlignment;
+    if (room > 0 && at == size_of(packed[array].dims) && array + 1 < packed.size()) {
+      ++array;
+      at = 0;
+    }
+    if (at + room > size_of(packed[array].dims)) {
+      call.fail(numbered("gradients", array) + ": tensor " + std::to_string(i) +
+                " reaches past its end; expected whole tensors");
+    }
+    plan.types.push_back(Type::kFloat32);
+    plan.arrays[i * plan.arrays_per_tensor() + kGradient] =
+        static_cast<float*>(packed[array].data) + at;
+    at += room;
+  }
+  if (array + 1 != packed.size() || at != size_of(packed[array].dims))
+    call.fail(numbered("gradients", array) + ": expected no more elements than the tensors take");
+}
+
 }  // namespace
 
 SumOfSquares read_sum_of_squares(Reader& call) {
@@ -70,20 +93,32 @@ AdamW read_adamw(Reader& call) {
   };
   std::vector<Dims> shapes;
   plan.arrays.resize(count * arrays);
-  for (int64_t i = 0; i < count; ++i) {
+  const int64_t packed = call.integer("packed", 0);  // arrays of gradients; 0: one for each tensor
+  std::vector<Array> gradients;
+  for (int64_t i = 0; i < packed; ++i)
+    gradients.push_back(call.operand(name(kGradient, i), ffi::DataType::F32, {kAny}));
+  for (int64_t i = 0; i < count && packed == 0; ++i) {
     const Array found = call.floating(name(kGradient, i), 0);
     shapes.push_back(found.dims);
-    plan.sizes.push_back(size_of(found.dims));
     plan.types.push_back(kind(found.element));
     plan.arrays[i * arrays + kGradient] = found.data;
   }
-  check_elements(call, plan.sizes);
   for (int64_t array = kParameter; array < arrays; ++array) {
     for (int64_t i = 0; i < count; ++i) {
-      plan.arrays[i * arrays + array] =
-          call.operand(name(array, i), ffi::DataType::F32, shapes[i]).data;
+      if (array == kParameter && packed > 0) {
+        const Array found = call.floating(name(array, i), 0);
+        if (found.element != ffi::DataType::F32) call.fail(name(array, i) + ": expected float32");
+        shapes.push_back(found.dims);
+        plan.arrays[i * arrays + array] = found.data;
+      } else {
+        plan.arrays[i * arrays + array] =
+            call.operand(name(array, i), ffi::DataType::F32, shapes[i]).data;
+      }
     }
   }
+  for (const Dims& shape : shapes) plan.sizes.push_back(size_of(shape));
+  check_elements(call, plan.sizes);
+  if (packed > 0) place_packed(call, gradients, plan);
   for (int64_t array = kParameter; array < arrays; ++array) {
     for (int64_t i = 0; i < count; ++i) {
       const std::string which = "new " + name(array, i);

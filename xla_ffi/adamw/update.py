@@ -22,6 +22,7 @@ from jaxunet.ops.adamw.operands import (
     gradient_leaves,
     state_leaves,
 )
+from jaxunet.ops.adamw.packed import Packed
 from xla_ffi.call import ffi_call
 
 CHUNK = 1 << 14  # elements that one block sums; the handler receives it as an attribute
@@ -44,7 +45,7 @@ def sum_of_squares(tree: Tree) -> Float[Array, '']:
 
 def adamw(
     rule: Rule,
-    gradients: Tree,
+    gradients: Tree | Packed,
     params: Tree,
     mu: Tree,
     nu: Tree,
@@ -69,12 +70,16 @@ def adamw(
         factor=factor,
         learning_rate=learning_rate,
     )
-    leaves = gradient_leaves(gradients)
-    if all(leaf.dtype == jnp.float32 for leaf in leaves):
+    packed = isinstance(gradients, Packed)
+    leaves = list(gradients.arrays) if packed else gradient_leaves(gradients)
+    if not packed and all(leaf.dtype == jnp.float32 for leaf in leaves):
         # Without this, XLA's copy insertion takes minutes for hundreds of gradients of the types of
         # the weights that are updated in place (jax 0.11.2).
         leaves = jax.lax.optimization_barrier(leaves)
-    flat = [leaf for tree in state_leaves(leaves, params, mu, nu, averages) for leaf in tree]
+    trees = state_leaves(None if packed else leaves, params, mu, nu, averages)
+    order = gradients.order if packed else range(len(leaves))
+    tensors = len(order)
+    flat = [tree[number] for tree in trees for number in order]
     scalars = jnp.stack(
         [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
     )
@@ -89,7 +94,8 @@ def adamw(
         *leaves,
         *flat,
         averages=np.int64(len(averages)),
-        tensors=np.int64(len(leaves)),
+        tensors=np.int64(tensors),
+        packed=np.int64(len(leaves) if packed else 0),
         b1=np.float32(rule.b1),
         b2=np.float32(rule.b2),
         rest1=np.float32(1 - rule.b1),
@@ -97,8 +103,9 @@ def adamw(
         eps=np.float32(rule.eps),
         decay=np.float32(rule.weight_decay),
     )
+    places = np.argsort(order)
     each = [
-        jax.tree.unflatten(jax.tree.structure(tree), new[i * len(leaves) : (i + 1) * len(leaves)])
+        jax.tree.unflatten(jax.tree.structure(tree), [new[i * tensors + at] for at in places])
         for i, tree in enumerate((params, mu, nu, *averages))
     ]
     return AdamWResult(each[0], each[1], each[2], tuple(each[3:]))

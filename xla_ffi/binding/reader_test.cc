@@ -147,7 +147,23 @@ void adamw(int64_t elements) {
   const Tensor each = float32({elements});
   tell("adamw", read_adamw, {float32({5}), each, each, each, each}, {each, each, each},
        {number("b1", 0), number("b2", 0), number("rest1", 1), number("rest2", 1), number("eps", 1),
-        number("decay", 0), integer("averages", 0), integer("tensors", 1)});
+        number("decay", 0), integer("averages", 0), integer("tensors", 1), integer("packed", 0)});
+}
+
+// Two tensors of 40 and 8 elements, whose gradients lie in arrays of these sizes.
+void packed_adamw(std::vector<int64_t> sizes) {
+  std::vector<Tensor> operands{float32({5})}, results;
+  for (const int64_t size : sizes) operands.push_back(float32({size}));
+  for (int array = 0; array < 3; ++array) {
+    for (const Tensor& tensor : {float32({5, 8}), float32({8})}) {
+      operands.push_back(tensor);
+      results.push_back(tensor);
+    }
+  }
+  tell("packed adamw", read_adamw, operands, results,
+       {number("b1", 0), number("b2", 0), number("rest1", 1), number("rest2", 1), number("eps", 1),
+        number("decay", 0), integer("averages", 0), integer("tensors", 2),
+        integer("packed", static_cast<int64_t>(sizes.size()))});
 }
 
 void narrow(int64_t elements) {
@@ -172,6 +188,13 @@ void tell_all() {
   sums(int64_t{1} << 31, 1);
   adamw(int64_t{1} << 40);
   adamw((int64_t{1} << 40) + 1);
+  packed_adamw({96});
+  packed_adamw({64, 32});
+  packed_adamw({64});
+  packed_adamw({95});
+  packed_adamw({128});
+  packed_adamw({64, 64});
+  packed_adamw({96, 32});
   narrow((int64_t{1} << 40) - 8);
   narrow(int64_t{1} << 40);
   convolution({2, 4, 4}, 4096 + 8);

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from jaxunet.ops.adamw.packed import Packed
+
 Tree: TypeAlias = PyTree  # a tree of arrays
 GRADIENT_TYPES = ('float32', 'bfloat16', 'float16')
 
@@ -38,7 +40,8 @@ class AdamW(Protocol):
     """One step of AdamW, then of the averages of the weights. Changes nothing unless `take`.
 
     Args:
-      gradients: a tree of float32 arrays, or of 16-bit ones when narrowed weights were trained.
+      gradients: a tree of float32 arrays, or of 16-bit ones when narrowed weights were trained; or
+        `Packed`.
       params, mu, nu, averages: trees of float32 arrays of the same shapes. XLA may reuse their
         buffers for the results.
       take: a bool scalar; False changes nothing.
@@ -53,7 +56,7 @@ class AdamW(Protocol):
     def __call__(
         self,
         rule: Rule,
-        gradients: Tree,
+        gradients: Tree | Packed,
         params: Tree,
         mu: Tree,
         nu: Tree,
@@ -77,19 +80,24 @@ def gradient_leaves(gradients: Tree) -> list[Array]:
 
 
 def state_leaves(
-    gradients: Sequence[Array], params: Tree, mu: Tree, nu: Tree, averages: Sequence[Tree]
+    gradients: Sequence[Array] | None, params: Tree, mu: Tree, nu: Tree, averages: Sequence[Tree]
 ) -> list[list[Array]]:
     """Returns the arrays of params, mu, nu and of each average, one list per tree.
 
+    Args:
+      gradients: None if they are packed.
+
     Raises:
-      ValueError: a tree has an array that is not float32, or other shapes than the gradients.
+      ValueError: a tree has an array that is not float32, or other shapes than the gradients or,
+        if these are packed, than the parameters.
     """
     trees = [('params', params), ('mu', mu), ('nu', nu), *(('averages', a) for a in averages)]
     leaves = [_leaves(name, tree, ('float32',)) for name, tree in trees]
-    shapes = [gradient.shape for gradient in gradients]
+    first, of_what = (leaves[0], 'parameters') if gradients is None else (gradients, 'gradients')
+    shapes = [array.shape for array in first]
     for (name, _), found in zip(trees, leaves, strict=True):
         if [leaf.shape for leaf in found] != shapes:
-            raise ValueError(f'adamw: {name}: shapes differ from those of the gradients')
+            raise ValueError(f'adamw: {name}: shapes differ from those of the {of_what}')
     return leaves
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.adamw.operands import AdamWResult, Rule, Tree, check_scalars
+from jaxunet.ops.adamw.packed import Packed, unpack
 
 
 def sum_of_squares(tree: Tree) -> Float[Array, '']:
@@ -29,7 +30,7 @@ def sum_of_squares(tree: Tree) -> Float[Array, '']:
 
 def adamw(
     rule: Rule,
-    gradients: Tree,
+    gradients: Tree | Packed,
     params: Tree,
     mu: Tree,
     nu: Tree,
@@ -56,6 +57,9 @@ def adamw(
         factor=factor,
         learning_rate=learning_rate,
     )
+
+    if isinstance(gradients, Packed):
+        gradients = unpack(gradients, params)
 
     def taken(new: Array, old: Array) -> Array:
         return jnp.where(take, new, old)
