@@ -22,7 +22,7 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.cost import forward_flops
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import choose, describe, load_ops
+from jaxunet.ops.backends import UPDATE, choose, describe, fused_update, load_ops
 from jaxunet.ops.short_jobs import backend_for
 from jaxunet.runtime import compiled_cache
 from jaxunet.sampling.classifier_guidance import Gradient, Guide, class_gradient
@@ -152,6 +152,7 @@ class Generator:
         """Returns the program that runs a range of evaluations on every device's samples."""
         config = self.config
         model = build_unet(config, load_ops(config.backend, config.precision))
+        narrow = (fused_update(config.backend, config.precision) or UPDATE).narrow
 
         def segment(
             params: Params,
@@ -163,6 +164,8 @@ class Generator:
             guide_params: Params | None,
         ) -> State:
             keys, labels = inputs.keys, inputs.labels
+            # Once, because XLA would leave the casts of the layers in the loop over evaluations.
+            params = model.narrowed(params, lambda arrays: narrow(arrays, config.precision))
 
             def denoise(x: Array, t: Array, labels: Array | None) -> Array:
                 pictures = inputs.low_res
