@@ -346,8 +346,8 @@ def sigmoid(z: Array, grid: Grid) -> Array:
 def scaled(x: Array, centre: Array, factor: Array, shift: Array | None = None) -> Array:
     """Returns (x − centre) · factor + shift for every lane, in factor's type.
 
-    The mean of 16-bit numbers is at most a few hundred deviations, so one multiply-add loses
-    nothing; float32 subtracts first.
+    A 16-bit x is rounded by up to 2⁻¹² of itself, so the rounding of one multiply-add in float32,
+    2⁻²⁴ of the same size, does not matter; a float32 x subtracts first.
     """
     if x.dtype.itemsize < 4:
         constant = -centre * factor if shift is None else shift - centre * factor
