@@ -68,7 +68,7 @@ def convolve(
     """
     dtype, features = parts[0].dtype, kernel.shape[2 if flipped else 3]
     extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
-    weights = (kernel.astype(dtype),)
+    weights: tuple[Array, ...] = (kernel.astype(dtype),)
     if shortcut is not None:
         weights += (shortcut.astype(dtype),)
     if takes_terms((*parts, *extra), features):
