@@ -71,7 +71,8 @@ def convolve(
     weights: tuple[Array, ...] = (kernel.astype(dtype),)
     if shortcut is not None:
         weights += (shortcut.astype(dtype),)
-    if takes_terms((*parts, *extra), features):
+    # With an activation, terms would have to be taken after it.
+    if affine is None and takes_terms((*parts, *extra), features):
         parts = _image_terms(parts)
         extra = extra if shortcut is None else _image_terms(extra)
         # Products of x's high, low and high terms.
