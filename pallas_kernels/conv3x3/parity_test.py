@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 from support.conv3x3 import inputs, op
 from support.parity import DTYPES, assert_parity, kernel_target, types_in_turn
+from support.triton import only_hopper
 
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
-from pallas_kernels import jax_modules
 from pallas_kernels.conv3x3 import vjp
 
 
@@ -33,16 +33,9 @@ def test_every_case(case, dtype):
 
 
 @pytest.fixture
-def without_triton(monkeypatch):
-    """Reports that this version of JAX lacks Triton; a call that needs it is then an error."""
-    if jax_modules.missing(jax_modules.MOSAIC) or not jax_modules.runs_hopper():
-        pytest.skip("needs Hopper's kernels")
-    monkeypatch.setattr(
-        jax_modules, 'missing', lambda part: 'none here' if part is jax_modules.TRITON else None
-    )
-    jax.clear_caches()  # of functions that were traced with Triton
-    yield
-    jax.clear_caches()
+def without_triton():
+    with only_hopper():
+        yield
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.conv3x3 import inputs, op
 from support.parity import assert_parity
+from support.triton import lacking_triton
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3 import reference
@@ -61,18 +62,13 @@ def without_triton(monkeypatch):
         assert problem() is None
         return True
 
-    monkeypatch.setattr(
-        jax_modules, 'missing', lambda part: 'none here' if part is jax_modules.TRITON else None
-    )
     monkeypatch.setattr(jax_modules, 'runs_hopper', lambda: True)
     monkeypatch.setattr(jax_modules, 'on_hopper', on_hopper)
     monkeypatch.setattr(hopper, 'forward', forward)
     monkeypatch.setattr(hopper_weight_gradient, 'weight_gradient', weight_gradient)
     monkeypatch.setattr(norm_hopper, 'channel_sums', channel_sums)
-    jax.clear_caches()  # of functions that were traced with Triton
-    with use(Target.INTERPRET):
+    with lacking_triton(), use(Target.INTERPRET):
         yield
-    jax.clear_caches()
 
 
 @pytest.mark.usefixtures('without_triton')

@@ -10,16 +10,25 @@ import numpy as np
 import pytest
 from support.group_norm import inputs, op
 from support.parity import DTYPES, assert_parity, types_in_turn
+from support.triton import only_hopper
 
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from jaxunet.runtime.device import Target, use
-from pallas_kernels import jax_modules
 from pallas_kernels.group_norm import dispatch, vjp
 
 # JAX says at every lowering that it will drop its Triton backend some day.
 pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
+)
+
+
+# What Hopper's kernels treat apart: pixels that two register tiles share, more groups than a warp
+# has lanes, a mean far from zero.
+FOR_HOPPER = (
+    Case(9, 7, (96, 32), groups=8, per_sample=True),
+    Case(28, 28, (64, 128), groups=64),
+    Case(64, 64, (64,), mean=1000.0),
 )
 
 
@@ -30,14 +39,10 @@ def small_images(monkeypatch):
 
 
 @pytest.fixture
-def without_triton(monkeypatch):
+def without_triton():
     """Hopper's kernels take what else goes to Triton."""
-    monkeypatch.setattr(
-        jax_modules, 'missing', lambda part: 'none here' if part is jax_modules.TRITON else None
-    )
-    jax.clear_caches()  # of functions that were traced with Triton
-    yield
-    jax.clear_caches()
+    with only_hopper():
+        yield
 
 
 def check(case: Case, dtype: str, batch: int = 2):
@@ -98,31 +103,14 @@ def test_cases_on_triton(case):
 @pytest.mark.gpu
 @pytest.mark.usefixtures('small_images')
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
-@pytest.mark.parametrize(
-    'case',
-    [
-        Case(9, 7, (96, 32), groups=8, per_sample=True),  # masks
-        Case(28, 28, (64, 128), groups=64),
-        Case(64, 64, (64,), mean=1000.0),
-    ],
-    ids=lambda c: c.name,
-)
+@pytest.mark.parametrize('case', FOR_HOPPER, ids=lambda c: c.name)
 def test_cases_for_hopper(case, dtype):
     check(case, dtype, 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures('without_triton')
-@pytest.mark.parametrize(
-    'case',
-    [
-        Case(9, 7, (96, 32), groups=8, per_sample=True),  # masks
-        Case(28, 28, (64, 128), groups=64),
-        Case(64, 64, (64,), mean=1000.0),
-        *ELEPHANTS64[::3],
-    ],
-    ids=lambda c: c.name,
-)
+@pytest.mark.parametrize('case', FOR_HOPPER + ELEPHANTS64[::3], ids=lambda c: c.name)
 def test_float32_on_hopper_without_triton(case):
     check(case, 'float32', 3)
 
