@@ -234,7 +234,7 @@ def _measured(precision: str) -> dict[str, str] | None:
 
     None while JAXUNET_KERNELS chooses the kernels: the fastest were measured.
     """
-    if device_family() not in (device.Target.HOPPER, device.Target.TRITON):
+    if device.family() not in (device.Target.HOPPER, device.Target.TRITON):
         return None
     if device.asked() is not device.Kernels.FASTEST:
         return None
@@ -258,7 +258,7 @@ def _auto(precision: str) -> dict[str, str]:
     """
     if found := _measured(precision):
         return found
-    family = device_family()
+    family = device.family()
     no_cuda = _missing('cuda')
     if family in (device.Target.HOPPER, device.Target.TRITON) and no_cuda:
         logging.log_first_n(
@@ -273,11 +273,3 @@ def _auto(precision: str) -> dict[str, str]:
             logging.WARNING, 'backend=auto: the Pallas kernels are left out: %s', 1, no_pallas
         )
     return dict.fromkeys(OPS, 'xla' if no_pallas else 'pallas')
-
-
-def device_family() -> device.Target | None:
-    """Returns the family of kernels that this machine's device runs; None if it runs none."""
-    try:
-        return device.target()
-    except device.UnsupportedDeviceError:
-        return None

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from absl import logging
 
 from jaxunet.config import OPS
-from jaxunet.ops.backends import UNNAMED, choose, device_family
+from jaxunet.ops.backends import UNNAMED, choose
+from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 
 FILE = pathlib.Path(__file__).with_name('sampling_costs.json')
@@ -58,7 +59,7 @@ def backend_for(backend: str, precision: str, work: Callable[[], float]) -> str:
     Args:
       work: returns the TFLOP of the job on one device; called only if it matters.
     """
-    if backend != UNNAMED or (family := device_family()) is None:
+    if backend != UNNAMED or (family := device.family()) is None:
         return backend
     costs = {
         name: cost

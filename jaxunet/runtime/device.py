@@ -128,23 +128,21 @@ def target() -> Target:
     return Target.HOPPER if major == 9 and asked() is Kernels.FASTEST else Target.TRITON
 
 
+def family() -> Target | None:
+    """Returns `target`, but None if this process's default device runs none of the kernels."""
+    try:
+        return target()
+    except UnsupportedDeviceError:
+        return None
+
+
 def portable() -> bool:
     """Returns True if Hopper's kernels do not run: on other GPUs, or because `kernels` says so.
 
     False on a machine without a GPU, whose kernels stand for Hopper's, unless `kernels` says so.
     """
-    try:
-        return target() is Target.TRITON
-    except UnsupportedDeviceError:
-        return kernels() is not Kernels.FASTEST
-
-
-def hopper() -> bool:
-    """Returns True if Hopper's kernels run, on a GPU or for one that is lowered for."""
-    try:
-        return target() is Target.HOPPER
-    except UnsupportedDeviceError:
-        return False
+    found = family()
+    return kernels() is not Kernels.FASTEST if found is None else found is Target.TRITON
 
 
 def kind() -> str:

@@ -25,7 +25,7 @@ def takes_terms(images: Parts, features: int) -> bool:
 
     Hopper's kernels do that, for the shapes that they take (`forward_kernel` in dispatch.h).
     """
-    if images[0].dtype != jnp.float32 or not device.hopper():
+    if images[0].dtype != jnp.float32 or device.family() is not device.Target.HOPPER:
         return False
     _, height, width, _ = images[0].shape
     channels = (*(image.shape[3] for image in images), features)

@@ -34,7 +34,7 @@ def test_terms_give_the_same_results_to_16_bits(case, monkeypatch):
         for name, (value, kind) in inputs(case, 'float32', case.batch).items()
     }
     exact = results(case, arrays)
-    monkeypatch.setattr(device, 'hopper', lambda: True)
+    monkeypatch.setattr(device, 'family', lambda: device.Target.HOPPER)
     found = results(case, arrays)
     differ = 0
     for name, want in exact.items():
@@ -57,5 +57,5 @@ def test_terms_give_the_same_results_to_16_bits(case, monkeypatch):
 def test_the_shapes_that_are_computed_from_terms(shape, features, dtype, taken, monkeypatch):
     image = jnp.zeros(shape, dtype)
     assert not calls.takes_terms((image,), features)  # this machine has no Hopper GPU
-    monkeypatch.setattr(device, 'hopper', lambda: True)
+    monkeypatch.setattr(device, 'family', lambda: device.Target.HOPPER)
     assert calls.takes_terms((image,), features) == taken
