@@ -35,7 +35,7 @@ from jaxunet.ops.adamw.packed import Packed, pack
 from jaxunet.ops.backends import fused_update
 from jaxunet.training.batch import Batch, Keys, clean_images, noise_batch, split_keys
 from jaxunet.training.noise_assignment import assigned_noise
-from jaxunet.training.update import Update, is_fused, make_update
+from jaxunet.training.update import Update, kernels_of, make_update
 
 Scalar = Float[Array, '']
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
@@ -135,7 +135,7 @@ def make_train_step(
             if fused and loss is None
             else None
         ),
-        packs=is_fused(config),
+        packs=kernels_of(config) is not None,
         axis_name=axis_name,
         loss=loss,
     )
@@ -152,9 +152,8 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
             keys = keys._replace(noise=noise)
     grads, minimised, samples = gradients(parts, state, keys, batch)
     if parts.axis_name is not None:
-        if parts.packs and jax.lax.axis_size(parts.axis_name) > 1:
-            with jax.named_scope('backward'):
-                grads = pack(grads, computed_last(grads))
+        if jax.lax.axis_size(parts.axis_name) > 1:
+            grads = summable(parts, grads)
         with jax.named_scope('all_reduce'):
             grads = jax.lax.psum(grads, parts.axis_name)
             minimised = jax.lax.pmean(minimised, parts.axis_name)
@@ -218,8 +217,8 @@ def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> 
     """Returns this device's share of the gradients, and the losses of its rows.
 
     The sum of the shares over the devices is the gradient of the whole batch. Gradients have the
-    types of the weights that the network was called with: 16 bits where `narrow` cast the weights
-    and nothing remains to be summed, else float32.
+    types of the weights that the network was called with: 16 bits where `narrow` cast the weights,
+    else float32; those of several micro-batches are float32.
     """
     scale = state.loss_scale.scale
     devices = 1 if parts.axis_name is None else jax.lax.axis_size(parts.axis_name)
@@ -238,11 +237,7 @@ def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> 
 
     if parts.config.optimizer.accumulate_steps > 1:
         return accumulate(parts.config.optimizer.accumulate_steps, one, state.params, keys, batch)
-    found = one(keys, batch)
-    # Casting one by one lets the first gradient be summed over the devices while others are still
-    # computed; `pack` casts, too. On a single device the update reads 16-bit gradients as they are.
-    casts = devices > 1 and not parts.packs
-    return found._replace(grads=widen(found.grads)) if casts else found
+    return one(keys, batch)
 
 
 def accumulate(
@@ -273,6 +268,18 @@ def accumulate(
         grads, loss = jax.tree.map(lambda x: x / count, total)
     samples = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1), samples)
     return Gradients(grads, loss, samples)
+
+
+def summable(parts: StepParts, grads: Params) -> Params | Packed:
+    """Returns gradients in float32 for the sum over several devices; packed if `parts.packs`.
+
+    Each gradient is cast, or each array packed, on its own, so that the first can be summed while
+    others are still computed.
+    """
+    if not parts.packs:
+        return widen(grads)
+    with jax.named_scope('backward'):
+        return pack(grads, computed_last(grads))
 
 
 def widen(grads: Params) -> Params:

@@ -46,25 +46,23 @@ class Updated(NamedTuple):
 
 
 # Takes the state, its gradients times the loss scale, the logged loss and the minimised loss.
-# Gradients may be packed if `is_fused`.
+# Gradients may be packed if there are `kernels_of` the config.
 Update = Callable[[TrainState, Params | Packed, Scalar, Scalar], Updated]
 
 
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
     """Returns the update of `config.backend`: a fused one if the backend has it, else optax's."""
-    kernels = fused_update(config.backend, config.precision)
-    if kernels is None or not is_fused(config):
-        return _optax_update(config, optimizer)
-    return _fused_update(config, kernels)
+    kernels = kernels_of(config)
+    return _fused_update(config, kernels) if kernels else _optax_update(config, optimizer)
 
 
-def is_fused(config: Config) -> bool:
-    """Returns True if kernels of `config.backend` update the weights; no backend has any of Muon.
+def kernels_of(config: Config) -> FusedUpdate | None:
+    """Returns the kernels that update the weights; None if optax does, as always for Muon.
 
-    They take packed gradients.
+    The kernels take packed gradients.
     """
     muon = config.optimizer.name == 'muon'
-    return not muon and fused_update(config.backend, config.precision) is not None
+    return None if muon else fused_update(config.backend, config.precision)
 
 
 def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
