@@ -40,7 +40,6 @@ def family(pid: int) -> list[int]:
 def measure(pid: int) -> Sample:
     """Own MiB, threads and open files of a process and its descendants; GPU MiB if any.
 
-    The threads of tensorstore's pool are left out: `thread_names` counts them.
     Memory of a GPU is that of all its processes; of the GPUs in CUDA_VISIBLE_DEVICES, if set. Own
     memory is without pages that the system drops when it likes: those of mapped files, such as
     libraries, and those that an allocator has given back.
@@ -57,7 +56,6 @@ def measure(pid: int) -> Sample:
             kilobytes = (sign * int(memory[name].split()[0]) for name, sign in OWN.items())
             sample['own_mib'] += sum(kilobytes) / 1024
             sample['threads'] += int(status['Threads'])
-    sample['threads'] -= thread_names(pid)[POOL]
     if shutil.which('nvidia-smi'):
         visible = os.environ.get('CUDA_VISIBLE_DEVICES', '')
         query = ['--query-gpu=memory.used', '--format=csv,noheader,nounits']
@@ -84,7 +82,10 @@ def thread_names(pid: int) -> Names:
 def watch(
     process: subprocess.Popen[bytes], seconds: float, every: float, stop: Callable[[], None]
 ) -> tuple[list[Sample], list[Names]]:
-    """Measures a process until it ends; after `seconds`, calls `stop` once."""
+    """Measures a process until it ends; after `seconds`, calls `stop` once.
+
+    The samples count the threads outside of `POOL`, the names all.
+    """
     began, samples, stopped = time.monotonic(), [], False
     names: list[Names] = []
     while process.poll() is None:
@@ -92,6 +93,7 @@ def watch(
         if not stopped:
             samples.append({'seconds': passed, **measure(process.pid)})
             names.append(thread_names(process.pid))
+            samples[-1]['threads'] -= names[-1][POOL]
             if passed > seconds:
                 stop()
                 stopped = True
