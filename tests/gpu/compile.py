@@ -30,7 +30,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-CHILD = 'JAXUNET_COMPILE_LOG'  # set in the process that compiles
+CHILD = 'JAXUNET_COMPILES'  # the variable that is set in the process that compiles
 # What XLA asks of a GPU: of the data sheet and `nvidia-smi -q` of an H100 SXM with 80 GB.
 H100 = """
 gpu_device_info {
@@ -133,12 +133,11 @@ def launches(program: str) -> collections.Counter[str]:
     A loop's body counts once.
     """
     found: collections.Counter[str] = collections.Counter()
-    inside = False
+    fused = False  # in a computation that a fusion calls, a part of its kernel
     for line in program.splitlines():
         if line.endswith('{') and not line.startswith(' '):
-            # The computations that a fusion calls are parts of one kernel.
-            inside = 'fused' in line or '_fusion' in line or 'computation' in line.split('(')[0]
-        elif not inside and (match := INSTRUCTION.match(line)):
+            fused = 'computation' in line.split('(')[0]
+        elif not fused and (match := INSTRUCTION.match(line)):
             target = TARGET.search(line)
             found[target[1] if target else match[1]] += 1
     return found
@@ -170,11 +169,8 @@ def compile_step(options: argparse.Namespace) -> None:
     device.target = lambda: device.Target.HOPPER
     device.multiprocessors = lambda _: 132
     parallel = Parallel(config)
-    model, diffusion = (
-        build_unet(config, ops_of(config.backend, config.precision)),
-        make_diffusion(config.diffusion),
-    )
-    optimizer = make_optimizer(config)
+    model = build_unet(config, ops_of(config.backend, config.precision))
+    diffusion, optimizer = make_diffusion(config.diffusion), make_optimizer(config)
     lead = (options.steps,) if options.steps > 1 else ()
     images = (*lead, config.data.batch_size, *config.image_shape)
     data = {
