@@ -30,8 +30,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import datetime
-import json
-import os
 import pathlib
 import re
 import shlex
@@ -45,11 +43,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 from support import sanitizer  # noqa: E402
+from support.origin import origin  # noqa: E402
 
 from jaxunet.runtime import rows  # noqa: E402
 from jaxunet.runtime.errors import UserError  # noqa: E402
-
-PROVENANCE = 'import json; from jaxunet.runtime import rows; print(json.dumps(rows.provenance()))'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,23 +179,16 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def provenance() -> rows.Row:
-    """Returns where rows come from. Another process asks the GPU, so that this one uses none."""
-    names = {'JAXUNET_KERNELS': '', 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-    done = subprocess.run(
-        [sys.executable, '-c', PROVENANCE],
-        cwd=ROOT,
-        env=os.environ | names,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    """Returns where rows come from."""
     version = subprocess.run(
         [sanitizer.SANITIZER, '--version'], capture_output=True, text=True, check=False
     )
     numbers = [line for line in version.stdout.splitlines() if line.startswith('Version')]
     told = numbers[0].removeprefix('Version').strip() if numbers else 'of unknown version'
-    origin = json.loads(done.stdout.splitlines()[-1])
-    return origin | {'nvcc': nvcc(), 'sanitizer': f'compute-sanitizer {told}'}
+    return origin(ROOT, JAXUNET_KERNELS='') | {
+        'nvcc': nvcc(),
+        'sanitizer': f'compute-sanitizer {told}',
+    }
 
 
 def nvcc() -> str | None:

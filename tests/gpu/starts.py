@@ -37,7 +37,9 @@ from typing import NamedTuple
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
+
+from support.origin import origin  # noqa: E402
 
 from jaxunet.runtime import rows  # noqa: E402
 from jaxunet.runtime.rows import Row  # noqa: E402
@@ -67,7 +69,6 @@ store.save(1, state.replace(step=np.int32(1)), config.replace(precision='bfloat1
 store.close()
 print(forward_flops(config))
 """
-PROVENANCE = 'import json; from jaxunet.runtime import rows; print(json.dumps(rows.provenance()))'
 
 
 class Case(NamedTuple):
@@ -249,12 +250,12 @@ def run(cases: Sequence[Case], output: pathlib.Path, seconds: float, lanes: int)
         images = np.random.default_rng(0).integers(0, 256, (500, 64, 64, 3), np.uint8)
         np.savez(shared / 'images.npz', images=images)
         flops = pool.submit(script, WEIGHTS, folder, JAX_PLATFORMS='cpu')
-        origin = pool.submit(script, PROVENANCE, XLA_PYTHON_CLIENT_PREALLOCATE='false')
+        asked = pool.submit(origin, ROOT)
 
         def measured(row: Row) -> None:
             """Adds the row to the file at once, in case this command is stopped."""
             found.append(
-                json.loads(origin.result())
+                asked.result()
                 | {'kind': 'start', 'config': 'elephants64', 'forward_flops': float(flops.result())}
                 | {'command': f'python tests/gpu/starts.py --seconds {seconds:g} --lanes {lanes}'}
                 | row

@@ -26,8 +26,8 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 TURN_SECONDS = 0.4
-PROVENANCE = 'import json; from jaxunet.runtime import rows; print(json.dumps(rows.provenance()))'
 
 
 class Side(NamedTuple):
@@ -106,31 +106,22 @@ def main() -> None:
 def provenance(found: list[Side]) -> dict[str, object]:
     """Returns what rows say of their origin: device, versions, command and each side's commit.
 
-    `git` is the last side's. Another process asks the GPU, so that this one uses none.
+    `git` is the last side's.
     """
-    origins = []
-    for checkout in [side.checkout.resolve() for side in found]:
-        printed = subprocess.run(
-            [sys.executable, '-c', PROVENANCE],
-            cwd=checkout,
-            env=os.environ | {'PYTHONPATH': python_path(checkout)},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        ).stdout
-        origins.append(json.loads(printed.splitlines()[-1]))
+    # Not in a worker, which has the modules of its checkout.
+    sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
+    from support.origin import origin  # noqa: PLC0415
+
+    origins = {checkout: origin(checkout) for checkout in {side.checkout for side in found}}
     command = shlex.join(['python3', 'tests/gpu/steps.py', *sys.argv[1:]])
-    commits = [origin['git'] for origin in origins]
-    return {'kind': 'turns', **origins[-1], 'command': command, 'commits': commits}
-
-
-def python_path(checkout: pathlib.Path) -> str:
-    """Returns the PYTHONPATH of a process that has the modules of a checkout."""
-    return os.pathsep.join(filter(None, [str(checkout), os.environ.get('PYTHONPATH')]))
+    commits = [origins[side.checkout]['git'] for side in found]
+    return {'kind': 'turns', **origins[found[-1].checkout], 'command': command, 'commits': commits}
 
 
 def start(side: Side, config: str, precision: str | None) -> subprocess.Popen[str]:
     """Starts the process of a side, which has the modules of its checkout."""
+    root = str(side.checkout.resolve())
+    path = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))
     flags = ['--worker', '--config', config, '--backend', side.backend]
     flags += [f'--precision={precision}'] if precision else []
     return subprocess.Popen(
@@ -138,7 +129,7 @@ def start(side: Side, config: str, precision: str | None) -> subprocess.Popen[st
         cwd=side.checkout,
         env=os.environ
         | {
-            'PYTHONPATH': python_path(side.checkout.resolve()),
+            'PYTHONPATH': path,
             'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
         }
         | {'JAXUNET_KERNELS': side.kernels},
