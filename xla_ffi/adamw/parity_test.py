@@ -183,6 +183,23 @@ def test_narrow_as_astype(more, dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_every_number_is_rounded_to_the_nearest(dtype):
+    dtype = jnp.dtype(dtype)
+    infinity = np.array(np.inf, dtype).view(np.uint16)
+    sizes = np.arange(infinity, dtype=np.uint16).view(dtype).astype(np.float32)
+    middles = sizes[:-1] / 2 + sizes[1:] / 2
+    beside = [(middles.view(np.int32) + bit).view(np.float32) for bit in (-1, 0, 1)]
+    sizes = np.concatenate([sizes, *beside, [65519.99, 65520, 3e38, np.inf]]).astype(np.float32)
+    numbers = np.concatenate([sizes, -sizes, [np.float32(np.nan)]])
+    with np.errstate(over='ignore'):
+        want = numbers.astype(dtype)
+    (found,) = jax.jit(lambda x: narrow([x], dtype))(numbers)
+    found, number = np.asarray(found), ~np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(found), ~number)
+    np.testing.assert_array_equal(found[number].view(np.uint16), want[number].view(np.uint16))
+
+
 def test_what_cannot_be_narrowed_is_named():
     (arrays,) = trees(1)
     with pytest.raises(

@@ -33,10 +33,10 @@ uint16_t to_half(float x) {
   if (std::isnan(x)) return sign | 0x7e00;
   const float size = std::fabs(x);
   if (size >= 65520.0f) return sign | 0x7c00;  // rounds to infinity; the largest is 65504
-  // Numbers of exponent e are multiples of 2^(e - 10), subnormal ones of 2^-24.
+  // Numbers of exponent e are multiples of 2^(e - 10), those below 2^-14 and zero of 2^-24.
   int exponent;
   std::frexp(size, &exponent);
-  const int step = std::max(exponent - 11, -24);
+  const int step = size < 0x1p-14f ? -24 : exponent - 11;
   const auto units = static_cast<uint32_t>(
       std::nearbyint(std::ldexp(size, -step)));  // 2048 carries into the exponent
   return sign | static_cast<uint16_t>(step == -24 ? units : units - 1024 + ((step + 25) << 10));
