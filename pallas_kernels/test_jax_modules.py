@@ -13,7 +13,7 @@ from support import kernel_names
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.model.unet import build_unet
-from jaxunet.ops import backends
+from jaxunet.ops import backends, references
 from jaxunet.ops.activation import Activation
 from jaxunet.runtime import device, plugins
 from jaxunet.runtime.errors import UserError
@@ -134,7 +134,7 @@ def lower_network(backend, image_size=8, **model):
     )
     x = jax.ShapeDtypeStruct((2, *config.image_shape), 'float32')
     t = jax.ShapeDtypeStruct((2,), 'int32')
-    initial = build_unet(config, backends.XLA).init
+    initial = build_unet(config, references.XLA).init
     params = jax.eval_shape(lambda x, t: initial(jax.random.key(0), x, t)['params'], x, t)
     with device.use(device.Target.HOPPER):
         network = build_unet(config, backends.load_ops(backend))

@@ -18,8 +18,9 @@ from support import kernel_names
 from jaxunet import config
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import XLA, Ops, ops_of
-from jaxunet.ops.vocabulary import Conv3x3
+from jaxunet.ops.backends import ops_of
+from jaxunet.ops.references import XLA
+from jaxunet.ops.vocabulary import Conv3x3, Ops
 from jaxunet.runtime import device
 
 BATCH = 2

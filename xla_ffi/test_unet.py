@@ -19,7 +19,8 @@ from support.tiny import tiny_config
 
 from jaxunet import config
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import XLA, ops_of
+from jaxunet.ops.backends import ops_of
+from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 
 BATCH = 2

@@ -20,68 +20,22 @@ it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import logging
-from jaxtyping import Array
 
 from jaxunet.config import OPS, Config, split_backend
 from jaxunet.ops import choices
-from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw import reference as update
-from jaxunet.ops.attention.reference import attention
-from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
-from jaxunet.ops.group_norm.reference import group_norm
-from jaxunet.ops.linear.reference import linear
-from jaxunet.ops.vocabulary import FusedUpdate, Ops, WithInput, check_copies
+from jaxunet.ops.references import AND_INPUT, UPDATE, XLA, Op, implementation
+from jaxunet.ops.vocabulary import FusedUpdate, Ops
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 
-Op = Callable[..., Any]  # a field of `Ops`, each of which has its own signature
-# The plain op that a variant belongs to: a config gives both to the same backend.
-AND_INPUT = {
-    'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',
-    'group_norm_and_input': 'group_norm',
-}
 # Largest number of pixels per batch at which kernels overlap; see `overlaps`.
 OVERLAP_PIXELS = 64 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
-REFERENCES: Mapping[str, Op] = {
-    'conv3x3': conv3x3,
-    'norm_silu_conv3x3': norm_silu_conv3x3,
-    'group_norm': group_norm,
-    'attention': attention,
-    'linear': linear,
-}
-
-
-@functools.cache
-def and_input(op: Op) -> Callable[..., WithInput[Activation | Array]]:
-    """Composes the `..._and_input` variant of an op from the plain op.
-
-    XLA adds the gradients of the copies, as it does for any array with several readers.
-    """
-
-    def call(
-        x: Activation, *operands: object, copies: int = 1, **options: object
-    ) -> WithInput[Activation | Array]:
-        check_copies(op.__name__, copies)
-        return WithInput(op(x, *operands, **options), (x,) * copies)
-
-    return call
-
-
-def _implementation(name: str, ops: Mapping[str, Op]) -> Op:
-    """Returns a backend's op or variant; composes a missing variant."""
-    return ops[name] if name in ops else and_input(ops[AND_INPUT[name]])
-
-
-# The reference of the op `adamw`; training on xla runs optax.
-UPDATE = FusedUpdate(update.sum_of_squares, update.adamw, update.narrow)
-XLA = Ops(**{name: _implementation(name, REFERENCES) for name in Ops._fields})
 
 
 def choose(backend: str, precision: str | None = None) -> dict[str, str]:
@@ -155,13 +109,13 @@ def ops_of(backend: str, precision: str | None = None) -> Ops:
     """
     chosen = named(backend, precision)
 
-    def implementation(name: str) -> Op:
+    def chosen_op(name: str) -> Op:
         owner = chosen[AND_INPUT.get(name, name)]
         if owner == 'xla':
             return getattr(XLA, name)
-        return _implementation(name, load_backend(owner).ops)
+        return implementation(name, load_backend(owner).ops)
 
-    return Ops(**{name: implementation(name) for name in Ops._fields})
+    return Ops(**{name: chosen_op(name) for name in Ops._fields})
 
 
 def fused_update(backend: str, precision: str | None = None) -> FusedUpdate | None:

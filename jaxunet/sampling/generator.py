@@ -22,7 +22,8 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.cost import forward_flops
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import UPDATE, choose, describe, fused_update, load_ops
+from jaxunet.ops.backends import choose, describe, fused_update, load_ops
+from jaxunet.ops.references import UPDATE
 from jaxunet.ops.short_jobs import backend_for
 from jaxunet.runtime import compiled_cache
 from jaxunet.sampling.classifier_guidance import Gradient, Guide, class_gradient

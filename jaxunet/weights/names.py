@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from jaxunet.config import Config
 from jaxunet.model.encoder import AUGMENTATION, Encoder
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 
 Path = tuple[str, ...]

@@ -20,7 +20,7 @@ import numpy as np
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.model.noisy_classifier import build_classifier
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import guided_diffusion
 from jaxunet.weights.guided_diffusion import PROGRAM, count_inputs, multiplier

@@ -18,7 +18,7 @@ from jaxunet.config import Config
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model import blocks
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 

@@ -15,7 +15,7 @@ import pytest
 from jaxunet.config import resolve
 from jaxunet.model.unet import build_unet
 from jaxunet.ops import backends as seam
-from jaxunet.ops import vocabulary
+from jaxunet.ops import references, vocabulary
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw import reference as adamw_reference
 from jaxunet.ops.adamw.cases import CIFAR10, ELEPHANTS64
@@ -146,7 +146,7 @@ def test_results_have_the_type_of_their_input(dtype):
 
 @pytest.mark.parametrize('backend', ['xla', 'pallas', 'cuda'])
 def test_backends_implement_the_signatures_of_the_vocabulary(backend):
-    ops = seam.REFERENCES if backend == 'xla' else load_backend(backend).ops
+    ops = references.REFERENCES if backend == 'xla' else load_backend(backend).ops
     for name, protocol in typing.get_type_hints(vocabulary.Ops).items():
         if name in ops:
             wanted = list(inspect.signature(protocol.__call__).parameters)[1:]

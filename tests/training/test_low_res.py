@@ -19,7 +19,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.low_res import enlarged, low_res_of
 from jaxunet.model.unet import UNet, build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.batch import noise_batch, normalise, split_keys
 from jaxunet.training.conditions import SampleConditions

@@ -23,7 +23,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import OutOfMemoryError
 from jaxunet.sampling.classifier_guidance import class_gradient

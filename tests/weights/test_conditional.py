@@ -35,7 +35,7 @@ from jaxunet.metrics.likelihood import check_has_bound
 from jaxunet.model.low_res import check_condition, enlarged
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as sampler_module
 from jaxunet.sampling.classifier_guidance import Guide, check_guide, class_gradient

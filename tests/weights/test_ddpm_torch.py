@@ -24,7 +24,7 @@ from jaxunet.checkpoint.load import load_initial, load_model
 from jaxunet.checkpoint.state import get_moments
 from jaxunet.config import resolve, to_dict
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import ddpm_torch, read_weights
 from jaxunet.weights.fields import network_fields

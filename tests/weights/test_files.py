@@ -18,7 +18,7 @@ from support.weight_cases import ADM, STATED, UNETCU_SMALL, make, random_params
 
 from jaxunet.config import Config
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import check_tree, guided_diffusion, read_weights, unetcu, write_weights
 from jaxunet.weights.fields import network_fields

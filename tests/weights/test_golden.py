@@ -24,7 +24,7 @@ from support.memory import drop_compiled_programs
 
 from jaxunet.config import Config
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.weights import read_weights, write_weights
 from jaxunet.weights.names import Entry, flatten, from_file, to_file, unflatten
 from jaxunet.weights.unetcu import MAGIC, Header, config_of, table

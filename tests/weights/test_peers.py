@@ -28,7 +28,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, q_sample
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import State, make_sampler, run, sample_keys

@@ -15,7 +15,7 @@ from support.weight_cases import ADM, make, random_params
 
 from jaxunet.config import Config
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import XLA
+from jaxunet.ops.references import XLA
 from jaxunet.weights import read_weights, write_weights
 from jaxunet.weights.names import flatten
 

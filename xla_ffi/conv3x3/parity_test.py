@@ -10,9 +10,9 @@ import pytest
 from support.conv3x3 import inputs, op
 from support.parity import DTYPES, assert_parity, assert_runs_are_identical, types_in_turn
 
-from jaxunet.ops.backends import XLA
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
+from jaxunet.ops.references import XLA
 from jaxunet.runtime import device
 from xla_ffi.conv3x3 import norm_gradient, vjp
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients

@@ -13,9 +13,9 @@ from support.group_norm import inputs, op
 from support.parity import DTYPES, assert_parity, assert_runs_are_identical, types_in_turn
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import XLA
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
+from jaxunet.ops.references import XLA
 from xla_ffi.group_norm import vjp
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxunet.ops.attention.cases import CIFAR10, ELEPHANTS64
-from jaxunet.ops.backends import Op, implementations
+from jaxunet.ops.backends import implementations
+from jaxunet.ops.references import Op
 from jaxunet.runtime.measurement import Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 

@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import Op, implementations
+from jaxunet.ops.backends import implementations
 from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
+from jaxunet.ops.references import Op
 from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 

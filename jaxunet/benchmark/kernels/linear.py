@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxunet.ops.backends import Op, implementations
+from jaxunet.ops.backends import implementations
 from jaxunet.ops.linear.cases import CIFAR10, ELEPHANTS64
+from jaxunet.ops.references import Op
 from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 
