@@ -19,7 +19,13 @@ from support import golden as trajectories
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / 'docs/results'
-CACHES = ('empty', 'compilation cache alone', 'kept step')  # left by an earlier start
+CACHES = ('empty', 'kept')  # before a start
+WEIGHTS = {  # the files of tests/gpu/starts.py
+    'model.bin': "unet.cu's `.bin`",
+    'model.pt': "guided-diffusion's `.pt`",
+    'model.safetensors': '`.safetensors`',
+    'workdir': 'a run',
+}
 SPANS = ((1, 500), (501, 1000), (1001, 1500), (1501, 2000))  # steps of the loss curves
 # The sides of the README's table, by their name in the rows.
 SIDES = {
@@ -184,18 +190,15 @@ def training_runs() -> str:
 
 
 def starts() -> str:
-    """Seconds from the command to the loss of the first step."""
-    found = read_lines('start/rows.jsonl')
-    seconds = {
-        (row['backend'], row['cache']): ' and '.join(f'{s:.1f}' for s in row['seconds'])
-        for row in found
-    }
+    """Seconds from the command to the first step or picture, with an empty cache and a kept one."""
+    seconds: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read_lines('start/commands.jsonl'):
+        did = {'train': 'training', 'sample': 'sampling from ' + WEIGHTS[row['checkpoint']]}
+        key = did[row['task']], row['precision']
+        seconds.setdefault(key, {})[row['cache']] = f'{row["first_s"]:.1f}'
     return markdown.table(
-        ('backend', *CACHES),
-        (
-            (backend, *(f'{seconds[backend, cache]} s' for cache in CACHES))
-            for backend in dict.fromkeys(row['backend'] for row in found)
-        ),
+        ('command', 'precision', *(f'{cache} cache, s' for cache in CACHES)),
+        ((*key, *(found[cache] for cache in CACHES)) for key, found in sorted(seconds.items())),
     )
 
 
@@ -386,6 +389,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **recipe_tables.TABLES,
     **width_tables.TABLES,
     'devices_batch': study('devices_batch'),
+    'devices_batch_h100': study('devices_batch_h100'),
     'amp': study('amp'),
     'loader_workers': study('loader_workers'),
     'devices_batch_workers': study('devices_batch_workers'),
