@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.group_norm.hopper_plan import Plan
-from pallas_kernels.group_norm.hopper_program import Program, launch, loop, sigmoid, total
+from pallas_kernels.group_norm.hopper_program import Program, launch, loop, total
 from pallas_kernels.types import Index, Ref
 
 Image = Float[Array, 'batch pixels _']
@@ -149,7 +149,7 @@ def gradient_sums(
                 recomputed = []
                 for n, (x, dy_tile) in enumerate(zip(xs, dys, strict=True)):
                     apart = x.astype(jnp.float32) - centre
-                    dz, z = derivative(apart * factor + shift, dy_tile, silu)
+                    dz, z = derivative(program, apart * factor + shift, dy_tile, silu)
                     dz = _fresh(program, step, n, dz)
                     s1, s2 = s1 + dz, s2 + dz * apart
                     recomputed.append(z)
@@ -172,12 +172,12 @@ def gradient_sums(
     return sums, active[0] if activation else None
 
 
-def derivative(z: Array, dy: Array, silu: bool) -> tuple[Array, Array]:
+def derivative(program: Program, z: Array, dy: Array, silu: bool) -> tuple[Array, Array]:
     """Returns dz = dy · act'(z), and act(z)."""
     dz = dy.astype(jnp.float32)
     if not silu:
         return dz, z
-    s = sigmoid(z)
+    s = program.sigmoid(z)
     active = z * s
     return dz * (s + active * (1.0 - s)), active
 

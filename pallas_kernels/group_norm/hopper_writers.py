@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.group_norm.hopper_plan import Plan
-from pallas_kernels.group_norm.hopper_program import Groups, Program, launch, loop, sigmoid
+from pallas_kernels.group_norm.hopper_program import Groups, Program, launch, loop
 from pallas_kernels.group_norm.hopper_reductions import Image, derivative
 from pallas_kernels.types import Index, Ref
 
@@ -105,7 +105,7 @@ def normalise(
                 found = []
                 for value in program.load(images[part], channel, number):
                     z = (value.astype(jnp.float32) - centre) * factor + shift
-                    found.append(z * sigmoid(z) if silu else z)
+                    found.append(z * program.sigmoid(z) if silu else z)
                 program.store(y, program.channel, number, found)
                 return state
 
@@ -161,7 +161,7 @@ def gradient(
                 found = []
                 for x, dy_tile in zip(xs, dys, strict=True):
                     apart = x.astype(jnp.float32) - centre
-                    dz, _ = derivative(apart * factor + shift, dy_tile, silu)
+                    dz, _ = derivative(program, apart * factor + shift, dy_tile, silu)
                     found.append(factor * dz - (constant + apart * slope))
                 program.store(dx[part], channel, number, found)
                 return state

@@ -131,6 +131,7 @@ def shapes_of(case, batch, dtype):
     [
         (Case(32, 32, (192, 128)), 'bfloat16'),
         (Case(9, 7, (96, 32), groups=8, silu=False, per_sample=True), 'float32'),
+        (Case(8, 8, (64,), groups=32), 'float32'),
         (Case(4, 4, (128,), groups=64), 'float16'),
     ],
     ids=str,
@@ -252,8 +253,13 @@ def test_tiles_cover_every_pixel(pixels, itemsize):
                 assert p.ragged == (p.tile.splits * p.share * p.rows != pixels)
 
 
-def test_sums_are_pairwise_and_sigmoid_is_safe():
+def test_sums_are_pairwise():
     assert hopper_program.total([jnp.float32(v) for v in range(7)]) == 21
-    z = jnp.array([-200.0, -20.0, 0.0, 20.0, 200.0])
-    found = hopper_program.sigmoid(z)
-    np.testing.assert_allclose(found, jax.nn.sigmoid(z), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize(('exact', 'rtol'), [(False, 1e-5), (True, 2**-22)])
+def test_the_sigmoid_is_safe(exact, rtol):
+    z = np.array([-200.0, -80.0, *np.linspace(-20, 20, 1001), 80.0, 200.0], np.float32)
+    found = hopper_program.sigmoid(jnp.asarray(z), exact=exact)
+    wanted = 1 / (1 + np.exp(-z.astype(np.float64)))
+    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=1e-30)
