@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, Real
+from jaxtyping import Array, Float, Int, Key, PyTree, Real
 
 from jaxunet.model.blocks import (
     AttentionBlock,
@@ -58,6 +58,8 @@ class Encoder(Block):
       time_scale: factor on t before its embedding.
     """
 
+    FLOAT32: ClassVar[tuple[str, ...]] = (TIME_EMBEDDING,)  # how layers that stay float32 begin
+
     attention_levels: tuple[int, ...] = ()
     augmentation_inputs: int = 0
     time_scale: float = 1.0
@@ -66,6 +68,28 @@ class Encoder(Block):
     def channels(self) -> list[int]:
         """Channels of every level."""
         return [int(mult * self.model.base_channels) for mult in self.model.channel_mult]
+
+    def narrowed(self, params: PyTree, narrow: Callable[[list[Array]], Sequence[Array]]) -> PyTree:
+        """Returns the parameters for `predict` with all kernels in `dtype`, converted together.
+
+        Without this, every layer converts its own kernel, in one launch per layer. A float32
+        network returns `params`.
+
+        Args:
+          narrow: converts a list of float32 arrays to `dtype`.
+        """
+        if jnp.dtype(self.dtype).itemsize > 2:
+            return params
+        paths, structure = jax.tree.flatten_with_path(params)
+        at = [
+            i
+            for i, (path, _) in enumerate(paths)
+            if path[-1].key == 'kernel' and not path[0].key.startswith(self.FLOAT32)
+        ]
+        leaves = [leaf for _, leaf in paths]
+        for i, leaf in zip(at, narrow([leaves[i] for i in at]), strict=True):
+            leaves[i] = leaf
+        return jax.tree.unflatten(structure, leaves)
 
     def _embed(
         self,

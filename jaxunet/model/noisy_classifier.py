@@ -8,7 +8,7 @@ Source: Dhariwal & Nichol 2021, arXiv 2105.05233, section 4 (openai/guided-diffu
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree, Real
 
 from jaxunet.config import Config
 from jaxunet.model.blocks import Affine, Block, parameter
-from jaxunet.model.encoder import Encoder, encode, make_layers
+from jaxunet.model.encoder import TIME_EMBEDDING, Encoder, encode, make_layers
 from jaxunet.ops.vocabulary import Ops
 
 
@@ -46,6 +46,8 @@ class NoisyClassifier(Encoder):
       classes: number of classes.
       side: pixels of an image's side; the pool has a position for every pixel of the lowest level.
     """
+
+    FLOAT32: ClassVar[tuple[str, ...]] = (TIME_EMBEDDING, 'pool')
 
     classes: int = 0
     side: int = 0

@@ -12,7 +12,6 @@ Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
 import flax.linen as nn
@@ -118,28 +117,6 @@ class UNet(Encoder):
         """Calls the network with the parameters as an argument; see `__call__`."""
         arguments = (x, t, labels, dropout_keys, augmentation, low_res)
         return cast(Array, self.apply({'params': params}, *arguments))
-
-    def narrowed(self, params: Params, narrow: Callable[[list[Array]], Sequence[Array]]) -> Params:
-        """Returns the parameters for `predict` with all kernels in `dtype`, converted together.
-
-        Without this, every layer converts its own kernel, in one launch per layer. A float32
-        network returns `params`.
-
-        Args:
-          narrow: converts a list of float32 arrays to `dtype`.
-        """
-        if jnp.dtype(self.dtype).itemsize > 2:
-            return params
-        paths, structure = jax.tree.flatten_with_path(params)
-        at = [
-            i
-            for i, (path, _) in enumerate(paths)
-            if path[-1].key == 'kernel' and not path[0].key.startswith(TIME_EMBEDDING)
-        ]
-        leaves = [leaf for _, leaf in paths]
-        for i, leaf in zip(at, narrow([leaves[i] for i in at]), strict=True):
-            leaves[i] = leaf
-        return jax.tree.unflatten(structure, leaves)
 
 
 def computed_last(gradients: Params) -> list[bool]:

@@ -20,6 +20,7 @@ from jaxunet.config import Config, to_dict
 from jaxunet.data.images import to_uint8
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.cost import forward_flops
+from jaxunet.model.encoder import Encoder
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import choose, describe, fused_update, load_ops
@@ -147,13 +148,21 @@ class Generator:
         classifier, scale = self.guide
         ops = load_ops(self.config.backend, self.config.precision)
         network = build_classifier(classifier.config, classifier.classes, ops)
+        params = self._narrowed(network, params, classifier.config.precision)
         return class_gradient(network, params, labels, scale)
+
+    def _narrowed(self, network: Encoder, params: Params | None, precision: str) -> Params:
+        """Converts weights to a network's type before the loop over evaluations.
+
+        XLA would leave the casts of the layers in the loop.
+        """
+        narrow = (fused_update(self.config.backend, self.config.precision) or UPDATE).narrow
+        return network.narrowed(params, lambda arrays: narrow(arrays, precision))
 
     def _jit_segment(self, mesh: Mesh) -> jax.stages.Wrapped:
         """Returns the program that runs a range of evaluations on every device's samples."""
         config = self.config
         model = build_unet(config, load_ops(config.backend, config.precision))
-        narrow = (fused_update(config.backend, config.precision) or UPDATE).narrow
 
         def segment(
             params: Params,
@@ -165,8 +174,7 @@ class Generator:
             guide_params: Params | None,
         ) -> State:
             keys, labels = inputs.keys, inputs.labels
-            # Once, because XLA would leave the casts of the layers in the loop over evaluations.
-            params = model.narrowed(params, lambda arrays: narrow(arrays, config.precision))
+            params = self._narrowed(model, params, config.precision)
 
             def denoise(x: Array, t: Array, labels: Array | None) -> Array:
                 pictures = inputs.low_res
