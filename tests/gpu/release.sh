@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# What a release must show on GPUs: tests, sanitizers, step times, starts and a long run, in one go.
+#   IMAGES=elephants64.zip tests/gpu/release.sh OUTPUT [MINUTES] [PART ...]
+# MINUTES: 28 by default, in which all parts end. PARTS: scaling steps starts tests sanitizers soak; all by default.
+# The checkout must be built (tests/gpu/build.sh). IMAGES: a set that configs/elephants64.py reads.
+# The long run (soak) has the last GPU and six CPU cores to itself, so it needs two GPUs; the other parts run on the
+# first, one after another: those that measure times alone, then the sanitizers beside the tests.
+# Writes to OUTPUT; rows that are there already are kept, and the sanitizers go on where they ended:
+#   scaling/ amp/     sweeps of one and all GPUs, and of the precisions
+#   turns.jsonl       steps of xla and auto in turns, bfloat16 and float32
+#   starts.jsonl      time to the first step and the first picture
+#   tests.log         pytest -m gpu; on all GPUs for training
+#   sanitizer.jsonl   rows of tests/gpu/sanitize.py, and sanitizer.log
+#   soak/             rows, measurements and picture of the long run
+set -uo pipefail
+mkdir -p "$1"
+out=$(realpath "$1")
+minutes=${2:-28}
+parts=${*:3}
+parts=" ${parts:-scaling steps starts tests sanitizers soak} "
+images=$(realpath "${IMAGES:-elephants64.zip}")
+cd "$(dirname "$0")/../.." || exit
+[ -f "$images" ] || { echo "error: $images: no such file; IMAGES names a set of images of 64x64"; exit 2; }
+export PYTHONPATH=.:tests:tests/gpu${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
+gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
+cores=$(nproc)
+end=$((SECONDS + 60 * minutes))
+sweep=(python3 -m jaxunet.sweep --config configs/elephants64.py "--config.data.path=$images" --noplot)
+
+wanted() { [[ $parts == *" $1 "* ]]; }
+# Runs a command for as long as time is left, and says when it ended.
+within() {
+  local name=$1 left=$((end - SECONDS))
+  shift
+  if ((left < 5)); then
+    echo "[$SECONDS s] $name: no time left"
+  else
+    timeout --kill-after=10 "$left" "$@"
+    echo "[$SECONDS s] $name: exit status $?"
+  fi
+}
+
+if wanted scaling && ((gpus > 1)); then
+  within tests-of-all-gpus python3 -m pytest -m gpu -n 6 -q -p no:benchmark tests/gpu/test_gpu.py -k every_gpu \
+    >"$out/tests_all_gpus.log" 2>&1
+  tail -2 "$out/tests_all_gpus.log"
+  within scaling "${sweep[@]}" --preset devices_batch --vary "parallel.devices=1,$gpus" --vary batch_per_device=32,128 \
+    --output "$out/scaling"
+fi
+
+trap 'kill $(jobs -p) 2>/dev/null' EXIT
+soak=
+if wanted soak && ((gpus > 1)); then
+  # Ends a quarter of a minute before the rest, to write its results.
+  left=$(python3 -c "print(($end - $SECONDS - 15) / 60)")
+  CUDA_VISIBLE_DEVICES=$((gpus - 1)) taskset -c 0-5 python3 tests/soak/run.py --minutes "$left" --output "$out/soak" -- \
+    --config=configs/elephants64.py "--config.data.path=$images" --config.backend=cuda --config.train.steps=10000000 \
+    --config.train.log_every=500 --config.train.checkpoint_every=5000 --config.train.sample_every=5000 \
+    --config.train.evaluate_every=5000 --config.evaluation.samples=256 --config.evaluation.steps=50 \
+    --config.evaluation.metrics=fid,recall --config.evaluation.features=docs/results/recipes/features.npz \
+    >"$out/soak.log" 2>&1 &
+  soak=$!
+  taskset -p -c "6-$((cores - 1))" $$ >/dev/null
+fi
+
+export CUDA_VISIBLE_DEVICES=0
+if wanted steps; then
+  within amp "${sweep[@]}" --config.parallel.devices=1 --preset amp --output "$out/amp"
+  for flags in '--batch_sizes 32,256' '--batch_sizes 32 --precision float32'; do
+    # shellcheck disable=SC2086
+    within steps python3 tests/gpu/steps.py . --backends xla,auto $flags --output "$out/turns.jsonl"
+  done
+fi
+wanted starts && within starts python3 tests/gpu/starts.py --auto --lanes 4 --seconds 120 --output "$out/starts.jsonl"
+sanitizers=
+if wanted sanitizers; then
+  python3 tests/gpu/sanitize.py --seconds $((end - SECONDS)) --processes 10 \
+    --times docs/results/sanitizer/rows.jsonl --output "$out/sanitizer.jsonl" >"$out/sanitizer.log" 2>&1 &
+  sanitizers=$!
+fi
+if wanted tests; then
+  within tests python3 -m pytest -m gpu -n 6 -q -p no:benchmark -p show_failures >"$out/tests.log" 2>&1
+  tail -3 "$out/tests.log"
+fi
+[ -z "$sanitizers" ] || wait "$sanitizers"
+[ -z "$soak" ] || wait "$soak"
