@@ -42,7 +42,7 @@ from collections.abc import Callable, Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
-from support import sanitizer  # noqa: E402
+from support import sanitizer, sanitizer_output, sanitizer_rows, sanitizer_run  # noqa: E402
 from support.origin import origin  # noqa: E402
 
 from jaxunet.runtime import rows  # noqa: E402
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the pieces that the flags ask for; returns the exit status."""
     options = parse_flags(argv)
     if options.table is not None:
-        print(sanitizer.table(options.table))
+        print(sanitizer_rows.table(options.table))
         return 0
     if options.check is not None:
         return check(options)
@@ -70,15 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     codes = {op: sanitizer.code(op, origin) for op in options.ops}
     command = shlex.join(['python3', 'tests/gpu/sanitize.py', *(argv or sys.argv[1:])])
     wanted = sanitizer.pieces(options.tools, options.ops, options.kernels, options.size)
-    left = [p for p in wanted if options.again or not sanitizer.is_done(p, known, codes[p.op])]
-    left = sanitizer.longest_first(left, options.times + known)
+    left = [p for p in wanted if options.again or not sanitizer_rows.is_done(p, known, codes[p.op])]
+    left = sanitizer_rows.longest_first(left, options.times + known)
     bad = late = 0
 
-    def work(piece: sanitizer.Piece) -> tuple[sanitizer.Piece, sanitizer.Found, float] | None:
+    def work(
+        piece: sanitizer.Piece,
+    ) -> tuple[sanitizer.Piece, sanitizer_output.Found, float] | None:
         seconds = stop - time.monotonic()
         if seconds <= 0:
             return None
-        return piece, *sanitizer.run(piece, min(options.limit, seconds))
+        return piece, *sanitizer_run.run(piece, min(options.limit, seconds))
 
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         futures = [pool.submit(work, piece) for piece in left]
@@ -105,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C, begin no other piece
     if options.output.exists():
-        print(sanitizer.table(rows.read(options.output)))
+        print(sanitizer_rows.table(rows.read(options.output)))
     if late:
         print(f'{late} pieces were not begun; the same command runs them')
     return 1 if bad else 0
@@ -115,7 +117,7 @@ def check(options: argparse.Namespace) -> int:
     """Prints what rows lack for the sources as they are now; returns the exit status."""
     # A piece for each tool, op and set of kernels, with all cases.
     wanted = list(sanitizer.pieces(options.tools, options.ops, options.kernels, sys.maxsize))
-    if found := sanitizer.gaps(wanted, options.check):
+    if found := sanitizer_rows.gaps(wanted, options.check):
         print(*found, sep='\n')
         return 1
     runs = sum(len(piece.tests) for piece in wanted)
@@ -123,7 +125,7 @@ def check(options: argparse.Namespace) -> int:
     return 0
 
 
-def tell(piece: sanitizer.Piece, found: sanitizer.Found, seconds: float) -> None:
+def tell(piece: sanitizer.Piece, found: sanitizer_output.Found, seconds: float) -> None:
     """Prints the line of a piece that has ended, and its reports."""
     last = piece.first + len(piece.tests)
     print(

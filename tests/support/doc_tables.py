@@ -14,7 +14,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
-from support import fault_table, markdown, recipe_tables, sanitizer, study_tables, width_tables
+from support import fault_table, markdown, recipe_tables, sanitizer_rows, study_tables, width_tables
 from support import golden as trajectories
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -382,7 +382,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'curves': curves,
     'fuzz': fuzz,
     **fault_table.TABLES,
-    'sanitizer': lambda: sanitizer.table(read_lines('sanitizer/rows.jsonl')),
+    'sanitizer': lambda: sanitizer_rows.table(read_lines('sanitizer/rows.jsonl')),
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
     **study_tables.TABLES,

@@ -1,24 +1,21 @@
-"""Runs the small cases of every kernel under compute-sanitizer, in pieces that fit into a limited
-time, and keeps a row for each piece; `tests/gpu/sanitize.py` is its command.
+"""The small cases of every kernel for compute-sanitizer, in pieces that fit into a limited time,
+and the digest of what they run. `sanitizer_run` runs a piece, `sanitizer_output` reads what the
+tool prints, and `sanitizer_rows` what the rows say; `tests/gpu/sanitize.py` is the command.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import pathlib
-import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxunet.runtime.rows import Row
-from support import markdown, tested_sources
+from support import tested_sources
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SANITIZER = 'compute-sanitizer'
@@ -30,8 +27,6 @@ FLAGS = (
 )
 PYTEST_FLAGS = ('-q', '-n', '0', '-m', '', '-p', 'no:benchmark', '-p', 'no:cacheprovider')
 XLA_FLAGS = '--xla_gpu_autotune_level=0'
-TOLD_LINES = 80  # of a tool's reports that are printed
-DONE = ('clean', 'errors', 'failed')  # states that are not tried again
 
 
 class Op(NamedTuple):
@@ -93,62 +88,6 @@ class Piece(NamedTuple):
         return self._asdict() | {'tests': len(self.tests)}
 
 
-class Found(NamedTuple):
-    """The result of a run.
-
-    Fields:
-      errors: those that the tool counted; None if it ended without its summary.
-      status: clean; errors: the tool found some; failed: a test failed, or none passed; timeout;
-        no memory: the GPU had too little for the test or the tool; crashed: no summary.
-      reports: the first lines of the tool's reports.
-    """
-
-    passed: int
-    failed: int
-    skipped: int
-    errors: int | None
-    status: str
-    reports: list[str]
-
-
-SUMMARY = re.compile(
-    r'^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed .*)$',
-    re.MULTILINE,
-)
-# Every report begins with a line that is indented by one space; those of its details by more.
-REPORT = re.compile(r'^========= (?! )(?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(.+)$')
-NO_MEMORY = re.compile(
-    r'Unable to allocate enough memory|CUDA_ERROR_OUT_OF_MEMORY|RESOURCE_EXHAUSTED: Out of memory'
-    r'|no supported devices found'
-)
-COUNT = re.compile(r'(\d+) (passed|failed|skipped|errors?)\b')
-
-
-def parse(output: str, *, timed_out: bool = False) -> Found:
-    """Returns what the output of compute-sanitizer around pytest says.
-
-    Processes that the tool follows have a summary each; their errors are added.
-    """
-    summaries = [int(a or b) for a, b in SUMMARY.findall(output)]
-    errors = sum(summaries) if summaries else None
-    ends = [line for line in output.splitlines() if re.search(r'\bin [\d.:]+s\b', line)]
-    counts = dict.fromkeys(('passed', 'failed', 'skipped', 'error', 'errors'), 0)
-    counts |= {name: int(n) for n, name in COUNT.findall(ends[-1] if ends else '')}
-    failed = counts['failed'] + counts['error'] + counts['errors']
-    if timed_out:
-        status = 'timeout'
-    elif NO_MEMORY.search(output):
-        status = 'no memory'
-    elif errors is None:
-        status = 'crashed'
-    elif errors:
-        status = 'errors'
-    else:
-        status = 'failed' if failed or not counts['passed'] else 'clean'
-    reports = [m[1] for line in output.splitlines() if (m := REPORT.match(line))]
-    return Found(counts['passed'], failed, counts['skipped'], errors, status, reports[:5])
-
-
 def collect(op: Op) -> list[str]:
     """Returns the names of an op's small cases.
 
@@ -202,173 +141,3 @@ def code(op: str, origin: Row) -> str:
     versions += [origin.get(name) for name in ('device', 'nvcc', 'sanitizer')]
     told = [tested_sources.digest(OPS[op].path), FLAGS, PYTEST_FLAGS, XLA_FLAGS, versions]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
-
-
-def is_done(piece: Piece, rows: Sequence[Row], code: str) -> bool:
-    """Returns True if rows of this code have all tests of the piece, and did not end early.
-
-    Rows without a code, of earlier versions of this program, do not count.
-    """
-    covered: set[int] = set()
-    for row in rows:
-        if row.get('code') == code and row['status'] in DONE and _same(row, piece):
-            covered.update(_cases(row))
-    return covered >= set(range(piece.first, piece.first + len(piece.tests)))
-
-
-def longest_first(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
-    """Returns the pieces in the order in which they run, so that no long one is left for the end.
-
-    Those without a row of their cases come first, then those that took longest in any row, of
-    whatever sources.
-    """
-    seconds: dict[tuple[object, ...], float] = {}
-    for row in rows:
-        if row['status'] in (*DONE, 'timeout'):
-            key = (row['tool'], row['op'], row['kernels'], row['first'], row['tests'])
-            seconds[key] = max(row['seconds'], seconds.get(key, 0))
-
-    def expected(p: Piece) -> float:
-        return seconds.get((p.tool, p.op, p.kernels, p.first, len(p.tests)), math.inf)
-
-    return sorted(pieces, key=expected, reverse=True)
-
-
-def gaps(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each piece that rows of the sources as they are now do not show clean.
-
-    A row counts whatever device and versions it names. Of rows with the same ones, the newest of
-    a case counts; those of pieces that ended early do not.
-    """
-    lines = []
-    for piece in pieces:
-        newest: dict[tuple[str, int], str] = {}
-        for row in rows:
-            if row['status'] in DONE and _same(row, piece) and _is_current(row):
-                newest |= {(row['code'], case): row['status'] for case in _cases(row)}
-        wanted = range(piece.first, piece.first + len(piece.tests))
-        missing = len(set(wanted) - {case for _, case in newest})
-        bad = len({case for (_, case), state in newest.items() if state != 'clean'} & set(wanted))
-        told = [f'{missing} of {len(wanted)} cases not run for these sources'] if missing else []
-        told += [f'{bad} cases in pieces with errors or failed tests'] if bad else []
-        if told:
-            lines.append(f'{piece.tool}, {piece.op}, {piece.kernels}: {"; ".join(told)}')
-    return lines
-
-
-def _is_current(row: Row) -> bool:
-    return 'code' in row and row['code'] == code(row['op'], row)
-
-
-def _cases(row: Row) -> range:
-    return range(row['first'], row['first'] + row['tests'])
-
-
-def _same(row: Row, piece: Piece) -> bool:
-    return all(row[name] == getattr(piece, name) for name in ('tool', 'op', 'kernels', 'digest'))
-
-
-def run(piece: Piece, seconds: float) -> tuple[Found, float]:
-    """Runs a piece; returns what was found, and the seconds that it took.
-
-    A piece that takes longer than `seconds` is ended with all processes that it started.
-    """
-    command = [SANITIZER, '--tool', piece.tool, *FLAGS, sys.executable, '-m', 'pytest']
-    began = time.monotonic()
-    process = subprocess.Popen(
-        [*command, *PYTEST_FLAGS, *piece.tests],
-        cwd=ROOT,
-        env=environment(piece.kernels),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    timed_out = False
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        timed_out = True
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    found = parse(output, timed_out=timed_out)
-    if found.status in ('failed', 'crashed'):
-        print(output[-4000:], flush=True)
-    if found.status == 'errors':
-        told = [line for line in output.splitlines() if line.startswith('=========')]
-        print(*told[:TOLD_LINES], sep='\n', flush=True)
-    return found, round(time.monotonic() - began, 1)
-
-
-def environment(kernels: str) -> dict[str, str]:
-    """Returns the environment of a run.
-
-    XLA's autotuner is off: its own candidates make racecheck fail before a kernel of ours has run.
-    The tools need most of the GPU's memory for themselves.
-    """
-    path = os.pathsep.join(filter(None, ['.', os.environ.get('PYTHONPATH')]))
-    return (
-        {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.03'}
-        | os.environ
-        | {
-            'PYTHONPATH': path,
-            'JAXUNET_KERNELS': kernels,
-            'JAXUNET_REQUIRE_EXTENSION': '1',
-            'XLA_FLAGS': f'{XLA_FLAGS} {os.environ.get("XLA_FLAGS", "")}',
-        }
-    )
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Returns Markdown: a line for each op and set of kernels, a column for each tool.
-
-    A cell counts the tests of the newest code with a row there; a row without a code stands for
-    its commit.
-    """
-    body = []
-    used: list[Row] = []
-    for kernels, shown in KERNELS.items():
-        for op in OPS:
-            cells = []
-            for tool in TOOLS:
-                here = [
-                    row
-                    for row in rows
-                    if (row['tool'], row['op'], row['kernels']) == (tool, op, kernels)
-                ]
-                newest = [row for row in here if _origin(row) == _origin(here[-1])]
-                used += newest
-                cells.append(_cell(newest))
-            body.append([op, shown, *cells])
-    text = markdown.table(('op', 'kernels', *TOOLS), body)
-    if not used:
-        return text
-    devices = ', '.join(dict.fromkeys(row['device'] for row in used))
-    commits = ', '.join(dict.fromkeys(str(row['git']) for row in used))
-    several = f's {commits}: the cells are of several commits' if ', ' in commits else f' {commits}'
-    versions = ', '.join(dict.fromkeys(row['sanitizer'] for row in used))
-    return f'{text}\n\n{devices}, driver {used[-1]["driver"]}, {versions}, commit{several}.'
-
-
-def _origin(row: Row) -> tuple[str | None, str]:
-    return row.get('code', row['git']), row['digest']
-
-
-def _cell(rows: Sequence[Row]) -> str:
-    """Returns the cell of one op, set of kernels and tool."""
-    newest = {row['first']: row for row in rows}
-    if not newest:
-        return 'not run'
-    states = [row['status'] for row in newest.values()]
-    tests = sum(row['tests'] for row in newest.values() if row['status'] in DONE)
-    errors = sum(row['errors'] or 0 for row in newest.values() if row['status'] in DONE)
-    skipped = sum(row['skipped'] for row in newest.values() if row['status'] in DONE)
-    of = max(row['of'] for row in newest.values())
-    parts = [f'{tests} of {of} cases' if tests < of else f'{tests} cases', f'{errors} errors']
-    parts += [f'{skipped} skipped'] if skipped else []
-    if failed := sum(row['failed'] for row in newest.values()):
-        parts.append(f'{failed} failed')
-    for state in ('timeout', 'no memory', 'crashed'):
-        if state in states:
-            parts.append(f'{states.count(state)} × {state}')
-    return ', '.join(parts)

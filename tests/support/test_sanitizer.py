@@ -12,8 +12,9 @@ import time
 
 import pytest
 
-from support import sanitizer, tested_sources
-from support.sanitizer import OPS, Op, Piece, parse
+from support import sanitizer, sanitizer_rows, sanitizer_run, tested_sources
+from support.sanitizer import OPS, Op, Piece
+from support.sanitizer_output import parse
 
 CLEAN = """\
 ========= COMPUTE-SANITIZER
@@ -175,13 +176,13 @@ def test_what_takes_too_long_is_ended_and_tried_again(world, capsys):
 
 
 def test_pieces_run_at_the_same_time(world, monkeypatch):
-    together, run = threading.Barrier(3, timeout=60), sanitizer.run
+    together, run = threading.Barrier(3, timeout=60), sanitizer_run.run
 
     def run_together(piece, seconds):
         together.wait()  # fails if the three pieces come one after the other
         return run(piece, seconds)
 
-    monkeypatch.setattr(sanitizer, 'run', run_together)
+    monkeypatch.setattr(sanitizer_run, 'run', run_together)
     assert world.run('--tools', 'memcheck', '--kernels', 'portable', '--processes', '3') == 0
     assert sorted(r['first'] for r in world.rows()) == [0, 2, 4]
 
@@ -218,14 +219,14 @@ def test_a_commit_keeps_the_rows_of_the_same_sources(world, monkeypatch, capsys)
 def test_rows_of_other_tests_or_sources_do_not_count():
     piece = Piece('memcheck', 'cuda linear', 'portable', 2, ('a', 'b'), 5, 'digest')
     row = piece.row() | {'git': 'abc', 'code': '1', 'status': 'clean'}
-    assert sanitizer.is_done(piece, [row], '1')
-    assert not sanitizer.is_done(piece, [row], '2')
+    assert sanitizer_rows.is_done(piece, [row], '1')
+    assert not sanitizer_rows.is_done(piece, [row], '2')
     older = {name: value for name, value in row.items() if name != 'code'}
-    assert not sanitizer.is_done(piece, [older], '1')
+    assert not sanitizer_rows.is_done(piece, [older], '1')
     for change in ({'digest': 'other'}, {'status': 'timeout'}, {'tests': 1}, {'first': 3}):
-        assert not sanitizer.is_done(piece, [row | change], '1')
+        assert not sanitizer_rows.is_done(piece, [row | change], '1')
     halves = [row | {'tests': 1}, row | {'first': 3, 'tests': 1}]
-    assert sanitizer.is_done(piece, halves, '1')
+    assert sanitizer_rows.is_done(piece, halves, '1')
 
 
 def test_long_pieces_begin_first(world):
@@ -244,7 +245,7 @@ def test_long_pieces_begin_first(world):
             (known[2], 'crashed', 50),
         )
     ]
-    assert sanitizer.longest_first([*known, unknown], rows) == [
+    assert sanitizer_rows.longest_first([*known, unknown], rows) == [
         unknown,
         known[1],
         known[2],
@@ -302,9 +303,11 @@ def test_the_table_shows_rows_without_a_code():
     piece = Piece('memcheck', 'cuda linear', 'portable', 0, ('a', 'b'), 2, 'digest')
     row = piece.row() | {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
     row |= parse(CLEAN)._asdict()
-    assert '| cuda linear | portable | 2 cases, 0 errors, 2 skipped |' in sanitizer.table([row])
+    assert '| cuda linear | portable | 2 cases, 0 errors, 2 skipped |' in sanitizer_rows.table(
+        [row]
+    )
     newer = row | {'git': 'def', 'code': '1', 'skipped': 0, 'first': 1, 'tests': 1}
-    text = sanitizer.table([row, newer])
+    text = sanitizer_rows.table([row, newer])
     assert '| cuda linear | portable | 1 of 2 cases, 0 errors |' in text
     assert text.endswith('tool 1, commit def.')
 

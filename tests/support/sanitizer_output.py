@@ -1,0 +1,62 @@
+"""Reads what compute-sanitizer around pytest prints."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Found(NamedTuple):
+    """The result of a run.
+
+    Fields:
+      errors: those that the tool counted; None if it ended without its summary.
+      status: clean; errors: the tool found some; failed: a test failed, or none passed; timeout;
+        no memory: the GPU had too little for the test or the tool; crashed: no summary.
+      reports: the first lines of the tool's reports.
+    """
+
+    passed: int
+    failed: int
+    skipped: int
+    errors: int | None
+    status: str
+    reports: list[str]
+
+
+SUMMARY = re.compile(
+    r'^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed .*)$',
+    re.MULTILINE,
+)
+# Every report begins with a line that is indented by one space; those of its details by more.
+REPORT = re.compile(r'^========= (?! )(?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(.+)$')
+NO_MEMORY = re.compile(
+    r'Unable to allocate enough memory|CUDA_ERROR_OUT_OF_MEMORY|RESOURCE_EXHAUSTED: Out of memory'
+    r'|no supported devices found'
+)
+COUNT = re.compile(r'(\d+) (passed|failed|skipped|errors?)\b')
+
+
+def parse(output: str, *, timed_out: bool = False) -> Found:
+    """Returns what the output of compute-sanitizer around pytest says.
+
+    Processes that the tool follows have a summary each; their errors are added.
+    """
+    summaries = [int(a or b) for a, b in SUMMARY.findall(output)]
+    errors = sum(summaries) if summaries else None
+    ends = [line for line in output.splitlines() if re.search(r'\bin [\d.:]+s\b', line)]
+    counts = dict.fromkeys(('passed', 'failed', 'skipped', 'error', 'errors'), 0)
+    counts |= {name: int(n) for n, name in COUNT.findall(ends[-1] if ends else '')}
+    failed = counts['failed'] + counts['error'] + counts['errors']
+    if timed_out:
+        status = 'timeout'
+    elif NO_MEMORY.search(output):
+        status = 'no memory'
+    elif errors is None:
+        status = 'crashed'
+    elif errors:
+        status = 'errors'
+    else:
+        status = 'failed' if failed or not counts['passed'] else 'clean'
+    reports = [m[1] for line in output.splitlines() if (m := REPORT.match(line))]
+    return Found(counts['passed'], failed, counts['skipped'], errors, status, reports[:5])
