@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+KEPT = 5  # reports of a row
+
 
 class Found(NamedTuple):
     """The result of a run.
@@ -13,7 +15,7 @@ class Found(NamedTuple):
       errors: those that the tool counted; None if it ended without its summary.
       status: clean; errors: the tool found some; failed: a test failed, or none passed; timeout;
         no memory: the GPU had too little for the test or the tool; crashed: no summary.
-      reports: the first lines of the tool's reports.
+      reports: the beginnings of the tool's reports.
     """
 
     passed: int
@@ -30,6 +32,8 @@ SUMMARY = re.compile(
 )
 # Every report begins with a line that is indented by one space; those of its details by more.
 REPORT = re.compile(r'^========= (?! )(?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(.+)$')
+OTHER_SIDE = re.compile(r'^========= {2,}(and .+)$')  # of a race: its other access
+PROGRESS = re.compile(r'^[.sFExX]+(?========== )', re.MULTILINE)  # pytest's, on a line of the tool
 NO_MEMORY = re.compile(
     r'Unable to allocate enough memory|CUDA_ERROR_OUT_OF_MEMORY|RESOURCE_EXHAUSTED: Out of memory'
     r'|no supported devices found'
@@ -42,6 +46,7 @@ def parse(output: str, *, timed_out: bool = False) -> Found:
 
     Processes that the tool follows have a summary each; their errors are added.
     """
+    output = PROGRESS.sub('', output)
     summaries = [int(a or b) for a, b in SUMMARY.findall(output)]
     errors = sum(summaries) if summaries else None
     ends = [line for line in output.splitlines() if re.search(r'\bin [\d.:]+s\b', line)]
@@ -58,5 +63,25 @@ def parse(output: str, *, timed_out: bool = False) -> Found:
         status = 'errors'
     else:
         status = 'failed' if failed or not counts['passed'] else 'clean'
-    reports = [m[1] for line in output.splitlines() if (m := REPORT.match(line))]
-    return Found(counts['passed'], failed, counts['skipped'], errors, status, reports[:5])
+    told = _reports(output)[:KEPT]
+    return Found(counts['passed'], failed, counts['skipped'], errors, status, told)
+
+
+def lines(output: str) -> list[str]:
+    """Returns the lines that the tool printed."""
+    return [line for line in PROGRESS.sub('', output).splitlines() if line.startswith('=========')]
+
+
+def _reports(output: str) -> list[str]:
+    """Returns the first line of each report; of a race, with the lines of its other accesses."""
+    found: list[str] = []
+    race = False  # whether the lines before belong to the report of a race
+    for line in output.splitlines():
+        if report := REPORT.match(line):
+            found.append(report[1])
+            race = 'Race reported' in report[1]
+        elif race and (other := OTHER_SIDE.match(line)):
+            found[-1] += f' {other[1]}'
+        else:
+            race = False
+    return found

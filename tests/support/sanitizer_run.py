@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 
+from support import sanitizer_output
 from support.sanitizer import FLAGS, PYTEST_FLAGS, ROOT, SANITIZER, XLA_FLAGS, Piece
-from support.sanitizer_output import Found, parse
+from support.sanitizer_output import Found
 
 TOLD_LINES = 80  # of a tool's reports that are printed
 
@@ -37,12 +38,11 @@ def run(piece: Piece, seconds: float) -> tuple[Found, float]:
         timed_out = True
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-    found = parse(output, timed_out=timed_out)
+    found = sanitizer_output.parse(output, timed_out=timed_out)
     if found.status in ('failed', 'crashed'):
         print(output[-4000:], flush=True)
     if found.status == 'errors':
-        told = [line for line in output.splitlines() if line.startswith('=========')]
-        print(*told[:TOLD_LINES], sep='\n', flush=True)
+        print(*sanitizer_output.lines(output)[:TOLD_LINES], sep='\n', flush=True)
     return found, round(time.monotonic() - began, 1)
 
 

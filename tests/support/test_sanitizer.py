@@ -35,7 +35,15 @@ READ = """\
 ========= ERROR SUMMARY: 7 errors were not printed because of print limit; they can be shown
 """
 RACE = """\
+.....========= Warning: Race reported between Write access at a+0x1
+=========     and Read access at b+0x2 [32 hazards]
+=========     and Write access at c+0x3 [4 hazards]
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========
 ========= Error: Race reported between Write access at a+0x1 and Read access at b+0x2 [4 hazards]
+=========         Host Frame: PyObject_Vectorcall [0x1499b4] in python3
+=========     and Read access at another place
+..
 1 passed in 0:03:01
 3 passed in 182.01s (0:03:02)
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
@@ -52,7 +60,11 @@ def test_what_the_output_says():
     ]
     found = parse(RACE)
     assert (found.passed, found.errors, found.status) == (3, 1, 'errors')
-    assert found.reports[0].startswith('Error: Race reported')
+    race = 'Race reported between Write access at a+0x1 and Read access at b+0x2'
+    assert found.reports == [
+        f'Warning: {race} [32 hazards] and Write access at c+0x3 [4 hazards]',
+        f'Error: {race} [4 hazards]',
+    ]
     assert parse(CLEAN + CLEAN.replace('0 errors', '2 errors')).errors == 2  # of two processes
     assert parse(CLEAN.replace('20 passed', '1 failed, 19 passed'))[:2] == (19, 1)
     assert parse(CLEAN.replace('20 passed', '1 failed, 19 passed')).status == 'failed'
