@@ -3,20 +3,26 @@ with the portable ones.
 
     python3 tests/gpu/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck]
       [--ops 'cuda conv3x3,pallas attention'] [--kernels fastest,portable] [--seconds 3600]
-      [--limit 600] [--size 20] [--processes 1] [--output sanitizer.jsonl] [--times OTHER_ROWS]
-      [--again]
+      [--limit 600] [--stall 90] [--start 120] [--size 20] [--processes 1]
+      [--output sanitizer.jsonl] [--times OTHER_ROWS] [--again]
     python3 tests/gpu/sanitize.py --table docs/results/sanitizer/rows.jsonl
     python3 tests/gpu/sanitize.py --check docs/results/sanitizer/rows.jsonl
 
 Appends a row for each piece of at most `--size` tests to `--output`, and prints the table of all
 its rows at the end. No piece begins after `--seconds`, and none takes more than `--limit`. The same
-command goes on where an earlier one ended: pieces that have a row of the same code are left out,
+command goes on where an earlier one ended: cases that have a row of the same code are left out,
 unless `--again`. The code is a digest of the sources that the op's tests run, and of the device and
 versions, so a commit that changes none of these keeps its rows. Pieces begin in the order of the
 seconds that the rows of `--output` and `--times` have for them, longest first; those without a row
-come before. Pieces of which the GPU's memory was too small are not done: the next run tries them
-again, best with fewer `--processes`. What the tool printed of a piece with errors follows its line.
-The exit status is 1 if a tool found an error or a test failed.
+come before, and those that took too long or stalled come last. Pieces of which the GPU's memory was
+too small are not done: the next run tries them again, best with fewer `--processes`. What the tool
+printed of a piece with errors stands before its line. The exit status is 1 if a tool found an
+error, a test failed, or a piece did not end by itself.
+
+A piece stalls if a test takes more than `--stall`, if the first has not begun after `--start`, or
+if the process goes on for `--stall` after the last. Its Python stacks and its busiest threads are
+printed, and it is stopped. The test gets a row that says `stalled`, and those before and after it
+run again as pieces of their own; it is not tried again before the next run, which tries it last.
 
 `--check` prints which cases have no row of the sources as they are now, or one with errors; the
 exit status is 1 if there are any. `--tools`, `--ops` and `--kernels` limit what it looks at.
@@ -37,7 +43,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
@@ -70,47 +76,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     codes = {op: sanitizer.code(op, origin) for op in options.ops}
     command = shlex.join(['python3', 'tests/gpu/sanitize.py', *(argv or sys.argv[1:])])
     wanted = sanitizer.pieces(options.tools, options.ops, options.kernels, options.size)
-    left = [p for p in wanted if options.again or not sanitizer_rows.is_done(p, known, codes[p.op])]
-    left = sanitizer_rows.longest_first(left, options.times + known)
-    bad = late = 0
-
-    def work(
-        piece: sanitizer.Piece,
-    ) -> tuple[sanitizer.Piece, sanitizer_output.Found, float] | None:
-        seconds = stop - time.monotonic()
-        if seconds <= 0:
-            return None
-        return piece, *sanitizer_run.run(piece, min(options.limit, seconds))
-
-    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
-        futures = [pool.submit(work, piece) for piece in left]
-        try:
-            for done in concurrent.futures.as_completed(futures):
-                result = done.result()
-                if result is None:
-                    late += 1
-                    continue
-                piece, found, seconds = result
-                row = {
-                    'kind': 'sanitizer',
-                    **origin,
-                    'code': codes[piece.op],
-                    **piece.row(),
-                    **found._asdict(),
-                    'seconds': seconds,
-                    'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-                    'command': command,
-                }
-                rows.append(options.output, row)
-                bad += found.status != 'clean'
-                tell(piece, found, seconds)
-        finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C, begin no other piece
+    left = sanitizer_rows.left(wanted, known, {} if options.again else codes, options.times)
+    waiting = sanitizer_rows.in_order(left, options.times + known)
+    bad = 0
+    for piece, found, seconds in run_all(waiting, options, stop):
+        row = {
+            'kind': 'sanitizer',
+            **origin,
+            'code': codes[piece.op],
+            **piece.row(),
+            **found._asdict(),
+            'seconds': seconds,
+            'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+            'command': command,
+        }
+        rows.append(options.output, row)
+        bad += found.status != 'clean'
+        tell(piece, found, seconds)
     if options.output.exists():
         print(sanitizer_rows.table(rows.read(options.output)))
-    if late:
-        print(f'{late} pieces were not begun; the same command runs them')
+    if waiting:
+        print(f'{len(waiting)} pieces were not begun; the same command runs them')
     return 1 if bad else 0
+
+
+Result = tuple[sanitizer.Piece, sanitizer_output.Found, float]
+
+
+def run_all(
+    waiting: list[sanitizer.Piece], options: argparse.Namespace, stop: float
+) -> Iterator[Result]:
+    """Runs pieces, and the parts of those that stall; yields each result as it comes.
+
+    Takes the pieces that begin out of `waiting`, and leaves there those that the time is too short
+    for. The tests before and after one that stalled are the next pieces. If a test stalls in a
+    piece of tests after another, those after it come last: perhaps all tests of the op do.
+    """
+    running: set[concurrent.futures.Future[Result]] = set()
+    after_another: set[sanitizer.Piece] = set()
+
+    def work(piece: sanitizer.Piece, seconds: float) -> Result:
+        limits = sanitizer_run.Limits(min(options.limit, seconds), options.stall, options.start)
+        return piece, *sanitizer_run.run(piece, limits)
+
+    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+        while True:
+            while waiting and len(running) < options.processes:
+                seconds = stop - time.monotonic()
+                if seconds <= 0:
+                    break
+                running.add(pool.submit(work, waiting.pop(0), seconds))
+            if not running:
+                return
+            done, running = concurrent.futures.wait(
+                running, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                piece, found, seconds = future.result()
+                stalled, before, after = sanitizer_run.divide(piece, found)
+                if after is not None:
+                    waiting.insert(len(waiting) if piece in after_another else 0, after)
+                    after_another.add(after)
+                if before is not None:
+                    waiting.insert(0, before)
+                yield stalled, found, seconds
 
 
 def check(options: argparse.Namespace) -> int:
@@ -127,10 +156,9 @@ def check(options: argparse.Namespace) -> int:
 
 def tell(piece: sanitizer.Piece, found: sanitizer_output.Found, seconds: float) -> None:
     """Prints the line of a piece that has ended, and its reports."""
-    last = piece.first + len(piece.tests)
+    where = f', {found.where}' if found.where else ''
     print(
-        f'{piece.tool}, {piece.op}, {piece.kernels}, cases {piece.first + 1} to {last} of '
-        f'{piece.of}: {found.status}, {found.passed} passed, {seconds:.0f} s',
+        f'{piece.title()}: {found.status}{where}, {found.passed} passed, {seconds:.0f} s',
         *found.reports,
         sep='\n  ',
         flush=True,
@@ -167,6 +195,12 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f'--{flag}', type=some_of(known), default=list(known))
     parser.add_argument('--seconds', type=float, default=3600, help='no piece begins after this')
     parser.add_argument('--limit', type=float, default=600, help='of a piece, in seconds')
+    parser.add_argument(
+        '--stall', type=float, default=90, help='of a test, in seconds; then its piece is stopped'
+    )
+    parser.add_argument(
+        '--start', type=float, default=120, help='until the first test of a piece, in seconds'
+    )
     parser.add_argument('--size', type=int, default=20, help='tests of a piece')
     parser.add_argument('--processes', type=int, default=1, help='pieces at the same time')
     parser.add_argument('--output', type=pathlib.Path, default=pathlib.Path('sanitizer.jsonl'))

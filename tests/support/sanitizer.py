@@ -87,6 +87,15 @@ class Piece(NamedTuple):
         """Returns the fields of a row that name the piece."""
         return self._asdict() | {'tests': len(self.tests)}
 
+    def title(self) -> str:
+        """Returns its name for messages, which counts cases from 1."""
+        cases = f'cases {self.first + 1} to {self.first + len(self.tests)} of {self.of}'
+        return f'{self.tool}, {self.op}, {self.kernels}, {cases}'
+
+    def part(self, begin: int, end: int) -> Piece:
+        """Returns the piece of the tests from number `begin` in this one to before `end`."""
+        return self._replace(first=self.first + begin, tests=self.tests[begin:end])
+
 
 def collect(op: Op) -> list[str]:
     """Returns the names of an op's small cases.

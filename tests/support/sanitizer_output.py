@@ -13,9 +13,13 @@ class Found(NamedTuple):
 
     Fields:
       errors: those that the tool counted; None if it ended without its summary.
-      status: clean; errors: the tool found some; failed: a test failed, or none passed; timeout;
-        no memory: the GPU had too little for the test or the tool; crashed: no summary.
-      reports: the beginnings of the tool's reports.
+      status: clean; errors: the tool found some; failed: a test failed, or none passed; no memory:
+        the GPU had too little for the test or the tool; crashed: no summary; timeout: it took
+        longer than it may; stalled: for too long no test ended.
+      reports: the beginnings of the tool's reports; of a run that was stopped, the innermost lines
+        of its main thread's Python stack.
+      where: the test in which a run was when it was stopped, or 'before the first test', or 'after'
+        and the last test; '' if it ended by itself.
     """
 
     passed: int
@@ -24,6 +28,7 @@ class Found(NamedTuple):
     errors: int | None
     status: str
     reports: list[str]
+    where: str = ''
 
 
 SUMMARY = re.compile(
@@ -41,10 +46,14 @@ NO_MEMORY = re.compile(
 COUNT = re.compile(r'(\d+) (passed|failed|skipped|errors?)\b')
 
 
-def parse(output: str, *, timed_out: bool = False) -> Found:
+def parse(output: str, *, stopped: str = '', where: str = '') -> Found:
     """Returns what the output of compute-sanitizer around pytest says.
 
     Processes that the tool follows have a summary each; their errors are added.
+
+    Args:
+      stopped: timeout or stalled, if the run was stopped.
+      where: the test in which it was.
     """
     output = PROGRESS.sub('', output)
     summaries = [int(a or b) for a, b in SUMMARY.findall(output)]
@@ -53,8 +62,8 @@ def parse(output: str, *, timed_out: bool = False) -> Found:
     counts = dict.fromkeys(('passed', 'failed', 'skipped', 'error', 'errors'), 0)
     counts |= {name: int(n) for n, name in COUNT.findall(ends[-1] if ends else '')}
     failed = counts['failed'] + counts['error'] + counts['errors']
-    if timed_out:
-        status = 'timeout'
+    if stopped:
+        status = stopped
     elif NO_MEMORY.search(output):
         status = 'no memory'
     elif errors is None:
@@ -64,7 +73,7 @@ def parse(output: str, *, timed_out: bool = False) -> Found:
     else:
         status = 'failed' if failed or not counts['passed'] else 'clean'
     told = _reports(output)[:KEPT]
-    return Found(counts['passed'], failed, counts['skipped'], errors, status, told)
+    return Found(counts['passed'], failed, counts['skipped'], errors, status, told, where)
 
 
 def lines(output: str) -> list[str]:

@@ -4,6 +4,7 @@ missing or bad, and the table.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -12,55 +13,103 @@ from support import markdown, sanitizer
 from support.sanitizer import KERNELS, TOOLS, Piece
 
 DONE = ('clean', 'errors', 'failed')  # states that are not tried again
+LAST = ('timeout', 'stalled')  # states that are tried again after all others, in this order
 
 
-def is_done(piece: Piece, rows: Sequence[Row], code: str) -> bool:
-    """Returns True if rows of this code have all tests of the piece, and did not end early.
+def left(
+    pieces: Iterable[Piece],
+    rows: Sequence[Row],
+    codes: dict[str, str],
+    times: Sequence[Row] = (),
+) -> list[Piece]:
+    """Returns what rows leave of pieces: the cases that no row of the op's code shows done.
 
-    Rows without a code, of earlier versions of this program, do not count.
+    Cases that stalled are pieces of their own, so that they stop no other.
+
+    Args:
+      codes: of each op; rows of other codes, or without one, do not count. With no codes at all,
+        nothing is done.
+      times: older rows, which say only what stalled.
     """
-    covered: set[int] = set()
-    for row in rows:
-        if row.get('code') == code and row['status'] in DONE and _same(row, piece):
-            covered.update(_cases(row))
-    return covered >= set(range(piece.first, piece.first + len(piece.tests)))
+    newest = _newest([*times, *rows])
+
+    def together(piece: Piece, case: int, done: set[int]) -> int | None:
+        """Returns None for a case that is done, its number for one alone, -1 for others."""
+        row = newest.get(_key(piece, case))
+        alone = row is not None and row['status'] == 'stalled' and row['tests'] == 1
+        return None if case in done else case if alone else -1
+
+    found: list[Piece] = []
+    for piece in pieces:
+        done: set[int] = set()
+        for row in rows:
+            if row['status'] in DONE and row.get('code') == codes.get(piece.op, ''):
+                done.update(_cases(row) if _same(row, piece) else ())
+        at = 0
+        cases = range(piece.first, piece.first + len(piece.tests))
+        for value, group in itertools.groupby(together(piece, case, done) for case in cases):
+            end = at + len(list(group))
+            if value is not None:
+                found.append(piece.part(at, end))
+            at = end
+    return found
 
 
-def longest_first(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
-    """Returns the pieces in the order in which they run, so that no long one is left for the end.
+def in_order(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
+    """Returns the pieces in the order in which they run, so that no long one is left for the end,
+    and none that hangs keeps others from beginning.
 
     Those without a row of their cases come first, then those that took longest in any row, of
-    whatever sources.
+    whatever sources. If the newest row of a case says that it took too long or stalled, its piece
+    comes after all others, and among these, those that were stopped earliest come first.
     """
     seconds: dict[tuple[object, ...], float] = {}
     for row in rows:
-        if row['status'] in (*DONE, 'timeout'):
+        if row['status'] in DONE:
             key = (row['tool'], row['op'], row['kernels'], row['first'], row['tests'])
             seconds[key] = max(row['seconds'], seconds.get(key, 0))
+    newest = _newest(rows)
 
-    def expected(p: Piece) -> float:
-        return seconds.get((p.tool, p.op, p.kernels, p.first, len(p.tests)), math.inf)
+    def place(p: Piece) -> tuple[int, float]:
+        found = [newest.get(_key(p, case)) for case in range(p.first, p.first + len(p.tests))]
+        stopped = [
+            (LAST.index(row['status']) + 1, row['seconds'])
+            for row in found
+            if row is not None and row['status'] in LAST
+        ]
+        if stopped:
+            return max(stopped)
+        return 0, -seconds.get((p.tool, p.op, p.kernels, p.first, len(p.tests)), math.inf)
 
-    return sorted(pieces, key=expected, reverse=True)
+    return sorted(pieces, key=place)
 
 
 def gaps(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[str]:
     """Returns a line for each piece that rows of the sources as they are now do not show clean.
 
     A row counts whatever device and versions it names. Of rows with the same ones, the newest of
-    a case counts; those of pieces that ended early do not.
+    a case counts; those of pieces that ended early, or stalled, show nothing.
     """
     lines = []
     for piece in pieces:
         newest: dict[tuple[str, int], str] = {}
+        stalled: set[int] = set()
         for row in rows:
-            if row['status'] in DONE and _same(row, piece) and _is_current(row):
-                newest |= {(row['code'], case): row['status'] for case in _cases(row)}
-        wanted = range(piece.first, piece.first + len(piece.tests))
-        missing = len(set(wanted) - {case for _, case in newest})
-        bad = len({case for (_, case), state in newest.items() if state != 'clean'} & set(wanted))
-        told = [f'{missing} of {len(wanted)} cases not run for these sources'] if missing else []
-        told += [f'{bad} cases in pieces with errors or failed tests'] if bad else []
+            if row['status'] in (*DONE, 'stalled') and _same(row, piece) and _is_current(row):
+                if row['status'] == 'stalled':
+                    stalled.update(_cases(row))
+                else:
+                    newest |= {(row['code'], case): row['status'] for case in _cases(row)}
+        wanted = set(range(piece.first, piece.first + len(piece.tests)))
+        missing = wanted - {case for _, case in newest}
+        bad = {case for (_, case), state in newest.items() if state != 'clean'} & wanted
+        told = []
+        if missing:
+            told.append(f'{len(missing)} of {len(wanted)} cases not run for these sources')
+        if stalled & missing:
+            told.append(f'{len(stalled & missing)} of these in pieces that stalled')
+        if bad:
+            told.append(f'{len(bad)} cases in pieces with errors or failed tests')
         if told:
             lines.append(f'{piece.tool}, {piece.op}, {piece.kernels}: {"; ".join(told)}')
     return lines
@@ -76,6 +125,20 @@ def _cases(row: Row) -> range:
 
 def _same(row: Row, piece: Piece) -> bool:
     return all(row[name] == getattr(piece, name) for name in ('tool', 'op', 'kernels', 'digest'))
+
+
+def _key(piece: Piece, case: int) -> tuple[object, ...]:
+    return piece.tool, piece.op, piece.kernels, case
+
+
+def _newest(rows: Sequence[Row]) -> dict[tuple[object, ...], Row]:
+    """Returns the newest row of each case, of whatever sources, that says how long it takes."""
+    return {
+        (row['tool'], row['op'], row['kernels'], case): row
+        for row in rows
+        if row['status'] in (*DONE, *LAST)
+        for case in _cases(row)
+    }
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -115,19 +178,20 @@ def _origin(row: Row) -> tuple[str | None, str]:
 
 def _cell(rows: Sequence[Row]) -> str:
     """Returns the cell of one op, set of kernels and tool."""
-    newest = {row['first']: row for row in rows}
-    if not newest:
+    if not rows:
         return 'not run'
-    states = [row['status'] for row in newest.values()]
-    tests = sum(row['tests'] for row in newest.values() if row['status'] in DONE)
-    errors = sum(row['errors'] or 0 for row in newest.values() if row['status'] in DONE)
-    skipped = sum(row['skipped'] for row in newest.values() if row['status'] in DONE)
-    of = max(row['of'] for row in newest.values())
+    newest = {case: row for row in rows for case in _cases(row)}
+    used = list({id(row): row for row in newest.values()}.values())
+    states = [row['status'] for row in used]
+    tests = sum(row['status'] in DONE for row in newest.values())
+    errors = sum(row['errors'] or 0 for row in used if row['status'] in DONE)
+    skipped = sum(row['skipped'] for row in used if row['status'] in DONE)
+    of = max(row['of'] for row in used)
     parts = [f'{tests} of {of} cases' if tests < of else f'{tests} cases', f'{errors} errors']
     parts += [f'{skipped} skipped'] if skipped else []
-    if failed := sum(row['failed'] for row in newest.values()):
+    if failed := sum(row['failed'] for row in used):
         parts.append(f'{failed} failed')
-    for state in ('timeout', 'no memory', 'crashed'):
+    for state in (*LAST, 'no memory', 'crashed'):
         if state in states:
             parts.append(f'{states.count(state)} × {state}')
     return ', '.join(parts)

@@ -1,65 +1,199 @@
-"""Runs a piece under compute-sanitizer."""
+"""Runs a piece under compute-sanitizer, and stops it where it hangs.
+
+A process that hangs would keep a GPU's time for nothing, so the piece must tell of each test that
+ends. `pytest_progress` does that; environment variables load it, because the flags of pytest are
+part of `sanitizer.code`, and rows would not count any more if they changed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from typing import NamedTuple
 
-from support import sanitizer_output
+from support import processes, pytest_progress, sanitizer_output
 from support.sanitizer import FLAGS, PYTEST_FLAGS, ROOT, SANITIZER, XLA_FLAGS, Piece
 from support.sanitizer_output import Found
 
+TESTS = pathlib.Path(__file__).resolve().parents[1]
 TOLD_LINES = 80  # of a tool's reports that are printed
+TOLD_CHARACTERS = 4000  # of the end of the output
+POLL = 0.2  # seconds
+BEFORE = 'before the first test'
+PYTEST_FRAMES = ('/_pytest/', '/pluggy/')  # left out of the stacks
 
 
-def run(piece: Piece, seconds: float) -> tuple[Found, float]:
+class Limits(NamedTuple):
+    """The seconds that a piece may take.
+
+    Fields:
+      all: from its beginning to its end.
+      stall: of a test, and from the end of the last one to that of the process.
+      start: until its first test begins.
+    """
+
+    all: float
+    stall: float
+    start: float
+
+
+def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
     """Runs a piece; returns what was found, and the seconds that it took.
 
-    A piece that takes longer than `seconds` is ended with all processes that it started.
+    A piece that reaches a limit is stopped with all processes that it started, after its Python
+    stacks and its busiest threads were printed.
     """
     command = [SANITIZER, '--tool', piece.tool, *FLAGS, sys.executable, '-m', 'pytest']
     began = time.monotonic()
-    process = subprocess.Popen(
-        [*command, *PYTEST_FLAGS, *piece.tests],
-        cwd=ROOT,
-        env=environment(piece.kernels),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    timed_out = False
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        timed_out = True
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    found = sanitizer_output.parse(output, timed_out=timed_out)
-    if found.status in ('failed', 'crashed'):
-        print(output[-4000:], flush=True)
-    if found.status == 'errors':
+    with tempfile.TemporaryDirectory(prefix='sanitizer-', ignore_cleanup_errors=True) as name:
+        folder = pathlib.Path(name)
+        # A file, not a pipe, which a process that outlives the others could keep open.
+        with (folder / 'output').open('wb') as file:
+            process = subprocess.Popen(
+                [*command, *PYTEST_FLAGS, *piece.tests],
+                cwd=ROOT,
+                env=environment(piece.kernels, folder),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        where, stacks, threads = '', '', []
+        try:
+            stopped = _watch(process, folder, limits, began)
+            if stopped:
+                where = _where(_events(folder))
+                threads = processes.busiest_threads(process.pid)
+                stacks = _stacks(folder)
+        finally:
+            _end(process)
+        output = (folder / 'output').read_text(encoding='utf-8', errors='replace')
+    found = sanitizer_output.parse(output, stopped=stopped, where=where)
+    if stopped:
+        found = found._replace(reports=_innermost(stacks))
+        tell_stopped(piece, where, output, stacks, threads)
+    elif found.status in ('failed', 'crashed'):
+        print(output[-TOLD_CHARACTERS:], flush=True)
+    elif found.status == 'errors':
         print(*sanitizer_output.lines(output)[:TOLD_LINES], sep='\n', flush=True)
     return found, round(time.monotonic() - began, 1)
 
 
-def environment(kernels: str) -> dict[str, str]:
-    """Returns the environment of a run.
+def divide(piece: Piece, found: Found) -> tuple[Piece, Piece | None, Piece | None]:
+    """Returns the piece that a result stands for, and those of the tests before and after it.
+
+    If a test stalled, that is a piece of this test alone: the tool says nothing of the tests
+    before, whose process was stopped. Otherwise, it is the whole piece.
+    """
+    if found.status != 'stalled' or found.where not in piece.tests:
+        return piece, None, None
+    at, end = piece.tests.index(found.where), len(piece.tests)
+    before = piece.part(0, at) if at else None
+    after = piece.part(at + 1, end) if at + 1 < end else None
+    return piece.part(at, at + 1), before, after
+
+
+def tell_stopped(piece: Piece, where: str, output: str, stacks: str, threads: list[str]) -> None:
+    """Prints where a piece was when it was stopped, in one go, since others print too."""
+    parts = [f'{piece.title()}: stopped, {where}', output[-TOLD_CHARACTERS:].strip(), stacks]
+    parts += ['Threads that used most of the CPU:\n' + '\n'.join(threads)] if threads else []
+    print('\n\n'.join(filter(None, parts)), flush=True)
+
+
+def environment(kernels: str, folder: pathlib.Path) -> dict[str, str]:
+    """Returns the environment of a run, which tells of its tests in the folder.
 
     XLA's autotuner is off: its own candidates make racecheck fail before a kernel of ours has run.
     The tools need most of the GPU's memory for themselves.
     """
-    path = os.pathsep.join(filter(None, ['.', os.environ.get('PYTHONPATH')]))
+    path = ['.', os.environ.get('PYTHONPATH'), str(TESTS)]
+    plugins = [os.environ.get('PYTEST_PLUGINS'), pytest_progress.__name__]
     return (
         {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.03'}
         | os.environ
         | {
-            'PYTHONPATH': path,
+            'PYTHONPATH': os.pathsep.join(filter(None, path)),
             'JAXUNET_KERNELS': kernels,
             'JAXUNET_REQUIRE_EXTENSION': '1',
             'XLA_FLAGS': f'{XLA_FLAGS} {os.environ.get("XLA_FLAGS", "")}',
+            'PYTEST_PLUGINS': ','.join(filter(None, plugins)),
+            pytest_progress.VARIABLE: str(folder),
         }
     )
+
+
+def _watch(
+    process: subprocess.Popen[bytes], folder: pathlib.Path, limits: Limits, began: float
+) -> str:
+    """Waits for the end of a process; returns the limit that it reached before, or ''."""
+    events: list[str] = []
+    changed = began
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(POLL)
+            return ''
+        now = time.monotonic()
+        if (newer := _events(folder)) != events:
+            events, changed = newer, now
+        if now - changed > (limits.stall if events else limits.start):
+            return 'stalled'
+        if now - began > limits.all:
+            return 'timeout'
+
+
+def _events(folder: pathlib.Path) -> list[str]:
+    """Returns the lines of `pytest_progress`."""
+    path = folder / pytest_progress.TESTS
+    return path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+
+
+def _where(events: list[str]) -> str:
+    """Returns the test that has begun and not ended, or the one after which nothing has begun."""
+    if not events:
+        return BEFORE
+    event, _, test = events[-1].partition(' ')
+    return test if event == 'begin' else f'after {test}'
+
+
+def _stacks(folder: pathlib.Path) -> str:
+    """Returns the Python stacks of the process that runs the tests, without frames of pytest."""
+    number, stacks = folder / pytest_progress.PROCESS, folder / pytest_progress.STACKS
+    if not number.exists():
+        return 'No Python stacks: pytest has not begun.'
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(number.read_text(encoding='utf-8')), signal.SIGUSR1)
+    text, stop = '', time.monotonic() + 10
+    while time.monotonic() < stop:
+        time.sleep(POLL)
+        earlier, text = text, stacks.read_text(encoding='utf-8', errors='replace')
+        if text and text == earlier:
+            break
+    kept = [line for line in text.splitlines() if not any(part in line for part in PYTEST_FRAMES)]
+    return '\n'.join(kept) or 'No Python stacks: the process did not react to the signal.'
+
+
+def _innermost(stacks: str) -> list[str]:
+    """Returns the innermost lines of the main thread's stack, which comes last."""
+    lines = [line.strip() for line in stacks.rsplit('\n\n', maxsplit=1)[-1].splitlines()]
+    return [line for line in lines if line.startswith('File')][: sanitizer_output.KEPT]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that has not ended, with all that it started."""
+    if process.poll() is not None:
+        return
+    for pid in processes.family(process.pid):  # some may have left the group
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:  # inside of a driver, perhaps for ever
+        print(f'process {process.pid} does not end', flush=True)

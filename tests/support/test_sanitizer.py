@@ -4,16 +4,14 @@ in place of compute-sanitizer, so that no GPU is needed.
 
 import json
 import pathlib
-import runpy
-import stat
-import sys
 import threading
 import time
 
 import pytest
 
 from support import sanitizer, sanitizer_rows, sanitizer_run, tested_sources
-from support.sanitizer import OPS, Op, Piece
+from support.fake_sanitizer import World
+from support.sanitizer import OPS, Piece
 from support.sanitizer_output import parse
 
 CLEAN = """\
@@ -51,7 +49,7 @@ RACE = """\
 
 
 def test_what_the_output_says():
-    assert parse(CLEAN) == (20, 0, 2, 0, 'clean', [])
+    assert parse(CLEAN) == (20, 0, 2, 0, 'clean', [], '')
     found = parse(READ)
     assert (found.passed, found.errors, found.status) == (1, 27, 'errors')
     assert found.reports == [
@@ -70,73 +68,9 @@ def test_what_the_output_says():
     assert parse(CLEAN.replace('20 passed', '1 failed, 19 passed')).status == 'failed'
     assert parse(CLEAN.replace('20 passed, ', '')).status == 'failed'  # nothing ran
     assert parse(CLEAN.split('====', 2)[0]).status == 'crashed'
-    assert parse(CLEAN, timed_out=True).status == 'timeout'
+    assert parse(CLEAN, stopped='timeout', where='t1')[4:] == ('timeout', [], 't1')
     lost = '========= Internal Sanitizer Error: (Unable to allocate enough memory to perform it)'
     assert parse(f'{lost}\n{READ}').status == 'no memory'
-
-
-FAKE = """\
-#!{python}
-import os, sys, time
-flags = sys.argv[1:]
-if flags == ['--version']:
-    print('NVIDIA (R) Compute Sanitizer', 'Version 2025.3.0', sep='\\n')
-    raise SystemExit
-tool = flags[flags.index('--tool') + 1]
-tests = [flag for flag in flags if '::' in flag]
-kernels = os.environ['JAXUNET_KERNELS']
-assert '--xla_gpu_autotune_level=0' in os.environ['XLA_FLAGS']
-with open({log!r}, 'a') as log:
-    log.write(f'{{tool}} {{kernels}} {{len(tests)}}\\n')
-if tool == 'racecheck' and os.path.exists({slow!r}):
-    time.sleep(60)
-errors = int(tool == 'initcheck' and kernels == 'fastest')
-print('========= COMPUTE-SANITIZER')
-if errors:
-    print('========= Uninitialized __global__ memory read of size 2 bytes')
-print(f'{{len(tests)}} passed in 1.00s')
-if tool == 'racecheck':
-    print('========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)')
-else:
-    print(f'========= ERROR SUMMARY: {{errors}} errors')
-raise SystemExit(9 * errors)
-"""
-
-
-LINEAR = 'xla_ffi/linear/parity_test.py'
-
-
-class World:
-    """A folder with a sanitizer, and the script that runs it."""
-
-    def __init__(self, tmp_path, monkeypatch):
-        self.log, self.slow = tmp_path / 'log.txt', tmp_path / 'slow'
-        program = tmp_path / 'bin' / sanitizer.SANITIZER
-        program.parent.mkdir()
-        program.write_text(
-            FAKE.format(python=sys.executable, log=str(self.log), slow=str(self.slow))
-        )
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv('PATH', str(program.parent), prepend=':')
-        monkeypatch.setattr(sanitizer, 'OPS', {'cuda linear': Op(LINEAR, 'x')})
-        monkeypatch.setattr(
-            sanitizer.pieces, '__defaults__', (lambda op: [f'{op.path}::t{i}' for i in range(5)],)
-        )
-        self.script = runpy.run_path(str(sanitizer.ROOT / 'tests/gpu/sanitize.py'))
-        self.origin = {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
-        monkeypatch.setitem(self.script['main'].__globals__, 'provenance', lambda: self.origin)
-        self.output = tmp_path / 'rows.jsonl'
-
-    def run(self, *flags: str) -> int:
-        return self.script['main'](['--output', str(self.output), '--size', '2', *flags])
-
-    def rows(self) -> list[dict]:
-        return [json.loads(line) for line in self.output.read_text().splitlines()]
-
-    def calls(self) -> list[str]:
-        found = self.log.read_text().split('\n')[:-1] if self.log.exists() else []
-        self.log.write_text('')
-        return found
 
 
 @pytest.fixture
@@ -175,14 +109,14 @@ def test_errors_are_counted_and_end_with_1(world, capsys):
 
 
 def test_what_takes_too_long_is_ended_and_tried_again(world, capsys):
-    world.slow.touch()
+    world.hang('racecheck')
     began = time.monotonic()
     flags = ('--tools', 'racecheck', '--kernels', 'portable')
     assert world.run(*flags, '--limit', '0.5', '--size', '5') == 1
     assert time.monotonic() - began < 30  # it would sleep for a minute
     assert world.rows()[-1]['status'] == 'timeout'
     assert '| 0 of 5 cases, 0 errors, 1 × timeout |' in capsys.readouterr().out
-    world.slow.unlink()
+    world.hang()
     assert world.run(*flags, '--size', '5') == 0
     assert '| cuda linear | portable | not run | 5 cases, 0 errors |' in capsys.readouterr().out
 
@@ -190,9 +124,9 @@ def test_what_takes_too_long_is_ended_and_tried_again(world, capsys):
 def test_pieces_run_at_the_same_time(world, monkeypatch):
     together, run = threading.Barrier(3, timeout=60), sanitizer_run.run
 
-    def run_together(piece, seconds):
+    def run_together(piece, limits):
         together.wait()  # fails if the three pieces come one after the other
-        return run(piece, seconds)
+        return run(piece, limits)
 
     monkeypatch.setattr(sanitizer_run, 'run', run_together)
     assert world.run('--tools', 'memcheck', '--kernels', 'portable', '--processes', '3') == 0
@@ -230,15 +164,20 @@ def test_a_commit_keeps_the_rows_of_the_same_sources(world, monkeypatch, capsys)
 
 def test_rows_of_other_tests_or_sources_do_not_count():
     piece = Piece('memcheck', 'cuda linear', 'portable', 2, ('a', 'b'), 5, 'digest')
-    row = piece.row() | {'git': 'abc', 'code': '1', 'status': 'clean'}
-    assert sanitizer_rows.is_done(piece, [row], '1')
-    assert not sanitizer_rows.is_done(piece, [row], '2')
-    older = {name: value for name, value in row.items() if name != 'code'}
-    assert not sanitizer_rows.is_done(piece, [older], '1')
-    for change in ({'digest': 'other'}, {'status': 'timeout'}, {'tests': 1}, {'first': 3}):
-        assert not sanitizer_rows.is_done(piece, [row | change], '1')
-    halves = [row | {'tests': 1}, row | {'first': 3, 'tests': 1}]
-    assert sanitizer_rows.is_done(piece, halves, '1')
+    row = piece.row() | {'git': 'abc', 'code': '1', 'status': 'clean', 'seconds': 1}
+
+    def left(*rows, code='1'):
+        return sanitizer_rows.left([piece], rows, {'cuda linear': code})
+
+    assert left(row) == []
+    assert left(row, code='2') == [piece]
+    assert left({name: value for name, value in row.items() if name != 'code'}) == [piece]
+    for change in ({'digest': 'other'}, {'status': 'timeout'}, {'status': 'stalled'}):
+        assert left(row | change) == [piece]
+    assert left(row | {'tests': 1}) == [piece.part(1, 2)]
+    assert left(row | {'first': 3}) == [piece.part(0, 1)]
+    assert left(row | {'tests': 1}, row | {'first': 3, 'tests': 1}) == []
+    assert sanitizer_rows.left([piece], [row], {}) == [piece]
 
 
 def test_long_pieces_begin_first(world):
@@ -251,13 +190,13 @@ def test_long_pieces_begin_first(world):
         piece.row() | {'status': status, 'seconds': seconds, 'digest': 'of other tests'}
         for piece, status, seconds in (
             (known[0], 'clean', 20),
-            (known[1], 'clean', 10),
-            (known[1], 'timeout', 40),
+            (known[1], 'timeout', 90),
+            (known[1], 'clean', 40),
             (known[2], 'errors', 30),
             (known[2], 'crashed', 50),
         )
     ]
-    assert sanitizer_rows.longest_first([*known, unknown], rows) == [
+    assert sanitizer_rows.in_order([*known, unknown], rows) == [
         unknown,
         known[1],
         known[2],

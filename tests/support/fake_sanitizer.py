@@ -1,0 +1,92 @@
+"""A program in place of compute-sanitizer, for tests of what runs it without a GPU."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import runpy
+import stat
+import sys
+
+import pytest
+
+from jaxunet.runtime.rows import Row
+from support import sanitizer
+
+LINEAR = 'xla_ffi/linear/parity_test.py'
+# Runs no tests, but tells of them as pytest_progress does: at once, so that no busy machine makes
+# it look like one that hangs.
+FAKE = """\
+#!{python}
+import os, pathlib, sys, time
+flags = sys.argv[1:]
+if flags == ['--version']:
+    print('NVIDIA (R) Compute Sanitizer', 'Version 2025.3.0', sep='\\n')
+    raise SystemExit
+tool = flags[flags.index('--tool') + 1]
+tests = [flag for flag in flags if '::' in flag]
+kernels = os.environ['JAXUNET_KERNELS']
+assert '--xla_gpu_autotune_level=0' in os.environ['XLA_FLAGS']
+with open({log!r}, 'a') as log:
+    log.write(f'{{tool}} {{kernels}} {{len(tests)}}\\n')
+hangs = pathlib.Path({hangs!r})
+hangs = hangs.read_text().split() if hangs.exists() else []
+events = []
+for test in tests if 'start' not in hangs else ():
+    events.append(f'begin {{test}}\\n')
+    if test.rpartition('::')[2] in hangs:
+        break
+    events.append(f'end {{test}}\\n')
+if events:
+    (pathlib.Path(os.environ['SANITIZER_PROGRESS']) / 'tests').write_text(''.join(events))
+print('========= COMPUTE-SANITIZER', flush=True)
+if len(events) < 2 * len(tests) or 'end' in hangs or tool in hangs:
+    time.sleep(60)
+errors = int(tool == 'initcheck' and kernels == 'fastest')
+if errors:
+    print('========= Uninitialized __global__ memory read of size 2 bytes')
+print(f'{{len(tests)}} passed in 1.00s')
+if tool == 'racecheck':
+    print('========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)')
+else:
+    print(f'========= ERROR SUMMARY: {{errors}} errors')
+raise SystemExit(9 * errors)
+"""
+
+
+class World:
+    """A folder with a sanitizer, and the script that runs it on five tests, t0 to t4."""
+
+    def __init__(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log, self.hangs = tmp_path / 'log.txt', tmp_path / 'hangs.txt'
+        self.program = tmp_path / 'bin' / sanitizer.SANITIZER
+        self.program.parent.mkdir()
+        self.program.write_text(
+            FAKE.format(python=sys.executable, log=str(self.log), hangs=str(self.hangs))
+        )
+        self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv('PATH', str(self.program.parent), prepend=':')
+        monkeypatch.setattr(sanitizer, 'OPS', {'cuda linear': sanitizer.Op(LINEAR, 'x')})
+        self.tests = [f'{LINEAR}::t{i}' for i in range(5)]
+        monkeypatch.setattr(sanitizer.pieces, '__defaults__', (lambda op: self.tests,))
+        self.script = runpy.run_path(str(sanitizer.ROOT / 'tests/gpu/sanitize.py'))
+        self.origin = {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
+        monkeypatch.setitem(self.script['main'].__globals__, 'provenance', lambda: self.origin)
+        self.output = tmp_path / 'rows.jsonl'
+
+    def run(self, *flags: str) -> int:
+        """Runs the script in pieces of two tests; returns its exit status."""
+        return self.script['main'](['--output', str(self.output), '--size', '2', *flags])
+
+    def rows(self) -> list[Row]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()]
+
+    def calls(self) -> list[str]:
+        """Returns the calls since the last time: tool, kernels and number of tests."""
+        found = self.log.read_text().split('\n')[:-1] if self.log.exists() else []
+        self.log.write_text('')
+        return found
+
+    def hang(self, *where: str) -> None:
+        """Lets these tests hang, or 'start', or 'end', or the end of a tool; without any, none."""
+        self.hangs.write_text(' '.join(where))

@@ -1,0 +1,52 @@
+"""Processes and their threads, as Linux's /proc shows them; elsewhere, nothing but the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from typing import NamedTuple
+
+PROC = pathlib.Path('/proc')
+
+
+class Stat(NamedTuple):
+    """A process or thread: its name, its state as a letter, its parent, and seconds of the CPU."""
+
+    name: str
+    state: str
+    parent: int
+    seconds: float
+
+
+def family(pid: int) -> list[int]:
+    """Returns a process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for path in PROC.glob('[0-9]*'):
+        with contextlib.suppress(OSError):  # it has ended
+            children.setdefault(_stat(path).parent, []).append(int(path.name))
+    found = [pid]
+    for parent in found:  # grows
+        found += children.get(parent, [])
+    return found
+
+
+def busiest_threads(pid: int, most: int = 8) -> list[str]:
+    """Returns a line for each of the threads of a family that used most of the CPU."""
+    found: list[tuple[float, str]] = []
+    for process in family(pid):
+        for path in (PROC / str(process) / 'task').glob('[0-9]*'):
+            with contextlib.suppress(OSError):
+                stat = _stat(path)
+                line = f'{stat.name}, thread {path.name} of process {process}, {stat.state}'
+                found.append((stat.seconds, f'{line}, {stat.seconds:.1f} s'))
+    return [line for _, line in sorted(found, reverse=True)[:most]]
+
+
+def _stat(path: pathlib.Path) -> Stat:
+    """Returns what the file `stat` of a process or thread says (proc_pid_stat(5))."""
+    text = (path / 'stat').read_text(encoding='utf-8', errors='replace')
+    name, _, rest = text.partition('(')[2].rpartition(')')  # a name may have parentheses
+    fields = rest.split()
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK')
+    return Stat(name, fields[0], int(fields[1]), seconds)
