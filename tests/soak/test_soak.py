@@ -12,6 +12,7 @@ import time
 
 import pytest
 from soak import run, watch
+from support import processes
 from support.tiny import flags
 from support.untrained_features import write_untrained
 
@@ -57,7 +58,7 @@ def test_threads_are_counted_by_their_names():
                 time.sleep(0.01)  # a child is named sh until it becomes sleep
             assert names == {'sh': 1, 'sleep': 2}
         finally:
-            for member in watch.family(child.pid):
+            for member in processes.family(child.pid):
                 os.kill(member, signal.SIGKILL)
 
 
@@ -67,10 +68,10 @@ def test_a_process_is_measured_with_its_children():
     with subprocess.Popen(['sh', '-c', 'sleep 60 & echo; wait'], stdout=subprocess.PIPE) as child:
         try:
             child.stdout.readline()  # its own child runs
-            members = watch.family(os.getpid())
+            members = processes.family(os.getpid())
             both = watch.measure(os.getpid())
         finally:
-            for member in watch.family(child.pid):
+            for member in processes.family(child.pid):
                 os.kill(member, signal.SIGKILL)
     assert {os.getpid(), child.pid} < set(members)
     assert both['threads'] >= alone['threads'] + 2

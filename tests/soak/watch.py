@@ -5,36 +5,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import pathlib
 import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 
+from support.processes import PROC, family
+
 Sample = dict[str, float]  # seconds since the start, and the quantities
 Names = collections.Counter[str]  # threads by the name that they have in the system
-PROC = pathlib.Path('/proc')
 # In smaps_rollup: all but the pages of mapped files, and but those that are free already.
 OWN = {'Anonymous': 1, 'LazyFree': -1, 'Pss_Shmem': 1, 'Swap': 1}
 ONCE = 0.1  # the largest growth that may happen once, as a share
 # The name of the threads of tensorstore's pool. It adds one whenever file operations of a
 # checkpoint wait for another, and ends them after 20 idle seconds; orbax allows 128.
 POOL = 'ts_pool_worker'
-
-
-def family(pid: int) -> list[int]:
-    """The process and its descendants."""
-    children: dict[int, list[int]] = {}
-    for stat in PROC.glob('[0-9]*/stat'):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            # The name, in brackets, may have spaces.
-            parent = int(stat.read_text().rpartition(')')[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [pid]
-    for known in found:
-        found.extend(children.get(known, []))
-    return found
 
 
 def measure(pid: int) -> Sample:
