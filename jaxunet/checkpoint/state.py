@@ -273,15 +273,24 @@ def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     Args:
       draw: draws it, to be traced by JAX; None = `draw_state`.
     """
-    draw, config = draw or draw_state, state_config(config)
-    try:
-        cpu = jax.local_devices(backend='cpu')[0]
-    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
-        return jax.device_get(jax.jit(draw, static_argnums=0)(config))
+    cpu = drawing_device()
     # It runs once, and optimising its many random draws takes ten times as long as running them.
-    quick = {'xla_backend_optimization_level': 0}
+    quick = {'xla_backend_optimization_level': 0} if cpu else None
     with jax.default_device(cpu):
-        return jax.device_get(jax.jit(draw, static_argnums=0, compiler_options=quick)(config))
+        drawn = jax.jit(draw or draw_state, static_argnums=0, compiler_options=quick)
+        return jax.device_get(drawn(state_config(config)))
+
+
+def drawing_device() -> jax.Device | None:
+    """Returns the CPU, on which states are drawn; None if JAX_PLATFORMS excludes it.
+
+    JAX traces a function once for each default device, so everything that traces a draw sets this
+    one.
+    """
+    try:
+        return jax.local_devices(backend='cpu')[0]
+    except RuntimeError:
+        return None
 
 
 def state_config(config: Config) -> Config:

@@ -29,7 +29,7 @@ from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.keeping import Scores, preservation_policy
 from jaxunet.checkpoint.meta import check_seal, sealed
-from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_config
+from jaxunet.checkpoint.state import Draw, TrainState, draw_state, drawing_device, state_config
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.attempts import quietly
@@ -68,7 +68,8 @@ class Restored:
 
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
-    return jax.eval_shape(jax.jit(draw, static_argnums=0), state_config(config))
+    with jax.default_device(drawing_device()):
+        return jax.eval_shape(jax.jit(draw, static_argnums=0), state_config(config))
 
 
 def checksum(tree: object) -> int:
