@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int | None:
             print(f'error: {error}', file=sys.stderr, flush=True)
             code = error.exit_code
     if compiling():
-        # Everything is saved. The compiling thread would delay the exit, or crash during it.
+        # Everything is saved. That thread would delay the exit, or crash during it.
         distributed.end(code)
     return None
 
@@ -157,7 +157,7 @@ def supervise() -> int:
 
 
 def compiling() -> bool:
-    """Returns True while the thread that compiles the sampler runs."""
+    """Returns True while a thread draws the first state or compiles the sampler."""
     return any(thread.name == Background.NAME for thread in threading.enumerate())
 
 

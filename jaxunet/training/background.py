@@ -41,6 +41,14 @@ class Background(Generic[Result]):
             if not keep_waiting():
                 return None
             self._thread.join(WAIT_SECONDS)
+        return self.wait()
+
+    def wait(self) -> Result:
+        """Waits for the result of the function, and returns it.
+
+        Raises whatever the function raised.
+        """
+        self._thread.join()
         if self._errors:
             raise self._errors[0]
         return self._results[0]

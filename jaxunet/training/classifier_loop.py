@@ -108,9 +108,9 @@ class _Loop:
         with contextlib.ExitStack() as stack:
             stack.callback(quietly, 'checkpoints', self.checkpoints.close)
             begin = _start(self.config, self.workdir, self.checkpoints, self.source.class_names)
-            self.step = int(begin.state.step)
+            self.step = begin.step
             if self.step >= self.config.train.steps:
-                self._write(begin.state)  # a full disk may have refused it
+                self._write(begin.state())  # a full disk may have refused it
                 print(how_to_go_on(self.config, self.workdir, self.step))
             else:
                 self._open(begin, stack)
@@ -125,7 +125,7 @@ class _Loop:
         """Makes the step and the files ready; `stack` closes what is opened."""
         config, session = self.config, self.session
         stack.callback(quietly, 'images', session.close)
-        session.load(begin.state, progress=True)
+        session.load(begin.state(), progress=True)
         session.open_stream()
         self.saver = Saver(
             self.workdir,
@@ -276,7 +276,7 @@ def _start(
     """
     restored = checkpoints.restore()
     if restored is None:
-        return StartingPoint(starting_state(config), 0.0, class_names)
+        return StartingPoint.of(starting_state(config), 0.0, class_names)
     # A classifier has no averages of its weights.
     fixed = tuple(name for name in FIXED_FIELDS if not name.startswith('ema.'))
     changed = fixed_changes(restored.config, config, fixed)
@@ -285,4 +285,4 @@ def _start(
     if changed:
         raise other_run(workdir, changed)
     logging.info('resuming %s at step %d', workdir, int(restored.state.step))
-    return StartingPoint(adapted(restored, config), restored.seconds, class_names)
+    return StartingPoint.of(adapted(restored, config), restored.seconds, class_names)

@@ -30,7 +30,7 @@ from jaxunet.training.outputs import Missing, Outputs, missing_outputs
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.replicas import Replicas
-from jaxunet.training.resume import how_to_go_on, starting_point
+from jaxunet.training.resume import StartingPoint, how_to_go_on, starting_point
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.session import Session
@@ -131,7 +131,7 @@ class _Loop:
             begin = starting_point(
                 self.config, self.workdir, self.checkpoints, names, initial, failed
             )
-            self.step, self.rollbacks = int(begin.state.step), begin.rollbacks
+            self.step, self.rollbacks = begin.step, begin.rollbacks
             self.milestones.check(self.step, begin.seconds, begin.milestone)
             agree({'the step to resume from': self.step})
             if failed and self.main:
@@ -142,7 +142,7 @@ class _Loop:
                 return self.step
             session = self.session
             stack.callback(quietly, 'images', session.close)
-            session.load(begin.state, progress=self.main)
+            session.expect(begin.shapes, self.step, progress=self.main)
             self.saver = Saver(
                 self.workdir,
                 self.checkpoints,
@@ -153,7 +153,6 @@ class _Loop:
             )
             stack.callback(quietly, 'snapshots', self.saver.close)
             seconds, milestone = begin.seconds, begin.milestone
-            del begin  # its state is a second copy of all weights, in this machine's memory
             session.open_stream()
             agree({'the steps per call': session.steps_per_call})
             self.bar = stack.enter_context(
@@ -167,7 +166,8 @@ class _Loop:
             if self.main:
                 self.outputs = self._open_outputs()
                 stack.callback(quietly, 'logs', self.outputs.close)
-            self._compile()
+            self._compile(begin)
+            del begin  # its state is a second copy of all weights, in this machine's memory
             self.clock = Clock(self.step, seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
@@ -194,7 +194,8 @@ class _Loop:
             keep_on=lambda: not self.preemption.requested,
         )
 
-    def _compile(self) -> None:
+    def _compile(self, begin: StartingPoint) -> None:
+        """Compiles the step while the state may still be drawn, then puts it on the devices."""
         self.bar.set_description('compiling')
         began = time.perf_counter()
         self.session.compile(cache=True)
@@ -203,6 +204,7 @@ class _Loop:
             f'compiled the step in {time.perf_counter() - began:.1f} s; {len(devices)} x '
             f'{devices[0].device_kind}, {self.config.parallel.mode}'
         )
+        self.session.put(begin.state())
         if self.outputs:
             self.outputs.start_compiling()
         self.milestones.compiled()

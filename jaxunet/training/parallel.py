@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -177,6 +176,20 @@ class Parallel:
 
         return jax.tree.map(put, tree)
 
+    def replicated_shapes(self, tree: Tree) -> Tree:
+        """Returns the shapes, types and shardings of the arrays that `replicate` makes of a tree.
+
+        Args:
+          tree: arrays, or their shapes and types.
+        """
+        front = (len(self.devices),) if self.pmap else ()
+        sharding = self._split if self.pmap else self._whole
+
+        def shape(x: np.ndarray | Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*front, *x.shape), x.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, tree)
+
     def fetch(self, tree: Tree) -> Tree:
         """Returns replicated arrays as numpy arrays, without further memory on the devices."""
         shards = jax.device_get(jax.tree.map(lambda x: x.addressable_shards[0].data, tree))
@@ -239,6 +252,7 @@ class Parallel:
         """Compiles the step for these arguments ahead of time; the state is donated.
 
         Args:
+          state: from `replicate` or `replicated_shapes`.
           make_step: returns the step for an axis name; see `make_train_step`.
           steps: steps per call. If there are several, streamed data and the metrics have an axis
             of steps in front.
@@ -306,8 +320,11 @@ class Parallel:
         if self.pmap:
             mapped = jax.pmap(whole, axis_name=AXIS, devices=self.devices, donate_argnums=0)
             # Lowering takes this process's part of the arrays; the compiled step takes all of them.
-            part = multihost_utils.global_array_to_host_local_array(
-                (state, data), self.mesh, PartitionSpec(AXIS)
+            # With several processes it takes no shapes, so zeros stand for the arrays.
+            count = len(self.local_devices)
+            part = jax.tree.map(
+                lambda x: np.broadcast_to(np.zeros((), x.dtype), (count, *x.shape[1:])),
+                (state, data),
             )
             return mapped.lower(*part)
         whole_array = PartitionSpec()

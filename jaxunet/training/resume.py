@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +21,7 @@ from jaxunet.checkpoint.state import (
 )
 from jaxunet.config import Config
 from jaxunet.data.classes import keep_classes
+from jaxunet.training.background import Background
 from jaxunet.training.rollback import TooManySkippedError, last_good
 
 
@@ -28,18 +30,46 @@ class StartingPoint:
     """The state that a run starts from.
 
     Attributes:
-      state: numpy arrays.
+      step: the step of the state.
+      shapes: the state, or its shapes and types.
+      state: returns the state as numpy arrays, once it is there; raises the error of drawing it.
       seconds: training time of the run so far.
       class_names: names of the labels 0, 1, ...; empty for an unconditional model.
       rollbacks: how often the run has gone back to an earlier checkpoint.
       milestone: the training time (`Milestones`) of the checkpoint; None of any other moment.
     """
 
-    state: TrainState
+    step: int
+    shapes: TrainState
+    state: Callable[[], TrainState]
     seconds: float
     class_names: tuple[str, ...]
     rollbacks: int = 0
     milestone: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        state: TrainState,
+        seconds: float,
+        class_names: tuple[str, ...],
+        rollbacks: int = 0,
+        milestone: float | None = None,
+    ) -> StartingPoint:
+        """Returns the starting point of a state of numpy arrays."""
+        return cls(
+            int(state.step), state, lambda: state, seconds, class_names, rollbacks, milestone
+        )
+
+    @classmethod
+    def fresh(cls, config: Config, class_names: tuple[str, ...]) -> StartingPoint:
+        """Returns the starting point of a fresh state, which a thread draws from now on.
+
+        Compiling the step needs only the shapes of the state, and takes longer than drawing it.
+        """
+        shapes = checkpoint.state_template(config)
+        drawing = Background(lambda: fresh_state(config))
+        return cls(0, shapes, drawing.wait, 0.0, class_names)
 
 
 def starting_point(
@@ -63,7 +93,9 @@ def starting_point(
     names = class_names if config.model.num_classes else ()
     restored = last_good(checkpoints, failed) if failed else checkpoints.restore()
     if restored is None:
-        return StartingPoint(fresh_state(config) if initial is None else initial, 0.0, names)
+        if initial is None:
+            return StartingPoint.fresh(config, names)
+        return StartingPoint.of(initial, 0.0, names)
     changes = check_resumable(restored.config, config, workdir)
     names = keep_classes(restored.class_names, names, config, workdir)
     logging.info(
@@ -72,7 +104,7 @@ def starting_point(
         int(restored.state.step),
         '; changed: ' + ', '.join(changes) if changes else '',
     )
-    return StartingPoint(
+    return StartingPoint.of(
         adapted(restored, config), restored.seconds, names, restored.rollbacks, restored.milestone
     )
 

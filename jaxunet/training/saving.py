@@ -32,7 +32,7 @@ class Saver:
 
     Args:
       checkpoints: those of the workdir.
-      session: with the state loaded.
+      session: with the steps per call known.
       begin: where the run starts; its state is not kept.
       snapshots: write snapshots, if the config has `ema.widths`.
       warn: shows a line to the user.
@@ -60,7 +60,7 @@ class Saver:
         config = session.config
         if snapshots and self._main and config.ema.widths:
             self._snapshot_every = spacing(config, session.steps_per_call)
-            self._snapshots = SnapshotWriter(workdir, config, int(begin.state.step))
+            self._snapshots = SnapshotWriter(workdir, config, begin.step)
 
     def close(self) -> None:
         """Waits for a snapshot in progress and ends its thread."""

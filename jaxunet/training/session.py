@@ -6,6 +6,9 @@
         session.compile()
         metrics = session.call(session.next_data())
 
+The step can be compiled before there is a state: `expect` takes its shapes, and `put` the state.
+`load` does both.
+
 The training loop, sweeps, profiles and benchmarks all run their steps this way, so they measure the
 step that trains.
 """
@@ -48,10 +51,11 @@ class Session:
     Attributes:
       parallel: the devices.
       resident: the images are kept in device memory, else they are streamed.
-      steps_per_call: optimizer steps per call of `step`; known after `load`.
-      state: the training state on the devices, after `load`; `call` replaces it.
-      data: the images that `step` is called with, after `load`. Before the first streamed batches,
-        batches of zeros.
+      steps_per_call: optimizer steps per call of `step`; known after `expect`.
+      state: the training state on the devices, after `put`; `call` replaces it. Its shapes, types
+        and shardings, after `expect`.
+      data: the images that `step` is called with, after `expect`. Before the first streamed
+        batches, batches of zeros.
       step: the compiled step, after `compile`.
 
     Raises:
@@ -90,18 +94,31 @@ class Session:
           progress: show a progress bar while images are decoded.
 
         Raises:
-          UserError: `train.steps_per_call` does not fit the step of `state`, an image is corrupt,
-            or the devices have no memory left.
+          UserError: as `expect` and `put`.
         """
-        self._first_step = int(state.step)
+        self.expect(state, int(state.step), progress=progress)
+        self.put(state)
+
+    def expect(self, shapes: TrainState, step: int, *, progress: bool = False) -> None:
+        """Gets ready for a state, and puts the images on the devices if they are resident.
+
+        Args:
+          shapes: the numpy state, or its shapes and types.
+          step: the step of the state.
+          progress: show a progress bar while images are decoded.
+
+        Raises:
+          UserError: `train.steps_per_call` does not fit `step`, an image is corrupt, or the devices
+            have no memory left.
+        """
+        self._first_step = step
         self.steps_per_call = choose_steps_per_call(
             self.config,
             resident=self.resident,
             platform=self.parallel.devices[0].platform,
             start=self._first_step,
         )
-        with memory_for('weights, averages and optimizer', 'choose a smaller network (model)'):
-            self.state = self.parallel.replicate(state)
+        self.state = self.parallel.replicated_shapes(shapes)
         if self.resident:
             with memory_for(f'the images in {self.config.data.path}', 'set data.cache=stream'):
                 images, labels = pipeline.load_all(self.source, progress=progress)
@@ -114,8 +131,17 @@ class Session:
         }
         self.data = self.parallel.put_batches([zeros] * self.steps_per_call)
 
+    @memory_for('weights, averages and optimizer', 'choose a smaller network (model)')
+    def put(self, state: TrainState) -> None:
+        """Puts a numpy state, of the shapes and the step that were expected, on the devices.
+
+        Raises:
+          OutOfMemoryError: the devices have no memory left.
+        """
+        self.state = self.parallel.replicate(state)
+
     def open_stream(self, end: int | None = None) -> None:
-        """Starts reading batches ahead, from the step of the loaded state; not if `resident`.
+        """Starts reading batches ahead, from the step of the state; not if `resident`.
 
         Args:
           end: the step before which the stream ends; default: `train.steps`.
@@ -135,7 +161,7 @@ class Session:
 
     @memory_for(*STEP_MEMORY)
     def compile(self, *, cache: bool = False) -> jax.stages.Compiled:
-        """Compiles `step` for the loaded state and data.
+        """Compiles `step` for the expected state and the data.
 
         Args:
           cache: look the step up in `jaxunet.runtime.compiled_cache` first, and keep it there.

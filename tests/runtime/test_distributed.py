@@ -115,6 +115,7 @@ def one_process(workdir, source, devices, steps):
     ('mode', 'data_cache', 'launcher'),
     [
         ('jit', 'stream', slurm),
+        pytest.param('pmap', 'stream', slurm, marks=pytest.mark.long),
         pytest.param('pmap', 'device', open_mpi, marks=pytest.mark.long),
     ],
 )

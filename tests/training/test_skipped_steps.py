@@ -178,7 +178,7 @@ def test_the_second_try_draws_other_numbers(begin, fate, source, tmp_path, caplo
     checkpoints = Checkpoints(run, keep=9)
     begin = starting_point(off, run, checkpoints, source.class_names, None)
     checkpoints.close()
-    assert (begin.state.recent_norms, begin.rollbacks) == ((), 1)
+    assert (begin.state().recent_norms, begin.rollbacks) == ((), 1)
 
 
 def test_without_a_good_checkpoint_the_run_ends(begin, fate, source, tmp_path):
