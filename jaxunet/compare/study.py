@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jaxunet.compare.jobs import Job, check_jobs
 from jaxunet.compare.methods import named_fields
 from jaxunet.compare.statistics import Find, value
+from jaxunet.config.checks import INVALID
 from jaxunet.runtime.errors import UserError, near_misses
 
 EVERY = ('', 'all')  # parts that mean all methods
@@ -173,7 +174,7 @@ class Study:
         try:
             check_jobs(jobs)
         except UserError as error:
-            name, *lines = str(error).replace(' the config is not valid:', '').splitlines()
+            name, *lines = str(error).replace(f' {INVALID}', '').splitlines()
             found = '; '.join(line.strip() for line in lines)
             raise UserError(f'{self.path}: {name}{" " if found else ""}{found}') from None
         return jobs

@@ -15,12 +15,13 @@ from jaxunet.config.relations import check_relations
 from jaxunet.config.samplers import OBJECTIVE_SAMPLERS, SAMPLERS
 from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
 from jaxunet.config.versions import RENAMED
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError, itemized, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
 from jaxunet.runtime.untrusted import plain, shown
 
 T = TypeVar('T')
 
+INVALID = 'the config is not valid:'  # begins the message of `resolve`
 SHIPPED = ('pallas', 'cuda')  # kernel backends in this repository
 CHOICES = {
     'precision': PRECISIONS,
@@ -232,7 +233,7 @@ def resolve(values: ConfigDict | Fields) -> Config:
     """Checks field names, types and values, and returns the frozen config.
 
     Raises:
-      UserError: the config is invalid; the message lists every problem, one per line.
+      UserError: the config is invalid; the message lists every problem.
     """
     problems: list[str] = []
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
@@ -245,7 +246,7 @@ def resolve(values: ConfigDict | Fields) -> Config:
     if not problems:
         problems += _check_values(config)
     if problems:
-        raise UserError('the config is not valid:\n' + '\n'.join(f'  {p}' for p in problems))
+        raise UserError(f'{INVALID}{itemized(problems)}')
     return config
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.checks import INVALID
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.rows import Row
@@ -299,7 +300,7 @@ def _problem(raw: Fields, jit: bool, devices: int, machine: Machine) -> str:
     try:
         config = resolve(raw)
     except UserError as error:
-        return ' '.join(str(error).removeprefix('the config is not valid:\n').split())
+        return ' '.join(str(error).removeprefix(INVALID).split())
     if machine.platform != 'cpu' and devices > machine.devices:
         return f'{DEVICES}: {devices} asked for, but this machine has {machine.devices}'
     micro = config.data.batch_size // config.optimizer.accumulate_steps

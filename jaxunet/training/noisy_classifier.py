@@ -28,7 +28,7 @@ from jaxunet.data.source import Source
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier, log_probability
 from jaxunet.model.unet import Params
 from jaxunet.ops.backends import load_ops
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.session import Session
 from jaxunet.training.step import LossFn, StepParts, TrainStep, make_train_step
@@ -65,8 +65,9 @@ def check_trainable(config: Config) -> None:
       UserError: it does not; the message lists the fields.
     """
     if problems := list(_problems(config)):
-        lines = '\n'.join(f'  {problem}' for problem in problems)
-        raise UserError(f'no classifier of noisy images can be trained with this config:\n{lines}')
+        raise UserError(
+            f'no classifier of noisy images can be trained with this config:{itemized(problems)}'
+        )
 
 
 def _problems(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxunet.config import Config
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, itemized
 
 Fields = dict[str, object]  # field name -> value
 
@@ -105,6 +105,6 @@ def check_reusable(theirs: Config, ours: Config, source: str) -> None:
     if needed := needed_fields(theirs, ours):
         raise UserError(
             f'{source}: cannot start this run: only classes, image size, image channels and the '
-            'learned variance may differ from its network. To start from it, set\n  '
-            + '\n  '.join(needed)
+            'learned variance may differ from its network. To start from it, set'
+            f'{itemized(needed)}'
         )

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypedDict
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.weights.fields import check_reusable, differences
 from jaxunet.weights.names import Shape, parameter_shapes
 
@@ -276,10 +276,7 @@ def check_against_shapes(config: Config, inferred: Inferred, source: str) -> Non
             int(mult * model.base_channels) for mult in model.channel_mult
         ]
     if problems := differences(expected, found):
-        raise UserError(
-            f'{source}: not the network of the tensors beside it:\n'
-            + '\n'.join(f'  {p}' for p in problems)
-        )
+        raise UserError(f'{source}: not the network of the tensors beside it:{itemized(problems)}')
     try:
         parameter_shapes(config)
     except UserError as error:

@@ -22,7 +22,7 @@ from jaxunet.config import Config
 from jaxunet.model.encoder import AUGMENTATION, Encoder
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.references import XLA
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, itemized
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -346,9 +346,7 @@ def check_shapes(
     if problems:
         more = f'\n  ... and {len(problems) - SHOWN} more' if len(problems) > SHOWN else ''
         raise UserError(
-            f'{source}: the parameters do not fit; {advice}:\n'
-            + '\n'.join(f'  {p}' for p in problems[:SHOWN])
-            + more
+            f'{source}: the parameters do not fit; {advice}:{itemized(problems[:SHOWN])}{more}'
         )
 
 

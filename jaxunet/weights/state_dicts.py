@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 
 from jaxunet.config import Config
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.weights import ddpm_torch, guided_diffusion, unetcu
 from jaxunet.weights.fields import differences, network_fields
 from jaxunet.weights.inference import (
@@ -133,8 +133,7 @@ class _Known:
         if given.config is not None and own.config is not None:
             problems = differences(network_fields(given.config), network_fields(own.config))
             if problems:
-                lines = '\n'.join(f'  {problem}' for problem in problems)
-                raise UserError(f'{path}: not the network of the config:\n{lines}')
+                raise UserError(f'{path}: not the network of the config:{itemized(problems)}')
         order = given.new_order
         if order is not None and not self.program.orders:
             option = 'init_from_order' if given.like is not None else 'new_attention_order'

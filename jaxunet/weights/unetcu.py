@@ -272,8 +272,7 @@ def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
     if config is not None:
         problems = differences(network_fields(config), network_fields(theirs))
         if problems:
-            lines = '\n'.join(f'  {p}' for p in problems)
-            raise UserError(f'{path}: not the network of the config:\n{lines}')
+            raise UserError(f'{path}: not the network of the config:{itemized(problems)}')
 
     rows = table(theirs)
     total = count(rows)
@@ -348,7 +347,7 @@ def _read_header(path: str, file: BinaryIO, size: int) -> Header:
             '(for PyTorch or safetensors files use the extension .pt or .safetensors)'
         )
     if problems := _problems(header, _label):
-        raise UserError(f'{path}: the header is damaged:\n' + '\n'.join(f'  {p}' for p in problems))
+        raise UserError(f'{path}: the header is damaged:{itemized(problems)}')
     return header
 
 

@@ -102,7 +102,7 @@ def test_a_field_of_a_later_version_is_no_damage(run):
     del meta['meta_checksum']
     meta['config']['model']['depth'] = 3
     path.write_text(json.dumps(checkpoint.sealed(meta)))
-    with pytest.raises(OtherVersionError, match=r'checkpoints/2: .*\n.*model.depth'):
+    with pytest.raises(OtherVersionError, match=r'checkpoints/2: .*model.depth'):
         restore(run)
     assert not (run / 'damaged').exists()
 

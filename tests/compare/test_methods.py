@@ -52,7 +52,7 @@ def test_methods_go_together():
         'timesteps.sampler': 'uniform',
     }
     assert found.apply(Config()).diffusion.objective == 'flow'
-    with pytest.raises(UserError, match=r'--methods edm\+policy: .*\n.* policy is defined by the'):
+    with pytest.raises(UserError, match=r'--methods edm\+policy: .* policy is defined by the'):
         parse_methods(['edm+policy'])[0].apply(Config())
 
 
@@ -81,7 +81,7 @@ def test_methods_that_are_none(text, message):
         parse_methods(['uniform', 'uniform'])
     with pytest.raises(
         UserError,
-        match=r'--methods p2: the config is not valid:\n.*loss\.p2_k: expected more than 0',
+        match=r'--methods p2: the config is not valid: loss\.p2_k: expected more than 0',
     ):
         Method('p2', {'loss.p2_k': -1.0}).apply(Config())
 

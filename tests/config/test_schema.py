@@ -244,6 +244,13 @@ def test_all_mistakes_at_once():
     assert len(str(error.value).splitlines()) == 4
 
 
+def test_a_single_mistake_is_one_line():
+    with pytest.raises(UserError) as error:
+        resolve({'train': {'epochs': -1.0}})
+    expected = 'the config is not valid: train.epochs: expected 0 or more, found -1.0'
+    assert str(error.value) == expected
+
+
 def test_what_is_no_config():
     for value in (3, None):
         with pytest.raises(

@@ -171,7 +171,7 @@ def test_a_run_starts_from_another_ones_file(run: pathlib.Path, tmp_path: pathli
         kept = flatten(expected)[place] if place[:2] != ('pool', 'proj') else fresh[place]
         np.testing.assert_array_equal(leaf, kept)
     with pytest.raises(
-        UserError, match=r'classifier\.pt: cannot start .*\n  model\.base_channels=32'
+        UserError, match=r'classifier\.pt: cannot start .* set model\.base_channels=32'
     ):
         starting_state(CONFIG.replace(init_from=str(file), model={'base_channels': 64}))
     more = CONFIG.replace(init_from=str(file), train={'steps': 45})

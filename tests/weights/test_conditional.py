@@ -189,7 +189,7 @@ def test_the_published_classifier_is_inferred() -> None:
         ({'out.2.positional_embedding': (128, 64)}, 'a square and one for their mean, found 64'),
         ({'out.2.positional_embedding': (128, 37)}, 'classifier of 16x16 images, .* 6x6 pixels'),
         ({'out.2.positional_embedding': (128, 17)}, '4 input_blocks that do not make 3 levels'),
-        ({'out.2.c_proj.bias': (6,)}, r'classifier of 16x16 images:\n  out.2.c_proj.bias'),
+        ({'out.2.c_proj.bias': (6,)}, r'classifier of 16x16 images: out.2.c_proj.bias'),
         ({'input_blocks.0.0.weight': (32, 1, 3, 3)}, 'expected 3 channels, those of the images'),
         (
             {'input_blocks.3.0.in_layers.2.weight': (96, 32, 3, 3)},
