@@ -93,7 +93,7 @@ def load_features(features: str) -> FeatureNetwork:
     Raises:
       UserError: no such file, no network connection, a file of another kind, or a damaged one.
     """
-    path = find_or_download() if features in INCEPTION else Path(features).expanduser()
+    path = find_or_download(features) if features in INCEPTION else Path(features).expanduser()
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = near_misses(features, INCEPTION) or near_misses(path.name, siblings)

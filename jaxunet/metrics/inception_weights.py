@@ -83,22 +83,28 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
     return params
 
 
-def find_or_download() -> Path:
+def find_or_download(features: str = 'inception') -> Path:
     """Returns the published weights in the cache folder, downloading them if they are not there.
+
+    Args:
+      features: the name of the features, for messages. The path of a file stands for `inception`
+        alone.
 
     Raises:
       UserError: no connection, no disk space, or a wrong checksum.
     """
-    instead = (
-        f'give its path (--features /path/to/{FILE}, or --config.evaluation.features for what a '
-        f'config measures), or put it into {cache_dir()}'
-    )
+    instead = f'put it into {cache_dir()}'
+    if features == 'inception':
+        instead = (
+            f'give its path (--features /path/to/{FILE}, or --config.evaluation.features for what '
+            f'a config measures), or {instead}'
+        )
     return cached(
         URL,
         FILE,
         algorithm='sha256',
         checksum=SHA256,
-        asked_by='features=inception',
+        asked_by=f'features={features}',
         instead=instead,
     )
 

@@ -280,6 +280,12 @@ def test_without_a_network_connection_the_message_tells_what_to_do(tmp_path, mon
         r'/path/to/pt_inception',
     ):
         features.load_features('inception')
+    # A path would stand for images prepared as by pytorch-fid.
+    with pytest.raises(
+        UserError,
+        match=r'features=inception_tensorflow: cannot download .* elsewhere and put it into /',
+    ):
+        features.load_features('inception_tensorflow')
 
 
 def test_feature_files(tmp_path, monkeypatch):
