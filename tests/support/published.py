@@ -124,6 +124,20 @@ CIFAR10_RUN = {
 }
 CIFAR10_DEFAULTS = {'beta1': 0.9, 'beta2': 0.999, 'num_accum': 1}
 
+# The flags of the scripts of openai/guided-diffusion (22e0df8) and improved-diffusion (1bc7bbb).
+FLAGS = (
+    'anneal_lr attention_resolutions base_samples batch_size channel_mult class_cond '
+    'classifier_attention_resolutions classifier_depth classifier_path classifier_pool '
+    'classifier_resblock_updown classifier_scale classifier_use_fp16 '
+    'classifier_use_scale_shift_norm classifier_width clip_denoised data_dir diffusion_steps '
+    'dropout ema_rate eval_interval fp16_scale_growth image_size iterations large_size learn_sigma '
+    'log_interval lr lr_anneal_steps microbatch model_path noise_schedule noised num_channels '
+    'num_head_channels num_heads num_heads_upsample num_res_blocks num_samples predict_xstart '
+    'rescale_learned_sigmas rescale_timesteps resblock_updown resume_checkpoint save_interval '
+    'schedule_sampler sigma_small small_size timestep_respacing use_checkpoint use_ddim use_fp16 '
+    'use_kl use_new_attention_order use_scale_shift_norm val_data_dir weight_decay'
+)
+
 
 def parsed(text: str) -> dict[str, str]:
     """Returns the values of `--name value` flags by name."""

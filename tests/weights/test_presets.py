@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from support.published import (
     CIFAR10_DEFAULTS,
     CIFAR10_RUN,
     DDPM_TORCH,
+    FLAGS,
     GUIDED,
     IMPROVED,
     README,
@@ -69,6 +71,21 @@ def test_a_preset_has_the_flags_of_its_readme(name: str) -> None:
     else:
         assert config.model.channel_mult == (0.5, 1, 1, 2, 2, 4, 4)
     assert ours == expected
+
+
+def test_the_docs_have_every_flag() -> None:
+    text = (ROOT / 'docs' / 'weights.md').read_text()
+    table = text[text.index('| flag of guided-diffusion') :].split('\n\n')[0]
+    named = {
+        name
+        for row in table.splitlines()
+        for words in re.findall(r'`([^`]*)`', row.split('|')[1])
+        for name in re.findall(r'\w+', words)
+    }
+    missing = {
+        name for name in FLAGS.split() if not {name, name.removeprefix('classifier_')} & named
+    }
+    assert not missing
 
 
 @pytest.mark.parametrize('name', DDPM_TORCH)
