@@ -60,7 +60,7 @@ class ModelConfig:
     max_period: int = 10000  # ratio of the embedding's highest to its lowest frequency
     norm_groups: int = 32  # groups of GroupNorm
     norm_eps: float = 1e-5  # added to GroupNorm's variance
-    # torch: PyTorch's defaults, as in guided-diffusion | ddpm: uniform fan-average.
+    # Of kernels; biases are zero. torch: PyTorch's default | ddpm: uniform fan-average.
     init: str = 'torch'
     # The last layer of every residual branch and the output layer start at zero.
     zero_init: bool = True

@@ -26,7 +26,7 @@ from jaxunet.runtime.errors import UserError
 
 Initializer = Callable[..., Array]
 INITIALIZERS: dict[str, Initializer] = {
-    # PyTorch's default for convolutions and linear layers: uniform within 1/sqrt(fan_in).
+    # PyTorch's default for kernels: uniform within 1/sqrt(fan_in).
     'torch': nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform'),
     'ddpm': nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
 }
