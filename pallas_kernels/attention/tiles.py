@@ -203,8 +203,7 @@ def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | No
 def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[Tile]:
     """Returns the tiles worth timing for one of KERNELS at this size.
 
-    Their accumulators fit the registers and their operands fit the shared memory of a Hopper
-    multiprocessor.
+    Their accumulators fit the registers, and their operands the shared memory of this device.
 
     Raises:
       ValueError: `kernel` is not one of KERNELS.
@@ -215,7 +214,7 @@ def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[T
     rows = [n for n in (32, 64, 128) if n <= padded] or [padded]
     # Blocks of 256 hold all keys at once.
     wide = [*rows, 256] if padded == 256 and kernel in ('forward', 'backward_dq') else rows
-    found = []
+    found, shared = [], shared_memory()
     splits = (1, 2) if kernel == 'backward_dkv' and width >= 128 else (1,)
     every = itertools.product(
         rows, [padded] if kernel == 'backward' else wide, (2, 4, 8), (1, 2, 3), splits
@@ -230,6 +229,6 @@ def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[T
         registers = (accumulators + scores) / (warps * 32)
         if registers > 224 or (registers < 16 and warps > 2) or (streamed >= padded and stages > 1):
             continue
-        if _shared_bytes(kernel, tile, width, dtype) <= 240 * 1024:
+        if _shared_bytes(kernel, tile, width, dtype) <= shared:
             found.append(tile)
     return found
