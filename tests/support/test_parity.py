@@ -102,7 +102,7 @@ def test_products_as_tf32_round_their_operands_forward_and_backward():
     want, pull = jax.vjp(silu_of_product, long['x'], long['y'])
     for found, exact in ((out, want), (gradients['x'], pull(cotangent)[0])):
         error = np.abs(found - exact).max() / np.abs(exact).max()
-        assert 2**-14 < error < 2**-9
+        assert 2**-14 < error < 2**-8
 
 
 def test_products_inside_a_loop_are_refused():
