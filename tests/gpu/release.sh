@@ -2,22 +2,27 @@
 # What a release must show on GPUs: tests, sanitizers, step times, starts and a long run, in one go.
 #   IMAGES=elephants64.zip tests/gpu/release.sh OUTPUT [MINUTES] [PART ...]
 # MINUTES: 28 by default, in which all parts end. PARTS: scaling steps starts tests sanitizers soak; all by default.
+# The exit status is 1 if a part failed or the time was too short for it.
 # The checkout must be built (tests/gpu/build.sh). IMAGES: a set that configs/elephants64.py reads.
-# The long run (soak) has the last GPU and six CPU cores to itself, so it needs two GPUs; the other parts run on the
-# first, one after another: those that measure times alone, then the sanitizers beside the tests.
-# Writes to OUTPUT; rows that are there already are kept, and the sanitizers go on where they ended:
-#   scaling/ amp/     sweeps of one and all GPUs, and of the precisions
-#   turns.jsonl       steps of xla and auto in turns, bfloat16 and float32
-#   starts.jsonl      time to the first step and the first picture
-#   tests.log         pytest -m gpu; on all GPUs for training
-#   sanitizer.jsonl   rows of tests/gpu/sanitize.py, and sanitizer.log
-#   soak/             rows, measurements and picture of the long run
+# The long run (soak) has the last GPU and six CPU cores to itself; the other parts run on the first, one after another:
+# those that measure times alone, then the sanitizers beside the tests. One GPU has no scaling and no long run.
+# Writes to OUTPUT:
+#   scaling/ amp/       sweeps of one and all GPUs, and of the precisions
+#   turns.jsonl         steps of xla and auto in turns, bfloat16 and float32
+#   starts.jsonl        time to the first step and the first picture
+#   tests.log           pytest -m gpu; tests_all_gpus.log: training on all GPUs
+#   sanitizer.jsonl     docs/results/sanitizer/rows.jsonl and the rows of the cases that it lacks; sanitizer.log
+#   soak/ and soak.log  rows, measurements and picture of the long run
 set -uo pipefail
 mkdir -p "$1"
 out=$(realpath "$1")
 minutes=${2:-28}
-parts=${*:3}
-parts=" ${parts:-scaling steps starts tests sanitizers soak} "
+known=' scaling steps starts tests sanitizers soak '
+parts=" ${*:3} "
+[ $# -gt 2 ] || parts=$known
+for part in $parts; do
+  [[ $known == *" $part "* ]] || { echo "error: part $part: expected some of$known"; exit 2; }
+done
 images=$(realpath "${IMAGES:-elephants64.zip}")
 cd "$(dirname "$0")/../.." || exit
 [ -f "$images" ] || { echo "error: $images: no such file; IMAGES names a set of images of 64x64"; exit 2; }
@@ -25,21 +30,28 @@ export PYTHONPATH=.:tests:tests/gpu${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=
 gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
 cores=$(nproc)
 end=$((SECONDS + 60 * minutes))
+failed=0
 sweep=(python3 -m jaxunet.sweep --config configs/elephants64.py "--config.data.path=$images" --noplot)
 
 wanted() { [[ $parts == *" $1 "* ]]; }
-# Runs a command for as long as time is left, and says when it ended.
+# Says how a part ended.
+ended() {
+  echo "[$SECONDS s] $1: exit status $2"
+  (($2 == 0)) || failed=1
+}
+# Runs a command for as long as time is left; `timeout` gives a command that it stops the status 124.
 within() {
   local name=$1 left=$((end - SECONDS))
   shift
-  if ((left < 5)); then
-    echo "[$SECONDS s] $name: no time left"
-  else
-    timeout --kill-after=10 "$left" "$@"
-    echo "[$SECONDS s] $name: exit status $?"
-  fi
+  timeout --kill-after=10 "$((left < 1 ? 1 : left))" "$@"
+  ended "$name" $?
 }
 
+if ((gpus < 2)); then
+  for part in scaling soak; do
+    if wanted $part; then echo "$part: needs two GPUs, left out"; fi
+  done
+fi
 if wanted scaling && ((gpus > 1)); then
   within tests-of-all-gpus python3 -m pytest -m gpu -n 6 -q -p no:benchmark tests/gpu/test_gpu.py -k every_gpu \
     >"$out/tests_all_gpus.log" 2>&1
@@ -71,16 +83,24 @@ if wanted steps; then
     within steps python3 tests/gpu/steps.py . --backends xla,auto $flags --output "$out/turns.jsonl"
   done
 fi
-wanted starts && within starts python3 tests/gpu/starts.py --auto --lanes 4 --seconds 120 --output "$out/starts.jsonl"
+if wanted starts; then
+  within starts python3 tests/gpu/starts.py --auto --lanes 4 --seconds 120 --output "$out/starts.jsonl"
+fi
 sanitizers=
 if wanted sanitizers; then
+  [ -f "$out/sanitizer.jsonl" ] || cp docs/results/sanitizer/rows.jsonl "$out/sanitizer.jsonl"
   python3 tests/gpu/sanitize.py --seconds $((end - SECONDS)) --processes 10 \
-    --times docs/results/sanitizer/rows.jsonl --output "$out/sanitizer.jsonl" >"$out/sanitizer.log" 2>&1 &
+    --output "$out/sanitizer.jsonl" >"$out/sanitizer.log" 2>&1 &
   sanitizers=$!
 fi
 if wanted tests; then
   within tests python3 -m pytest -m gpu -n 6 -q -p no:benchmark -p show_failures >"$out/tests.log" 2>&1
   tail -3 "$out/tests.log"
 fi
-[ -z "$sanitizers" ] || wait "$sanitizers"
-[ -z "$soak" ] || wait "$soak"
+for part in sanitizers soak; do
+  if [ -n "${!part}" ]; then
+    wait "${!part}"
+    ended "$part" $?
+  fi
+done
+exit $failed
