@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree, Real
 
 from jaxunet.config import Config
 from jaxunet.model.blocks import Affine, Block, parameter
-from jaxunet.model.encoder import TIME_EMBEDDING, Encoder, encode, make_layers
+from jaxunet.model.encoder import Encoder, encode, make_layers
 from jaxunet.ops.vocabulary import Ops
 
 
@@ -47,7 +47,7 @@ class NoisyClassifier(Encoder):
       side: pixels of an image's side; the pool has a position for every pixel of the lowest level.
     """
 
-    FLOAT32: ClassVar[tuple[str, ...]] = (TIME_EMBEDDING, 'pool')
+    FLOAT32: ClassVar[tuple[str, ...]] = (*Encoder.FLOAT32, 'pool')
 
     classes: int = 0
     side: int = 0
