@@ -100,9 +100,11 @@ def test_products_as_tf32_round_their_operands_forward_and_backward():
     long = {name: jnp.asarray(value, jnp.float32) for name, (value, _) in inputs('float32').items()}
     out, gradients = with_tf32_products(silu_of_product, gradients=True)(long, cotangent)
     want, pull = jax.vjp(silu_of_product, long['x'], long['y'])
-    for found, exact in ((out, want), (gradients['x'], pull(cotangent)[0])):
+    # A gradient has the errors of two products. The largest of 3,000 draws are 2^-10.2 and 2^-8.6.
+    pairs = ((out, want, 2**-9), (gradients['x'], pull(cotangent)[0], 2**-8))
+    for found, exact, most in pairs:
         error = np.abs(found - exact).max() / np.abs(exact).max()
-        assert 2**-14 < error < 2**-8
+        assert 2**-14 < error < most
 
 
 def test_products_inside_a_loop_are_refused():
