@@ -107,7 +107,7 @@ def memory(config: Config) -> dict[str, int]:
         params, loss = _loss(config, batch=share, ops=ops)
         residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
     size = tree_bytes(params)
-    table = HELD_CONCURRENT if devices == 1 and overlaps(config) else HELD
+    table = HELD_CONCURRENT if overlaps(config, devices) else HELD
     held = table.get(_holder(config), max(table.values()))
     return {
         'parameters': size,

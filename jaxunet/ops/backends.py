@@ -33,8 +33,9 @@ from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 
-# Largest number of pixels per batch at which kernels overlap; see `overlaps`.
-OVERLAP_PIXELS = 64 * 64 * 64
+# Largest number of pixels of a batch at which the kernels of one GPU overlap, and the largest of each
+# of several GPUs; see `overlaps`.
+OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
 
 
@@ -77,18 +78,20 @@ def named(backend: str, precision: str | None = None) -> dict[str, str]:
     } | changed
 
 
-def overlaps(config: Config) -> bool:
-    """Returns True if a step's independent kernels run faster at once, on one GPU.
+def overlaps(config: Config, devices: int = 1) -> bool:
+    """Returns True if a step's independent kernels run faster at once, on each of some GPUs.
 
     The CUDA convolutions do where each is too small to fill the GPU. Larger ones gain little for
-    the memory; steps of other backends get slower (docs/results.md). To refit
-    `OVERLAP_PIXELS`, run `tests/gpu/overlap.py`.
+    the memory, but on several GPUs they also have the all-reduce to run beside. Steps of other
+    backends get slower (docs/results.md). To refit `OVERLAP_PIXELS`, run `tests/gpu/overlap.py`;
+    `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
     """
     height, width, _ = config.image_shape
-    pixels = config.data.batch_size // config.optimizer.accumulate_steps * height * width
+    batch = config.data.batch_size // config.optimizer.accumulate_steps // devices
     convolutions = named(config.backend, config.precision)['norm_silu_conv3x3']
     allowed = config.parallel.concurrent_kernels and convolutions == 'cuda'
-    return allowed and pixels <= OVERLAP_PIXELS
+    largest = OVERLAP_PIXELS if devices == 1 else OVERLAP_PIXELS_OF_SEVERAL
+    return allowed and batch * height * width <= largest
 
 
 def load_ops(backend: str, precision: str | None = None) -> Ops:

@@ -58,8 +58,8 @@ OVERLAP: Options = {
     # one can only start when all of its gradients are computed.
     'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
 }
-# For one GPU: kernels of a CUDA graph that do not depend on each other, such as those of a layer's
-# two gradients, run at once. XLA can then share less memory between their results.
+# Kernels of a CUDA graph that do not depend on each other, such as those of a layer's two gradients,
+# run at once. XLA can then share less memory between their results.
 CONCURRENT: Options = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
 
 
@@ -277,14 +277,14 @@ class Parallel:
 
     @property
     def compiler_options(self) -> Options:
-        """`OVERLAP` on several GPUs, `CONCURRENT` on one where kernels overlap well."""
+        """`OVERLAP` on several GPUs, and `CONCURRENT` where kernels overlap well."""
         if self.devices[0].platform != 'gpu':
             return {}
         options: Options = {}
         if len(self.devices) > 1:
-            options = OVERLAP
-        elif overlaps(self.config):
-            options = CONCURRENT
+            options |= OVERLAP
+        if overlaps(self.config, len(self.devices)):
+            options |= CONCURRENT
         flags = os.environ.get('XLA_FLAGS', '')
         return {name: value for name, value in options.items() if name not in flags}
 

@@ -54,7 +54,11 @@ def test_xla_knows_the_options_of_overlap():
         ('cuda', 8, {'concurrent_kernels': False}, {}),
         ('cuda', 2**15, {}, {}),
         ('xla', 8, {}, {}),
-        ('cuda', 8, {'devices': 2}, OVERLAP),
+        ('cuda', 8, {'devices': 2}, OVERLAP | CONCURRENT),
+        ('cuda', 2**14, {'devices': 2}, OVERLAP | CONCURRENT),
+        ('cuda', 2**15, {'devices': 2}, OVERLAP),
+        ('cuda', 8, {'devices': 2, 'concurrent_kernels': False}, OVERLAP),
+        ('xla', 8, {'devices': 2}, OVERLAP),
     ],
 )
 def test_kernels_overlap_where_it_helps(monkeypatch, backend, batch, parallel, found):
