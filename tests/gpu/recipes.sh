@@ -46,7 +46,7 @@ running() { # OUTPUT: succeeds if a process has not ended
 case ${1:-} in
   start)
     mkdir -p "$3"
-    OUTPUT=$(realpath "$3")
+    OUTPUT=$(realpath --relative-base=. "$3") # rows have it in their commands, without a machine's folders
     export OUTPUT DATA=$2 LIMIT=$4 STEP_MS=$5
     shift 5
     running "$OUTPUT" || rm -rf "$OUTPUT"/*.done "$OUTPUT"/*.log "$OUTPUT/claims"
