@@ -93,12 +93,28 @@ def test_sampling_times_of_processes_that_had_the_device_alone():
 
 
 def test_times_to_the_quality_of_the_baseline():
-    found = {line[0]: line[1:] for line in cells(tables.sooner(ROWS))}
+    rows = [r for r in ROWS if r['sampler'] != 'heun:25']
+    found = {line[0]: line[1:] for line in cells(tables.sooner(rows))}
     assert found['epsilon-linear'] == ['600', '1.0']
-    # From 52 after 60.1 s to 20 after 180.1 s: 36 is half way.
-    assert found['v-cosine'] == ['120', '5.0']
+    # With the baseline's seed, from 50 after 60.1 s to 20 after 180.1 s: 36 is at 14/30.
+    assert found['v-cosine'] == ['116', '5.2']
+    assert 'epsilon-linear after 600 s), seed 0' in tables.sooner(rows)
     assert found['flow'] == ['≤ 60', '≥ 10.0']
     assert found['edm'] == ['not in 60', '']
+
+
+def test_rows_of_several_features_are_never_in_one_table():
+    other = {**row('flow', 180, 'heun:25', 5.0), 'features': 'classifier-2'}
+    for table in (tables.objectives, tables.samplers, tables.sooner):
+        with pytest.raises(ValueError, match='classifier-1, classifier-2'):
+            table([*ROWS, other])
+
+
+def test_each_device_is_shown_with_its_commits():
+    other = {**row('flow', 180, 'heun:25', 5.0), 'device': 'TPU', 'git': 'def'}
+    assert 'GPU, jax 1, commit abc; TPU, jax 1, commit def; 2000' in tables.objectives(
+        [ROWS[0], other, *ROWS]
+    )
 
 
 def test_digits_have_a_line_for_each_sampler():

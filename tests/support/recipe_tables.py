@@ -64,8 +64,15 @@ def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
 
 
 def groups(found: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]]:
-    """Rows by (case, seconds), in the order of the cases and then of time."""
+    """Rows by (case, seconds), in the order of the cases and then of time.
+
+    Raises:
+      ValueError: they have distances of several features, which cannot be compared.
+    """
     mine = [row for row in found if row['data'] == data]
+    features = {row['features'] for row in mine}
+    if len(features) > 1:
+        raise ValueError(f'{data}: rows of several features: {", ".join(sorted(features))}')
     cases = list(dict.fromkeys(row['case'] for row in mine))
     if BASELINE in cases:
         cases.remove(BASELINE)
@@ -208,10 +215,16 @@ def digits(found: Sequence[Row]) -> str:
 
 
 def sooner(found: Sequence[Row]) -> str:
-    """Seconds that each objective needs for the quality of the baseline's last checkpoint."""
+    """Seconds that each objective needs for the quality of the baseline's last checkpoint.
+
+    Only the seeds of that checkpoint count, so that no curve is of other seeds at other times.
+    """
+    grouped = groups(found, 'objects64')
+    ends = [key for key in grouped if key[0] == BASELINE]
+    seeds = {row['seed'] for row in grouped[ends[-1]]} if ends else set()
     curves: dict[str, list[tuple[float, float]]] = {}
-    for (case, _), group in groups(found, 'objects64').items():
-        rows = best(group, LIMITS[0], 'fid')
+    for (case, _), group in grouped.items():
+        rows = best([row for row in group if row['seed'] in seeds], LIMITS[0], 'fid')
         points = [(row['training_seconds'], row['values']['train']['fid']) for row in rows]
         if points:
             curves.setdefault(case, []).append(tuple(np.mean(points, axis=0)))
@@ -228,7 +241,8 @@ def sooner(found: Sequence[Row]) -> str:
         body.append((case, shown, ratio))
     head = (
         'objective',
-        f's to a Fréchet distance of {target:.3g} ({BASELINE} after {longest:.0f} s)',
+        f's to a Fréchet distance of {target:.3g} ({BASELINE} after {longest:.0f} s), '
+        f'seed {", ".join(map(str, sorted(seeds)))}',
         'times sooner',
     )
     return markdown.table(head, body)
@@ -335,9 +349,15 @@ def with_origin(
 
 
 def measured_with(rows: Sequence[Row]) -> str:
-    """Devices, versions of JAX and commits of rows."""
-    devices, commits = (all_of(rows, operator.itemgetter(name)) for name in ('device', 'git'))
-    return f'{devices}, jax {all_of(rows, lambda row: row["versions"]["jax"])}, commit {commits}'
+    """Devices of rows, each with its versions of JAX and commits."""
+    by_device: dict[str, list[Row]] = {}
+    for row in rows:
+        by_device.setdefault(row['device'], []).append(row)
+    return '; '.join(
+        f'{device}, jax {all_of(mine, lambda row: row["versions"]["jax"])}, '
+        f'commit {all_of(mine, operator.itemgetter("git"))}'
+        for device, mine in by_device.items()
+    )
 
 
 def all_of(rows: Sequence[Row], find: Callable[[Row], object]) -> str:
