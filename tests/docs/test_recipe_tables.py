@@ -263,4 +263,23 @@ def test_every_kept_picture_has_its_run():
 
 
 def test_copies_of_the_elephants_are_shown():
-    assert [line[-1] for line in cells(tables.elephants(ANIMALS))] == ['0.06', '0.18'] * 2
+    lost = {**ANIMALS[0], 'losses': {'held_out_loss': 0.5, 'seen_loss': 0.25}}
+    found = [lost, *ANIMALS[1:], row('flow', 180, 'ddpm:50', 5.0, data='elephants64', copies=0.5)]
+    assert [line[:2] + line[7:] for line in cells(tables.elephants(found))] == [
+        ['edm', '60', '0.06', '0.25', '0.5'],
+        ['edm', '180', '0.18', '', ''],
+        ['flow', '60', '0.06', '', ''],
+        ['flow', '180', '0.18', '', ''],
+        ['flow', '180', '0.5', '', ''],
+    ]
+
+
+def test_held_out_losses_are_those_of_the_log_or_of_the_rows(drawn):
+    output, _ = drawn
+    script = runpy.run_path(str(PICTURES))
+    script['held_out'].__globals__['HERE'] = output
+    losses = {'held_out_loss': 0.5, 'seen_loss': 0.25}
+    rows = [{**r, 'losses': losses} for r in (ANIMALS[1], ANIMALS[0])]
+    assert script['held_out'](rows, 'edm') == [(1.0, 1.0), (3.0, 1.25)]
+    assert script['held_out'](rows, 'v-cosine') == [(60.1, 2.0), (180.1, 2.0)]
+    assert script['held_out'](ANIMALS, 'v-cosine') == []

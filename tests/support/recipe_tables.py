@@ -41,11 +41,6 @@ def earlier() -> list[Row]:
     return read(name='earlier.jsonl')
 
 
-def of_elephants(found: Sequence[Row]) -> list[Row]:
-    """The rows of the 500 photographs."""
-    return [row for row in found if row['data'] == 'elephants64']
-
-
 def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
     """The rows of the sampler with the smallest mean metric within a number of evaluations.
 
@@ -249,25 +244,28 @@ def sooner(found: Sequence[Row]) -> str:
 
 
 def elephants(found: Sequence[Row]) -> str:
-    """Quality and copies by objective and seconds, on 500 photographs."""
+    """Quality, copies and held-out loss by objective, seconds and sampler, on 500 photographs."""
     body = []
     for (case, seconds), group in groups(found, 'elephants64').items():
-        rows = best(group, LIMITS[0], 'kid')
-        if rows:
+        for sampler in dict.fromkeys(row['sampler'] for row in group):
+            rows = [row for row in group if row['sampler'] == sampler]
             body.append(
                 (
                     case,
                     f'{seconds:g}',
                     f'{np.mean([row["step"] for row in rows]):,.0f}',
-                    rows[0]['sampler'].replace(':', ' '),
+                    sampler.replace(':', ' '),
                     spread(rows, value('train', 'kid'), factor=1e3),
                     spread(rows, value('train', 'precision')),
                     spread(rows, value('train', 'recall')),
                     spread(rows, value('train', 'copies')),
+                    spread(rows, lambda row: row.get('losses', {}).get('seen_loss', np.nan)),
+                    spread(rows, lambda row: row.get('losses', {}).get('held_out_loss', np.nan)),
                 )
             )
     head = ('objective', 's', 'steps', 'sampler', 'kernel distance · 10³', 'precision', 'recall')
-    return with_origin((*head, 'copies'), body, found, 'elephants64')
+    more = ('copies', 'loss on training images', 'on held-out images')
+    return with_origin((*head, *more), body, found, 'elephants64')
 
 
 def pictures(folder: pathlib.Path = FOLDER) -> str:
@@ -280,7 +278,8 @@ def pictures(folder: pathlib.Path = FOLDER) -> str:
         table = grids([o for o in kept if o['data'] == data and o['file'].startswith('grids/')])
         found += [title, table] if table else []
     if (folder / 'overfitting.png').exists():
-        runs = [o for o in kept if o['file'].startswith('logs/') or o['file'] == 'overfitting.png']
+        runs = [row for row in read(folder) if row['data'] == 'elephants64']
+        runs += [origin for origin in kept if origin['file'].startswith('logs/')]
         found.append(
             '![held-out loss and copies against seconds of training]'
             f'(results/recipes/overfitting.png)\n\nThe elephants: {measured_with(runs)}.'
@@ -371,7 +370,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'recipes_sooner': lambda: sooner(read()),
     'recipes_costs': lambda: step_times(FOLDER / 'step_ms.jsonl', 'objective'),
     'recipes_sampling': lambda: sampling_times([*read(), *earlier()]),
-    'recipes_elephants': lambda: elephants(of_elephants(read()) or earlier()),
+    'recipes_elephants': lambda: elephants(read()),
     'recipes_pictures': pictures,
     'recipe_picture': recipe_picture,
     'recipes_digits': lambda: digits(read(DIGITS)),

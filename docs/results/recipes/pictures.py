@@ -9,7 +9,8 @@ other features than the newest are dropped. pictures.jsonl says of each grid and
 of. images.jpg has all samples of configs/images.py after `SHOWN` seconds. From rows and logs are
 drawn quality.png (Fréchet distance against seconds) and overfitting.png (held-out loss and copies
 against seconds); without folders they are drawn again. docs/results.md shows the grids side by
-side, with their runs: `PYTHONPATH=tests python tests/docs/test_docs.py --write`.
+side, with their runs: `PYTHONPATH=tests python tests/docs/test_docs.py --write`. A run that was
+cut off has no log, but rows of the times that it reached, with their losses.
 """
 
 from __future__ import annotations
@@ -120,7 +121,6 @@ def keep_pictures(folder: pathlib.Path) -> None:
         runs = [row for row in rows if job_of(row) == log.stem]
         if runs and keep_log(log, HERE / 'logs' / log.name):
             keep(f'logs/{log.name}', runs[-1])
-            known.pop('overfitting.png', None)  # it is drawn from the logs
     write_rows(HERE / 'pictures.jsonl', (known[file] for file in sorted(known)))
 
 
@@ -185,33 +185,56 @@ def quality(found: Sequence[Row], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def held_out(rows: Sequence[Row], case: str) -> list[tuple[float, float]]:
+    """Seconds, and loss on held-out images divided by that on training images.
+
+    They are those of the log of a case, else of its rows.
+    """
+    log = HERE / f'logs/elephants64_{case}_seed0.csv'
+    if log.exists():
+        points = [
+            (row['training_seconds'], row[HELD_OUT], row[SEEN])
+            for row in csv.DictReader(log.read_text().splitlines())
+            if row[HELD_OUT]
+        ]
+    else:
+        points = sorted(
+            {
+                (row['training_seconds'], row['losses'][HELD_OUT], row['losses'][SEEN])
+                for row in rows
+                if 'losses' in row
+            }
+        )
+    return [(float(time), float(loss) / float(seen)) for time, loss, seen in points]
+
+
 def overfitting(found: Sequence[Row], path: pathlib.Path) -> None:
-    """Held-out loss and share of copies of the elephants against seconds of training."""
-    logs = {
-        log.name.split('_')[1]: list(csv.DictReader(log.read_text().splitlines()))
-        for log in sorted(HERE.glob('logs/elephants64_*_seed0.csv'))
-    }
-    copies = [r for r in found if r['data'] == 'elephants64' and 'copies' in r['values']['train']]
-    if not copies or not any(HELD_OUT in row for log in logs.values() for row in log):
+    """Held-out loss and copies of the elephants against seconds; bands: range of samplers."""
+    mine = [r for r in found if r['data'] == 'elephants64' and 'copies' in r['values']['train']]
+    by_case = {r['case']: [o for o in mine if o['case'] == r['case']] for r in mine}
+    ratios = {case: held_out(rows, case) for case, rows in by_case.items()}
+    if not any(ratios.values()):
         return
     figure = Figure(figsize=(9, 4), layout='constrained')
     losses, shares = figure.subplots(1, 2)
-    for case, log in logs.items():
-        points = [
-            (float(row['training_seconds']), float(row[HELD_OUT]) / float(row[SEEN]))
-            for row in log
-            if row[HELD_OUT]
+    for i, (case, rows) in enumerate(by_case.items()):
+        if ratios[case]:
+            losses.plot(*zip(*ratios[case], strict=True), f'C{i}', marker='o', markersize=4)
+        times = sorted({row['seconds'] for row in rows})
+        copies = [
+            [r['values']['train']['copies'] for r in rows if r['seconds'] == t] for t in times
         ]
-        if points:
-            losses.plot(*zip(*points, strict=True), label=case)
-        rows = [row for row in copies if row['case'] == case]
-        if rows:
-            times, mean, *_ = curve(rows, lambda row: row['values']['train']['copies'])
-            shares.plot(times, mean, marker='o', markersize=4, label=case)
+        mean, low, high = ([find(values) for values in copies] for find in (np.mean, min, max))
+        shares.plot(times, mean, f'C{i}', marker='o', markersize=4, label=case)
+        shares.fill_between(times, low, high, color=f'C{i}', alpha=0.2, linewidth=0)
+    losses.set_yscale('log')
+    losses.yaxis.set_major_formatter(ScalarFormatter())
+    losses.yaxis.set_minor_formatter(ScalarFormatter())
     losses.set_ylabel('loss on held-out images / on training images')
     shares.set_ylabel('share of samples that are copies')
     for panel in (losses, shares):
         panel.set_xlabel('training, s')
+        panel.set_ylim(bottom=1 if panel is losses else 0)
         panel.grid(alpha=0.3)
     shares.legend(fontsize='small')
     figure.savefig(path, dpi=110)
