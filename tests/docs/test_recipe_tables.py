@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support import recipe_tables as tables
+from support import sharing_table
 
 PICTURES = pathlib.Path(__file__).parents[2] / 'docs/results/recipes/pictures.py'
 
@@ -115,6 +116,18 @@ def test_each_device_is_shown_with_its_commits():
     assert 'GPU, jax 1, commit abc; TPU, jax 1, commit def; 2000' in tables.objectives(
         [ROWS[0], other, *ROWS]
     )
+
+
+def test_throughput_of_processes_that_share_a_gpu():
+    def of(processes, mps, case, ms):
+        own = {'processes': processes, 'mps': mps, 'case': case, 'ms': ms}
+        return {**row('edm', 60, 'heun:10', 9.0), **own, 'quartiles': [ms - 1, ms, ms + 1]}
+
+    rows = [of(2, True, 'flow', 8.0), of(1, False, 'edm', 5.0), of(2, True, 'edm', 8.0)]
+    assert cells(sharing_table.table(rows)) == [
+        ['1', 'no', 'edm', '5.00 (4.00 to 6.00)', '6,400', '1.00'],
+        ['2', 'yes', 'flow, edm', '8.00 (7.00 to 9.00), 8.00 (7.00 to 9.00)', '8,000', '1.25'],
+    ]
 
 
 def test_digits_have_a_line_for_each_sampler():

@@ -8,6 +8,10 @@
 # Folders are relative to the checkout. DATA: the folder of the archives that the jobs name. Build the kernels before (tests/gpu/build.sh).
 # LIMIT: seconds after which training stops; runs that are not done stay in OUTPUT/work, and the next start goes on with them.
 # RECIPE_RESUME=false, for a machine that keeps no files: no checkpoints, and no training begins that would not end by LIMIT.
+# RECIPE_MPS=true: processes share a GPU by NVIDIA's multi-process service (nvidia-cuda-mps-control -d), so that their kernels run at the
+# same time: two train 1.16 times as fast (docs/results.md, Recipes). `start` starts the service in OUTPUT/mps, the last process ends it.
+# All processes must be of one user, and a fault of one of them on a GPU ends the others there. If one was killed, end the service yourself:
+#   echo quit | CUDA_MPS_PIPE_DIRECTORY=$PWD/OUTPUT/mps nvidia-cuda-mps-control
 # STEP_MS: milliseconds of a step measured alone (python -m jaxunet.benchmark), or a file with those of each case (python -m jaxunet.compare.step_cost).
 # RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs, RECIPE_KNOWN rows whose times are left out.
 # The features are OUTPUT/features.npz, else features.npz beside the jobs, else the first process trains them with
@@ -20,7 +24,7 @@ jobs=${RECIPE_JOBS:-docs/results/recipes/jobs.py:objects}
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 part() { # one process; reads NUMBER, PROCESSES (on its GPU), DATA, OUTPUT, LIMIT and STEP_MS, which start exports
-  trap 'touch "$OUTPUT/$NUMBER.done"' EXIT
+  trap ended EXIT
   XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '.%02d' $((88 / (PROCESSES + 1))))  # leaves a share for tests
   export XLA_PYTHON_CLIENT_MEM_FRACTION
   if [ "$NUMBER" = 1 ] && [ ! -f "$OUTPUT/features.npz" ]; then
@@ -33,6 +37,38 @@ part() { # one process; reads NUMBER, PROCESSES (on its GPU), DATA, OUTPUT, LIMI
     --step_ms "$STEP_MS" --shared_by "$PROCESSES" --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" \
     --work "$OUTPUT/work" --resume="${RECIPE_RESUME:-true}" ||
     echo "part $NUMBER: exit status $?"
+}
+
+ended() { # says that a process has ended; the last one ends the multi-process service
+  exec 9>"$OUTPUT/lock"
+  flock 9
+  touch "$OUTPUT/$NUMBER.done"
+  if ! running "$OUTPUT" && [ -d "$OUTPUT/mps" ]; then
+    CUDA_MPS_PIPE_DIRECTORY=$(realpath "$OUTPUT/mps")
+    export CUDA_MPS_PIPE_DIRECTORY
+    ! served || echo quit | nvidia-cuda-mps-control
+  fi
+}
+
+share() { # starts the multi-process service of OUTPUT, unless it runs
+  if ! command -v nvidia-cuda-mps-control >/dev/null; then
+    echo "error: RECIPE_MPS=true needs nvidia-cuda-mps-control, a program of NVIDIA's driver, on the PATH" >&2
+    exit 1
+  fi
+  mkdir -p "$OUTPUT/mps"
+  CUDA_MPS_PIPE_DIRECTORY=$(realpath "$OUTPUT/mps")
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+  # The service is for all GPUs, whatever the caller has chosen.
+  served || env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d >"$OUTPUT/mps/start.log" 2>&1 9>&- || true
+  if ! served; then
+    echo "error: NVIDIA's multi-process service did not start; see the logs in $OUTPUT/mps" >&2
+    exit 1
+  fi
+}
+
+served() { # succeeds if the multi-process service of CUDA_MPS_PIPE_DIRECTORY runs
+  local answer
+  answer=$(echo get_server_list | nvidia-cuda-mps-control 2>&1) && [[ $answer != *"Cannot find"* ]]
 }
 
 running() { # OUTPUT: succeeds if a process has not ended
@@ -49,17 +85,20 @@ case ${1:-} in
     OUTPUT=$(realpath --relative-base=. "$3") # rows have it in their commands, without a machine's folders
     export OUTPUT DATA=$2 LIMIT=$4 STEP_MS=$5
     shift 5
+    exec 9>"$OUTPUT/lock" # no process ends meanwhile, and with the last one the service
+    flock 9
+    [ "${RECIPE_MPS:-false}" != true ] || share
     running "$OUTPUT" || rm -rf "$OUTPUT"/*.done "$OUTPUT"/*.log "$OUTPUT/claims"
     kept=$(dirname "${jobs%%:*}")/features.npz
     [ -f "$OUTPUT/features.npz" ] || [ ! -f "$kept" ] || cp "$kept" "$OUTPUT/"
-    started=$(find "$OUTPUT" -name '*.log' | wc -l)
+    started=$(find "$OUTPUT" -maxdepth 1 -name '*.log' | wc -l)
     for place; do
       started=$((started + 1))
       gpu=${place%%:*}
       log=$OUTPUT/$started.log
       : >"$log"
       NUMBER=$started PROCESSES=$(printf '%s\n' "$@" | grep -c "^$gpu:") CUDA_VISIBLE_DEVICES=$gpu \
-        setsid nohup taskset -c "${place#*:}" "$self" part >"$log" 2>&1 </dev/null &
+        setsid nohup taskset -c "${place#*:}" "$self" part >"$log" 2>&1 </dev/null 9>&- &
     done
     ;;
   part) part ;;
@@ -89,7 +128,7 @@ case ${1:-} in
       tar -C "$2" --null -T - --transform 's,^[0-9]/,,' -cf "$3/pictures.tar"
     ;;
   *)
-    sed -n '2,15p' "$self" >&2
+    sed -n '2,19p' "$self" >&2
     exit 2
     ;;
 esac

@@ -1,4 +1,4 @@
-"""tests/gpu/recipes.sh, with stand-ins for Python, so that no GPU is needed."""
+"""tests/gpu/recipes.sh, with stand-ins for Python and NVIDIA's programs: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -17,8 +18,29 @@ printf '%s\\n' "$@" > "$CUDA_VISIBLE_DEVICES-$NUMBER.arguments"
 env > "$CUDA_VISIBLE_DEVICES-$NUMBER.variables"
 while [ ! -f end ]; do sleep 0.05; done
 """
+# NVIDIA's program: writes what it is asked to do, and answers like a service that runs or does not.
+CONTROL = """#!/bin/sh
+service=$CUDA_MPS_PIPE_DIRECTORY/service
+if [ "${1:-}" = -d ]; then
+  echo "start for ${CUDA_VISIBLE_DEVICES:-all GPUs}" >> asked
+  [ ! -f broken ] || exit 1
+  touch "$service"
+  exit
+fi
+read -r command
+[ "$command" = get_server_list ] || echo "$command $(ls out/*.done | wc -l)" >> asked
+if [ ! -f "$service" ]; then
+  echo 'Cannot find MPS control daemon process'
+  exit 1
+fi
+[ "$command" != quit ] || rm "$service"
+"""
+# The programs of the script before it starts a process.
+TOOLS = ('bash', 'env', 'realpath', 'dirname', 'mkdir', 'flock')
 
-pytestmark = pytest.mark.skipif(not shutil.which('taskset'), reason='taskset is not installed')
+pytestmark = pytest.mark.skipif(
+    not (shutil.which('taskset') and shutil.which('flock')), reason='no util-linux here'
+)
 
 
 @pytest.fixture
@@ -79,3 +101,61 @@ def test_commands_name_no_folder_of_the_machine(checkout):
     (checkout / 'end').touch()
     call(checkout, 'wait', 'out', '30')
     assert {path.name for path in (checkout / 'out').glob('*.done')} == {'1.done', '2.done'}
+
+
+def variables(checkout, *names):
+    """Returns the variables of processes that have started."""
+    return [
+        dict(line.partition('=')[::2] for line in lines)
+        for lines in wait_for(checkout, *(f'{name}.variables' for name in names))
+    ]
+
+
+def test_processes_share_a_service_until_the_last_one_ends(checkout):
+    stand_in(checkout, 'nvidia-cuda-mps-control', CONTROL)
+    assert start(checkout, 2, 2, RECIPE_MPS='true', CUDA_VISIBLE_DEVICES='2').returncode == 0
+    assert start(checkout, 3, RECIPE_MPS='true').returncode == 0
+    for found in variables(checkout, '2-1', '2-2', '3-3'):
+        assert found['CUDA_MPS_PIPE_DIRECTORY'] == str(checkout / 'out/mps')
+    assert (checkout / 'asked').read_text() == 'start for all GPUs\n'
+    (checkout / 'end').touch()
+    call(checkout, 'wait', 'out', '30')
+    for _ in range(100):  # the last process ends the service after it has said that it ends
+        asked = (checkout / 'asked').read_text().splitlines()
+        if len(asked) > 1:
+            break
+        time.sleep(0.05)
+    assert asked == ['start for all GPUs', 'quit 3']
+    # The next start makes a service of its own.
+    (checkout / 'end').unlink()
+    assert start(checkout, 4, RECIPE_MPS='true').returncode == 0
+    variables(checkout, '4-1')
+    assert (checkout / 'asked').read_text().splitlines()[-1] == 'start for all GPUs'
+
+
+def test_without_the_option_there_is_no_service(checkout):
+    stand_in(checkout, 'nvidia-cuda-mps-control', CONTROL)
+    assert start(checkout, 2).returncode == 0
+    (found,) = variables(checkout, '2-1')
+    assert 'CUDA_MPS_PIPE_DIRECTORY' not in found
+    (checkout / 'end').touch()
+    call(checkout, 'wait', 'out', '30')
+    assert not (checkout / 'asked').exists()
+
+
+def test_a_service_that_does_not_start_is_an_error(checkout):
+    stand_in(checkout, 'nvidia-cuda-mps-control', CONTROL)
+    (checkout / 'broken').touch()
+    ended = start(checkout, 2, RECIPE_MPS='true')
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: NVIDIA's multi-process service did not start")
+    assert not list((checkout / 'out').glob('*.log'))
+
+
+def test_the_error_names_the_missing_program(checkout, tmp_path):
+    for tool in TOOLS:  # a PATH that has NVIDIA's program on no machine
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    ended = start(checkout, 2, RECIPE_MPS='true', path=str(tmp_path))
+    assert ended.returncode == 1
+    assert ended.stderr.startswith('error: RECIPE_MPS=true needs nvidia-cuda-mps-control')
+    assert not list((checkout / 'out').glob('*.log'))

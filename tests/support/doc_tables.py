@@ -16,6 +16,7 @@ from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
 from support import fault_table, markdown, recipe_tables, sanitizer_rows, study_tables, width_tables
 from support import golden as trajectories
+from support.sharing_table import sharing
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / 'docs/results'
@@ -387,6 +388,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'methods': methods,
     **study_tables.TABLES,
     **recipe_tables.TABLES,
+    'recipes_sharing': sharing,
     **width_tables.TABLES,
     'devices_batch': study('devices_batch'),
     'devices_batch_h100': study('devices_batch_h100'),
