@@ -16,7 +16,8 @@ versions, so a commit that changes none of these keeps its rows. Pieces begin in
 seconds that the rows of `--output` and `--times` have for them, longest first; those without a row
 come before, and those that took too long or stalled come last. Pieces of which the GPU's memory was
 too small are not done: the next run tries them again, best with fewer `--processes`. What the tool
-printed of a piece with errors stands before its line. The exit status is 1 if a tool found an
+printed of a piece with errors stands before its line. Pieces at the same time have ports of their
+own, and so have those of another run on the same machine. The exit status is 1 if a tool found an
 error, a test failed, or a piece did not end by itself.
 
 A piece stalls if a test takes more than `--stall`, if the first has not begun after `--start`, or

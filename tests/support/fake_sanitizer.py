@@ -15,10 +15,10 @@ from support import sanitizer
 
 LINEAR = 'xla_ffi/linear/parity_test.py'
 # Runs no tests, but tells of them as pytest_progress does: at once, so that no busy machine makes
-# it look like one that hangs.
+# it look like one that hangs. Its ports are taken while it runs.
 FAKE = """\
 #!{python}
-import os, pathlib, sys, time
+import os, pathlib, socket, sys, time
 flags = sys.argv[1:]
 if flags == ['--version']:
     print('NVIDIA (R) Compute Sanitizer', 'Version 2025.3.0', sep='\\n')
@@ -29,6 +29,18 @@ kernels = os.environ['JAXUNET_KERNELS']
 assert '--xla_gpu_autotune_level=0' in os.environ['XLA_FLAGS']
 with open({log!r}, 'a') as log:
     log.write(f'{{tool}} {{kernels}} {{len(tests)}}\\n')
+first, most = (int(flags[flags.index(name) + 1]) for name in ('--port', '--max-connections'))
+taken = [socket.socket() for _ in range(most)]
+for number, one in enumerate(taken):
+    one.bind(('127.0.0.1', first + number))
+with open({ports!r}, 'a') as log:
+    log.write(f'{{first}} {{most}}\\n')
+together = pathlib.Path({together!r})
+stop = time.monotonic() + 60
+while together.exists() and time.monotonic() < stop:
+    if len(pathlib.Path({ports!r}).read_text().splitlines()) >= int(together.read_text()):
+        break
+    time.sleep(0.05)
 hangs = pathlib.Path({hangs!r})
 hangs = hangs.read_text().split() if hangs.exists() else []
 events = []
@@ -59,10 +71,17 @@ class World:
 
     def __init__(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log, self.hangs = tmp_path / 'log.txt', tmp_path / 'hangs.txt'
+        self.ports_log, self.wanted = tmp_path / 'ports.txt', tmp_path / 'together.txt'
         self.program = tmp_path / 'bin' / sanitizer.SANITIZER
         self.program.parent.mkdir()
         self.program.write_text(
-            FAKE.format(python=sys.executable, log=str(self.log), hangs=str(self.hangs))
+            FAKE.format(
+                python=sys.executable,
+                log=str(self.log),
+                hangs=str(self.hangs),
+                ports=str(self.ports_log),
+                together=str(self.wanted),
+            )
         )
         self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv('PATH', str(self.program.parent), prepend=':')
@@ -86,6 +105,15 @@ class World:
         found = self.log.read_text().split('\n')[:-1] if self.log.exists() else []
         self.log.write_text('')
         return found
+
+    def ports(self) -> list[range]:
+        """Returns the ports of each call."""
+        calls = [map(int, line.split()) for line in self.ports_log.read_text().splitlines()]
+        return [range(first, first + most) for first, most in calls]
+
+    def wait_for(self, calls: int) -> None:
+        """Lets the first calls go on when so many have begun, after a minute in any case."""
+        self.wanted.write_text(str(calls))
 
     def hang(self, *where: str) -> None:
         """Lets these tests hang, or 'start', or 'end', or the end of a tool; without any, none."""

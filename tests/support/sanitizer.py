@@ -1,6 +1,7 @@
 """The small cases of every kernel for compute-sanitizer, in pieces that fit into a limited time,
 and the digest of what they run. `sanitizer_run` runs a piece, `sanitizer_output` reads what the
-tool prints, and `sanitizer_rows` what the rows say; `tests/gpu/sanitize.py` is the command.
+tool prints, and `sanitizer_rows` what the rows say. `sanitizer_ports` keeps runs at the same time
+apart; `tests/gpu/sanitize.py` is the command.
 """
 
 from __future__ import annotations

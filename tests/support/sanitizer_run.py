@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from support import processes, pytest_progress, sanitizer_output
+from support import processes, pytest_progress, sanitizer_output, sanitizer_ports
 from support.sanitizer import FLAGS, PYTEST_FLAGS, ROOT, SANITIZER, XLA_FLAGS, Piece
 from support.sanitizer_output import Found
 
@@ -49,14 +49,17 @@ def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
     A piece that reaches a limit is stopped with all processes that it started, after its Python
     stacks and its busiest threads were printed.
     """
-    command = [SANITIZER, '--tool', piece.tool, *FLAGS, sys.executable, '-m', 'pytest']
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix='sanitizer-', ignore_cleanup_errors=True) as name:
+    with (
+        sanitizer_ports.reserved() as port,
+        tempfile.TemporaryDirectory(prefix='sanitizer-', ignore_cleanup_errors=True) as name,
+    ):
         folder = pathlib.Path(name)
+        command = [SANITIZER, '--tool', piece.tool, *FLAGS, *sanitizer_ports.flags(port)]
         # A file, not a pipe, which a process that outlives the others could keep open.
         with (folder / 'output').open('wb') as file:
             process = subprocess.Popen(
-                [*command, *PYTEST_FLAGS, *piece.tests],
+                [*command, sys.executable, '-m', 'pytest', *PYTEST_FLAGS, *piece.tests],
                 cwd=ROOT,
                 env=environment(piece.kernels, folder),
                 stdin=subprocess.DEVNULL,
