@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import signal
+import subprocess
+import time
 from typing import NamedTuple
 
 PROC = pathlib.Path('/proc')
@@ -41,6 +44,24 @@ def busiest_threads(pid: int, most: int = 8) -> list[str]:
                 line = f'{stat.name}, thread {path.name} of process {process}, {stat.state}'
                 found.append((stat.seconds, f'{line}, {stat.seconds:.1f} s'))
     return [line for _, line in sorted(found, reverse=True)[:most]]
+
+
+def assert_ended(pid: int, seconds: float = 30) -> None:
+    """Waits for the end of a process that need not be a child of this one.
+
+    Raises:
+      AssertionError: it goes on for that many seconds; it is killed.
+    """
+    stop = time.monotonic() + seconds
+    while time.monotonic() < stop:
+        states = subprocess.run(
+            ['ps', '-o', 'stat=', '-p', str(pid)], capture_output=True, text=True, check=False
+        )
+        if states.stdout.strip()[:1] in ('', 'Z'):
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f'process {pid} goes on')
 
 
 def _stat(path: pathlib.Path) -> Stat:

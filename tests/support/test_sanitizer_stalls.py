@@ -1,14 +1,10 @@
 """Tests that hang under the sanitizer: they are stopped, named, and keep no others from running."""
 
-import os
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 
-from support import sanitizer_rows, sanitizer_run
+from support import processes, sanitizer_rows, sanitizer_run
 from support.fake_sanitizer import World
 from support.sanitizer import Piece
 
@@ -167,18 +163,4 @@ def test_pytest_tells_where_it_hangs(world, tmp_path, monkeypatch, capsys):
     assert 'in test_that_hangs' in out
     assert '/_pytest/' not in out
     assert 'Threads that used most of the CPU:\n' in out
-    assert_ended(int((tmp_path / 'child').read_text()))
-
-
-def assert_ended(pid, seconds=30):
-    """Fails unless a process has ended, or ends soon; it is nobody's child who waits for it."""
-    stop = time.monotonic() + seconds
-    while time.monotonic() < stop:
-        states = subprocess.run(
-            ['ps', '-o', 'stat=', '-p', str(pid)], capture_output=True, text=True, check=False
-        )
-        if states.stdout.strip()[:1] in ('', 'Z'):
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail(f'process {pid} goes on')
+    processes.assert_ended(int((tmp_path / 'child').read_text()))
