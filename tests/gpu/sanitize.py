@@ -14,16 +14,23 @@ command goes on where an earlier one ended: cases that have a row of the same co
 unless `--again`. The code is a digest of the sources that the op's tests run, and of the device and
 versions, so a commit that changes none of these keeps its rows. Pieces begin in the order of the
 seconds that the rows of `--output` and `--times` have for them, longest first; those without a row
-come before, and those that took too long or stalled come last. Pieces of which the GPU's memory was
-too small are not done: the next run tries them again, best with fewer `--processes`. What the tool
-printed of a piece with errors stands before its line. Pieces at the same time have ports of their
-own, and so have those of another run on the same machine. The exit status is 1 if a tool found an
-error, a test failed, or a piece did not end by itself.
+come before, and those that took too long, crashed or stalled come last. Pieces of which the GPU's
+memory was too small are not done: the next run tries them again, best with fewer `--processes`.
+What the tool printed of a piece with errors stands before its line. Pieces at the same time have
+ports of their own, and so have those of another run on the same machine. The exit status is 1 if
+the newest row of a case says that a tool found an error, that a test failed, or that its piece did
+not end by itself.
 
 A piece stalls if a test takes more than `--stall`, if the first has not begun after `--start`, or
 if the process goes on for `--stall` after the last. Its Python stacks and its busiest threads are
 printed, and it is stopped. The test gets a row that says `stalled`, and those before and after it
 run again as pieces of their own; it is not tried again before the next run, which tries it last.
+
+A piece crashes if the tool or pytest ends without its summary, and the tool counted no errors. The
+end of its output and its exit status are printed. The test in which it was gets a row that says
+`crashed`, and those before and after it run again, as above. Once nothing else waits, that test is
+tried once more, alone; its newest row counts. If no test was running, all of this holds for the
+whole piece.
 
 `--check` prints which cases have no row of the sources as they are now, or one with errors; the
 exit status is 1 if there are any. `--tools`, `--ops` and `--kernels` limit what it looks at.
@@ -79,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = sanitizer.pieces(options.tools, options.ops, options.kernels, options.size)
     left = sanitizer_rows.left(wanted, known, {} if options.again else codes, options.times)
     waiting = sanitizer_rows.in_order(left, options.times + known)
-    bad = 0
+    states: dict[tuple[str, str, str, int], str] = {}  # the newest of each case
     for piece, found, seconds in run_all(waiting, options, stop):
         row = {
             'kind': 'sanitizer',
@@ -92,13 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             'command': command,
         }
         rows.append(options.output, row)
-        bad += found.status != 'clean'
+        cases = [(piece.tool, piece.op, piece.kernels, case) for case in piece.cases()]
+        states |= dict.fromkeys(cases, found.status)
         tell(piece, found, seconds)
     if options.output.exists():
         print(sanitizer_rows.table(rows.read(options.output)))
     if waiting:
         print(f'{len(waiting)} pieces were not begun; the same command runs them')
-    return 1 if bad else 0
+    return 1 if any(state != 'clean' for state in states.values()) else 0
 
 
 Result = tuple[sanitizer.Piece, sanitizer_output.Found, float]
@@ -107,14 +115,17 @@ Result = tuple[sanitizer.Piece, sanitizer_output.Found, float]
 def run_all(
     waiting: list[sanitizer.Piece], options: argparse.Namespace, stop: float
 ) -> Iterator[Result]:
-    """Runs pieces, and the parts of those that stall; yields each result as it comes.
+    """Runs pieces, and the parts of those that stall or crash; yields each result as it comes.
 
     Takes the pieces that begin out of `waiting`, and leaves there those that the time is too short
-    for. The tests before and after one that stalled are the next pieces. If a test stalls in a
-    piece of tests after another, those after it come last: perhaps all tests of the op do.
+    for. The tests before and after one that stalled or crashed are the next pieces. If that happens
+    in a piece of tests after another, those after it come last: perhaps it happens in all tests of
+    the op. What crashed is tried once more when no other piece waits.
     """
     running: set[concurrent.futures.Future[Result]] = set()
     after_another: set[sanitizer.Piece] = set()
+    crashed: list[sanitizer.Piece] = []  # wait to be tried again
+    tried_again: set[sanitizer.Piece] = set()
 
     def work(piece: sanitizer.Piece, seconds: float) -> Result:
         limits = sanitizer_run.Limits(min(options.limit, seconds), options.stall, options.start)
@@ -122,25 +133,29 @@ def run_all(
 
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         while True:
-            while waiting and len(running) < options.processes:
+            while (waiting or crashed) and len(running) < options.processes:
                 seconds = stop - time.monotonic()
                 if seconds <= 0:
                     break
-                running.add(pool.submit(work, waiting.pop(0), seconds))
+                running.add(pool.submit(work, (waiting or crashed).pop(0), seconds))
             if not running:
+                waiting += crashed
                 return
             done, running = concurrent.futures.wait(
                 running, return_when=concurrent.futures.FIRST_COMPLETED
             )
             for future in done:
                 piece, found, seconds = future.result()
-                stalled, before, after = sanitizer_run.divide(piece, found)
+                part, before, after = sanitizer_run.divide(piece, found)
                 if after is not None:
                     waiting.insert(len(waiting) if piece in after_another else 0, after)
                     after_another.add(after)
                 if before is not None:
                     waiting.insert(0, before)
-                yield stalled, found, seconds
+                if found.status == 'crashed' and part not in tried_again:
+                    crashed.append(part)
+                    tried_again.add(part)
+                yield part, found, seconds
 
 
 def check(options: argparse.Namespace) -> int:
@@ -157,9 +172,8 @@ def check(options: argparse.Namespace) -> int:
 
 def tell(piece: sanitizer.Piece, found: sanitizer_output.Found, seconds: float) -> None:
     """Prints the line of a piece that has ended, and its reports."""
-    where = f', {found.where}' if found.where else ''
     print(
-        f'{piece.title()}: {found.status}{where}, {found.passed} passed, {seconds:.0f} s',
+        f'{piece.title()}: {found.ending()}, {found.passed} passed, {seconds:.0f} s',
         *found.reports,
         sep='\n  ',
         flush=True,

@@ -18,7 +18,7 @@ LINEAR = 'xla_ffi/linear/parity_test.py'
 # it look like one that hangs. Its ports are taken while it runs.
 FAKE = """\
 #!{python}
-import os, pathlib, socket, sys, time
+import os, pathlib, signal, socket, sys, time
 flags = sys.argv[1:]
 if flags == ['--version']:
     print('NVIDIA (R) Compute Sanitizer', 'Version 2025.3.0', sep='\\n')
@@ -43,15 +43,24 @@ while together.exists() and time.monotonic() < stop:
     time.sleep(0.05)
 hangs = pathlib.Path({hangs!r})
 hangs = hangs.read_text().split() if hangs.exists() else []
+crashes = pathlib.Path({crashes!r})
+crashing = crashes.read_text().split() if crashes.exists() else []
+begun = [name for test in tests if (name := test.rpartition('::')[2]) in crashing]
+crash = next(iter(begun), 'end' if 'end' in crashing else None)
 events = []
 for test in tests if 'start' not in hangs else ():
     events.append(f'begin {{test}}\\n')
-    if test.rpartition('::')[2] in hangs:
+    if test.rpartition('::')[2] in (*hangs, crash):
         break
     events.append(f'end {{test}}\\n')
 if events:
     (pathlib.Path(os.environ['SANITIZER_PROGRESS']) / 'tests').write_text(''.join(events))
 print('========= COMPUTE-SANITIZER', flush=True)
+if crash:
+    crashing.remove(crash)
+    crashes.write_text(' '.join(crashing))
+    print('the last words', flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 if len(events) < 2 * len(tests) or 'end' in hangs or tool in hangs:
     time.sleep(60)
 errors = int(tool == 'initcheck' and kernels == 'fastest')
@@ -71,6 +80,7 @@ class World:
 
     def __init__(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log, self.hangs = tmp_path / 'log.txt', tmp_path / 'hangs.txt'
+        self.crashes = tmp_path / 'crashes.txt'
         self.ports_log, self.wanted = tmp_path / 'ports.txt', tmp_path / 'together.txt'
         self.program = tmp_path / 'bin' / sanitizer.SANITIZER
         self.program.parent.mkdir()
@@ -79,6 +89,7 @@ class World:
                 python=sys.executable,
                 log=str(self.log),
                 hangs=str(self.hangs),
+                crashes=str(self.crashes),
                 ports=str(self.ports_log),
                 together=str(self.wanted),
             )
@@ -118,3 +129,10 @@ class World:
     def hang(self, *where: str) -> None:
         """Lets these tests hang, or 'start', or 'end', or the end of a tool; without any, none."""
         self.hangs.write_text(' '.join(where))
+
+    def crash(self, *where: str) -> None:
+        """Lets a signal end the program in these tests, or at its 'end', as often as each is named.
+
+        For one piece at a time.
+        """
+        self.crashes.write_text(' '.join(where))

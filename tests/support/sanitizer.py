@@ -93,6 +93,10 @@ class Piece(NamedTuple):
         cases = f'cases {self.first + 1} to {self.first + len(self.tests)} of {self.of}'
         return f'{self.tool}, {self.op}, {self.kernels}, {cases}'
 
+    def cases(self) -> range:
+        """Returns the numbers of its tests among all of the op."""
+        return range(self.first, self.first + len(self.tests))
+
     def part(self, begin: int, end: int) -> Piece:
         """Returns the piece of the tests from number `begin` in this one to before `end`."""
         return self._replace(first=self.first + begin, tests=self.tests[begin:end])

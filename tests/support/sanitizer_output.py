@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 from typing import NamedTuple
 
 KEPT = 5  # reports of a row
+IN_A_TEST = ('crashed', 'stalled')  # the others of the piece run again without this test
 
 
 class Found(NamedTuple):
@@ -14,12 +16,14 @@ class Found(NamedTuple):
     Fields:
       errors: those that the tool counted; None if it ended without its summary.
       status: clean; errors: the tool found some; failed: a test failed, or none passed; no memory:
-        the GPU had too little for the test or the tool; crashed: no summary; timeout: it took
-        longer than it may; stalled: for too long no test ended.
+        the GPU had too little for the test or the tool; crashed: the tool or pytest ended without
+        its summary, and the tool counted no errors; timeout: it took longer than it may; stalled:
+        for too long no test ended.
       reports: the beginnings of the tool's reports; of a run that was stopped, the innermost lines
         of its main thread's Python stack.
-      where: the test in which a run was when it was stopped, or 'before the first test', or 'after'
-        and the last test; '' if it ended by itself.
+      where: the test in which a run was when it was stopped or crashed, or 'before the first test',
+        or 'after' and the last test; '' for others.
+      exit_status: of the tool's process; -N if signal N ended it; None if the run was stopped.
     """
 
     passed: int
@@ -29,6 +33,18 @@ class Found(NamedTuple):
     status: str
     reports: list[str]
     where: str = ''
+    exit_status: int | None = None
+
+    def ending(self) -> str:
+        """Returns the status for messages; of a run that ended early, also where and how."""
+        return ', '.join(filter(None, [self.status, self.where, self._exit()]))
+
+    def _exit(self) -> str:
+        if self.status != 'crashed' or self.exit_status is None:
+            return ''
+        if self.exit_status >= 0:
+            return f'exit status {self.exit_status}'
+        return f'signal {-self.exit_status} ({signal.strsignal(-self.exit_status)})'
 
 
 SUMMARY = re.compile(
@@ -44,21 +60,29 @@ NO_MEMORY = re.compile(
     r'|no supported devices found'
 )
 COUNT = re.compile(r'(\d+) (passed|failed|skipped|errors?)\b')
+# The last line of pytest. A program's own lines can tell of seconds, too.
+END = re.compile(
+    r'\b(?:\d+ (?:passed|failed|skipped|deselected|xfailed|xpassed|warnings?|errors?)'
+    r'|no tests ran)\b.* in [\d.:]+s\b'
+)
 
 
-def parse(output: str, *, stopped: str = '', where: str = '') -> Found:
+def parse(
+    output: str, *, stopped: str = '', where: str = '', exit_status: int | None = None
+) -> Found:
     """Returns what the output of compute-sanitizer around pytest says.
 
     Processes that the tool follows have a summary each; their errors are added.
 
     Args:
       stopped: timeout or stalled, if the run was stopped.
-      where: the test in which it was.
+      where: the test in which it was when it ended.
+      exit_status: of the tool's process.
     """
     output = PROGRESS.sub('', output)
     summaries = [int(a or b) for a, b in SUMMARY.findall(output)]
     errors = sum(summaries) if summaries else None
-    ends = [line for line in output.splitlines() if re.search(r'\bin [\d.:]+s\b', line)]
+    ends = [line for line in output.splitlines() if END.search(line)]
     counts = dict.fromkeys(('passed', 'failed', 'skipped', 'error', 'errors'), 0)
     counts |= {name: int(n) for n, name in COUNT.findall(ends[-1] if ends else '')}
     failed = counts['failed'] + counts['error'] + counts['errors']
@@ -66,14 +90,22 @@ def parse(output: str, *, stopped: str = '', where: str = '') -> Found:
         status = stopped
     elif NO_MEMORY.search(output):
         status = 'no memory'
-    elif errors is None:
+    elif errors is None or not (errors or ends):
         status = 'crashed'
     elif errors:
         status = 'errors'
     else:
         status = 'failed' if failed or not counts['passed'] else 'clean'
-    told = _reports(output)[:KEPT]
-    return Found(counts['passed'], failed, counts['skipped'], errors, status, told, where)
+    return Found(
+        counts['passed'],
+        failed,
+        counts['skipped'],
+        errors,
+        status,
+        reports=_reports(output)[:KEPT],
+        where=where if stopped or status == 'crashed' else '',
+        exit_status=None if stopped else exit_status,
+    )
 
 
 def lines(output: str) -> list[str]:

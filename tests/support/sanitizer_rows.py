@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from jaxunet.runtime.rows import Row
 from support import markdown, sanitizer
 from support.sanitizer import KERNELS, TOOLS, Piece
+from support.sanitizer_output import IN_A_TEST
 
 DONE = ('clean', 'errors', 'failed')  # states that are not tried again
-LAST = ('timeout', 'stalled')  # states that are tried again after all others, in this order
+LAST = ('timeout', *IN_A_TEST)  # states that are tried again after all others, in this order
 
 
 def left(
@@ -24,19 +25,19 @@ def left(
 ) -> list[Piece]:
     """Returns what rows leave of pieces: the cases that no row of the op's code shows done.
 
-    Cases that stalled are pieces of their own, so that they stop no other.
+    Cases that stalled or crashed are pieces of their own, so that they stop no other.
 
     Args:
       codes: of each op; rows of other codes, or without one, do not count. With no codes at all,
         nothing is done.
-      times: older rows, which say only what stalled.
+      times: older rows, which say only what stalled or crashed.
     """
     newest = _newest([*times, *rows])
 
     def together(piece: Piece, case: int, done: set[int]) -> int | None:
         """Returns None for a case that is done, its number for one alone, -1 for others."""
         row = newest.get(_key(piece, case))
-        alone = row is not None and row['status'] == 'stalled' and row['tests'] == 1
+        alone = row is not None and row['status'] in IN_A_TEST and row['tests'] == 1
         return None if case in done else case if alone else -1
 
     found: list[Piece] = []
@@ -46,8 +47,9 @@ def left(
             if row['status'] in DONE and row.get('code') == codes.get(piece.op, ''):
                 done.update(_cases(row) if _same(row, piece) else ())
         at = 0
-        cases = range(piece.first, piece.first + len(piece.tests))
-        for value, group in itertools.groupby(together(piece, case, done) for case in cases):
+        for value, group in itertools.groupby(
+            together(piece, case, done) for case in piece.cases()
+        ):
             end = at + len(list(group))
             if value is not None:
                 found.append(piece.part(at, end))
@@ -60,8 +62,8 @@ def in_order(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
     and none that hangs keeps others from beginning.
 
     Those without a row of their cases come first, then those that took longest in any row, of
-    whatever sources. If the newest row of a case says that it took too long or stalled, its piece
-    comes after all others, and among these, those that were stopped earliest come first.
+    whatever sources. If the newest row of a case says that it took too long, crashed or stalled,
+    its piece comes after all others: in the order of these states, then the shortest first.
     """
     seconds: dict[tuple[object, ...], float] = {}
     for row in rows:
@@ -71,7 +73,7 @@ def in_order(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
     newest = _newest(rows)
 
     def place(p: Piece) -> tuple[int, float]:
-        found = [newest.get(_key(p, case)) for case in range(p.first, p.first + len(p.tests))]
+        found = [newest.get(_key(p, case)) for case in p.cases()]
         stopped = [
             (LAST.index(row['status']) + 1, row['seconds'])
             for row in found
@@ -88,26 +90,27 @@ def gaps(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[str]:
     """Returns a line for each piece that rows of the sources as they are now do not show clean.
 
     A row counts whatever device and versions it names. Of rows with the same ones, the newest of
-    a case counts; those of pieces that ended early, or stalled, show nothing.
+    a case counts; those of pieces that ended early, stalled or crashed show nothing.
     """
     lines = []
     for piece in pieces:
         newest: dict[tuple[str, int], str] = {}
-        stalled: set[int] = set()
+        ended: dict[int, str] = {}  # the state of those that show nothing
         for row in rows:
-            if row['status'] in (*DONE, 'stalled') and _same(row, piece) and _is_current(row):
-                if row['status'] == 'stalled':
-                    stalled.update(_cases(row))
-                else:
+            if row['status'] in (*DONE, *IN_A_TEST) and _same(row, piece) and _is_current(row):
+                if row['status'] in DONE:
                     newest |= {(row['code'], case): row['status'] for case in _cases(row)}
-        wanted = set(range(piece.first, piece.first + len(piece.tests)))
+                else:
+                    ended |= {case: row['status'] for case in _cases(row)}
+        wanted = set(piece.cases())
         missing = wanted - {case for _, case in newest}
         bad = {case for (_, case), state in newest.items() if state != 'clean'} & wanted
         told = []
         if missing:
             told.append(f'{len(missing)} of {len(wanted)} cases not run for these sources')
-        if stalled & missing:
-            told.append(f'{len(stalled & missing)} of these in pieces that stalled')
+        for state in IN_A_TEST:
+            if found := [case for case in missing if ended.get(case) == state]:
+                told.append(f'{len(found)} of these in pieces that {state}')
         if bad:
             told.append(f'{len(bad)} cases in pieces with errors or failed tests')
         if told:
@@ -191,7 +194,7 @@ def _cell(rows: Sequence[Row]) -> str:
     parts += [f'{skipped} skipped'] if skipped else []
     if failed := sum(row['failed'] for row in used):
         parts.append(f'{failed} failed')
-    for state in (*LAST, 'no memory', 'crashed'):
+    for state in (*LAST, 'no memory'):
         if state in states:
             parts.append(f'{states.count(state)} × {state}')
     return ', '.join(parts)

@@ -1,4 +1,4 @@
-"""Runs a piece under compute-sanitizer, and stops it where it hangs.
+"""Runs a piece under compute-sanitizer, stops it where it hangs, and tells where it crashed.
 
 A process that hangs would keep a GPU's time for nothing, so the piece must tell of each test that
 ends. `pytest_progress` does that; environment variables load it, because the flags of pytest are
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from support import processes, pytest_progress, sanitizer_output, sanitizer_ports
@@ -47,7 +48,7 @@ def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
     """Runs a piece; returns what was found, and the seconds that it took.
 
     A piece that reaches a limit is stopped with all processes that it started, after its Python
-    stacks and its busiest threads were printed.
+    stacks and its busiest threads were printed. Of one that crashes, the end of the output is.
     """
     began = time.monotonic()
     with (
@@ -67,21 +68,25 @@ def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        where, stacks, threads = '', '', []
+        stacks, threads = '', []
         try:
             stopped = _watch(process, folder, limits, began)
+            where = _where(_events(folder))
             if stopped:
-                where = _where(_events(folder))
                 threads = processes.busiest_threads(process.pid)
                 stacks = _stacks(folder)
         finally:
             _end(process)
         output = (folder / 'output').read_text(encoding='utf-8', errors='replace')
-    found = sanitizer_output.parse(output, stopped=stopped, where=where)
+    found = sanitizer_output.parse(
+        output, stopped=stopped, where=where, exit_status=process.returncode
+    )
     if stopped:
         found = found._replace(reports=_innermost(stacks))
-        tell_stopped(piece, where, output, stacks, threads)
-    elif found.status in ('failed', 'crashed'):
+        tell_end(piece, f'stopped, {where}', output, stacks, threads)
+    elif found.status == 'crashed':
+        tell_end(piece, found.ending(), output)
+    elif found.status == 'failed':
         print(output[-TOLD_CHARACTERS:], flush=True)
     elif found.status == 'errors':
         print(*sanitizer_output.lines(output)[:TOLD_LINES], sep='\n', flush=True)
@@ -91,10 +96,10 @@ def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
 def divide(piece: Piece, found: Found) -> tuple[Piece, Piece | None, Piece | None]:
     """Returns the piece that a result stands for, and those of the tests before and after it.
 
-    If a test stalled, that is a piece of this test alone: the tool says nothing of the tests
-    before, whose process was stopped. Otherwise, it is the whole piece.
+    If a test stalled or crashed, that is a piece of this test alone: the tool says nothing of the
+    tests before, whose process did not reach its end. Otherwise, it is the whole piece.
     """
-    if found.status != 'stalled' or found.where not in piece.tests:
+    if found.status not in sanitizer_output.IN_A_TEST or found.where not in piece.tests:
         return piece, None, None
     at, end = piece.tests.index(found.where), len(piece.tests)
     before = piece.part(0, at) if at else None
@@ -102,9 +107,11 @@ def divide(piece: Piece, found: Found) -> tuple[Piece, Piece | None, Piece | Non
     return piece.part(at, at + 1), before, after
 
 
-def tell_stopped(piece: Piece, where: str, output: str, stacks: str, threads: list[str]) -> None:
-    """Prints where a piece was when it was stopped, in one go, since others print too."""
-    parts = [f'{piece.title()}: stopped, {where}', output[-TOLD_CHARACTERS:].strip(), stacks]
+def tell_end(
+    piece: Piece, how: str, output: str, stacks: str = '', threads: Sequence[str] = ()
+) -> None:
+    """Prints how and where a piece ended early, in one go, since others print too."""
+    parts = [f'{piece.title()}: {how}', output[-TOLD_CHARACTERS:].strip(), stacks]
     parts += ['Threads that used most of the CPU:\n' + '\n'.join(threads)] if threads else []
     print('\n\n'.join(filter(None, parts)), flush=True)
 
@@ -188,12 +195,11 @@ def _innermost(stacks: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that has not ended, with all that it started."""
-    if process.poll() is not None:
-        return
-    for pid in processes.family(process.pid):  # some may have left the group
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Ends a process and all that it started: pytest goes on where the tool crashed."""
+    if process.poll() is None:
+        for pid in processes.family(process.pid):  # some may have left the group
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:

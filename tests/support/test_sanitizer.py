@@ -49,7 +49,7 @@ RACE = """\
 
 
 def test_what_the_output_says():
-    assert parse(CLEAN) == (20, 0, 2, 0, 'clean', [], '')
+    assert parse(CLEAN) == (20, 0, 2, 0, 'clean', [], '', None)
     found = parse(READ)
     assert (found.passed, found.errors, found.status) == (1, 27, 'errors')
     assert found.reports == [
@@ -68,7 +68,12 @@ def test_what_the_output_says():
     assert parse(CLEAN.replace('20 passed', '1 failed, 19 passed')).status == 'failed'
     assert parse(CLEAN.replace('20 passed, ', '')).status == 'failed'  # nothing ran
     assert parse(CLEAN.split('====', 2)[0]).status == 'crashed'
-    assert parse(CLEAN, stopped='timeout', where='t1')[4:] == ('timeout', [], 't1')
+    assert parse(CLEAN, stopped='timeout', where='t1', exit_status=-9)[4:] == (
+        'timeout',
+        [],
+        't1',
+        None,
+    )
     lost = '========= Internal Sanitizer Error: (Unable to allocate enough memory to perform it)'
     assert parse(f'{lost}\n{READ}').status == 'no memory'
 
@@ -199,8 +204,8 @@ def test_long_pieces_begin_first(world):
     assert sanitizer_rows.in_order([*known, unknown], rows) == [
         unknown,
         known[1],
-        known[2],
         known[0],
+        known[2],  # its newest row says that it crashed
     ]
     flags = ('--tools', 'memcheck', '--kernels', 'portable')
     assert world.run(*flags) == 0
