@@ -121,7 +121,10 @@ constexpr int samples_at_4x4(int64_t batch, int chunks, int shortcut_chunks, int
   return kTiles[quickest_tile(false, 132, batch, 4, 4, chunks, shortcut_chunks, features)].samples;
 }
 static_assert(samples_at_4x4(19, 2, 0, 520) == 4 && samples_at_4x4(59, 2, 3, 520) == 8);
-static_assert(samples_at_4x4(59, 2, 0, 520) == 8 && samples_at_4x4(32, 4, 0, 256) == 1);
+static_assert(samples_at_4x4(59, 2, 0, 520) == 8);
+// docs/cuda.md says so: one wave of tiles of one sample, then packed ones.
+static_assert(samples_at_4x4(33, 4, 0, 256) == 1 && samples_at_4x4(34, 4, 0, 256) == 4);
+static_assert(samples_at_4x4(256, 4, 0, 256) == 8);
 
 }  // namespace
 }  // namespace jaxunet::cuda
