@@ -17,8 +17,10 @@
 namespace jaxunet::cuda {
 
 // The descriptor of a matrix in shared memory with the 128-byte swizzle: atoms of 8 rows of 128
-// bytes. The swizzle exchanges bits 4-6 of an address with bits 7-9 of the same address, so a
-// matrix may start at any row of an atom.
+// bytes. The swizzle XORs bits 7-9 of an address, the row in its atom, into bits 4-6, the 16 bytes
+// in the row. It depends on the address alone, so a matrix may start at any row of an atom. PTX
+// promises this only with the row in bits 49-51, the base offset, which is 0 here;
+// tests/gpu/harness/wgmma/canary.cu checks that it holds all the same.
 //
 // K-major (kMnMajor = false): a row holds 64 steps of K; `stride` bytes lead to the next 8 rows of
 // the matrix; 16 steps of K are 32 bytes further on. MN-major (kMnMajor = true): a row holds 64
@@ -153,7 +155,8 @@ struct WgmmaRegisters;
 JAXUNET_WGMMAS_REGISTERS(__nv_bfloat16, "bf16.bf16")
 JAXUNET_WGMMAS_REGISTERS(__half, "f16.f16")
 
-// Before the first wgmma, and whenever other code touched the accumulator since the last one.
+// Before the first wgmma, and whenever other code touched the accumulator, or registers of A, since
+// the last one.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Closes a group of wgmmas.
