@@ -141,3 +141,12 @@ def test_split_over_devices_as_in_training():
         qkv
     )
     assert float(jnp.max(jnp.abs(split - pull(qkv)))) == 0
+
+
+def test_no_launch_returns_the_error_of_an_earlier_call():
+    """cudaGetLastError() may, and a launch by <<<...>>> leaves its error to it."""
+    sources = [path for path in (ROOT / 'xla_ffi').rglob('*') if path.suffix in ('.cu', '.cuh')]
+    assert any(path.name == 'launch.cuh' for path in sources)
+    for path in sources:
+        code = re.sub(r'//.*', '', path.read_text())
+        assert not re.search(r'cudaGetLastError|<<<', code), path.name

@@ -15,6 +15,7 @@
 
 #include "adamw/kernels.h"
 #include "common/integers.h"
+#include "common/launch.cuh"
 #include "common/types.cuh"
 
 namespace jaxunet::cuda {
@@ -228,12 +229,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Calls launch(list, blocks, blocks of earlier launches) for as many tensors at a time as a list
-// holds. Tensor i has `arrays` arrays, whose addresses are at pointers(i), the first of type(i); a
-// block takes `chunk` elements.
-template <class Types, class Pointers, class Launch>
+// Calls run(list, blocks, blocks of earlier launches), which launches a kernel, for as many tensors
+// at a time as a list holds. Tensor i has `arrays` arrays, whose addresses are at pointers(i), the
+// first of type(i); a block takes `chunk` elements.
+template <class Types, class Pointers, class Run>
 cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_t chunk,
-                       const Types& type, const Pointers& pointers, const Launch& launch) {
+                       const Types& type, const Pointers& pointers, const Run& run) {
   static thread_local TensorList tensors;  // 31 KiB: kept off the stack; a launch copies it
   tensors.count = 0;
   tensors.stride = static_cast<int>(kAddresses + arrays);
@@ -249,8 +250,8 @@ cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_
       blocks += ceil_div(sizes[i], chunk);
     }
     if (tensors.count == max_count || (i + 1 == sizes.size() && tensors.count > 0)) {
-      launch(tensors, static_cast<unsigned>(blocks), before);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+      const cudaError_t error = run(tensors, dim3(static_cast<unsigned>(blocks)), before);
+      if (error != cudaSuccess) return error;
       before += blocks;
       tensors.count = 0;
       blocks = 0;
@@ -265,9 +266,9 @@ cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream, Kernel
   return launch_all(
       plan.sizes, 1, plan.chunk, [&](size_t i) { return plan.types[i]; },
       [&](size_t i) { return plan.tensors.data() + i; },
-      [&](const TensorList& tensors, unsigned blocks, int64_t before) {
-        sum_of_squares_kernel<<<blocks, kThreads, 0, stream>>>(tensors, plan.chunk,
-                                                               plan.partial + before);
+      [&](const TensorList& tensors, dim3 blocks, int64_t before) {
+        return launch(sum_of_squares_kernel, blocks, kThreads, 0, stream, tensors, plan.chunk,
+                      plan.partial + before);
       });
 }
 
@@ -283,8 +284,8 @@ cudaError_t adamw(const AdamW& plan, cudaStream_t stream, KernelSet) {
   return launch_all(
       plan.sizes, plan.arrays_per_tensor(), kBlockElements, [&](size_t i) { return plan.types[i]; },
       [&](size_t i) { return plan.arrays.data() + i * plan.arrays_per_tensor(); },
-      [&](const TensorList& tensors, unsigned blocks, int64_t) {
-        adamw_kernel<<<blocks, kThreads, 0, stream>>>(tensors, rule);
+      [&](const TensorList& tensors, dim3 blocks, int64_t) {
+        return launch(adamw_kernel, blocks, kThreads, 0, stream, tensors, rule);
       });
 }
 
@@ -292,12 +293,10 @@ cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream, KernelSet) {
   return launch_all(
       plan.sizes, 2, kBlockElements, [](size_t) { return Type::kFloat32; },
       [&](size_t i) { return plan.arrays.data() + 2 * i; },
-      [&](const TensorList& tensors, unsigned blocks, int64_t) {
-        if (plan.type == Type::kFloat16) {
-          narrow_kernel<__half><<<blocks, kThreads, 0, stream>>>(tensors);
-        } else {
-          narrow_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(tensors);
-        }
+      [&](const TensorList& tensors, dim3 blocks, int64_t) {
+        const auto kernel =
+            plan.type == Type::kFloat16 ? narrow_kernel<__half> : narrow_kernel<__nv_bfloat16>;
+        return launch(kernel, blocks, kThreads, 0, stream, tensors);
       });
 }
 

@@ -8,6 +8,7 @@
 // no atomics: results are the same in every run.
 #include "common/dispatch_dtype.cuh"
 #include "common/integers.h"
+#include "common/launch.cuh"
 #include "common/types.cuh"
 #include "simple.h"
 
@@ -156,24 +157,24 @@ __global__ void __launch_bounds__(32 * kWarps) backward_key_kernel(const Attenti
 
 // Launches one warp for each row of each head.
 template <class Plan>
-cudaError_t launch(void (*kernel)(Plan), const Plan& plan, cudaStream_t stream) {
+cudaError_t launch_rows(void (*kernel)(Plan), const Plan& plan, cudaStream_t stream) {
   const int64_t rows = plan.batch * plan.heads * plan.tokens;
   if (rows == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(ceil_div(rows, kWarps)), dim3(32, kWarps), 0, stream>>>(plan);
-  return cudaGetLastError();
+  return launch(kernel, dim3(static_cast<unsigned>(ceil_div(rows, kWarps))), dim3(32, kWarps), 0,
+                stream, plan);
 }
 
 template <class T>
 cudaError_t backward(const AttentionBackward& plan, cudaStream_t stream) {
-  const cudaError_t error = launch(backward_query_kernel<T>, plan, stream);
-  return error == cudaSuccess ? launch(backward_key_kernel<T>, plan, stream) : error;
+  const cudaError_t error = launch_rows(backward_query_kernel<T>, plan, stream);
+  return error == cudaSuccess ? launch_rows(backward_key_kernel<T>, plan, stream) : error;
 }
 
 }  // namespace
 
 cudaError_t simple_attention_forward(const AttentionForward& plan, cudaStream_t stream) {
   return dispatch_dtype(plan.type, [&](auto element) {
-    return launch(forward_kernel<decltype(element)>, plan, stream);
+    return launch_rows(forward_kernel<decltype(element)>, plan, stream);
   });
 }
 

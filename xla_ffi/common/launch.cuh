@@ -17,14 +17,16 @@
 
 namespace jaxunet::cuda {
 
-// Launches a kernel. Takes the arguments by reference: by value, parameters aligned to 64 bytes,
-// such as tensor maps, would make every frame up to the launch move its stack pointer by an amount
-// known only at run time, which some tools that walk the stack cannot follow.
+// Launches a kernel and returns the error of this launch: cudaGetLastError() would also return one
+// that an earlier call on this thread left behind. Takes the arguments by reference: by value,
+// parameters aligned to 64 bytes, such as tensor maps, would make every frame up to the launch move
+// its stack pointer by an amount known only at run time, which some tools that walk the stack
+// cannot follow.
 template <class... Parameters>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
                    cudaStream_t stream, const std::common_type_t<Parameters>&... arguments) {
   void* addresses[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), addresses,
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, addresses,
                           shared_bytes, stream);
 }
 

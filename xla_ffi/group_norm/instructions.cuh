@@ -30,16 +30,18 @@ cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_by
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = clusters && grid.x > 1 ? 1 : 0;
-  error = cudaLaunchKernelEx(&config, kernel, plan);
-  return error == cudaSuccess ? cudaGetLastError() : error;
+  return cudaLaunchKernelEx(&config, kernel, plan);
 }
 
 // Launches `kernel` without dynamic shared memory or clusters.
 template <class Plan>
 cudaError_t launch_static(void (*kernel)(Plan), dim3 grid, int threads, cudaStream_t stream,
                           const Plan& plan) {
-  kernel<<<grid, threads, 0, stream>>>(plan);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, plan);
 }
 
 // The dynamic shared memory of the block.
