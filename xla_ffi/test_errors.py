@@ -62,6 +62,24 @@ def test_the_message_names_what_is_wrong(results, heads, message):
         call()
 
 
+@pytest.mark.parametrize('tensors', [2**16 + 1, 2**31 - 1])
+@pytest.mark.parametrize('target', ['jaxunet_sum_of_squares', 'jaxunet_adamw', 'jaxunet_narrow'])
+def test_the_optimizers_handlers_refuse_a_huge_number_of_tensors(target, tensors):
+    """Before they reserve memory for it."""
+    attributes = {'chunk': np.int64(4)} if 'squares' in target else {}
+    if 'adamw' in target:
+        attributes = FLOATS | {'averages': np.int64(64), 'packed': np.int64(0)}
+    call = Call(
+        target,
+        [((5 + 64,), jnp.float32)],
+        [((1,), jnp.float32)],
+        attributes | {'tensors': np.int64(tensors)},
+    )
+    message = f'{target}: attribute tensors: expected 1 to 65536, found {tensors}'
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call()
+
+
 FLOATS = dict.fromkeys(('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay'), np.float32(0.5))
 
 

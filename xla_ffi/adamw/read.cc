@@ -18,6 +18,13 @@ int64_t size_of(const Dims& dims) {
 // Elements of all tensors of a call: the kernels count blocks of 4096 elements as int.
 constexpr int64_t kMaxElements = int64_t{1} << 40;
 
+// The attribute `tensors`: how many tensors a call has. Memory is reserved for so many before their
+// operands are read, so it is bounded.
+int64_t read_tensors(Reader& call) {
+  constexpr int64_t kMaxTensors = 1 << 16;
+  return call.integer("tensors", 1, kMaxTensors);
+}
+
 void check_elements(const Reader& call, const std::vector<int64_t>& sizes) {
   int64_t all = 0;
   for (const int64_t size : sizes) all += size;
@@ -57,7 +64,7 @@ void place_packed(Reader& call, const std::vector<Array>& packed, AdamW& plan) {
 SumOfSquares read_sum_of_squares(Reader& call) {
   SumOfSquares plan{};
   plan.chunk = call.integer("chunk", 1);
-  const int64_t count = call.integer("tensors", 1);
+  const int64_t count = read_tensors(call);
   int64_t chunks = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Array found = call.floating(numbered("gradients", i), 0);
@@ -82,7 +89,7 @@ AdamW read_adamw(Reader& call) {
   plan.decay = call.number("decay");
   constexpr int64_t kMaxAverages = 64;
   plan.averages = call.integer("averages", 0, kMaxAverages);
-  const int64_t count = call.integer("tensors", 1), arrays = plan.arrays_per_tensor();
+  const int64_t count = read_tensors(call), arrays = plan.arrays_per_tensor();
   plan.scalars = static_cast<const float*>(
       call.operand("scalars", ffi::DataType::F32, {kFirstFollow + plan.averages}).data);
   const auto name = [](int64_t array, int64_t tensor) {
@@ -134,7 +141,7 @@ AdamW read_adamw(Reader& call) {
 
 Narrow read_narrow_all(Reader& call) {
   Narrow plan{};
-  const int64_t count = call.integer("tensors", 1);
+  const int64_t count = read_tensors(call);
   std::vector<Dims> shapes;
   plan.arrays.resize(2 * count);
   for (int64_t i = 0; i < count; ++i) {
