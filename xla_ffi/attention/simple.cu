@@ -1,6 +1,6 @@
-// Attention forward and backward in ordinary float32 arithmetic, for head widths from 1 to 256 and
-// alignments that the flash kernels do not take. The formulas are those of plan.h and
-// flash_backward.cuh.
+// Attention forward and backward in ordinary float32 arithmetic, for heads of width 1 to 256 that
+// the flash kernels do not take (dispatch.cu), such as those whose width is no multiple of 8. The
+// formulas are those of plan.h and flash_backward.cuh.
 //
 // A warp takes one row of one head: a query, for out and for dq; a key, for dk and dv. It walks
 // over all rows of the other kind, and its lanes divide the head's width: lane + 32 * i. A block

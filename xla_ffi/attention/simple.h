@@ -1,4 +1,4 @@
-// Attention without tensor cores, shared memory or alignment, for heads of width 1 to 256:
+// Attention without tensor cores, for heads of width 1 to 256, whose rows need no alignment:
 // simple.cu.
 #pragma once
 
