@@ -1,7 +1,7 @@
-"""The linear layer on the FFI handlers: the convolution's implicit GEMM with a single tap.
+"""The linear layer on the FFI handlers: a shortcut of a convolution that has no taps (plan.h).
 
-The kernels are those of `xla_ffi/conv3x3`. The input gradient is a product of two plain matrices,
-for which XLA's GEMM is faster than an implicit GEMM, so XLA computes it.
+The kernels are those of `xla_ffi/conv3x3`: Hopper's, or the implicit GEMM. The input gradient is a
+product of two plain matrices, for which XLA's GEMM is faster than theirs, so XLA computes it.
 """
 
 from __future__ import annotations
