@@ -6,7 +6,8 @@
 //   kFewFeatures   16-bit types; at most 8 features; channels of each part a multiple of 8, in at
 //                  most 6 chunks of 64; no shortcut. Forward: no residual
 //   kHopper        16-bit types; channels of each part and features multiples of 8; at least 4 × 4
-//                  pixels. Forward: no activation if the kernel is flipped, a residual in one array
+//                  pixels. Forward: no activation if the kernel is flipped or results are float32,
+//                  a residual in one array
 //   kImplicitGemm  everything but bfloat16 images with float32 results, which only kHopper takes
 //
 // hopper/tile_choices_test.cc lists the choices for the shapes of the UNet.
@@ -57,7 +58,7 @@ constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
   }
   if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8)
     return Kernel::kImplicitGemm;
-  if (plan.flipped && activation) return Kernel::kImplicitGemm;
+  if ((plan.flipped || plan.wide) && activation) return Kernel::kImplicitGemm;
   if (plan.residual.count > 1) return Kernel::kImplicitGemm;
   // A strip of a smaller image would be mostly padding.
   return plan.width < 4 || plan.height < 4 ? Kernel::kImplicitGemm : Kernel::kHopper;

@@ -56,14 +56,15 @@ static_assert(forward_kernel(convolution(64, 64, false, true, 64), false) == Ker
 static_assert(forward_kernel(convolution(64, 64, false, true, 64),
                              limited(kH200, KernelSet::kPortable).hopper) == Kernel::kImplicitGemm);
 // Float32 results: only Hopper's kernel writes them, also of few channels and features.
-constexpr Conv3x3 wide(int64_t channels, int64_t features) {
-  Conv3x3 plan = convolution(channels, features, false, false, 0);
+constexpr Conv3x3 wide(int64_t channels, int64_t features, bool activation = false) {
+  Conv3x3 plan = convolution(channels, features, false, activation, 0);
   plan.wide = true;
   return plan;
 }
 static_assert(forward_kernel(wide(8, 8), true) == Kernel::kHopper);
 static_assert(forward_kernel(wide(192, 8), true) == Kernel::kHopper);
-static_assert(forward_kernel(wide(192, 3), true) == Kernel::kImplicitGemm);  // refused
+static_assert(forward_kernel(wide(192, 3), true) == Kernel::kImplicitGemm);        // refused
+static_assert(forward_kernel(wide(64, 64, true), true) == Kernel::kImplicitGemm);  // refused
 static_assert(forward_kernel(wide(64, 64), false) == Kernel::kImplicitGemm);
 static_assert(weight_gradient_kernel(weight_gradient(64, 64), false) == Kernel::kImplicitGemm);
 static_assert(weight_gradient_kernel(weight_gradient(3, 64), true) == Kernel::kFewChannels);
