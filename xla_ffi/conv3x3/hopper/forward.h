@@ -29,6 +29,8 @@ struct Parameters {
 struct NormGradientParameters : Parameters {
   CUtensorMap normed[kMaxParts];  // boxes: 64 channels of a strip of the norm's input
   int normed_parts, normed_channels[kMaxParts];
+  // Of the norm, for the epilogue. They hide those of Parameters, which are null: this convolution
+  // has no activation.
   Rows a, b;
   float* partial_sums;  // (strips, 2, features)
 };

@@ -30,6 +30,7 @@ struct Block {
   static constexpr int kLoads = 9 / kTaps;  // stages of weights for a chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
   using Accumulator = float[Traits::kWgmmaN / 2];  // of a thread
+  // The kernel's parameter.
   using Given = std::conditional_t<Traits::kSums, NormGradientParameters,
                                    std::conditional_t<Traits::kWide, WideParameters, Parameters>>;
 
