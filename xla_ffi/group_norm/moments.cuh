@@ -1,5 +1,6 @@
 // Reduction to statistics by blocks of threads that hold their numbers in registers
-// (block_reduction.h), and what the other forward kernel takes from it.
+// (block_reduction.h). statistics.cu and forward_register_resident.cu reduce like this;
+// forward_smem_resident.cu takes merge_neighbours alone.
 //
 // A set of numbers is described by its *moments*: count, mean, and m2, the sum of squared
 // differences from the mean. The moments of a union are the weighted mean, and the sum of all m2

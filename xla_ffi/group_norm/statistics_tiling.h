@@ -70,8 +70,9 @@ inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int
                               : kMoreBlocks);
 }
 
-// The tiling of least predicted time; nothing on devices without clusters, for images without
-// pixels, where a pixel has more vectors than a block has threads, or where the grid's z could not
+// The tiling of least predicted time, of blocks with all channels, half of them and so on, as far
+// as they are whole groups. Nothing on devices without clusters, for images without pixels, where
+// even the smallest block has more vectors of a pixel than threads, or where the grid's z could not
 // hold the batch.
 inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& limits, int64_t batch,
                                                          int64_t pixels, int64_t channels,
