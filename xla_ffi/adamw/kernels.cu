@@ -3,10 +3,11 @@
 // The sizes and pointers of the tensors are in the kernel's parameter, TensorList, so that nothing
 // is copied to the device. Each block takes one chunk of one tensor, which it finds by bisection:
 // the entries have the number of their first block. Grid: all chunks of all tensors in a list; more
-// tensors than a list holds take another launch. Blocks are independent; a thread loads 16
-// contiguous bytes where the tensor's alignment and end allow, else single elements. Only
-// sum_of_squares_kernel has shared memory, one float for each warp, and a barrier before it is
-// summed.
+// tensors than a list holds take another launch. Blocks are independent. Arrays begin at multiples
+// of 16 bytes (kAlignment in binding/reader.h, kPackedAlignment), so a thread loads four or eight
+// elements at once, and single ones at a tensor's end; sum_of_squares_kernel also where a chunk of
+// the caller's size begins elsewhere. Only that kernel has shared memory, one float for each warp,
+// and a barrier before it is summed.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
