@@ -16,7 +16,8 @@ constexpr bool kBuiltForSm90a = true;
 constexpr bool kBuiltForSm90a = false;
 #endif
 
-// Describes what kernels of a set may use of this thread's current device.
+// Describes what kernels of a set may use of this thread's current device, which is that of the
+// handler's stream: XLA activates its context before it runs a program.
 inline cudaError_t describe(KernelSet kernels, Device* device) {
   int id = 0, major = 0, sms = 0, smem_bytes = 0;
   cudaError_t error = cudaGetDevice(&id);
