@@ -33,8 +33,8 @@ from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 
-# Largest number of pixels of a batch at which the kernels of one GPU overlap, and the largest of each
-# of several GPUs; see `overlaps`.
+# The largest batches, in pixels, at which kernels overlap on one GPU, and on each of several; see
+# `overlaps`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
 

@@ -58,8 +58,8 @@ OVERLAP: Options = {
     # one can only start when all of its gradients are computed.
     'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
 }
-# Kernels of a CUDA graph that do not depend on each other, such as those of a layer's two gradients,
-# run at once. XLA can then share less memory between their results.
+# Kernels of a CUDA graph that do not depend on each other, such as those of a layer's two
+# gradients, run at once. XLA can then share less memory between their results.
 CONCURRENT: Options = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
 
 
