@@ -23,6 +23,7 @@ from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree
+from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
 from jaxunet.training.evaluation import Evaluator
@@ -65,7 +66,9 @@ def train(
     """
     if milestones and jax.process_count() > 1:
         raise ValueError('milestones: expected a run of one process, found several')
-    with opened(workdir), Preemption() as preemption:
+    # A run with milestones is a part of a command, which has not done its work when this one ends.
+    untrained = INTERRUPTED if milestones else 0
+    with opened(workdir), Preemption(untrained) as preemption:
         return with_rollbacks(
             lambda failed: _Loop(
                 config, workdir, source, preemption, milestones or NO_MILESTONES

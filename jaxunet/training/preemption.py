@@ -1,4 +1,4 @@
-"""Turns SIGTERM and SIGINT into a request: finish the step, save, exit with 0."""
+"""Turns SIGTERM and SIGINT into a request: finish the step, save, exit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ class Preemption:
     its step: while `nothing_to_save` is true, and at the second Ctrl-C. An exception in the main
     thread could be raised anywhere, even inside a library that then aborts.
 
+    Args:
+      untrained: the exit code of a process that ends while there is nothing to save.
+
     Attributes:
       requested: the process was asked to stop; the training loop reads it between steps.
       nothing_to_save: no step has been trained since the start; the training loop clears it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, untrained: int = 0) -> None:
+        self._untrained = untrained
         self.requested = False
         self.nothing_to_save = True
         self._previous: dict[signal.Signals, _Handler] = {}
@@ -63,8 +67,11 @@ class Preemption:
                 continue
             name = signal.Signals(data[0]).name
             if self.nothing_to_save:
-                _say(f'{name}: stopped before anything new was trained; nothing to save.')
-                end(0)
+                _say(
+                    f'{name}: stopped before anything new was trained; nothing to save. '
+                    'The same command goes on from here.'
+                )
+                end(self._untrained)
             if asked and data[0] == signal.SIGINT:
                 _say(f'{name} again: ended without saving; the last checkpoint is kept.')
                 end(INTERRUPTED)

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from support.commands import Fork, call, python_path
+from support.commands import Fork, call, environment, python_path
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import collected, study_report, study_runner, tables
@@ -234,6 +234,20 @@ def test_a_signal_while_processes_start_ends_all(study, tmp_path, fake, monkeypa
     with pytest.raises(KeyboardInterrupt):
         study_runner.run(study, options_of(tmp_path, devices=('0', '1')), '')
     assert not (tmp_path / '2/called.json').exists()
+
+
+def test_a_signal_while_a_run_compiles_is_not_success(folder, tmp_path):
+    """The runs are not done, so a script that waits for them must not go on."""
+    empty = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')}
+    arguments = [f'--file={folder}/study.toml:uniform', f'--output={tmp_path}/out']
+    process = Fork(['jaxunet.compare', *arguments], environment() | empty)
+    while 'compiling: ' not in process.stderr.read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130, error
+    assert 'The same command goes on from here' in error
 
 
 @pytest.mark.long
