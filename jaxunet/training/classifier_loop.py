@@ -154,6 +154,7 @@ class _Loop:
     def _train(self) -> None:
         """Runs steps until the last one, or a signal, and saves it."""
         total = self.config.train.steps
+        self.bar.unpause()  # its speed and remaining time leave out compiling
         while self.step < total and not self.preemption.requested:
             self._call()
         self._save_all()

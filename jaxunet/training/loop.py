@@ -215,6 +215,7 @@ class _Loop:
 
     def _train(self) -> None:
         """Runs steps until the last one, the last milestone, or a signal."""
+        self.bar.unpause()  # its speed and remaining time leave out compiling
         while self.step < self.config.train.steps and not self._asked_to_stop():
             self._call()
             if not self._do_what_is_due():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -13,6 +14,8 @@ from support.tiny import tiny_config
 
 from jaxunet.checkpoint.store import checksum, read
 from jaxunet.data.sources import open_source
+from jaxunet.runtime.progress import progress_bar
+from jaxunet.training import loop
 from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -110,6 +113,20 @@ def test_a_run_saves_at_its_milestones(whole):
     ]
     assert (seen.saved, seen.compiled) == (3, 1)
     assert read(workdir).milestone == 0.8
+
+
+def test_the_speed_of_the_bar_leaves_out_compiling(source, tmp_path, monkeypatch):
+    bars, compiled = [], []
+
+    def noted(**options):
+        bars.append(progress_bar(**options))
+        return bars[-1]
+
+    monkeypatch.setattr(loop, 'progress_bar', noted)
+    milestones = Seen().milestones()
+    milestones = dataclasses.replace(milestones, compiled=lambda: compiled.append(time.time()))
+    train(CONFIG, tmp_path, source, milestones=milestones)
+    assert bars[0].start_t >= compiled[0]
 
 
 def test_an_interrupted_run_ends_as_an_undisturbed_one(whole, source, tmp_path, capsys):
