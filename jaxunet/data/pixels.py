@@ -70,7 +70,8 @@ MAGIC = (
         for space in (b'\n', b' ', b'\r', b'\t')
     ),  # PBM, PGM, PPM
 )
-
+# At byte 4 of HEIC, in which phones save photographs; Pillow does not decode it.
+HEIC = tuple(b'ftyp' + brand for brand in (b'heic', b'heix', b'heim', b'heis', b'mif1'))
 
 # Formats that Pillow may decode. It has more formats: for EPS it would run Ghostscript.
 FORMATS: tuple[str, ...] = ('PNG', 'JPEG', 'GIF', 'BMP', 'PPM', 'WEBP', 'TIFF', 'JPEG2000')
@@ -101,7 +102,7 @@ class BadImage(UserError):
 
 
 def why_not_image(start: bytes, size: int) -> str:
-    """Returns why a file is not an image, or '' if it is one.
+    """Returns why a file is not an image that can be decoded, or '' if it is one.
 
     Args:
       start: its first MAGIC_BYTES bytes.
@@ -111,6 +112,8 @@ def why_not_image(start: bytes, size: int) -> str:
         return 'empty file'
     if any(start.startswith(magic, offset) for offset, magic in MAGIC):
         return ''
+    if start.startswith(HEIC, 4):
+        return 'HEIC, which is not supported: convert it to JPEG or PNG'
     return 'not an image'
 
 

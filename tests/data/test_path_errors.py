@@ -75,6 +75,14 @@ def test_sets_without_an_image(tmp_path, form):
     )
 
 
+def test_photographs_of_a_phone(tmp_path):
+    start = b'\x00\x00\x00\x18ftypheic' + bytes(100)
+    fails(
+        put(tmp_path, {'a.heic': start}, 'folder'),
+        r'found 1 other files: a.heic \(HEIC, which is not supported: convert it to JPEG or PNG\)',
+    )
+
+
 def test_an_empty_folder(tmp_path):
     fails(tmp_path, r'no images .* found no files at all')
 
