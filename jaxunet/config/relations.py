@@ -234,7 +234,7 @@ def _train(config: Config) -> Iterator[str]:
     if t.holdout_every and not config.data.holdout:
         yield (
             f'train.holdout_every: {t.holdout_every} needs images held out of training; '
-            'set data.holdout'
+            'set data.holdout, or this to 0'
         )
     if t.holdout_every % t.log_every:
         yield (

@@ -30,9 +30,13 @@ def held_out_count(holdout: float, total: int) -> int:
     if holdout > 0:
         count = max(count, 1)
     if count >= total:
-        raise UserError(
-            f'data.holdout: {holdout:g} of {total} images leaves none to train on; '
+        advice = (
             f'hold out at most {total - 1}'
+            if total > 1
+            else 'set data.holdout=0 and train.holdout_every=0'
+        )
+        raise UserError(
+            f'data.holdout: {holdout:g} of {total} images leaves none to train on; {advice}'
         )
     return count
 

@@ -79,7 +79,7 @@ WRONG = [
     ({'precision': 'bf16'}, r'precision: expected one of float32, bfloat16, float16'),
     (
         {'train': {'holdout_every': 50}},
-        r'train.holdout_every: 50 needs images held out of training; set data.holdout',
+        r'train.holdout_every: 50 needs images held out of training; set data.holdout, or this',
     ),
     (
         {'data': {'holdout': 9}, 'train': {'holdout_every': 30}},

@@ -64,6 +64,12 @@ def test_no_image_left_to_train_on(holdout):
     )
 
 
+def test_one_image_cannot_be_divided():
+    """configs/images.py holds out a share; advice to hold out "at most 0" would break it again."""
+    with pytest.raises(UserError, match=r'set data\.holdout=0 and train\.holdout_every=0'):
+        hold_out(numbered(1), 0.05)
+
+
 def test_held_out_images_reach_no_step():
     """Neither resident nor streamed, in all batches of three epochs; for any seed."""
     for seed in (0, 1):
