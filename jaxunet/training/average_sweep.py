@@ -59,6 +59,12 @@ def measure_averages(
     for ema in averages:
         if averages.count(ema) > 1:
             raise UserError(f'--ema: {ema or "the default"} is given twice; give it once')
+    if pathlib.Path(path).is_file():
+        raise UserError(
+            f'--checkpoint: {path} is a file, expected a workdir or a checkpoint in one, whose '
+            'config says how to measure it; draw samples of a weight file by python -m '
+            f'jaxunet.sample --checkpoint {path}, and give them to --samples'
+        )
     restored = checkpoint.read(path)
     fields = to_dict(restored.config) | changes
     config = resolve(fields | {'evaluation': fields['evaluation'] | dict(evaluation)})
