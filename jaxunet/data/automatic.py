@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import logging
+from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from jaxunet.config import Config, resolve, to_dict
@@ -40,7 +41,7 @@ ATTENDED = 16  # attention at levels of at most this many pixels
 # Channels of the levels, from full resolution down, as multiples of model.base_channels.
 LADDERS = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 1, 2, 3, 4)}
 SIZES = 256  # images whose sizes are looked at
-PIXELS = 16  # images whose pixels are looked at
+PIXELS = 16  # images whose pixels are looked at; `SIZES` where these have no colours
 PROBE = 32  # pixels a side at which the pixels are looked at
 
 
@@ -130,11 +131,10 @@ def look(config: Config) -> Facts:
     """
     path = config.data.path
     source = open_data(config, (PROBE, PROBE, config.model.image_channels))
-    rows = np.unique(np.linspace(0, len(source) - 1, SIZES).astype(int))
     if is_compressed_tar(path):  # opening it has decoded all images to the shape of the probe
         sizes = tar_stream_sizes(Path(path).expanduser(), SIZES)
     else:
-        sizes = [source.stored_size(int(row)) for row in rows]
+        sizes = [source.stored_size(int(row)) for row in _spread(source, SIZES)]
     return Facts(len(source), sizes, _is_grey(source))
 
 
@@ -221,10 +221,17 @@ def _steps(count: int) -> int:
     return 1000 * min(max(thousands, 4), 200)
 
 
+def _spread(source: Source, count: int) -> Int[np.ndarray, ' rows']:
+    """Returns the numbers of at most `count` images, spread over the source."""
+    return np.unique(np.linspace(0, len(source) - 1, count).astype(int))
+
+
 def _is_grey(source: Source) -> bool:
-    rows = np.unique(np.linspace(0, len(source) - 1, PIXELS).astype(int))
-    pixels = source.load(rows)
-    return bool((pixels == pixels[..., :1]).all())
+    for count in (PIXELS, SIZES):
+        pixels = source.load(_spread(source, count))
+        if (pixels != pixels[..., :1]).any():
+            return False
+    return True
 
 
 def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:

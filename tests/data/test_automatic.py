@@ -97,6 +97,15 @@ def test_only_grey_images_give_one_channel(tmp_path):
     assert [complete(config_for(f)).model.image_channels for f in folders] == [1, 3, 3]
 
 
+def test_few_images_with_colours_give_three_channels(tmp_path):
+    """A scanned album with some colour photographs is not trained in grey."""
+    grey, colours = (
+        encoded(random_pixels(i, shape)) for i, shape in enumerate([(8, 8), (8, 8, 3)])
+    )
+    images = {f'{i:03}.png': colours if i % 50 == 7 else grey for i in range(200)}
+    assert complete(config_for(put(tmp_path, images, 'folder'))).model.image_channels == 3
+
+
 def test_arrays_of_other_channels_need_them_set(tmp_path):
     np.savez(tmp_path / 'four.npz', images=random_pixels(0, (4, 16, 16, 4)))
     with pytest.raises(UserError, match=r'images have 4 channels.*so set it to 4'):
