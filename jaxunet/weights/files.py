@@ -96,6 +96,11 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
     Raises:
       UserError: another kind of file, or no classifier of such images.
     """
+    if pathlib.Path(path).is_dir():
+        raise UserError(
+            f'{path}: is a folder, expected the file of a classifier; a run of '
+            'jaxunet.training.train_classifier writes it to WORKDIR/classifier.pt'
+        )
     extension = _extension(path)
     with _opened(path) as file:
         if extension == '.pt':

@@ -195,6 +195,8 @@ def test_other_commands_refuse_its_checkpoints(run: pathlib.Path) -> None:
         with pytest.raises(UserError, match='UNet, found that of a classifier of noisy images'):
             use()
     assert sorted(run.rglob('*')) == before
+    with pytest.raises(UserError, match=r'writes it to WORKDIR/classifier\.pt'):
+        read_classifier(run, CONFIG)
 
 
 @pytest.mark.long
