@@ -101,7 +101,7 @@ class Job:
 
         Raises:
           UserError: no such config file, a field that does not fit, or images that cannot be opened
-        where the config leaves fields open.
+            where the config leaves fields open.
         """
         try:
             values = load_function(self.config, 'get_config')()
