@@ -120,8 +120,14 @@ def read_configs(named: str, data: str = '') -> dict[str, Config]:
 def main() -> None:
     """Times the methods of the file on the command line and prints the row."""
     cli.enable_compilation_cache()
+    arguments = sys.argv[1:]
     try:
-        print(json.dumps(measure(read_configs(*sys.argv[1:3]))))
+        if not 1 <= len(arguments) <= 2:
+            raise UserError(
+                'expected CONFIGS.json, or FILE:PART of jobs and the folder of their images; found '
+                f'{len(arguments)} arguments'
+            )
+        print(json.dumps(measure(read_configs(*arguments))))
     except UserError as error:
         print(f'error: {error}', file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)

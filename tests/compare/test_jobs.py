@@ -141,3 +141,11 @@ def test_the_milliseconds_of_a_step_by_case(tmp_path):
 def test_a_sampler_may_name_its_spacing():
     options = parse_sampler('heun:10:log_snr')
     assert (options.name, options.steps, options.skip_schedule) == ('heun', 10, 'log_snr')
+
+
+@pytest.mark.parametrize('arguments', [[], ['jobs.py', 'data', 'more']])
+def test_step_costs_of_no_file(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(step_cost.sys, 'argv', ['step_cost', *arguments])
+    with pytest.raises(SystemExit, match='2'):
+        step_cost.main()
+    assert 'error: expected CONFIGS.json, or FILE:PART' in capsys.readouterr().err
