@@ -112,7 +112,7 @@ def save_images(
 
     - `X.png`: one grid (`columns` as in `grid`), without the labels.
     - `X.npz`: arrays `images` and, if given, `labels` (int32), which `data.path` reads.
-    - no suffix, or an empty folder: a folder of `000000.png`, ... or, with labels,
+    - no suffix, a / at the end, or an empty folder: a folder of `000000.png`, ... or, with labels,
       `000000_class7.png`, ...
 
     Raises:
@@ -120,12 +120,12 @@ def save_images(
         write.
       ValueError: labels that do not fit the images, or images that are not uint8.
     """
-    path = Path(path)
     check_output(path)
+    folder, path = _names_folder(path), Path(path)
     _check_pixels(images)
     if labels is not None and labels.shape != images.shape[:1]:
         raise ValueError(f'labels: expected shape {images.shape[:1]}, found {labels.shape}')
-    if path.is_dir() or path.suffix == '':
+    if folder:
         _save_folder(path, images, labels)
     elif path.suffix.lower() == '.png':
         save_png(path, grid(images, columns))
@@ -147,18 +147,27 @@ def check_output(path: str | os.PathLike[str]) -> None:
     Raises:
       UserError: an unknown suffix, or a folder with files in it.
     """
-    path = Path(path)
+    folder, path = _names_folder(path), Path(path)
     if path.is_dir():
         if any(path.iterdir()):
             raise UserError(
                 f'{path}: expected a new or empty folder, found files in it, which would mix with '
                 'these images; choose another'
             )
-    elif path.suffix.lower() not in ('', '.png', '.npz'):
+    elif not folder and path.suffix.lower() not in ('.png', '.npz'):
         raise UserError(
             f'{path}: expected a name that ends in .png (one grid) or .npz (arrays), '
-            f'or a folder (one PNG an image), found {path.suffix!r}'
+            f'or a folder (one PNG an image), found {path.suffix!r}; a / at the end makes it a '
+            'folder'
         )
+
+
+def _names_folder(path: str | os.PathLike[str]) -> bool:
+    """Returns True for an existing folder, a name without a suffix, and one that ends in a slash.
+
+    `Path` drops the slash, without which samples_0.15/ has the suffix .15.
+    """
+    return os.fspath(path).endswith('/') or Path(path).is_dir() or Path(path).suffix == ''
 
 
 def _save_folder(path: Path, images: Pixels, labels: Labels | None) -> None:

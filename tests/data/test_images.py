@@ -152,6 +152,11 @@ def test_save_images_as_folder(tmp_path, exists):
         im.save_images(folder, images)
 
 
+def test_a_slash_makes_a_folder_of_a_name_with_a_dot(tmp_path):
+    im.save_images(f'{tmp_path}/samples_0.15/', pixels(count=2))
+    assert sorted(os.listdir(tmp_path / 'samples_0.15')) == ['000000.png', '000001.png']
+
+
 def test_folder_names_carry_labels(tmp_path):
     im.save_images(tmp_path / 'out', pixels(count=2), np.array([7, 0]))
     assert sorted(os.listdir(tmp_path / 'out')) == ['000000_class7.png', '000001_class0.png']
