@@ -20,16 +20,12 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxunet.config import ModelConfig
 from jaxunet.model.dropout import dropout
+from jaxunet.model.initializers import INITIALIZERS
 from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.vocabulary import Ops, WithInput
 from jaxunet.runtime.errors import UserError
 
 Initializer = Callable[..., Array]
-INITIALIZERS: dict[str, Initializer] = {
-    # PyTorch's default for kernels: uniform within 1/sqrt(fan_in).
-    'torch': nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform'),
-    'ddpm': nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
-}
 
 
 class NormOptions(TypedDict):

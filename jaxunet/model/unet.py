@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Real
 from jaxunet.config import Config
 from jaxunet.model.blocks import Affine
 from jaxunet.model.encoder import TIME_EMBEDDING, Encoder, Layers, encode, make_layers
+from jaxunet.model.initializers import drawn_together
 from jaxunet.model.low_res import enlarged
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import Ops
@@ -45,9 +46,8 @@ def build_unet(config: Config, ops: Ops) -> UNet:
 def init_params(model: UNet, config: Config, key: Array) -> Params:
     """Returns fresh float32 parameters; call it under `jax.jit` or `jax.eval_shape`."""
     labels = jnp.zeros((1,), jnp.int32) if config.model.num_classes else None
-    return model.init(
-        key, jnp.zeros((1, *config.image_shape), jnp.float32), jnp.zeros((1,), jnp.int32), labels
-    )['params']
+    image, t = jnp.zeros((1, *config.image_shape), jnp.float32), jnp.zeros((1,), jnp.int32)
+    return drawn_together(lambda: model.init(key, image, t, labels)['params'])
 
 
 class UNet(Encoder):

@@ -25,6 +25,7 @@ from jaxunet.checkpoint.state import (
 )
 from jaxunet.config import Config
 from jaxunet.data.source import Source
+from jaxunet.model.initializers import drawn_together
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier, log_probability
 from jaxunet.model.unet import Params
 from jaxunet.ops.backends import load_ops
@@ -108,7 +109,10 @@ def draw_state(config: Config) -> TrainState:
     """Draws the state before step 0 from `config.seed`; to be traced by JAX."""
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     image = jnp.zeros((1, *config.image_shape), jnp.float32)
-    params = make_network(config, 'xla').init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
+    network = make_network(config, 'xla')
+    params = drawn_together(
+        lambda: network.init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
+    )
     state = state_before_training(
         config, make_optimizer(config), params, jax.random.key_data(run_key)
     )

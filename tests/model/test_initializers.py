@@ -1,0 +1,89 @@
+"""Kernels drawn in one loop are those that each initializer draws by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.model.initializers import BLOCK, INITIALIZERS, Uniform, drawn_together
+from jaxunet.model.unet import build_unet, init_params
+from jaxunet.ops.backends import load_ops
+
+SHAPES = [(3, 3, 3, 8), (3, 3, 64, 64), (2, BLOCK // 2), (2, BLOCK), (16, 48), (1, 1)]
+
+
+@pytest.mark.parametrize('init', sorted(INITIALIZERS))
+def test_kernels_equal_those_of_jax(init: str) -> None:
+    """The loop, each kernel by itself, and JAX's initializer draw the same bits."""
+    uniform = INITIALIZERS[init]
+    theirs = jax.nn.initializers.variance_scaling(uniform.scale, uniform.mode, 'uniform')
+    keys = [jax.random.key(seed) for seed in range(len(SHAPES))]
+
+    def drawn(initializer) -> list:
+        return [initializer(key, shape) for key, shape in zip(keys, SHAPES, strict=True)]
+
+    expected = jax.jit(lambda: drawn(theirs))()
+    for found in (jax.jit(lambda: drawn_together(lambda: drawn(uniform)))(), drawn(uniform)):
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert uniform.limit(SHAPES[1]) >= np.abs(expected[1]).max()
+
+
+@pytest.mark.parametrize(
+    'changes', [{'num_classes': 5}, {'zero_init': False, 'init': 'ddpm'}], ids=str
+)
+def test_a_network_equals_flax_init(changes: dict) -> None:
+    """All parameters are those of Flax, with the same names."""
+    config = tiny_config().replace(model=changes)
+    model = build_unet(config, load_ops('xla'))
+    key = jax.random.key(2)
+    labels = jnp.zeros((1,), jnp.int32) if config.model.num_classes else None
+    image, t = jnp.zeros((1, *config.image_shape)), jnp.zeros((1,), jnp.int32)
+    expected = jax.jit(model.init)(key, image, t, labels)['params']
+    found = jax.jit(lambda: init_params(model, config, key))()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ('setting', 'value'),
+    [('jax_threefry_partitionable', False), ('jax_default_prng_impl', 'rbg')],
+)
+def test_other_generators_draw_as_jax_does(setting, value) -> None:
+    """With another generator than JAX's default, JAX draws each kernel."""
+    uniform, shape = Uniform(1.0, 'fan_in'), (3, 3, 8, 8)
+    before = jax.config.values[setting]
+    jax.config.update(setting, value)
+    try:
+        key = jax.random.key(1)
+        expected = jax.jit(
+            lambda: jax.nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform')(key, shape)
+        )()
+        found = jax.jit(lambda: drawn_together(lambda: uniform(key, shape)))()
+    finally:
+        jax.config.update(setting, before)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_program_has_one_generator() -> None:
+    """However many kernels there are, their numbers come from one loop."""
+
+    def kernels() -> list:
+        return [Uniform(1.0, 'fan_in')(jax.random.key(n), (3, 3, 8, 8 + n)) for n in range(5)]
+
+    def generators(draw) -> int:
+        program = str(jax.make_jaxpr(draw)())
+        return program.count('random_bits[') + program.count('threefry2x32 ')
+
+    assert generators(kernels) == 5
+    assert generators(lambda: drawn_together(kernels)) == 1
+    with pytest.raises(ValueError, match='5 kernels are not among the parameters'):
+        jax.make_jaxpr(lambda: drawn_together(lambda: [2 * kernel for kernel in kernels()]))()
+    with pytest.raises(RuntimeError, match='stop'):
+        drawn_together(stop)
+    assert generators(kernels) == 5  # also after an error inside
+
+
+def stop() -> None:
+    """Fails."""
+    raise RuntimeError('stop')
