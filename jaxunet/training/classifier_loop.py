@@ -113,7 +113,11 @@ class _Loop:
                 self._write(begin.state())  # a full disk may have refused it
                 print(how_to_go_on(self.config, self.workdir, self.step))
             else:
-                self._open(begin, stack)
+                try:
+                    self._open(begin, stack)
+                finally:
+                    with contextlib.suppress(Exception):  # Python cannot end well during the draw
+                        begin.state()
                 self.clock = Clock(self.step, begin.seconds)
                 del begin  # its state is a second copy of all weights, in this machine's memory
                 self._train()
@@ -125,7 +129,7 @@ class _Loop:
         """Makes the step and the files ready; `stack` closes what is opened."""
         config, session = self.config, self.session
         stack.callback(quietly, 'images', session.close)
-        session.load(begin.state(), progress=True)
+        session.expect(begin.shapes, begin.step, progress=True)
         session.open_stream()
         self.saver = Saver(
             self.workdir,
@@ -149,6 +153,7 @@ class _Loop:
             progress_bar(total=config.train.steps, initial=self.step, unit='step', desc='compiling')
         )
         session.compile(cache=True)
+        session.put(begin.state())
         self.bar.set_description('training')
 
     def _train(self) -> None:
@@ -277,7 +282,9 @@ def _start(
     """
     restored = checkpoints.restore()
     if restored is None:
-        return StartingPoint.of(starting_state(config), 0.0, class_names)
+        if config.init_from:
+            return StartingPoint.of(starting_state(config), 0.0, class_names)
+        return StartingPoint.fresh(config, class_names, draw_state)
     # A classifier has no averages of its weights.
     fixed = tuple(name for name in FIXED_FIELDS if not name.startswith('ema.'))
     changed = fixed_changes(restored.config, config, fixed)

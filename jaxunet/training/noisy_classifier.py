@@ -120,15 +120,13 @@ def draw_state(config: Config) -> TrainState:
 
 
 def starting_state(config: Config) -> TrainState:
-    """Returns the state before step 0, fresh or with the weights of `config.init_from`.
+    """Returns the state before step 0 with the weights of `config.init_from`.
 
     Raises:
       UserError: `init_from` is no classifier of such images, or another network than the config's
         but for the number of classes.
     """
     state = fresh_state(config, draw_state)
-    if not config.init_from:
-        return state
     path = pathlib.Path(config.init_from)
     if path.is_dir():
         path /= FILE

@@ -13,7 +13,9 @@ from absl import logging
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import (
+    Draw,
     TrainState,
+    draw_state,
     fresh_state,
     start_loss_scale,
     start_methods,
@@ -62,13 +64,18 @@ class StartingPoint:
         )
 
     @classmethod
-    def fresh(cls, config: Config, class_names: tuple[str, ...]) -> StartingPoint:
+    def fresh(
+        cls, config: Config, class_names: tuple[str, ...], draw: Draw = draw_state
+    ) -> StartingPoint:
         """Returns the starting point of a fresh state, which a thread draws from now on.
 
         Compiling the step needs only the shapes of the state, and takes longer than drawing it.
+
+        Args:
+          draw: as for `fresh_state`.
         """
-        shapes = checkpoint.state_template(config)
-        drawing = Background(lambda: fresh_state(config))
+        shapes = checkpoint.state_template(config, draw)
+        drawing = Background(lambda: fresh_state(config, draw))
         return cls(0, shapes, drawing.wait, 0.0, class_names)
 
 

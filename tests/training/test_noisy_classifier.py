@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from support.full_memory import exhaust
 from support.tiny import TINY, tiny_config
 
 from jaxunet.checkpoint.load import load_model
-from jaxunet.checkpoint.state import TrainState, fresh_state, make_optimizer
+from jaxunet.checkpoint.state import Draw, TrainState, fresh_state, make_optimizer
 from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError, checksum, state_template
 from jaxunet.config import Config
 from jaxunet.data.sources import open_images
@@ -30,7 +31,7 @@ from jaxunet.sampling.classifier_guidance import class_gradient
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import initial_state, make_sampler, sample_keys
 from jaxunet.sampling.sampler import run as run_sampler
-from jaxunet.training import classifier_loop
+from jaxunet.training import classifier_loop, resume
 from jaxunet.training.batch import noise_batch, split_keys
 from jaxunet.training.classifier_accuracy import Accuracy
 from jaxunet.training.classifier_loop import COLUMNS, LOGGED, train_classifier
@@ -332,6 +333,30 @@ def test_a_full_disk_is_a_warning(
     assert train_classifier(SHORT, tmp_path / 'b', source) == 6
     files = [(tmp_path / name / 'classifier.pt').read_bytes() for name in 'ab']
     assert files[0] == files[1]
+
+
+def test_the_step_is_compiled_while_the_weights_are_drawn(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If compiling fails, the thread that draws ends before the command does."""
+    failing = threading.Event()
+    threads = []
+
+    def late(config: Config, draw: Draw) -> TrainState:
+        threads.append(threading.current_thread())
+        assert failing.wait(60), 'the step waits for the weights'
+        return fresh_state(config, draw)
+
+    def fail(self: ClassifierSession, **options: bool) -> None:
+        failing.set()
+        raise UserError('no step')
+
+    monkeypatch.setattr(resume, 'fresh_state', late)
+    monkeypatch.setattr(ClassifierSession, 'compile', fail)
+    with pytest.raises(UserError, match='no step'):
+        train_classifier(SHORT, tmp_path, open_images(SHORT))
+    assert threads[0] is not threading.main_thread()
+    assert not threads[0].is_alive()
 
 
 def test_a_loss_of_skipped_steps_is_nan(

@@ -35,10 +35,10 @@ def test_the_step_does_not_wait_for_the_weights(source, tmp_path, monkeypatch):
     compiled, threads = threading.Event(), []
     compile_step = Session.compile
 
-    def late(config):
+    def late(config, draw):
         threads.append(threading.current_thread())
         assert compiled.wait(60), 'the step waits for the weights'
-        return fresh_state(config)
+        return fresh_state(config, draw)
 
     def early(self, **options):
         step = compile_step(self, **options)
@@ -58,7 +58,7 @@ def test_the_step_does_not_wait_for_the_weights(source, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('error', [UserError('model: no'), MemoryError('no room')])
 def test_an_error_of_the_draw_is_that_of_the_run(error, source, tmp_path, monkeypatch):
-    def failing(config):
+    def failing(config, draw):
         raise error
 
     monkeypatch.setattr(resume, 'fresh_state', failing)
