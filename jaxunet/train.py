@@ -157,13 +157,17 @@ def supervise() -> int:
 
 
 def compiling() -> bool:
-    """Returns True while a thread draws the first state or compiles the sampler."""
+    """Returns True while a thread starts devices, draws the first state or compiles a sampler."""
     return any(thread.name == Background.NAME for thread in threading.enumerate())
 
 
 def run(config: Config) -> None:
     """Trains, as this process's part of the run."""
     cli.enable_compilation_cache()
+    # A GPU takes seconds to start. Python is free meanwhile for a trace that every run needs.
+    devices = Background(jax.devices)
+    checkpoint.state_template(config)
+    devices.wait()
     # A missing backend or device is an error before anything is read or written.
     ops = choose(config.backend, config.precision)
     if FEWER_DEVICES.value:

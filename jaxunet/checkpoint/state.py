@@ -281,16 +281,14 @@ def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
         return jax.device_get(drawn(state_config(config)))
 
 
-def drawing_device() -> jax.Device | None:
-    """Returns the CPU, on which states are drawn; None if JAX_PLATFORMS excludes it.
+def drawing_device() -> str | None:
+    """Returns 'cpu', where states are drawn; None if JAX_PLATFORMS excludes it.
 
     JAX traces a function once for each default device, so everything that traces a draw sets this
-    one.
+    one. It is a name, which can be traced for before JAX has started the devices.
     """
-    try:
-        return jax.local_devices(backend='cpu')[0]
-    except RuntimeError:
-        return None
+    platforms = jax.config.values['jax_platforms']
+    return 'cpu' if not platforms or 'cpu' in platforms.split(',') else None
 
 
 def state_config(config: Config) -> Config:

@@ -1,5 +1,9 @@
 """The state before step 0, and its shapes."""
 
+import os
+import subprocess
+import sys
+
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import draw_state, fresh_state, state_config
@@ -18,3 +22,24 @@ def test_the_draw_is_traced_once():
     fresh_state(config, draw)
     state_template(config, draw)
     assert traced == [state_config(config)]
+
+
+TRACE = """
+import jax
+from jaxunet.checkpoint.store import state_template
+from jaxunet.config import default_config, resolve
+state_template(resolve(default_config()))
+try:
+    jax.devices()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_shapes_start_no_device():
+    """Tracing works where JAX has a device that cannot start, so it can be done meanwhile."""
+    environment = os.environ | {'JAX_PLATFORMS': 'cpu,tpu'}
+    done = subprocess.run(
+        [sys.executable, '-c', TRACE], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "Unable to initialize backend 'tpu'" in done.stdout
