@@ -191,7 +191,9 @@ def make_layers(
     seeds = None
     if dropout_keys is not None and network.model.dropout > 0:
         seeds = dropout_seeds(dropout_keys)
-    remat = nn.remat if network.model.remat else lambda block: block
+    # Not at initialization, which computes no gradients.
+    remats = network.model.remat and not network.is_initializing()
+    remat = nn.remat if remats else lambda block: block
     fields = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}
     res_block, projections = (
         functools.partial(remat(ResBlock), **fields),
