@@ -1,0 +1,224 @@
+// A block's tile of the product of two 16-bit matrices, by mma.sync from a ring of stages in shared
+// memory that cp.async fills; compute capability 8.0 and later.
+//
+// Each stage holds a tile of the left and of the right matrix, kDepth steps of K. A warp computes
+// kWarpM × kWarpN outputs. With slices, the warps of each slice compute the whole tile from their
+// own share of each stage's K, and the last step adds the slices in a fixed order: more warps hide
+// latency where a multiprocessor has only one block.
+//
+// Synchronization: one __syncthreads for each stage. Before it, every thread has waited for its own
+// copies to the next stage and has read its last fragments of this one; so after it, the next stage
+// may be read and this one filled again.
+#pragma once
+
+#include "common/cp_async.cuh"
+#include "common/launch.cuh"
+#include "common/types.cuh"
+
+// True if copies go through the L1 cache: nine taps read nearly the same pixels. The harness builds
+// both, to find out on which GPUs that is faster.
+#ifndef MULTISTAGE_THROUGH_L1
+#define MULTISTAGE_THROUGH_L1 true
+#endif
+
+namespace jaxunet::cuda {
+
+constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
+
+template <int kM_, int kN_, int kDepth_, int kWarpM_, int kWarpN_, int kSlices_, int kStages_,
+          int kBlocks_>
+struct Multistage {
+  static constexpr int kM = kM_, kN = kN_, kDepth = kDepth_, kWarpM = kWarpM_, kWarpN = kWarpN_,
+                       kSlices = kSlices_, kStages = kStages_;
+  static constexpr int kBlocks = kBlocks_;  // on a multiprocessor, which bounds the registers
+  static constexpr int kWarps = kM / kWarpM * (kN / kWarpN), kThreads = 32 * kWarps * kSlices;
+  static constexpr int kSteps = kDepth / 16 / kSlices;  // of 16, of a warp in a stage
+  static constexpr int kLeftBytes = kM * kDepth * 2, kStageBytes = kLeftBytes + kN * kDepth * 2;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static constexpr int kI = kWarpM / 16, kJ = kWarpN / 8;  // fragments of a warp's outputs
+  static_assert(kSteps > 0 && kSteps % 2 == 0, "two buffers of fragments alternate");
+  static_assert(kWarpN % 16 == 0 && kSharedBytes <= 99 * 1024,
+                "a block of compute capability 8.6 or 8.9 has 99 KiB");
+  static_assert((kSlices - 1) * kM * kN * 4 <= kSharedBytes, "the slices are added there");
+
+  using Accumulator = float[kI][kJ][4];
+};
+
+// The layout of a tile in shared memory: rows of kVectors vectors of 16 bytes. The vector's place
+// in the row is swizzled, so that the eight rows of a matrix that ldmatrix reads lie in different
+// banks: kVectors is a multiple of 8, or an odd multiple of 4, where two rows span all banks.
+template <int kVectors>
+struct SwizzledRows {
+  static_assert(kVectors % 4 == 0);
+  static constexpr int kBytes = 16 * kVectors;  // of a row
+  static __device__ int swizzle(int row) { return kVectors % 8 ? row / 2 % 4 : row % 8; }
+  static __device__ uint32_t offset(int row, int vector) {
+    return row * kBytes + 16 * (vector ^ swizzle(row));
+  }
+};
+
+// How the threads of a block fill a tile: each copies one vector of kPasses rows.
+template <int kThreads, int kTileRows, int kVectors>
+struct TileCopy {
+  static constexpr int kRows = floor_power_of_two(kThreads / kVectors), kPasses = kTileRows / kRows;
+  using Layout = SwizzledRows<kVectors>;
+  static_assert(kTileRows % kRows == 0 && (kRows % 8 == 0 || kVectors % 8 == 0));
+  int row, vector;
+  bool active;  // else the thread copies nothing
+  uint32_t offset;
+
+  __device__ explicit TileCopy(int thread)
+      : row(thread / kVectors),
+        vector(thread % kVectors),
+        active(row < kRows),
+        offset(Layout::offset(row, vector)) {}
+  // The vector's place in the tile. `row` has none of the bits of pass · kRows.
+  __device__ uint32_t place(int pass) const {
+    return (offset ^ 16 * Layout::swizzle(pass * kRows)) + pass * kRows * Layout::kBytes;
+  }
+};
+
+// A warp's reads of a tile: kCount fragments of 16 rows (kLeft) or columns of the product.
+// kMnMajor: rows of the tile are steps of K, else they are those rows or columns.
+template <bool kLeft, bool kMnMajor, int kTileMn, int kDepth, int kSteps, int kCount>
+struct FragmentReader {
+  using Layout = SwizzledRows<(kMnMajor ? kTileMn : kDepth) / 8>;
+  uint32_t offsets[kMnMajor ? kCount : kSteps];
+
+  // `mn`: the warp's first row or column. `k`: its first step of K in a stage.
+  __device__ FragmentReader(int mn, int k) {
+    // ldmatrix reads four 8 × 8 matrices; this lane gives the address of one row of one of them.
+    const int lane = threadIdx.x % 32, row = lane % 8, low = lane / 8 % 2, high = lane / 16;
+    mn += 8 * (kLeft ? low : high);
+    k += 8 * (kLeft ? high : low);
+#pragma unroll
+    for (int i = 0; i < (kMnMajor ? kCount : kSteps); ++i) {
+      offsets[i] = kMnMajor ? Layout::offset(k + row, mn / 8 + 2 * i)
+                            : Layout::offset(mn + row, k / 8 + 2 * i);
+    }
+  }
+
+  __device__ void read(uint32_t (&to)[kCount][4], uint32_t tile, int step) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      ldmatrix_x4<kMnMajor>(
+          to[i], tile + offsets[kMnMajor ? i : step] + 16 * Layout::kBytes * (kMnMajor ? step : i));
+    }
+  }
+};
+
+// The place of this thread's warp in the tile.
+template <class M>
+struct WarpPlace {
+  int slice, row, column;
+  __device__ WarpPlace() {
+    const int warp = threadIdx.x / 32, inside = warp % M::kWarps;
+    slice = warp / M::kWarps;
+    row = inside / (M::kN / M::kWarpN) * M::kWarpM;
+    column = inside % (M::kN / M::kWarpN) * M::kWarpN;
+  }
+};
+
+template <class M, class T>
+__device__ void multiply(typename M::Accumulator& accumulator, const uint32_t (&left)[M::kI][4],
+                         const uint32_t (&right)[M::kJ / 2][4]) {
+#pragma unroll
+  for (int i = 0; i < M::kI; ++i) {
+#pragma unroll
+    for (int n = 0; n < M::kJ; ++n) {
+      const int j = i % 2 ? M::kJ - 1 - n : n;  // back and forth: neighbours share a fragment
+      mma_m16n8k16(accumulator[i][j], left[i], right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1],
+                   T());
+    }
+  }
+}
+
+// Adds the products of `stages` stages. `copy(address)` issues the copies of the next stage to the
+// tiles from `address` on: the left one, then the right one.
+template <class M, class T, bool kLeftMnMajor, bool kRightMnMajor, class Copy>
+__device__ void multistage_mainloop(typename M::Accumulator& accumulator, int stages, Copy& copy) {
+  const WarpPlace<M> warp;
+  const int first = warp.slice * M::kSteps * 16;
+  const FragmentReader<true, kLeftMnMajor, M::kM, M::kDepth, M::kSteps, M::kI> left(warp.row,
+                                                                                    first);
+  const FragmentReader<false, kRightMnMajor, M::kN, M::kDepth, M::kSteps, M::kJ / 2> right(
+      warp.column, first);
+  const uint32_t ring = shared_address(shared_memory()), end = ring + M::kSharedBytes;
+  const auto next = [&](uint32_t stage) {
+    return stage + M::kStageBytes == end ? ring : stage + M::kStageBytes;
+  };
+  uint32_t a[2][M::kI][4], b[2][M::kJ / 2][4], filling = ring, reading = ring;
+  const auto fill = [&](bool more) {
+    if (more) copy(filling);
+    cp_async_commit();  // empty at the end, so that the count of groups is that of stages
+    filling = next(filling);
+  };
+#pragma unroll
+  for (int i = 0; i < M::kStages - 1; ++i) fill(i < stages);
+  cp_async_wait<M::kStages - 2>();
+  __syncthreads();
+  left.read(a[0], reading, 0);
+  right.read(b[0], reading + M::kLeftBytes, 0);
+
+  for (int stage = 0; stage < stages; ++stage) {
+#pragma unroll
+    for (int step = 0; step < M::kSteps; ++step) {
+      if (step == 0) fill(stage + M::kStages - 1 < stages);
+      if (step == M::kSteps - 1) {
+        cp_async_wait<M::kStages - 2>();
+        __syncthreads();
+        reading = next(reading);
+      }
+      // The fragments of the next step, while the tensor cores multiply those of this one. After
+      // the last step they are of a stage without copies, and nothing multiplies them.
+      left.read(a[(step + 1) % 2], reading, (step + 1) % M::kSteps);
+      right.read(b[(step + 1) % 2], reading + M::kLeftBytes, (step + 1) % M::kSteps);
+      multiply<M, T>(accumulator, a[step % 2], b[step % 2]);
+    }
+  }
+}
+
+// Adds the slices' accumulators to those of the first, in order. Returns true in the first slice.
+template <class M>
+__device__ bool add_slices(typename M::Accumulator& accumulator) {
+  if constexpr (M::kSlices == 1) return true;
+  const WarpPlace<M> warp;
+  float* sums = reinterpret_cast<float*>(shared_memory()) + threadIdx.x % (32 * M::kWarps);
+  constexpr int kStride = 32 * M::kWarps;  // from one of a thread's numbers to the next
+  __syncthreads();  // no warp reads the ring any more, and no copy to it is under way
+#pragma unroll
+  for (int n = 0; n < M::kI * M::kJ * 4; ++n) {
+    if (warp.slice > 0)
+      sums[((warp.slice - 1) * M::kI * M::kJ * 4 + n) * kStride] =
+          accumulator[n / 4 / M::kJ][n / 4 % M::kJ][n % 4];
+  }
+  __syncthreads();
+  if (warp.slice > 0) return false;
+#pragma unroll
+  for (int slice = 0; slice < M::kSlices - 1; ++slice) {
+#pragma unroll
+    for (int n = 0; n < M::kI * M::kJ * 4; ++n)
+      accumulator[n / 4 / M::kJ][n / 4 % M::kJ][n % 4] +=
+          sums[(slice * M::kI * M::kJ * 4 + n) * kStride];
+  }
+  return true;
+}
+
+// For each row of the tile of which this lane has outputs, calls begin(row), and if that returns
+// true, visit(column, value, value of the next column) for these.
+template <class M, class Begin, class Visit>
+__device__ void each_row(const typename M::Accumulator& accumulator, Begin begin, Visit visit) {
+  const WarpPlace<M> warp;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < 2 * M::kI; ++n) {
+    if (!begin(warp.row + 8 * n + lane / 4)) continue;
+#pragma unroll
+    for (int j = 0; j < M::kJ; ++j) {
+      visit(warp.column + 8 * j + lane % 4 * 2, accumulator[n / 2][j][n % 2 * 2],
+            accumulator[n / 2][j][n % 2 * 2 + 1]);
+    }
+  }
+}
+
+}  // namespace jaxunet::cuda
