@@ -1,0 +1,80 @@
+#!/bin/sh
+# Puts one mistake at a time into a copy of the kernels; the emulation must notice each.
+#   emulation/mistakes.sh [FOLDER]
+here=$(cd "$(dirname "$0")" && pwd)
+folder=${1:-$(mktemp -d)}
+mkdir -p "$folder/built"
+missed=0
+
+mistake() { # file, what is wrong, sed expression
+  rm -rf "$folder/kernels"
+  mkdir -p "$folder/kernels"
+  cp -r "$here/../conv3x3" "$folder/kernels/"
+  file=conv3x3/portable/multistage_$1
+  sed -i "$3" "$folder/kernels/$file"
+  if cmp -s "$folder/kernels/$file" "$here/../$file"; then
+    echo "NOT APPLIED: $2"
+    missed=$((missed + 1))
+  elif timeout 300 "$here/run.sh" "$folder/built" "$folder/kernels" quick >"$folder/log" 2>&1; then
+    echo "MISSED: $2"
+    missed=$((missed + 1))
+  elif grep -q ': error:' "$folder/log"; then
+    echo "DOES NOT COMPILE: $2"
+    missed=$((missed + 1))
+  else
+    echo "noticed: $2 ($(grep -E -m 1 'BAD|EMULATION' "$folder/log" | cut -c 1-70))"
+  fi
+}
+
+mistake tile.cuh 'waits for too few copies' \
+  's/cp_async_wait<M::kStages - 2>/cp_async_wait<M::kStages - 1>/'
+mistake tile.cuh 'no barrier between stages' \
+  '/if (step == M::kSteps - 1) {/,/}/ s/__syncthreads();//'
+mistake tile.cuh 'leaves out the last stage' \
+  's/(step == 0) fill(stage + M::kStages - 1/(step == 0) fill(stage + M::kStages/'
+mistake tile.cuh 'no swizzle' \
+  's/row \/ 2 % 4 : row % 8/0 : 0/'
+mistake tile.cuh 'no swizzle between passes' \
+  's/(offset ^ 16 \* Layout::swizzle(pass \* kRows))/offset/'
+mistake tile.cuh 'matrices of a fragment exchanged' \
+  's/kLeft ? low : high/kLeft ? high : low/'
+mistake tile.cuh 'multiplies the wrong fragments' \
+  's/a\[step % 2\], b\[step % 2\]/a[(step + 1) % 2], b[step % 2]/'
+mistake tile.cuh 'slices multiply the same steps' \
+  's/warp.slice \* M::kSteps \* 16/0/'
+mistake tile.cuh 'slices are added before they are written' \
+  '/bool add_slices/,/^}/ s/^  __syncthreads();$//'
+mistake tile.cuh 'rows of the outputs' \
+  's/8 \* n + lane \/ 4/8 * n + lane % 4/'
+mistake forward.cu 'reads the previous line at the left edge' \
+  's/if (x > 0) left/if (x >= 0) left/'
+mistake forward.cu 'reads the next image at the bottom edge' \
+  's/y + 1 < static/y < static/'
+mistake forward.cu 'reads past the last pixel' \
+  's/if (pixel >= p.pixels) return;//'
+mistake forward.cu 'reads past the channels of a part' \
+  's/channel + 8 \* copy_a.vector < width ? rows : 0/rows/'
+mistake forward.cu 'reads weights past a part' \
+  's/features > 0 ? channels : 0/features > 0 ? 999 : 0/'
+mistake forward.cu 'taps of a flipped kernel in order' \
+  's/plan.flipped ? -1 : 1/plan.flipped ? 1 : 1/'
+mistake forward.cu 'the shift of the wrong sample' \
+  's/p.image.quotient(pixel) \* p.shift.stride/p.shift.stride/'
+mistake forward.cu 'reads past the features' \
+  's/channels > 0 ? features : 0/channels > 0 ? 999 : 0/'
+mistake forward.cu 'the next row of taps' \
+  's/static_cast<int>(p.width.divisor) - 2 : 1/static_cast<int>(p.width.divisor) - 1 : 1/'
+mistake weight_gradient.cu 'does not count from the next image on' \
+  's/if (y >= high) y -= high;//'
+mistake weight_gradient.cu 'reads x past the split' \
+  's/copy_a.row + i \* CopyA::kRows < left/true/'
+mistake weight_gradient.cu 'does not count the pixels left' \
+  's/left -= M::kDepth;//'
+mistake weight_gradient.cu 'the place of the shortcut' \
+  's/split \* projected + m - taps/split * projected + m/'
+mistake weight_gradient.cu 'lines are not counted modulo the height' \
+  's/kRows \/ plan.width % plan.height/kRows \/ plan.width/'
+mistake weight_gradient.cu 'no padding at the sides' \
+  's/static_cast<uint32_t>(x + dx) < p.width.divisor/true/'
+[ $missed = 0 ] && echo "all mistakes were noticed" || echo "$missed mistakes were not noticed"
+exit $missed
