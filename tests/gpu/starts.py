@@ -5,10 +5,10 @@
     python tests/gpu/starts.py --fit docs/results/start/commands.jsonl
 
 Every case runs its command twice with a cache folder of its own: cold, with nothing in it, then
-warm. Training stops at the first row of its metrics.csv. Sampling draws 256 images; its first
-picture is the first batch of 64 that it stores. Weights and images are random, of the size of
-configs/elephants64.py. The weights are a .bin file, and once each a .pt file, a .safetensors file
-and the workdir of a run in bfloat16.
+warm. Training stops at the first row of its metrics.csv, that of the first call: 20 steps. Sampling
+draws 256 images; its first picture is the first batch of 64 that it stores. Weights and images are
+random, of the size of configs/elephants64.py. The weights are a .bin file, and once each a .pt
+file, a .safetensors file and the workdir of a run in bfloat16.
 
 Most of a start is work of the host, so `--lanes` cases run at a time, each on its share of the CPU
 cores; the rows say how many. Cases begin in the order of `CASES` while less than `--seconds` have
@@ -116,6 +116,7 @@ def arguments(case: Case, folders: Folders, out: pathlib.Path) -> list[str]:
             '--config=configs/elephants64.py',
             f'--config.data.path={folders.images}',
             f'--config.precision={case.precision}',
+            '--config.train.log_every=20',
             f'--workdir={out}',
             *named,
         ]
