@@ -70,18 +70,29 @@ Parts parts_of(const std::vector<int>& widths, int64_t pixels, Take&& take, Kind
   return parts;
 }
 
-template <class Take>
-Conv3x3 forward_plan(const Case& c, Type type, Take&& take) {
-  const int64_t pixels = static_cast<int64_t>(c.batch) * c.height * c.width;
-  Conv3x3 plan{};
+inline int64_t pixels_of(const Case& c) {
+  return static_cast<int64_t>(c.batch) * c.height * c.width;
+}
+
+// What the plans of both kernels have in common.
+template <class Plan, class Take>
+Plan common_plan(const Case& c, Type type, Take&& take) {
+  Plan plan{};
   plan.type = type;
   plan.batch = c.batch;
   plan.height = c.height;
   plan.width = c.width;
   plan.features = c.features;
+  plan.x = parts_of(c.parts, pixels_of(c), take, Kind::kInput);
+  plan.projected = parts_of(c.projected, pixels_of(c), take, Kind::kInput);
+  return plan;
+}
+
+template <class Take>
+Conv3x3 forward_plan(const Case& c, Type type, Take&& take) {
+  const int64_t pixels = pixels_of(c);
+  auto plan = common_plan<Conv3x3>(c, type, take);
   plan.flipped = c.flipped;
-  plan.x = parts_of(c.parts, pixels, take, Kind::kInput);
-  plan.projected = parts_of(c.projected, pixels, take, Kind::kInput);
   plan.residual = parts_of(c.residual, pixels, take, Kind::kInput);
   plan.kernel = take(9 * plan.x.total * c.features, Kind::kInput);
   plan.shortcut = take(plan.projected.total * c.features, Kind::kInput);
@@ -99,16 +110,8 @@ Conv3x3 forward_plan(const Case& c, Type type, Take&& take) {
 // shortcut's.
 template <class Take>
 Conv3x3WeightGradient weight_gradient_plan(const Case& c, Type type, int splits, Take&& take) {
-  const int64_t pixels = static_cast<int64_t>(c.batch) * c.height * c.width;
-  Conv3x3WeightGradient plan{};
-  plan.type = type;
-  plan.batch = c.batch;
-  plan.height = c.height;
-  plan.width = c.width;
-  plan.features = c.features;
-  plan.x = parts_of(c.parts, pixels, take, Kind::kInput);
-  plan.projected = parts_of(c.projected, pixels, take, Kind::kInput);
-  plan.dy = take(pixels * c.features, Kind::kInput);
+  auto plan = common_plan<Conv3x3WeightGradient>(c, type, take);
+  plan.dy = take(pixels_of(c) * c.features, Kind::kInput);
   plan.workspace_floats = splits * (9 * plan.x.total + plan.projected.total) * c.features;
   plan.workspace = static_cast<float*>(take(plan.workspace_floats, Kind::kFloatOutput));
   return plan;
