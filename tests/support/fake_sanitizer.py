@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from jaxunet.runtime.rows import Row
-from support import sanitizer
+from support import sanitizer, sanitizer_run
+from support.sanitizer import Piece
 
 LINEAR = 'xla_ffi/linear/parity_test.py'
 # Runs no tests, but tells of them as pytest_progress does: at once, so that no busy machine makes
@@ -79,6 +80,7 @@ class World:
     """A folder with a sanitizer, and the script that runs it on five tests, t0 to t4."""
 
     def __init__(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._monkeypatch = tmp_path, monkeypatch
         self.log, self.hangs = tmp_path / 'log.txt', tmp_path / 'hangs.txt'
         self.crashes = tmp_path / 'crashes.txt'
         self.ports_log, self.wanted = tmp_path / 'ports.txt', tmp_path / 'together.txt'
@@ -103,6 +105,15 @@ class World:
         self.origin = {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
         monkeypatch.setitem(self.script['main'].__globals__, 'provenance', lambda: self.origin)
         self.output = tmp_path / 'rows.jsonl'
+
+    def with_pytest(self, program: str, tests: str, *names: str) -> Piece:
+        """Makes `program` the sanitizer, which runs pytest; returns a piece of these tests."""
+        self.program.write_text(program.format(python=sys.executable))
+        self._monkeypatch.setattr(sanitizer_run, 'ROOT', self._folder)
+        (self._folder / 'test_some.py').write_text(tests)
+        (self._folder / 'pytest.ini').write_text('[pytest]')
+        found = tuple(f'test_some.py::{name}' for name in names)
+        return Piece('memcheck', 'cuda linear', 'portable', 0, found, len(found), 'digest')
 
     def run(self, *flags: str) -> int:
         """Runs the script in pieces of two tests; returns its exit status."""

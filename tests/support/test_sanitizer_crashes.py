@@ -2,14 +2,12 @@
 running.
 """
 
-import sys
 import time
 
 import pytest
 
 from support import processes, sanitizer_run
 from support.fake_sanitizer import World
-from support.sanitizer import Piece
 from support.sanitizer_output import parse
 
 FLAGS = ('--tools', 'memcheck', '--kernels', 'portable')
@@ -161,15 +159,10 @@ def test_that_outlives_the_tool():
 """
 
 
-def test_pytest_ends_with_the_tool(world, tmp_path, monkeypatch, capsys):
-    world.program.write_text(CRASHES.format(python=sys.executable))
-    monkeypatch.setattr(sanitizer_run, 'ROOT', tmp_path)
-    (tmp_path / 'test_some.py').write_text(TESTS)
-    (tmp_path / 'pytest.ini').write_text('[pytest]')
-    tests = ('test_some.py::test_before', 'test_some.py::test_that_outlives_the_tool')
-    piece = Piece('memcheck', 'cuda linear', 'portable', 0, tests, 2, 'digest')
+def test_pytest_ends_with_the_tool(world, tmp_path, capsys):
+    piece = world.with_pytest(CRASHES, TESTS, 'test_before', 'test_that_outlives_the_tool')
     found, _ = sanitizer_run.run(piece, sanitizer_run.Limits(100, 100, 100))
-    assert (found.status, found.where, found.exit_status) == ('crashed', tests[1], -9)
+    assert (found.status, found.where, found.exit_status) == ('crashed', piece.tests[1], -9)
     assert sanitizer_run.divide(piece, found) == (piece.part(1, 2), piece.part(0, 1), None)
     assert 'signal 9 (Killed)' in capsys.readouterr().out
     processes.assert_ended(int((tmp_path / 'child').read_text()))

@@ -1,7 +1,5 @@
 """Tests that hang under the sanitizer: they are stopped, named, and keep no others from running."""
 
-import sys
-
 import pytest
 
 from support import processes, sanitizer_rows, sanitizer_run
@@ -145,17 +143,12 @@ def test_that_hangs():
 """
 
 
-def test_pytest_tells_where_it_hangs(world, tmp_path, monkeypatch, capsys):
-    world.program.write_text(FOLLOWS.format(python=sys.executable))
-    monkeypatch.setattr(sanitizer_run, 'ROOT', tmp_path)
-    (tmp_path / 'test_some.py').write_text(TESTS)
-    (tmp_path / 'pytest.ini').write_text('[pytest]')
-    tests = ('test_some.py::test_before', 'test_some.py::test_that_hangs')
-    piece = Piece('memcheck', 'cuda linear', 'portable', 0, tests, 2, 'digest')
+def test_pytest_tells_where_it_hangs(world, tmp_path, capsys):
+    piece = world.with_pytest(FOLLOWS, TESTS, 'test_before', 'test_that_hangs')
     before = piece.part(0, 1)
     assert sanitizer_run.run(before, sanitizer_run.Limits(100, 100, 100))[0].status == 'clean'
     found, _ = sanitizer_run.run(piece, sanitizer_run.Limits(100, 2, 100))
-    assert (found.status, found.where) == ('stalled', tests[1])
+    assert (found.status, found.where) == ('stalled', piece.tests[1])
     assert sanitizer_run.divide(piece, found) == (piece.part(1, 2), before, None)
     line = TESTS.splitlines().index('    time.sleep(600)') + 1
     assert f'test_some.py", line {line} in waits_for_ever' in found.reports[0]
