@@ -47,13 +47,15 @@ class Limit:
     Fields:
       seconds: time limit of the command.
       reserve: seconds of it that a job leaves for compiling, and for saving or measuring.
-      shared_by: processes that share the GPU, by which training takes longer.
+      shared_by: processes that share the GPU.
+      slowdown: how many times as long as alone training takes; 0 = `shared_by`.
       began: `time.perf_counter()` at the start of the command.
     """
 
     seconds: float
     reserve: float = 0.0
     shared_by: int = 1
+    slowdown: float = 0.0
     began: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
@@ -63,7 +65,7 @@ class Limit:
 
     def allows(self, seconds: float, measuring: float = 0.0) -> bool:
         """Returns True if so many seconds of training, and of measuring, fit in what is left."""
-        return seconds * self.shared_by + measuring + self.reserve <= self.left
+        return seconds * (self.slowdown or self.shared_by) + measuring + self.reserve <= self.left
 
 
 class Queue:

@@ -69,8 +69,14 @@ STEP_MS = flags.DEFINE_string(
 SHARED_BY = flags.DEFINE_integer(
     'shared_by',
     1,
-    'Processes that share the GPU: a job is expected to take so many times its seconds.',
+    'Processes that share the GPU.',
     lower_bound=1,
+)
+SLOWDOWN = flags.DEFINE_float(
+    'slowdown',
+    0.0,
+    'How many times as long as alone a job is expected to train; 0 = as --shared_by.',
+    lower_bound=0,
 )
 KNOWN = flags.DEFINE_string(
     'known', '', 'rows.jsonl of earlier queues with the same features: its times are left out.'
@@ -108,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     queue = Queue(
         output,
         Measurements(FEATURES.value, output / 'pictures'),
-        limit=Limit(LIMIT.value, RESERVE.value, SHARED_BY.value, began),
+        limit=Limit(LIMIT.value, RESERVE.value, SHARED_BY.value, SLOWDOWN.value, began),
         step_ms=step_ms,
         known=KNOWN.value,
         claims=CLAIMS.value,

@@ -350,3 +350,5 @@ def test_processes_that_share_a_gpu():
     assert not Limit(600, 30, shared_by=2).allows(300)
     assert Limit(600, 30, shared_by=2).allows(280)
     assert not Limit(600, 30, shared_by=2).allows(280, measuring=20)
+    assert Limit(600, 30, shared_by=2, slowdown=1.8).allows(316)
+    assert not Limit(600, 30, shared_by=2, slowdown=1.8).allows(317)

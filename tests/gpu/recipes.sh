@@ -12,6 +12,7 @@
 # same time: two train 1.16 times as fast (docs/results.md, Recipes). `start` starts the service in OUTPUT/mps, the last process ends it.
 # All processes must be of one user, and a fault of one of them on a GPU ends the others there. If one was killed, end the service yourself:
 #   echo quit | CUDA_MPS_PIPE_DIRECTORY=$PWD/OUTPUT/mps nvidia-cuda-mps-control
+# RECIPE_SLOWDOWN: how many times as long as alone training is expected to take; default: the processes on its GPU.
 # STEP_MS: milliseconds of a step measured alone (python -m jaxunet.benchmark), or a file with those of each case (python -m jaxunet.compare.step_cost).
 # RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs, RECIPE_KNOWN rows whose times are left out.
 # The features are OUTPUT/features.npz, else features.npz beside the jobs, else the first process trains them with
@@ -34,7 +35,7 @@ part() { # one process; reads NUMBER, PROCESSES (on its GPU), DATA, OUTPUT, LIMI
   fi
   python3 -m jaxunet.compare.queue --jobs "$jobs" --data "$DATA" \
     --features "$OUTPUT/features.npz" --known "${RECIPE_KNOWN:-}" --claims "$OUTPUT/claims" \
-    --step_ms "$STEP_MS" --shared_by "$PROCESSES" --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" \
+    --step_ms "$STEP_MS" --shared_by "$PROCESSES" --slowdown "${RECIPE_SLOWDOWN:-0}" --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" \
     --work "$OUTPUT/work" --resume="${RECIPE_RESUME:-true}" ||
     echo "part $NUMBER: exit status $?"
 }
@@ -128,7 +129,7 @@ case ${1:-} in
       tar -C "$2" --null -T - --transform 's,^[0-9]/,,' -cf "$3/pictures.tar"
     ;;
   *)
-    sed -n '2,19p' "$self" >&2
+    sed -n '2,20p' "$self" >&2
     exit 2
     ;;
 esac

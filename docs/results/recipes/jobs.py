@@ -6,6 +6,7 @@
     docs/results/recipes/jobs.py:ten        ... for ten minutes alone
     docs/results/recipes/jobs.py:images     configs/images.py itself, on these photographs
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
+    docs/results/recipes/jobs.py:both       objects, then elephants
     docs/results/recipes/jobs.py:twenty     the times that have rows once more, by other samplers
                                             within 20 evaluations
     docs/results/recipes/jobs.py:alone      seconds a sample; needs a GPU of its own, no --step_ms
@@ -195,6 +196,10 @@ def get_jobs(part: str, data: str) -> list[Job]:
             dataclasses.replace(job, seconds=measured(job), samplers=WITHIN_20, picture=0)
             for job in photographs
             if measured(job)
+        ],
+        'both': [
+            *(complete(job) for job in photographs),
+            *(elephants(case, data) for case in order),
         ],
         'alone': [alone(data)],
         'costs': [objects(case, data) for case in OBJECTIVES],  # the ratios are to the first
