@@ -12,6 +12,7 @@
 # same time: two train 1.16 times as fast (docs/results.md, Recipes). `start` starts the service in OUTPUT/mps, the last process ends it.
 # All processes must be of one user, and a fault of one of them on a GPU ends the others there. If one was killed, end the service yourself:
 #   echo quit | CUDA_MPS_PIPE_DIRECTORY=$PWD/OUTPUT/mps nvidia-cuda-mps-control
+# RECIPE_PROCESSES: processes that will share each GPU's memory, if `start` is called again for it; default: those named.
 # RECIPE_SLOWDOWN: how many times as long as alone training is expected to take; default: the processes on its GPU.
 # STEP_MS: milliseconds of a step measured alone (python -m jaxunet.benchmark), or a file with those of each case (python -m jaxunet.compare.step_cost).
 # RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs, RECIPE_KNOWN rows whose times are left out.
@@ -35,7 +36,8 @@ part() { # one process; reads NUMBER, PROCESSES (on its GPU), DATA, OUTPUT, LIMI
   fi
   python3 -m jaxunet.compare.queue --jobs "$jobs" --data "$DATA" \
     --features "$OUTPUT/features.npz" --known "${RECIPE_KNOWN:-}" --claims "$OUTPUT/claims" \
-    --step_ms "$STEP_MS" --shared_by "$PROCESSES" --slowdown "${RECIPE_SLOWDOWN:-0}" --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" \
+    --step_ms "$STEP_MS" --shared_by "$PROCESSES" --slowdown "${RECIPE_SLOWDOWN:-0}" \
+    --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" \
     --work "$OUTPUT/work" --resume="${RECIPE_RESUME:-true}" ||
     echo "part $NUMBER: exit status $?"
 }
@@ -98,7 +100,8 @@ case ${1:-} in
       gpu=${place%%:*}
       log=$OUTPUT/$started.log
       : >"$log"
-      NUMBER=$started PROCESSES=$(printf '%s\n' "$@" | grep -c "^$gpu:") CUDA_VISIBLE_DEVICES=$gpu \
+      processes=${RECIPE_PROCESSES:-$(printf '%s\n' "$@" | grep -c "^$gpu:")}
+      NUMBER=$started PROCESSES=$processes CUDA_VISIBLE_DEVICES=$gpu \
         setsid nohup taskset -c "${place#*:}" "$self" part >"$log" 2>&1 </dev/null 9>&- &
     done
     ;;
@@ -121,15 +124,15 @@ case ${1:-} in
   pack)
     mkdir -p "$3"
     for name in rows stretches; do
-      find "$2" -path "*/[0-9]/$name.jsonl" -exec cat {} + >"$3/$name.jsonl"
+      find "$2" -mindepth 2 -maxdepth 2 -path "*/[0-9]*/$name.jsonl" -exec cat {} + >"$3/$name.jsonl"
     done
     for log in "$2"/*.log; do tr '\r' '\n' <"$log" >"$3/$(basename "$log")"; done
     [ ! -f "$2/features.npz" ] || cp "$2/features.npz" "$3/"
-    find "$2" \( -path '*/[0-9]/logs/*' -o -path '*/[0-9]/pictures/*' \) -type f -printf '%P\0' |
-      tar -C "$2" --null -T - --transform 's,^[0-9]/,,' -cf "$3/pictures.tar"
+    find "$2" -mindepth 3 \( -path '*/[0-9]*/logs/*' -o -path '*/[0-9]*/pictures/*' \) -not -path "$2/work/*" -type f \
+      -printf '%P\0' | tar -C "$2" --null -T - --transform 's,^[0-9]*/,,' -cf "$3/pictures.tar"
     ;;
   *)
-    sed -n '2,20p' "$self" >&2
+    sed -n '2,21p' "$self" >&2
     exit 2
     ;;
 esac

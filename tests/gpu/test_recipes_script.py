@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import tarfile
 import time
 
 import pytest
@@ -115,7 +116,9 @@ def test_processes_share_a_service_until_the_last_one_ends(checkout):
     stand_in(checkout, 'nvidia-cuda-mps-control', CONTROL)
     assert start(checkout, 2, 2, RECIPE_MPS='true', CUDA_VISIBLE_DEVICES='2').returncode == 0
     assert start(checkout, 3, RECIPE_MPS='true').returncode == 0
-    for found in variables(checkout, '2-1', '2-2', '3-3'):
+    shares = ('.29', '.29', '.44')
+    for found, share in zip(variables(checkout, '2-1', '2-2', '3-3'), shares, strict=True):
+        assert found['XLA_PYTHON_CLIENT_MEM_FRACTION'] == share
         assert found['CUDA_MPS_PIPE_DIRECTORY'] == str(checkout / 'out/mps')
     assert (checkout / 'asked').read_text() == 'start for all GPUs\n'
     (checkout / 'end').touch()
@@ -128,8 +131,9 @@ def test_processes_share_a_service_until_the_last_one_ends(checkout):
     assert asked == ['start for all GPUs', 'quit 3']
     # The next start makes a service of its own.
     (checkout / 'end').unlink()
-    assert start(checkout, 4, RECIPE_MPS='true').returncode == 0
-    variables(checkout, '4-1')
+    assert start(checkout, 4, RECIPE_MPS='true', RECIPE_PROCESSES='3').returncode == 0
+    (found,) = variables(checkout, '4-1')
+    assert found['XLA_PYTHON_CLIENT_MEM_FRACTION'] == '.22'
     assert (checkout / 'asked').read_text().splitlines()[-1] == 'start for all GPUs'
 
 
@@ -159,3 +163,20 @@ def test_the_error_names_the_missing_program(checkout, tmp_path):
     assert ended.returncode == 1
     assert ended.stderr.startswith('error: RECIPE_MPS=true needs nvidia-cuda-mps-control')
     assert not list((checkout / 'out').glob('*.log'))
+
+
+def test_results_of_all_processes_are_packed(checkout):
+    for number in (1, 10):
+        folder = checkout / f'out/{number}'
+        (folder / 'logs').mkdir(parents=True)
+        (folder / 'rows.jsonl').write_text(f'{number}\n')
+        (folder / f'logs/{number}.csv').touch()
+        (checkout / f'out/{number}.log').write_text('begins\rends')
+    (checkout / 'out/work/1/logs').mkdir(parents=True)
+    (checkout / 'out/work/1/logs/unfinished.csv').touch()
+    assert call(checkout, 'pack', 'out', 'packed').returncode == 0
+    packed = checkout / 'packed'
+    assert sorted((packed / 'rows.jsonl').read_text().split()) == ['1', '10']
+    assert (packed / '10.log').read_text() == 'begins\nends'
+    with tarfile.open(packed / 'pictures.tar') as archive:
+        assert sorted(archive.getnames()) == ['logs/1.csv', 'logs/10.csv']
