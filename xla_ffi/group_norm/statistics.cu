@@ -28,8 +28,8 @@
 //                       teams read
 //     cluster barrier   every block, before it      every block when it starts: once all have,
 //                       sends                       block 0 has initialised its mbarrier
-//     mbarrier `full`   block 0, before it reads    its thread 0 (1 + the bytes of all moments);
-//                       the slots (parity 0)        used once
+//     mbarrier `full`   block 0, before it reads    its thread 0, once it has sent (1 + the bytes
+//                       the slots (parity 0)        of all moments); used once
 //
 // The other blocks may end before block 0, as nobody accesses their shared memory.
 //
@@ -134,14 +134,12 @@ struct Mailbox {
   Barrier* full;  // completes when all moments have arrived
   float2* slots;  // [block of the cluster][group]
 
-  // Prepares the receiver for `bytes` of moments. All threads of the cluster call it, and wait_open
-  // before they send.
-  __device__ void open(bool receiver, int bytes) const {
+  // Prepares the receiver. All threads of the cluster call it, and wait_open before they send.
+  __device__ void open(bool receiver) const {
 #if __CUDA_ARCH__ >= 900
     if (receiver && threadIdx.x == 0) {
       full->init(1);
       fence_barrier_init();
-      full->arrive_expect(bytes);
     }
     cluster_arrive();
 #else
@@ -166,8 +164,12 @@ struct Mailbox {
     __trap();
 #endif
   }
-  __device__ void wait_full() const {
+  // Waits for `bytes` of moments. They may come before thread 0 announces them: `full` cannot
+  // complete until it has. It does so here and not in open, because racecheck needs a barrier
+  // between init and the arrival. All threads of the receiver call it.
+  __device__ void wait_full(int bytes) const {
 #if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) full->arrive_expect(bytes);
     uint32_t done;
     do {
       asm volatile(
@@ -244,7 +246,7 @@ __device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, in
     }
   }
   if (tiling.ranks == 1 || rank != 0) return;
-  mailbox.wait_full();
+  mailbox.wait_full(tiling.ranks * block.groups * static_cast<int>(sizeof(float2)));
 #pragma unroll 1
   for (int start = 0; start < block.groups; start += team.teams) {
     const int group = start + team.index;
@@ -272,8 +274,7 @@ __global__ void __launch_bounds__(kStatisticsThreads, kWidth == V || kWidth > 1 
   const ChannelOperands operands(block, block_channels, dynamic_smem() + tiling.entry_bytes);
   __shared__ Barrier full;
   const Mailbox mailbox{&full, reinterpret_cast<float2*>(dynamic_smem() + tiling.slots_at)};
-  if (tiling.ranks > 1)
-    mailbox.open(rank == 0, tiling.ranks * block.groups * static_cast<int>(sizeof(float2)));
+  if (tiling.ranks > 1) mailbox.open(rank == 0);
 
   // Mainloop.
   ThreadSums<T, V, kWidth> sums;
