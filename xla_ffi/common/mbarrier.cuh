@@ -6,11 +6,9 @@
 
 #include <cstdint>
 
-namespace jaxunet::cuda {
+#include "common/shared_address.cuh"
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace jaxunet::cuda {
 
 // An mbarrier in shared memory. A phase completes when as many threads have arrived as `init` says
 // and all bytes that were announced have been copied. Phases alternate between parity 0 and 1, and

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "common/shared_address.cuh"
+
 namespace jaxunet::cuda {
 
 // Four 8 × 8 matrices of 16-bit numbers from shared memory. Their rows lie at the addresses of
@@ -27,7 +29,7 @@ __device__ inline void ldmatrix_x4(uint32_t (&out)[4], uint32_t row) {
 }
 template <bool kTransposed>
 __device__ inline void ldmatrix_x4(uint32_t (&out)[4], const void* row) {
-  ldmatrix_x4<kTransposed>(out, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
+  ldmatrix_x4<kTransposed>(out, shared_address(row));
 }
 
 // accumulator += left · right, K = 16.
@@ -53,14 +55,35 @@ __device__ inline void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&le
 // Copies 16 bytes from global to shared memory, or writes 16 zero bytes. Both addresses are
 // multiples of 16; `from` is valid either way.
 __device__ inline void cp_async_16(void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(there ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(there ? 16 : 0)
                : "memory");
+}
+// The same, with a hint to load 128 bytes to L2. kThroughL1: the L1 cache keeps the bytes.
+template <bool kThroughL1>
+__device__ inline void cp_async_16(uint32_t to, const void* from, bool there) {
+  if constexpr (kThroughL1) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+  }
 }
 
 // Waits for the copies of this thread; those of other threads are complete after the next barrier.
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Ends this thread's group of copies, which may be empty.
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most the last kPending groups of this thread are incomplete.
+template <int kPending>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // x rounded to tf32, which has 11 significant bits.
 __device__ inline uint32_t tf32(float x) {

@@ -49,6 +49,22 @@ constexpr bool few_features(const Parts& x, int64_t features) {
   return in_eights(x) && features <= kFew && 64 * chunks_of(x) <= kMaxChannelsToFew;
 }
 
+// The multistage kernels count rows and columns of matrices, in whole tiles, in 32 bits. Pixels are
+// no more than this either (kMaxPixels in binding/reader.h).
+constexpr int64_t kMostRows = (int64_t{1} << 31) - 4096;
+
+constexpr bool takes_multistage(const Parts& x, const Parts& projected, int64_t features) {
+  return in_eights(x) && in_eights(projected) && features % 8 == 0 && features <= kMostRows &&
+         9 * x.total + projected.total <= kMostRows;
+}
+constexpr bool takes_multistage(const Conv3x3& plan) {
+  return plan.type != Type::kFloat32 && !plan.wide && !plan.a.data && plan.y.count == 1 &&
+         in_eights(plan.residual) && takes_multistage(plan.x, plan.projected, plan.features);
+}
+constexpr bool takes_multistage(const Conv3x3WeightGradient& plan) {
+  return plan.type != Type::kFloat32 && takes_multistage(plan.x, plan.projected, plan.features);
+}
+
 constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kImplicitGemm;  // wgmma has tf32, not float32
   const bool activation = plan.a.data != nullptr;

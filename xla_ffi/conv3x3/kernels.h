@@ -26,6 +26,13 @@ cudaError_t implicit_gemm_weight_gradient(const Conv3x3WeightGradient& plan, int
                                           float* partials, float* shortcut_partials,
                                           cudaStream_t stream);
 
+// The same for plans that takes_multistage of dispatch.h accepts. `tile`: an index of
+// kMultistageTiles (portable/multistage.h).
+cudaError_t multistage_forward(const Conv3x3& plan, int tile, cudaStream_t stream);
+cudaError_t multistage_weight_gradient(const Conv3x3WeightGradient& plan, int tile, int splits,
+                                       float* partials, float* shortcut_partials,
+                                       cudaStream_t stream);
+
 // small_channels/: 16-bit types, compute capability 8.0 and later. At most eight channels, read
 // from one array; or at most eight features.
 cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
@@ -79,7 +86,7 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,
                                    const ShiftPartials& shift, const SplitK& shortcut_split_k,
                                    float* shortcut_partials, cudaStream_t stream);
 
-// Partial sums of dy for implicit_gemm_weight_gradient, over `segments` shares of each sample's
+// Partial sums of dy for the weight gradients of portable/, over `segments` shares of each sample's
 // pixels: (segments, batch, features).
 cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float* partials,
                          cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Checks and times the multistage kernels on a GPU, beside the present portable ones (README.md).
+// Checks and times the multistage kernels on a GPU, beside the implicit GEMM (README.md).
 //
 //   bench [check | 32 | 256]     the checks, or the times of a batch; without an argument, all
 #include <cstdlib>
@@ -9,8 +9,8 @@
 
 namespace {
 
-// The present kernels' splits, as conv3x3/weight_gradient.cc chooses them.
-int present_splits(const Conv3x3WeightGradient& plan, int64_t most) {
+// The implicit GEMM's splits, as conv3x3/weight_gradient.cc chooses them.
+int gemm_splits(const Conv3x3WeightGradient& plan, int64_t most) {
   const int64_t tiles = (9 * plan.x.total + plan.projected.total + 63) / 64 *
                         ((plan.features + 63) / 64),
                 pixels = plan.batch * plan.height * plan.width;
@@ -60,10 +60,10 @@ double microseconds(Run run) {
 }
 
 struct Times {
-  double flops = 0, present = 0, chosen = 0, best = 0;
+  double flops = 0, gemm = 0, chosen = 0, best = 0;
   void add(const Times& more, int count) {
     flops += count * more.flops;
-    present += count * more.present;
+    gemm += count * more.gemm;
     chosen += count * more.chosen;
     best += count * more.best;
   }
@@ -80,8 +80,8 @@ void print(const Call& call, const Times& t, const std::string& chosen,
            std::vector<std::pair<double, std::string>> all) {
   std::sort(all.begin(), all.end());
   printf("%-8s %2d x %-28s %6.1f GF | %7.1f us | %7.1f us %4.0f TF %-12s |", kKindNames[call.kind],
-         call.count, call.name.c_str(), t.flops / 1e9, t.present, t.chosen,
-         t.flops / t.chosen / 1e6, chosen.c_str());
+         call.count, call.name.c_str(), t.flops / 1e9, t.gemm, t.chosen, t.flops / t.chosen / 1e6,
+         chosen.c_str());
   for (size_t i = 0; i < std::min<size_t>(all.size(), 4); ++i)
     printf(" %s %.1f", all[i].second.c_str(), all[i].first);
   printf("\n");
@@ -91,7 +91,7 @@ Times time_forward(const Call& call, Pool& pool) {
   const Conv3x3 plan = forward_plan(call.shape, Type::kBfloat16, pool);
   Times t;
   t.flops = flops_of(call.shape);
-  t.present = microseconds([&] { return jaxunet::cuda::implicit_gemm_forward(plan, stream); });
+  t.gemm = microseconds([&] { return jaxunet::cuda::implicit_gemm_forward(plan, stream); });
   const int chosen = jaxunet::cuda::multistage_tile(plan, multiprocessors);
   std::vector<std::pair<double, std::string>> all;
   for (int tile = 0; tile < kMultistageTileCount; ++tile) {
@@ -114,8 +114,8 @@ Times time_weight_gradient(const Call& call, Pool& pool) {
   plan.dshortcut = {pool(weights, Kind::kFloatOutput), Type::kFloat32};
   Times t;
   t.flops = flops_of(call.shape);
-  const int before = present_splits(plan, most);
-  t.present = microseconds([&] {
+  const int before = gemm_splits(plan, most);
+  t.gemm = microseconds([&] {
     const cudaError_t error = jaxunet::cuda::implicit_gemm_weight_gradient(
         plan, before, plan.workspace, shortcut_partials(plan, before), stream);
     return error == cudaSuccess ? reduce(plan, before) : error;
@@ -145,7 +145,7 @@ Times time_weight_gradient(const Call& call, Pool& pool) {
 }
 
 void time_batch(int batch) {
-  printf("batch %d: kind, calls a step, shape, GFLOP | present | chosen tile[/splits] | fastest\n",
+  printf("batch %d: kind, calls a step, shape, GFLOP | gemm | chosen tile[/splits] | fastest\n",
          batch);
   Pool pool;
   std::vector<Times> sums(kKinds);
@@ -158,12 +158,11 @@ void time_batch(int batch) {
   Times step;
   for (const Times& sum : sums) step.add(sum, 1);
   sums.push_back(step);
-  printf("batch %d, a step | GFLOP | present ms | chosen ms, TFLOP/s | fastest ms, TFLOP/s\n",
-         batch);
+  printf("batch %d, a step | GFLOP | gemm ms | chosen ms, TFLOP/s | fastest ms, TFLOP/s\n", batch);
   for (int kind = 0; kind <= kKinds; ++kind) {
     const Times& t = sums[kind];
     printf("  %-8s | %6.0f | %7.3f | %7.3f %4.0f | %7.3f %4.0f\n",
-           kind < kKinds ? kKindNames[kind] : "all", t.flops / 1e9, t.present / 1e3, t.chosen / 1e3,
+           kind < kKinds ? kKindNames[kind] : "all", t.flops / 1e9, t.gemm / 1e3, t.chosen / 1e3,
            t.flops / t.chosen / 1e6, t.best / 1e3, t.flops / t.best / 1e6);
   }
 }

@@ -21,7 +21,7 @@ for l1 in true false; do
   [ $l1 = true ] || bench=${bench}_l2
   for kernel in forward weight_gradient; do
     nvcc $flags -DMULTISTAGE_THROUGH_L1=$l1 -Xptxas -v \
-      -c "$here/conv3x3/portable/multistage_$kernel.cu" -o "$bench.$kernel.o" \
+      -c "$sources/conv3x3/portable/multistage_$kernel.cu" -o "$bench.$kernel.o" \
       >"$bench.$kernel.log" 2>&1 || { grep error "$bench.$kernel.log"; exit 1; }
   done
   python3 "$here/registers.py" "$bench".{forward,weight_gradient}.log

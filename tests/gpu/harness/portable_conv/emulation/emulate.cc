@@ -5,6 +5,7 @@
 #include <random>
 
 #include "cases.h"
+#include "conv3x3/kernels.h"
 #include "conv3x3/portable/multistage.h"
 #include "threads.h"
 

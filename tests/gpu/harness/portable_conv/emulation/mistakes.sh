@@ -3,16 +3,17 @@
 #   emulation/mistakes.sh [FOLDER]
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-$(mktemp -d)}
+sources=$(cd "$here/../../../../../xla_ffi" && pwd)
 mkdir -p "$folder/built"
 missed=0
 
 mistake() { # file, what is wrong, sed expression
   rm -rf "$folder/kernels"
-  mkdir -p "$folder/kernels"
-  cp -r "$here/../conv3x3" "$folder/kernels/"
+  mkdir -p "$folder/kernels/conv3x3/portable"
+  cp "$sources"/conv3x3/portable/multistage* "$folder/kernels/conv3x3/portable/"
   file=conv3x3/portable/multistage_$1
   sed -i "$3" "$folder/kernels/$file"
-  if cmp -s "$folder/kernels/$file" "$here/../$file"; then
+  if cmp -s "$folder/kernels/$file" "$sources/$file"; then
     echo "NOT APPLIED: $2"
     missed=$((missed + 1))
   elif timeout 300 "$here/run.sh" "$folder/built" "$folder/kernels" quick >"$folder/log" 2>&1; then

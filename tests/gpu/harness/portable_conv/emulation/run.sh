@@ -1,16 +1,17 @@
 #!/bin/sh
-# Builds and runs the emulation: emulation/run.sh [FOLDER [KERNELS [quick]]]. KERNELS: a copy of
-# this harness whose kernels to run. Needs g++ and CUDA's headers ($CUDA_HOME), no GPU.
+# Builds and runs the emulation: emulation/run.sh [FOLDER [SOURCES [quick]]]. SOURCES: a folder that
+# the kernels are read from before xla_ffi/. Needs g++ and CUDA's headers ($CUDA_HOME), no GPU.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-$(mktemp -d)}
-kernels=${2:-$here/..}
+xla_ffi=$(cd "$here/../../../../../xla_ffi" && pwd)
+sources=${2:-$xla_ffi}
 mkdir -p "$folder"
-flags="-std=c++17 -O2 -w -U_FORTIFY_SOURCE -fno-strict-aliasing -I $here -I $kernels -I $here/.."
-flags="$flags -I $here/../../../../../xla_ffi -I ${CUDA_HOME:-/usr/local/cuda}/include"
+flags="-std=c++17 -O2 -w -U_FORTIFY_SOURCE -fno-strict-aliasing -I $here -I $here/.. -I $sources"
+flags="$flags -I $xla_ffi -I ${CUDA_HOME:-/usr/local/cuda}/include"
 rm -f "$folder/forward.o" "$folder/weight_gradient.o" "$folder/emulate"
 for kernel in forward weight_gradient; do
-  g++ $flags -include math.h -x c++ -c "$kernels/conv3x3/portable/multistage_$kernel.cu" \
+  g++ $flags -include math.h -x c++ -c "$sources/conv3x3/portable/multistage_$kernel.cu" \
     -o "$folder/$kernel.o" &
 done
 for source in threads emulate; do

@@ -13,6 +13,8 @@
 #include "common/dispatch_dtype.cuh"
 #include "common/fast_divmod.h"
 #include "conv3x3/channels.cuh"
+#include "conv3x3/dispatch.h"
+#include "conv3x3/kernels.h"
 #include "conv3x3/portable/multistage.h"
 #include "conv3x3/portable/multistage_tile.cuh"
 

@@ -11,9 +11,9 @@
 // may be read and this one filled again.
 #pragma once
 
-#include "common/cp_async.cuh"
 #include "common/launch.cuh"
 #include "common/types.cuh"
+#include "common/warp_instructions.cuh"
 
 // True if copies go through the L1 cache: nine taps read nearly the same pixels. The harness builds
 // both, to find out on which GPUs that is faster.

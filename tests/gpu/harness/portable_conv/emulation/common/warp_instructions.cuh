@@ -1,5 +1,5 @@
-// Stands for cp_async.cuh and warp_instructions.cuh in the emulation. Fragments have the layouts of
-// PTX ("mma.m16n8k16", "ldmatrix").
+// Stands for what the multistage kernels need of xla_ffi/common/warp_instructions.cuh in the
+// emulation. Fragments have the layouts of PTX ("mma.m16n8k16", "ldmatrix").
 #pragma once
 
 #include <cuda_bf16.h>
