@@ -144,8 +144,8 @@ struct ForwardCopies {
     } else if (--taps > 0) {
       const bool line_ends = dx == 1;
       const int advanced = channel - M::kDepth;
-      a += 2 * static_cast<int64_t>(
-                   (line_ends ? static_cast<int>(p.width.divisor) - 2 : 1) * width - advanced);
+      const int64_t pixels = line_ends ? static_cast<int>(p.width.divisor) - 2 : 1;
+      a += 2 * (pixels * width - advanced);
       b += 2 * (p.tap_stride - advanced * channel_stride);
       channel = 0;
       dx = line_ends ? -1 : dx + 1;
@@ -206,6 +206,7 @@ Section* append(Section* to, const Parts& parts, const void* weights, int taps, 
                 bool flipped) {
   int64_t first = flipped ? (taps - 1) * parts.total * features : 0;
   for (int i = 0; i < parts.count; ++i) {
+    if (parts.channels[i] == 0) continue;  // its taps would have no stage
     *to++ = {parts.data[i], static_cast<const char*>(weights) + 2 * first,
              static_cast<int>(parts.channels[i]), taps, static_cast<int>(parts.total)};
     first += flipped ? parts.channels[i] : parts.channels[i] * features;

@@ -83,7 +83,7 @@ struct WeightGradientCopies {
       }
     }
     width = image->widths[part];
-    const int64_t at = pixel + dy * static_cast<int>(p.width.divisor) + dx;
+    const int64_t at = pixel + dy * static_cast<int64_t>(p.width.divisor) + dx;
     return static_cast<const char*>(image->data[part]) + 2 * (at * width + row);
   }
 

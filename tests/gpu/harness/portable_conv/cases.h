@@ -27,18 +27,19 @@ struct Case {
   int shift = 0;  // 0: none; 1: all samples share one; 2: one for each
 };
 
-// Small enough for the emulation: several parts, and tails of 8 in pixels, features and channels.
+// Small enough for the emulation: several parts, some without channels, and tails of 8 in pixels,
+// features and channels.
 inline const std::vector<Case> kSmall = {
     {1, 4, 4, {64}, 64, {}, {64}, false, 1},
-    {3, 9, 7, {32, 16}, 24, {8, 16}, {}, false, 2},
-    {3, 9, 7, {40, 8}, 72, {}, {48, 24}, true, 2},
+    {3, 9, 7, {32, 16}, 24, {8, 0, 16}, {}, false, 2},
+    {3, 9, 7, {40, 0, 8}, 72, {}, {48, 24}, true, 2},
     {2, 5, 12, {72}, 40, {}, {}, false, 1},
     {2, 5, 12, {72}, 136, {}, {}, true, 0},
     {1, 3, 50, {8, 8, 24, 8}, 8, {}, {8}, false, 1},
     {3, 4, 4, {}, 104, {64, 40}, {}, false, 1},
     {3, 4, 4, {}, 88, {72}, {64, 24}, true, 0},
     {1, 1, 1, {16}, 16, {}, {}, false, 2},
-    {2, 2, 67, {24}, 64, {136}, {}, true, 2},
+    {2, 2, 67, {0, 24}, 64, {136}, {}, true, 2},
     {1, 17, 16, {8}, 200, {8, 8, 8, 40}, {}, false, 0},
     {1, 4, 8, {8, 8, 8, 8}, 16, {8, 8, 40, 8}, {}, true, 0},
 };

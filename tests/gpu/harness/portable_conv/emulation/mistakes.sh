@@ -65,6 +65,8 @@ mistake forward.cu 'reads past the features' \
   's/channels > 0 ? features : 0/channels > 0 ? 999 : 0/'
 mistake forward.cu 'the next row of taps' \
   's/static_cast<int>(p.width.divisor) - 2 : 1/static_cast<int>(p.width.divisor) - 1 : 1/'
+mistake forward.cu 'counts the taps of a part without channels' \
+  '/parts.channels\[i\] == 0/d'
 mistake weight_gradient.cu 'does not count from the next image on' \
   's/if (y >= high) y -= high;//'
 mistake weight_gradient.cu 'reads x past the split' \
