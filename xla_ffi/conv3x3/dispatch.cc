@@ -7,6 +7,7 @@
 
 #include "common/device.h"
 #include "conv3x3/kernels.h"
+#include "conv3x3/portable/multistage.h"
 
 namespace jaxunet::cuda {
 
@@ -27,6 +28,8 @@ cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels)
       return few_features_forward(plan, device.multiprocessors, stream);
     case Kernel::kHopper:
       return hopper_forward(plan, device.multiprocessors, stream);
+    case Kernel::kMultistage:
+      return multistage_forward(plan, multistage_tile(plan, device.multiprocessors), stream);
     default:
       return implicit_gemm_forward(plan, stream);
   }

@@ -8,16 +8,19 @@
 //   kHopper        16-bit types; channels of each part and features multiples of 8; at least 4 × 4
 //                  pixels. Forward: no activation if the kernel is flipped or results are float32,
 //                  a residual in one array
+//   kMultistage    16-bit types; channels of each part and features multiples of 8. Forward: no
+//                  activation, no float32 results of bfloat16 images
 //   kImplicitGemm  everything but bfloat16 images with float32 results, which only kHopper takes
 //
-// hopper/tile_choices_test.cc lists the choices for the shapes of the UNet.
+// hopper/tile_choices_test.cc and portable/tile_choices_test.cc list the choices for the shapes of
+// the UNet.
 #pragma once
 
 #include "conv3x3/plan.h"
 
 namespace jaxunet::cuda {
 
-enum class Kernel { kImplicitGemm, kFewChannels, kFewFeatures, kHopper };
+enum class Kernel { kImplicitGemm, kMultistage, kFewChannels, kFewFeatures, kHopper };
 
 constexpr int kFew = 8;  // channels or features
 // The most channels that a convolution to few features reads: few_features_forward holds all
@@ -72,12 +75,13 @@ constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
     if (few_channels(plan.x, plan.features) && !activation) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
+  const Kernel portable = takes_multistage(plan) ? Kernel::kMultistage : Kernel::kImplicitGemm;
   if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8)
-    return Kernel::kImplicitGemm;
-  if ((plan.flipped || plan.wide) && activation) return Kernel::kImplicitGemm;
-  if (plan.residual.count > 1) return Kernel::kImplicitGemm;
+    return portable;
+  if ((plan.flipped || plan.wide) && activation) return portable;
+  if (plan.residual.count > 1) return portable;
   // A strip of a smaller image would be mostly padding.
-  return plan.width < 4 || plan.height < 4 ? Kernel::kImplicitGemm : Kernel::kHopper;
+  return plan.width < 4 || plan.height < 4 ? portable : Kernel::kHopper;
 }
 
 // True if the Hopper kernel writes all parts of y in one launch: each part begins at a whole tile.
@@ -104,9 +108,10 @@ constexpr Kernel weight_gradient_kernel(const Conv3x3WeightGradient& plan, bool 
     if (few_channels(plan.x, plan.features)) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
+  const Kernel portable = takes_multistage(plan) ? Kernel::kMultistage : Kernel::kImplicitGemm;
   if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8)
-    return Kernel::kImplicitGemm;
-  return plan.width < 4 || plan.height < 4 ? Kernel::kImplicitGemm : Kernel::kHopper;
+    return portable;
+  return plan.width < 4 || plan.height < 4 ? portable : Kernel::kHopper;
 }
 
 }  // namespace jaxunet::cuda

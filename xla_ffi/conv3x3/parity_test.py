@@ -12,9 +12,11 @@ from support.parity import DTYPES, assert_parity, assert_runs_are_identical, typ
 
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
+from jaxunet.ops.conv3x3.operands import Added
 from jaxunet.ops.references import XLA
 from jaxunet.runtime import device
 from xla_ffi.conv3x3 import norm_gradient, vjp
+from xla_ffi.conv3x3.calls import convolve
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
 
 # Shortcuts of several parts. Parts begin at whole tiles of 64 channels, so that one launch writes
@@ -40,6 +42,16 @@ SMALL = (
     Case(8, 8, (128, 64), 64, batch=37, per_sample=True),
 )
 
+
+# Images smaller than a strip: on every GPU, the multistage kernels of portable/ take them. Channels
+# and features of 8 times an odd number end in the middle of tiles and of steps of K.
+SMALLEST = (
+    Case(1, 1, (8,), 24, (16,), norm=False, batch=3),
+    Case(3, 5, (24, 40), 72, (8, 64), norm=False, batch=1),
+    Case(2, 3, (40,), 104, (104,), norm=False, batch=3, per_sample=True),
+    Case(1, 5, (72, 8), 56, (56,), groups=8, batch=1),
+    Case(3, 3, (8, 24), 136, (40, 72), groups=4, batch=3, per_sample=True),
+)
 
 # Images of 4 × 4 with so many samples, and features or channels, that Hopper's kernel packs four
 # samples in a strip (19: the last strip has three) or eight (59: likewise). Some parts are no whole
@@ -77,6 +89,40 @@ def check(case: Case, dtype: str, batch: int):
 )
 def test_awkward_shapes(case, dtype):
     check(case, dtype, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('case', SMALLEST, ids=lambda c: c.name)
+def test_awkward_shapes_of_the_smallest_images(case, dtype):
+    check(case, dtype, 3)
+
+
+@pytest.mark.parametrize('flipped', [False, True])
+@pytest.mark.parametrize('side', [3, 7])
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_awkward_parts_of_a_residual_are_added_where_they_lie(dtype, side, flipped):
+    """Also parts without channels. The ops join parts that no shortcut projects."""
+    shapes = {'x': 40, 'first': 24, 'second': 48}
+    arrays = {
+        name: jax.random.normal(jax.random.key(i), (3, side, side, channels), dtype)
+        for i, (name, channels) in enumerate(shapes.items())
+    }
+    kernel = 0.1 * jax.random.normal(
+        jax.random.key(3), (3, 3, *((72, 40) if flipped else (40, 72)))
+    )
+    shift, none = jnp.arange(72.0)[None], jnp.zeros((3, side, side, 0), dtype)
+
+    def call(images, residual):
+        added = Added(residual, None)
+        return convolve(images, kernel, shift, added, None, flipped=flipped)
+
+    x, first, second = arrays.values()
+    got = call((none, x), (first, none, second))
+    want = call((x,), (jnp.concatenate([first, second], axis=3),))
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), want.astype(jnp.float32), rtol=2**-7, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])

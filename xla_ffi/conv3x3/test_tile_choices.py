@@ -1,4 +1,6 @@
-"""Tile choices of the convolution, asserted at compile time in `hopper/tile_choices_test.cc`."""
+"""Choices of kernels and tiles, asserted at compile time in `tile_choices_test.cc` of each
+folder.
+"""
 
 import os
 import pathlib
@@ -8,7 +10,11 @@ import subprocess
 import pytest
 
 XLA_FFI = pathlib.Path(__file__).parents[1]
-SOURCE = XLA_FFI / 'conv3x3' / 'hopper' / 'tile_choices_test.cc'
+# Of each folder, and one of its assertions.
+SOURCES = {
+    'hopper': 'samples_at_4x4(19, 2, 0, 520) == 4',
+    'portable': 'multistage_choice(linear(), 108, 1).splits == 1',
+}
 NAMES = (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++')
 COMPILER = next((path for name in NAMES if name and (path := shutil.which(name))), '')
 
@@ -30,18 +36,23 @@ def compile_source(source: pathlib.Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_choices_hold() -> None:
-    done = compile_source(SOURCE)
+def source(folder: str) -> pathlib.Path:
+    return XLA_FFI / 'conv3x3' / folder / 'tile_choices_test.cc'
+
+
+@pytest.mark.parametrize('folder', SOURCES)
+def test_the_choices_hold(folder: str) -> None:
+    done = compile_source(source(folder))
     assert done.returncode == 0, done.stderr
 
 
-def test_a_wrong_choice_is_an_error(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(('folder', 'right'), SOURCES.items())
+def test_a_wrong_choice_is_an_error(folder: str, right: str, tmp_path: pathlib.Path) -> None:
     """The assertions are compiled: one that is turned around fails."""
-    right = 'samples_at_4x4(19, 2, 0, 520) == 4'
-    text = SOURCE.read_text()
+    text = source(folder).read_text()
     assert right in text
     wrong = tmp_path / 'wrong.cc'
-    wrong.write_text(text.replace(right, right.replace('== 4', '== 8')))
+    wrong.write_text(text.replace(right, right[:-1] + '8'))
     done = compile_source(wrong)
     assert done.returncode != 0
     assert 'static assertion failed' in done.stderr or 'static_assert failed' in done.stderr

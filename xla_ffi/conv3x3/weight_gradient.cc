@@ -1,9 +1,9 @@
 // The handler's entry of the weight gradient: the choice of the kernel and of the number of splits
 // of K (split_k.h), the place of partial results, and their reduction.
 //
-// Two or three launches: implicit_gemm_weight_gradient and channel_sums, or the kernel of hopper/
-// or small_channels/, which also sums dy; then split_k_reduce, which also narrows the sums to the
-// type of the gradients.
+// Two or three launches: channel_sums and the kernel of portable/, or that of hopper/ or
+// small_channels/, which also sums dy; then split_k_reduce, which also narrows the sums to the type
+// of the gradients.
 
 #include <algorithm>
 
@@ -11,6 +11,7 @@
 #include "conv3x3/dispatch.h"
 #include "conv3x3/hopper/tile.h"
 #include "conv3x3/kernels.h"
+#include "conv3x3/portable/multistage.h"
 
 namespace jaxunet::cuda {
 namespace {
@@ -186,28 +187,56 @@ Choice few_choice(const Partials& partials, int multiprocessors) {
   return {tiling, {splits, 1}};
 }
 
-// The weight gradient by implicit GEMM: four blocks for each multiprocessor if the workspace has
-// room, of at least 256 pixels each. Likewise two for the sums of dy, which are a separate kernel:
-// the pixels of a sample are divided among `segments` blocks. To refit the numbers, time the weight
-// gradients with JAXUNET_KERNELS=portable and half and twice as many.
-cudaError_t run_implicit_gemm(const Partials& partials, int multiprocessors, cudaStream_t stream) {
+// The blocks that share the pixels of a sample to sum dy, which with portable/ is a kernel of its
+// own: two for each multiprocessor, of at least 256 pixels each, if the workspace has room.
+int64_t segments_of(const Partials& partials, int multiprocessors) {
+  const Conv3x3WeightGradient& plan = partials.plan;
+  const int64_t segments =
+      std::clamp<int64_t>(2 * multiprocessors / (plan.batch * ceil_div(plan.features, 64)), 1,
+                          ceil_div(plan.height * plan.width, 256));
+  return partials.fit({1, 1}, segments) ? segments : 1;
+}
+
+// The most splits, up to `most`, for which the workspace has room.
+int64_t splits_that_fit(const Partials& partials, int64_t most, int64_t segments) {
+  while (most > 1 && !partials.fit({most, most}, segments)) --most;
+  return most;
+}
+
+// Four blocks of the implicit GEMM for each multiprocessor, of at least 256 pixels each.
+int64_t implicit_gemm_splits(const Partials& partials, int multiprocessors, int64_t segments) {
   const Conv3x3WeightGradient& plan = partials.plan;
   constexpr int64_t kTile = 64, kMinPixels = 256;  // features and rows of a block; pixels
-  const int64_t image = plan.height * plan.width, across = ceil_div(plan.features, kTile);
-  int64_t segments = std::clamp<int64_t>(2 * multiprocessors / (plan.batch * across), 1,
-                                         ceil_div(image, kMinPixels));
-  if (!partials.fit({1, 1}, segments)) segments = 1;
-  const int64_t tiles = ceil_div(9 * plan.x.total + plan.projected.total, kTile) * across;
-  int64_t count =
-      std::clamp<int64_t>(4 * multiprocessors / tiles, 1, ceil_div(plan.batch * image, kMinPixels));
-  while (count > 1 && !partials.fit({count, count}, segments)) --count;
-  const Splits splits{count, count};
+  const int64_t tiles = ceil_div(9 * plan.x.total + plan.projected.total, kTile) *
+                        ceil_div(plan.features, kTile),
+                pixels = plan.batch * plan.height * plan.width;
+  return splits_that_fit(
+      partials, std::clamp<int64_t>(4 * multiprocessors / tiles, 1, ceil_div(pixels, kMinPixels)),
+      segments);
+}
+
+// The weight gradient by the kernels of portable/. To refit the numbers of blocks and pixels above,
+// time the weight gradients with JAXUNET_KERNELS=portable and half and twice as many.
+cudaError_t run_portable(const Partials& partials, bool multistage, int multiprocessors,
+                         cudaStream_t stream) {
+  const Conv3x3WeightGradient& plan = partials.plan;
+  const int64_t segments = segments_of(partials, multiprocessors);
+  MultistageChoice choice;
+  if (multistage) {
+    const int64_t most = splits_that_fit(partials, 4 * int64_t{multiprocessors}, segments);
+    choice = multistage_choice(plan, multiprocessors, most);
+  } else {
+    choice.splits = implicit_gemm_splits(partials, multiprocessors, segments);
+  }
+  const Splits splits{choice.splits, choice.splits};
+  const int count = static_cast<int>(choice.splits);
+  float *const kernel = partials.kernel_at(splits), *const shortcut = partials.shortcut_at(splits);
   cudaError_t error =
       channel_sums(plan, static_cast<int>(segments), partials.shift_at(splits), stream);
-  if (error == cudaSuccess) {
-    error = implicit_gemm_weight_gradient(plan, static_cast<int>(count), partials.kernel_at(splits),
-                                          partials.shortcut_at(splits), stream);
-  }
+  if (error != cudaSuccess) return error;
+  error = multistage
+              ? multistage_weight_gradient(plan, choice.tile, count, kernel, shortcut, stream)
+              : implicit_gemm_weight_gradient(plan, count, kernel, shortcut, stream);
   return error == cudaSuccess ? partials.reduce(splits, false, segments, stream) : error;
 }
 
@@ -222,8 +251,9 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
   if (plan.batch * plan.height * plan.width == 0 || plan.features == 0)
     return partials.reduce_nothing(stream);
   const Kernel kernel = weight_gradient_kernel(plan, device.hopper);
-  if (kernel == Kernel::kImplicitGemm)
-    return run_implicit_gemm(partials, device.multiprocessors, stream);
+  const bool multistage = kernel == Kernel::kMultistage;
+  if (multistage || kernel == Kernel::kImplicitGemm)
+    return run_portable(partials, multistage, device.multiprocessors, stream);
   const bool hopper = kernel == Kernel::kHopper;
   const Choice choice = hopper ? hopper_choice(partials, device.multiprocessors)
                                : few_choice(partials, device.multiprocessors);

@@ -1,6 +1,6 @@
 """The linear layer on the FFI handlers: a shortcut of a convolution that has no taps (plan.h).
 
-The kernels are those of `xla_ffi/conv3x3`: Hopper's, or the implicit GEMM. The input gradient is a
+The kernels are those of `xla_ffi/conv3x3`: Hopper's, or the portable ones. The input gradient is a
 product of two plain matrices, for which XLA's GEMM is faster than theirs, so XLA computes it.
 """
 

@@ -46,7 +46,7 @@ NAMES = (
     (re.compile(r'linear'), LINEAR),
     (re.compile(r'weight_gradient'), WEIGHT_GRADIENT),
     (re.compile(r'dx|(shortcut|norm)_gradient|add_norm_sums'), INPUT_GRADIENT),
-    (re.compile(r'conv3x3|(hopper|implicit_gemm)_forward'), FORWARD),
+    (re.compile(r'conv3x3|(hopper|multistage|implicit_gemm)_forward'), FORWARD),
 )  # fmt: skip
 # The class of a custom call of a library: the first beginning of its target decides.
 LIBRARIES = (

@@ -31,6 +31,7 @@ constexpr Conv3x3 convolution(int64_t channels, int64_t features, bool flipped, 
   plan.x.channels[0] = plan.x.total = channels;
   plan.residual.count = residual > 0;
   plan.residual.channels[0] = plan.residual.total = residual;
+  plan.y = {1, {}, {features}, features};
   if (activation) plan.a.data = plan.b.data = &kSomewhere;
   return plan;
 }
@@ -66,7 +67,7 @@ static_assert(forward_kernel(wide(192, 8), true) == Kernel::kHopper);
 static_assert(forward_kernel(wide(192, 3), true) == Kernel::kImplicitGemm);        // refused
 static_assert(forward_kernel(wide(64, 64, true), true) == Kernel::kImplicitGemm);  // refused
 static_assert(forward_kernel(wide(64, 64), false) == Kernel::kImplicitGemm);
-static_assert(weight_gradient_kernel(weight_gradient(64, 64), false) == Kernel::kImplicitGemm);
+static_assert(weight_gradient_kernel(weight_gradient(64, 64), false) == Kernel::kMultistage);
 static_assert(weight_gradient_kernel(weight_gradient(3, 64), true) == Kernel::kFewChannels);
 static_assert(weight_gradient_kernel(weight_gradient(64, 3), true) == Kernel::kFewFeatures);
 static_assert(weight_gradient_kernel(weight_gradient(64, 64), true) == Kernel::kHopper);
@@ -96,7 +97,7 @@ constexpr Conv3x3WeightGradient linear_weight_gradient(int64_t channels, int64_t
 }
 static_assert(forward_kernel(projection(8, 0), true) == Kernel::kHopper);
 static_assert(weight_gradient_kernel(linear_weight_gradient(8, 8), true) == Kernel::kHopper);
-static_assert(weight_gradient_kernel(linear_weight_gradient(8, 8), false) == Kernel::kImplicitGemm);
+static_assert(weight_gradient_kernel(linear_weight_gradient(8, 8), false) == Kernel::kMultistage);
 static_assert(weight_gradient_kernel(linear_weight_gradient(8, 3), true) == Kernel::kImplicitGemm);
 
 // At every tap, the accumulator columns that a packed strip keeps are the pixels under the tap, in
