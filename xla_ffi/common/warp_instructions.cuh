@@ -59,18 +59,11 @@ __device__ inline void cp_async_16(void* to, const void* from, bool there) {
                "r"(there ? 16 : 0)
                : "memory");
 }
-// The same, with a hint to load 128 bytes to L2. kThroughL1: the L1 cache keeps the bytes.
-template <bool kThroughL1>
+// The same, with a hint to load 128 bytes to L2.
 __device__ inline void cp_async_16(uint32_t to, const void* from, bool there) {
-  if constexpr (kThroughL1) {
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(there ? 16 : 0)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(there ? 16 : 0)
-                 : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(there ? 16 : 0)
+               : "memory");
 }
 
 // Waits for the copies of this thread; those of other threads are complete after the next barrier.

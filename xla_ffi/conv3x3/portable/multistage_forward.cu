@@ -4,8 +4,7 @@
 //
 // K runs over the parts of x, in each over the taps, in each over chunks of channels; then over the
 // parts of the projection, which have one tap. So a thread copies from addresses that only advance,
-// and the pixels that a tap reads outside of the image are masks that it computes once. Nine taps
-// read nearly the same pixels one after the other: the L1 cache holds them.
+// and the pixels that a tap reads outside of the image are masks that it computes once.
 //
 // Shared memory: the ring; a stage holds a tile of A, K-major, and one of B, MN-major (K-major if
 // flipped). Grid: tiles of pixels × tiles of features, features first.
@@ -114,8 +113,7 @@ struct ForwardCopies {
     for (int i = 0; i < CopyA::kPasses; ++i) {
       const bool valid = there >> i & 1;
       const char* from = a + static_cast<int64_t>(2 * i * CopyA::kRows) * width;
-      cp_async_16<MULTISTAGE_THROUGH_L1>(stage + copy_a.place(i), valid ? from : first.image,
-                                         valid);
+      cp_async_16(stage + copy_a.place(i), valid ? from : first.image, valid);
     }
     if (copy_b.active) {
       // The rows of this stage that exist, counted from the thread's first one.
@@ -127,8 +125,7 @@ struct ForwardCopies {
         const bool valid = i * CopyB::kRows < end;
         const char* from =
             b + static_cast<int64_t>(2 * i * CopyB::kRows) * (kFlipped ? row_stride : p.features);
-        cp_async_16<MULTISTAGE_THROUGH_L1>(stage + M::kLeftBytes + copy_b.place(i),
-                                           valid ? from : first.weights, valid);
+        cp_async_16(stage + M::kLeftBytes + copy_b.place(i), valid ? from : first.weights, valid);
       }
     }
     advance();

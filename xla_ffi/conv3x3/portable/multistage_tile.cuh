@@ -15,12 +15,6 @@
 #include "common/types.cuh"
 #include "common/warp_instructions.cuh"
 
-// True if copies go through the L1 cache: nine taps read nearly the same pixels. The harness builds
-// both, to find out on which GPUs that is faster.
-#ifndef MULTISTAGE_THROUGH_L1
-#define MULTISTAGE_THROUGH_L1 true
-#endif
-
 namespace jaxunet::cuda {
 
 constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }

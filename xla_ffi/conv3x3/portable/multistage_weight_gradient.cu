@@ -93,7 +93,7 @@ struct WeightGradientCopies {
       const bool valid = width > 0 && copy_a.row + i * CopyA::kRows < left &&
                          static_cast<uint32_t>(y + dy) < p.height.divisor &&
                          static_cast<uint32_t>(x + dx) < p.width.divisor;
-      cp_async_16<MULTISTAGE_THROUGH_L1>(stage + copy_a.place(i), valid ? a : p.dy, valid);
+      cp_async_16(stage + copy_a.place(i), valid ? a : p.dy, valid);
       a += static_cast<int64_t>(2 * CopyA::kRows) * width;
       next_pixel();
     }
@@ -101,8 +101,7 @@ struct WeightGradientCopies {
 #pragma unroll
       for (int i = 0; i < CopyB::kPasses; ++i) {
         const bool valid = feature_there && copy_b.row + i * CopyB::kRows < left;
-        cp_async_16<MULTISTAGE_THROUGH_L1>(stage + M::kLeftBytes + copy_b.place(i),
-                                           valid ? b : p.dy, valid);
+        cp_async_16(stage + M::kLeftBytes + copy_b.place(i), valid ? b : p.dy, valid);
         b += static_cast<int64_t>(2 * CopyB::kRows) * p.features;
       }
     }

@@ -4,7 +4,6 @@
 #include <cstdlib>
 
 #include "check.cuh"
-#include "conv3x3/portable/multistage_tile.cuh"
 #include "shapes.h"
 
 namespace {
@@ -176,8 +175,7 @@ int main(int count, char** arguments) {
   CHECK(cudaGetDeviceProperties(&device, 0));
   multiprocessors = device.multiProcessorCount;
   CHECK(cudaStreamCreate(&stream));
-  printf("%s, %d multiprocessors, copies %s\n", device.name, multiprocessors,
-         MULTISTAGE_THROUGH_L1 ? "through L1" : "past L1");
+  printf("%s, %d multiprocessors\n", device.name, multiprocessors);
   if ((only.empty() || only == "check") && check_all() > 0) return 1;
   if (only == "check") return 0;
   for (const int batch : {32, 256}) {

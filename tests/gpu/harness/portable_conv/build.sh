@@ -1,8 +1,8 @@
 #!/bin/bash
 # Builds the harness; needs nvcc and no GPU.
 #   tests/gpu/harness/portable_conv/build.sh FOLDER
-# makes FOLDER/bench, FOLDER/bench_l2, whose copies go past the L1 cache, and run.sh, for a machine
-# with a GPU. Prints each kernel's registers and spilled bytes; fails if a kernel spills.
+# makes FOLDER/bench and run.sh, for a machine with a GPU. Prints each kernel's registers and
+# spilled bytes; fails if a kernel spills.
 # $ARCHITECTURES: "80 89 90a" if not set.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -16,16 +16,12 @@ for source in conv3x3/portable/implicit_gemm_{forward,weight_gradient}.cu \
   conv3x3/split_k_reduce.cu common/shared_memory.cc; do
   nvcc $flags -c "$sources/$source" -o "$1/$(basename "$source").o"
 done
-for l1 in true false; do
-  bench=$1/bench
-  [ $l1 = true ] || bench=${bench}_l2
-  for kernel in forward weight_gradient; do
-    nvcc $flags -DMULTISTAGE_THROUGH_L1=$l1 -Xptxas -v \
-      -c "$sources/conv3x3/portable/multistage_$kernel.cu" -o "$bench.$kernel.o" \
-      >"$bench.$kernel.log" 2>&1 || { grep error "$bench.$kernel.log"; exit 1; }
-  done
-  python3 "$here/registers.py" "$bench".{forward,weight_gradient}.log
-  nvcc $flags -DMULTISTAGE_THROUGH_L1=$l1 -c "$here/bench.cu" -o "$bench.o"
-  nvcc $flags "$bench.o" "$bench".{forward,weight_gradient}.o "$1"/*.cu.o "$1"/*.cc.o -o "$bench"
+bench=$1/bench
+for kernel in forward weight_gradient; do
+  nvcc $flags -Xptxas -v -c "$sources/conv3x3/portable/multistage_$kernel.cu" -o "$bench.$kernel.o" \
+    >"$bench.$kernel.log" 2>&1 || { grep error "$bench.$kernel.log"; exit 1; }
 done
+python3 "$here/registers.py" "$bench".{forward,weight_gradient}.log
+nvcc $flags -c "$here/bench.cu" -o "$bench.o"
+nvcc $flags "$bench.o" "$bench".{forward,weight_gradient}.o "$1"/*.cu.o "$1"/*.cc.o -o "$bench"
 cp "$here/run.sh" "$1/"

@@ -30,8 +30,7 @@ inline void perform(const emulation::Copy& copy) {
     memset(to, 0, 16);
 }
 
-template <bool>
-void cp_async_16(uint32_t to, const void* from, bool there) {
+inline void cp_async_16(uint32_t to, const void* from, bool there) {
   const char* begin = static_cast<const char*>(from);
   bool found = false;
   for (const auto& [first, last] : emulation::readable)
