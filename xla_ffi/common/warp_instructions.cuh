@@ -78,6 +78,25 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Copies 16 bytes from registers to global memory, in asm because nvcc 13.0 splits a plain store.
+__device__ inline void store_16(void* to, const void* from) {
+  const uint4 words = *static_cast<const uint4*>(from);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
+               "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
+// Two and four neighbours in shared memory, at multiples of 8 and 16 bytes.
+__device__ inline void store_shared(uint32_t to, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
+}
+__device__ inline void load_shared(float* out, uint32_t from) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
+               : "r"(from)
+               : "memory");
+}
+
 // x rounded to tf32, which has 11 significant bits.
 __device__ inline uint32_t tf32(float x) {
   uint32_t out;

@@ -9,6 +9,8 @@
 // Shared memory: the ring; a stage holds a tile of A, K-major, and one of B, MN-major (K-major if
 // flipped). Grid: tiles of pixels × tiles of features, features first.
 
+#include <climits>
+
 #include "common/dispatch_dtype.cuh"
 #include "common/fast_divmod.h"
 #include "conv3x3/channels.cuh"
@@ -154,35 +156,68 @@ struct ForwardCopies {
   }
 };
 
+// The shift of eight features. A thread loads it again where its pixels reach the next sample.
+struct ShiftVector {
+  float at[8];
+  int end = INT_MAX;  // of the pixels that it is for
+
+  __device__ explicit ShiftVector(const Parameters& p) {
+    if (p.shift.data) end = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) at[i] = -0.0f;  // changes no sum
+  }
+  __device__ void load(const Parameters& p, int pixel, int feature) {
+    const int sample = p.image.quotient(pixel);
+    end = p.shift.stride ? (sample + 1) * static_cast<int>(p.image.divisor) : INT_MAX;
+    const auto* from =
+        reinterpret_cast<const float4*>(p.shift.data + sample * p.shift.stride + feature);
+    *reinterpret_cast<float4*>(at) = from[0];
+    *reinterpret_cast<float4*>(at + 4) = from[1];
+  }
+};
+
+// Loads the residual of the warp's `vectors` at once, so that it waits for memory only once. Those
+// of fewer than `rows` rows exist. As many registers hold them as held the mainloop's fragments.
+template <class Vectors, class T>
+__device__ void load_residual(const Channels& residual, int pixel, int feature, int rows,
+                              Eight<T> (&to)[Vectors::kCount]) {
+  if (!residual.count) return;
+  // Eight features lie in one part, whose rows are `stride` numbers apart.
+  const T* from = residual.at<T>(pixel, feature);
+  const int64_t stride = residual.at<T>(pixel + 1, feature) - from;
+#pragma unroll
+  for (int n = 0; n < Vectors::kCount; ++n) {
+    if (n * Vectors::kRows < rows) to[n].load(from + n * Vectors::kRows * stride);
+  }
+}
+
 template <class M, class T>
 __device__ void write_outputs(const Parameters& p, const typename M::Accumulator& accumulator,
                               int first_pixel, int first_feature) {
-  int pixel = 0;
-  const float* shift = nullptr;
-  each_row<M>(
-      accumulator,
-      [&](int row) {
-        pixel = first_pixel + row;
-        if (pixel < p.pixels && p.shift.data)
-          shift = p.shift.data + p.image.quotient(pixel) * p.shift.stride;
-        return pixel < p.pixels;
-      },
-      [&](int column, float first, float second) {
-        const int feature = first_feature + column;
-        if (feature >= p.features) return;
-        if (shift) {
-          first += shift[feature];
-          second += shift[feature + 1];
-        }
-        using Pair = AlignedArray<T, 2>;
-        if (p.residual.count) {
-          const Pair more = *reinterpret_cast<const Pair*>(p.residual.at<T>(pixel, feature));
-          first += wide(more.at[0]);
-          second += wide(more.at[1]);
-        }
-        *reinterpret_cast<Pair*>(static_cast<T*>(p.y) + static_cast<int64_t>(pixel) * p.features +
-                                 feature) = {{narrow<T>(first), narrow<T>(second)}};
-      });
+  using Vectors = RowVectors<M>;
+  const Vectors vectors;
+  const int pixel = first_pixel + vectors.row, feature = first_feature + vectors.column;
+  const int rows = vectors.active && feature < p.features ? p.pixels - pixel : 0;
+  Eight<T> residual[Vectors::kCount];
+  load_residual<Vectors>(p.residual, pixel, feature, rows, residual);
+  T* y = static_cast<T*>(p.y) + static_cast<int64_t>(pixel) * p.features + feature;
+  ShiftVector shift(p);
+  vectors.each(accumulator, [&](int n, float (&values)[8]) {
+    const int row = n * Vectors::kRows;
+    const bool there = row < rows;
+    if (there && pixel + row >= shift.end) shift.load(p, pixel + row, feature);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] += shift.at[i];
+    if (p.residual.count) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] += wide(residual[n].at[i]);
+    }
+    Eight<T> out;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out.at[i] = narrow<T>(values[i]);
+    if (there) store_16(y, out.at);
+    y += static_cast<int64_t>(Vectors::kRows) * p.features;
+  });
 }
 
 template <class M, class T, bool kFlipped>

@@ -215,4 +215,79 @@ __device__ void each_row(const typename M::Accumulator& accumulator, Begin begin
   }
 }
 
+// The outputs of a warp by rows. An accumulator has pairs of columns; a lane of this reads vectors
+// of eight columns, so that it loads and stores 16 bytes of a 16-bit type, and its neighbours the
+// rest of the row. Shared memory passes 16 rows at a time from one layout to the other. Each warp
+// has two such pieces of its own there, used in turn, and waits for no other warp.
+//
+// Rows are padded by eight numbers, and the halves of a vector are exchanged where row · kLanes +
+// vector has the bit of 4: so neither a quarter of a warp that reads 16 bytes each has a bank
+// conflict, nor a half that writes 8 bytes each.
+template <class M>
+struct RowVectors {
+  static constexpr int kLanes = M::kWarpN > 32 ? 8 : 4;  // to read a row; of 48 columns, six do
+  static constexpr int kRows = 32 / kLanes;              // that a warp reads at once
+  static constexpr int kPasses = 16 / kRows;             // of reading for a piece
+  static constexpr int kCount = M::kI * kPasses;         // vectors of a lane
+  static constexpr int kRowBytes = 4 * (M::kWarpN + 8), kPieceBytes = 16 * kRowBytes;
+  // With slices, other warps may still be reading the sums that add_slices put there.
+  static constexpr int kFirstByte = (M::kSlices - 1) * M::kM * M::kN * 4;
+  static_assert(M::kWarpN >= 32 && M::kWarpN <= 8 * kLanes && kRowBytes % 32 == 0);
+  static_assert(kFirstByte + 2 * M::kWarps * kPieceBytes <= M::kSharedBytes);
+
+  int row, column;  // of the lane's first vector, in the tile; the others are kRows rows apart
+  bool active;      // else the lane has no vectors
+  uint32_t pieces, from;
+
+  __device__ RowVectors() {
+    const WarpPlace<M> warp;
+    const int lane = threadIdx.x % 32, vector = lane % kLanes;
+    row = warp.row + lane / kLanes;
+    column = warp.column + 8 * vector;
+    active = 8 * vector < M::kWarpN;
+    pieces = shared_address(shared_memory()) + kFirstByte +
+             threadIdx.x / 32 % M::kWarps * 2 * kPieceBytes;
+    from = pieces + lane / kLanes * kRowBytes + 32 * (active ? vector : vector % 4) +
+           16 * (lane / 4 % 2);
+  }
+
+  // Calls visit(n, values) for n from 0 to kCount - 1, also where the lane is not active: all lanes
+  // read, some of them in vain. For the warps for which add_slices returns true.
+  template <class Visit>
+  __device__ void each(const typename M::Accumulator& accumulator, Visit visit) const {
+    // No warp reads the ring any more. With slices, add_slices has waited for that.
+    if constexpr (M::kSlices == 1) __syncthreads();
+#pragma unroll
+    for (int i = 0; i < M::kI; ++i) {
+      const uint32_t piece = i % 2 * kPieceBytes;
+      write(accumulator[i], pieces + piece);
+      // The barrier of the next piece also keeps the second next one from overtaking the reads.
+      __syncwarp();
+      float values[kPasses][8];
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const uint32_t at = from + piece + pass * kRows * kRowBytes;
+        load_shared(values[pass], at);
+        load_shared(values[pass] + 4, at ^ 16);
+      }
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) visit(i * kPasses + pass, values[pass]);
+    }
+  }
+
+  static __device__ void write(const float (&fragments)[M::kJ][4], uint32_t piece) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int row = 8 * n + lane / 4;
+#pragma unroll
+      for (int j = 0; j < M::kJ; ++j) {
+        const int exchanged = (row * kLanes + j) / 4 % 2;
+        store_shared(piece + row * kRowBytes + 32 * j + (lane % 4 * 8 ^ 16 * exchanged),
+                     fragments[j][2 * n], fragments[j][2 * n + 1]);
+      }
+    }
+  }
+};
+
 }  // namespace jaxunet::cuda

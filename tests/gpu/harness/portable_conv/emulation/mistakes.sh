@@ -45,8 +45,24 @@ mistake tile.cuh 'slices multiply the same steps' \
   's/warp.slice \* M::kSteps \* 16/0/'
 mistake tile.cuh 'slices are added before they are written' \
   '/bool add_slices/,/^}/ s/^  __syncthreads();$//'
+mistake tile.cuh 'rows of the partial results' \
+  '/void each_row/,/^}/ s/8 \* n + lane \/ 4/8 * n + lane % 4/'
 mistake tile.cuh 'rows of the outputs' \
-  's/8 \* n + lane \/ 4/8 * n + lane % 4/'
+  '/void write(/,/^  }/ s/8 \* n + lane/8 * (1 - n) + lane/'
+mistake tile.cuh 'writes outputs to the ring while warps read it' \
+  's/if constexpr (M::kSlices == 1) __syncthreads();//'
+mistake tile.cuh 'reads a piece before it is written' \
+  's/__syncwarp();//'
+mistake tile.cuh 'writes a piece before the one before is read' \
+  's/i % 2 \* kPieceBytes/0/'
+mistake tile.cuh 'warps share a piece' \
+  's/% M::kWarps \* 2 \* kPieceBytes/% M::kWarps * kPieceBytes/'
+mistake tile.cuh 'writes a piece over the sums of slices' \
+  's/kFirstByte = .*;/kFirstByte = 0;/'
+mistake tile.cuh 'no padding of the rows of a piece' \
+  's/4 \* (M::kWarpN + 8)/4 * M::kWarpN/'
+mistake tile.cuh 'halves of a vector exchanged' \
+  's/16 \* (lane \/ 4 % 2)/16 * (lane \/ 4 % 2 ^ 1)/'
 mistake forward.cu 'reads the previous line at the left edge' \
   's/if (x > 0) left/if (x >= 0) left/'
 mistake forward.cu 'reads the next image at the bottom edge' \
@@ -60,7 +76,19 @@ mistake forward.cu 'reads weights past a part' \
 mistake forward.cu 'taps of a flipped kernel in order' \
   's/plan.flipped ? -1 : 1/plan.flipped ? 1 : 1/'
 mistake forward.cu 'the shift of the wrong sample' \
-  's/p.image.quotient(pixel) \* p.shift.stride/p.shift.stride/'
+  's/(sample + 1) \* static/(sample + 2) * static/'
+mistake forward.cu 'the residual of the first part' \
+  '/void load_residual/,/^}/ s/, feature)/, feature % residual.widths[0])/'
+mistake forward.cu 'rows of a part of the residual' \
+  's/residual.at<T>(pixel + 1, feature) - from/residual.total/'
+mistake forward.cu 'the residual of the previous row' \
+  's/wide(residual\[n\]/wide(residual[n > 0 ? n - 1 : 0]/'
+mistake forward.cu 'writes past the last pixel' \
+  's/? p.pixels - pixel : 0/? p.pixels - pixel + 1 : 0/'
+mistake forward.cu 'writes past the columns of a warp' \
+  's/vectors.active && //'
+mistake forward.cu 'writes past the features' \
+  's/vectors.active && feature < p.features/vectors.active/'
 mistake forward.cu 'reads past the features' \
   's/channels > 0 ? features : 0/channels > 0 ? 999 : 0/'
 mistake forward.cu 'the next row of taps' \

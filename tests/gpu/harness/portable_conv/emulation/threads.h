@@ -1,8 +1,9 @@
 // A block's threads as fibers on one host thread, and what they share.
 //
 // Shared memory has a cell for each 16 bytes, which remembers in which interval between two
-// __syncthreads it was last read and written. Reads and writes that no barrier orders end the
-// program, whatever the order in which the fibers happened to run.
+// __syncthreads it was last read and written, by which warp, and between which of its __syncwarp.
+// Reads and writes that no barrier orders end the program, whatever the order in which the fibers
+// happened to run.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,9 +21,20 @@ namespace emulation {
   exit(1);
 }
 
+struct Warp;
+
+// The last access to a cell. It is ordered before what the calling thread does next if a barrier of
+// the block or of the warp that made it lies between.
+struct Access {
+  int interval = -1, synced = -1;
+  const Warp* warp = nullptr;  // null: several
+  bool ordered() const;
+  void set();
+};
+
 struct Cell {
   bool pending = false;  // a copy has begun, and its thread has not waited for it
-  int written = -1, read = -1;
+  Access written, read;
 };
 
 // A copy of 16 bytes. `from` null: zeros.
@@ -42,6 +54,7 @@ struct Block {
 // The operands of the instruction that a warp is executing.
 struct Warp {
   int arrived = 0, count = 0;  // lanes that have arrived; instructions completed
+  int synced = 0;              // __syncwarp completed
   uint32_t address[32];
   uint32_t* out[32];
   float* sums[32];
@@ -78,6 +91,16 @@ void with_warp(Execute execute) {
   ++warp.count;
 }
 
+inline bool Access::ordered() const {
+  return interval < self->block->interval || (warp == self->warp && synced < warp->synced);
+}
+inline void Access::set() {
+  const int now = self->block->interval;
+  warp = interval < now || warp == self->warp ? self->warp : nullptr;
+  interval = now;
+  synced = self->warp->synced;
+}
+
 }  // namespace emulation
 
 #define threadIdx (emulation::self->index)
@@ -91,4 +114,8 @@ inline void __syncthreads() {
     ++block.interval;
   }
   while (block.interval == now) emulation::yield();
+}
+
+inline void __syncwarp() {
+  emulation::with_warp([](emulation::Warp& warp) { ++warp.synced; });
 }

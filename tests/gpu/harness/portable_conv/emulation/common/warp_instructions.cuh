@@ -37,7 +37,7 @@ inline void cp_async_16(uint32_t to, const void* from, bool there) {
     found |= begin >= first && begin + 16 <= last;
   if (!found || reinterpret_cast<uintptr_t>(from) % 16) emulation::fail("a copy's source");
   emulation::Cell& cell = cell_at(to);
-  if (cell.read == emulation::self->block->interval) emulation::fail("a copy overtakes a read");
+  if (!cell.read.ordered()) emulation::fail("a copy overtakes a read");
   if (cell.pending) emulation::fail("two copies to one place");
   cell.pending = true;
   const emulation::Copy copy{to, there ? from : nullptr};
@@ -57,10 +57,55 @@ void cp_async_wait() {
     for (const emulation::Copy& copy : groups.front()) {
       if (!emulation::early) perform(copy);
       cell_at(copy.to).pending = false;
-      cell_at(copy.to).written = emulation::self->block->interval;
+      cell_at(copy.to).written.set();
     }
     groups.erase(groups.begin());
   }
+}
+
+inline void read(emulation::Cell& cell) {
+  if (cell.pending || !cell.written.ordered()) emulation::fail("a read before its copy");
+  cell.read.set();
+}
+
+// Fails unless the lanes that the hardware serves at once have `bytes` each from different banks.
+inline void check_banks(const emulation::Warp& all, uint32_t bytes) {
+  const uint32_t at_once = 128 / bytes;
+  for (uint32_t first = 0; first < 32; first += at_once) {
+    bool banks[32] = {};
+    for (uint32_t lane = first; lane < first + at_once; ++lane) {
+      if (all.address[lane] % bytes) emulation::fail("misaligned shared memory");
+      bool& bank = banks[all.address[lane] / bytes % at_once];
+      if (bank) emulation::fail("a bank conflict");
+      bank = true;
+    }
+  }
+}
+
+inline void store_16(void* to, const void* from) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) emulation::fail("misaligned global memory");
+  memcpy(to, from, 16);
+}
+
+inline void store_shared(uint32_t to, float first, float second) {
+  emulation::Warp& warp = *emulation::self->warp;
+  warp.address[emulation::self->lane] = to;
+  emulation::with_warp([](emulation::Warp& all) { check_banks(all, 8); });
+  emulation::Cell& cell = cell_at(to / 16 * 16);
+  if (!cell.read.ordered()) emulation::fail("a write overtakes a read");
+  if (cell.pending || !(cell.written.ordered() || cell.written.warp == &warp))
+    emulation::fail("two writes to one place");
+  cell.written.set();
+  const float pair[] = {first, second};
+  memcpy(emulation::self->block->base() + to, pair, sizeof(pair));
+}
+
+inline void load_shared(float* out, uint32_t from) {
+  emulation::Warp& warp = *emulation::self->warp;
+  warp.address[emulation::self->lane] = from;
+  emulation::with_warp([](emulation::Warp& all) { check_banks(all, 16); });
+  read(cell_at(from));
+  memcpy(out, emulation::self->block->base() + from, 16);
 }
 
 template <bool kTransposed>
@@ -73,9 +118,7 @@ void ldmatrix_x4(uint32_t (&out)[4], uint32_t row) {
     uint16_t rows[4][8][8];
     bool banks[4][8] = {};
     for (int lane = 0; lane < 32; ++lane) {
-      emulation::Cell& cell = cell_at(all.address[lane]);
-      if (cell.pending || cell.written == block.interval) emulation::fail("a read before its copy");
-      cell.read = block.interval;
+      read(cell_at(all.address[lane]));
       memcpy(rows[lane / 8][lane % 8], block.base() + all.address[lane], 16);
       bool& bank = banks[lane / 8][all.address[lane] / 16 % 8];
       if (bank) emulation::fail("a bank conflict");
