@@ -32,11 +32,10 @@ struct MultistageTile {
   TILE(5, 128, 96, 64, 64, 48, 2, 3, 1)  \
   TILE(6, 64, 64, 64, 32, 32, 2, 4, 2)
 
-// Not fitted yet: guesses from the bytes that a tile reads for each product, and from the warps
-// that hide latency.
+// Fitted on an H100, to the shapes of elephants64 with batches of 32 and 256.
 constexpr MultistageTile kMultistageTiles[] = {
-    {128, 128, 1.0, 0.7}, {128, 128, 0.9, 1.0}, {256, 64, 0.9, 0.7}, {128, 64, 0.85, 0.7},
-    {128, 96, 0.9, 0.7},  {128, 96, 0.85, 1.0}, {64, 64, 0.65, 0.8},
+    {128, 128, 1.0, 0.55}, {128, 128, 0.95, 1.0}, {256, 64, 0.8, 0.5},  {128, 64, 0.8, 0.65},
+    {128, 96, 0.9, 0.4},   {128, 96, 0.85, 0.85}, {64, 64, 0.75, 0.75},
 };
 constexpr int kMultistageTileCount = sizeof(kMultistageTiles) / sizeof(MultistageTile);
 
@@ -78,9 +77,9 @@ struct MultistageChoice {
 constexpr MultistageChoice multistage_splits(const Conv3x3WeightGradient& plan, int tile,
                                              int multiprocessors, int64_t most) {
   // Pixels whose products take as long as a multiprocessor takes to write its partial results, and
-  // split_k_reduce to read them. A guess, to be fitted: the harness times several numbers of
-  // splits.
-  constexpr double kPartialPixels = 64;
+  // split_k_reduce to read them. Fitted with the tiles' speeds: the harness times several numbers
+  // of splits.
+  constexpr double kPartialPixels = 144;
   constexpr int64_t kMinPixels = 128;  // of a split: it fills the ring
   const int64_t pixels = plan.batch * plan.height * plan.width,
                 blocks = multistage_blocks(kMultistageTiles[tile],

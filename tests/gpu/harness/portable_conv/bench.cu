@@ -81,8 +81,7 @@ void print(const Call& call, const Times& t, const std::string& chosen,
   printf("%-8s %2d x %-28s %6.1f GF | %7.1f us | %7.1f us %4.0f TF %-12s |", kKindNames[call.kind],
          call.count, call.name.c_str(), t.flops / 1e9, t.gemm, t.chosen, t.flops / t.chosen / 1e6,
          chosen.c_str());
-  for (size_t i = 0; i < std::min<size_t>(all.size(), 4); ++i)
-    printf(" %s %.1f", all[i].second.c_str(), all[i].first);
+  for (const auto& [us, name] : all) printf(" %s %.1f", name.c_str(), us);
   printf("\n");
 }
 
