@@ -15,7 +15,6 @@ import pathlib
 import pprint
 import shlex
 import sys
-import threading
 from collections.abc import Sequence
 
 import jax
@@ -33,9 +32,9 @@ from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed
 from jaxunet.runtime.attempts import let_printing_fail
+from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.training.background import Background
 from jaxunet.training.loop import train
 from jaxunet.training.meeting import Place
 from jaxunet.training.parallel import Parallel, on_fewer_devices
@@ -119,19 +118,11 @@ def main(argv: Sequence[str]) -> int | None:
         WAIT.value,
         HEARTBEAT.value,
     )
-    code = 0
-    with distributed.joined(start):
-        try:
-            with memory_for('this run', 'lower data.batch_size or choose a smaller network'):
-                run(config)
-        except UserError as error:
-            if not compiling():
-                raise
-            print(f'error: {error}', file=sys.stderr, flush=True)
-            code = error.exit_code
-    if compiling():
-        # Everything is saved. That thread would delay the exit, or crash during it.
-        distributed.end(code)
+    with (
+        distributed.joined(start),
+        memory_for('this run', 'lower data.batch_size or choose a smaller network'),
+    ):
+        run(config)
     return None
 
 
@@ -154,11 +145,6 @@ def supervise() -> int:
         wait_seconds=WAIT.value,
         heartbeat_seconds=HEARTBEAT.value,
     ).run()
-
-
-def compiling() -> bool:
-    """Returns True while a thread starts devices, draws the first state or compiles a sampler."""
-    return any(thread.name == Background.NAME for thread in threading.enumerate())
 
 
 def run(config: Config) -> None:

@@ -24,8 +24,8 @@ from jaxunet.metrics.sides import image_side, open_side
 from jaxunet.metrics.table import Side
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
+from jaxunet.runtime.background import Background
 from jaxunet.sampling.generator import Generator
-from jaxunet.training.background import Background
 from jaxunet.training.evaluation import FEATURE_BATCH, colour
 from jaxunet.training.held_out import HeldOutLoss
 

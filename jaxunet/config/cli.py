@@ -25,7 +25,8 @@ from jaxunet.config import default_config, schema
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import ownership
-from jaxunet.runtime.distributed import end
+from jaxunet.runtime.background import Background
+from jaxunet.runtime.distributed import ERROR, end
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
@@ -42,7 +43,8 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
     `exit_code`. So is an exception for lack of memory or of a device. After Ctrl-C
-    the exit code is `INTERRUPTED`, and only `main` prints anything.
+    the exit code is `INTERRUPTED`, and only `main` prints anything. The process does not wait for a
+    `Background`, which would delay the exit of Python, or crash during it.
     """
     raise_again()
     sys.unraisablehook = _tell_of_unraisable
@@ -58,7 +60,6 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     except (KeyboardInterrupt, SystemError) as error:
         if not interrupted(error):
             raise
-        # Threads that still compile would delay the exit of Python, or crash during it.
         end(INTERRUPTED)
 
 
@@ -86,7 +87,10 @@ def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 def _without_traceback(
     main: Callable[[Sequence[str]], int | None],
 ) -> Callable[[Sequence[str]], int | None]:
-    """Wraps `main` so that a `UserError` or a stray argument ends in one line."""
+    """Wraps `main` so that a `UserError` or a stray argument ends in one line.
+
+    Any end of `main` ends the process at once while a `Background` runs.
+    """
 
     def wrapped(argv: Sequence[str]) -> int | None:
         try:
@@ -95,9 +99,17 @@ def _without_traceback(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )
             with needs_device(), memory_for('this command', MORE_MEMORY):
-                return main(argv)
+                code = main(argv)
         except UserError as error:
             _fail(error)
+        except Exception as error:
+            if interrupted(error) or not Background.running():
+                raise
+            traceback.print_exc()
+            end(ERROR)
+        if Background.running():
+            end(code or 0)
+        return code
 
     return wrapped
 
@@ -287,6 +299,8 @@ config_flags.register_flag_parser_for_type(tuple, _Tuples())
 
 def _fail(error: UserError) -> NoReturn:
     print(f'error: {error}', file=sys.stderr, flush=True)
+    if Background.running():
+        end(error.exit_code)
     sys.exit(error.exit_code)
 
 

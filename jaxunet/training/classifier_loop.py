@@ -113,11 +113,7 @@ class _Loop:
                 self._write(begin.state())  # a full disk may have refused it
                 print(how_to_go_on(self.config, self.workdir, self.step))
             else:
-                try:
-                    self._open(begin, stack)
-                finally:
-                    with contextlib.suppress(Exception):  # Python cannot end well during the draw
-                        begin.state()
+                self._open(begin, stack)
                 self.clock = Clock(self.step, begin.seconds)
                 del begin  # its state is a second copy of all weights, in this machine's memory
                 self._train()

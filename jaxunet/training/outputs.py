@@ -18,10 +18,10 @@ from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
+from jaxunet.runtime.background import Background
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
-from jaxunet.training.background import Background
 from jaxunet.training.clock import due
 from jaxunet.training.conditions import SampleConditions, side_by_side
 from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluated

@@ -23,7 +23,7 @@ from jaxunet.checkpoint.state import (
 )
 from jaxunet.config import Config
 from jaxunet.data.classes import keep_classes
-from jaxunet.training.background import Background
+from jaxunet.runtime.background import Background
 from jaxunet.training.rollback import TooManySkippedError, last_good
 
 

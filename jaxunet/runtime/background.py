@@ -1,4 +1,4 @@
-"""Runs a function beside the training loop."""
+"""Runs a function in a thread, beside the main thread of a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WAIT_SECONDS = 0.1  # between two looks at whether the caller still waits
 
 
 class Background(Generic[Result]):
-    """Runs a function in a daemon thread, so that a process can end without waiting for it.
+    """Runs a function in a daemon thread, for which `jaxunet.config.cli.run` does not wait.
 
     Args:
       function: called at once, in the thread.
@@ -31,6 +31,11 @@ class Background(Generic[Result]):
 
         self._thread = threading.Thread(target=call, name=self.NAME, daemon=True)
         self._thread.start()
+
+    @classmethod
+    def running(cls) -> bool:
+        """Returns True while the function of any of them runs."""
+        return any(thread.name == cls.NAME for thread in threading.enumerate())
 
     def result(self, keep_waiting: Callable[[], bool]) -> Result | None:
         """Waits for the result of the function; returns None if `keep_waiting` returns False first.
