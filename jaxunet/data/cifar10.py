@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxunet.data.containers import is_hidden
 from jaxunet.data.pixels import Shape
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.tar import TarReader
@@ -41,7 +42,7 @@ def is_official(path: Path) -> bool:
         return any((folder / BATCHES[0]).is_file() for folder in (path, path / FOLDER))
     with TarReader(path) as members:
         for member in members:
-            if member.isreg():
+            if member.isreg() and not is_hidden(member.name):
                 return OFFICIAL.fullmatch(Path(member.name).name) is not None
     return False
 

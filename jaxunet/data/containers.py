@@ -34,7 +34,7 @@ Identity = tuple[int, int]  # device and number of a folder
 
 
 class Container(abc.ABC):
-    """Named files, in the container's own order.
+    """Named files, in the container's own order, without those that `is_hidden`.
 
     Attributes:
       path: the folder or archive.
@@ -76,6 +76,18 @@ def path_order(name: str) -> tuple[str, ...]:
     return PurePosixPath(name).parts
 
 
+def is_hidden(name: str) -> bool:
+    """Returns True for the path of a hidden file, or of one in a hidden folder.
+
+    Their names begin with a dot, such as `.thumbnails` and macOS's `._1.png`. macOS's `__MACOSX` in
+    a .zip counts, too.
+    """
+    return any(
+        part == '__MACOSX' or (part.startswith('.') and part not in ('.', '..'))
+        for part in name.split('/')
+    )
+
+
 class Folder(Container):
     """The files below a folder, at any depth; links are followed."""
 
@@ -107,6 +119,8 @@ class Folder(Container):
                 )
             inside = []
             for entry in entries:
+                if is_hidden(entry.name):
+                    continue
                 name = f'{below}/{entry.name}' if below else entry.name
                 if entry.is_dir():
                     inside.append((name, (*above, this)))
@@ -206,7 +220,8 @@ class ZipArchive(Archive):
             )
 
         with archives.open_zip(path, damaged) as archive:
-            members = [m for m in archive.infolist() if not m.is_dir()]
+            files = [m for m in archive.infolist() if not m.is_dir()]
+        members = [m for m in files if not is_hidden(m.filename)]
         archives.check_expanded(members, str(path), path.stat().st_size)
         try:
             self._headers = np.array([m.header_offset for m in members], np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int
 
-from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
+from jaxunet.data.containers import MAX_FILE_BYTES, Container, is_hidden, path_order
 from jaxunet.data.pixels import (
     MAGIC_BYTES,
     BadImage,
@@ -134,7 +134,7 @@ def _image_members(
       each: bytes of a decoded image.
     """
     for member in members:
-        if member.isdir():
+        if member.isdir() or is_hidden(member.name):
             continue
         start = b''
         if not member.isreg() or member.sparse is not None:
@@ -228,7 +228,11 @@ def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:
             f"{name}: holds CIFAR-10's official batches, not image files; "
             f'write data.path as "cifar10:{name}"'
         )
-    found = f'{len(skipped)} other files: {_listed(skipped)}' if skipped else 'no files at all'
+    found = (
+        f'{len(skipped)} other files: {_listed(skipped)}'
+        if skipped
+        else 'no files at all, or only hidden ones'
+    )
     return UserError(
         f'{name}: no images (PNG, JPEG, GIF, WebP, BMP, TIFF, PNM, AVIF, JPEG 2000) in it, '
         f'found {found}'

@@ -17,7 +17,7 @@ from typing import IO, cast
 
 import numpy as np
 
-from jaxunet.data.containers import MAX_FILE_BYTES, Archive
+from jaxunet.data.containers import MAX_FILE_BYTES, Archive, is_hidden
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
@@ -280,17 +280,20 @@ class TarArchive(Archive):
             for member in members:
                 if member.isdir():
                     continue
-                self.names.append(member.name)
-                spans.append((member.offset_data, member.size))
-                if not member.isreg() or member.sparse is not None:
-                    self.unreadable[member.name] = (
-                        'link' if member.islnk() or member.issym() else 'not a regular file'
-                    )
-                elif member.offset_data + member.size > size:
+                is_file = member.isreg() and member.sparse is None
+                if is_file and member.offset_data + member.size > size:
                     raise UserError(
                         f'{self.shown}: truncated in {printable(member.name)}: the file ends at '
                         f'byte {size}, expected {member.offset_data + member.size}; '
                         'copy or download it again'
+                    )
+                if is_hidden(member.name):
+                    continue
+                self.names.append(member.name)
+                spans.append((member.offset_data, member.size))
+                if not is_file:
+                    self.unreadable[member.name] = (
+                        'link' if member.islnk() or member.issym() else 'not a regular file'
                     )
         self._spans = np.array(spans, np.int64).reshape(-1, 2)
 

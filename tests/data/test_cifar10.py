@@ -52,6 +52,13 @@ def test_official_cifar10_from_a_local_copy(tmp_path, form):
     assert everything(ships).shape == (1, 16, 16, 1)
 
 
+def test_the_official_archive_after_a_hidden_file(tmp_path):
+    """macOS's tar writes one in front of each file."""
+    files = {'cifar-10-batches-py/._batches.meta': b'attributes'} | official_files()
+    archive = write_tar(tmp_path / 'cifar-10-python.tar.gz', files, 'gz')
+    assert len(open_source(f'cifar10:{archive}', image_shape=(32, 32, 3))) == 20
+
+
 def test_download_is_checked_cached_and_atomic(tmp_path, monkeypatch):
     archive = write_tar(tmp_path / 'made.tar.gz', official_files(), 'gz')
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))

@@ -19,12 +19,14 @@ from support.data_files import (
     put,
     random_pixels,
     write_folder,
+    write_tar,
     write_zip,
 )
 
 from jaxunet.data import image_files, unetcu_bin
 from jaxunet.data.order import batch_indices, factors, permuted, shuffled_index
 from jaxunet.data.sources import open_source
+from jaxunet.runtime.errors import UserError
 
 FORMS = ('folder', 'zip', 'deflated.zip', 'bzip2.zip', 'tar', 'tgz', 'tar.gz', 'tar.xz')
 
@@ -141,6 +143,39 @@ def test_forms_agree(tmp_path, form, monkeypatch):
     np.testing.assert_array_equal(
         again.load(np.array([3, 0])), np.stack([random_pixels(3), random_pixels(2)])
     )
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_hidden_files_are_ignored(tmp_path, form):
+    """They are no images, classes or files left out, also where they are all that there is."""
+    for name in ('some', 'all'):
+        (tmp_path / name).mkdir()
+    image = encoded(random_pixels(0))
+    hidden = {
+        '.DS_Store': b'not an image',
+        '.thumbnails/1.png': image,
+        '__MACOSX/a/._1.png': image,
+        'a/._1.png': b'not an image',
+        'a/.ipynb_checkpoints/1-checkpoint.png': image,
+        'b/deep/.1.png': image,
+    }
+    shown = {'a/1.png': image, 'b/1.png': image, 'c/a__MACOSX/1.png': image}
+    source = open_source(str(put(tmp_path / 'some', hidden | shown, form)), image_shape=SHAPE)
+    assert (len(source), source.class_names, source.skipped) == (3, ('a', 'b', 'c'), ())
+    with pytest.raises(UserError, match='found no files at all, or only hidden ones'):
+        open_source(str(put(tmp_path / 'all', hidden, form)), image_shape=SHAPE)
+
+
+def test_a_hidden_folder_can_be_opened_by_its_name(tmp_path):
+    folder = write_folder(tmp_path / '.cache', {'./1.png': encoded(random_pixels(0))})
+    assert len(open_source(str(folder), image_shape=SHAPE)) == 1
+
+
+@pytest.mark.parametrize('kind', ['', 'gz'])
+def test_a_dot_in_front_of_a_path_hides_nothing(tmp_path, kind):
+    """`tar -C folder .` writes such paths."""
+    archive = write_tar(tmp_path / 'x.tar', {'./a/1.png': encoded(random_pixels(0))}, kind)
+    assert len(open_source(str(archive), image_shape=SHAPE)) == 1
 
 
 @pytest.mark.parametrize(
