@@ -40,6 +40,7 @@ from absl import flags, logging
 
 from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
+from jaxunet.checkpoint.store import checksum
 from jaxunet.config import PRECISIONS, Config, cli, split_backend
 from jaxunet.data.classes import Classes
 from jaxunet.data.images import check_output, class_columns, save_images
@@ -183,7 +184,11 @@ def run() -> None:
         guide=guide,
         samples=count,
     )
-    parts = Parts(OUTPUT.value, identity(generator, model.params, SEED.value, chosen, low_res))
+    parts = Parts(
+        OUTPUT.value,
+        identity(generator, model.params, SEED.value, chosen, low_res),
+        None if low_res is None else low_res.checksums(count),
+    )
     resume(parts)
     rank, processes = jax.process_index(), jax.process_count()
     if rank == 0:
@@ -235,7 +240,11 @@ def resume(parts: Parts) -> None:
         return
     if jax.process_index() == 0:
         parts.create()
-    distributed.agree(parts.identity | {'num_samples': NUM_SAMPLES.value, 'output': OUTPUT.value})
+    pictures = f'{checksum(parts.made_from):08x}'
+    distributed.agree(
+        parts.identity
+        | {'num_samples': NUM_SAMPLES.value, 'output': OUTPUT.value, 'pictures': pictures}
+    )
     found = parts.finished() if parts.exists() else 'not there'
     distributed.agree({f'{parts.folder}, which the processes must share': found})
 

@@ -1,6 +1,6 @@
-"""Everything that determines the pixels of a sample.
+"""Everything that determines the pixels of all samples of a command.
 
-An interrupted command finds the images that it already drew by it.
+An interrupted command keeps the images that it already drew only if this is the same again.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
 def identity(
     generator: Generator, params: Params, seed: int, chosen: list[int], low_res: LowRes | None
 ) -> dict[str, object]:
-    """Returns everything that determines the pixels of sample i.
+    """Returns everything that determines the pixels of all samples.
 
-    The number of samples, the batch size and the devices do not.
+    The number of samples, the batch size and the devices do not. `LowRes.checksums` has the picture
+    that each sample is made from.
 
     Args:
       params: the model's weights.
@@ -50,7 +51,7 @@ def identity(
         more['classifier'] = f'{checksum(guide.classifier.params):08x}'
         more['classifier_scale'] = guide.scale
     if low_res is not None:
-        more['low_res'] = f'{low_res.note}, {checksum(low_res.pixels[:1]):08x}'
+        more['low_res'] = low_res.note
     model = dataclasses.asdict(config.model)
     if not config.model.low_res_size:
         del model['low_res_size']  # interrupted samples of earlier versions lack it

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Int, UInt8, UInt32
 
 from jaxunet.data.classes import Classes
 from jaxunet.data.containers import MAX_FILE_BYTES
@@ -39,6 +40,14 @@ class LowRes(NamedTuple):
     def of(self, indices: Int[np.ndarray, ' samples']) -> UInt8[np.ndarray, 'samples h w c']:
         """Returns the pictures of some samples."""
         return self.pixels[indices % len(self.pixels)]
+
+    def checksums(self, samples: int) -> UInt32[np.ndarray, ' samples']:
+        """Returns the CRC-32 of each sample's picture, and of its class if pictures have any."""
+        found = [
+            zlib.crc32(self.labels[i : i + 1].tobytes(), zlib.crc32(picture))
+            for i, picture in enumerate(np.ascontiguousarray(self.pixels))
+        ]
+        return np.resize(np.array(found, np.uint32), samples)
 
 
 def read_low_res(

@@ -1,8 +1,9 @@
 """Stores finished samples on disk, so that an interrupted command can resume.
 
 While a command draws the output `X`, the folder `X.partial` holds `run.json`, which identifies the
-samples, and one file `FIRST-END.npz` per finished batch with samples FIRST..END−1. A file gets its
-name only when it is complete. Several processes may write to one folder.
+samples, and one file `FIRST-END.npz` per finished batch with samples FIRST..END−1 and, if each is
+made from a picture, the pictures' checksums. A file gets its name only when it is complete. Several
+processes may write to one folder.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from pathlib import Path
 
 import numpy as np
 from absl import logging
-from jaxtyping import UInt8
+from jaxtyping import UInt8, UInt32
 
-from jaxunet.data.images import save_images
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import parse_json, plain, shown
+from jaxunet.runtime.whole_files import written
 
 IDENTITY = 'run.json'
+ADVICE = 'repeat the command that wrote it, remove it to start over, or choose another --output'
+ARRAYS = {'images': (np.uint8, 4), 'made_from': (np.uint32, 1)}  # of a batch: type, dimensions
 
 
 class Parts:
@@ -33,24 +36,32 @@ class Parts:
 
     Args:
       output: final path of the images.
-      identity: everything that determines the pixels of sample i (weights, sampler, seed, ...), as
-        JSON values.
+      identity: everything that determines the pixels of all samples (weights, sampler, seed, ...),
+        as JSON values.
+      made_from: a checksum of what else determines the pixels of sample i, for every sample of this
+        command; None if nothing does.
 
     Raises:
-      UserError: `X.partial` holds samples of another identity, or something else.
+      UserError: `X.partial` holds samples of another identity, samples made from something else, or
+        something else than samples.
     """
 
-    def __init__(self, output: str | os.PathLike[str], identity: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        output: str | os.PathLike[str],
+        identity: Mapping[str, object],
+        made_from: UInt32[np.ndarray, ' samples'] | None = None,
+    ) -> None:
         path = Path(output).resolve()
         self.folder = path.with_name(f'{path.name}.partial')
         self.identity = json.loads(json.dumps(dict(identity)))
+        self.made_from = made_from
         self._check()
+        if made_from is not None:
+            self._check_made_from(made_from)
 
     def _check(self) -> None:
         """Raises `UserError` if the folder exists and belongs to other samples."""
-        advice = (
-            'repeat the command that wrote it, remove it to start over, or choose another --output'
-        )
         if not self.folder.exists():
             return
         try:
@@ -63,13 +74,13 @@ class Parts:
                 return
             raise UserError(
                 f'{self.folder}: expected the samples of an interrupted run, '
-                f'found no {IDENTITY} in it; {advice}'
+                f'found no {IDENTITY} in it; {ADVICE}'
             ) from None
         except OSError as error:
             raise UserError(
-                f'{self.folder / IDENTITY}: cannot be read: {error.strerror or error}; {advice}'
+                f'{self.folder / IDENTITY}: cannot be read: {error.strerror or error}; {ADVICE}'
             ) from None
-        found = parse_json(text, str(self.folder / IDENTITY), advice=advice, finite=False)
+        found = parse_json(text, str(self.folder / IDENTITY), advice=ADVICE, finite=False)
         names = sorted(found.keys() | self.identity.keys())
         changed = [
             f'{plain(n)}: {shown(found.get(n))} there, {shown(self.identity.get(n))} now'
@@ -79,8 +90,22 @@ class Parts:
         if changed:
             raise UserError(
                 f'{self.folder}: holds the samples of another run ({"; ".join(changed[:20])}); '
-                f'{advice}'
+                f'{ADVICE}'
             )
+
+    def _check_made_from(self, now: UInt32[np.ndarray, ' samples']) -> None:
+        """Raises `UserError` if a stored sample was made from something else than now."""
+        for first, end in self.finished():
+            there = self._read(first, end, 'made_from')
+            if there is None:
+                continue
+            wanted = now[first:end]  # fewer where this command draws fewer samples
+            other = np.flatnonzero(there[: len(wanted)] != wanted)
+            if other.size:
+                raise UserError(
+                    f'{self.folder}: holds samples that were made from other pictures, such as '
+                    f'sample {first + other[0]}; {ADVICE}'
+                )
 
     def finished(self) -> list[tuple[int, int]]:
         """Returns (first, end) of every stored batch, ascending."""
@@ -111,7 +136,12 @@ class Parts:
           UserError: the file cannot be written.
         """
         self.create()
-        save_images(self._path(first, first + len(images)), images)
+        end = first + len(images)
+        arrays: dict[str, np.ndarray] = {'images': images}
+        if self.made_from is not None:
+            arrays['made_from'] = self.made_from[first:end]
+        with written(self._path(first, end)) as partial, partial.open('wb') as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
 
     def exists(self) -> bool:
         """Returns True if the folder exists and is identified by `run.json`."""
@@ -150,7 +180,7 @@ class Parts:
         for first, end in self.finished():
             if first > done or done >= count:
                 break
-            part = self._read(first, end)
+            part = self._read(first, end, 'images')
             if part is None:
                 return None
             if images is None:
@@ -160,14 +190,18 @@ class Parts:
             done = max(done, stop)
         return images if done >= count else None
 
-    def _read(self, first: int, end: int) -> np.ndarray | None:
+    def _read(self, first: int, end: int, name: str) -> np.ndarray | None:
+        """Returns an array of a batch; removes the file and returns None if it cannot be read."""
         path = self._path(first, end)
         try:
-            part = read_arrays(path, ('images',))['images']
-            if part.dtype == np.uint8 and part.ndim == 4 and len(part) == end - first:
-                return part
-            problem = f'{part.dtype} of shape {part.shape}'
-        except (UserError, OSError, KeyError) as error:
+            array = read_arrays(path, (name,)).get(name)
+            if array is None:
+                problem = f'it holds no {name}'
+            elif (array.dtype, array.ndim) == ARRAYS[name] and len(array) == end - first:
+                return array
+            else:
+                problem = f'{name} are {array.dtype} of shape {array.shape}'
+        except (UserError, OSError) as error:
             problem = str(error)
         logging.warning('%s: damaged (%s); its samples are drawn again', path, problem)
         path.unlink(missing_ok=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pathlib
+import signal
+import time
+import zlib
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
-from support.commands import ROOT, call
+from support.commands import ROOT, Fork, call
 from support.tiny import tiny_config
 from support.weight_cases import torch_bytes
 
@@ -18,7 +21,7 @@ from jaxunet.data.classes import Classes
 from jaxunet.data.images import save_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
-from jaxunet.sampling.low_res import read_low_res
+from jaxunet.sampling.low_res import LowRes, read_low_res
 from jaxunet.weights import noisy_classifier, write_weights
 from jaxunet.weights.torch_file import TorchFile
 
@@ -134,6 +137,43 @@ def test_pictures_are_enlarged(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
     # The noise of sample 0 is the same, and that of the others is not.
     np.testing.assert_array_equal(again['images'][0], found['images'][0])
     assert (again['images'][1:3] != found['images'][1:]).any(axis=(1, 2, 3)).all()
+
+
+def test_samples_of_other_pictures_are_not_kept(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """A killed command goes on with its own pictures alone, even if the first one is the same."""
+    path, output = tmp_path / 'small.npz', tmp_path / 'all.npz'
+    small = images(folder / 'small.npz')
+    np.savez(path, **small)
+
+    def enlarge(samples: int) -> list[str]:
+        flags = (f'--low_res={path}', '--batch_size=1', f'--num_samples={samples}')
+        return command(folder, output, *flags, model='up')
+
+    process = Fork(enlarge(1000))
+    while len(list(tmp_path.glob('all.npz.partial/0*.npz'))) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+    np.savez(path, images=small['images'][[0, 2, 1]], labels=small['labels'])
+    error = call(*enlarge(1000), code=2)
+    assert 'holds samples that were made from other pictures, such as sample 1; repeat' in error
+    np.savez(path, **small)
+    assert '2 images in' in call(*enlarge(2))
+
+
+def test_a_checksum_is_of_the_picture_and_its_class() -> None:
+    pixels = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4, 1)
+    none = np.zeros(0, np.int32)
+    plain = LowRes(pixels, none, 'x').checksums(5)
+    assert plain.tolist() == [zlib.crc32(pixels[i % 2].tobytes()) for i in range(5)]
+    assert LowRes(pixels[:1], none, 'x').checksums(1) == plain[:1]
+    classes = [LowRes(pixels, np.array([3, i], np.int32), 'x').checksums(2) for i in (3, 4)]
+    assert classes[0][0] == classes[1][0] != plain[0]
+    assert classes[0][1] != classes[1][1]
 
 
 def test_pictures_are_read(folder: pathlib.Path) -> None:

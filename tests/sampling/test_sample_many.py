@@ -108,6 +108,26 @@ def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
         Parts(tmp_path / 'x.npz', IDENTITY)
 
 
+def test_samples_made_from_something_else_are_refused(tmp_path, caplog):
+    """A command of fewer or more samples compares those that it shares with the one before."""
+
+    def opened(*made_from):
+        return Parts(tmp_path / 'x.npz', IDENTITY, np.array(made_from, np.uint32))
+
+    opened(7, 8, 9, 10).save(0, pictures(0, 2))
+    opened(7, 8, 9, 10).save(2, pictures(2, 4))
+    for same in ((7, 8, 9, 10), (7, 8, 9), (7,), (7, 8, 9, 10, 11)):
+        assert opened(*same).finished() == [(0, 2), (2, 4)]
+    for other, first in (((7, 0, 9, 0), 1), ((7, 8, 9, 0, 11), 3), ((7, 8, 0), 2)):
+        with pytest.raises(UserError, match=f'made from other pictures, such as sample {first}; '):
+            opened(*other)
+    # A batch that does not say what it was made from is drawn again.
+    path = tmp_path / 'x.npz.partial' / '000002-000004.npz'
+    np.savez(path, images=pictures(2, 4))
+    assert opened(7, 8, 9, 10).finished() == [(0, 2)]
+    assert 'damaged (it holds no made_from); its samples are drawn again' in caplog.text
+
+
 ENVIRONMENT = NO_LAUNCHER | {'JAX_PLATFORMS': 'cpu'}
 
 
