@@ -91,7 +91,7 @@ def test_a_sweep_writes_rows_and_a_plot(run, features, source, tmp_path) -> None
         for metric in ('frechet_distance', 'precision')
     ]
     assert {(r['step'], r['num_samples'], r['sampler'], r['seed']) for r in rows} == {
-        (32, 12, 'ddim', 3)
+        (32, 12, 'ddpm fixed_small', 3)
     }
     assert len({r['value'] for r in rows[::2]}) == 3
     # The same samples, drawn and compared by hand.
