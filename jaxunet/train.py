@@ -22,7 +22,7 @@ from absl import flags
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
-from jaxunet.checkpoint.newest import newest_config
+from jaxunet.checkpoint.newest import newest_config, saved_steps
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.data.automatic import complete
@@ -171,7 +171,7 @@ def run(config: Config) -> None:
             'backends': ', '.join(f'{op}={name}' for op, name in ops.items()),
             'workdir': folder,
             'checkpoints in the workdir, which the processes must share': ', '.join(
-                checkpoint_names(folder)
+                map(str, saved_steps(folder))
             )
             or 'none',
             f'images in {config.data.path}': len(source),
@@ -181,7 +181,7 @@ def run(config: Config) -> None:
         held = f' and {len(source.held_out)} held out' if source.held_out else ''
         print(f'{len(source)} images{held} from {config.data.path}; workdir {folder}', flush=True)
     # A resumed run no longer needs the weights that it started from.
-    resumes = checkpoint.exists(folder)
+    resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)
     with write_error_ends():
         reached = train(config, folder, source, initial)
@@ -217,13 +217,6 @@ def fields(config: Config) -> dict[str, object]:
     return flat
 
 
-def checkpoint_names(workdir: pathlib.Path) -> list[str]:
-    """Returns the names of the checkpoints in a workdir, which are their steps."""
-    return sorted(
-        entry.name for entry in (workdir / checkpoint.FOLDER).glob('*') if entry.name.isdigit()
-    )
-
-
 def dry_run(config: Config) -> None:
     """Prints the resolved config, what it starts from and the cost estimate of a run.
 
@@ -244,7 +237,7 @@ def start_from(config: Config) -> str:
     Raises:
       UserError: as of `load_initial`.
     """
-    if checkpoint.exists(workdir()):
+    if saved_steps(workdir()):
         return f'not read, as the run resumes from its checkpoint in {workdir()}'
     names: Sequence[str] = ()
     unnamed = ''

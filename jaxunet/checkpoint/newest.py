@@ -1,4 +1,4 @@
-"""Reads the config of a run from its newest checkpoint, without its arrays."""
+"""Finds the checkpoints of a run, and reads the config in the newest, without starting JAX."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
 
 
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+    """Returns the steps of the checkpoints in a workdir, readable or not, newest first."""
+    names = (entry.name for entry in (workdir / FOLDER).glob('*'))
+    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
 def newest_config(workdir: pathlib.Path) -> Config | None:
     """Returns the config in the newest checkpoint; None if there is none, or it cannot be read.
 
     Reads the file itself: orbax would start JAX, which the processes of a run must not do before
     they have joined.
     """
-    steps = [entry for entry in (workdir / FOLDER).glob('*') if entry.name.isdigit()]
-    for folder in sorted(steps, key=lambda entry: -int(entry.name)):
+    for step in saved_steps(workdir):
         try:
-            return resolve(read_meta(folder)['config'])
+            return resolve(read_meta(workdir / FOLDER / str(step))['config'])
         except (ValueError, TypeError, KeyError, UserError):
             continue  # damaged; `Checkpoints.restore` reports it
     return None

@@ -354,11 +354,6 @@ def _first_line(error: Exception) -> str:
     return f'{type(error).__name__}: {text.splitlines()[0] if text else ""}'[:MAX_REASON]
 
 
-def exists(workdir: pathlib.Path) -> bool:
-    """Returns True if the workdir has a checkpoint to resume from, readable or not."""
-    return any(entry.name.isdigit() for entry in (workdir / FOLDER).glob('*'))
-
-
 def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:
     """Returns (workdir, step) of a path, with step None for a workdir, which means its newest.
 

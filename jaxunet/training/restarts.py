@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
-from jaxunet.checkpoint.store import FOLDER
+from jaxunet.checkpoint.newest import saved_steps
 from jaxunet.runtime.distributed import PEERS_MISSING
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
@@ -134,7 +134,7 @@ class Supervisor:
 
     def _goes_on(self, code: int) -> bool:
         """Prepares a restart after the process died; returns False if there is to be none."""
-        step = newest_step(self.workdir)
+        step = max(saved_steps(self.workdir), default=0)
         reason = 'process 0 calls, as its part died' if self._called else describe(code)
         if not self.main and self.slurm_job:
             self._asked.wait(REQUEUE_SECONDS)
@@ -210,12 +210,6 @@ def requeue(job: str) -> None:
     if done.returncode:
         told = ' '.join((done.stdout + done.stderr).split())[:200]
         _say(f'error: scontrol requeue {job}: {told}; submit the job with sbatch --requeue')
-
-
-def newest_step(workdir: pathlib.Path) -> int:
-    """Returns the step of the newest finished checkpoint; 0 if there is none."""
-    names = (path.name for path in (workdir / FOLDER).glob('*'))
-    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def describe(code: int) -> str:

@@ -16,12 +16,13 @@ import pytest
 from support.commands import Fork, environment, python_path
 from support.tiny import flags, tiny_config
 
+from jaxunet.checkpoint.newest import saved_steps
 from jaxunet.runtime.errors import USER_ERROR
 from jaxunet.training import restarts
 from jaxunet.training.logs import read_metrics, read_rows
 from jaxunet.training.meeting import Place
 from jaxunet.training.parallel import on_fewer_devices
-from jaxunet.training.restarts import Supervisor, describe, newest_step
+from jaxunet.training.restarts import Supervisor, describe
 
 # A supervisor has no threads, but the process of these tests may have those of JAX.
 pytestmark = pytest.mark.filterwarnings('ignore:os.fork')
@@ -145,7 +146,7 @@ def test_a_new_checkpoint_counts_from_1_again(tmp_path):
     """
     assert supervise(tmp_path, script, restarts=1) == 0
     assert [row['restart'] for row in rows(tmp_path)] == ['1'] * 5
-    assert newest_step(tmp_path) == 6
+    assert saved_steps(tmp_path) == [6, 5, 4, 3, 2, 1]
 
 
 def fake_scontrol(folder, code):
