@@ -21,6 +21,7 @@ from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.sides import check_count, drawn_rows, image_side
 from jaxunet.metrics.table import Side
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import written
 
 MAX_BYTES = 8 * 2**30  # bytes of pixels in host memory
 SHOWN = 64  # pairs in the picture
@@ -212,14 +213,8 @@ def write(path: str | os.PathLike[str], comparison: Comparison) -> Path:
     """
     save_png(path, comparison.picture())
     table = Path(path).with_suffix('.csv')
-    try:
-        with table.open('w', newline='') as file:
-            writer = csv.DictWriter(file, TABLE_COLUMNS)
-            writer.writeheader()
-            writer.writerows(comparison.rows())
-    except OSError as error:
-        raise UserError(
-            f'--nearest: {table}: cannot be written: {error.strerror or error}; '
-            'check the folder and the free space'
-        ) from None
+    with written(table, '--nearest') as partial, partial.open('w', newline='') as file:
+        writer = csv.DictWriter(file, TABLE_COLUMNS)
+        writer.writeheader()
+        writer.writerows(comparison.rows())
     return table

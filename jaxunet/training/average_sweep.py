@@ -20,6 +20,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.whole_files import written
 from jaxunet.training.evaluation import Evaluator
 
 
@@ -136,8 +137,5 @@ def plot(measured: Sequence[Measured], path: pathlib.Path) -> None:
         panel.set_axisbelow(True)
         if others:
             panel.legend(fontsize='small')
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise UserError(f'--plot: {path}: cannot be written: {error}') from None
+    with written(path, '--plot') as partial:
+        figure.savefig(partial, format='png', dpi=110)

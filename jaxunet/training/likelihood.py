@@ -21,6 +21,7 @@ from jaxunet.metrics.sides import check_count, drawn_rows
 from jaxunet.metrics.table import Protocol
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.whole_files import written
 from jaxunet.sampling.options import resolve_variance
 from jaxunet.sampling.solvers import respaced_timesteps
 
@@ -151,10 +152,9 @@ def save_terms(path: Path, measured: Measured) -> None:
       UserError: the file cannot be written.
     """
     terms = measured.terms
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with written(path, '--terms') as partial, partial.open('wb') as file:
         np.savez(
-            path,
+            file,
             bpd=terms.total,
             prior=terms.prior,
             timesteps=measured.timesteps,
@@ -162,11 +162,6 @@ def save_terms(path: Path, measured: Measured) -> None:
             xstart_mse=terms.x0_error.mean(axis=0),
             mse=terms.noise_error.mean(axis=0),
         )
-    except OSError as error:
-        raise UserError(
-            f'--terms: {path}: cannot be written: {error.strerror or error}; '
-            'check the folder and the free space'
-        ) from None
 
 
 def _images(path: str, model: Model, reference: str) -> Source:

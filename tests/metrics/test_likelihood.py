@@ -8,6 +8,7 @@ of the network, the terms are also those of its own code (`fixtures/process_gold
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import pathlib
@@ -28,12 +29,18 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion, model_log_variance
-from jaxunet.metrics.likelihood import Likelihood, check_has_bound
+from jaxunet.metrics.evaluation import Result
+from jaxunet.metrics.likelihood import Likelihood, Terms, check_has_bound
 from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.solvers import respaced_timesteps
-from jaxunet.training.likelihood import LikelihoodOptions, measure_likelihood
+from jaxunet.training.likelihood import (
+    LikelihoodOptions,
+    Measured,
+    measure_likelihood,
+    save_terms,
+)
 from jaxunet.weights import guided_diffusion
 from jaxunet.weights.files import write_weights
 
@@ -337,3 +344,20 @@ def test_a_file_of_another_program(tmp_path):
 def test_objectives_without_a_bound(objective):
     with pytest.raises(UserError, match=rf'^nll: .*objective={objective} has continuous'):
         check_has_bound(tiny_config(diffusion={'objective': objective}))
+
+
+def test_terms_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A full disk leaves the file of an earlier command as it was."""
+
+    def full(file, **arrays):
+        file.write(b'PK')
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    path = tmp_path / 'terms.npz'
+    path.write_bytes(b'earlier')
+    terms = Terms(np.zeros(1), *(np.zeros((1, 2)) for _ in range(3)))
+    monkeypatch.setattr(np, 'savez', full)
+    with pytest.raises(UserError, match=r'^--terms: .*terms\.npz: cannot be written: No space'):
+        save_terms(path, Measured(Result('nll', 0.0, None, {}), terms, np.arange(2)))
+    assert [p.name for p in tmp_path.iterdir()] == ['terms.npz']
+    assert path.read_bytes() == b'earlier'
