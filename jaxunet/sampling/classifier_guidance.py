@@ -82,9 +82,9 @@ def fixed_variances(
 ) -> Float64[np.ndarray, ' evaluations']:
     """Returns the variance of each of `ddpm`'s steps, by which the gradient is multiplied.
 
-    It is the variance of the noise that a step adds, 0 for the step to the image. Only with
-    `fixed_large` does that step take the posterior's variance of the step before, as in
-    guided-diffusion. Not for a learned variance.
+    This is the variance of the noise that the step adds: 0 for the last step, which leads to the
+    image. With `fixed_large`, the last step takes the posterior's variance of the step before, as
+    in guided-diffusion.
     """
     variances = coefficients.draw**2
     if variance == 'fixed_large':

@@ -228,8 +228,8 @@ def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | Non
       classes: of the model; a count of 0 leaves out the pictures' classes.
 
     Raises:
-      UserError: no pictures for a super-resolution network, or some for another one; pictures
-        that cannot be read, or of another size.
+      UserError: a super-resolution network without pictures, another network with pictures, or
+        pictures that cannot be read or have another size.
     """
     shape = config.low_res_shape
     if shape is None:

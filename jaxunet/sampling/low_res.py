@@ -25,7 +25,7 @@ IMAGE_FILES = ('.png', '.jpg', '.jpeg', '.webp', '.bmp')
 
 
 class LowRes(NamedTuple):
-    """Pictures to enlarge: sample i is made from picture i, and begins anew after the last.
+    """n pictures to enlarge; sample i is made from picture i mod n.
 
     Fields:
       pixels: uint8, at the size that the network was trained with.

@@ -50,7 +50,7 @@ class Picture:
 
     Fields:
       pixels: at the model's size.
-      redraw: pixels to redraw; None = all of them, and none is kept as it is.
+      redraw: mask of the pixels to redraw; None = all of them.
       strength: how much noise to start from, above 0 and at most 1 (pure noise); None = `STRENGTH`,
         or 1 with `redraw`.
       resample: how often each stretch of steps is done, 1 = once; needs `redraw`; None = `RESAMPLE`
@@ -73,8 +73,8 @@ class Schedule:
       picture: what is drawn from.
       sampler: its evaluations in order of execution; repeated ones occur several times.
       strength, resample, jump_length: those of `Picture` with defaults filled in.
-      signal, noise: √ᾱ and √(1 − ᾱ) at each evaluation, and those of the image, 1 and 0.
-      draws: number of the known pixels' noise, likewise.
+      signal, noise: √ᾱ and √(1 − ᾱ) at each evaluation, and at last those of the image, 1 and 0.
+      draws: for each of these levels, the number of the noise that the known pixels get.
       scale, raised: the jump x ← scale · x + raised · z after each evaluation; 1 and 0 for none.
     """
 
@@ -112,7 +112,7 @@ def _digest(pixels: np.ndarray) -> str:
 def make_schedule(sampler: Sampler, picture: Picture) -> Schedule:
     """Returns the evaluations that redraw a picture.
 
-    They begin at the noise level among the sampler's that is nearest to the strength.
+    They begin at the sampler's noise level that is nearest to the strength.
 
     Raises:
       UserError: a strength or a number of repetitions out of range.
@@ -176,8 +176,8 @@ def _rows(first: int, angles: Levels, per_step: int, resample: int, jump: int) -
     """Returns the rows of a sampler's table in the order in which they are run.
 
     From every `jump`-th step, counted from the last, the sampler goes back by `jump` steps, until
-    the stretch was run `resample` times. With churn, the next steps may start at more noise than
-    one before them, to which no jump leads.
+    the stretch was run `resample` times. With churn, a step may start at less noise than a later
+    one, which then does not jump back to it.
 
     Args:
       first: the first step.

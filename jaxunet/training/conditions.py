@@ -35,9 +35,9 @@ class Conditions(NamedTuple):
 class SampleConditions:
     """Chooses the conditions of the samples that a run draws while it trains.
 
-    Samples are of all classes in turn. But a super-resolution network enlarges images spread evenly
-    over the held-out images, or over the training images if none are held out, each of its own
-    class; if there are fewer images than samples, samples share them.
+    The classes take turns. A super-resolution network instead enlarges images at equal intervals of
+    the held-out images (of the training images if none are held out), and each sample has the class
+    of its image. With fewer images than samples, several samples share an image.
 
     Args:
       source: the training images; only a super-resolution network needs them.

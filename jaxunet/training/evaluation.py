@@ -124,8 +124,8 @@ class Evaluator:
     Sample i is the same function of the weights every time, so results differ by the weights alone.
 
     Args:
-      source: the training images: the reference, unless `evaluation.reference` names another; None
-        is then enough, except for a super-resolution network, which enlarges some of them.
+      source: the training images. They are the reference unless `evaluation.reference` names
+        another, and a super-resolution network enlarges some of them. None if neither needs them.
       devices: of this process; all of them draw samples, the first computes features.
 
     Raises:

@@ -44,9 +44,9 @@ class Meeting:
 
     Args:
       process, processes: index and number as in the command.
-      wait_seconds: how long process 0 waits for the others.
-      patience: how long the others wait for process 0.
-      pause: waits for some seconds; returns True if the run was asked to stop.
+      wait_seconds: seconds that process 0 waits for the others.
+      patience: seconds that the others wait for process 0.
+      pause: waits for so many seconds; returns True if the run was asked to stop.
       say: shows a line to the user.
     """
 
@@ -98,7 +98,7 @@ class Meeting:
         return call.get('round', self._round) != self._round and not call.get('over')
 
     def end(self) -> None:
-        """Has the others wait no longer; called by process 0 when it does not go on."""
+        """Tells the waiting processes that the run is over. Only process 0 does anything."""
         if self._process == 0 and self._processes > 1:
             self._write(CALL, {'round': uuid.uuid4().hex, 'over': True})
 

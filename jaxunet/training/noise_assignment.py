@@ -44,8 +44,8 @@ def assigned_noise(
     """Returns the noise keys of this device's rows after the assignment.
 
     Every device computes the same permutation of the global batch, from distances that it computes
-    for its own images and gathers from the others. Their rounding depends on the number of devices,
-    and may rarely tip a choice.
+    for its own images and gathers from the others. Their rounding depends on the number of devices;
+    in rare cases this changes the permutation.
 
     Args:
       step_key: the key from which `split_keys` makes those of the rows.

@@ -41,7 +41,7 @@ from jaxunet.weights.noisy_classifier import HEAD_CHANNELS
 
 FILE = 'classifier.pt'  # of the weights in a run's workdir
 Scalar = Float[Array, '']
-# What guided-diffusion's classifiers have, and what this training does not do.
+# Values that all of guided-diffusion's classifiers have, and options that this training lacks.
 NEEDED: dict[str, object] = {
     **FIXED,
     'model.num_head_channels': HEAD_CHANNELS,

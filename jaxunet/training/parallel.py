@@ -80,9 +80,10 @@ def _garbage_collection_off() -> Iterator[None]:
 
 
 def on_fewer_devices(config: Config) -> Config:
-    """Returns the config with as many devices as there are and as divide the batch; logs fewer.
+    """Returns the config with the most devices that exist and among which the batch divides.
 
-    Processes of a run of several must have the same number of devices, so they keep theirs.
+    Warns if they are fewer than asked for. A run of several processes keeps its devices, as each
+    process must have the same number.
     """
     if jax.process_count() > 1:
         return config

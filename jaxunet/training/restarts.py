@@ -57,10 +57,10 @@ class Supervisor:
       command: program and arguments.
       workdir: of the run.
       restarts: number of restarts without a new checkpoint in between.
-      main: False for a process of a run whose process 0 does the requeueing and keeps the table.
+      main: this process requeues the job and keeps the table; of several, only process 0 does.
       place: of this process among several that were started by hand; None for one, and under SLURM.
-      wait_seconds: how long to wait for the other processes.
-      heartbeat_seconds: until the others notice a process that died.
+      wait_seconds: seconds to wait for the other processes.
+      heartbeat_seconds: seconds until the others notice that a process died.
       first_wait: seconds before the first restart.
     """
 

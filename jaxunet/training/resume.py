@@ -38,7 +38,8 @@ class StartingPoint:
       seconds: training time of the run so far.
       class_names: names of the labels 0, 1, ...; empty for an unconditional model.
       rollbacks: how often the run has gone back to an earlier checkpoint.
-      milestone: the training time (`Milestones`) of the checkpoint; None of any other moment.
+      milestone: the milestone in seconds (`Milestones`) at which the checkpoint was saved; None if
+        it was not saved at one.
     """
 
     step: int

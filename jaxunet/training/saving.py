@@ -134,8 +134,8 @@ class Saver:
 def save_on_error(session: Session, saver: Saver, save: Callable[[], object]) -> Iterator[None]:
     """Saves all trained steps if the block raises a UserError, such as for a corrupt image.
 
-    A training step that runs out of memory leaves no state to save: it has overwritten the one
-    before. Memory that nothing in the block explains is the training step's.
+    If the block runs out of memory and does not say for what, the error names the training step.
+    A training step that fails this way leaves no state to save: it has overwritten the one before.
 
     Args:
       save: saves what is not saved; its own errors are warnings.

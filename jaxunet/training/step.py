@@ -54,7 +54,8 @@ class StepParts:
       schedule: learning rate by number of updates.
       update: applies the gradients (`jaxunet.training.update`).
       narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
-      packs: gradients of several devices are packed for the all-reduce; `update` takes them so.
+      packs: with several devices, gradients are packed for the all-reduce, and `update` takes them
+        packed.
       axis_name: axis of the devices under `jax.pmap` or `jax.shard_map`; None without them.
       loss: takes the arguments of `loss_fn` and replaces it; None = `loss_fn`.
     """
@@ -294,7 +295,8 @@ def apply_gradients(
     """Updates weights, averages and counters, and computes the metrics.
 
     Args:
-      grads: summed over the devices, times the loss scale; packed if `parts.packs`, on several.
+      grads: summed over the devices, times the loss scale; packed if `parts.packs` and there are
+        several devices.
       loss: the loss to log.
       minimised: the loss that the gradients belong to.
     """

@@ -29,12 +29,14 @@ Scalar = Float[Array, '']
 
 
 class Updated(NamedTuple):
-    """The result of an update. If `taken` is false, the first three are those of the old state.
+    """The result of an update.
+
+    If `taken` is false, `params`, `opt_state` and `ema` are those of the old state.
 
     Attributes:
       grad_norm: global norm of the gradients, before clipping.
       finite: the gradients and both losses are finite.
-      taken: they are finite, and the norm is not a spike (`train.spike_sigmas`).
+      taken: `finite`, and `grad_norm` is not a spike (`train.spike_sigmas`).
     """
 
     params: Params
