@@ -42,7 +42,6 @@ EDITS = {
             '\n',
             'Barrier& full = *static_cast<Barrier*>(emu::shared_static());',
         ),
-        ('    asm volatile("barrier.cluster.arrive.relaxed', '#else', '    cluster_arrive();\n'),
         ('    const auto at = [](const void* here)', '#else', SEND),
         ('    uint32_t done;', '#else', '    full->wait(0);\n'),
     ],
