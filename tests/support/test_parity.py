@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support import parity
 from support.parity import assert_parity, draw
 from support.products import with_tf32_products
 
@@ -63,6 +64,44 @@ def rough(x, y):
 def test_wrong_kernels_fail(wrong, message):
     with pytest.raises(AssertionError, match=message):
         assert_parity(wrong, product, inputs('float32'))
+
+
+def one_lucky_draw(monkeypatch, later):
+    """Makes the plain op's error 2⁻¹² in the first draws, and `later` in those after."""
+    drawn = []
+
+    def errors(found, exact):
+        drawn.append(found)
+        return dict.fromkeys(exact, 2**-12 if len(drawn) <= parity.DRAWS else later)
+
+    monkeypatch.setattr(parity, '_errors', errors)
+    monkeypatch.setattr(parity, 'FEW', 0)
+    return drawn
+
+
+def off(x, y):
+    return product(x, y) * jnp.asarray(1 + 2**-10, x.dtype)
+
+
+def test_a_near_miss_gets_the_bound_of_more_draws(monkeypatch):
+    drawn = one_lucky_draw(monkeypatch, 2**-10)
+    shares = assert_parity(off, product, inputs('float32'), gradients=False)
+    assert len(drawn) == parity.DRAWS + 1
+    assert 0.4 < shares['output'] < 0.6
+
+
+def test_a_kernel_that_stays_off_fails_after_all_draws(monkeypatch):
+    drawn = one_lucky_draw(monkeypatch, 2**-12)
+    with pytest.raises(AssertionError, match='output'):
+        assert_parity(off, product, inputs('float32'), gradients=False)
+    assert len(drawn) == parity.DRAWS_OF_FEW
+
+
+def test_a_kernel_that_is_far_off_gets_no_more_draws(monkeypatch):
+    drawn = one_lucky_draw(monkeypatch, 1.0)
+    with pytest.raises(AssertionError, match='output'):
+        assert_parity(biased, product, inputs('float32'), gradients=False)
+    assert len(drawn) == parity.DRAWS
 
 
 def test_another_type_fails():
