@@ -10,8 +10,8 @@ from support.sanitizer import OPS
 
 # Files that an op's tests run, however it gets to them, and files that they do not.
 USED = {
-    'cuda adamw': 'xla_ffi/adamw/kernels.cu xla_ffi/common/device.h jaxunet/ops/adamw/cases.py',
-    'cuda attention': 'xla_ffi/attention/hopper/launch.cuh xla_ffi/binding/cuda_module.cc',
+    'cuda adamw': 'xla_ffi/adamw/kernels.cu xla_ffi/common/launch.cuh jaxunet/ops/adamw/cases.py',
+    'cuda attention': 'xla_ffi/binding/cuda_module.cc xla_ffi/common/shared_memory.cc',
     'cuda conv3x3': 'xla_ffi/group_norm/dispatch.cu tests/support/conv3x3.py conftest.py',
     'cuda group_norm': 'xla_ffi/CMakeLists.txt xla_ffi/build_tools/nvcc.py xla_ffi/call.py',
     'cuda linear': 'xla_ffi/conv3x3/hopper/tile.h tests/support/parity.py xla_ffi/common/types.cuh',
@@ -20,10 +20,10 @@ USED = {
     'pallas group_norm': 'pallas_kernels/group_norm/hopper.py jaxunet/runtime/device.py',
 }
 UNUSED = {
-    'cuda adamw': 'xla_ffi/conv3x3/dispatch.cc xla_ffi/conv3x3/vjp.py',
+    'cuda adamw': 'xla_ffi/conv3x3/dispatch.cc xla_ffi/conv3x3/vjp.py xla_ffi/common/wgmma.cuh',
     'cuda attention': 'xla_ffi/group_norm/dispatch.cu',
     'cuda conv3x3': 'xla_ffi/attention/dispatch.cu',
-    'cuda group_norm': 'xla_ffi/conv3x3/dispatch.cc',
+    'cuda group_norm': 'xla_ffi/conv3x3/dispatch.cc xla_ffi/common/tensor_map.cc',
     'cuda linear': 'xla_ffi/attention/dispatch.cu',
     'pallas attention': 'xla_ffi/attention/dispatch.cu',
     'pallas conv3x3': 'pallas_kernels/attention/triton.py',
@@ -59,13 +59,26 @@ FILES = {
     'jaxunet/other.py': '',
     'xla_ffi/__init__.py': '',
     'xla_ffi/CMakeLists.txt': '',
-    'xla_ffi/binding/module.cc': '#include "b/b.h"\n',
+    'xla_ffi/binding/module.cc': '#include "b/b.h"\n#include "common/bound.h"\n',
     'xla_ffi/a/parity_test.py': 'from jaxunet.ops import op\n',
-    'xla_ffi/a/a.cu': '#include "c/c.h"\n#include <vector>\n',
+    'xla_ffi/a/a.cu': '#include "c/c.h"\n#include <vector>\n#include "common/used.h"\n',
     'xla_ffi/b/b.h': '',
     'xla_ffi/c/c.h': '',
     'xla_ffi/c/inner/c.cu': '',
+    'xla_ffi/common/bound.h': '',
+    'xla_ffi/common/used.h': '# include "inner.h"\n',
+    'xla_ffi/common/used.cc': '#include "../d/d.h"\n',
+    'xla_ffi/common/inner.h': '',
+    'xla_ffi/common/unused.h': '',
+    'xla_ffi/common/unused.cc': '',
+    'xla_ffi/d/d.h': '',
 }
+OTHERS = (
+    'jaxunet/other.py',
+    'xla_ffi/b/b.h',
+    'xla_ffi/common/unused.h',
+    'xla_ffi/common/unused.cc',
+)
 TEST = 'xla_ffi/a/parity_test.py'
 
 
@@ -92,9 +105,8 @@ def checkout(tmp_path):
 def test_the_digest_follows_what_is_imported_and_included(checkout):
     before = checkout()
     assert checkout() == before
-    used = set(FILES) - {'jaxunet/other.py', 'xla_ffi/b/b.h', 'pyproject.toml'}
-    for name in used:
-        assert checkout(name, f'{FILES[name]}\n\n') != before, name
+    for name in set(FILES) - {*OTHERS, 'pyproject.toml'}:
+        assert checkout(name, f'{FILES[name]}x = 1\n') != before, name
     assert checkout('xla_ffi/c/new.cuh', '') != before
     assert checkout('pyproject.toml', FILES['pyproject.toml'].replace('"a"', '"b"')) != before
 
@@ -102,9 +114,12 @@ def test_the_digest_follows_what_is_imported_and_included(checkout):
 def test_the_digest_is_the_same_after_other_changes(checkout):
     before = checkout()
     for name, text in (
-        ('jaxunet/other.py', 'x = 1\n'),
+        *((name, 'x = 1\n') for name in OTHERS),
         ('jaxunet/__init__.py', FILES['jaxunet/__init__.py'].replace('1', '2')),
-        ('xla_ffi/b/b.h', 'int x;\n'),
+        ('jaxunet/ops.py', f'# Other words.\n\n{FILES["jaxunet/ops.py"]}\n'),
+        ('xla_ffi/a/a.cu', f'{FILES["xla_ffi/a/a.cu"]}\n// Other words.\n'),
+        ('xla_ffi/CMakeLists.txt', '# Other words.\n'),
+        ('xla_ffi/common/new.cuh', ''),
         ('xla_ffi/_cuda.so', 'built'),
         ('xla_ffi/c/__pycache__/c.pyc', 'compiled'),
         ('docs/cuda.md', 'words'),

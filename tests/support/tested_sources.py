@@ -8,18 +8,22 @@ import ast
 import functools
 import hashlib
 import json
+import os.path
 import pathlib
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
 
+from support import comments
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NATIVE = ('.cu', '.cuh', '.cc', '.h')
-SHARED = ('binding', 'build_tools', 'common')  # folders of xla_ffi that every op is built with
-INCLUDE = re.compile(r'^#include "(\w+)/', re.MULTILINE)
+SHARED = ('binding', 'build_tools')  # folders of xla_ffi that every op is built with
+COMMON = 'common'  # the one of which an op uses some headers
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 # conftest.py imports it for a fixture of training steps, which no kernel test asks for.
 FIXTURE = 'tests/support/shared_steps.py'
-VERSIONED, VERSION = 'jaxunet/__init__.py', re.compile(rb'^__version__ = .*$', re.MULTILINE)
+VERSIONED, VERSION = 'jaxunet/__init__.py', re.compile(r'^__version__ = .*$', re.MULTILINE)
 
 
 def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
@@ -27,8 +31,8 @@ def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
 
     These are the test file, conftest.py, all modules of the project that they import, directly or
     not, and, for each folder of xla_ffi among them, its C++ and CUDA sources, those of the folders
-    that these include, and what every op is built with; and the tables of measured tiles for a test
-    that reads them.
+    that these include, and what every op is built with, but of common only the headers included and
+    their sources; and the tables of measured tiles for a test that reads them.
 
     Raises:
       ValueError: an import is relative, so that its file is not known.
@@ -52,16 +56,18 @@ def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
 def digest(test: str, root: pathlib.Path = ROOT) -> str:
     """Returns the SHA-256 of `files` and of the settings of the build and of pytest, in hex digits.
 
-    The version of jaxunet does not count. Computed once per process.
+    The version of jaxunet does not count, nor do comments and docstrings. Computed once per
+    process.
     """
     project = tomllib.loads((root / 'pyproject.toml').read_text(encoding='utf-8'))
     tools = project.get('tool', {})
     settings = [project.get('build-system'), tools.get('scikit-build'), tools.get('pytest')]
     sha = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name in files(test, root):
-        content = (root / name).read_bytes()
+        text = _code(root / name)
         if name == VERSIONED:
-            content = VERSION.sub(b'', content)
+            text = VERSION.sub('', text)
+        content = text.encode()
         sha.update(f'\n{name} {len(content)}\n'.encode() + content)
     return sha.hexdigest()
 
@@ -94,17 +100,37 @@ def _module_files(module: str, root: pathlib.Path) -> Iterator[str]:
 def _native(folders: set[str], root: pathlib.Path) -> set[str]:
     """Returns the sources that the ops of these folders of xla_ffi are built from."""
     package = root / 'xla_ffi'
-    found = {'xla_ffi/CMakeLists.txt'}
-    for shared in SHARED:
-        found |= _names(_sources(package / shared, (*NATIVE, '.py')), root)
-    left, seen = set(folders), set(SHARED)
-    while left := left - seen:
-        folder = left.pop()
-        seen.add(folder)
-        for path in _sources(package / folder, NATIVE):
-            found |= _names([path], root)
-            left.update(INCLUDE.findall(path.read_text(encoding='utf-8')))
-    return found
+    found = {package / 'CMakeLists.txt'}
+    left = {p for name in SHARED for p in _sources(package / name, (*NATIVE, '.py'))}
+    left |= {path for name in folders for path in _sources(package / name, NATIVE)}
+    while left:
+        path = left.pop()
+        found.add(path)
+        of_every_op = path.relative_to(package).parts[0] in SHARED  # includes headers of all ops
+        for header in _headers(path, package):
+            folder = header.relative_to(package).parts[0]
+            if folder == COMMON:
+                left |= {header, *_sources_of(header)} - found
+            elif not of_every_op:
+                left |= {header, *_sources(package / folder, NATIVE)} - found
+    return _names(found, root)
+
+
+def _headers(path: pathlib.Path, package: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the files of xla_ffi that a source includes itself."""
+    for name in INCLUDE.findall(_code(path)):
+        tried = [pathlib.Path(os.path.normpath(base / name)) for base in (path.parent, package)]
+        yield from [p for p in tried if p.is_file() and p.is_relative_to(package)][:1]
+
+
+def _sources_of(header: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the files that define what a header declares."""
+    tried = (header.with_suffix(suffix) for suffix in ('.cc', '.cu'))
+    return (path for path in tried if path.is_file())
+
+
+def _code(path: pathlib.Path) -> str:
+    return comments.without(path.read_text(encoding='utf-8'), path.suffix)
 
 
 def _sources(folder: pathlib.Path, suffixes: tuple[str, ...]) -> Iterator[pathlib.Path]:

@@ -1,0 +1,70 @@
+"""Source text without what cannot change what it does: comments, docstrings, blank lines and spaces
+at the end of a line; in C++, it does not say either how many spaces there are elsewhere. The result
+is for comparing, not for running, and the same in all versions of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+
+# Literals are found too, since what begins a comment does not inside of one. Of Python's, the
+# quotes in an f-string's expressions are taken to be others than its own, as before Python 3.12.
+_STRINGS = r'"(?:\\.|[^"\\\n])*"' + r"|'(?:\\.|[^'\\\n])*'"
+_TRIPLE = r'"""(?:\\.|[^\\])*?"""' + r"|'''(?:\\.|[^\\])*?'''"
+_RAW = r'\b(?:u8|[uUL])?R"(?P<end>[^()\\\s]*)\(.*?\)(?P=end)"'
+_NUMBER = r"\b\d(?:'?\w)*"  # its ' separates digits
+# To C++ a comment is a space, and many are one.
+_SPACES = r'(?:[ \t]|//(?:\\\n|[^\n])*|/\*.*?\*/)+'
+
+
+def _either(literals: str, comments: str) -> re.Pattern[str]:
+    return re.compile(rf'(?P<literal>{literals})|{comments}', re.DOTALL)
+
+
+_PYTHON = _either(f'{_TRIPLE}|{_STRINGS}', r'#[^\n]*')
+_CPP = _either(f'{_RAW}|{_NUMBER}|{_STRINGS}', _SPACES)
+_CMAKE = _either(r'"(?:\\.|[^"\\])*"', r'#[^\n]*')
+_LANGUAGES = {'.py': _PYTHON, '.txt': _CMAKE} | dict.fromkeys(('.cu', '.cuh', '.cc', '.h'), _CPP)
+
+
+@functools.cache
+def without(text: str, suffix: str) -> str:
+    """Returns the text of a Python, C++, CUDA or CMake file without comments; others as they are.
+
+    Args:
+      suffix: of the file's name, with its dot.
+    """
+    if suffix not in _LANGUAGES:
+        return text
+    if suffix == '.py':
+        text = _without_docstrings(text)
+
+    def keep(found: re.Match[str]) -> str:
+        literal = found['literal']
+        # A literal's own line breaks are hidden from what follows: its blank lines count.
+        return ' ' if literal is None else literal.replace('\n', '\0')
+
+    lines = _LANGUAGES[suffix].sub(keep, text).split('\n')
+    return '\n'.join(line.rstrip() for line in lines if line.strip())
+
+
+def _without_docstrings(text: str) -> str:
+    """Returns the text of a module without docstrings, with the code on their lines."""
+    lines = text.encode().splitlines(keepends=True)  # where ast counts columns
+    found = [_docstring(node) for node in ast.walk(ast.parse(text))]
+    for node in sorted(filter(None, found), key=lambda node: node.lineno, reverse=True):
+        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+        before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
+        lines[first : last + 1] = [before + after]
+    return b''.join(lines).decode()
+
+
+def _docstring(node: ast.AST) -> ast.Constant | None:
+    """Returns the docstring of a module, class or function."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        match node.body:
+            case [ast.Expr(ast.Constant(str()) as found), *_]:
+                return found
+    return None
