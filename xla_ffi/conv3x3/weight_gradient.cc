@@ -199,8 +199,9 @@ int64_t segments_of(const Partials& partials, int multiprocessors) {
 
 // The most splits, up to `most`, for which the workspace has room.
 int64_t splits_that_fit(const Partials& partials, int64_t most, int64_t segments) {
-  while (most > 1 && !partials.fit({most, most}, segments)) --most;
-  return most;
+  const int64_t room = partials.plan.workspace_floats - segments * partials.shift,
+                of_one = partials.kernel + partials.shortcut;
+  return std::clamp<int64_t>(room / of_one, 1, most);
 }
 
 // Four blocks of the implicit GEMM for each multiprocessor, of at least 256 pixels each.

@@ -42,9 +42,15 @@ constexpr int kMultistageTileCount = sizeof(kMultistageTiles) / sizeof(Multistag
 constexpr int64_t multistage_blocks(const MultistageTile& tile, int64_t rows, int64_t features) {
   return ceil_div(rows, tile.m) * ceil_div(features, tile.n);
 }
+// Of one split.
+constexpr int64_t multistage_blocks(const Conv3x3WeightGradient& plan, int tile) {
+  return multistage_blocks(kMultistageTiles[tile], 9 * plan.x.total + plan.projected.total,
+                           plan.features);
+}
 
-// The time of blocks over K = `depth`, in the outputs that a multiprocessor computes with the first
-// tile: that of the multiprocessor with the most blocks. It runs them in pairs.
+// The estimated time of `blocks` that each compute a tile over K = `depth`: that of the
+// multiprocessor with the most blocks, which it runs in pairs. The unit is the time that a
+// multiprocessor takes with the first tile for one step of K of one output.
 constexpr double multistage_time(const MultistageTile& tile, int64_t blocks, int multiprocessors,
                                  double depth) {
   const int64_t most = ceil_div(blocks, multiprocessors), last = most % 2;
@@ -73,26 +79,39 @@ struct MultistageChoice {
   double time = 0;
 };
 
-// The fastest number of splits for a tile, at most `most`, which the workspace holds.
-constexpr MultistageChoice multistage_splits(const Conv3x3WeightGradient& plan, int tile,
-                                             int multiprocessors, int64_t most) {
+// The estimated time of a weight gradient whose pixels are divided among `splits`.
+constexpr double multistage_time(const Conv3x3WeightGradient& plan, int tile, int multiprocessors,
+                                 int64_t splits) {
   // Pixels whose products take as long as a multiprocessor takes to write its partial results, and
   // split_k_reduce to read them. Fitted with the tiles' speeds: the harness times several numbers
   // of splits.
   constexpr double kPartialPixels = 144;
+  const int64_t share = ceil_div(plan.batch * plan.height * plan.width, splits);
+  return multistage_time(kMultistageTiles[tile], splits * multistage_blocks(plan, tile),
+                         multiprocessors, static_cast<double>(share) + kPartialPixels);
+}
+
+// The fastest number of splits for a tile, at most `most`, which the workspace holds.
+constexpr MultistageChoice multistage_splits(const Conv3x3WeightGradient& plan, int tile,
+                                             int multiprocessors, int64_t most) {
   constexpr int64_t kMinPixels = 128;  // of a split: it fills the ring
   const int64_t pixels = plan.batch * plan.height * plan.width,
-                blocks = multistage_blocks(kMultistageTiles[tile],
-                                           9 * plan.x.total + plan.projected.total, plan.features);
-  MultistageChoice best;
+                blocks = multistage_blocks(plan, tile);
   // Four blocks for each multiprocessor balance well enough.
   const int64_t end = std::min({most, std::max<int64_t>(pixels / kMinPixels, 1),
                                 std::max<int64_t>(4 * multiprocessors / blocks, 1)});
-  for (int64_t splits = 1; splits <= end; ++splits) {
-    const double share = static_cast<double>(ceil_div(pixels, splits)),
-                 time = multistage_time(kMultistageTiles[tile], blocks * splits, multiprocessors,
-                                        share + kPartialPixels);
-    if (splits == 1 || time < best.time) best = {tile, splits, time};
+  MultistageChoice best;
+  // This runs at every launch, so it does not try every number of splits: as long as the busiest
+  // multiprocessor has no more blocks, more splits take less time, or the same. At most four
+  // remain.
+  for (int64_t fewest = 1; fewest <= end;) {
+    const int64_t blocks_each = ceil_div(fewest * blocks, multiprocessors),
+                  largest = std::min(end, blocks_each * multiprocessors / blocks),
+                  share = ceil_div(pixels, largest);
+    const int64_t splits = std::max(fewest, ceil_div(pixels, share));  // the fewest with this share
+    const double time = multistage_time(plan, tile, multiprocessors, splits);
+    if (fewest == 1 || time < best.time) best = {tile, splits, time};
+    fewest = largest + 1;
   }
   return best;
 }

@@ -100,8 +100,8 @@ constexpr bool large_tiles_for_large_images() {
 }
 static_assert(large_tiles_for_large_images());
 
-// The splits are at least one, and at most what the workspace holds; the shares of the pixels leave
-// no split empty.
+// The splits are at least one, and at most what the workspace holds; each has pixels that fill the
+// ring.
 constexpr bool valid(const Conv3x3WeightGradient& plan) {
   const int64_t pixels = plan.batch * plan.height * plan.width;
   for (const int multiprocessors : kMultiprocessors) {
@@ -118,6 +118,23 @@ static_assert(valid(weight_gradient(1, 1, parts(16), 16)));
 static_assert(valid(weight_gradient(3, 5, parts(24, 40), 72)));
 static_assert(valid(weight_gradient(32, 8, parts(256, 192), 256)));
 static_assert(valid(weight_gradient(256, 64, parts(128, 64), 64)));
+
+// No other number of splits is estimated to be faster, though few are tried.
+constexpr bool fastest(const Conv3x3WeightGradient& plan, int multiprocessors) {
+  const int64_t pixels = plan.batch * plan.height * plan.width;
+  for (int tile = 0; tile < kMultistageTileCount; ++tile) {
+    const int64_t end = std::min(pixels / 128, 4 * multiprocessors / multistage_blocks(plan, tile));
+    const double time = multistage_splits(plan, tile, multiprocessors, 528).time;
+    for (int64_t splits = 1; splits <= end; ++splits) {
+      if (multistage_time(plan, tile, multiprocessors, splits) < time) return false;
+    }
+  }
+  return true;
+}
+static_assert(fastest(weight_gradient(32, 64, parts(64), 64), 108));
+static_assert(fastest(weight_gradient(256, 32, parts(192, 128), 128), 132));
+static_assert(fastest(weight_gradient(3, 40, parts(24, 40), 72), 46));
+static_assert(fastest(weight_gradient(7, 13, parts(16), 16), 82));
 
 // A linear layer of 192 channels: few tiles, so that blocks share its pixels.
 constexpr Conv3x3WeightGradient linear() {
