@@ -38,6 +38,10 @@ constexpr MultistageTile kMultistageTiles[] = {
     {128, 96, 0.9, 0.4},   {128, 96, 0.85, 0.85}, {64, 64, 0.75, 0.75},
 };
 constexpr int kMultistageTileCount = sizeof(kMultistageTiles) / sizeof(MultistageTile);
+#define SAME_TILE(index, rows, columns, ...) \
+  static_assert(kMultistageTiles[index].m == rows && kMultistageTiles[index].n == columns);
+MULTISTAGE_TILES(SAME_TILE)
+#undef SAME_TILE
 
 constexpr int64_t multistage_blocks(const MultistageTile& tile, int64_t rows, int64_t features) {
   return ceil_div(rows, tile.m) * ceil_div(features, tile.n);
