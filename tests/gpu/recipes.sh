@@ -122,14 +122,15 @@ case ${1:-} in
     done
     ;;
   pack)
+    output=${2%/}
     mkdir -p "$3"
     for name in rows stretches; do
-      find "$2" -mindepth 2 -maxdepth 2 -path "*/[0-9]*/$name.jsonl" -exec cat {} + >"$3/$name.jsonl"
+      find "$output" -maxdepth 2 -path "$output/[0-9]*/$name.jsonl" -exec cat {} + >"$3/$name.jsonl"
     done
-    for log in "$2"/*.log; do tr '\r' '\n' <"$log" >"$3/$(basename "$log")"; done
-    [ ! -f "$2/features.npz" ] || cp "$2/features.npz" "$3/"
-    find "$2" -mindepth 3 \( -path '*/[0-9]*/logs/*' -o -path '*/[0-9]*/pictures/*' \) -not -path "$2/work/*" -type f \
-      -printf '%P\0' | tar -C "$2" --null -T - --transform 's,^[0-9]*/,,' -cf "$3/pictures.tar"
+    for log in "$output"/*.log; do tr '\r' '\n' <"$log" >"$3/$(basename "$log")"; done
+    [ ! -f "$output/features.npz" ] || cp "$output/features.npz" "$3/"
+    find "$output" \( -path "$output/[0-9]*/logs/*" -o -path "$output/[0-9]*/pictures/*" \) -type f -printf '%P\0' |
+      tar -C "$output" --null -T - --transform 's,^[0-9]*/,,' -cf "$3/pictures.tar"
     ;;
   *)
     sed -n '2,21p' "$self" >&2

@@ -165,7 +165,8 @@ def test_the_error_names_the_missing_program(checkout, tmp_path):
     assert not list((checkout / 'out').glob('*.log'))
 
 
-def test_results_of_all_processes_are_packed(checkout):
+@pytest.mark.parametrize('output', ['out', 'out/'])
+def test_results_of_all_processes_are_packed(checkout, output):
     for number in (1, 10):
         folder = checkout / f'out/{number}'
         (folder / 'logs').mkdir(parents=True)
@@ -174,7 +175,7 @@ def test_results_of_all_processes_are_packed(checkout):
         (checkout / f'out/{number}.log').write_text('begins\rends')
     (checkout / 'out/work/1/logs').mkdir(parents=True)
     (checkout / 'out/work/1/logs/unfinished.csv').touch()
-    assert call(checkout, 'pack', 'out', 'packed').returncode == 0
+    assert call(checkout, 'pack', output, 'packed').returncode == 0
     packed = checkout / 'packed'
     assert sorted((packed / 'rows.jsonl').read_text().split()) == ['1', '10']
     assert (packed / '10.log').read_text() == 'begins\nends'
