@@ -9,6 +9,7 @@
 
 #include "common/mbarrier.cuh"
 #include "common/shared_memory.h"
+#include "common/warp_instructions.cuh"
 
 namespace jaxunet::cuda {
 
@@ -54,15 +55,6 @@ __device__ inline char* dynamic_smem() {
 __device__ inline void cp_async_16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
                : "memory");
-}
-
-// Makes a group of this thread's copies since the last commit; it may be empty.
-__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until all of this thread's groups but the last kPending have arrived.
-template <int kPending>
-__device__ inline void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Starts to bring a line of global memory to the L2 cache.

@@ -12,7 +12,7 @@ namespace jaxunet::cuda {
 template <class T, int V>
 struct Packed {
   static_assert(V * sizeof(T) == 16, "four words");
-  uint32_t words[4];
+  alignas(16) uint32_t words[4];
 
   __device__ void load(const T* from) {
     const uint4 four = __ldg(reinterpret_cast<const uint4*>(from));
@@ -21,12 +21,7 @@ struct Packed {
     words[2] = four.z;
     words[3] = four.w;
   }
-  // In asm, because nvcc 13.0 splits a plain store of 16 bytes where registers are few.
-  __device__ void store(T* to) const {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]),
-                 "r"(words[2]), "r"(words[3])
-                 : "memory");
-  }
+  __device__ void store(T* to) const { store_16(to, words); }
   __device__ void to_floats(float (&to)[V]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -123,6 +123,10 @@ inline char* dynamic_smem() { return emu::smem(); }
 inline void cp_async_commit() {}
 template <int k>
 void cp_async_wait() {}
+inline void store_16(void* to, const void* from) {
+  emu::aligned(to, 16);
+  memcpy(to, from, 16);
+}
 inline uint32_t smem_address(const void*) { return 0; }
 inline void cluster_arrive() {
   if (++emu::cluster_arrived == (int)(emu::blocks->size() * blockDim.x)) {

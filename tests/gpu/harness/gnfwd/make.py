@@ -29,11 +29,6 @@ EDITS = {
         ('  asm volatile("cp.async.ca', '}', '  emu::aligned(to, 4); *to = *from;\n'),
     ],
     'packed.cuh': [
-        (
-            '    asm volatile("st.global.v4',
-            '  }',
-            '    emu::aligned(to, 16); memcpy(to, words, 16);\n',
-        ),
         ('const uint4 four', ' = __ldg', 'emu::aligned(from, 16); const uint4 four'),
     ],
     'statistics.cu': [
