@@ -59,7 +59,7 @@ __device__ inline void cp_async_16(void* to, const void* from, bool there) {
                "r"(there ? 16 : 0)
                : "memory");
 }
-// The same, with a hint to load 128 bytes to L2.
+// The same, with a hint to fetch the 128 bytes around `from` into L2.
 __device__ inline void cp_async_16(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(there ? 16 : 0)

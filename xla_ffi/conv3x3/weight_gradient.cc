@@ -187,8 +187,8 @@ Choice few_choice(const Partials& partials, int multiprocessors) {
   return {tiling, {splits, 1}};
 }
 
-// The blocks that share the pixels of a sample to sum dy, which with portable/ is a kernel of its
-// own: two for each multiprocessor, of at least 256 pixels each, if the workspace has room.
+// The segments of a sample's pixels for channel_sums, which sums dy for the kernels of portable/:
+// they give each multiprocessor two blocks, of at least 256 pixels each, if the workspace has room.
 int64_t segments_of(const Partials& partials, int multiprocessors) {
   const Conv3x3WeightGradient& plan = partials.plan;
   const int64_t segments =

@@ -3,8 +3,8 @@
 // activation, compute capability 8.0 and later.
 //
 // K runs over the parts of x, in each over the taps, in each over chunks of channels; then over the
-// parts of the projection, which have one tap. So a thread copies from addresses that only advance,
-// and the pixels that a tap reads outside of the image are masks that it computes once.
+// parts of the projection, which have one tap. So a thread only adds to its addresses, and computes
+// once the masks that say which of its pixels have neighbours inside of the image.
 //
 // Shared memory: the ring; a stage holds a tile of A, K-major, and one of B, MN-major (K-major if
 // flipped). Grid: tiles of pixels × tiles of features, features first.
@@ -108,7 +108,7 @@ struct ForwardCopies {
   }
 
   __device__ void operator()(uint32_t stage) {
-    // What is not copied has the address of something that exists.
+    // Where zeros are written instead of a copy, the address must be valid, too.
     const Section& first = p.sections[0];
     const uint32_t there = channel + 8 * copy_a.vector < width ? rows : 0;
 #pragma unroll
@@ -151,15 +151,15 @@ struct ForwardCopies {
       dy += line_ends;
       rows = masks.of(dy, dx);
     } else if (section + 1 < 2 * kMaxParts) {
-      begin_section(section + 1);  // after the last one, an empty one, which is not copied
+      begin_section(section + 1);  // or, after the last one, an empty one, which nothing copies
     }
   }
 };
 
-// The shift of eight features. A thread loads it again where its pixels reach the next sample.
+// The shift of eight features. A thread loads it again when it comes to the next sample.
 struct ShiftVector {
   float at[8];
-  int end = INT_MAX;  // of the pixels that it is for
+  int end = INT_MAX;  // the first pixel that needs another
 
   __device__ explicit ShiftVector(const Parameters& p) {
     if (p.shift.data) end = 0;
@@ -176,8 +176,9 @@ struct ShiftVector {
   }
 };
 
-// Loads the residual of the warp's `vectors` at once, so that it waits for memory only once. Those
-// of fewer than `rows` rows exist. As many registers hold them as held the mainloop's fragments.
+// Loads the residual of all vectors of this thread before any is used, so that it waits for memory
+// only once; the registers that held the mainloop's fragments are enough for them. Of the rows from
+// `pixel` on, `rows` exist.
 template <class Vectors, class T>
 __device__ void load_residual(const Channels& residual, int pixel, int feature, int rows,
                               Eight<T> (&to)[Vectors::kCount]) {

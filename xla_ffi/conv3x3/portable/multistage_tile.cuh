@@ -51,7 +51,8 @@ struct SwizzledRows {
   }
 };
 
-// How the threads of a block fill a tile: each copies one vector of kPasses rows.
+// How the threads of a block fill a tile: each copies one vector from each of kPasses rows, kRows
+// apart.
 template <int kThreads, int kTileRows, int kVectors>
 struct TileCopy {
   static constexpr int kRows = floor_power_of_two(kThreads / kVectors), kPasses = kTileRows / kRows;
@@ -66,14 +67,16 @@ struct TileCopy {
         vector(thread % kVectors),
         active(row < kRows),
         offset(Layout::offset(row, vector)) {}
-  // The vector's place in the tile. `row` has none of the bits of pass · kRows.
+  // The place in the tile of the vector of a pass. As `row` is less than kRows, a power of two, it
+  // has no bit of pass · kRows, and the two can be swizzled separately.
   __device__ uint32_t place(int pass) const {
     return (offset ^ 16 * Layout::swizzle(pass * kRows)) + pass * kRows * Layout::kBytes;
   }
 };
 
-// A warp's reads of a tile: kCount fragments of 16 rows (kLeft) or columns of the product.
-// kMnMajor: rows of the tile are steps of K, else they are those rows or columns.
+// A warp's reads of a tile, in kCount fragments: each has 16 rows of the product (kLeft), or 16
+// columns. A row of the tile in shared memory is a step of K (kMnMajor), or else one of these rows
+// or columns.
 template <bool kLeft, bool kMnMajor, int kTileMn, int kDepth, int kSteps, int kCount>
 struct FragmentReader {
   using Layout = SwizzledRows<(kMnMajor ? kTileMn : kDepth) / 8>;
@@ -164,7 +167,7 @@ __device__ void multistage_mainloop(typename M::Accumulator& accumulator, int st
         reading = next(reading);
       }
       // The fragments of the next step, while the tensor cores multiply those of this one. After
-      // the last step they are of a stage without copies, and nothing multiplies them.
+      // the last step this reads a stage that nothing was copied to, and nothing multiplies it.
       left.read(a[(step + 1) % 2], reading, (step + 1) % M::kSteps);
       right.read(b[(step + 1) % 2], reading + M::kLeftBytes, (step + 1) % M::kSteps);
       multiply<M, T>(accumulator, a[step % 2], b[step % 2]);
@@ -215,17 +218,17 @@ __device__ void each_row(const typename M::Accumulator& accumulator, Begin begin
   }
 }
 
-// The outputs of a warp by rows. An accumulator has pairs of columns; a lane of this reads vectors
-// of eight columns, so that it loads and stores 16 bytes of a 16-bit type, and its neighbours the
-// rest of the row. Shared memory passes 16 rows at a time from one layout to the other. Each warp
-// has two such pieces of its own there, used in turn, and waits for no other warp.
+// Rearranges the outputs of a warp into rows. In an accumulator, a lane holds pairs of columns;
+// here it gets vectors of eight columns, which are 16 bytes of a 16-bit type, and the lanes beside
+// it get the rest of the row. The outputs go through shared memory in pieces of 16 rows. Each warp
+// has room for two pieces, which it uses in turn, so that it waits for no other warp.
 //
-// Rows are padded by eight numbers, and the halves of a vector are exchanged where row · kLanes +
-// vector has the bit of 4: so neither a quarter of a warp that reads 16 bytes each has a bank
-// conflict, nor a half that writes 8 bytes each.
+// To avoid bank conflicts, rows are padded by eight numbers, and the halves of a vector are
+// exchanged if bit 2 of row · kLanes + vector is set. Then the eight lanes that read 16 bytes each
+// at once use different banks, and so do the sixteen that write 8 bytes each.
 template <class M>
 struct RowVectors {
-  static constexpr int kLanes = M::kWarpN > 32 ? 8 : 4;  // to read a row; of 48 columns, six do
+  static constexpr int kLanes = M::kWarpN > 32 ? 8 : 4;  // for a row; with 48 columns, two are idle
   static constexpr int kRows = 32 / kLanes;              // that a warp reads at once
   static constexpr int kPasses = 16 / kRows;             // of reading for a piece
   static constexpr int kCount = M::kI * kPasses;         // vectors of a lane
@@ -251,8 +254,8 @@ struct RowVectors {
            16 * (lane / 4 % 2);
   }
 
-  // Calls visit(n, values) for n from 0 to kCount - 1, also where the lane is not active: all lanes
-  // read, some of them in vain. For the warps for which add_slices returns true.
+  // Calls visit(n, values) for n from 0 to kCount - 1, in lanes that are not active with values of
+  // no meaning. Only warps for which add_slices returned true call this.
   template <class Visit>
   __device__ void each(const typename M::Accumulator& accumulator, Visit visit) const {
     // No warp reads the ring any more. With slices, add_slices has waited for that.
@@ -261,7 +264,8 @@ struct RowVectors {
     for (int i = 0; i < M::kI; ++i) {
       const uint32_t piece = i % 2 * kPieceBytes;
       write(accumulator[i], pieces + piece);
-      // The barrier of the next piece also keeps the second next one from overtaking the reads.
+      // Also orders the reads of the piece before this one before the writes of the one after it,
+      // which take its place.
       __syncwarp();
       float values[kPasses][8];
 #pragma unroll

@@ -4,8 +4,8 @@
 //
 // dW = Aᵀ · dy: rows are (tap, channel), then the projected channels, whose rows are the gradient
 // of a shortcut; K runs over the pixels of the block's split. A thread copies the same eight
-// channels of one tap from every stage, so its addresses only advance, and the place in the image
-// of the pixels that it reads is counted up instead of divided. split_k_reduce adds the splits.
+// channels of one tap to every stage. So it only adds to its addresses and to the line and column
+// of its pixel, without dividing. split_k_reduce adds the splits.
 //
 // Shared memory: the ring; both tiles of a stage are MN-major. Grid: (tiles of rows × tiles of
 // features, features first; splits).
@@ -27,8 +27,8 @@ struct Parameters {
   int pixels, features, feature_tiles;
   int share;  // pixels of a split, a multiple of kDepth
   FastDivmod width, height;
-  // What the rows that a thread copies advance by from one to the next, in lines of an image
-  // (modulo its height) and pixels of a line.
+  // From one row that a thread copies to its next: lines of an image (modulo its height), and
+  // pixels of a line.
   int lines, columns;
   float *partials, *shortcut_partials;
 };
