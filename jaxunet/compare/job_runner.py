@@ -48,7 +48,7 @@ class Limit:
       seconds: time limit of the command.
       reserve: seconds of it that a job leaves for compiling, and for saving or measuring.
       shared_by: processes that share the GPU.
-      slowdown: how many times as long as alone training takes; 0 = `shared_by`.
+      slowdown: training time, divided by that of a job alone on the GPU; 0 = `shared_by`.
       began: `time.perf_counter()` at the start of the command.
     """
 

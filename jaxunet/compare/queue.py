@@ -75,7 +75,7 @@ SHARED_BY = flags.DEFINE_integer(
 SLOWDOWN = flags.DEFINE_float(
     'slowdown',
     0.0,
-    'How many times as long as alone a job is expected to train; 0 = as --shared_by.',
+    'Expected training time of a job, divided by its time alone on the GPU; 0 = --shared_by.',
     lower_bound=0,
 )
 KNOWN = flags.DEFINE_string(

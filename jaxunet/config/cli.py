@@ -42,9 +42,9 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
-    `exit_code`. So is an exception for lack of memory or of a device. After Ctrl-C
-    the exit code is `INTERRUPTED`, and only `main` prints anything. The process does not wait for a
-    `Background`, which would delay the exit of Python, or crash during it.
+    `exit_code`. So is an exception for lack of memory or of a device. After Ctrl-C the exit code is
+    `INTERRUPTED`, and only `main` prints anything. The process does not wait for a `Background`,
+    which would delay the exit of Python, or crash during it.
     """
     raise_again()
     sys.unraisablehook = _tell_of_unraisable
@@ -89,7 +89,7 @@ def _without_traceback(
 ) -> Callable[[Sequence[str]], int | None]:
     """Wraps `main` so that a `UserError` or a stray argument ends in one line.
 
-    Any end of `main` ends the process at once while a `Background` runs.
+    If a `Background` runs when `main` returns or raises, the process exits at once.
     """
 
     def wrapped(argv: Sequence[str]) -> int | None:

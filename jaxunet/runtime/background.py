@@ -34,7 +34,7 @@ class Background(Generic[Result]):
 
     @classmethod
     def running(cls) -> bool:
-        """Returns True while the function of any of them runs."""
+        """Returns True while the function of any `Background` of this process runs."""
         return any(thread.name == cls.NAME for thread in threading.enumerate())
 
     def result(self, keep_waiting: Callable[[], bool]) -> Result | None:

@@ -1,6 +1,6 @@
 """Everything that determines the pixels of all samples of a command.
 
-An interrupted command keeps the images that it already drew only if this is the same again.
+When an interrupted command is repeated, it keeps the finished samples only if this is unchanged.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def identity(
 ) -> dict[str, object]:
     """Returns everything that determines the pixels of all samples.
 
-    The number of samples, the batch size and the devices do not. `LowRes.checksums` has the picture
-    that each sample is made from.
+    The number of samples, the batch size and the devices do not. Nor does it contain the picture
+    that each sample is made from: `LowRes.checksums` does.
 
     Args:
       params: the model's weights.

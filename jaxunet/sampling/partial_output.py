@@ -38,12 +38,12 @@ class Parts:
       output: final path of the images.
       identity: everything that determines the pixels of all samples (weights, sampler, seed, ...),
         as JSON values.
-      made_from: a checksum of what else determines the pixels of sample i, for every sample of this
-        command; None if nothing does.
+      made_from: for every sample of this command, a checksum of the picture that it is made from;
+        None if samples are made from none.
 
     Raises:
-      UserError: `X.partial` holds samples of another identity, samples made from something else, or
-        something else than samples.
+      UserError: `X.partial` holds samples of another identity or made from other pictures, or
+        anything else.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Parts:
             )
 
     def _check_made_from(self, now: UInt32[np.ndarray, ' samples']) -> None:
-        """Raises `UserError` if a stored sample was made from something else than now."""
+        """Raises `UserError` if a stored sample was made from another picture than now."""
         for first, end in self.finished():
             there = self._read(first, end, 'made_from')
             if there is None:
                 continue
-            wanted = now[first:end]  # fewer where this command draws fewer samples
+            wanted = now[first:end]  # fewer than there are if this command draws fewer samples
             other = np.flatnonzero(there[: len(wanted)] != wanted)
             if other.size:
                 raise UserError(

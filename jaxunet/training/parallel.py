@@ -80,7 +80,7 @@ def _garbage_collection_off() -> Iterator[None]:
 
 
 def on_fewer_devices(config: Config) -> Config:
-    """Returns the config with the most devices that exist and among which the batch divides.
+    """Returns the config with the largest number of available devices that divides the batch.
 
     Warns if they are fewer than asked for. A run of several processes keeps its devices, as each
     process must have the same number.

@@ -147,7 +147,7 @@ def test_forms_agree(tmp_path, form, monkeypatch):
 
 @pytest.mark.parametrize('form', FORMS)
 def test_hidden_files_are_ignored(tmp_path, form):
-    """They are no images, classes or files left out, also where they are all that there is."""
+    """They count neither as images or classes nor as other files, even if there are no others."""
     for name in ('some', 'all'):
         (tmp_path / name).mkdir()
     image = encoded(random_pixels(0))

@@ -12,8 +12,8 @@
 # same time: two train 1.16 times as fast (docs/results.md, Recipes). `start` starts the service in OUTPUT/mps, the last process ends it.
 # All processes must be of one user, and a fault of one of them on a GPU ends the others there. If one was killed, end the service yourself:
 #   echo quit | CUDA_MPS_PIPE_DIRECTORY=$PWD/OUTPUT/mps nvidia-cuda-mps-control
-# RECIPE_PROCESSES: processes that will share each GPU's memory, if `start` is called again for it; default: those named.
-# RECIPE_SLOWDOWN: how many times as long as alone training is expected to take; default: the processes on its GPU.
+# RECIPE_PROCESSES: processes that will share the memory of a GPU, with those of later calls of `start`; default: those of this call.
+# RECIPE_SLOWDOWN: expected training time, divided by the time alone on the GPU; default: the number of processes on the GPU.
 # STEP_MS: milliseconds of a step measured alone (python -m jaxunet.benchmark), or a file with those of each case (python -m jaxunet.compare.step_cost).
 # RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs, RECIPE_KNOWN rows whose times are left out.
 # The features are OUTPUT/features.npz, else features.npz beside the jobs, else the first process trains them with

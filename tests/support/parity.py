@@ -4,11 +4,12 @@ same type.
 Both are held against the reference in float64, on inputs that every type represents exactly. The
 plain op's error is measured on the CPU, with the products that JAX takes by default on this
 machine's device (`support.products`), so that no choice of XLA's GPU autotuner moves the bound;
-and over several draws of the inputs, so that no single lucky draw does. A kernel that errs a little
-more gets the bound of more draws: of a gradient of three numbers, as of a bias of three features, a
-few draws of the plain op may all be lucky. The plain op's error counts as no less than
-what rounding a result to its type can cost: where the largest value is just above a power of two,
-few values are rounded as coarsely as it, and the plain op may have luck with all of them.
+and over several draws of the inputs, so that no single lucky draw does. If a kernel exceeds the
+bound a little, more draws are made before it fails: the largest error of three numbers, such as the
+gradient of a bias of three features, may be small by luck in a few draws. The plain op's error
+counts as no less than what rounding a result to its type can cost: where the largest value is just
+above a power of two, few values are rounded as coarsely as it, and the plain op may have luck with
+all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DTYPES = ('float32', 'bfloat16')
 # Draws from which the plain op's largest error is taken. The largest error of few elements varies
 # more from draw to draw than that of many.
 DRAWS_OF_FEW, FEW, DRAWS, DRAWS_OF_MANY, MANY = 32, 2**10, 8, 2, 2**16
-NEAR = 3.0  # share of what is allowed, up to which more draws may allow more
+NEAR = 3.0  # a larger error, as a share of what is allowed, fails without more draws
 
 
 class Named(Protocol):
