@@ -173,6 +173,7 @@ def test_results_of_all_processes_are_packed(checkout, output):
         (folder / 'rows.jsonl').write_text(f'{number}\n')
         (folder / f'logs/{number}.csv').touch()
         (checkout / f'out/{number}.log').write_text('begins\rends')
+        (checkout / f'out/{number}.done').touch()
     (checkout / 'out/work/1/logs').mkdir(parents=True)
     (checkout / 'out/work/1/logs/unfinished.csv').touch()
     assert call(checkout, 'pack', output, 'packed').returncode == 0
