@@ -114,7 +114,13 @@ def main(argv: Sequence[str]) -> int:
     queue = Queue(
         output,
         Measurements(FEATURES.value, output / 'pictures'),
-        limit=Limit(LIMIT.value, RESERVE.value, SHARED_BY.value, SLOWDOWN.value, began),
+        limit=Limit(
+            LIMIT.value,
+            RESERVE.value,
+            shared_by=SHARED_BY.value,
+            slowdown=SLOWDOWN.value,
+            began=began,
+        ),
         step_ms=step_ms,
         known=KNOWN.value,
         claims=CLAIMS.value,

@@ -133,7 +133,7 @@ case ${1:-} in
       tar -C "$output" --null -T - --transform 's,^[0-9]*/,,' -cf "$3/pictures.tar"
     ;;
   *)
-    sed -n '2,21p' "$self" >&2
+    sed '1d; /^#/!Q' "$self" >&2 # the comment at the top
     exit 2
     ;;
 esac

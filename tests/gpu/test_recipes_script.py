@@ -104,6 +104,24 @@ def test_commands_name_no_folder_of_the_machine(checkout):
     assert {path.name for path in (checkout / 'out').glob('*.done')} == {'1.done', '2.done'}
 
 
+def test_the_expected_slowdown_is_that_of_the_variable(checkout):
+    assert start(checkout, 2).returncode == 0
+    assert start(checkout, 3, RECIPE_SLOWDOWN='1.9').returncode == 0
+    for arguments, slowdown in zip(
+        wait_for(checkout, '2-1.arguments', '3-2.arguments'), ('0', '1.9'), strict=True
+    ):
+        assert arguments[arguments.index('--slowdown') + 1] == slowdown
+
+
+def test_without_an_action_it_says_how_it_is_used(checkout):
+    ended = call(checkout)
+    assert ended.returncode == 2
+    usage = ended.stderr.splitlines()
+    assert usage[0].startswith('# Runs jobs of docs/results/recipes')
+    assert usage[-1].startswith('# Example, ')
+    assert all(line.startswith('#') for line in usage)
+
+
 def variables(checkout, *names):
     """Returns the variables of processes that have started."""
     return [
