@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
@@ -24,7 +24,7 @@ from jaxunet.config import Config, cli, resolve
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images
 from jaxunet.runtime import rows
-from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import check_fields, read_json
 
 ROUNDS = 11
@@ -117,21 +117,22 @@ def read_configs(named: str, data: str = '') -> dict[str, Config]:
     return found
 
 
-def main() -> None:
-    """Times the methods of the file on the command line and prints the row."""
+def main(argv: Sequence[str]) -> None:
+    """Times the methods of the file on the command line and prints the row.
+
+    Raises:
+      UserError: the arguments are not a file and perhaps its images, or as `read_configs` and
+        `measure`.
+    """
+    arguments = argv[1:]
+    if not 1 <= len(arguments) <= 2:
+        raise UserError(
+            'expected CONFIGS.json, or FILE:PART of jobs and the folder of their images; found '
+            f'{len(arguments)} arguments'
+        )
     cli.enable_compilation_cache()
-    arguments = sys.argv[1:]
-    try:
-        if not 1 <= len(arguments) <= 2:
-            raise UserError(
-                'expected CONFIGS.json, or FILE:PART of jobs and the folder of their images; found '
-                f'{len(arguments)} arguments'
-            )
-        print(json.dumps(measure(read_configs(*arguments))))
-    except UserError as error:
-        print(f'error: {error}', file=sys.stderr, flush=True)
-        sys.exit(USER_ERROR)
+    print(json.dumps(measure(read_configs(*arguments))))
 
 
 if __name__ == '__main__':
-    main()
+    cli.run(main, arguments=True)

@@ -15,7 +15,6 @@ import json
 import os
 import pathlib
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from jaxunet.data.sources import Source, open_images
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
-from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import NUMBER, check_fields, read_json
 from jaxunet.training.clock import Milestones
 from jaxunet.training.evaluation import Evaluator
@@ -269,15 +268,17 @@ def save_task(task: Task, folder: pathlib.Path) -> None:
     partial.replace(folder / TASK)
 
 
-def main() -> None:
-    """Does the run of the folder on the command line."""
+def main(argv: Sequence[str]) -> None:
+    """Does the run of the folder on the command line.
+
+    Raises:
+      UserError: the arguments are not one folder, or as `run`.
+    """
+    if len(argv) != 2:
+        raise UserError(f'expected FOLDER, found {len(argv) - 1} arguments')
     cli.enable_compilation_cache()
-    try:
-        run(pathlib.Path(sys.argv[1]))
-    except UserError as error:
-        print(f'error: {error}', file=sys.stderr, flush=True)
-        sys.exit(USER_ERROR)
+    run(pathlib.Path(argv[1]))
 
 
 if __name__ == '__main__':
-    main()
+    cli.run(main, arguments=True)

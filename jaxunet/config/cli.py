@@ -38,13 +38,17 @@ HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
 flags.disclaim_key_flags()  # --help of a command lists --config as its own
 
 
-def run(main: Callable[[Sequence[str]], int | None]) -> None:
+def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False) -> None:
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
     `exit_code`. So is an exception for lack of memory or of a device. After Ctrl-C the exit code is
     `INTERRUPTED`, and only `main` prints anything. The process does not wait for a `Background`,
     which would delay the exit of Python, or crash during it.
+
+    Args:
+      arguments: `main` takes arguments that are not flags, and checks them; otherwise they are an
+        error.
     """
     raise_again()
     sys.unraisablehook = _tell_of_unraisable
@@ -54,7 +58,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     handler.addFilter(_is_shown)
     handler.setFormatter(std_logging.Formatter('%(message)s'))
     try:
-        app.run(_without_traceback(main), flags_parser=_parse)
+        app.run(_without_traceback(main, arguments=arguments), flags_parser=_parse)
     except UserError as error:
         _fail(error)
     except (KeyboardInterrupt, SystemError) as error:
@@ -85,7 +89,7 @@ def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _without_traceback(
-    main: Callable[[Sequence[str]], int | None],
+    main: Callable[[Sequence[str]], int | None], *, arguments: bool
 ) -> Callable[[Sequence[str]], int | None]:
     """Wraps `main` so that a `UserError` or a stray argument ends in one line.
 
@@ -94,7 +98,7 @@ def _without_traceback(
 
     def wrapped(argv: Sequence[str]) -> int | None:
         try:
-            if len(argv) > 1:
+            if len(argv) > 1 and not arguments:
                 raise UserError(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )

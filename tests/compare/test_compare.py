@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from support.commands import Fork
+from support.commands import call as run_command
 from support.tiny import flags, tiny_config
 from support.untrained_features import write_untrained
 
@@ -20,6 +21,7 @@ from jaxunet.compare.methods import (
 )
 from jaxunet.config import to_dict
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.no_device import NO_DEVICE
 from jaxunet.training.logs import read_metrics
 
 
@@ -199,6 +201,19 @@ def test_a_milestone_wants_a_row_of_every_metric(tmp_path):
     with (tmp_path / worker.ROWS).open('a') as file:
         file.write(json.dumps({'milestone': 1, 'name': 'recall'}) + '\n')
     assert worker.missing(task, tmp_path) == [0]
+
+
+@pytest.mark.parametrize('module', [runner.WORKER, runner.STEP_COST])
+def test_the_processes_of_a_comparison_end_in_one_line(module, tmp_path):
+    config = to_dict(tiny_config())
+    worker.save_task(worker.Task('uniform', 0, config, [1.0]), tmp_path)
+    (tmp_path / 'configs.json').write_text(json.dumps({'uniform': config}))
+    todo = {runner.WORKER: tmp_path, runner.STEP_COST: tmp_path / 'configs.json'}[module]
+    nothing = {'JAX_PLATFORMS': 'none'}
+    error = run_command(module, todo, code=NO_DEVICE, variables=nothing, fresh=True)
+    assert error.splitlines()[-1].startswith('error: JAX found no device that it can use')
+    assert run_command(module, code=2).startswith('error: expected ')
+    assert "'bogus'" in run_command(module, '--bogus', code=2)
 
 
 def test_long_runs_go_first():

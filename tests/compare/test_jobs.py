@@ -144,8 +144,6 @@ def test_a_sampler_may_name_its_spacing():
 
 
 @pytest.mark.parametrize('arguments', [[], ['jobs.py', 'data', 'more']])
-def test_step_costs_of_no_file(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(step_cost.sys, 'argv', ['step_cost', *arguments])
-    with pytest.raises(SystemExit, match='2'):
-        step_cost.main()
-    assert 'error: expected CONFIGS.json, or FILE:PART' in capsys.readouterr().err
+def test_step_costs_of_no_file(arguments):
+    with pytest.raises(UserError, match=r'expected CONFIGS\.json, or FILE:PART'):
+        step_cost.main(['step_cost', *arguments])
