@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 Result = TypeVar('Result')
 WAIT_SECONDS = 0.1  # between two looks at whether the caller still waits
@@ -17,7 +17,7 @@ class Background(Generic[Result]):
       function: called at once, in the thread.
     """
 
-    NAME = 'background compilation'  # of the thread
+    _all_running: ClassVar[set[Background[Any]]] = set()
 
     def __init__(self, function: Callable[[], Result]) -> None:
         self._results: list[Result] = []
@@ -28,14 +28,21 @@ class Background(Generic[Result]):
                 self._results.append(function())
             except BaseException as error:  # raised again by `result`
                 self._errors.append(error)
+            finally:
+                self._all_running.discard(self)
 
-        self._thread = threading.Thread(target=call, name=self.NAME, daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=call, name='background', daemon=True)
+        self._all_running.add(self)  # first, as the function may end before `start` returns
+        try:
+            self._thread.start()
+        except Exception:  # after Ctrl-C, the thread may run
+            self._all_running.discard(self)
+            raise
 
     @classmethod
     def running(cls) -> bool:
         """Returns True while the function of any `Background` of this process runs."""
-        return any(thread.name == cls.NAME for thread in threading.enumerate())
+        return bool(cls._all_running)
 
     def result(self, keep_waiting: Callable[[], bool]) -> Result | None:
         """Waits for the result of the function; returns None if `keep_waiting` returns False first.
