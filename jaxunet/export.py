@@ -51,6 +51,13 @@ OUTPUT = flags.DEFINE_string(
 NAMES = flags.DEFINE_enum(
     'names', None, PROGRAMS, f'Names of the weights in a .pt; default: {PROGRAM}.'
 )
+OUTPUT_ORDER = flags.DEFINE_enum(
+    'output_order',
+    None,
+    ['legacy', 'new'],
+    "Order of attention's rows to write, as guided-diffusion's use_new_attention_order (False is "
+    'legacy); default: that of the file that is read, or legacy if it has none.',
+)
 EMA = flags.DEFINE_string(
     'ema',
     '',
@@ -121,7 +128,7 @@ def copy_classifier() -> None:
     if path is None:
         raise UserError('--classifier: needs --checkpoint, the file to copy')
     unused = {'names': NAMES, 'ema': EMA, 'with_optimizer': WITH_OPTIMIZER}
-    unused |= {'new_attention_order': MODEL.order} | MODEL.stated
+    unused |= {'new_attention_order': MODEL.order, 'output_order': OUTPUT_ORDER} | MODEL.stated
     del unused['image_size']
     if named := [f'--{name}' for name, flag in unused.items() if flag.present]:
         raise UserError(f'{", ".join(named)}: no effect with --classifier; leave it out')
@@ -173,12 +180,25 @@ def has_no_order(path: str) -> bool:
 def order(model: Model) -> bool:
     """Returns the order of qkv's rows to write, as guided-diffusion's `use_new_attention_order`.
 
-    It is that of the weight file, or of --new_attention_order for weights without one; unet.cu has
-    one order, to which any file is converted.
+    --output_order names it. Without, it is that of the weight file, or of --new_attention_order for
+    weights without one; unet.cu has one order, to which any file is converted.
+
+    Raises:
+      UserError: --output_order for unet.cu, or beside --new_attention_order for weights without an
+        order.
     """
+    is_unetcu = OUTPUT.value.lower().endswith('.bin') or NAMES.value == unetcu.PROGRAM
+    if OUTPUT_ORDER.value is not None:
+        if is_unetcu:
+            raise UserError('--output_order: unet.cu has one order only; leave it out')
+        if MODEL.order.value is not None and (INIT.value or has_no_order(str(CHECKPOINT.value))):
+            raise UserError(
+                '--new_attention_order: these weights have no order by themselves; leave it out '
+                'beside --output_order'
+            )
+        return OUTPUT_ORDER.value == 'new'
     if model.new_attention_order is None:
         return bool(MODEL.order.value)
-    is_unetcu = OUTPUT.value.lower().endswith('.bin') or NAMES.value == unetcu.PROGRAM
     return model.new_attention_order and not is_unetcu
 
 

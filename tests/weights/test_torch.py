@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.commands import call
 from support.weight_cases import ADM, make, random_params
 
 from jaxunet.config import Config
@@ -93,6 +94,25 @@ def test_our_network_in_torch_hands(tmp_path: pathlib.Path, name: str, new_order
     model.load_state_dict(state, strict=True)
     expected, found = torch_output(model, config), our_output(params, config)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize('order', ['legacy', 'new'])
+def test_a_converted_order_in_torch_hands(tmp_path: pathlib.Path, order: str) -> None:
+    """Torch's network of the other order computes the same with the converted file."""
+    config = ADM['num_heads']
+    files = tmp_path / 'a.pt', tmp_path / 'b.pt'
+    write_weights(files[0], random_params(config), config, new_attention_order=order == 'legacy')
+    call(
+        'jaxunet.export',
+        f'--checkpoint={files[0]}',
+        f'--output={files[1]}',
+        f'--output_order={order}',
+    )
+    models = peer(config, order == 'legacy'), peer(config, order == 'new')
+    for model, file in zip(models, files, strict=True):
+        model.load_state_dict(torch.load(file, weights_only=True))
+    expected, found = (torch_output(model, config) for model in models)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
 def test_the_order_of_qkv_matters(tmp_path: pathlib.Path) -> None:
