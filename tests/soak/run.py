@@ -15,8 +15,9 @@ The run returns the memory that it frees to the system (`soak/trimmed.py`). It h
 (MALLOC_ARENA_MAX=2) in place of one for each thread, which fill one after the other: that looks
 like growth for many minutes.
 
-One growth is known: tensorstore 0.1.86 never frees some 230 bytes for each array of a checkpoint
-(`KvStore.Spec.to_json`, which orbax calls). With hundreds of checkpoints that can pass the limit.
+One growth is known: for each array of a checkpoint, tensorstore 0.1.86 never frees some 200 bytes
+and the checkpoint's path (`KvStore.Spec.to_json`, which orbax calls). With hundreds of checkpoints
+that can pass the limit.
 """
 
 from __future__ import annotations
