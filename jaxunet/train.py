@@ -18,11 +18,12 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from absl import flags
+from absl import flags, logging
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import newest_config, saved_steps
+from jaxunet.checkpoint.state import endless_warmup
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.data.automatic import complete
@@ -160,6 +161,8 @@ def run(config: Config) -> None:
         config = on_fewer_devices(config)
     Parallel(config)
     estimate.warn_if_long_on_a_cpu(config)
+    if warning := endless_warmup(config):
+        logging.warning('%s', warning)
     source = open_images(config)
     check_classes(config, source)
     folder = workdir()
@@ -229,6 +232,8 @@ def dry_run(config: Config) -> None:
     if config.init_from:
         print(f'init_from: {start_from(config)}')
     print(estimate.summary(config))
+    if warning := endless_warmup(config):
+        print(warning)
 
 
 def start_from(config: Config) -> str:

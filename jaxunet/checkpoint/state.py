@@ -138,6 +138,19 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     return _lenient(optax.join_schedules([warmup, after], [options.warmup_steps]))
 
 
+def endless_warmup(config: Config) -> str:
+    """Returns a warning if the run ends before its learning rate has risen, else ''."""
+    steps, warmup = config.train.steps, config.optimizer.warmup_steps
+    if steps >= warmup:
+        return ''
+    rate = config.optimizer.learning_rate
+    return (
+        f'optimizer.warmup_steps={warmup} is more than train.steps={steps}: the learning rate ends '
+        f'at {rate * steps / warmup:.3g} and never reaches optimizer.learning_rate={rate:g}; lower '
+        'warmup_steps'
+    )
+
+
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """Returns Adam or AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), or `muon`.
 

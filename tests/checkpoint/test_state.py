@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import draw_state, fresh_state, state_config
+from jaxunet.checkpoint.state import draw_state, endless_warmup, fresh_state, state_config
 from jaxunet.checkpoint.store import state_template
 
 
@@ -43,3 +44,19 @@ def test_shapes_start_no_device():
         [sys.executable, '-c', TRACE], env=environment, capture_output=True, text=True, check=True
     )
     assert "Unable to initialize backend 'tpu'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ('steps', 'warning'),
+    [
+        (
+            40,
+            'optimizer.warmup_steps=100 is more than train.steps=40: the learning rate ends at '
+            '8e-05 and never reaches optimizer.learning_rate=0.0002; lower warmup_steps',
+        ),
+        (100, ''),
+    ],
+)
+def test_a_run_shorter_than_its_warmup_is_announced(steps, warning):
+    optimizer = {'learning_rate': 2e-4, 'warmup_steps': 100}
+    assert endless_warmup(tiny_config(optimizer=optimizer, train={'steps': steps})) == warning

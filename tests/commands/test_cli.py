@@ -167,8 +167,11 @@ def test_dry_run(tmp_path):
         '--dry_run',
         f'--config={os.path.dirname(__file__)}/../../configs/elephants64.py',
         '--config.evaluation.metrics=fid,kid',
+        '--config.optimizer.warmup_steps=5000',
+        '--config.train.steps=40',
     )
     assert "'metrics': ('fid', 'kid')" in out
+    assert 'optimizer.warmup_steps=5000 is more than train.steps=40' in out
     assert "'base_channels': 64" in out
     assert 'parameters: 20,494,211' in out
     assert 'GFLOPs per image: 12' in out or 'GFLOPs per image: 13' in out
