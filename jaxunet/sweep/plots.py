@@ -11,7 +11,7 @@ from jaxunet.profile.report import Chart, check_plots, read_csv
 from jaxunet.profile.report import plot as plot_operations
 from jaxunet.runtime.rows import Row
 from jaxunet.sweep.points import Axis, show
-from jaxunet.sweep.results import Sweep
+from jaxunet.sweep.results import Sweep, counts_memory
 
 if TYPE_CHECKING:  # matplotlib is optional
     from matplotlib.axes import Axes
@@ -24,8 +24,8 @@ def plot(sweep: Sweep, directory: pathlib.Path) -> list[pathlib.Path]:
     """Draws the plots of a sweep with results and returns their paths.
 
     Profiles get one picture of their operations. Timed steps get one picture per axis: images/s,
-    with the range over the parts of the run, and peak memory, in one colour for each setting of
-    the other axes.
+    with the range over the parts of the run, and peak memory where the devices count it, in one
+    colour for each setting of the other axes.
 
     Raises:
       UserError: matplotlib is missing.
@@ -65,7 +65,7 @@ def _plot_axis(sweep: Sweep, axis: Axis, path: pathlib.Path) -> None:
     for row in sweep.done:
         groups.setdefault(_label(row, others), []).append(row)
     titles = ['images/s']
-    if any(row.get('peak_bytes') for row in sweep.done):
+    if any(map(counts_memory, sweep.done)):
         titles.append('peak memory, GiB')
     figure = Figure(figsize=(11 if len(titles) > 1 else 6, 4.2), layout='constrained')
     panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
@@ -99,7 +99,7 @@ def _draw_groups(panels: Sequence[Axes], axis: Axis, groups: Mapping[str, list[R
             [max(r - low, 0) for r, (low, _) in zip(rate, ends, strict=True)],
             [max(high - r, 0) for r, (_, high) in zip(rate, ends, strict=True)],
         ]
-        memory = [row.get('peak_bytes', math.nan) / 2**30 for row in found]
+        memory = [row['peak_bytes'] / 2**30 if counts_memory(row) else math.nan for row in found]
         if numbers:
             panels[0].errorbar(x, rate, yerr=spread, marker='o', capsize=3, label=label)
         else:

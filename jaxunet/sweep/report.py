@@ -168,22 +168,31 @@ def _worth(sweep: Sweep) -> list[str]:
         'Ratio of images/s to the first value, all else equal; geometric mean over the other axes.',
         '',
     ]
+    memory = any(w.memory for w in found)
     scaling = any(w.efficiency is not None for w in found)
-    heads = ['option', 'against', 'images/s', 'range', 'pairs', 'peak memory']
+    heads = ['option', 'against', 'images/s', 'range', 'pairs']
+    heads += ['peak memory'] if memory else []
     heads += ['efficiency'] if scaling else []
     lines += [f'| {" | ".join(heads)} |', '|' + '---|' * len(heads)]
-    lines += [f'| {" | ".join(_worth_cells(w, scaling=scaling))} |' for w in found]
+    lines += [f'| {" | ".join(_worth_cells(w, memory=memory, scaling=scaling))} |' for w in found]
+    if scaling and any(row['device'] == 'cpu' for row in sweep.done):
+        lines += [
+            '',
+            'These devices share the cores of one CPU, so their numbers do not show how a run '
+            'grows on several GPUs.',
+        ]
     return [*lines, '']
 
 
-def _worth_cells(w: Worth, *, scaling: bool) -> list[str]:
+def _worth_cells(w: Worth, *, memory: bool, scaling: bool) -> list[str]:
     cells = [f'{w.axis.name}={show(w.value)}', show(w.axis.values[0])]
     if w.ratios:
         spread = f'×{min(w.ratios):.3g} to ×{max(w.ratios):.3g}'
         cells += [f'×{w.ratio:.3g}', spread, str(len(w.ratios))]
     else:
         cells += ['not comparable', '', '0']
-    cells += [f'×{geometric_mean(w.memory):.3g}' if w.memory else '']
+    if memory:
+        cells += [f'×{geometric_mean(w.memory):.3g}' if w.memory else '']
     if scaling:
         cells += [f'{w.efficiency:.1%}' if w.efficiency is not None and w.ratios else '']
     return cells
@@ -210,8 +219,8 @@ def _table(sweep: Sweep) -> list[str]:
     if any(row.get('peak_source') == 'process' for row in sweep.done):
         lines += [
             '',
-            'This backend does not count its memory: the peak is that of the whole process, '
-            'compiler included.',
+            'This backend does not count its memory: the peak is that of the whole process, with '
+            'the compiler unless the step was cached, so peaks are not compared.',
         ]
     return [*lines, '']
 

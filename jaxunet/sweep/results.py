@@ -50,7 +50,7 @@ class Worth:
       axis: the axis.
       value: the option, one of its values.
       ratios: ratios of images/s, one for each setting of the other axes in which both ran.
-      memory: ratios of peak memory.
+      memory: ratios of peak memory on devices that count it.
     """
 
     axis: Axis
@@ -77,6 +77,14 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
+def counts_memory(row: Row) -> bool:
+    """Returns True if a row has the peak memory of its devices.
+
+    The peak of a process is another number: it includes the compiler, unless the step was cached.
+    """
+    return bool(row.get('peak_bytes')) and row.get('peak_source') == 'device'
+
+
 def worth(sweep: Sweep) -> list[Worth]:
     """Returns the worth of every value of every axis except the first ones."""
     found = []
@@ -92,7 +100,7 @@ def worth(sweep: Sweep) -> list[Worth]:
             memory = [
                 a['peak_bytes'] / b['peak_bytes']
                 for a, b in pairs
-                if a.get('peak_bytes') and b.get('peak_bytes')
+                if counts_memory(a) and counts_memory(b)
             ]
             found.append(Worth(axis, value, rates, memory))
     return found

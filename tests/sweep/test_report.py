@@ -121,6 +121,23 @@ def test_report_csv_and_plots(tmp_path):
     assert table[2]['images_per_s'] == ''
 
 
+def test_numbers_of_a_cpu_that_mean_nothing_are_left_out(tmp_path):
+    """Peaks of processes are not compared, and devices that share cores are named as such."""
+    made = made_up()
+    for row in made.done:
+        row |= {'device': 'cpu', 'peak_source': 'process'}
+    assert not any(w.memory for w in worth(made))
+    *_, plot, page = report.write(made, tmp_path, plot=True)
+    text = page.read_text()
+    assert '| option | against | images/s | range | pairs | efficiency |' in text
+    assert 'These devices share the cores of one CPU' in text
+    assert 'so peaks are not compared' in text
+    with Image.open(plot) as alone:
+        wide = report.write(made_up(), tmp_path, plot=True)[-2]
+        with Image.open(wide) as both:
+            assert alone.width < both.width  # one panel
+
+
 def test_a_study_is_one_report_of_its_parts(monkeypatch, tmp_path):
     sweep = made_up()
     parts = {'amp': sweep, 'compiled': dataclasses.replace(sweep, rows=[], missing=6)}
