@@ -47,13 +47,22 @@ def images_bytes(source: Source) -> int:
 
 
 def choose_cache(config: Config, source: Source) -> str:
-    """Returns device or stream: `data.cache`, or what auto chooses, which is logged."""
+    """Returns device or stream: `data.cache`, or what auto chooses, which is logged.
+
+    Workers that the choice leaves without work are logged, too.
+    """
     choice = config.data.cache
     if choice == 'auto' and config.data.crop == 'random':
         choice = 'stream'
         logging.info('data.cache=auto: stream, as data.crop=random cuts images anew every epoch')
     elif choice == 'auto':
         choice = _fitting(source)
+    if choice == 'device' and config.data.num_workers:
+        logging.info(
+            'data.num_workers: the %d workers are not used, as the images lie in device memory%s',
+            config.data.num_workers,
+            '' if source.in_memory else '; data.cache=stream uses them',
+        )
     return choice
 
 

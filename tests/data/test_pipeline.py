@@ -209,3 +209,21 @@ def test_choosing_the_cache(monkeypatch):
     monkeypatch.setattr(pipeline, 'DEVICE_BYTES', 3071999)
     monkeypatch.setattr(pipeline.jax, 'local_devices', lambda: [Device(None)])
     assert pipeline.choose_cache(auto, source) == 'stream'
+
+
+@pytest.mark.parametrize(
+    ('cache', 'in_memory', 'told'),
+    [
+        ('device', False, 'as the images lie in device memory; data.cache=stream uses them'),
+        ('device', True, 'as the images lie in device memory'),
+        ('stream', False, ''),
+    ],
+)
+def test_workers_without_work_are_named(cache, in_memory, told, caplog):
+    source = ArraySource('array', np.zeros((4, 8, 8, 3), np.uint8), (8, 8, 3))
+    source.in_memory = in_memory
+    config = Config().replace(data={'cache': cache, 'num_workers': 2})
+    with caplog.at_level('INFO'):
+        pipeline.choose_cache(config, source)
+    text = f'data.num_workers: the 2 workers are not used, {told}' if told else ''
+    assert caplog.messages == ([text] if text else [])
