@@ -231,10 +231,10 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     config = runner.base_config(complete(CONFIG.value))
     methods = parse_methods(METHOD_NAMES.value)
     jax.config.update('jax_platforms', 'cpu')  # the other devices belong to the runs
-    # Find mistakes in the evaluation before anything runs.
-    network = evaluation_network(config) if TRAIN.value else None
     spec = make_spec(config, methods)
     todo = runner.tasks(spec, config)
+    # Find mistakes in the evaluation before anything runs, but after those that need no download.
+    network = evaluation_network(config) if TRAIN.value else None
     if network:
         runner.check_features(todo, directory, network.name)
     # --notrain adds step costs to an existing comparison.

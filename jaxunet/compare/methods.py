@@ -209,8 +209,8 @@ def _by_method(
         number = read(given)
         if number <= 0 or (equals and name not in names):
             raise UserError(
-                f'{flag}: expected {what} or NAME={what}, with names of {", ".join(names)}, '
-                f'found {text!r}'
+                f'{flag}: expected {what} or NAME={what}, with {what} above 0 and names of '
+                f'{", ".join(names)}, found {text!r}'
             )
         if name in numbers:
             raise UserError(

@@ -102,6 +102,15 @@ def test_a_comparison_from_end_to_end(compared):
     assert (output / 'quality.png').stat().st_size > 5000
 
 
+def test_flags_are_checked_before_features_are_read(tmp_path):
+    """Features may be a download; a wrong flag must not wait for it."""
+    for flag, message in (
+        ('--seeds=0', '--seeds: expected COUNT'),
+        ('--methods=uniform,x:timesteps.sampler=foo', '--methods x: the config is not valid: '),
+    ):
+        assert message in call('nothere.npz', tmp_path / 'out', flag, code=2)
+
+
 def test_runs_of_a_seed_start_alike(compared):
     """They share weights, batches and noise: equal methods have equal losses, another seed has
     others.

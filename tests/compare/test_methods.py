@@ -98,5 +98,9 @@ def test_numbers_by_method():
         with pytest.raises(UserError, match='--seeds: expected COUNT or NAME=COUNT'):
             parse_counts('--seeds', [wrong], ['a', 'b'], 1)
     for wrong in ('0', 'c=1', 'b=', 'x', '-1', 'nan', 'inf'):
-        with pytest.raises(UserError, match='--seconds: expected SECONDS or NAME=SECONDS'):
+        with pytest.raises(
+            UserError,
+            match='--seconds: expected SECONDS or NAME=SECONDS, with SECONDS above 0 and names of '
+            'a, b, found',
+        ):
             parse_seconds('--seconds', [wrong], ['a', 'b'], 1.0)
