@@ -20,7 +20,7 @@ Without `--file`, the flags state a comparison with one sampler. A method is a n
 `mine:timesteps.sampler=adaptive+timesteps.adaptive_bins=64` (a known name keeps its other fields).
 `uniform` trains with uniform timesteps and weights, and with the config's objective. The first
 method is the baseline. Runs of one seed start from the same weights and see the same images in the
-same order. The learning rate is constant until the time is over. The clock counts only training
+same order. The learning rate is constant after the config's warm-up. The clock counts only training
 steps, without compiling and measuring. At `--evaluations` times the averaged weights are kept; they
 are measured after the training, as `config.evaluation` says.
 

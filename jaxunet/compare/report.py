@@ -82,16 +82,17 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
     ]
     if target:
         label = _labels(all_rows)[spec.metrics[0]]
+        mean = f'mean of {len(base)} seeds' if len(base) > 1 else 'one seed'
         lines += [
-            f'Baseline quality: {label} of {spec.baseline} at {target.seconds:.0f} s, '
-            f'{target.value:.4g} (mean of {len(base)} seeds).',
+            f'Baseline quality: {label} of {spec.baseline} at {_short(target.seconds)} s, '
+            f'{target.value:.4g} ({mean}).',
             '',
         ]
     lines += [
         *_table(spec, all_rows, target, costs),
         '',
-        'Curves are means over seeds, with straight lines between the measured times; ± is half '
-        'the range over seeds.',
+        'Curves are means over seeds, with straight lines between the measured times'
+        + ('; ± is half the range over seeds.' if max(spec.seeds.values()) > 1 else '.'),
     ]
     if costs:
         lines.append(
@@ -168,7 +169,12 @@ def _speed_cells(
     if not math.isfinite(when):
         return ['not reached', f'< {target.seconds / seconds[-1]:.2f}']
     at_most, at_least = ('≤ ', '≥ ') if bounded and when == seconds[0] else ('', '')
-    return [f'{at_most}{when:.0f}', f'{at_least}{target.seconds / when:.2f}']
+    return [f'{at_most}{_short(when)}', f'{at_least}{target.seconds / when:.2f}']
+
+
+def _short(seconds: float) -> str:
+    """Returns seconds in three digits or, from 1,000 on, in whole seconds."""
+    return f'{seconds:.0f}' if seconds >= 1000 else f'{seconds:.3g}'
 
 
 def _cost(cost: rows.Row | None) -> str:
@@ -196,9 +202,10 @@ def protocol(spec: Spec, all_rows: Sequence[rows.Row]) -> str:
     text = (
         f'Each run trains for {_each(spec.seconds)} s of wall-clock (training steps alone: not '
         f'compiling, not measuring), batch {config["data"]["batch_size"]}, {config["precision"]}, '
-        f'{config["data"]["path"]}, constant learning rate; runs of a seed share their start and '
-        f'order of the images. At {_each(spec.evaluations)} equally spaced times the average of '
-        f'the weights (EMA {config["ema"]["rates"][0]}) draws '
+        f'{config["data"]["path"]}, learning rate constant after '
+        f'{config["optimizer"]["warmup_steps"]:,} steps of warm-up; runs of a seed share their '
+        f'start and order of the images. At {_each(spec.evaluations)} equally spaced times the '
+        f'average of the weights (EMA {config["ema"]["rates"][0]}) draws '
     )
     if not all_rows:
         return text + f'{config["evaluation"]["samples"]} samples. Nothing is measured yet.'

@@ -42,6 +42,7 @@ SPEC_FIELDS = {
     'config': {
         'precision': str,
         'data': {'batch_size': int, 'path': str},
+        'optimizer': {'warmup_steps': int},
         'ema': {'rates': list},
         'evaluation': {'samples': int, 'metrics': list},
     },

@@ -122,6 +122,9 @@ def test_the_table_is_computed_from_the_rows(tmp_path):
         )
     )
     text = report.markdown(spec, tmp_path, {})
+    assert f'learning rate constant after {config.optimizer.warmup_steps} steps of warm-up;' in text
+    assert 'fid of uniform at 30 s, 30 (mean of 2 seeds).' in text
+    assert 'measured times; ± is half the range over seeds.' in text
     assert '| 1.000 (1.000 to 1.000) |' in text
     assert 'Runs on D (driver 1.2); jax 0.10; commit sha0, sha1.' in text
     assert 'Turns: 3 of 4 steps each, batch 8, one d.' in text
@@ -145,6 +148,19 @@ def test_runs_of_other_lengths(tmp_path):
     assert '| speed | 1 | 20 | 50 | 80 | not reached | < 1.50 |' in text
     assert 'trains for 30 (p2 15, speed 20) s of wall-clock' in text
     assert 'At 3 (p2 1, speed 2) equally spaced times' in text
+
+
+def test_a_short_comparison_of_one_seed(tmp_path):
+    """Its seconds have the digits from which their ratio follows, and no spread is explained."""
+    methods = {'uniform': METHODS['uniform'], 'p2': METHODS['p2']}
+    config = resolve(to_dict(Config().replace(**TINY)))
+    spec = spec_of(config, methods, 5.0, dict.fromkeys(methods, 1), 2)
+    rows_of(tmp_path, 'uniform', 0, [60, 40], seconds_of=lambda i: 2.5 * (i + 1))
+    rows_of(tmp_path, 'p2', 0, [50, 30], seconds_of=lambda i: 2.5 * (i + 1))
+    text = report.markdown(spec, tmp_path, {})
+    assert '| p2 | 1 | 30 | 3.75 | 1.33 |' in text
+    assert 'fid of uniform at 5 s, 40 (one seed).' in text
+    assert '±' not in text
 
 
 @pytest.mark.parametrize(
