@@ -43,7 +43,7 @@ class Result:
             name: f'{value:.6g}' if isinstance(value, float) else value
             for name, value in self.protocol.items()
         }
-        protocol = '; '.join(f'{name} {value}' for name, value in shown.items())
+        protocol = '; '.join(f'{name}={value}' for name, value in shown.items())
         return f'{self.label}: {self.value:.6g}{spread}  [{protocol}]'
 
 

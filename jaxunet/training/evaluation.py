@@ -205,7 +205,7 @@ class Evaluator:
         if compared and self._reference is None:
             self._reference = self._open_reference(compared)
         shape = self.config.image_shape
-        name = 'of the model'
+        name = 'samples of the model'
         source = ArraySource(name, colour(images), (shape[0], shape[1], 3))
         samples = image_side(
             name, source, evaluation.metrics, self.network, batch_size=FEATURE_BATCH

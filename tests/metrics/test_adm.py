@@ -92,7 +92,7 @@ def test_a_reference_batch_gives_its_statistics_and_its_images(tmp_path):
         None,
     ]
     assert [row['num_reference'] for row in rows] == ['unknown', 'unknown', 30, 30]
-    assert 'reference_statistics mu and sigma of the file' in results[0].line()
+    assert 'reference_statistics=mu and sigma of the file' in results[0].line()
 
 
 @pytest.mark.parametrize(('precision', 'scale'), [('float16', 1.0), ('float32', SCALE)])

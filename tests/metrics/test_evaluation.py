@@ -90,12 +90,12 @@ def test_results_do_not_depend_on_order_or_batch_and_say_how_they_were_come_by()
             row['seed'],
         ) == ('b', 45, 'tiny-1234', 'none', 0)
         for part in (
-            'samples a',
-            'num_samples 45',
-            'reference b',
-            'features tiny-1234',
-            'resize none',
-            'seed 0',
+            'samples=a',
+            'num_samples=45',
+            'reference=b',
+            'features=tiny-1234',
+            'resize=none',
+            'seed=0',
         ):
             assert part in result.line()
     assert plain[2].row()['k'] == 3

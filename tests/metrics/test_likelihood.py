@@ -269,7 +269,7 @@ def test_a_learned_variance_on_some_timesteps_by_the_command(tmp_path):
     # guided-diffusion approximates the normal distribution in the decoder's term.
     assert found['vb'][0] == pytest.approx(want.approximate_decoder.mean(), abs=2e-3)
     row = json.loads(rows.read_text())
-    assert f'nll: {row["value"]:.6g}  [unit bits per dimension; prior {row["prior"]:.6g}; ' in out
+    assert f'nll: {row["value"]:.6g}  [unit=bits per dimension; prior={row["prior"]:.6g}; ' in out
     assert (row['num_images'], row['timesteps'], row['variance']) == (2, 10, 'learned')
     parts = row['prior'] + row['transitions'] + row['decoder']
     assert row['value'] == pytest.approx(parts) == pytest.approx(found['bpd'].mean())

@@ -95,6 +95,7 @@ def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
     again = Evaluator(config, source, jax.local_devices()[:1]).measure(
         read(tmp_path).state.ema['0.995']
     )
+    assert {result.protocol['samples'] for result in again} == {'samples of the model'}
     assert [result.value for result in again] == pytest.approx(
         [float(row['value']) for row in rows[2:]], rel=0.01, abs=0.11
     )
