@@ -105,6 +105,7 @@ class Metric:
       needs_reference: compares the samples with real images.
       needs_inception: defined by Inception's layers, so no other feature network will do.
       general_label: name of its results with features other than Inception's; '' = the same name.
+      least_samples: it is not defined for fewer samples.
     """
 
     compute: Callable[[Inputs], Value]
@@ -112,6 +113,7 @@ class Metric:
     needs_reference: bool = True
     needs_inception: bool = False
     general_label: str = field(default='', kw_only=True)
+    least_samples: int = field(default=1, kw_only=True)
 
 
 def _fid(inputs: Inputs) -> Value:
@@ -169,11 +171,11 @@ def _inception_score(inputs: Inputs) -> Value:
 
 # The names are those of jaxunet.config.relations.METRICS, in the same order.
 TABLE = {
-    'fid': Metric(_fid, 'statistics', general_label='frechet_distance'),
-    'sfid': Metric(_sfid, 'spatial', needs_inception=True),
-    'kid': Metric(_kid, 'features', general_label='kernel_distance'),
-    'precision': Metric(_precision, 'features'),
-    'recall': Metric(_recall, 'features'),
+    'fid': Metric(_fid, 'statistics', general_label='frechet_distance', least_samples=2),
+    'sfid': Metric(_sfid, 'spatial', needs_inception=True, least_samples=2),
+    'kid': Metric(_kid, 'features', general_label='kernel_distance', least_samples=2),
+    'precision': Metric(_precision, 'features', least_samples=NEIGHBOURS + 1),
+    'recall': Metric(_recall, 'features', least_samples=NEIGHBOURS + 1),
     'copies': Metric(_copies, 'features'),
     'inception_score': Metric(
         _inception_score, 'features', needs_reference=False, needs_inception=True

@@ -22,7 +22,7 @@ from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
-from jaxunet.metrics.table import Side, with_reference
+from jaxunet.metrics.table import TABLE, Side, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
@@ -68,10 +68,16 @@ def evaluation_network(config: Config) -> FeatureNetwork:
     This finds mistakes before training starts.
 
     Raises:
-      UserError: the features cannot be loaded, take images of another size or do not allow the
-        metrics, or the reference cannot be opened.
+      UserError: the samples are too few for a metric, the features cannot be loaded, take images of
+        another size or do not allow the metrics, or the reference cannot be opened.
     """
     evaluation = config.evaluation
+    check_metrics(evaluation.metrics, option='evaluation.metrics')
+    for metric in evaluation.metrics:
+        if evaluation.samples < (least := TABLE[metric].least_samples):
+            raise UserError(
+                f'evaluation.samples: {metric} needs {least} or more, found {evaluation.samples}'
+            )
     network = load_features(evaluation.features)
     check_metrics(evaluation.metrics, network, 'evaluation.metrics')
     network.check_size((config.image_shape[0], config.image_shape[1]))

@@ -14,7 +14,12 @@ from jaxunet.data.sources import open_source
 from jaxunet.metrics.evaluation import Result, result_label
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.clock import Clock
-from jaxunet.training.evaluation import Evaluator, evaluation_table, read_evaluations
+from jaxunet.training.evaluation import (
+    Evaluator,
+    evaluation_network,
+    evaluation_table,
+    read_evaluations,
+)
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
@@ -234,3 +239,14 @@ def test_mistakes_come_before_training(changes, message, features, source, tmp_p
     with pytest.raises(UserError, match=message):
         train(config_of(features).replace(evaluation=changes), tmp_path, source)
     assert not (tmp_path / 'evaluation.csv').exists()
+
+
+@pytest.mark.parametrize(('metric', 'least'), [('fid', 2), ('kid', 2), ('recall', 4)])
+def test_too_few_samples_are_told_before_features_are_read(metric, least):
+    """Fewer cannot be measured, with these features or others."""
+    evaluation = {'samples': least - 1, 'metrics': (metric,), 'features': 'nothere.npz'}
+    few = tiny_config(evaluation=evaluation)
+    with pytest.raises(UserError, match=f'{metric} needs {least} or more, found {least - 1}'):
+        evaluation_network(few)
+    with pytest.raises(UserError, match='nothere'):
+        evaluation_network(few.replace(evaluation={'samples': least}))
