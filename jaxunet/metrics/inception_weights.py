@@ -99,6 +99,9 @@ def find_or_download(features: str = 'inception') -> Path:
             f'give its path (--features /path/to/{FILE}, or --config.evaluation.features for what '
             f'a config measures), or {instead}'
         )
+    instead += (
+        '; or train features on images with classes: python -m jaxunet.metrics.train_features'
+    )
     return cached(
         URL,
         FILE,

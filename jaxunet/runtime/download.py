@@ -50,14 +50,14 @@ def cached(
       algorithm: checksum algorithm, a name of hashlib.
       checksum: hexadecimal digits, all of them or the published prefix.
       asked_by: the option that needs the file; error messages begin with it.
-      instead: advice for a user without a network, to follow "fetch URL elsewhere and".
+      instead: advice for a user without a network, to follow "fetch it elsewhere and".
       replace_damaged: download a damaged file again, with a warning, instead of raising.
 
     Raises:
       UserError: no connection, no space, or a wrong checksum.
     """
     target = cache_dir() / name
-    help_text = f'fetch {url} elsewhere and {instead}'
+    help_text = f'fetch it elsewhere and {instead}'
     expected = _Checksum(algorithm, checksum)
     if _is_whole(target, expected, replace_damaged):
         return target
@@ -82,7 +82,7 @@ def cached(
         reason = error.strerror or error
         raise UserError(
             f'{target}: cannot be written: {reason}; '
-            f'check the folder and the free space, or {help_text}'
+            f'check the folder and the free space, or fetch {url} elsewhere and {instead}'
         ) from None
     return target
 

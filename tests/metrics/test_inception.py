@@ -276,8 +276,9 @@ def test_without_a_network_connection_the_message_tells_what_to_do(tmp_path, mon
     monkeypatch.setattr(inception_weights, 'URL', 'http://127.0.0.1:9/weights.pth')
     with pytest.raises(
         UserError,
-        match=r'features=inception: cannot download .*refused.* give its path \(--features '
-        r'/path/to/pt_inception',
+        match=r'features=inception: cannot download .*refused.*; fetch it elsewhere and give its '
+        r'path \(--features /path/to/pt_inception.*; or train features on images with classes: '
+        r'python -m jaxunet.metrics.train_features$',
     ):
         features.load_features('inception')
     # A path would stand for images prepared as by pytorch-fid.
