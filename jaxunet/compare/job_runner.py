@@ -29,6 +29,7 @@ from jaxunet.config import Config
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
+from jaxunet.metrics.table import general_label
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
@@ -310,9 +311,9 @@ class Queue:
 
 
 def summary(row: rows.Row) -> str:
-    """Returns a row in one line."""
+    """Returns a row in one line, with names of metrics that hold for any features."""
     values = ', '.join(
-        f'{name} {metric} {value:.4g}'
+        f'{name} {general_label(metric)} {value:.4g}'
         for name, metrics in row.get('values', {}).items()
         for metric, value in metrics.items()
     )

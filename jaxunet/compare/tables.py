@@ -249,7 +249,7 @@ def cost(m: Measured) -> str:
     parts = ', '.join(f'{name} {seconds / 60:.1f}' for name, seconds in spent.items())
     kind = 'CPU' if {row.get('device') for row in m.stretches} == {'cpu'} else 'GPU'
     return (
-        f'{sum(spent.values()) / 60:.1f} {kind} minutes, repeated work among them: {parts}. The '
+        f'{sum(spent.values()) / 60:.1f} {kind} minutes, repeated work included: {parts}. The '
         f'{len(runs)} runs in the tables have {sum(runs.values()) / 60:.1f} minutes of training.'
     )
 

@@ -104,6 +104,9 @@ def test_a_row_for_each_checkpoint_and_sampler(done):
         assert row['fields']['diffusion.schedule'] == 'linear'
         assert row['command'] == 'the command'
         assert f'{row["seconds"]:g} s' in summary(row)
+        # With features other than Inception's it is no FID.
+        assert ': train frechet_distance ' in summary(row)
+        assert 'fid' not in summary(row)
     assert {r['evaluations'] for r in found} == {3, 2}
 
 

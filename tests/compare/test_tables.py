@@ -195,7 +195,7 @@ def test_the_cost_counts_parts_of_shared_devices_and_repeats(found):
         stretch('flow', 0, training=240.0, shared_by=2),
     ]
     text = tables.cost(Measured(STUDY, ROWS, stretches))
-    assert text.startswith('5.0 GPU minutes, repeated work among them: training 4.0, compiling 1.0')
+    assert text.startswith('5.0 GPU minutes, repeated work included: training 4.0, compiling 1.0')
     on_cpu = [{**one, 'device': 'cpu'} for one in stretches]
     assert tables.cost(Measured(STUDY, ROWS, on_cpu)).startswith('5.0 CPU minutes')
 
