@@ -251,7 +251,8 @@ def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[P
         merged += len(twins)
         points += [] if twins else [point]
     if merged:
-        notes.append(f'{merged} points left out: {WORKERS} changes nothing while {CACHE}=device')
+        left = '1 point' if merged == 1 else f'{merged} points'
+        notes.append(f'{left} left out: {WORKERS} changes nothing while {CACHE}=device')
     for axis in axes:
         for value in axis.values:
             those = [p for p in points if p.values[axis.name] == value]

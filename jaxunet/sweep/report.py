@@ -122,14 +122,22 @@ def _origin(sweep: Sweep) -> list[str]:
     lines = [
         f'`{sweep.command}`',
         '',
-        f'{len(sweep.done)} points measured. ' + '; '.join(machines),
+        f'{_points(len(sweep.done))} measured. ' + '; '.join(machines),
         '',
     ]
     if sweep.missing:
-        lines += [f'**{sweep.missing} points have not run yet;** the same command goes on.', '']
+        have = 'has' if sweep.missing == 1 else 'have'
+        lines += [
+            f'**{_points(sweep.missing)} {have} not run yet;** the same command goes on.',
+            '',
+        ]
     for note in sweep.notes:
         lines += [f'Note: {note}.', '']
     return lines
+
+
+def _points(count: int) -> str:
+    return f'{count} point' if count == 1 else f'{count} points'
 
 
 def _best(sweep: Sweep) -> list[str]:
@@ -263,11 +271,13 @@ def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
     labels = [
         ', '.join(f'{name}={show(value)}' for name, value in row['point'].items()) for row in traced
     ]
+    on_cpu = any(row['device'] == 'cpu' for row in traced)
     phases = list(dict.fromkeys(itertools.chain.from_iterable(row['phase_ms'] for row in traced)))
     lines = [
         '## Phases',
         '',
-        'Device milliseconds per step.',
+        'Device milliseconds per step.'
+        + (' On a CPU, those of its threads add up to more than the step.' if on_cpu else ''),
         '',
         f'| point | {" | ".join(phases)} | idle | launches |',
         '|' + '---|' * (len(phases) + 3),

@@ -97,6 +97,7 @@ def test_top_operations_from_the_command_line(tmp_path):
         '--warmup=1',
     )
     assert '## Phases' in out
+    assert 'On a CPU, those of its threads add up to more than the step.' in out
     assert '## Top 10 device operations' in out
     (row,) = load(tmp_path).rows
     assert row['launches'] > 10

@@ -159,6 +159,8 @@ def test_workers_are_varied_where_they_work():
         'cache=device num_workers=0',
     ]
     assert notes == ['2 points left out: data.num_workers changes nothing while data.cache=device']
+    _, notes = grid('data.cache=stream,device', 'data.num_workers=0,2')
+    assert notes == ['1 point left out: data.num_workers changes nothing while data.cache=device']
 
 
 @pytest.mark.parametrize('name', PRESETS)

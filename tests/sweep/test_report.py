@@ -181,7 +181,7 @@ def test_a_sweep_without_any_result_has_a_report(tmp_path):
     report.write(sweep, tmp_path, plot=True)
     text = (tmp_path / 'report.md').read_text()
     assert 'No point ran to its end' in text
-    assert '**1 points have not run yet;**' in text
+    assert '**1 point has not run yet;**' in text
     assert '| precision=bfloat16 | float32 | not comparable |' in text
 
 
