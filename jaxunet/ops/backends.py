@@ -4,13 +4,15 @@
 -m jaxunet.benchmark --choose` has measured this kind of device, it takes the fastest backends of
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
-    Hopper (compute capability 9.0)                     cuda
-    every other device, and JAXUNET_KERNELS=portable    xla
+    Hopper (compute capability 9.0)             cuda
+    compute capability 8.x, bfloat16, float16   cuda
+    every other device and precision            xla
 
-If the CUDA kernels do not run on a Hopper GPU, every op comes from pallas, and the log says so. If
-pallas is missing, too, or this version of JAX lacks what some of its calls need, every op comes
-from xla, and the log says so. An op that its backend does not implement runs on
-xla: pallas has no linear and no adamw. `describe` returns the line that a run logs. A config can
+JAXUNET_KERNELS=portable or ada lets a Hopper GPU choose like one of 8.x. If the CUDA kernels do not
+run, the log says so, and every op comes from pallas on Hopper, from xla on 8.x. If pallas is
+missing, too, or this version of JAX lacks what some of its calls need, every op comes from xla, and
+the log says so. An op that its backend does not implement runs on xla: pallas has no linear and no
+adamw. `describe` returns the line that a run logs. A config can
 override single ops: `backend=auto+attention=pallas`. For a short sampling job,
 `jaxunet.ops.short_jobs` takes the time to compile into account.
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from absl import logging
 
 from jaxunet.config import OPS, Config, split_backend
@@ -210,23 +213,33 @@ def _auto(precision: str) -> dict[str, str]:
     """Returns the choice that was measured here, else that of this module's table.
 
     The table follows whole training steps timed on Hopper GPUs (docs/results), because a kernel
-    that is faster alone can be slower in a step. Devices without such measurements use XLA. To
-    refit the table, run `python -m jaxunet.benchmark` for each candidate on the new device.
+    that is faster alone can be slower in a step. Compute capability 8.x stands for the portable
+    kernels timed there. Devices without such measurements use XLA. To refit the table, run `python
+    -m jaxunet.benchmark` for each candidate on the new device.
     """
     if found := _measured(precision):
         return found
-    family = device.family()
-    no_cuda = _missing('cuda')
-    if family in (device.Target.HOPPER, device.Target.TRITON) and no_cuda:
-        logging.log_first_n(
-            logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, no_cuda
-        )
-    if family is not device.Target.HOPPER:
+    hopper = device.family() is device.Target.HOPPER
+    if not hopper and not (precision != 'float32' and _like_8x()):
         return dict.fromkeys(OPS, 'xla')
+    no_cuda = _missing('cuda')
     if not no_cuda:
         return dict.fromkeys(OPS, 'cuda')
+    logging.log_first_n(
+        logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, no_cuda
+    )
+    if not hopper:
+        return dict.fromkeys(OPS, 'xla')
     if no_pallas := _missing('pallas'):
         logging.log_first_n(
             logging.WARNING, 'backend=auto: the Pallas kernels are left out: %s', 1, no_pallas
         )
     return dict.fromkeys(OPS, 'xla' if no_pallas else 'pallas')
+
+
+def _like_8x() -> bool:
+    """Returns True on compute capability 8.x, and where `device.kernels` asks for its kernels."""
+    if device.family() is not device.Target.TRITON:
+        return False
+    capability = str(getattr(jax.devices()[0], 'compute_capability', ''))
+    return device.kernels() is not device.Kernels.FASTEST or capability.startswith('8.')

@@ -1,4 +1,4 @@
-"""The family of kernels that a device runs: the one place that reads the compute capability.
+"""The family of kernels that a device runs.
 
 The environment variable JAXUNET_KERNELS can choose portable kernels on a GPU that has faster ones.
 """

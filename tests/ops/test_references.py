@@ -3,6 +3,7 @@
 import inspect
 import pathlib
 import runpy
+import types
 import typing
 
 import flax.linen as nn
@@ -251,6 +252,7 @@ CUDA = (
     'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, '
     'linear=cuda, adamw=cuda'
 )
+ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
 
 
 @pytest.mark.parametrize(
@@ -260,16 +262,40 @@ CUDA = (
         (device.Target.HOPPER, None, 'float16', CUDA),
         (device.Target.HOPPER, None, 'float32', CUDA),
         (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
-        (device.Target.TRITON, None, 'bfloat16', PALLAS.replace('pallas', 'xla') + 'xla'),
+        (device.Target.TRITON, None, 'bfloat16', CUDA),
+        (device.Target.TRITON, None, 'float16', CUDA),
+        (device.Target.TRITON, None, 'float32', ALL_XLA),
+        (device.Target.TRITON, 'no extension', 'bfloat16', ALL_XLA),
     ],
 )
 def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypatch):
-    """Only Hopper's kernels have been timed beside XLA in whole steps."""
+    """Hopper's and the portable kernels, not those in float32, are faster than XLA's steps."""
     monkeypatch.setattr(seam, '_unavailable', lambda name: missing if name == 'cuda' else None)
     with device.use(target):
         assert seam.describe('auto', precision) == auto
         assert seam.describe('pallas', precision) == PALLAS + 'xla'
         assert (seam.fused_update('auto', precision) is not None) == auto.endswith('adamw=cuda')
+
+
+@pytest.mark.parametrize(
+    ('capability', 'kernels', 'auto'),
+    [
+        ('8.0', '', CUDA),
+        ('8.9', '', CUDA),
+        ('9.0', '', CUDA),
+        ('9.0', 'portable', CUDA + ' (JAXUNET_KERNELS=portable)'),
+        ('7.5', '', ALL_XLA),
+        ('10.0', '', ALL_XLA),
+        ('12.0', '', ALL_XLA),
+    ],
+)
+def test_auto_goes_by_the_compute_capability(capability, kernels, auto, monkeypatch):
+    gpu = types.SimpleNamespace(platform='gpu', compute_capability=capability, device_kind='a GPU')
+    monkeypatch.setattr(jax, 'devices', lambda: [gpu])
+    monkeypatch.setenv(device.VARIABLE, kernels)
+    monkeypatch.setattr(seam, '_unavailable', lambda name: None)
+    monkeypatch.setattr(seam.choices, 'read', lambda device, precision: None)
+    assert seam.describe('auto', 'bfloat16') == auto
 
 
 def test_backends_mix_op_by_op(monkeypatch):

@@ -131,6 +131,31 @@ def overlap() -> str:
     )
 
 
+def portable_steps() -> str:
+    """Steps on a Hopper GPU with its own and with portable kernels beside XLA's, by config.
+
+    Of each config and batch the newest row counts.
+    """
+    newest = {
+        (row['config'], row['batch_size']): row
+        for row in read_lines('step/turns.jsonl')
+        if 'portable' in row['kernels']
+    }
+    body = []
+    for (config, batch), row in newest.items():
+        sides = zip(row['backends'], row['kernels'], row['medians'], strict=True)
+        ms = {side if kind == 'fastest' else kind: m for side, kind, m in sides}
+        name = pathlib.Path(config).stem
+        times = [f'{ms[side]:.2f}' for side in ('xla', 'auto', 'portable')]
+        body.append([name, str(batch), *times, f'{ms["portable"] / ms["xla"]:.2f}', row['git']])
+    head = ('config', 'batch', 'xla, ms', 'auto, ms', 'portable, ms', 'portable / xla', 'commit')
+    row = next(iter(newest.values()))
+    return (
+        f'{markdown.table(head, sorted(body, key=lambda line: (line[0], int(line[1]))))}\n\n'
+        f'{row["device"]}, bfloat16, jax {row["versions"]["jax"]}, driver {row["driver"]}.'
+    )
+
+
 def kernels() -> str:
     """XLA's time over the kernels', by op, direction and batch."""
     return kernel_table.summary(rows.read(RESULTS / 'kernels/rows.jsonl'))
@@ -374,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'step_summary': step_summary,
     'steps': steps,
     'overlap': overlap,
+    'portable_steps': portable_steps,
     'kernels': kernels,
     'slow_kernels': slow_kernels,
     'training_runs': training_runs,
