@@ -5,16 +5,21 @@
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
     Hopper (compute capability 9.0)             cuda
-    compute capability 8.x, bfloat16, float16   cuda
+    compute capability 8.x, bfloat16, float16   cuda; attention xla, except on 8.0 and 8.7
     every other device and precision            xla
 
-JAXUNET_KERNELS=portable or ada lets a Hopper GPU choose like one of 8.x. If the CUDA kernels do not
-run, the log says so, and every op comes from pallas on Hopper, from xla on 8.x. If pallas is
-missing, too, or this version of JAX lacks what some of its calls need, every op comes from xla, and
-the log says so. An op that its backend does not implement runs on xla: pallas has no linear and no
-adamw. `describe` returns the line that a run logs. A config can
-override single ops: `backend=auto+attention=pallas`. For a short sampling job,
-`jaxunet.ops.short_jobs` takes the time to compile into account.
+On 8.x but 8.0 and 8.7, a block has 99 KiB of shared memory. There, attention of heads of more than
+128 channels runs slow kernels. JAXUNET_KERNELS=portable lets a Hopper GPU choose like 8.0, ada like
+8.9.
+
+If the CUDA kernels do not run, the log says so, and every op comes from pallas on Hopper, from xla
+on 8.x. If pallas is missing, too, or this version of JAX lacks what some of its calls need, every
+op comes from xla, and the log says so. An op that its backend does not implement runs on xla:
+pallas has no linear and no adamw.
+
+`describe` returns the line that a run logs. A config can override single ops:
+`backend=auto+attention=pallas`. For a short sampling job, `jaxunet.ops.short_jobs` takes the time
+to compile into account.
 
 `load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
 it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
@@ -40,6 +45,8 @@ from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 # `overlaps`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
+# Compute capabilities 8.x with 163 KiB of shared memory for a block, which all kernels fit.
+LARGE_SHARED_MEMORY = ('8.0', '8.7')
 
 
 def choose(backend: str, precision: str | None = None) -> dict[str, str]:
@@ -220,11 +227,13 @@ def _auto(precision: str) -> dict[str, str]:
     if found := _measured(precision):
         return found
     hopper = device.family() is device.Target.HOPPER
-    if not hopper and not (precision != 'float32' and _like_8x()):
+    capability = '' if hopper or precision == 'float32' else _capability_of_portable()
+    if not hopper and not capability.startswith('8.'):
         return dict.fromkeys(OPS, 'xla')
     no_cuda = _missing('cuda')
     if not no_cuda:
-        return dict.fromkeys(OPS, 'cuda')
+        small = not hopper and capability not in LARGE_SHARED_MEMORY
+        return dict.fromkeys(OPS, 'cuda') | ({'attention': 'xla'} if small else {})
     logging.log_first_n(
         logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, no_cuda
     )
@@ -237,9 +246,13 @@ def _auto(precision: str) -> dict[str, str]:
     return dict.fromkeys(OPS, 'xla' if no_pallas else 'pallas')
 
 
-def _like_8x() -> bool:
-    """Returns True on compute capability 8.x, and where `device.kernels` asks for its kernels."""
+def _capability_of_portable() -> str:
+    """Returns the compute capability whose kernels run here if they are the portable ones, else ''.
+
+    `device.kernels` can ask for those of another GPU.
+    """
     if device.family() is not device.Target.TRITON:
-        return False
-    capability = str(getattr(jax.devices()[0], 'compute_capability', ''))
-    return device.kernels() is not device.Kernels.FASTEST or capability.startswith('8.')
+        return ''
+    stands_for = {device.Kernels.PORTABLE: '8.0', device.Kernels.ADA: '8.9'}
+    own = str(getattr(jax.devices()[0], 'compute_capability', ''))
+    return stands_for.get(device.kernels(), own)
