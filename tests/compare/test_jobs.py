@@ -68,7 +68,7 @@ def test_two_jobs_of_one_name_are_refused(job, tmp_path):
 
 
 def test_the_committed_jobs_are_valid():
-    for part in ('objects', 'elephants', 'twenty', 'alone', 'rates', 'digits', 'tiny'):
+    for part in ('objects', 'elephants', 'small', 'twenty', 'alone', 'rates', 'digits', 'tiny'):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
     with pytest.raises(UserError, match='one of objects, minute, three, ten, images, twenty'):

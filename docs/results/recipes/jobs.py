@@ -6,6 +6,7 @@
     docs/results/recipes/jobs.py:ten        ... for ten minutes alone
     docs/results/recipes/jobs.py:images     configs/images.py itself, on these photographs
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
+    docs/results/recipes/jobs.py:small      ... with EDM's augmentation, and with another seed
     docs/results/recipes/jobs.py:both       objects, then elephants
     docs/results/recipes/jobs.py:twenty     the times that have rows once more, by other samplers
                                             within 20 evaluations
@@ -114,24 +115,39 @@ def complete(job: Job) -> Job:
     return dataclasses.replace(job, samplers=(*job.samplers, *WITHIN_20))
 
 
-def elephants(case: str, data: str) -> Job:
-    """Returns a job on 500 photographs of one animal."""
+def elephants(
+    case: str,
+    data: str,
+    *,
+    seconds: tuple[float, ...] = (60, 180, 540),
+    seed: int = 0,
+    augmented: bool = False,
+) -> Job:
+    """Returns a job on 500 photographs of one animal.
+
+    Args:
+      case: an objective.
+      augmented: with EDM's augmentation; such a case has a name of its own.
+    """
     path = str(Path(data) / 'elephants64.zip')
     return Job(
-        case,
+        f'{case}-augmented' if augmented else case,
         'elephants64',
         CONFIG,
         {
             'data.path': path,
             **OBJECTIVES[case],
+            **({'data.augment': 'edm'} if augmented else {}),
             'data.holdout': 50,
             'train.log_every': 500,
             'train.holdout_every': 1000,
         },
-        (60, 180, 540),
+        seconds,
         SAMPLERS,
         {path: ('train', ('kid', 'precision', 'recall', 'copies'))},
+        seed=seed,
         samples=500,
+        picture=64 if seed == 0 else 0,
     )
 
 
@@ -204,6 +220,10 @@ def get_jobs(part: str, data: str) -> list[Job]:
         'alone': [alone(data)],
         'costs': [objects(case, data) for case in OBJECTIVES],  # the ratios are to the first
         'elephants': [elephants(case, data) for case in order],
+        'small': [
+            *(elephants(c, data, seconds=(60, 180), augmented=True) for c in ('v-cosine', 'flow')),
+            *(elephants(c, data, seconds=(60,), seed=1) for c in ('v-cosine', 'flow')),
+        ],
         'rates': [
             objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
             for r in (2e-4, 4e-4)
