@@ -37,7 +37,7 @@ INPUT = flags.DEFINE_string(
     'input',
     None,
     'Images, as for data.path: folder, .zip, .tar(.gz|.xz), .npz, .bin(.gz), digits:, '
-    'cifar10:[PATH].',
+    'cifar10:[PATH], cifar10_test:[PATH].',
 )
 OUTPUT = flags.DEFINE_string(
     'output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).'

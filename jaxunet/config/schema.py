@@ -161,7 +161,8 @@ class TimestepsConfig:
 class DataConfig:
     """The training images and how they reach the device."""
 
-    # Folder | .zip | .tar(.gz|.xz) | .npz | .bin(.gz) | digits: | cifar10:[local copy].
+    # Folder | .zip | .tar(.gz|.xz) | .npz | .bin(.gz) | digits: | cifar10:[local copy] |
+    # cifar10_test:[local copy].
     path: str = 'digits:'
     image_size: tuple[int, ...] = (8,)  # (side,) or (height, width), in pixels; () = chosen
     batch_size: int = 64  # images per optimizer step, over all devices; 0 = chosen

@@ -8,6 +8,7 @@ names that they may use are the three below, and only for stand-ins that store t
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,19 @@ URL = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
 MD5 = 'c58f30108f718f92721af3b95e74349a'
 ARCHIVE = 'cifar-10-python.tar.gz'
 FOLDER = 'cifar-10-batches-py'
-BATCHES = tuple(f'data_batch_{i}' for i in range(1, 6))  # the training set
+TRAINING, TEST = 'cifar10:', 'cifar10_test:'  # as a path begins
+# The batches that hold the images of each.
+BATCHES = {TRAINING: tuple(f'data_batch_{i}' for i in range(1, 6)), TEST: ('test_batch',)}
 CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')
 PIXELS = 3 * 32 * 32
 MAX_BATCH_BYTES = 2**28
 OFFICIAL = re.compile(r'data_batch_\d|test_batch|batches\.meta|readme\.html')
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Returns `cifar10:` or `cifar10_test:` and the rest of a path; ('', path) of any other."""
+    prefix = next((prefix for prefix in BATCHES if path.startswith(prefix)), '')
+    return prefix, path.removeprefix(prefix)
 
 
 def is_official(path: Path) -> bool:
@@ -39,7 +48,8 @@ def is_official(path: Path) -> bool:
       UserError: a damaged archive.
     """
     if path.is_dir():
-        return any((folder / BATCHES[0]).is_file() for folder in (path, path / FOLDER))
+        first = [names[0] for names in BATCHES.values()]
+        return any((f / name).is_file() for f in (path, path / FOLDER) for name in first)
     with TarReader(path) as members:
         for member in members:
             if member.isreg() and not is_hidden(member.name):
@@ -47,32 +57,36 @@ def is_official(path: Path) -> bool:
     return False
 
 
-def open_official(path: Path | None, image_shape: Shape) -> Source:
-    """Opens the 50,000 training images, in the order of the files.
+def open_official(path: Path | None, image_shape: Shape, prefix: str = TRAINING) -> Source:
+    """Opens the 50,000 training images or the 10,000 test images, in the order of the files.
 
     Args:
       path: the archive or its extracted folder; None downloads the archive once.
       image_shape: (height, width, channels) that `load` returns.
+      prefix: `TRAINING` or `TEST`.
 
     Raises:
       UserError: no network, or a file that differs from the official ones.
     """
-    path = download() if path is None else path
-    batches = _from_folder(path) if path.is_dir() else _from_archive(path)
-    missing = [name for name in BATCHES if name not in batches]
+    path = download(prefix) if path is None else path
+    wanted = BATCHES[prefix]
+    batches = _from_folder(path, wanted) if path.is_dir() else _from_archive(path, wanted)
+    missing = [name for name in wanted if name not in batches]
     if missing:
+        expected = {TRAINING: 'the five training batches', TEST: 'the test batch'}[prefix]
         raise UserError(
-            f'{path}: no {", ".join(missing)}; expected the five training batches of CIFAR-10, '
+            f'{path}: no {", ".join(missing)}; expected {expected} of CIFAR-10, '
             f'python version ({URL})'
         )
-    parts = [read_batch(batches[name], f'{path}: {name}') for name in BATCHES]
+    parts = [read_batch(batches[name], f'{path}: {name}') for name in wanted]
     images, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-    return ArraySource(str(path), images, image_shape, labels, CLASSES)
+    name = f'{TEST}{path}' if prefix == TEST else str(path)
+    return ArraySource(name, images, image_shape, labels, CLASSES)
 
 
-def _from_folder(path: Path) -> dict[str, bytes]:
-    folder = path if (path / BATCHES[0]).is_file() else path / FOLDER
-    found = [name for name in BATCHES if (folder / name).is_file()]
+def _from_folder(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
+    folder = path if (path / wanted[0]).is_file() else path / FOLDER
+    found = [name for name in wanted if (folder / name).is_file()]
     for name in found:
         if (folder / name).stat().st_size > MAX_BATCH_BYTES:
             raise UserError(
@@ -82,12 +96,12 @@ def _from_folder(path: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in found}
 
 
-def _from_archive(path: Path) -> dict[str, bytes]:
+def _from_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     batches = {}
     with TarReader(path) as members:
         for member in members:
             name = Path(member.name).name
-            if member.isreg() and name in BATCHES:
+            if member.isreg() and name in wanted:
                 if member.size > MAX_BATCH_BYTES:
                     raise UserError(
                         f'{path}: {name}: {member.size} bytes, expected about 31 million'
@@ -204,19 +218,22 @@ class _Reader(PickleReader):
             super().build(target, state)
 
 
-def download() -> Path:
+def download(prefix: str = TRAINING) -> Path:
     """Returns the official archive in the cache folder, downloading it if missing or damaged.
+
+    Args:
+      prefix: the path that asks for it, for messages.
 
     Raises:
       UserError: no connection, no disk space, or a wrong MD5.
     """
-    instead = f'give its path: data.path=cifar10:/path/to/{ARCHIVE}'
+    instead = f'give its path: data.path={prefix}/path/to/{ARCHIVE}'
     return cached(
         URL,
         ARCHIVE,
         algorithm='md5',
         checksum=MD5,
-        asked_by='data.path=cifar10:',
+        asked_by=f'data.path={prefix}',
         instead=instead,
         replace_damaged=True,
     )

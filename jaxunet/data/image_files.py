@@ -223,10 +223,12 @@ def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:
     Args:
       skipped: (name, reason) of its other files.
     """
-    if any(PurePosixPath(file).name.startswith('data_batch_') for file, _ in skipped):
+    if any(
+        PurePosixPath(file).name.startswith(('data_batch_', 'test_batch')) for file, _ in skipped
+    ):
         return UserError(
             f"{name}: holds CIFAR-10's official batches, not image files; "
-            f'write data.path as "cifar10:{name}"'
+            f'write data.path as "cifar10:{name}", or "cifar10_test:{name}" for the test images'
         )
     found = (
         f'{len(skipped)} other files: {_listed(skipped)}'

@@ -22,11 +22,11 @@ from jaxunet.runtime.errors import UserError, near_misses
 __all__ = ['Source', 'is_compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
 
 DIGITS = Path(__file__).with_name('digits.npz')
-EMBEDDED = ('digits:', 'cifar10:')
+EMBEDDED = ('digits:', *cifar10.BATCHES)
 TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
 FORMS = (
-    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin or .bin.gz, digits: or '
-    'cifar10:'
+    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin or .bin.gz, digits:, '
+    'cifar10: or cifar10_test:'
 )
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
@@ -66,8 +66,9 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
     Args:
       path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first
         path order, with or without class sub-folders; an .npz of uint8 images; unet.cu's data .bin
-        or .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive); or
-        `cifar10:PATH` (a copy of it, its extracted folder, or images in class folders).
+        or .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive);
+        `cifar10:PATH` (a copy of it, its extracted folder, or images in class folders);
+        `cifar10_test:` or `cifar10_test:PATH` (the test images of the archive or a copy of it).
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
         converted (`jaxunet.data.pixels`).
       classes: keep only these, as labels 0, 1, ...; empty keeps all, sorted by name.
@@ -119,8 +120,9 @@ def open_unpacked_tar(
 def _open(path: str, shape: Shape) -> Source:
     if path == 'digits:':
         return _digits(shape)
-    if path.startswith('cifar10:'):
-        return _cifar10(path.removeprefix('cifar10:'), shape)
+    prefix, local = cifar10.split_path(path)
+    if prefix:
+        return _cifar10(prefix, local, shape)
     if re.fullmatch(r'\w+:', path):
         raise UserError(f'unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
     if not path:
@@ -202,15 +204,16 @@ def _digits(shape: Shape) -> Source:
     )
 
 
-def _cifar10(local: str, shape: Shape) -> Source:
+def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
     if not local:
-        return cifar10.open_official(None, shape)
+        return cifar10.open_official(None, shape, prefix)
     path = Path(local).expanduser()
     check_exists(path)
-    if path.is_dir() or path.name.lower().endswith(TAR):
-        return (
-            cifar10.open_official(path, shape)
-            if cifar10.is_official(path)
-            else _open_path(path, shape)
+    if (path.is_dir() or path.name.lower().endswith(TAR)) and cifar10.is_official(path):
+        return cifar10.open_official(path, shape, prefix)
+    if prefix == cifar10.TEST:
+        raise UserError(
+            f'{path}: not the official archive of CIFAR-10 or its folder, so nothing says which '
+            f'images are for testing; give the test images alone, without {prefix}'
         )
     return _open_path(path, shape)

@@ -16,7 +16,8 @@ tells which samples repeat a training image, and shows each beside its nearest o
 draws the samples itself, with each of these averages of the weights, as the section `evaluation` of
 the run's config says.
 
-    python -m jaxunet.evaluate --checkpoint runs/cifar10 --metrics nll --reference test/
+    python -m jaxunet.evaluate --checkpoint runs/cifar10 --metrics nll \\
+        --reference cifar10_test:
 
 bounds the likelihood of images under a model, in bits per dimension; also under one in a weight
 file, with --preset or the flags of jaxunet.sample that say what the file leaves open.

@@ -10,6 +10,7 @@ from absl import flags
 
 from jaxunet.checkpoint import model_flags
 from jaxunet.config import cli
+from jaxunet.data import cifar10
 from jaxunet.data.sources import check_exists
 from jaxunet.evaluate import nearest
 from jaxunet.evaluate.flags import (
@@ -77,7 +78,7 @@ def evaluate(samples: str) -> None:
     cli.enable_compilation_cache()
     for path in (samples, REFERENCE.value):
         if path and not path.endswith(':'):  # before Inception is downloaded
-            check_exists(Path(path.removeprefix('cifar10:')).expanduser())
+            check_exists(Path(cifar10.split_path(path)[1]).expanduser())
     network = load_features(FEATURES.value)
     results = _measure(samples, metrics, compared, network, size) if metrics else []
     for result in results:

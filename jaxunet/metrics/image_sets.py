@@ -34,8 +34,9 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
 
     Args:
       path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin,
-        digits:, cifar10:[PATH]), or a .png grid made by `jaxunet.data.images.grid`. A compressed
-        tar is unpacked into a temporary folder, which is removed with the context.
+        digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png grid made by
+        `jaxunet.data.images.grid`. A compressed tar is unpacked into a temporary folder, which is
+        removed with the context.
       grid_size: (height, width) of the images in a .png grid.
 
     Raises:
@@ -51,13 +52,12 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
             )
         yield ArraySource(path, read_grid(file, grid_size), (*grid_size, 3))
         return
-    local = (
-        Path(path.removeprefix('cifar10:')).expanduser() if path.startswith('cifar10:') else file
-    )
+    prefix, unprefixed = cifar10.split_path(path)
+    local = Path(unprefixed).expanduser()
     if path == 'digits:':
         yield open_source(path, image_shape=(8, 8, 3))
-    elif path.startswith('cifar10:') and (
-        path == 'cifar10:' or (_is_set(local) and cifar10.is_official(local))
+    elif prefix == cifar10.TEST or (
+        prefix and (not unprefixed or (_is_set(local) and cifar10.is_official(local)))
     ):
         yield open_source(path, image_shape=(32, 32, 3))
     elif local.name.lower().endswith(TAR) and local.is_file() and compression(local):

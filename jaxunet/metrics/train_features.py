@@ -1,8 +1,8 @@
 """Trains a small classifier of the reference's classes, a feature network in place of Inception.
 
-    python -m jaxunet.metrics.train_features --reference train.tar.xz --test test.tar.xz \\
+    python -m jaxunet.metrics.train_features --reference cifar10: --test cifar10_test: \\
         --output features.npz
-    python -m jaxunet.evaluate --samples samples/ --reference train.tar.xz --features features.npz
+    python -m jaxunet.evaluate --samples samples/ --reference cifar10: --features features.npz
 
 CIFAR-10 takes a few minutes on one GPU. Results name the file of features; they are not FIDs, and
 only results of the same file can be compared.

@@ -278,6 +278,10 @@ MISTAKES = [
     (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
     (['--samples=nothere', '--reference=S'], 'nothere: no such file or folder'),  # no download
     (
+        ['--samples=S', '--reference=cifar10_test:/proc', '--features=F'],
+        '/proc: not the official archive of CIFAR-10',
+    ),
+    (
         ['--samples=S', '--reference=B', '--features=F', '--num_samples=5'],
         '--num_samples: 5 asked for, but',
     ),

@@ -6,8 +6,15 @@ import os
 import pickle
 
 import pytest
-from support.data_errors import fails
-from support.data_files import official_files, python2_batch, random_pixels, write_folder, write_tar
+from support.data_errors import PNG, fails
+from support.data_files import (
+    official_files,
+    put,
+    python2_batch,
+    random_pixels,
+    write_folder,
+    write_tar,
+)
 
 
 class Evil:
@@ -78,11 +85,31 @@ def test_cifar10_with_a_batch_missing(tmp_path):
     )
 
 
+def test_cifar10_without_its_test_batch(tmp_path):
+    files = official_files()
+    del files['cifar-10-batches-py/test_batch']
+    fails(
+        f'cifar10_test:{write_folder(tmp_path, files)}',
+        r'no test_batch; expected the test batch of CIFAR-10',
+        shape=(32, 32, 3),
+    )
+
+
+@pytest.mark.parametrize('form', ['folder', 'tar.gz'])
+def test_test_images_of_other_files_than_the_official_ones(tmp_path, form):
+    path = put(tmp_path, {'train/cat/a.png': PNG, 'test/cat/b.png': PNG}, form)
+    fails(
+        f'cifar10_test:{path}',
+        r'not the official archive .* give the test images alone, without cifar10_test:',
+        shape=(32, 32, 3),
+    )
+
+
 def test_cifar10_without_its_prefix(tmp_path):
     path = write_tar(tmp_path / 'cifar-10-python.tar.gz', official_files(), 'gz')
     fails(
         path,
         r'holds CIFAR-10\'s official batches, not image files; write data.path as '
-        rf'"cifar10:{path}"',
+        rf'"cifar10:{path}", or "cifar10_test:{path}" for the test images',
         shape=(32, 32, 3),
     )

@@ -18,6 +18,7 @@ PATHS = {
     ),
     'missing parent': ('{dir}/nothing/at/all', r'has no "nothing"'),
     'unknown set': ('digit:', r'unknown set "digit:"; did you mean "digits:"\?'),
+    'unknown split': ('cifar10_tests:', r'; did you mean "cifar10_test:" or "cifar10:"\?'),
     'empty path': ('', r'expected a folder of images, .* found an empty path'),
     'text file': (
         '{dir}/notes.txt',

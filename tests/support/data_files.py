@@ -118,10 +118,11 @@ def python2_batch(pixels: np.ndarray, labels: list[int]) -> bytes:
 
 def official_files(n: int = 4) -> dict[str, bytes]:
     prefix = 'cifar-10-batches-py/'
+    names = [*(f'data_batch_{i}' for i in range(1, 6)), 'test_batch']
     files = {
-        f'{prefix}data_batch_{i}': python2_batch(
+        prefix + name: python2_batch(
             random_pixels(i, (n, 32, 32, 3)), [(i + j) % 10 for j in range(n)]
         )
-        for i in range(1, 6)
+        for i, name in enumerate(names, 1)
     }
-    return {**files, f'{prefix}batches.meta': b'\x80\x02}.', f'{prefix}test_batch': b'\x80\x02}.'}
+    return {**files, f'{prefix}batches.meta': b'\x80\x02}.'}
