@@ -26,6 +26,7 @@ from jaxunet.checkpoint.newest import newest_config, saved_steps
 from jaxunet.checkpoint.state import endless_warmup
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
+from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
@@ -107,7 +108,9 @@ def main(argv: Sequence[str]) -> int | None:
     let_printing_fail()  # a full disk may hold the log, too
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
-    config = complete(CONFIG.value, newest_config(workdir()))
+    saved = newest_config(workdir())
+    config = complete(CONFIG.value, saved)
+    check_used(config, earlier=[saved] if saved else [])
     if DRY_RUN.value:
         dry_run(config)
         return None

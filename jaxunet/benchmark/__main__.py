@@ -40,6 +40,7 @@ from jaxunet.benchmark.run import run
 from jaxunet.benchmark.table import markdown
 from jaxunet.benchmark.timing import MIN_STEPS, TURN_SECONDS
 from jaxunet.config import cli
+from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
@@ -94,9 +95,11 @@ def main(argv: Sequence[str]) -> int:
     if TABLE.value is not None:
         print(markdown(rows.read(TABLE.value)))
         return 0
+    config = complete(CONFIG.value)
+    check_used(config)
     plan = make_plan(
         cli.config_name(),
-        complete(CONFIG.value),
+        config,
         backends=BACKENDS.value,
         peers=PEERS.value,
         precisions=PRECISIONS.value,

@@ -52,6 +52,7 @@ from jaxunet.compare.methods import (
 )
 from jaxunet.compare.study_file import read_study
 from jaxunet.config import Config, cli, to_dict
+from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
@@ -230,6 +231,8 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     """
     config = runner.base_config(complete(CONFIG.value))
     methods = parse_methods(METHOD_NAMES.value)
+    configs = [method.apply(config) for method in methods]
+    check_used(*configs, earlier=configs if (directory / runner.SPEC).exists() else [])
     jax.config.update('jax_platforms', 'cpu')  # the other devices belong to the runs
     spec = make_spec(config, methods)
     todo = runner.tasks(spec, config)

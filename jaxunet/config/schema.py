@@ -112,7 +112,8 @@ class DiffusionConfig:
 class LossConfig:
     """The weight of each timestep's loss; equations in `jaxunet.diffusion.weighting`.
 
-    A field that begins with the name of a weighting belongs to that weighting.
+    A field that begins with the name of a weighting belongs to that weighting, and is refused with
+    another (`jaxunet.config.unused`).
     """
 
     weighting: str = 'uniform'  # uniform | min_snr | soft_min_snr | p2 | speed | uncertainty
@@ -131,7 +132,8 @@ class TimestepsConfig:
     """The distribution of training timesteps.
 
     Equations in `timesteps`, `timestep_policy` and `information_rate` of `jaxunet.diffusion`. A
-    field that begins with the name of a sampler belongs to that sampler.
+    field that begins with the name of a sampler belongs to that sampler, and is refused with
+    another (`jaxunet.config.unused`).
     """
 
     # uniform | loss_second_moment | speed | policy | adaptive | infonoise

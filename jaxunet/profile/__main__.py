@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.config import Config, cli, resolve, to_dict
+from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
@@ -80,6 +81,7 @@ def main(argv: Sequence[str]) -> None:
       UserError: a wrong flag, config or earlier profile, or as `profile`.
     """
     config = complete(CONFIG.value)
+    check_used(config)
     names = BACKENDS.value or [config.backend]
     configs = [
         (name, resolve(to_dict(config.replace(backend=name)))) for name in dict.fromkeys(names)

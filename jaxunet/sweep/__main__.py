@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.config import Config, cli, resolve
+from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
@@ -206,13 +207,17 @@ def plan(
     if options.tool == runner.PROFILE:
         check_profiled(points)
     check_data(points)
+    measured = runner.latest_rows(directory)
+    keys = [runner.key(point, options, machine) for point in points]
+    can_run = {key: p.config for p, key in zip(points, keys, strict=True) if not p.problem}
+    check_used(*can_run.values(), earlier=[can_run[key] for key in can_run if key in measured])
     spec = {
         'title': f'Sweep: {name}. {preset.question}'
         if preset
         else 'Sweep of ' + ', '.join(axis.name for axis in axes),
         'command': shlex.join(folder.config_arguments(sys.argv[1:])),
         'axes': [dataclasses.asdict(axis) for axis in axes],
-        'keys': [runner.key(point, options, machine) for point in points],
+        'keys': keys,
         'notes': notes,
     }
     return Plan(directory, points, options, spec)

@@ -18,6 +18,7 @@ from absl import flags
 
 from jaxunet.checkpoint.newest import newest_config
 from jaxunet.config import cli
+from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
@@ -43,8 +44,10 @@ def main(argv: Sequence[str]) -> None:
     let_printing_fail()  # a full disk may hold the log, too
     cli.enable_compilation_cache()
     workdir = pathlib.Path(WORKDIR.value)
-    config = complete(CONFIG.value, newest_config(workdir))
+    saved = newest_config(workdir)
+    config = complete(CONFIG.value, saved)
     check_trainable(config)
+    check_used(config, earlier=[saved] if saved else [])
     # A missing backend or device is an error before anything is read or written.
     choose(config.backend, config.precision)
     Parallel(config)

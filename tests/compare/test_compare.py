@@ -52,7 +52,7 @@ def call(features, output, *arguments, code=0):
 
 BROKEN = 'broken:optimizer.learning_rate=1e30+optimizer.clip_norm=0.0+optimizer.warmup_steps=0'
 ARGUMENTS = [
-    f'--methods=uniform,same:loss.p2_k=2.0,{BROKEN}',
+    f'--methods=uniform,same:loss.weighting=uniform,{BROKEN}',
     '--seeds=1,uniform=2',
     '--devices=0,1',
     '--config.train.max_bad_steps=3',

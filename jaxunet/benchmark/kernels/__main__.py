@@ -45,6 +45,7 @@ from jaxunet.benchmark.kernels.lowering import KINDS
 from jaxunet.benchmark.roofline import run as roofline
 from jaxunet.benchmark.roofline import table as roofline_table
 from jaxunet.config import cli
+from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.ops.backends import installed, lacks, runnable
 from jaxunet.runtime import device, rows
@@ -170,8 +171,10 @@ def measure_roofline() -> int:
     roofline.check_gpu()
     cli.enable_compilation_cache()
     command = shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]])
+    config = complete(CONFIG.value)
+    check_used(config)
     measured = []
-    for row in roofline.run(cli.config_name(), complete(CONFIG.value), sizes, command):
+    for row in roofline.run(cli.config_name(), config, sizes, command):
         rows.append(OUTPUT.value or 'roofline.jsonl', row)
         measured.append(row)
     print(roofline_table.markdown(measured))

@@ -1,0 +1,67 @@
+"""Fields of another timestep sampler or loss weighting than the chosen one."""
+
+import dataclasses
+
+import pytest
+from absl import logging
+
+from jaxunet.config import CHOICES, Config, LossConfig, TimestepsConfig
+from jaxunet.config.unused import check_used, owner
+from jaxunet.runtime.errors import UserError
+
+POLICY = Config().replace(timesteps={'sampler': 'policy', 'adaptive_bins': 64})
+ADAPTIVE = Config().replace(timesteps={'sampler': 'adaptive', 'adaptive_bins': 64})
+
+
+@pytest.mark.parametrize(
+    ('section', 'chooser', 'fields'),
+    [('loss', 'weighting', LossConfig), ('timesteps', 'sampler', TimestepsConfig)],
+)
+def test_every_field_belongs_to_a_choice(section, chooser, fields):
+    names = {field.name for field in dataclasses.fields(fields)} - {chooser}
+    assert {owner(section, name) for name in names} <= set(CHOICES[f'{section}.{chooser}'])
+
+
+def test_a_field_of_another_sampler_is_refused():
+    with pytest.raises(UserError) as error:
+        check_used(POLICY)
+    assert str(error.value) == (
+        'the config is not valid: timesteps.adaptive_bins: 64 has no effect: it belongs to '
+        'timesteps.sampler=adaptive, found policy; leave it out'
+    )
+
+
+@pytest.mark.parametrize(
+    ('section', 'fields', 'needed'),
+    [
+        ('loss', {'weighting': 'soft_min_snr', 'min_snr_gamma': 3.0}, 'loss.weighting=min_snr'),
+        ('loss', {'soft_min_snr_sigma': 0.3}, 'loss.weighting=soft_min_snr'),
+        ('timesteps', {'history': 3}, 'timesteps.sampler=loss_second_moment'),
+        ('timesteps', {'speed_k': 2.0}, 'timesteps.sampler=speed'),
+    ],
+)
+def test_the_message_names_the_choice(section, fields, needed):
+    with pytest.raises(UserError, match=f'it belongs to {needed}, found '):
+        check_used(Config().replace(**{section: fields}))
+
+
+def test_fields_with_an_effect_and_defaults_pass():
+    check_used(Config())
+    check_used(ADAPTIVE)
+    check_used(Config().replace(loss={'weighting': 'p2', 'p2_k': 2.0, 'p2_gamma': 0.5}))
+
+
+def test_a_value_may_serve_one_of_several_configs():
+    check_used(POLICY, ADAPTIVE)
+    with pytest.raises(UserError, match='64 has no effect'):
+        check_used(POLICY, ADAPTIVE.replace(timesteps={'adaptive_bins': 16}))
+
+
+def test_a_run_that_began_with_the_value_goes_on(monkeypatch):
+    said = []
+    monkeypatch.setattr(logging, 'warning', lambda text, *values: said.append(text % values))
+    check_used(POLICY, earlier=[POLICY])
+    assert len(said) == 1
+    assert 'timesteps.adaptive_bins: 64 has no effect' in said[0]
+    with pytest.raises(UserError, match='adaptive_bins: 65'):
+        check_used(POLICY.replace(timesteps={'adaptive_bins': 65}), earlier=[POLICY])
