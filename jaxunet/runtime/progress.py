@@ -9,15 +9,32 @@ from tqdm import tqdm
 LOG_SECONDS = 30.0  # between two lines of a bar in a log file
 
 
-def progress_bar(**options: object) -> tqdm:
+class _Bar(tqdm):
+    """A bar whose description ends with one colon.
+
+    tqdm adds one to every description, also to that of a bar without a total, for which
+    `set_description` has added one already.
+    """
+
+    def set_description(self, desc: str | None = None, refresh: bool = True) -> None:
+        """Replaces the text in front of the bar."""
+        self.set_description_str(_plain(desc or ''), refresh)
+
+
+def _plain(desc: str) -> str:
+    return desc.rstrip(': ')
+
+
+def progress_bar(*, desc: str = '', **options: object) -> tqdm:
     """Returns a tqdm bar that prints every 30 s where stderr is not a terminal.
 
     On a terminal it is redrawn ten times a second.
 
     Args:
-      options: keyword arguments of tqdm.
+      desc: text in front of the bar.
+      options: other keyword arguments of tqdm.
     """
     if not sys.stderr.isatty():
         # Both, because tqdm's monitor redraws a bar that is older than `maxinterval`.
         options = {'mininterval': LOG_SECONDS, 'maxinterval': LOG_SECONDS} | options
-    return tqdm(dynamic_ncols=True, **options)
+    return _Bar(desc=_plain(desc), dynamic_ncols=True, **options)
