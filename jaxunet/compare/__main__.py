@@ -56,6 +56,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
+from jaxunet.sweep.runner import probe
 from jaxunet.training.evaluation import evaluation_network
 from jaxunet.training.workdir import opened
 
@@ -107,7 +108,7 @@ DEVICES = flags.DEFINE_list(
     'devices',
     [],
     'GPUs for simultaneous runs, one each, such as 0,1,2,3; default: one run at a time. With '
-    '--file, 0,0,1,1 has two runs on each of two.',
+    '--file, 0,0,1,1 has two runs on each of two. Without a GPU, the runs divide the CPU cores.',
 )
 STEP_COST = flags.DEFINE_bool(
     'step_cost',
@@ -231,17 +232,18 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     """
     config = runner.base_config(complete(CONFIG.value))
     methods = parse_methods(METHOD_NAMES.value)
+    began = (directory / runner.SPEC).exists()
     configs = [method.apply(config) for method in methods]
-    check_used(*configs, earlier=configs if (directory / runner.SPEC).exists() else [])
+    check_used(*configs, earlier=configs if began else [])
     jax.config.update('jax_platforms', 'cpu')  # the other devices belong to the runs
-    spec = make_spec(config, methods)
+    spec = make_spec(config, methods, runner.load(directory).processes if began else 1)
     todo = runner.tasks(spec, config)
     # Find mistakes in the evaluation before anything runs, but after those that need no download.
     network = evaluation_network(config) if TRAIN.value else None
     if network:
         runner.check_features(todo, directory, network.name)
     # --notrain adds step costs to an existing comparison.
-    if TRAIN.value or not (directory / runner.SPEC).exists():
+    if TRAIN.value or not began:
         runner.save(spec, directory)
     devices = DEVICES.value or ['']
     failures: dict[str, str] = {}
@@ -252,12 +254,23 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
         problem = runner.measure_step_costs(spec, config, directory, devices[0], TIMEOUT.value, say)
         failures |= {'step_cost': problem} if problem else {}
     if TRAIN.value:
+        if len(devices) > 1 and probe().platform == 'cpu':
+            say(f'note: this machine has no GPU: {runner.divided_cores(len(devices))}')
         failures |= runner.run(todo, directory, devices, TIMEOUT.value, say)
     return failures
 
 
-def make_spec(config: Config, methods: Sequence[Method]) -> runner.Spec:
-    """Returns the comparison of the flags. Raises UserError if a flag is wrong."""
+def make_spec(config: Config, methods: Sequence[Method], processes: int = 1) -> runner.Spec:
+    """Returns the comparison of the flags.
+
+    Args:
+      config: from `base_config`.
+      methods: those of the flags.
+      processes: the most runs at a time so far.
+
+    Raises:
+      UserError: a flag is wrong.
+    """
     names = [method.name for method in methods]
     return runner.Spec(
         command=command(),
@@ -268,6 +281,7 @@ def make_spec(config: Config, methods: Sequence[Method]) -> runner.Spec:
         evaluations=parse_counts(
             '--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])
         ),
+        processes=max(processes, len(DEVICES.value)),
     )
 
 

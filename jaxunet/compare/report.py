@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxunet.compare.results import Curve, collect, curves, mean_curve, step_costs
-from jaxunet.compare.runner import Spec
+from jaxunet.compare.runner import Spec, divided_cores
 from jaxunet.compare.statistics import time_to
 from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.metrics.table import general_label
@@ -99,6 +99,8 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
             f'Turns: {costs["rounds"]} of {costs["steps"]} steps each, batch {costs["batch"]}, '
             f'one {costs["device"]}.'
         )
+    if spec.processes > 1 and any(row['device'] == 'cpu' for row in all_rows):
+        lines += ['', f'Note: {divided_cores(spec.processes)}.']
     lines += [f'Failed: {name}: {reason}' for name, reason in failures.items()]
     return '\n'.join([*lines, '', _differences(spec)]) + '\n'
 

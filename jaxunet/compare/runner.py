@@ -62,6 +62,7 @@ class Spec:
       seconds: method -> seconds of training of each run.
       seeds: method -> number of runs, with the seeds 0, 1, ...
       evaluations: method -> number of milestones, equally spaced up to `seconds`.
+      processes: the most runs that a command did at a time.
     """
 
     command: str
@@ -70,6 +71,7 @@ class Spec:
     seconds: dict[str, float]
     seeds: dict[str, int]
     evaluations: dict[str, int]
+    processes: int = 1
 
     @property
     def baseline(self) -> str:
@@ -85,6 +87,14 @@ class Spec:
         """Returns the seconds of training at which the runs of a method are measured."""
         count = self.evaluations[method]
         return [self.seconds[method] * (i + 1) / count for i in range(count)]
+
+
+def divided_cores(processes: int) -> str:
+    """Returns the note on simultaneous runs on a machine without a GPU."""
+    return (
+        f'{processes} runs at a time divided the cores of one CPU, so each did fewer steps in its '
+        'seconds than it would do alone'
+    )
 
 
 def base_config(config: Config) -> Config:
@@ -300,6 +310,8 @@ def load(directory: pathlib.Path) -> Spec:
         check_fields(values[field], dict.fromkeys(methods, kind), f'{path}: {field}', advice=advice)
         if not all(0 < values[field][method] <= LARGEST for method in methods):
             raise UserError(f'{path}: {field}: expected 1 to {LARGEST} for each method; {advice}')
+    if 'processes' in values:  # files of earlier versions lack it
+        check_fields(values, {'processes': int}, str(path), advice=advice)
     config = values['config']
     if not (methods and config['ema']['rates']) or not all(
         isinstance(name, str) for name in config['evaluation']['metrics'] or [None]

@@ -98,6 +98,9 @@ def test_a_comparison_from_end_to_end(compared):
     assert f'{protocol}features classifier-' in text
     assert f'Runs on cpu; jax {jax.__version__}; commit ' in text
     assert 'Failed: broken_seed0: crash' in text
+    shared = '2 runs at a time divided the cores of one CPU, so each did fewer steps in its seconds'
+    assert f'note: this machine has no GPU: {shared}' in out
+    assert f'Note: {shared}' in text
     assert 'fid' not in text.split('\n', maxsplit=4)[4].lower()
     assert (output / 'quality.png').stat().st_size > 5000
 
@@ -257,6 +260,10 @@ def test_a_comparison_of_before_numbers_were_by_method(tmp_path):
     path = tmp_path / runner.SPEC
     path.write_text(json.dumps(json.loads(path.read_text()) | {'seconds': 30.0, 'evaluations': 3}))
     assert runner.load(tmp_path) == new
+    older = json.loads(path.read_text())
+    del older['processes']
+    path.write_text(json.dumps(older))
+    assert runner.load(tmp_path).processes == 1
 
 
 @pytest.mark.long
