@@ -114,7 +114,7 @@ def markdown(sweep: Sweep, pictures: Sequence[str], directory: pathlib.Path) -> 
 
 def _origin(sweep: Sweep) -> list[str]:
     machines = dict.fromkeys(
-        f'{row["devices"]} x {row["device"]}, '
+        f'{_device(row)}, '
         + ', '.join(f'{name} {version}' for name, version in row['versions'].items())
         + f', commit {row["git"]}'
         for row in sweep.rows
@@ -134,6 +134,14 @@ def _origin(sweep: Sweep) -> list[str]:
     for note in sweep.notes:
         lines += [f'Note: {note}.', '']
     return lines
+
+
+def _device(row: Row) -> str:
+    """Returns the device, with the number in the machine unless it is a CPU.
+
+    Each point of a CPU emulates as many devices as its config asks for.
+    """
+    return row['device'] if row['device'] == 'cpu' else f'{row["devices"]} x {row["device"]}'
 
 
 def _points(count: int) -> str:

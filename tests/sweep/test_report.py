@@ -110,6 +110,7 @@ def test_report_csv_and_plots(tmp_path):
         '- precision=float32, parallel.devices=4: timeout: not done after 1 s ([log](logs/x.log))'
         in text
     )
+    assert f'measured. {ORIGIN["devices"]} x {ORIGIN["device"]}, ' in text
     assert 'Note: a note.' in text
     assert '![precision](precision.png)' in text
     with paths[0].open(newline='') as file:
@@ -132,6 +133,7 @@ def test_numbers_of_a_cpu_that_mean_nothing_are_left_out(tmp_path):
     assert '| option | against | images/s | range | pairs | efficiency |' in text
     assert 'These devices share the cores of one CPU' in text
     assert 'so peaks are not compared' in text
+    assert '5 points measured. cpu, ' in text
     with Image.open(plot) as alone:
         wide = report.write(made_up(), tmp_path, plot=True)[-2]
         with Image.open(wide) as both:
