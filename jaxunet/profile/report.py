@@ -22,6 +22,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 COLOURS = dict(
     zip(PHASES, ('#7f7f7f', '#1f77b4', '#ff7f0e', '#d62728', '#2ca02c', '#bcbd22'), strict=True)
 )
+OVERLAP = 1.005  # ratio of the operations' times to the busy time that a chart explains
 Table = Sequence[Sequence[str]]
 
 
@@ -230,6 +231,11 @@ def _draw(chart: Chart, phases: Axes, bars: Axes, top: int) -> None:
     for phase, ms in chart.phase_ms.items():
         phases.barh(['phases'], [ms], left=[left], color=COLOURS[phase])
         left += ms
+    if left > chart.busy_ms * OVERLAP:
+        phases.set_xlabel(
+            f'operations that run at the same time are added up: {left:.2f} ms of them in '
+            f'{chart.busy_ms:.2f} ms'
+        )
     rows = [row for row in chart.rows if row.side == DEVICE][:top]
     names = [f'{shorten(row.operation, 44)}  ×{row.count:.3g}' for row in rows]
     bars.barh(

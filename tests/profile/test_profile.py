@@ -9,6 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from support.commands import call
 from support.profile_traces import PROGRAM, gpu_events, gpu_trace
@@ -243,6 +244,25 @@ def test_plot(tmp_path):
             .all(axis=1)
             .any()
         ), phase
+
+
+@pytest.mark.parametrize(
+    ('busy_ms', 'label'),
+    [
+        (2.0, ''),
+        (1.6, 'operations that run at the same time are added up: 2.00 ms of them in 1.60 ms'),
+    ],
+)
+def test_a_plot_explains_phases_that_add_up_to_more_than_the_busy_time(
+    tmp_path, monkeypatch, busy_ms, label
+):
+    figures = []
+    monkeypatch.setattr(Figure, 'savefig', lambda figure, *_, **__: figures.append(figure))
+    phases = {'forward': 0.5, 'backward': 1.5}
+    report.plot(tmp_path / 'a.png', [chart('xla')._replace(busy_ms=busy_ms, phase_ms=phases)], 3)
+    (figure,) = figures
+    assert figure.axes[0].get_title().startswith(f'xla: device busy {busy_ms:.2f} ms, ')
+    assert figure.axes[0].get_xlabel() == label
 
 
 def test_plot_without_matplotlib(monkeypatch, tmp_path):
