@@ -56,7 +56,7 @@ from jaxunet.compare.jobs import OVERRIDDEN
 from jaxunet.compare.methods import BASELINE, METHODS, OWN
 from jaxunet.compare.study import DISTANCES, Reference, Round, Study, known_fields
 from jaxunet.compare.toml_table import Table, read_toml
-from jaxunet.config.relations import METRICS
+from jaxunet.config.relations import METRICS, unknown_metric
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.untrusted import NUMBER, shown
 
@@ -221,10 +221,7 @@ def _references(table: Table) -> tuple[Reference, ...]:
         metrics = one.several('metrics', str)
         for metric in metrics:
             if metric not in METRICS:
-                raise UserError(
-                    f'{one.place}metrics: expected some of {", ".join(METRICS)}, found {metric!r}'
-                    f'{near_misses(metric, METRICS)}'
-                )
+                raise UserError(f'{one.place}metrics: {unknown_metric(metric)}')
         found.append(Reference(one.one('path', str), one.one('name', str), metrics))
         one.done()
     return tuple(found)

@@ -28,6 +28,16 @@ METRICS = ('fid', 'sfid', 'kid', 'precision', 'recall', 'copies', 'inception_sco
 HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 
 
+def unknown_metric(name: str) -> str:
+    """Returns what to say of an unknown metric: the known ones, and those with similar names.
+
+    Initials (`is`, `IS`) and capitals (`FID`) are similar, too.
+    """
+    initials = {''.join(w[0] for w in m.split('_')): m for m in METRICS if '_' in m}
+    similar = near_misses(initials.get(name.lower(), name.lower()), METRICS)
+    return f'expected some of {", ".join(METRICS)}, found {name!r}{similar}'
+
+
 def step_counts(config: Config) -> dict[str, int]:
     """Returns the values of the fields `STEP_COUNTS`; 0 = never."""
     return {name: operator.attrgetter(name)(config) for name in STEP_COUNTS}
@@ -266,10 +276,7 @@ def _evaluation(config: Config) -> Iterator[str]:
     evaluates = config.train.evaluate_every > 0
     for name in e.metrics:
         if name not in METRICS:
-            yield (
-                f'evaluation.metrics: expected some of {", ".join(METRICS)}, '
-                f'found {name!r}{near_misses(name, METRICS)}'
-            )
+            yield f'evaluation.metrics: {unknown_metric(name)}'
     if not e.metrics or len(set(e.metrics)) < len(e.metrics):
         found = ', '.join(e.metrics) or 'none'
         yield f'evaluation.metrics: expected one or more, each once, found {found}'

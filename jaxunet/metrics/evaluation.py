@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxunet.config.relations import METRICS
+from jaxunet.config.relations import METRICS, unknown_metric
 from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
 from jaxunet.metrics.table import TABLE, Inputs, Protocol, Side, general_label
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,11 @@ def check_metrics(
     Raises:
       UserError: no metrics, an unknown one, one given twice, or one that needs other features.
     """
-    known = ', '.join(METRICS)
     if not metrics:
-        raise UserError(f'{option}: expected some of {known}, found none')
+        raise UserError(f'{option}: expected some of {", ".join(METRICS)}, found none')
     for metric in metrics:
         if metric not in METRICS:
-            raise UserError(
-                f'{option}: expected some of {known}, found {metric!r}'
-                f'{near_misses(metric, METRICS)}'
-            )
+            raise UserError(f'{option}: {unknown_metric(metric)}')
         if metrics.count(metric) > 1:
             raise UserError(f'{option}: {metric} is given twice; remove one')
         if network and not network.is_inception and TABLE[metric].needs_inception:

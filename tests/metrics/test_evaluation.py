@@ -149,6 +149,9 @@ def test_mistakes():
     for metrics, message in (
         ([], 'found none'),
         (['fidd'], 'did you mean "fid"'),
+        (['is'], r'precision, .*, inception_score, found \'is\'; did you mean "inception_score"\?'),
+        (['IS'], r'found \'IS\'; did you mean "inception_score"\?'),
+        (['FID'], r'found \'FID\'; did you mean "fid"'),
         (['fid', 'fid'], 'given twice'),
         (['inception_score'], 'inception_score needs the features inception, found tiny-1234'),
     ):
