@@ -60,6 +60,7 @@ def done(folder, study):
     """An output with the runs of the baseline."""
     output = folder / 'out'
     assert study_runner.run(study, options_of(output), 'the command') == []
+    study_runner.collect(study, output, ())
     return output
 
 
