@@ -127,6 +127,11 @@ def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path):
         (with_changes(features='"no.npz"'), {}, 'other.toml: features: no file .*no.npz; make it'),
         (with_changes(step_ms='"no.jsonl"'), {}, 'step_ms: no file .*no.jsonl; make it'),
         (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: expected milliseconds'),
+        (
+            with_changes(**{'"data.batch_size"': '8\n"timesteps.adaptive_bins" = 64'}),
+            {},
+            'other.toml: .*adaptive_bins: 64 has no effect: .*=adaptive, found uniform; leave',
+        ),
         (study, {'part': 'flow'}, "expected methods of its rounds, found 'flow'"),
     ):
         with pytest.raises(UserError, match=message):
