@@ -35,6 +35,7 @@ from jaxunet.compare.study import Study
 from jaxunet.config.unused import check_used
 from jaxunet.runtime import subprocesses
 from jaxunet.runtime.errors import UserError
+from jaxunet.sweep.runner import probe
 
 QUEUE = 'jaxunet.compare.queue'
 MEMORY = 0.9  # of a GPU, for all processes together
@@ -94,6 +95,11 @@ def run(study: Study, options: Options, command: str) -> list[str]:
         raise UserError(
             f'{study.path}: step_ms: expected milliseconds of a step, as processes that share a '
             'GPU (--devices) slow each other down, found none'
+        )
+    if len(options.devices) > 1 and not step_ms and probe().platform == 'cpu':
+        raise UserError(
+            f'{study.path}: step_ms: expected milliseconds of a step, as this machine has no GPU, '
+            'and processes that share a CPU (--devices) slow each other down, found none'
         )
     known = known_rows(study, options.output)
     if options.devices:

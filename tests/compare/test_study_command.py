@@ -18,6 +18,7 @@ from jaxunet.compare import collected, study_report, study_runner, tables
 from jaxunet.compare.study_file import read_study
 from jaxunet.compare.study_runner import Options
 from jaxunet.runtime.errors import UserError
+from jaxunet.sweep.points import Machine
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -114,7 +115,9 @@ def test_the_report_is_made_again_with_rows_of_other_folders(done, folder, tmp_p
     assert tables.sooner(found) in text
 
 
-def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path):
+def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(study_runner, 'probe', lambda: Machine('cpu', 1))
+
     def with_changes(**changes):
         text = (folder / 'study.toml').read_text()
         for key, value in changes.items():
@@ -126,7 +129,8 @@ def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path):
     for other, options, message in (
         (with_changes(features='"no.npz"'), {}, 'other.toml: features: no file .*no.npz; make it'),
         (with_changes(step_ms='"no.jsonl"'), {}, 'step_ms: no file .*no.jsonl; make it'),
-        (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: expected milliseconds'),
+        (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: .* share a GPU'),
+        (with_changes(step_ms='0'), {'devices': ('0', '1')}, 'step_ms: .* share a CPU'),
         (
             with_changes(**{'"data.batch_size"': '8\n"timesteps.adaptive_bins" = 64'}),
             {},
