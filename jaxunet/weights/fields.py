@@ -72,6 +72,27 @@ def differences(expected: Fields, found: Fields) -> list[str]:
     ]
 
 
+def network_differences(expected: Config, found: Config, side: int) -> list[str]:
+    """Returns `field: expected a, found b` for every field of the network that differs.
+
+    Args:
+      side: shorter side of the images in pixels; levels with attention are named by the sides that
+        their feature maps have then, as in `model.attention_resolutions`.
+    """
+    fields = []
+    for config in (expected, found):
+        named = network_fields(config)
+        del named[LEVELS]
+        named['model.attention_resolutions'] = _sides(config, side)
+        fields.append(named)
+    return differences(*fields)
+
+
+def _sides(config: Config, side: int) -> tuple[int, ...]:
+    """Returns the sides in pixels of the levels with attention, for images of `side` pixels."""
+    return tuple(side >> level for level in config.attention_levels)
+
+
 def needed_fields(theirs: Config, ours: Config) -> list[str]:
     """Returns what `ours` must set so that a run of it can start from weights of `theirs`.
 
@@ -85,9 +106,8 @@ def needed_fields(theirs: Config, ours: Config) -> list[str]:
             continue
         field = name.split(' ')[0].removeprefix('model.')
         value = getattr(theirs.model, field)
-        if name == LEVELS:  # named by the shorter side of their feature maps, in pixels
-            side = min(ours.image_shape[:2])
-            value = tuple(side >> level for level in theirs.attention_levels)
+        if name == LEVELS:
+            value = _sides(theirs, min(ours.image_shape[:2]))
         lines.append(f'model.{field}={value} (now {getattr(ours.model, field)})')
     return sorted(lines)
 

@@ -18,7 +18,7 @@ from absl import logging
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.weights import ddpm_torch, guided_diffusion, unetcu
-from jaxunet.weights.fields import differences, network_fields
+from jaxunet.weights.fields import network_differences
 from jaxunet.weights.inference import (
     ORDER_FLAGS,
     ForeignModel,
@@ -131,7 +131,8 @@ class _Known:
                 'leave this out'
             )
         if given.config is not None and own.config is not None:
-            problems = differences(network_fields(given.config), network_fields(own.config))
+            side = min(given.config.image_shape[:2])
+            problems = network_differences(given.config, own.config, side)
             if problems:
                 raise UserError(f'{path}: not the network of the config:{itemized(problems)}')
         order = given.new_order

@@ -20,7 +20,7 @@ from jaxunet.weights.fields import (
     TRAINING_ONLY,
     differences,
     diffusion_fields,
-    network_fields,
+    network_differences,
 )
 from jaxunet.weights.inference import Inferred, Shapes
 from jaxunet.weights.names import (
@@ -199,10 +199,10 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
     problems = _problems(header, FIELDS.__getitem__)
     if not problems:
         theirs = config_of(header)
-        problems = differences(
-            network_fields(theirs) | diffusion_fields(theirs),
-            network_fields(config) | diffusion_fields(config),
-        )
+        problems = [
+            *network_differences(theirs, config, min(height, width)),
+            *differences(diffusion_fields(theirs), diffusion_fields(config)),
+        ]
     if problems:
         raise UserError(
             'unet.cu has no such model, so a .bin cannot hold it; write .safetensors instead. '
@@ -270,7 +270,7 @@ def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
             f'{path}: the header does not make a network that can be run: {error}'
         ) from None
     if config is not None:
-        problems = differences(network_fields(config), network_fields(theirs))
+        problems = network_differences(config, theirs, min(config.image_shape[:2]))
         if problems:
             raise UserError(f'{path}: not the network of the config:{itemized(problems)}')
 

@@ -135,6 +135,24 @@ def test_bin_refuses_what_unetcu_lacks(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_bin_and_its_config_name_attention_by_the_sides_in_pixels(
+    tmp_path: pathlib.Path,
+) -> None:
+    """The messages give the values that the field takes, at the image size of the config."""
+    larger = UNETCU_SMALL.replace(
+        data={'image_size': (32, 40)}, model={'attention_resolutions': (16, 8)}
+    )
+    with pytest.raises(
+        UserError, match=r'model\.attention_resolutions: expected \(8, 4\), found \(16, 8\)$'
+    ):
+        write_weights(tmp_path / 'a.bin', {}, larger)
+    write_weights(tmp_path / 'a.bin', random_params(UNETCU_SMALL), UNETCU_SMALL)
+    with pytest.raises(
+        UserError, match=r'model\.attention_resolutions: expected \(16, 8\), found \(8, 4\)$'
+    ):
+        read_weights(tmp_path / 'a.bin', larger)
+
+
 def test_bin_for_a_given_config(tmp_path: pathlib.Path) -> None:
     """The caller's training settings are kept; another network is refused by its fields."""
     write_weights(tmp_path / 'a.bin', random_params(UNETCU_SMALL), UNETCU_SMALL)
