@@ -9,7 +9,6 @@ allowed. Averages beyond float16's range stay in float32.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import check_fields, parse_json, shown
+from jaxunet.weights.safetensors_file import write_safetensors
 
 FOLDER = 'snapshots'
 SUFFIX = '.safetensors'
@@ -123,7 +123,7 @@ class SnapshotWriter:
         pending, self._pending = self._pending, None
         try:
             pending.result()
-        except (OSError, safetensors.SafetensorError) as error:
+        except OSError as error:
             return (
                 f'a snapshot of the averages could not be written to {self.folder}: {error}; '
                 'averages of other widths will be less exact'
@@ -154,9 +154,7 @@ class SnapshotWriter:
         path = self.folder / f'{step}{SUFFIX}'
         temporary = path.with_suffix('.tmp')
         try:
-            safetensors.numpy.save_file(arrays, temporary, {METADATA: json.dumps(metadata)})
-            with temporary.open('rb') as file:
-                os.fsync(file.fileno())
+            write_safetensors(temporary, arrays, {METADATA: json.dumps(metadata)})
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

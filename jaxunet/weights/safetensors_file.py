@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from typing import BinaryIO, TypedDict
 
@@ -126,14 +127,20 @@ def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, str], dict[str, _T
 
 
 def write_safetensors(
-    path: str, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    path: str | os.PathLike[str], state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes float32 tensors and metadata to the file at `path`, replacing its contents.
+    """Writes tensors and metadata to the file at `path`, replacing its contents, and to the disk.
 
     Raises:
       OSError: it cannot be written.
     """
+    with open(path, 'wb') as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
         safetensors.numpy.save_file(dict(state), path, dict(metadata))
     except safetensors.SafetensorError as error:  # the library's error for a full disk
         raise OSError(str(error)) from None
+    # The library puts another file there, which its owner alone may read.
+    with open(path, 'rb') as file:
+        os.fchmod(file.fileno(), mode)
+        os.fsync(file.fileno())

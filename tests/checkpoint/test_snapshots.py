@@ -102,6 +102,11 @@ def test_a_run_keeps_32_snapshots_in_16_bits(finished) -> None:
             np.testing.assert_array_equal(got, wanted.astype(np.float16))
 
 
+def test_others_may_read_a_snapshot_if_the_umask_lets_them(finished) -> None:
+    modes = {path.stat().st_mode for path in (finished / 'snapshots').iterdir()}
+    assert modes == {(finished / 'metrics.csv').stat().st_mode}
+
+
 def test_any_width_is_the_directly_averaged_one(finished, direct) -> None:
     state = read(finished).state
     assert error(state.ema['width_0.1'], direct[STEPS, 0.10]) <= 1e-5

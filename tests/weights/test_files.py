@@ -153,6 +153,17 @@ def test_a_bin_and_its_config_name_attention_by_the_sides_in_pixels(
         read_weights(tmp_path / 'a.bin', larger)
 
 
+@pytest.mark.parametrize('extension', ['bin', 'pt', 'safetensors'])
+def test_others_may_read_a_file_if_the_umask_lets_them(
+    tmp_path: pathlib.Path, extension: str
+) -> None:
+    config = UNETCU_SMALL if extension == 'bin' else ADM['pool']
+    (tmp_path / 'plain').touch()
+    write_weights(tmp_path / f'a.{extension}', random_params(config), config)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(('plain', f'a.{extension}'), modes['plain'])
+
+
 def test_bin_for_a_given_config(tmp_path: pathlib.Path) -> None:
     """The caller's training settings are kept; another network is refused by its fields."""
     write_weights(tmp_path / 'a.bin', random_params(UNETCU_SMALL), UNETCU_SMALL)
