@@ -228,6 +228,18 @@ def agree(values: Mapping[str, object]) -> None:
             )
 
 
+def wait_for_others(place: str) -> None:
+    """Waits until all processes of the run are here.
+
+    A collective operation: every process must call it.
+
+    Args:
+      place: a name, the same on all processes.
+    """
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(place)
+
+
 def _gather(value: dict[str, str]) -> list[dict[str, str]]:
     """Returns the value of every process, by process index."""
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -22,7 +22,7 @@ from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
-from jaxunet.runtime.distributed import agree
+from jaxunet.runtime.distributed import agree, wait_for_others
 from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
@@ -171,6 +171,8 @@ class _Loop:
                 stack.callback(quietly, 'logs', self.outputs.close)
             self._compile(begin)
             del begin  # its state is a second copy of all weights, in this machine's memory
+            # Training time leaves out how much longer other processes compile.
+            wait_for_others('compiled the step')
             self.clock = Clock(self.step, seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()

@@ -1,5 +1,6 @@
 """A fresh run draws its weights in a thread while it compiles its step."""
 
+import itertools
 import threading
 
 import pytest
@@ -12,7 +13,9 @@ from jaxunet.checkpoint.store import Checkpoints, checksum, state_template
 from jaxunet.data.sources import open_images
 from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
-from jaxunet.training import resume
+from jaxunet.training import loop, resume
+from jaxunet.training.clock import Clock
+from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.session import Session
 
@@ -54,6 +57,20 @@ def test_the_step_does_not_wait_for_the_weights(source, tmp_path, monkeypatch):
     assert len(threads) == 1
     ends = [checkpoint.read(tmp_path / name).state for name in ('beside', 'before')]
     assert checksum(ends[0]) == checksum(ends[1])
+
+
+def test_training_time_leaves_out_the_compiling_of_other_processes(source, tmp_path, monkeypatch):
+    """A process whose step is ready first waits before it starts its clock."""
+    waited = 100.0
+    seconds = itertools.count()  # what a clock reads, one more each time
+    late = [0.0]
+    monkeypatch.setattr(loop, 'wait_for_others', lambda place: late.append(waited))
+    monkeypatch.setattr(
+        loop, 'Clock', lambda step, before: Clock(step, before, lambda: next(seconds) + late[-1])
+    )
+    assert train(CONFIG, tmp_path, source) == 2
+    assert late[1:] == [waited]
+    assert 0 < float(read_metrics(tmp_path / 'metrics.csv')[-1]['training_seconds']) < waited
 
 
 @pytest.mark.parametrize('error', [UserError('model: no'), MemoryError('no room')])
