@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from jaxunet.runtime.by_hand import check_by_hand, check_listens, listens_at
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
-from jaxunet.runtime.launchers import all_devices, check_launcher, coordinator, detect
+from jaxunet.runtime.launchers import STARTED, all_devices, check_launcher, coordinator, detect
 from jaxunet.runtime.no_device import is_no_device, no_device_error
 from jaxunet.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 
@@ -142,7 +142,9 @@ def join(start: Start) -> bool:
         None if 'JAX_LOCAL_DEVICE_IDS' in os.environ or not all_devices(method, os.environ) else []
     )
     # [] gives this process all devices that it sees; None gives it the one with its local index.
-    _connect(start, method, *coordinator(method, os.environ), method, local_device_ids=devices)
+    _connect(
+        start, STARTED[method], *coordinator(method, os.environ), method, local_device_ids=devices
+    )
     finalize()
     return True
 

@@ -22,6 +22,11 @@ SLURM_VARIABLES = (  # set by srun and read by JAX
     'SLURM_PROCID',
     'SLURM_LOCALID',
 )
+STARTED = {  # how processes were started, for messages, by the method
+    'slurm': 'by srun',
+    'ompi': 'by mpirun of Open MPI 4',
+    'mpi4py': 'by mpirun, found by mpi4py',
+}
 FIRST_PORT, PORTS = 61440, 4096  # the last of all, above those that Linux gives to clients
 OPEN_MPI = 'OMPI_MCA_orte_hnp_uri'  # Open MPI up to version 4; JAX reads the host of mpirun from it
 

@@ -132,7 +132,8 @@ def test_two_processes_train_as_one_and_resume_on_one(
     errors = finish(processes)
     assert [process.returncode for process in processes] == [0, 0], errors
     for rank, error in enumerate(errors):
-        assert f'process {rank} of 2, started {"slurm" if launcher is slurm else "ompi"}' in error
+        program = 'srun' if launcher is slurm else 'mpirun of Open MPI 4'
+        assert f'process {rank} of 2, started by {program}' in error
         assert 'ended early' not in error
     assert sorted(p.name for p in (tmp_path / 'two' / 'checkpoints').iterdir()) == ['2', '4']
     np.testing.assert_allclose(losses(tmp_path / 'two'), one[:4], rtol=1e-4)
