@@ -137,8 +137,29 @@ def _flag_error(text: str) -> str:
     text = re.sub(
         r'^flag --(\w+)=None: .* must have a value other than None\.$', r'--\1: missing', text
     )
+    text = re.sub(
+        r": \('Non-boolean argument to boolean flag', (.*)\)$",
+        r': expected true or false, found \1',
+        text,
+    )
     text = re.sub(r': invalid literal for int\(\) .*', ': expected a whole number', text)
-    return re.sub(r': could not convert string to float: .*', ': expected a number', text)
+    text = re.sub(r': could not convert string to float: .*', ': expected a number', text)
+    unknown = re.match(r"Unknown command line flag '(\w+)'", text)
+    if unknown and 'config' in flags.FLAGS and flags.FLAGS['config'].value is not None:
+        named = [field for field in _fields() if field.rsplit('.', maxsplit=1)[-1] == unknown[1]]
+        text += f'; did you mean {" or ".join(f"--config.{f}" for f in named)}?' if named else ''
+    return text
+
+
+def _fields() -> Fields:
+    """Returns the defaults of all sections and fields, by their paths, such as data.path."""
+    top = default_config().to_dict()
+    sections = {name: fields for name, fields in top.items() if isinstance(fields, dict)}
+    return top | {
+        f'{section}.{name}': value
+        for section, fields in sections.items()
+        for name, value in fields.items()
+    }
 
 
 def _config_error(error: BaseException) -> str:
@@ -170,13 +191,7 @@ def _check_overrides(argv: Sequence[str]) -> None:
       UserError: `--config=FILE` names no Python file, or `--config.a.b=...` an unknown field, a
         section, or a tuple field that was set before.
     """
-    sections = {'': default_config().to_dict()}
-    sections |= {name: fields for name, fields in sections[''].items() if isinstance(fields, dict)}
-    values = {
-        f'{section}.{name}'.lstrip('.'): value
-        for section, fields in sections.items()
-        for name, value in fields.items()
-    }
+    values = _fields()
     seen = set[str]()
     for argument, following in itertools.pairwise([*argv[1:], '']):
         file = following if argument == '--config' else ''
@@ -195,8 +210,8 @@ def _check_overrides(argv: Sequence[str]) -> None:
                 f'--config.{field}: given twice, which would join the values; '
                 'give it once, with commas: 32,64'
             )
-        if field in sections:
-            example = next(iter(sections[field]))
+        if isinstance(values[field], dict):
+            example = next(iter(values[field]))
             raise UserError(
                 f'--config.{field}: is a section; '
                 f'set one of its fields, e.g. --config.{field}.{example}=...'

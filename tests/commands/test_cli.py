@@ -228,6 +228,18 @@ MISTAKES = [
     ),
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
     (['jaxunet.train', '--config=nowhere.py'], 'nowhere.py'),
+    (
+        ['jaxunet.train', '--precision=float16'],
+        "Unknown command line flag 'precision'; did you mean --config.precision?",
+    ),
+    (
+        ['jaxunet.train', '--batch_size=4'],
+        'did you mean --config.data.batch_size or --config.evaluation.batch_size?',
+    ),
+    (
+        ['jaxunet.train', '--config.model.remat=yes'],
+        "flag --config.model.remat=yes: expected true or false, found 'yes'",
+    ),
     (['jaxunet.train', '--wrkdir=x'], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
     (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
     (
