@@ -26,7 +26,14 @@ from jax.experimental import multihost_utils
 from jaxunet.runtime.by_hand import check_by_hand, check_listens, listens_at
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
-from jaxunet.runtime.launchers import STARTED, all_devices, check_launcher, coordinator, detect
+from jaxunet.runtime.launchers import (
+    STARTED,
+    all_devices,
+    check_launcher,
+    coordinator,
+    detect,
+    lone_task,
+)
 from jaxunet.runtime.no_device import is_no_device, no_device_error
 from jaxunet.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 
@@ -136,6 +143,8 @@ def join(start: Start) -> bool:
     methods = {'auto': detect(os.environ), 'none': ''}
     method = methods.get(start.cluster, start.cluster)
     if not method:
+        if start.cluster == 'auto' and (warning := lone_task(os.environ)):
+            logging.warning('%s', warning)
         return False
     finalize = check_launcher(method, os.environ, asked=start.cluster != 'auto')
     devices: list[int] | None = (

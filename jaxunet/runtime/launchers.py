@@ -47,6 +47,17 @@ def detect(environ: Mapping[str, str]) -> str:
     return 'slurm' if tasks > 1 and all(name in environ for name in SLURM_VARIABLES) else ''
 
 
+def lone_task(environ: Mapping[str, str]) -> str:
+    """Returns a warning if a SLURM job has several tasks and no launcher set `environ`, else ''."""
+    tasks = _number(environ, 'SLURM_NTASKS')
+    if tasks < 2 or detect(environ):
+        return ''
+    return (
+        f'this SLURM job has {tasks} tasks, but this process is no task of srun and runs alone; '
+        'start the command with srun, or say --cluster=none to run it alone'
+    )
+
+
 def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> Callable[[], object]:
     """Checks that this process was started by the launcher `method`.
 

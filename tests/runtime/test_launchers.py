@@ -16,6 +16,7 @@ from jaxunet.runtime.launchers import (
     coordinator,
     detect,
     hosts_of,
+    lone_task,
     tasks_of_node,
 )
 
@@ -131,6 +132,29 @@ ALONE = {
 )
 def test_detection(environ, method):
     assert detect(environ) == method
+
+
+@pytest.mark.parametrize(
+    ('environ', 'warned'),
+    [
+        ({}, False),
+        (ALONE, True),
+        (ALONE | {'SLURM_STEP_NODELIST': 'n1', 'SLURM_STEP_NUM_TASKS': '1'}, True),
+        (ALONE | {'SLURM_NTASKS': '1'}, False),
+        (slurm(1, 1)[1], False),
+        (ALONE | open_mpi(1, 1)[1], False),
+    ],
+)
+def test_a_forgotten_srun_is_told(environ, warned):
+    assert lone_task(environ).startswith('this SLURM job has 2 tasks, but') == warned
+
+
+@pytest.mark.parametrize(('cluster', 'lines'), [('auto', 1), ('none', 0)])
+def test_a_forgotten_srun_is_logged(cluster, lines, monkeypatch, caplog):
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    assert not join(Start(cluster=cluster))
+    assert caplog.text.count('this process is no task of srun') == lines
 
 
 @pytest.mark.parametrize(
