@@ -94,6 +94,25 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
     return Selection(source, classes) if classes else source
 
 
+def missing(path: str) -> str:
+    """Says that there is no such file or folder, with similar names; '' where nothing is missing.
+
+    Opens and downloads nothing.
+
+    Args:
+      path: as in `open_source`.
+    """
+    prefix, local = cifar10.split_path(path)
+    file = local if prefix else path
+    if not file or file.endswith(':'):
+        return ''
+    try:
+        check_exists(Path(file).expanduser())
+    except UserError as error:
+        return str(error)
+    return ''
+
+
 def is_compressed_tar(path: str) -> bool:
     """Returns True for a compressed tar, which `open_source` decodes into memory."""
     file = Path(path).expanduser()
