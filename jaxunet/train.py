@@ -29,7 +29,7 @@ from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
-from jaxunet.data.sources import missing, open_images
+from jaxunet.data.sources import check_path, open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed
@@ -237,7 +237,9 @@ def dry_run(config: Config) -> None:
     print(estimate.summary(config))
     if warning := endless_warmup(config):
         print(warning)
-    if error := missing(config.data.path):
+    try:
+        check_path(config.data.path)
+    except UserError as error:
         print(f'data.path: {error}; a run ends with this error')
 
 

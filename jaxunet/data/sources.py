@@ -94,23 +94,18 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
     return Selection(source, classes) if classes else source
 
 
-def missing(path: str) -> str:
-    """Says that there is no such file or folder, with similar names; '' where nothing is missing.
-
-    Opens and downloads nothing.
+def check_path(path: str) -> None:
+    """Checks that the file or folder of a set is there; opens and downloads nothing.
 
     Args:
       path: as in `open_source`.
+
+    Raises:
+      UserError: it is not; the message has similar names.
     """
-    prefix, local = cifar10.split_path(path)
-    file = local if prefix else path
-    if not file or file.endswith(':'):
-        return ''
-    try:
-        check_exists(Path(file).expanduser())
-    except UserError as error:
-        return str(error)
-    return ''
+    local = cifar10.split_path(path)[1]
+    if local and not local.endswith(':'):
+        check_exists(Path(local).expanduser())
 
 
 def is_compressed_tar(path: str) -> bool:

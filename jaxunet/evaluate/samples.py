@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
 from jaxunet.checkpoint import model_flags
 from jaxunet.config import cli
-from jaxunet.data import cifar10
-from jaxunet.data.sources import check_exists
+from jaxunet.data.sources import check_path
 from jaxunet.evaluate import nearest
 from jaxunet.evaluate.flags import (
     BATCH_SIZE,
@@ -77,8 +75,7 @@ def evaluate(samples: str) -> None:
     check_outputs([OUTPUT, NEAREST])
     cli.enable_compilation_cache()
     for path in (samples, REFERENCE.value):
-        if path and not path.endswith(':'):  # before Inception is downloaded
-            check_exists(Path(cifar10.split_path(path)[1]).expanduser())
+        check_path(path or '')  # before Inception is downloaded
     network = load_features(FEATURES.value)
     results = _measure(samples, metrics, compared, network, size) if metrics else []
     for result in results:

@@ -11,7 +11,8 @@ from PIL import Image
 from support.data_errors import PNG, fails
 from support.data_files import encoded, put, random_pixels, write_folder, write_zip
 
-from jaxunet.data.sources import missing
+from jaxunet.data.sources import check_path
+from jaxunet.runtime.errors import UserError
 
 PATHS = {
     'near miss': (
@@ -61,13 +62,14 @@ def test_a_path_in_the_current_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize('prefix', ['', 'cifar10:', 'cifar10_test:'])
 def test_what_is_missing_is_found_without_opening(tmp_path, prefix):
     (tmp_path / 'plain').write_bytes(b'no images')
-    assert missing(f'{prefix}{tmp_path}/plain') == ''
-    assert 'plains: no such file or folder: ' in missing(f'{prefix}{tmp_path}/plains')
+    check_path(f'{prefix}{tmp_path}/plain')
+    with pytest.raises(UserError, match='plains: no such file or folder: '):
+        check_path(f'{prefix}{tmp_path}/plains')
 
 
 @pytest.mark.parametrize('path', ['digits:', 'cifar10:', 'cifar10_test:'])
 def test_sets_with_names_are_not_missing(path):
-    assert missing(path) == ''
+    check_path(path)
 
 
 def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch):
