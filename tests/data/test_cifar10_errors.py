@@ -75,22 +75,19 @@ def test_cifar10_batches(tmp_path, case, monkeypatch):
     assert not (tmp_path / 'evil').exists()
 
 
-def test_cifar10_with_a_batch_missing(tmp_path):
+@pytest.mark.parametrize(
+    ('prefix', 'batch', 'expected'),
+    [
+        ('cifar10:', 'data_batch_3', 'the five training batches'),
+        ('cifar10_test:', 'test_batch', 'the test batch of CIFAR-10'),
+    ],
+)
+def test_cifar10_with_a_batch_missing(tmp_path, prefix, batch, expected):
     files = official_files()
-    del files['cifar-10-batches-py/data_batch_3']
+    del files[f'cifar-10-batches-py/{batch}']
     fails(
-        f'cifar10:{write_folder(tmp_path, files)}',
-        r'no data_batch_3; expected the five training batches',
-        shape=(32, 32, 3),
-    )
-
-
-def test_cifar10_without_its_test_batch(tmp_path):
-    files = official_files()
-    del files['cifar-10-batches-py/test_batch']
-    fails(
-        f'cifar10_test:{write_folder(tmp_path, files)}',
-        r'no test_batch; expected the test batch of CIFAR-10',
+        f'{prefix}{write_folder(tmp_path, files)}',
+        rf'no {batch}; expected {expected}',
         shape=(32, 32, 3),
     )
 
