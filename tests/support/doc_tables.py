@@ -139,7 +139,7 @@ def portable_steps() -> str:
     newest = {
         (row['config'], row['batch_size']): row
         for row in read_lines('step/turns.jsonl')
-        if 'portable' in row['kernels']
+        if 'portable' in row['kernels'] and 'precision' not in row  # that of the config, bfloat16
     }
     body = []
     for (config, batch), row in newest.items():
@@ -149,11 +149,12 @@ def portable_steps() -> str:
         times = [f'{ms[side]:.2f}' for side in ('xla', 'auto', 'portable')]
         body.append([name, str(batch), *times, f'{ms["portable"] / ms["xla"]:.2f}', row['git']])
     head = ('config', 'batch', 'xla, ms', 'auto, ms', 'portable, ms', 'portable / xla', 'commit')
-    row = next(iter(newest.values()))
-    return (
-        f'{markdown.table(head, sorted(body, key=lambda line: (line[0], int(line[1]))))}\n\n'
-        f'{row["device"]}, bfloat16, jax {row["versions"]["jax"]}, driver {row["driver"]}.'
+    table = markdown.table(head, sorted(body, key=lambda line: (line[0], int(line[1]))))
+    measured = dict.fromkeys(
+        f'{row["device"]}, bfloat16, jax {row["versions"]["jax"]}, driver {row["driver"]}'
+        for row in newest.values()
     )
+    return f'{table}\n\n{"; ".join(measured)}.'
 
 
 def kernels() -> str:
