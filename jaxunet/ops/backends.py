@@ -8,9 +8,9 @@ that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this tabl
     compute capability 8.x, bfloat16, float16   cuda; attention xla, except on 8.0 and 8.7
     every other device and precision            xla
 
-On 8.x but 8.0 and 8.7, a block has 99 KiB of shared memory. There, attention of heads of more than
-128 channels runs slow kernels. JAXUNET_KERNELS=portable lets a Hopper GPU choose like 8.0, ada like
-8.9.
+On 8.x except 8.0 and 8.7, a block has 99 KiB of shared memory. Heads of more than 128 channels have
+only slow attention kernels there. On a Hopper GPU, `auto` chooses as on 8.0 with
+JAXUNET_KERNELS=portable, and as on 8.9 with JAXUNET_KERNELS=ada.
 
 If the CUDA kernels do not run, the log says so, and every op comes from pallas on Hopper, from xla
 on 8.x. If pallas is missing, too, or this version of JAX lacks what some of its calls need, every
@@ -220,9 +220,9 @@ def _auto(precision: str) -> dict[str, str]:
     """Returns the choice that was measured here, else that of this module's table.
 
     The table follows whole training steps timed on Hopper GPUs (docs/results), because a kernel
-    that is faster alone can be slower in a step. Compute capability 8.x stands for the portable
-    kernels timed there. Devices without such measurements use XLA. To refit the table, run `python
-    -m jaxunet.benchmark` for each candidate on the new device.
+    that is faster alone can be slower in a step. The kernels of compute capability 8.x were timed
+    there, too. Devices without such measurements use XLA. To refit the table, run `python -m
+    jaxunet.benchmark` for each candidate on the new device.
     """
     if found := _measured(precision):
         return found
@@ -247,9 +247,9 @@ def _auto(precision: str) -> dict[str, str]:
 
 
 def _capability_of_portable() -> str:
-    """Returns the compute capability whose kernels run here if they are the portable ones, else ''.
+    """Returns the compute capability for which the portable kernels are chosen.
 
-    `device.kernels` can ask for those of another GPU.
+    '' if this device does not run them. JAXUNET_KERNELS can ask for those of another GPU.
     """
     if device.family() is not device.Target.TRITON:
         return ''
