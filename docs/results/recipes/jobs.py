@@ -7,7 +7,7 @@
     docs/results/recipes/jobs.py:images     configs/images.py itself, on these photographs
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
     docs/results/recipes/jobs.py:small      ... with EDM's augmentation, and with another seed
-    docs/results/recipes/jobs.py:both       objects, then elephants
+    docs/results/recipes/jobs.py:all        objects, elephants, then small
     docs/results/recipes/jobs.py:twenty     the times that have rows once more, by other samplers
                                             within 20 evaluations
     docs/results/recipes/jobs.py:alone      seconds a sample; needs a GPU of its own, no --step_ms
@@ -201,7 +201,13 @@ def get_jobs(part: str, data: str) -> list[Job]:
     """
     order = ('flow', 'epsilon-linear', 'v-cosine', 'edm', 'epsilon-cosine')
     photographs = [objects(case, data, seed=seed) for seed in (0, 1) for case in order]
+    animals = [elephants(case, data) for case in order]
+    few = [
+        *(elephants(c, data, seconds=(60, 180), augmented=True) for c in ('v-cosine', 'flow')),
+        *(elephants(c, data, seconds=(60,), seed=1) for c in ('v-cosine', 'flow')),
+    ]
     parts = {
+        'all': [*(complete(job) for job in photographs), *animals, *few],
         'objects': [complete(job) for job in photographs],
         **{
             name: [complete(dataclasses.replace(job, seconds=(seconds,))) for job in photographs]
@@ -213,17 +219,10 @@ def get_jobs(part: str, data: str) -> list[Job]:
             for job in photographs
             if measured(job)
         ],
-        'both': [
-            *(complete(job) for job in photographs),
-            *(elephants(case, data) for case in order),
-        ],
         'alone': [alone(data)],
         'costs': [objects(case, data) for case in OBJECTIVES],  # the ratios are to the first
-        'elephants': [elephants(case, data) for case in order],
-        'small': [
-            *(elephants(c, data, seconds=(60, 180), augmented=True) for c in ('v-cosine', 'flow')),
-            *(elephants(c, data, seconds=(60,), seed=1) for c in ('v-cosine', 'flow')),
-        ],
+        'elephants': animals,
+        'small': few,
         'rates': [
             objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
             for r in (2e-4, 4e-4)
