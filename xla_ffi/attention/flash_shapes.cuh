@@ -15,6 +15,11 @@ namespace jaxunet::cuda {
 template <class... Shape>
 struct Few {};
 
+// Shapes of kernels for any number of tokens, the fastest first; those after it need less shared
+// memory.
+template <class... Shape>
+struct Any {};
+
 // No kernels for few tokens, for widths that hardly any network has.
 struct NoFew {
   using FewForward = Few<>;
@@ -35,47 +40,49 @@ template <class T>
 struct Shapes<T, 32> {
   using Forward = ForwardShape<T, 32, 2, 4, 1, 64, 3>;
   using FewForward = Few<ForwardShape<T, 32, 1, 4, 1, 64, 4>>;
-  using Backward = BackwardShape<T, 32, 2, 4, 1, 32, 2>;
+  using Backward = Any<BackwardShape<T, 32, 2, 4, 1, 32, 2>>;
   using FewBackward =
       Few<BackwardShape<T, 32, 1, 4, 1, 32, 4>, BackwardShape<T, 32, 2, 8, 1, 64, 1>>;
 };
 template <class T>
 struct Shapes<T, 64> : NoFew {
   using Forward = ForwardShape<T, 64, 2, 4, 1, 32, 2>;
-  using Backward = BackwardShape<T, 64, 1, 4, 1, 32, 3>;
+  using Backward = Any<BackwardShape<T, 64, 1, 4, 1, 32, 3>>;
 };
 template <class T>
 struct Shapes<T, 128> : NoFew {
   using Forward = ForwardShape<T, 128, 2, 4, 1, 32, 2>;
-  using Backward = BackwardShape<T, 128, 1, 8, 1, 32, 1>;
+  using Backward = Any<BackwardShape<T, 128, 1, 8, 1, 32, 1>>;
 };
 template <class T>
 struct Shapes<T, 256> {
   using Forward = ForwardShape<T, 256, 1, 4, 1, 32, 2>;
   using FewForward = Few<ForwardShape<T, 256, 1, 1, 1, 16, 1, 4>>;
-  using Backward = BackwardShape<T, 256, 2, 2, 4, 64, 1>;
+  // The second fits the 99 KiB of a block of compute capability 8.6 and 8.9.
+  using Backward =
+      Any<BackwardShape<T, 256, 2, 2, 4, 64, 1>, BackwardShape<T, 256, 1, 2, 2, 32, 1>>;
   using FewBackward = Few<BackwardShape<T, 256, 1, 1, 4, 16, 1>>;
 };
 
 template <>
 struct Shapes<float, 32> : NoFew {
   using Forward = ForwardShape<float, 32, 1, 4, 1, 32, 2>;
-  using Backward = BackwardShape<float, 32, 1, 4, 1, 32, 2>;
+  using Backward = Any<BackwardShape<float, 32, 1, 4, 1, 32, 2>>;
 };
 template <>
 struct Shapes<float, 64> : NoFew {
   using Forward = ForwardShape<float, 64, 1, 4, 1, 32, 2>;
-  using Backward = BackwardShape<float, 64, 1, 4, 1, 32, 2>;
+  using Backward = Any<BackwardShape<float, 64, 1, 4, 1, 32, 2>>;
 };
 template <>
 struct Shapes<float, 128> : NoFew {
   using Forward = ForwardShape<float, 128, 1, 4, 1, 32, 2>;
-  using Backward = BackwardShape<float, 128, 1, 4, 2, 32, 1>;
+  using Backward = Any<BackwardShape<float, 128, 1, 4, 2, 32, 1>>;
 };
 template <>
 struct Shapes<float, 256> : NoFew {
   using Forward = ForwardShape<float, 256, 1, 4, 2, 32, 1>;
-  using Backward = BackwardShape<float, 256, 1, 2, 4, 64, 1>;
+  using Backward = Any<BackwardShape<float, 256, 1, 2, 4, 64, 1>>;
 };
 
 // Calls visit(Shapes of the width).
@@ -96,8 +103,15 @@ bool flash_takes(const Plan& plan) {
          3 * plan.tokens * plan.heads * plan.width <= INT32_MAX;
 }
 
-// Calls run(shape) with the first shape that has a row for each token and fits the device's shared
-// memory; returns nothing where none does.
+// Both call run(shape) with the first shape that fits the device's shared memory and, if it is for
+// few tokens, has a row for each; they return nothing where none does.
+template <class... Shape, class Run>
+std::optional<cudaError_t> run_first_fit(Any<Shape...>, Run run) {
+  std::optional<cudaError_t> done;
+  static_cast<void>((... || (done = run(Shape()))));
+  return done;
+}
+
 template <class... Shape, class Run>
 std::optional<cudaError_t> run_first_fit(Few<Shape...>, int64_t tokens, Run run) {
   std::optional<cudaError_t> done;
@@ -129,7 +143,10 @@ std::optional<cudaError_t> dispatch_backward(const AttentionBackward& plan, int 
     const auto done = run_first_fit(typename All::FewBackward(), plan.tokens, [&](auto shape) {
       return launch_backward_few<decltype(shape)>(plan, shared_bytes, stream);
     });
-    return done ? done : launch_backward<typename All::Backward>(plan, shared_bytes, stream);
+    if (done) return done;
+    return run_first_fit(typename All::Backward(), [&](auto shape) {
+      return launch_backward<decltype(shape)>(plan, shared_bytes, stream);
+    });
   });
 }
 

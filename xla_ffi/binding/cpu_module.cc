@@ -100,8 +100,8 @@ bool group_norm_faster_than_streaming(int64_t batch, int64_t pixels, int64_t cha
                                       int64_t smem_bytes, int max_cluster, int added) {
   const DeviceLimits limits{sms, smem_bytes, max_cluster};
   return faster_than_streaming(
-      backward_tiling(limits, batch, pixels, channels, group, vector, element), batch, added,
-      element);
+      backward_tiling(limits, batch, pixels, channels, group, vector, element), limits, batch,
+      added, element);
 }
 
 // The tiling of the streaming GroupNorm kernels; None where they are not taken.
@@ -119,7 +119,9 @@ pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64
   found["ranks"] = tiling->ranks;
   found["channel_blocks"] = tiling->channel_blocks;
   found["piece"] = 1 << tiling->piece_bits;
-  found["second_pass_ranks"] = second_pass_tiling(*tiling, limits, batch).ranks;
+  const StreamingTiling second = second_pass_tiling(*tiling, limits, batch);
+  found["second_pass_channels"] = second.vectors * vector;
+  found["second_pass_ranks"] = second.ranks;
   return found;
 }
 
@@ -140,8 +142,9 @@ pybind11::dict found_block(const BlockReduction& block, int vector) {
 pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int64_t channels,
                                               int64_t group, int vector, int element, int64_t sms,
                                               int64_t smem_bytes, int max_cluster) {
-  const auto tiling = register_resident_tiling({sms, smem_bytes, max_cluster}, batch, pixels,
-                                               channels, group, vector, element);
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  const auto tiling =
+      register_resident_tiling(limits, batch, pixels, channels, group, vector, element);
   if (!tiling) return pybind11::none();
   pybind11::dict found = found_block(tiling->block, vector);
   found["channel_blocks"] = tiling->channel_blocks;
@@ -149,6 +152,7 @@ pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int
   found["each"] = tiling->each;
   found["rest"] = tiling->rest;
   found["bytes"] = tiling->smem_bytes;
+  found["faster_than_streaming"] = faster_than_streaming(*tiling, limits, vector, element);
   return found;
 }
 

@@ -145,8 +145,15 @@ inline BackwardTiling backward_tiling(const DeviceLimits& limits, int64_t batch,
   }
 }
 
+// x and dy of a block that it may read twice on devices without clusters: the second time they are
+// still in L2, because those of all multiprocessors (33 MiB of 132) fit it. Beyond this, streaming
+// reads no more from memory, and has no block that waits. Not fitted yet: time both on 32x32 and
+// 64x64 pixels with JAXUNET_KERNELS=ada, and on a GPU without clusters.
+constexpr int64_t kRereadBytes = 256 * 1024;
+
 // True if one launch of this kernel is faster than the two streaming launches, for images that have
-// a streaming tiling. `added`: tensors that the kernel adds to dx.
+// a streaming tiling. `added`: tensors that the kernel adds to dx. Without clusters, it is up to
+// kRereadBytes. With clusters:
 //
 // One block that holds all pixels of its channels always is (32x32 pixels, 256 channels). A cluster
 // is if streaming would read x and dy from memory twice, not from L2, no added tensor takes the
@@ -157,9 +164,13 @@ inline BackwardTiling backward_tiling(const DeviceLimits& limits, int64_t batch,
 //   128 channels, one added:                    batch 256 469 and 471
 //   192 channels, one added, blocks of 144 KiB: batch 256 842 and 733
 // To refit it, run tests/gpu/harness/gnback.
-inline bool faster_than_streaming(const BackwardTiling& tiling, int64_t batch, int added,
-                                  int element) {
+inline bool faster_than_streaming(const BackwardTiling& tiling, const DeviceLimits& limits,
+                                  int64_t batch, int added, int element) {
   constexpr int64_t kBeyondL2Bytes = int64_t{256} << 20;  // of x and dy
+  if (!has_clusters(limits)) {
+    const int64_t block_channels = tiling.channels / tiling.channel_blocks;
+    return tiling.pixels * block_channels * 2 * element <= kRereadBytes;
+  }
   if (!tiling.keep) return false;
   if (tiling.ranks == 1) return true;
   const int64_t bytes = batch * tiling.pixels * tiling.channels * 2 * element;

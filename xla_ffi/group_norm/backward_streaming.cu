@@ -1,17 +1,22 @@
 // GroupNorm backward of large samples in two launches (streaming_tiling.h). The formulas, and the
 // meaning of `value`, are those of backward_smem_resident.cu.
 //
-// group_norm_sums adds up dz and dz * n over the pixels. Grid: (cluster of 8 blocks, channel
-// blocks, batch); a cluster owns a sample's channels, and its blocks take rows of pixels in turns.
+// group_norm_sums adds up dz and dz * n over the pixels. Grid: (ranks, channel blocks, batch). With
+// kCluster, the 8 ranks are a cluster that owns a sample's channels, and its blocks take rows of
+// pixels in turns. Without, a block owns them alone: that needs no clusters, so any GPU can do it.
 // - Prologue: start the copies of the first kStages steps of x and dy.
 // - Mainloop: wait for the oldest step, start the copy of a later one, update the thread's sums.
 // - Epilogue: reduce over the block (shared memory) and the cluster (distributed shared memory);
 //   each block writes a share of the channels.
 //
-// Its shared memory: the pipelines of x and dy; the sums of the block, float4 [channels]; the sums
-// of each row of threads, float [rows][2][channels]. Synchronisation: one __syncthreads; two
-// cluster barriers, one before peers' memory is read and one before a block whose memory they read
-// may end.
+// Its shared memory with kCluster: the pipelines of x and dy; the sums of the block, float4
+// [channels]; the sums of each row of threads, float [rows][2][channels]. Synchronisation: one
+// __syncthreads; two cluster barriers, one before peers' memory is read and one before a block
+// whose memory they read may end.
+//
+// Without kCluster: the pipelines; the sums of the rows take their place, so that three blocks fit
+// the 100 KiB of a multiprocessor of compute capability 8.6 or 8.9. Synchronisation: one
+// __syncthreads after all threads have read their last step, one after they have written the sums.
 //
 // group_norm_dx reads x and dy once more and writes dx, and act(z) if it is wanted. Grid: (ranks,
 // channel blocks, reduce_layers + batch), no clusters. It walks the samples and the pixels
@@ -157,6 +162,31 @@ __device__ void activate(const ChannelAffine<T, V>& norm, bool silu, const float
   }
 }
 
+// Adds up the block's rows, for number i of their [2][channels].
+__device__ inline float sum_of_rows(const StreamingTiling& tiling, int block_channels,
+                                    const float* partial, int i) {
+  float total = 0;
+#pragma unroll 4
+  for (int row = 0; row < tiling.rows; ++row) total += partial[2 * row * block_channels + i];
+  return total;
+}
+
+// Adds up the sums of the block's rows, and writes them: the block has all pixels of its channels.
+// The caller synchronises the block before.
+__device__ inline void write_sums(const Gradient& g, int first_channel, int block_channels,
+                                  const float* partial) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 2 * block_channels; i += kStreamingThreads) {
+    const bool second = i >= block_channels;
+    const int channel = first_channel + (second ? i - block_channels : i);
+    float total = sum_of_rows(g.tiling, block_channels, partial, i);
+    if (second) total *= *channel_entry(g.operands.inverse, blockIdx.z, channel);
+    float* const to =
+        g.operands.sums + 2 * static_cast<int64_t>(blockIdx.z) * g.tiling.channels + channel;
+    to[second ? g.tiling.channels : 0] = total;
+  }
+}
+
 // Adds up the sums of the block's rows, then those of the cluster's blocks, and writes them.
 // The caller synchronises the block before, and the cluster before the block ends.
 __device__ inline void reduce_sums(const Gradient& g, int first_channel, int block_channels,
@@ -164,9 +194,7 @@ __device__ inline void reduce_sums(const Gradient& g, int first_channel, int blo
   const StreamingTiling& tiling = g.tiling;
 #pragma unroll 1
   for (int i = threadIdx.x; i < 2 * block_channels; i += kStreamingThreads) {
-    float total = 0;
-#pragma unroll 4
-    for (int row = 0; row < tiling.rows; ++row) total += partial[2 * row * block_channels + i];
+    const float total = sum_of_rows(tiling, block_channels, partial, i);
     const bool second = i >= block_channels;
     float4& to = totals[second ? i - block_channels : i];
     (second ? to.y : to.x) = total;
@@ -192,7 +220,7 @@ __device__ inline void reduce_sums(const Gradient& g, int first_channel, int blo
   }
 }
 
-template <class T, int V>
+template <class T, int V, bool kCluster>
 __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     group_norm_sums(const __grid_constant__ Gradient g) {
   const StreamingTiling& tiling = g.tiling;
@@ -202,7 +230,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   Pipelines<T, V> pipelines(g, tile, blockIdx.z);
   float4* const totals = pipelines.scratch();  // [channels]: x, y: both sums of the block
   float* const partial =                       // [rows][2][channels]: both sums of each row
-      reinterpret_cast<float*>(totals + block_channels);
+      kCluster ? reinterpret_cast<float*>(totals + block_channels)
+               : reinterpret_cast<float*>(dynamic_smem());
   {
     const auto norm = affine_of<T, V>(g, tile, blockIdx.z);
     float dz_sum[V] = {}, product_sum[V] = {};  // of dz, and of dz * value
@@ -218,6 +247,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
         product_sum[j] += dz[j] * value[j];
       }
     }
+    if constexpr (!kCluster) __syncthreads();  // `partial` takes the place of the pipelines
     if (tile.row < tiling.rows) {
       if constexpr (!kUsesPivot<T>) {  // of dz * x to that of dz * (x - mean)
         float mean[V];
@@ -234,9 +264,30 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     }
   }
   __syncthreads();
-  reduce_sums(g, first_channel, block_channels, partial, totals);
-  cluster_arrive();  // so that no block ends while others read its memory
-  cluster_wait();
+  if constexpr (kCluster) {
+    reduce_sums(g, first_channel, block_channels, partial, totals);
+    cluster_arrive();  // so that no block ends while others read its memory
+    cluster_wait();
+  } else {
+    write_sums(g, first_channel, block_channels, partial);
+  }
+}
+
+template <class T, int V>
+cudaError_t launch_sums(const Gradient& g, int64_t batch, cudaStream_t stream) {
+  const StreamingTiling& tiling = g.tiling;
+  constexpr int64_t kPipelines = Pipelines<T, V>::kBytes;
+  if (tiling.ranks == 1) {
+    static_assert(kPipelines >= static_cast<int64_t>(2 * sizeof(float)) * kStreamingThreads * V,
+                  "the sums of all rows fit the memory of the pipelines");
+    return launch(group_norm_sums<T, V, false>, grid_of(tiling, batch), kStreamingThreads,
+                  kPipelines, stream, g);
+  }
+  const int64_t block_channels = static_cast<int64_t>(tiling.vectors) * V;
+  const int64_t sums_bytes =
+      block_channels * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
+  return launch(group_norm_sums<T, V, true>, grid_of(tiling, batch), kStreamingThreads,
+                kPipelines + sums_bytes, stream, g);
 }
 
 // Adds up the gradients of scale and offset over the batch; the blocks of a layer of the grid share
@@ -384,12 +435,7 @@ cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& til
                             const DeviceLimits& limits, cudaStream_t stream) {
   Gradient g{tiling, operands_of(plan), parameter_gradients_of(plan),
              plan.parameter_gradients ? 1 : 0};
-  const int64_t block_channels = static_cast<int64_t>(tiling.vectors) * V;
-  const int64_t sums_bytes =
-      block_channels * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
-  const cudaError_t error =
-      launch(group_norm_sums<T, V>, grid_of(tiling, plan.batch), kStreamingThreads,
-             Pipelines<T, V>::kBytes + sums_bytes, stream, g);
+  const cudaError_t error = launch_sums<T, V>(g, plan.batch, stream);
   if (error != cudaSuccess) return error;
   const int64_t layers = plan.batch + g.reduce_layers;
   g.tiling = second_pass_tiling(tiling, limits, layers);

@@ -1,13 +1,14 @@
 // Chooses the GroupNorm kernels of a call: the first line of its kind whose kernels take it. The
 // rules are the functions *_tiling() of the headers *_tiling.h.
 //
-//   statistics alone   statistics.cu: GPUs with clusters
-//                      forward_smem_resident.cu, which then writes no y
-//   y and statistics   forward_streaming.cu: large samples on GPUs with clusters; two launches
-//                      forward_register_resident.cu: small samples
+//   statistics alone   statistics.cu
+//                      forward_smem_resident.cu, which then writes no y: no pixels
+//   y and statistics   forward_register_resident.cu: small samples; large ones, where it is
+//                      faster_than_streaming()
+//                      forward_streaming.cu: large samples; two launches
 //                      forward_smem_resident.cu
 //   backward           backward_smem_resident.cu: faster_than_streaming()
-//                      backward_streaming.cu: large samples on GPUs with clusters; two launches
+//                      backward_streaming.cu: large samples; two launches
 //                      backward_smem_resident.cu: the rest
 //   dx alone           the second launch of backward_streaming.cu
 //
@@ -50,13 +51,17 @@ cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_
   if (to.y == nullptr) {
     if (const auto only = tiling_of(statistics_tiling))
       return statistics(plan, *only, vector, to.statistics, stream);
-  } else if (const auto large = streaming_tiling_of(plan, limits, vector)) {
-    if (const auto first = tiling_of(statistics_tiling)) {
+  } else {
+    const auto large = streaming_tiling_of(plan, limits, vector);
+    const auto small = tiling_of(register_resident_tiling);
+    if (small &&
+        (!large || faster_than_streaming(*small, limits, vector, element_bytes(plan.type))))
+      return register_resident_forward(plan, *small, to, stream);
+    const auto first = tiling_of(statistics_tiling);
+    if (large && first) {
       return streaming_forward(plan, *first, second_pass_tiling(*large, limits, plan.batch), vector,
                                to, stream);
     }
-  } else if (const auto small = tiling_of(register_resident_tiling)) {
-    return register_resident_forward(plan, *small, to, stream);
   }
   return smem_resident_forward(plan, limits, vector, to, stream);
 }
@@ -83,7 +88,8 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream, KernelS
   const BackwardTiling tiling =
       backward_tiling(limits, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                       vector, element_bytes(plan.type));
-  if (!faster_than_streaming(tiling, plan.batch, plan.added_count, element_bytes(plan.type))) {
+  if (!faster_than_streaming(tiling, limits, plan.batch, plan.added_count,
+                             element_bytes(plan.type))) {
     if (const auto streaming = streaming_tiling_of(plan, limits, vector))
       return streaming_gradient(plan, *streaming, limits, vector, stream);
   }

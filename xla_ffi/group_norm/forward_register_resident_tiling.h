@@ -86,4 +86,13 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
   return best;
 }
 
+// True if one launch of this kernel is faster than the two streaming launches, for samples that
+// have both tilings. With clusters it is not. Without, it is unless its rows are shorter than a
+// sector, as for 64x64 pixels, of which its threads can hold one vector. Not fitted yet: time both
+// on a GPU without clusters.
+inline bool faster_than_streaming(const RegisterResidentTiling& tiling, const DeviceLimits& limits,
+                                  int vector, int element) {
+  return !has_clusters(limits) && tiling.block.vectors * vector * element >= kSectorBytes;
+}
+
 }  // namespace jaxunet

@@ -63,6 +63,9 @@ STREAMING = (  # large enough, and enough of them, to take two kernels
     Case(57, 57, (33, 30), groups=9, batch=16),
     Case(34, 33, (256, 192), batch=15, per_sample=True),
     Case(48, 45, (96,), batch=16, mean=1000.0),
+    # Without clusters, too: 128 blocks of some channels, in vectors of eight channels and of one.
+    Case(64, 64, (64,), batch=32),
+    Case(57, 57, (34, 30), groups=8, batch=32),
 )
 # More pixels than the shared memory of a cluster holds.
 LONG = Case(61, 41, (128, 64), groups=1, batch=2)

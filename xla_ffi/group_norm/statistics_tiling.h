@@ -1,6 +1,7 @@
 // Tiling of statistics.cu, which reduces x to the statistics of its groups in one read: a cluster
 // of `ranks` blocks owns some channels of a sample, whole groups and all channels if possible, and
-// its blocks take rows of pixels in turns. Grid: (ranks, channel_blocks, batch).
+// its blocks take rows of pixels in turns. On devices without clusters it is one block. Grid:
+// (ranks, channel_blocks, batch).
 #pragma once
 
 #include <algorithm>
@@ -71,22 +72,20 @@ inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int
 }
 
 // The tiling of least predicted time, of blocks with all channels, half of them and so on, as far
-// as they are whole groups. Nothing on devices without clusters, for images without pixels, where
-// even the smallest block has more vectors of a pixel than threads, or where the grid's z could not
-// hold the batch.
+// as they are whole groups. Nothing for images without pixels, where even the smallest block has
+// more vectors of a pixel than threads, or where the grid's z could not hold the batch.
 inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& limits, int64_t batch,
                                                          int64_t pixels, int64_t channels,
                                                          int64_t group, int vector, int element) {
-  constexpr int64_t kSector = 32;  // bytes of memory that are read together
-  if (limits.max_cluster < kPortableCluster || batch > kMaxGridZ || pixels == 0)
-    return std::nullopt;
+  if (batch > kMaxGridZ || pixels == 0) return std::nullopt;
+  const int64_t max_ranks = has_clusters(limits) ? kPortableCluster : 1;
   const int64_t unit = std::lcm<int64_t>(group, vector) / vector, width = vector * element;
   std::optional<StatisticsTiling> best;
   double least = 0;
   for (int64_t block_vectors = channels / vector;; block_vectors /= 2) {
     for (int64_t threads = std::max<int64_t>(128, block_vectors); threads <= kStatisticsThreads;
          threads *= 2) {
-      for (int64_t ranks = 1; ranks <= kPortableCluster; ranks *= 2) {
+      for (int64_t ranks = 1; ranks <= max_ranks; ranks *= 2) {
         const StatisticsTiling next =
             statistics_tiling_of(block_vectors, threads, ranks, pixels, channels, group, vector);
         const double time = statistics_time(next, batch, limits.sms, width);
@@ -97,7 +96,7 @@ inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& lim
       }
     }
     if (block_vectors % (2 * unit) != 0 ||
-        (block_vectors <= kStatisticsThreads && block_vectors / 2 * width < kSector))
+        (block_vectors <= kStatisticsThreads && block_vectors / 2 * width < kSectorBytes))
       break;
   }
   return best;

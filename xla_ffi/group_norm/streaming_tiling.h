@@ -9,6 +9,9 @@
 // whole lines of memory. Its threads lie along the channels of a pixel, then along the next pixel;
 // the last few idle where the pixels do not fit. The `ranks` blocks of a sample take rows of pixels
 // in turns. Grid: (ranks, channel_blocks, batch).
+//
+// The blocks that share a sample in a first launch must combine their sums, which takes a cluster.
+// On devices without clusters, a block has all pixels of its channels, and fewer channels.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +28,13 @@ constexpr int kStreamingBlocks = 3;
 
 // Elements of a sample (pixels x channels) from which on two streaming launches are faster than one
 // smem_resident launch, whose blocks load, then compute, then store, without overlap. Below it the
-// second launch costs more than streaming saves. Fitted on an H200 at batch 32 in 16 bits; to refit
-// it, time both on the cases of group_norm with this number at 0 and at its maximum.
+// second launch costs more than streaming saves. Fitted on an H200 at batch 32 in 16 bits, with
+// clusters; to refit it, time both on the cases of group_norm with this number at 0 and at its
+// maximum.
 constexpr int64_t kStreamingMinElements = 192 * 1024;
+
+// A line of memory: rows of more bytes are read no faster.
+constexpr int64_t kLineBytes = 128;
 
 struct StreamingTiling {
   int pixels, channels;  // of a sample
@@ -55,7 +62,6 @@ inline StreamingTiling tiling_of_blocks(int64_t pixels, int64_t channels, int64_
 }
 
 // The first launch's tiling. Nothing where the smem_resident kernels should run instead:
-// - on devices without clusters, whose blocks could not combine their sums;
 // - for samples of less than `min_elements` elements, or too few blocks for the device;
 // - where a pixel has more vectors than a block has threads;
 // - where the grid's z could not hold the batch and one layer more (backward_streaming.cu).
@@ -63,21 +69,27 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
                                                        int64_t min_elements, int64_t batch,
                                                        int64_t pixels, int64_t channels,
                                                        int64_t group, int vector, int element) {
-  const int64_t unit = std::lcm<int64_t>(group, vector);
+  const int64_t unit = std::lcm<int64_t>(group, vector), enough = limits.sms * 3 / 4;
+  const int ranks = has_clusters(limits) ? limits.max_cluster : 1;
   int64_t block_channels = channels;
-  const auto too_few_blocks = [&](int64_t sms) {
-    return batch * (channels / block_channels) * limits.max_cluster < sms;
+  const auto blocks = [&] { return batch * (channels / block_channels) * ranks; };
+  const auto narrow = [&](int64_t wanted_blocks, int64_t row_bytes) {
+    while (blocks() < wanted_blocks && block_channels % (2 * unit) == 0 &&
+           block_channels / 2 * element >= row_bytes)
+      block_channels /= 2;
   };
-  // Rows of 128 bytes, a line of memory, are read as fast as longer ones.
-  while (too_few_blocks(limits.sms) && block_channels % (2 * unit) == 0 &&
-         block_channels / 2 * element >= 128)
-    block_channels /= 2;
-  if (limits.max_cluster < kPortableCluster || pixels * channels < min_elements ||
-      too_few_blocks(limits.sms * 3 / 4) || block_channels / vector > kStreamingThreads ||
-      batch >= kMaxGridZ) {
+  if (has_clusters(limits)) {
+    narrow(limits.sms, kLineBytes);
+  } else {  // one block instead of 8, so fewer channels: not fitted yet; time the first launches
+    narrow(limits.sms * kStreamingBlocks, kLineBytes);  // as many blocks as run at once
+    narrow(2 * enough, 2 * kSectorBytes);               // about as fast as a line (statistics_time)
+    narrow(enough, kSectorBytes);  // slower, but an idle multiprocessor reads nothing
+  }
+  if (pixels * channels < min_elements || blocks() < enough ||
+      block_channels / vector > kStreamingThreads || batch >= kMaxGridZ) {
     return std::nullopt;
   }
-  return tiling_of_blocks(pixels, channels, group, vector, block_channels, limits.max_cluster);
+  return tiling_of_blocks(pixels, channels, group, vector, block_channels, ranks);
 }
 
 // The tiling of a second launch without a first, whose blocks take all channels of a pixel. Nothing
@@ -90,7 +102,8 @@ inline std::optional<StreamingTiling> one_pass_tiling(int64_t pixels, int64_t ch
 
 // The second launch's tiling, for a grid of `layers` in z. Its blocks form no clusters, so any
 // number of them may share a sample: the number with which the last wave of concurrent blocks ends
-// first.
+// first. So they can have all channels of a pixel, too, where those of the first launch have few
+// because the device has no clusters.
 inline StreamingTiling second_pass_tiling(StreamingTiling tiling, const DeviceLimits& limits,
                                           int64_t layers) {
   constexpr int kMaxRanks = 128;
@@ -98,6 +111,12 @@ inline StreamingTiling second_pass_tiling(StreamingTiling tiling, const DeviceLi
   // time the second launches with other numbers.
   constexpr int64_t kPrologueSteps = 3;
   const int64_t concurrent = limits.sms * kStreamingBlocks;
+  const int vectors = tiling.vectors * tiling.channel_blocks;  // of a pixel
+  if (!has_clusters(limits) && vectors <= kStreamingThreads) {
+    tiling.vectors = vectors;
+    tiling.rows = kStreamingThreads / vectors;
+    tiling.channel_blocks = 1;
+  }
   int64_t best = 0;
   for (int ranks = 1; ranks <= kMaxRanks; ++ranks) {
     const int64_t steps = ceil_div(tiling.pixels, static_cast<int64_t>(tiling.rows) * ranks);

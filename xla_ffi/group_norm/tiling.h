@@ -22,6 +22,13 @@ struct DeviceLimits {
 
 constexpr int kPortableCluster = 8;   // blocks of a cluster that every device with clusters allows
 constexpr int64_t kMaxGridZ = 65535;  // blocks of a grid along z
+constexpr int64_t kSectorBytes = 32;  // of memory, which are read together
+
+// True if the blocks of a sample can combine their sums. Without clusters, the kernels that reduce
+// a sample give each of its channels to one block.
+inline bool has_clusters(const DeviceLimits& limits) {
+  return limits.max_cluster >= kPortableCluster;
+}
 
 // log2, rounded up.
 inline int ceil_log2(int64_t n) {
