@@ -60,6 +60,7 @@ FILES = {
     'xla_ffi/__init__.py': '',
     'xla_ffi/CMakeLists.txt': '',
     'xla_ffi/binding/module.cc': '#include "b/b.h"\n#include "common/bound.h"\n',
+    'xla_ffi/binding/cpu_module.cc': '#include "d/d.h"\n',
     'xla_ffi/a/parity_test.py': 'from jaxunet.ops import op\n',
     'xla_ffi/a/a.cu': '#include "c/c.h"\n#include <vector>\n#include "common/used.h"\n',
     'xla_ffi/b/b.h': '',
@@ -75,6 +76,7 @@ FILES = {
 }
 OTHERS = (
     'jaxunet/other.py',
+    'xla_ffi/binding/cpu_module.cc',
     'xla_ffi/b/b.h',
     'xla_ffi/common/unused.h',
     'xla_ffi/common/unused.cc',

@@ -20,6 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 NATIVE = ('.cu', '.cuh', '.cc', '.h')
 SHARED = ('binding', 'build_tools')  # folders of xla_ffi that every op is built with
 COMMON = 'common'  # the one of which an op uses some headers
+CPU_MODULE = 'binding/cpu_module.cc'  # exports the rules of tilings to tests on a CPU
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 # conftest.py imports it for a fixture of training steps, which no kernel test asks for.
 FIXTURE = 'tests/support/shared_steps.py'
@@ -31,8 +32,8 @@ def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
 
     These are the test file, conftest.py, all modules of the project that they import, directly or
     not, and, for each folder of xla_ffi among them, its C++ and CUDA sources, those of the folders
-    that these include, and what every op is built with, but of common only the headers included and
-    their sources; and the tables of measured tiles for a test that reads them.
+    that these include, and what every op's CUDA kernels are built with, but of common only the
+    headers included and their sources; and the tables of measured tiles for a test that reads them.
 
     Raises:
       ValueError: an import is relative, so that its file is not known.
@@ -105,6 +106,8 @@ def _native(folders: set[str], root: pathlib.Path) -> set[str]:
     left |= {path for name in folders for path in _sources(package / name, NATIVE)}
     while left:
         path = left.pop()
+        if path == package / CPU_MODULE:
+            continue
         found.add(path)
         of_every_op = path.relative_to(package).parts[0] in SHARED  # includes headers of all ops
         for header in _headers(path, package):
