@@ -5,12 +5,10 @@
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
     Hopper (compute capability 9.0)             cuda
-    compute capability 8.x, bfloat16, float16   cuda; attention xla, except on 8.0 and 8.7
+    compute capability 8.x, bfloat16, float16   cuda
     every other device and precision            xla
 
-On 8.x except 8.0 and 8.7, a block has 99 KiB of shared memory. Heads of more than 128 channels have
-only slow attention kernels there. On a Hopper GPU, `auto` chooses as on 8.0 with
-JAXUNET_KERNELS=portable, and as on 8.9 with JAXUNET_KERNELS=ada.
+On a Hopper GPU, `auto` chooses as on 8.x with JAXUNET_KERNELS=portable or ada.
 
 If the CUDA kernels do not run, the log says so, and every op comes from pallas on Hopper, from xla
 on 8.x. If pallas is missing, too, or this version of JAX lacks what some of its calls need, every
@@ -45,8 +43,6 @@ from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 # `overlaps`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
-# Compute capabilities 8.x with 163 KiB of shared memory for a block, which all kernels fit.
-LARGE_SHARED_MEMORY = ('8.0', '8.7')
 
 
 def choose(backend: str, precision: str | None = None) -> dict[str, str]:
@@ -227,13 +223,11 @@ def _auto(precision: str) -> dict[str, str]:
     if found := _measured(precision):
         return found
     hopper = device.family() is device.Target.HOPPER
-    capability = '' if hopper or precision == 'float32' else _capability_of_portable()
-    if not hopper and not capability.startswith('8.'):
+    if not hopper and (precision == 'float32' or not _runs_portable()):
         return dict.fromkeys(OPS, 'xla')
     no_cuda = _missing('cuda')
     if not no_cuda:
-        small = not hopper and capability not in LARGE_SHARED_MEMORY
-        return dict.fromkeys(OPS, 'cuda') | ({'attention': 'xla'} if small else {})
+        return dict.fromkeys(OPS, 'cuda')
     logging.log_first_n(
         logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, no_cuda
     )
@@ -246,13 +240,10 @@ def _auto(precision: str) -> dict[str, str]:
     return dict.fromkeys(OPS, 'xla' if no_pallas else 'pallas')
 
 
-def _capability_of_portable() -> str:
-    """Returns the compute capability for which the portable kernels are chosen.
-
-    '' if this device does not run them. JAXUNET_KERNELS can ask for those of another GPU.
-    """
+def _runs_portable() -> bool:
+    """Whether `auto` may take the portable kernels: on 8.x, or where JAXUNET_KERNELS asks for them."""
     if device.family() is not device.Target.TRITON:
-        return ''
-    stands_for = {device.Kernels.PORTABLE: '8.0', device.Kernels.ADA: '8.9'}
-    own = str(getattr(jax.devices()[0], 'compute_capability', ''))
-    return stands_for.get(device.kernels(), own)
+        return False
+    if device.kernels() is not device.Kernels.FASTEST:
+        return True
+    return str(getattr(jax.devices()[0], 'compute_capability', '')).startswith('8.')

@@ -252,7 +252,6 @@ CUDA = (
     'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, '
     'linear=cuda, adamw=cuda'
 )
-SMALL = CUDA.replace('attention=cuda', 'attention=xla')  # 99 KiB of shared memory for a block
 ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
 
 
@@ -282,12 +281,12 @@ def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypa
     ('capability', 'kernels', 'auto'),
     [
         ('8.0', '', CUDA),
-        ('8.6', '', SMALL),
+        ('8.6', '', CUDA),
         ('8.7', '', CUDA),
-        ('8.9', '', SMALL),
+        ('8.9', '', CUDA),
         ('9.0', '', CUDA),
         ('9.0', 'portable', CUDA + ' (JAXUNET_KERNELS=portable)'),
-        ('9.0', 'ada', SMALL + ' (JAXUNET_KERNELS=ada)'),
+        ('9.0', 'ada', CUDA + ' (JAXUNET_KERNELS=ada)'),
         ('7.5', '', ALL_XLA),
         ('10.0', '', ALL_XLA),
         ('12.0', '', ALL_XLA),

@@ -132,24 +132,25 @@ def overlap() -> str:
 
 
 def portable_steps() -> str:
-    """Steps on a Hopper GPU with its own and with portable kernels beside XLA's, by config.
+    """Steps on a Hopper GPU with both sets of portable kernels beside XLA's, by config.
 
-    Of each config and batch the newest row counts.
+    Of each config and batch the newest row counts, and of a row the last side of each kind.
     """
     newest = {
-        (row['config'], row['batch_size']): row
+        (pathlib.Path(row['config']).stem, row['batch_size']): row
         for row in read_lines('step/turns.jsonl')
-        if 'portable' in row['kernels'] and 'precision' not in row  # that of the config, bfloat16
+        # The precision of the config, bfloat16.
+        if {'portable', 'ada'} <= set(row['kernels']) and 'precision' not in row
     }
     body = []
-    for (config, batch), row in newest.items():
+    for (config, batch), row in sorted(newest.items()):
         sides = zip(row['backends'], row['kernels'], row['medians'], strict=True)
         ms = {side if kind == 'fastest' else kind: m for side, kind, m in sides}
-        name = pathlib.Path(config).stem
-        times = [f'{ms[side]:.2f}' for side in ('xla', 'auto', 'portable')]
-        body.append([name, str(batch), *times, f'{ms["portable"] / ms["xla"]:.2f}', row['git']])
-    head = ('config', 'batch', 'xla, ms', 'auto, ms', 'portable, ms', 'portable / xla', 'commit')
-    table = markdown.table(head, sorted(body, key=lambda line: (line[0], int(line[1]))))
+        times = [f'{ms[side]:.2f}' for side in ('xla', 'portable', 'ada')]
+        ratios = [f'{ms[side] / ms["xla"]:.2f}' for side in ('portable', 'ada')]
+        body.append([config, str(batch), *times, *ratios, row['git']])
+    head = ('xla, ms', 'portable, ms', 'ada, ms', 'portable / xla', 'ada / xla')
+    table = markdown.table(('config', 'batch', *head, 'commit'), body)
     measured = dict.fromkeys(
         f'{row["device"]}, bfloat16, jax {row["versions"]["jax"]}, driver {row["driver"]}'
         for row in newest.values()
