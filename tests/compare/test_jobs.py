@@ -68,10 +68,10 @@ def test_two_jobs_of_one_name_are_refused(job, tmp_path):
 
 
 def test_the_committed_jobs_are_valid():
-    for part in ('objects', 'elephants', 'small', 'twenty', 'alone', 'rates', 'digits', 'tiny'):
+    for part in ('all', 'objects', 'elephants', 'small', 'alone', 'rates', 'digits', 'tiny'):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
-    with pytest.raises(UserError, match='one of objects, minute, three, ten, images, twenty'):
+    with pytest.raises(UserError, match='one of all, objects, minute, three, ten, images, twenty'):
         read_jobs(f'{JOBS}:other', '')
     assert next(iter(step_cost.read_configs(f'{JOBS}:costs', '/data'))) == 'epsilon-linear'
 
@@ -85,7 +85,7 @@ def test_the_recipe_itself_is_a_job(tmp_path):
     job, _ = read_jobs(f'{JOBS}:images', str(tmp_path))
     config = job.load_config()
     assert config.image_shape == (64, 64, 3)
-    assert (config.diffusion.objective, config.data.batch_size) == ('flow', 32)
+    assert (config.diffusion.objective, config.data.batch_size) == ('v', 32)
 
 
 def test_times_with_rows_keep_their_samplers(tmp_path):
