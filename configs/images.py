@@ -4,8 +4,8 @@
 
 `my_photos` is a folder, a .zip or .tar of images, or anything else that data.path accepts. Fields
 that are empty or 0 here are chosen from the images when training starts, and logged: their size (at
-most 64x64 for photographs), grey or colour, the UNet's levels, batch, learning rate and number of
-steps. Set any of them to choose yourself: --config.data.image_size=128.
+most 64x64 for photographs), grey or colour, the UNet's levels, batch, objective, learning rate and
+number of steps. Set any of them to choose yourself: --config.data.image_size=128.
 
 Hardware: one GPU. Network and batch for 64x64 images are those of configs/elephants64.py.
 """
@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
     model.num_classes = 0
     model.label_dropout = 0.0
 
-    config.diffusion.objective = 'flow'  # the best of five: docs/results.md#recipes
+    config.diffusion.objective = ''  # v for few images, else flow: docs/results.md#recipes
 
     config.optimizer.learning_rate = 0.0
     config.optimizer.schedule = 'constant'

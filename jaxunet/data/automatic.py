@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
-from jaxunet.config.schema import Fields
+from jaxunet.config.schema import DiffusionConfig, Fields
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
 from jaxunet.data.source import Source
@@ -30,10 +30,16 @@ OPEN: dict[str, object] = {
     'model.image_channels': 0,
     'model.channel_mult': (),
     'data.batch_size': 0,
+    'diffusion.objective': '',
     'optimizer.learning_rate': 0.0,
     'train.steps': 0,
 }
-ATTENTION = 'model.attention_resolutions'  # chosen with model.channel_mult, unless it is set
+# Chosen with an open field, unless they are set.
+ATTENTION, SCHEDULE = 'model.attention_resolutions', 'diffusion.schedule'
+COMPANIONS = {'model.channel_mult': ATTENTION, 'diffusion.objective': SCHEDULE}
+# Images below which v has better pictures than flow, which overfits sooner. Measured with 450 and
+# with 9,000 images (docs/results.md, "Recipes"); between these it is a guess.
+FEW = 1000
 LARGEST = 128  # pixels a side up to which images that share one size keep it
 USUAL = 64  # pixels a side of the others, unless they are smaller
 SMALLEST = 8
@@ -81,7 +87,7 @@ def complete(values: ConfigDict | Fields, known: Config | None = None) -> Config
         return _with_epochs(resolve(values))
     if known is not None:
         saved = to_dict(known)
-        paths = [*left_open, *([ATTENTION] if 'model.channel_mult' in left_open else [])]
+        paths = [*left_open, *(COMPANIONS[path] for path in left_open if path in COMPANIONS)]
         return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})))
     draft = resolve(_with(raw, choose(raw, ANY)))  # finds other mistakes before anything is opened
     facts = look(draft)
@@ -161,6 +167,7 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         'model.image_channels': 1 if facts.grey else 3,
         'model.channel_mult': LADDERS[levels],
         'data.batch_size': batch,
+        'diffusion.objective': _objective(_get(raw, SCHEDULE), facts.images),
         'optimizer.learning_rate': _learning_rate(batch),
         'train.steps': _steps(facts.images),
     }
@@ -168,6 +175,8 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     if 'model.channel_mult' in chosen and not _get(raw, ATTENTION):
         sides = [min(height, width) >> level for level in range(levels)]
         chosen[ATTENTION] = tuple(side for side in sides if side <= ATTENDED)
+    if chosen.get('diffusion.objective') == 'v' and _get(raw, SCHEDULE) == DiffusionConfig.schedule:
+        chosen[SCHEDULE] = 'cosine'
     return chosen
 
 
@@ -208,6 +217,11 @@ def _levels(height: int, width: int) -> int:
 def _batch_size(pixels: int, count: int) -> int:
     usual = 32 if pixels > 32 * 32 else 128
     return min(usual, 2 ** int(math.log2(count)))  # a power of 2, which devices divide
+
+
+def _objective(schedule: object, count: int) -> str:
+    """Returns v for few images, and where a schedule is set, which flow has not; else flow."""
+    return 'v' if count < FEW or schedule not in (None, DiffusionConfig.schedule) else 'flow'
 
 
 def _learning_rate(batch: int) -> float:

@@ -214,7 +214,7 @@ def test_a_path_is_enough_for_images(tmp_path):
     out = call('jaxunet.train', '--dry_run', config, '--config.data.path', str(folder))
     assert "'image_size': (20,)" in out
     assert "'steps': 4000" in out
-    assert 'while training: grids heun in 20 steps, evaluations heun in 20 steps' in out
+    assert 'while training: grids dpmpp_2m in 20 steps, evaluations dpmpp_2m in 20 steps' in out
     assert 'parameters: ' in out
 
 

@@ -70,6 +70,26 @@ def test_the_length_and_the_batch_follow_the_number_of_images(images, steps, bat
     assert steps % 1000 == 0  # so that 20 steps can run in a call
 
 
+@pytest.mark.parametrize(
+    ('images', 'schedule', 'chosen'),
+    [
+        (450, 'linear', ('v', 'cosine')),
+        (9000, 'linear', ('flow', 'linear')),
+        (9000, 'cosine', ('v', 'cosine')),  # set by the user, and flow has none
+    ],
+)
+def test_the_objective_follows_the_number_of_images(images, schedule, chosen):
+    raw = load(IMAGES).to_dict()
+    raw['diffusion']['schedule'] = schedule
+    found = choose(raw, Facts(images, [(64, 64)], False))
+    found.setdefault('diffusion.schedule', schedule)
+    assert (found['diffusion.objective'], found['diffusion.schedule']) == chosen
+    raw['diffusion'] |= {'objective': 'epsilon', 'schedule': 'linear'}
+    assert not {'diffusion.objective', 'diffusion.schedule'} & set(
+        choose(raw, Facts(images, [(64, 64)], False))
+    )
+
+
 def test_small_images_take_larger_batches_and_rates():
     raw = load(IMAGES).to_dict()
     large, small = (choose(raw, Facts(1000, [(side, side)], False)) for side in (64, 32))
