@@ -32,7 +32,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -49,13 +49,13 @@ from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import check_writable
 from jaxunet.sampling import flags as how
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.identity import identity
 from jaxunet.sampling.low_res import LowRes
 from jaxunet.sampling.partial_output import Parts
+from jaxunet.sampling.progress import counted
 
 flags.adopt_module_key_flags(how)
 CHECKPOINT = flags.DEFINE_string(
@@ -203,11 +203,13 @@ def run() -> None:
 
     params = generator.put(model.params)
     first, end = count * rank // processes, count * (rank + 1) // processes
-    draw(generator, params, parts, labels, low_res, first, end)
-    if rank > 0:
-        return
-    while (images := finished_images(parts, count)) is None:
-        draw(generator, params, parts, labels, low_res, 0, count)  # replaces damaged batches
+    with counted(parts, count) as update:
+        draw(generator, params, parts, labels, low_res, first, end, update)
+        if rank > 0:
+            return
+        while (images := finished_images(parts, count, update)) is None:
+            # Replaces damaged batches.
+            draw(generator, params, parts, labels, low_res, 0, count, update)
     save_images(OUTPUT.value, images, labels, columns=grid_columns(0 if low_res else classes))
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
@@ -262,6 +264,7 @@ def draw(
     low_res: LowRes | None,
     first: int,
     end: int,
+    update: Callable[[float], None],
 ) -> None:
     """Draws the missing samples of first..end−1 and stores each batch.
 
@@ -270,47 +273,45 @@ def draw(
       parts: the finished samples.
       labels: class of every sample, or None for an unconditional model.
       low_res: the pictures to enlarge, or None.
+      update: of `counted`.
 
     Raises:
       UserError: a batch cannot be stored.
     """
-    ranges = parts.missing(first, end, generator.batch_size)
-    with progress_bar(
-        total=end - first,
-        initial=end - first - sum(b - a for a, b in ranges),
-        unit='image',
-        bar_format='{l_bar}{bar}| {n:.0f}/{total} [{elapsed}<{remaining}]',
-        disable=jax.process_index() > 0,
-    ) as bar:
-        for start, stop in ranges:
-            indices = np.arange(start, stop)
-            done = bar.n
+    for start, stop in parts.missing(first, end, generator.batch_size):
+        indices = np.arange(start, stop)
 
-            def progress(share: float, done: float = done, batch: int = len(indices)) -> bool:
-                bar.update(done + share * batch - bar.n)
-                return True
+        def progress(share: float, batch: int = len(indices)) -> bool:
+            update(share * batch)
+            return True
 
-            batch = generator(
-                params,
-                seed=SEED.value,
-                indices=indices,
-                labels=None if labels is None else labels[indices],
-                low_res=None if low_res is None else low_res.of(indices),
-                progress=progress,
-            )
-            assert batch is not None  # because `progress` always returns True
-            try:
-                parts.save(start, batch)
-            except UserError as error:
-                done = len(parts.finished())
-                after = f'\nThe same command resumes after the {done} batches stored before.'
-                raise UserError(f'{error}{after if done else ""}') from error
+        batch = generator(
+            params,
+            seed=SEED.value,
+            indices=indices,
+            labels=None if labels is None else labels[indices],
+            low_res=None if low_res is None else low_res.of(indices),
+            progress=progress,
+        )
+        assert batch is not None  # because `progress` always returns True
+        try:
+            parts.save(start, batch)
+        except UserError as error:
+            done = len(parts.finished())
+            after = f'\nThe same command resumes after the {done} batches stored before.'
+            raise UserError(f'{error}{after if done else ""}') from error
 
 
-def finished_images(parts: Parts, count: int) -> np.ndarray | None:
-    """Waits for the other processes and returns all samples; None if some files are damaged."""
+def finished_images(parts: Parts, count: int, update: Callable[[float], None]) -> np.ndarray | None:
+    """Waits for the other processes and returns all samples; None if some files are damaged.
+
+    Args:
+      update: of `counted`.
+    """
     while jax.process_count() > 1 and parts.missing(0, count, count):
+        update(0.0)
         time.sleep(POLL_SECONDS)  # if another process is lost, JAX ends this one
+    update(0.0)
     return parts.load(count)
 
 

@@ -2,7 +2,9 @@
 refused.
 """
 
+import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.partial_output import Parts
+from jaxunet.sampling.progress import counted
 from jaxunet.weights import write_weights
 
 IDENTITY = {'seed': 0, 'sampler.name': 'ddpm', 'image_shape': (2, 2, 1)}
@@ -70,6 +73,27 @@ def test_half_written_and_damaged_parts_do_not_count(parts):
     assert parts.missing(0, 8, 8) == [(4, 8)]
     parts.save(4, pictures(4, 8))
     np.testing.assert_array_equal(parts.load(8), pictures(0, 8))
+
+
+def test_the_bar_counts_the_samples_of_all_processes(parts, monkeypatch):
+    """Those that others store count at once, those of a batch in hand as they are drawn."""
+
+    def shown():
+        return re.findall(r'(\d+)/12 ', sys.stderr.getvalue())[-1]
+
+    monkeypatch.setattr(sys, 'stderr', io.StringIO())
+    monkeypatch.setattr('jaxunet.runtime.progress.LOG_SECONDS', 0.0)
+    parts.save(0, pictures(0, 2))
+    with counted(parts, 12) as update:
+        assert shown() == '2'
+        update(1.0)
+        assert shown() == '3'
+        parts.save(6, pictures(6, 10))  # by another process
+        update(2.0)
+        assert shown() == '8'
+        parts.save(2, pictures(2, 4))
+        update(0.0)
+        assert shown() == '8'
 
 
 def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
@@ -279,6 +303,9 @@ def test_two_processes_share_the_work(weights, tmp_path):
     out = [finish(process) for process in processes]
     assert '10 images in' in out[0]
     assert 'images in' not in out[1]  # process 0 has the last word
+    shown = [re.findall(r'(\d+/\d+) \[', process.stderr.read_text()) for process in processes]
+    assert shown[0][-1] == '10/10', shown
+    assert shown[1] == []
     assert [p.name for p in tmp_path.iterdir()] == ['two.npz']
     finish(begin(weights, tmp_path / 'one.npz', **options))
     with np.load(tmp_path / 'two.npz') as two, np.load(tmp_path / 'one.npz') as one:

@@ -1,0 +1,41 @@
+"""Counts the samples of one output, which several processes may draw."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+
+from jaxunet.runtime.progress import progress_bar
+from jaxunet.sampling.partial_output import Parts
+
+
+@contextlib.contextmanager
+def counted(parts: Parts, count: int) -> Iterator[Callable[[float], None]]:
+    """Shows a progress bar of all samples on process 0, and gives the function that updates it.
+
+    The function takes how many samples of the batch in hand are drawn so far, which may be a
+    fraction. All others count once they are stored, whichever process draws them.
+
+    Args:
+      parts: the finished samples.
+      count: all samples of the output.
+    """
+
+    def stored() -> int:
+        return count - sum(stop - start for start, stop in parts.missing(0, count, count))
+
+    with progress_bar(
+        total=count,
+        initial=stored(),
+        unit='image',
+        bar_format='{l_bar}{bar}| {n:.0f}/{total} [{elapsed}<{remaining}]',
+        disable=jax.process_index() > 0,
+    ) as bar:
+
+        def update(drawn: float) -> None:
+            if not bar.disable:
+                bar.update(stored() + drawn - bar.n)
+
+        yield update
