@@ -7,8 +7,12 @@ A comparison file is TOML; `jaxunet.compare.study_file` has its keys. A Python f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxunet.compare.jobs import Job, check_jobs, load_function
 from jaxunet.compare.study_file import SUFFIX, read_study
+from jaxunet.config import Config
+from jaxunet.config.unused import check_used
 from jaxunet.runtime.errors import UserError
 
 
@@ -38,3 +42,42 @@ def read_jobs(named: str, data: str) -> list[Job]:
     except UserError as error:
         raise UserError(f'--jobs: {named}: {error}') from None
     return jobs
+
+
+def check_fields_used(named: str, data: str, *, begun: bool) -> None:
+    """Checks that the fields of a file's jobs have an effect in some of them.
+
+    A part of a comparison file may be few of its methods, but a field may serve any of them.
+
+    Args:
+      named, data: as for `read_jobs`.
+      begun: jobs began with these fields; those without an effect are only logged.
+
+    Raises:
+      UserError: as `read_jobs`, or a field has no effect.
+    """
+    path = named.partition(':')[0]
+    jobs = read_jobs(path if path.endswith(SUFFIX) else named, data)
+    check_configs_used(path, load_configs(jobs), begun=begun)
+
+
+def load_configs(jobs: Sequence[Job]) -> list[Config]:
+    """Returns the configs of jobs, once of those that differ only in their seeds."""
+    different = {(job.config, str(job.fields)): job for job in jobs}
+    return [job.load_config() for job in different.values()]
+
+
+def check_configs_used(path: str, configs: Sequence[Config], *, begun: bool) -> None:
+    """Checks that the fields of a file's configs have an effect in some of them.
+
+    Args:
+      path: the file, for the message.
+      begun: runs began with these fields; those without an effect are only logged.
+
+    Raises:
+      UserError: a field has no effect.
+    """
+    try:
+        check_used(*configs, earlier=configs if begun else [])
+    except UserError as error:
+        raise UserError(f'{path}: {error}') from None

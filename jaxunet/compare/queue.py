@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.compare.job_files import read_jobs
+from jaxunet.compare.job_files import check_fields_used, read_jobs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.results import step_times
@@ -97,12 +97,15 @@ def main(argv: Sequence[str]) -> int:
     """Runs the jobs of the flags; returns 1 if some failed or were left out.
 
     Raises:
-      UserError: the file of jobs is wrong.
+      UserError: the file of jobs is wrong, or a field of the jobs has no effect.
     """
     began = time.perf_counter()
     if KNOWN.value and not pathlib.Path(KNOWN.value).is_file():
         raise UserError(f'--known: no file {KNOWN.value}')
     jobs = read_jobs(JOBS.value, DATA.value)
+    output = pathlib.Path(OUTPUT.value)
+    work = pathlib.Path(WORK.value) if WORK.value else output / 'work'
+    check_fields_used(JOBS.value, DATA.value, begun=output.exists() or work.exists())
     step_ms = step_times(STEP_MS.value, [job.case for job in jobs])
     if SHARED_BY.value > 1 and not step_ms:
         raise UserError(
@@ -110,7 +113,6 @@ def main(argv: Sequence[str]) -> int:
             'time means nothing; give --step_ms too'
         )
     cli.enable_compilation_cache()
-    output = pathlib.Path(OUTPUT.value)
     queue = Queue(
         output,
         Measurements(FEATURES.value, output / 'pictures'),
@@ -124,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         step_ms=step_ms,
         known=KNOWN.value,
         claims=CLAIMS.value,
-        work=pathlib.Path(WORK.value) if WORK.value else None,
+        work=work,
         resume=RESUME.value,
         command=shlex.join(['python', '-m', 'jaxunet.compare.queue', *sys.argv[1:]]),
     )

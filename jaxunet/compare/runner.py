@@ -260,9 +260,9 @@ def measure_step_costs(
     path.write_text(json.dumps(configs), encoding='utf-8')
     env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': device} if device else {})
     say(f'timing the steps of {", ".join(configs)} ...')
-    answer = processes.answer(
-        [sys.executable, '-m', STEP_COST, str(path)], env, timeout, directory / 'step_cost.log'
-    )
+    # The caller has checked the fields, and knows which of them the comparison began with.
+    command = [sys.executable, '-m', STEP_COST, '--begun', str(path)]
+    answer = processes.answer(command, env, timeout, directory / 'step_cost.log')
     if answer.row is None:
         say(f'step cost: {": ".join(answer.failure)} (see {directory / "step_cost.log"})')
         return ': '.join(answer.failure)

@@ -7,6 +7,9 @@ The methods take turns, so that a drift of the machine affects all of them alike
     # The cases of a file of jobs, for `step_ms` of a comparison file or --step_ms of
     # jaxunet.compare.queue. DATA as its --data.
     python -m jaxunet.compare.step_cost FILE:PART DATA >> step_ms.jsonl
+
+A field without an effect is refused; with `--begun`, for a comparison that began with it, it is
+only logged.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 
+from absl import flags
+
 from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.compare.job_files import read_jobs
+from jaxunet.compare.job_files import check_configs_used, check_fields_used, read_jobs
 from jaxunet.config import Config, cli, resolve
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images
@@ -27,6 +32,9 @@ from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import check_fields, read_json
 
+BEGUN = flags.DEFINE_bool(
+    'begun', False, 'A comparison began with these configs: log fields without an effect.'
+)
 ROUNDS = 11
 STEPS = 8  # least number of steps of a turn
 
@@ -95,22 +103,26 @@ def steps_of_a_turn(configs: Iterable[Config], units: Iterable[int]) -> int:
     return least * -(-STEPS // least)
 
 
-def read_configs(named: str, data: str = '') -> dict[str, Config]:
+def read_configs(named: str, data: str = '', *, begun: bool = False) -> dict[str, Config]:
     """Returns the configs of CONFIGS.json, or of the cases of a file of jobs, by name.
 
     Args:
       named: the file, or FILE:PART of jobs.
       data: folder of the images, for jobs.
+      begun: a comparison began with them; fields without an effect are only logged.
 
     Raises:
-      UserError: the file or a config is wrong.
+      UserError: the file or a config is wrong, or a field has no effect in any of them.
     """
     if named.endswith('.json'):
         advice = 'expected the name of each method and its config'
         configs = read_json(named, advice=advice)
         check_fields(configs, dict.fromkeys(configs, dict), named, advice=advice)
-        return {name: resolve(values) for name, values in configs.items()}
-    found: dict[str, Config] = {}
+        found = {name: resolve(values) for name, values in configs.items()}
+        check_configs_used(named, list(found.values()), begun=begun)
+        return found
+    check_fields_used(named, data, begun=begun)
+    found = {}
     for job in read_jobs(named, data):
         if job.case not in found:
             found[job.case] = job.load_config()
@@ -131,7 +143,7 @@ def main(argv: Sequence[str]) -> None:
             f'{len(arguments)} arguments'
         )
     cli.enable_compilation_cache()
-    print(json.dumps(measure(read_configs(*arguments))))
+    print(json.dumps(measure(read_configs(*arguments, begun=BEGUN.value))))
 
 
 if __name__ == '__main__':

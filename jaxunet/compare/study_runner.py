@@ -28,11 +28,11 @@ import jax
 
 from jaxunet.compare import collected, tables
 from jaxunet.compare.collected import ROWS, STRETCHES
+from jaxunet.compare.job_files import check_configs_used, load_configs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.results import step_times
 from jaxunet.compare.study import Study
-from jaxunet.config.unused import check_used
 from jaxunet.runtime import subprocesses
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep.runner import probe
@@ -82,7 +82,8 @@ def run(study: Study, options: Options, command: str) -> list[str]:
       KeyboardInterrupt: a signal stopped this process or those that it started.
     """
     jobs = study.jobs(options.part, options.data)
-    _check_used(study, options)
+    every = load_configs(study.jobs('', options.data))
+    check_configs_used(str(study.path), every, begun=options.folder(1).exists())
     cases = [job.case for job in jobs]
     step_ms = step_times(study.step_ms, cases, f'{study.path}: step_ms')
     if not study.features.is_file():
@@ -119,16 +120,6 @@ def run(study: Study, options: Options, command: str) -> list[str]:
         resume=options.resume,
     )
     return queue.run(jobs)
-
-
-def _check_used(study: Study, options: Options) -> None:
-    """Checks that the fields of the file have an effect in some run, of any part."""
-    jobs = {job.case: job for job in study.jobs('', options.data)}
-    configs = [job.load_config() for job in jobs.values()]
-    try:
-        check_used(*configs, earlier=configs if options.folder(1).exists() else [])
-    except UserError as error:
-        raise UserError(f'{study.path}: {error}') from None
 
 
 def known_rows(study: Study, output: Path) -> str:

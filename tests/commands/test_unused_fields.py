@@ -6,8 +6,11 @@ import shutil
 
 import pytest
 from support.commands import call, call_each
-from support.tiny import flags
+from support.tiny import flags, tiny_config
 
+from jaxunet.config import to_dict
+
+ROOT = pathlib.Path(__file__).parents[2]
 SAVED = pathlib.Path(__file__).parents[1] / 'fixtures' / 'e54d28d' / 'half'
 UNUSED = '--config.timesteps.adaptive_bins=64'
 CLASSIFIER = (
@@ -39,6 +42,49 @@ def test_commands_refuse_them(arguments, tmp_path):
     assert code == 2
     assert MESSAGE in errors
     assert not list((tmp_path / '0').iterdir())
+
+
+JOBS = f"""
+from jaxunet.compare.jobs import TINY, Job
+
+def get_jobs(part, data):
+    fields = {{**TINY, 'timesteps.adaptive_bins': 64}}
+    return [Job('mine', 'digits', '{ROOT}/configs/digits.py', fields, (1,), ('ddim:2',))]
+"""
+
+
+@pytest.mark.parametrize('begun', [False, True])
+def test_a_queue_of_jobs(begun, tmp_path):
+    """A queue that began with them goes on: here to its limit, which leaves its job out."""
+    jobs, output = tmp_path / 'jobs.py', tmp_path / 'output'
+    jobs.write_text(JOBS)
+    command = ['jaxunet.compare.queue', f'--jobs={jobs}', f'--output={output}', '--limit=1']
+    if begun:
+        output.mkdir()
+    ((code, out, errors),) = call_each([command], tmp_path)
+    assert code == (1 if begun else 2)
+    assert f'{MESSAGE}uniform' in errors
+    assert ('digits_mine_seed0: left out' in out) == begun
+    if not begun:
+        assert f'error: {jobs}: the config is not valid: timesteps.adaptive_bins' in errors
+        assert not output.exists()
+
+
+@pytest.mark.parametrize('kind', ['json', 'py'])
+@pytest.mark.parametrize('begun', [False, True])
+def test_step_costs(kind, begun, tmp_path):
+    """With --begun it gets to its images, which are not there."""
+    path, nowhere = tmp_path / f'configs.{kind}', tmp_path / 'nowhere.zip'
+    config = tiny_config(timesteps={'adaptive_bins': 64}, data={'path': str(nowhere)})
+    fields = f"'data.path': '{nowhere}', **TINY"
+    text = {'json': json.dumps({'mine': to_dict(config)}), 'py': JOBS.replace('**TINY', fields)}
+    path.write_text(text[kind])
+    command = ['jaxunet.compare.step_cost', path, *['--begun'] * begun]
+    ((code, _, errors),) = call_each([command], tmp_path)
+    assert code == 2
+    assert f'{MESSAGE}uniform' in errors
+    assert ('nowhere.zip: no such file' in errors) == begun
+    assert (f'error: {path}: ' in errors) != begun
 
 
 def test_a_method_of_a_comparison_with_a_field_of_another(tmp_path):

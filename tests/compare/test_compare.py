@@ -280,6 +280,16 @@ def test_step_costs_take_turns():
     assert (found['steps'], found['rounds']) == (9, 2)
 
 
+def test_step_costs_of_a_comparison_that_began_with_an_unused_field(tmp_path):
+    """The command has checked the fields; it is for want of images that this one fails."""
+    config = tiny_config(timesteps={'adaptive_bins': 64}, data={'path': 'nowhere.zip'})
+    config = config.replace(parallel={'devices': 1})
+    methods = {'uniform': named_fields('uniform')}
+    spec = runner.Spec('', to_dict(config), methods, {}, {}, {})
+    reason = runner.measure_step_costs(spec, config, tmp_path, '', 100, lambda line: None)
+    assert 'nowhere.zip: no such file' in reason
+
+
 def test_snapshots_come_back(tmp_path):
     params = {'a': np.arange(3.0, dtype=np.float32), 'b': {'c': np.ones((2, 2), np.float32)}}
     worker.save_snapshot(tmp_path / 's' / '0.npz', params, 7, 1.5)
