@@ -100,7 +100,8 @@ def find_or_download(features: str = 'inception') -> Path:
             f'a config measures), or {instead}'
         )
     instead += (
-        '; or train features on images with classes: python -m jaxunet.metrics.train_features'
+        '; or train features on images with classes, by python -m jaxunet.metrics.train_features, '
+        'and give their file'
     )
     return cached(
         URL,

@@ -16,7 +16,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import replacing
 
-TIMEOUT = 60  # seconds without an answer
+TIMEOUT = 15  # seconds without an answer, which a user behind a firewall waits for the error
 
 
 def cache_dir() -> Path:
@@ -138,6 +138,7 @@ def _download(url: str, target: Path, expected: _Checksum) -> None:
 
 def _fetch(url: str, target: Path, name: str) -> None:
     """Writes the response to `target`, with a progress bar titled `name`."""
+    logging.info('downloading %s to %s', url, target.parent)
     request = urllib.request.Request(url, headers={'User-Agent': 'jaxunet'})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response, target.open('wb') as file:
         total = int(response.headers.get('Content-Length') or 0) or None

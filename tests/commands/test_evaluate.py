@@ -278,6 +278,10 @@ MISTAKES = [
     (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
     (['--samples=nothere', '--reference=S'], 'nothere: no such file or folder'),  # no download
     (
+        ['--samples=S', '--reference=S', '--nearest=x.png'],
+        'features=inception: cannot download https://',
+    ),
+    (
         ['--samples=S', '--reference=cifar10_test:/proc', '--features=F'],
         '/proc: not the official archive of CIFAR-10',
     ),
@@ -317,7 +321,11 @@ def test_mistakes(tmp_path):
     write_classifier(features)
     files = {'=S': f'={samples}', '=B': f'={bad}', '=F': f'={features}'}
     asked = [[a[:-2] + files.get(a[-2:], a[-2:]) for a in arguments] for arguments, _ in MISTAKES]
-    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XDG_CACHE_HOME': str(tmp_path / 'cache')}
+    environment = os.environ | {
+        'JAX_PLATFORMS': 'cpu',
+        'XDG_CACHE_HOME': str(tmp_path / 'cache'),
+        'https_proxy': 'http://127.0.0.1:9',  # refuses
+    }
     done = subprocess.run(
         [sys.executable, '-c', SCRIPT, json.dumps(asked)],
         env=environment,

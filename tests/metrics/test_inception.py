@@ -4,8 +4,12 @@ installed, against itself.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import pathlib
+import socket
 import struct
+import threading
 
 import jax
 import numpy as np
@@ -277,8 +281,8 @@ def test_without_a_network_connection_the_message_tells_what_to_do(tmp_path, mon
     with pytest.raises(
         UserError,
         match=r'features=inception: cannot download .*refused.*; fetch it elsewhere and give its '
-        r'path \(--features /path/to/pt_inception.*; or train features on images with classes: '
-        r'python -m jaxunet.metrics.train_features$',
+        r'path \(--features /path/to/pt_inception.*; or train features on images with classes, '
+        r'by python -m jaxunet.metrics.train_features, and give their file$',
     ):
         features.load_features('inception')
     # A path would stand for images prepared as by pytorch-fid.
@@ -287,6 +291,35 @@ def test_without_a_network_connection_the_message_tells_what_to_do(tmp_path, mon
         match=r'features=inception_tensorflow: cannot download .* elsewhere and put it into /',
     ):
         features.load_features('inception_tensorflow')
+
+
+@pytest.mark.parametrize('answer', [b'', b'HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nwei'])
+def test_a_network_that_does_not_answer_is_told_soon(
+    answer: bytes,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As behind a firewall, or where the connection is lost; meanwhile, a line says what for."""
+    assert download.TIMEOUT <= 15
+    monkeypatch.setattr(download, 'TIMEOUT', 0.2)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    with socket.create_server(('127.0.0.1', 0)) as server, contextlib.ExitStack() as held:
+
+        def serve() -> None:
+            connection = held.enter_context(server.accept()[0])
+            connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f'http://127.0.0.1:{server.getsockname()[1]}/weights.pth'
+        monkeypatch.setattr(inception_weights, 'URL', url)
+        with (
+            caplog.at_level(logging.INFO),
+            pytest.raises(UserError, match=rf'cannot download {url}: timed out; fetch it else'),
+        ):
+            features.load_features('inception')
+    assert f'downloading {url} to {download.cache_dir()}' in caplog.text
+    assert list(download.cache_dir().iterdir()) == []
 
 
 def test_feature_files(tmp_path, monkeypatch):
