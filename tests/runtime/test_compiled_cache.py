@@ -6,6 +6,7 @@ import itertools
 import logging
 import pathlib
 import re
+import types
 
 import jax
 import numpy as np
@@ -242,6 +243,14 @@ def test_a_sampler_is_kept_under_all_that_it_is_made_from():
     assert all(a != b for a, b in itertools.combinations(found, 2))
     constants = [fields['constants'] for fields in found]
     assert len(set(constants)) == len(constants)
+
+
+@pytest.mark.parametrize(
+    ('platform', 'processes', 'kept'), [('gpu', 1, True), ('gpu', 2, False), ('cpu', 1, False)]
+)
+def test_programs_are_kept_in_one_process_on_gpus(platform, processes, kept, monkeypatch):
+    monkeypatch.setattr(jax, 'process_count', lambda: processes)
+    assert executables.pays([types.SimpleNamespace(platform=platform)]) == kept
 
 
 def test_the_folder_is_that_of_the_compilation_cache(tmp_path):

@@ -134,6 +134,7 @@ def test_two_processes_train_as_one_and_resume_on_one(
     for rank, error in enumerate(errors):
         program = 'srun' if launcher is slurm else 'mpirun of Open MPI 4'
         assert f'process {rank} of 2, started by {program}' in error
+        assert f'compilation cache: {ENVIRONMENT["JAX_COMPILATION_CACHE_DIR"]}' in error
         assert 'ended early' not in error
     assert sorted(p.name for p in (tmp_path / 'two' / 'checkpoints').iterdir()) == ['2', '4']
     np.testing.assert_allclose(losses(tmp_path / 'two'), one[:4], rtol=1e-4)
