@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 
 import jax
 
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling.partial_output import Parts
+
+LOOK_SECONDS = 1.0  # between looks for the batches of other processes
 
 
 @contextlib.contextmanager
@@ -26,16 +29,23 @@ def counted(parts: Parts, count: int) -> Iterator[Callable[[float], None]]:
     def stored() -> int:
         return count - sum(stop - start for start, stop in parts.missing(0, count, count))
 
+    looked, before, last = time.monotonic(), stored(), 0.0
     with progress_bar(
         total=count,
-        initial=stored(),
+        initial=before,
         unit='image',
         bar_format='{l_bar}{bar}| {n:.0f}/{total} [{elapsed}<{remaining}]',
         disable=jax.process_index() > 0,
     ) as bar:
 
         def update(drawn: float) -> None:
-            if not bar.disable:
-                bar.update(stored() + drawn - bar.n)
+            nonlocal looked, before, last
+            if bar.disable:
+                return
+            # The last batch is stored when the next one begins.
+            if drawn <= last or time.monotonic() >= looked + LOOK_SECONDS:
+                looked, before = time.monotonic(), stored()
+            last = drawn
+            bar.update(before + drawn - bar.n)
 
         yield update

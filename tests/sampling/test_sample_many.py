@@ -83,6 +83,7 @@ def test_the_bar_counts_the_samples_of_all_processes(parts, monkeypatch):
 
     monkeypatch.setattr(sys, 'stderr', io.StringIO())
     monkeypatch.setattr('jaxunet.runtime.progress.LOG_SECONDS', 0.0)
+    monkeypatch.setattr('jaxunet.sampling.progress.LOOK_SECONDS', 0.0)
     parts.save(0, pictures(0, 2))
     with counted(parts, 12) as update:
         assert shown() == '2'
