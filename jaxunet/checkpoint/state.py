@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
+from jaxunet.checkpoint.muon import muon
 from jaxunet.checkpoint.recent_norms import RecentNorms
 from jaxunet.config import Config
 from jaxunet.config.schema import DataConfig, OptimizerConfig, TrainConfig
@@ -31,8 +32,6 @@ LOSS_SCALE_GROWTH_STEPS = 2000  # finite steps after which the loss scale double
 # Adam's update count for moments that come without one, as in unet.cu's files: so large that the
 # bias correction is 1.
 CONVERGED_COUNT = 1_000_000
-BLOCKS = ('down_', 'middle_', 'up_')  # first names of the weights of residual and attention blocks
-MUON_RMS = 0.2  # root mean square of a step of Muon, in learning rates: that of AdamW
 
 
 class LossScale(NamedTuple):
@@ -158,7 +157,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     """
     options = config.optimizer
     if options.name == 'muon':
-        found = muon(config)
+        found = muon(config, learning_rate_schedule(config))
     else:
         # AdamW without decay is Adam, so both have the same state.
         found = optax.adamw(
@@ -169,41 +168,6 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
             weight_decay=options.weight_decay,
         )
     return optax.GradientTransformation(found.init, _lenient(found.update))
-
-
-def muon(config: Config) -> optax.GradientTransformation:
-    """Returns Muon for the matrices and convolutions of the blocks, and AdamW for other weights.
-
-    A step of a matrix is its momentum with all singular values moved close to 1 (Jordan 2024,
-    kellerjordan.github.io/posts/muon). Its size is scaled to that of AdamW, so that both take the
-    same learning rate and decay (Liu et al. 2025, arXiv 2502.16982, section 2.2). A convolution is
-    a matrix of its taps and input channels by its output channels. The first and last layers, the
-    embeddings of time and labels, norms and biases take AdamW with Nesterov's momentum. Schaipp
-    2025, arXiv 2510.19376, measures Muon in diffusion training.
-    """
-    options = config.optimizer
-    return optax.contrib.muon(
-        learning_rate_schedule(config),
-        weight_decay=options.weight_decay,
-        adam_b1=options.betas[0],
-        adam_b2=options.betas[1],
-        adam_weight_decay=options.weight_decay,
-        eps=options.eps,
-        muon_weight_dimension_numbers=_matrices,
-        consistent_rms=MUON_RMS,
-    )
-
-
-def _matrices(params: Params) -> PyTree:
-    """Returns the axes of the weights that Muon updates; None for those that AdamW does."""
-
-    def axes(path: tuple[jax.tree_util.DictKey, ...], leaf: Array) -> object:
-        if not path[0].key.startswith(BLOCKS) or leaf.ndim < 2:
-            return None
-        *inputs, output = range(leaf.ndim)
-        return optax.contrib.MuonDimensionNumbers(tuple(inputs), (output,))
-
-    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def start_loss_scale(config: Config) -> LossScale:

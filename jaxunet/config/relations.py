@@ -203,11 +203,6 @@ def _optimizer(config: Config) -> Iterator[str]:
             f'optimizer.weight_decay: {o.weight_decay} has no effect with optimizer.name=adam; '
             'use adamw'
         )
-    if o.name == 'muon' and '+adamw=' in config.backend:
-        yield (
-            f'backend: {config.backend} gives kernels for the op adamw, which optimizer.name=muon '
-            'does not have'
-        )
 
 
 def _ema(config: Config) -> Iterator[str]:

@@ -201,7 +201,7 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
     # adamw | adam | muon: AdamW, and orthogonal steps for the matrices and convolutions of the
-    # blocks (`jaxunet.checkpoint.state.muon`).
+    # blocks (`jaxunet.checkpoint.muon`).
     name: str = 'adamw'
     learning_rate: float = 1e-3  # 0 = chosen
     betas: tuple[float, ...] = (0.9, 0.999)

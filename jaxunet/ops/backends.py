@@ -241,7 +241,7 @@ def _auto(precision: str) -> dict[str, str]:
 
 
 def _runs_portable() -> bool:
-    """Whether `auto` may take the portable kernels: on 8.x, or by JAXUNET_KERNELS."""
+    """Returns True if `auto` may take the portable kernels: on 8.x, or by JAXUNET_KERNELS."""
     if device.family() is not device.Target.TRITON:
         return False
     if device.kernels() is not device.Kernels.FASTEST:

@@ -35,7 +35,7 @@ from jaxunet.ops.adamw.packed import Packed, pack
 from jaxunet.ops.backends import fused_update
 from jaxunet.training.batch import Batch, Keys, clean_images, noise_batch, split_keys
 from jaxunet.training.noise_assignment import assigned_noise
-from jaxunet.training.update import Update, kernels_of, make_update
+from jaxunet.training.update import Update, make_update, takes_packed
 
 Scalar = Float[Array, '']
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
@@ -136,7 +136,7 @@ def make_train_step(
             if fused and loss is None
             else None
         ),
-        packs=kernels_of(config) is not None,
+        packs=takes_packed(config),
         axis_name=axis_name,
         loss=loss,
     )

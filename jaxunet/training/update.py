@@ -1,7 +1,8 @@
 """Applies the gradients of a step: norm, clipping, AdamW and the averages of the weights.
 
 There are two implementations of AdamW on the same optimizer state: optax, compiled by XLA, and the
-fused kernels of a backend that has the op `adamw`. Muon is optax's on every backend.
+fused kernels of a backend that has the op `adamw`. Muon's matrix products are XLA's on every
+backend; those kernels then do the norm, and the weights that AdamW updates.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
+from jaxunet.checkpoint.muon import ADAM, MUON, join, matrix_steps, part
 from jaxunet.checkpoint.recent_norms import RecentNorms
 from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw import operands
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import fused_update
 from jaxunet.ops.vocabulary import FusedUpdate
@@ -26,6 +28,14 @@ from jaxunet.training.ema import ema_decay, power_share, update_ema, update_powe
 
 Tree = TypeVar('Tree')
 Scalar = Float[Array, '']
+
+
+class Weights(NamedTuple):
+    """Some or all weights, with the state of their optimizer and their averages by name."""
+
+    params: Params
+    opt_state: optax.OptState
+    ema: dict[str, Params]
 
 
 class Updated(NamedTuple):
@@ -48,23 +58,26 @@ class Updated(NamedTuple):
 
 
 # Takes the state, its gradients times the loss scale, the logged loss and the minimised loss.
-# Gradients may be packed if there are `kernels_of` the config.
+# Gradients may be packed if the update of the config `takes_packed`.
 Update = Callable[[TrainState, Params | Packed, Scalar, Scalar], Updated]
+# Takes weights, their gradients, the share of the new weights in each average, the factor of the
+# gradients, and whether to take the step.
+Rule = Callable[[Weights, Params | Packed, list[Scalar], Scalar, Bool[Array, '']], Weights]
 
 
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
-    """Returns the update of `config.backend`: a fused one if the backend has it, else optax's."""
-    kernels = kernels_of(config)
-    return _fused_update(config, kernels) if kernels else _optax_update(config, optimizer)
-
-
-def kernels_of(config: Config) -> FusedUpdate | None:
-    """Returns the kernels that update the weights; None if optax does, as always for Muon.
-
-    The kernels take packed gradients.
-    """
+    """Returns the update of `config.backend`: with its kernels if it has them, else optax's."""
+    kernels = fused_update(config.backend, config.precision)
+    if kernels is None:
+        return _optax_update(config, optimizer)
     muon = config.optimizer.name == 'muon'
-    return None if muon else fused_update(config.backend, config.precision)
+    return _muon_update(config, kernels) if muon else _fused_update(config, kernels)
+
+
+def takes_packed(config: Config) -> bool:
+    """Returns True if the update takes packed gradients: by kernels, and not by Muon."""
+    kernels = fused_update(config.backend, config.precision)
+    return kernels is not None and config.optimizer.name != 'muon'
 
 
 def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
@@ -102,44 +115,131 @@ def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Up
 
 
 def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
-    options = config.optimizer
-    rule = Rule(options.betas[0], options.betas[1], options.eps, options.weight_decay)
-    schedule = learning_rate_schedule(config)
+    adamw = _fused_adamw(config, kernels)
 
     def update(
         state: TrainState, grads: Params | Packed, loss: Scalar, minimised: Scalar
     ) -> Updated:
-        adam, empty, scheduled = state.opt_state
-        names = tuple(state.ema)
-        grad_norm = jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale
+        grad_norm = _fused_norm(kernels, state, grads)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
+        factor = _factor(config, state, grad_norm)
+        weights = Weights(state.params, state.opt_state, state.ema)
+        return Updated(
+            *adamw(weights, grads, _shares(config, state), factor, taken), grad_norm, finite, taken
+        )
+
+    return update
+
+
+def _muon_update(config: Config, kernels: FusedUpdate) -> Update:
+    """Returns the update by Muon, with the kernels for the norm and for the weights of AdamW."""
+    adamw, muon = _fused_adamw(config, kernels), _matrix_update(config)
+
+    def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
+        grad_norm = _fused_norm(kernels, state, grads)
+        finite = _all_finite(grad_norm, loss, minimised)
+        taken = _taken(config, state, grad_norm, finite)
+        states = state.opt_state.inner_states
+        new = {}
+        for label, rule in ((MUON, muon), (ADAM, adamw)):
+            averages = {name: part(label, average) for name, average in state.ema.items()}
+            weights = Weights(part(label, state.params), states[label].inner_state, averages)
+            new[label] = rule(
+                weights,
+                part(label, grads),
+                _shares(config, state),
+                _factor(config, state, grad_norm),
+                taken,
+            )
+        inner = {label: states[label]._replace(inner_state=new[label].opt_state) for label in new}
+        return Updated(
+            join(new[MUON].params, new[ADAM].params),
+            state.opt_state._replace(inner_states=inner),
+            {name: join(new[MUON].ema[name], new[ADAM].ema[name]) for name in state.ema},
+            grad_norm,
+            finite,
+            taken,
+        )
+
+    return update
+
+
+def _fused_adamw(config: Config, kernels: FusedUpdate) -> Rule:
+    """Returns AdamW by the kernels."""
+    options = config.optimizer
+    rule = operands.Rule(options.betas[0], options.betas[1], options.eps, options.weight_decay)
+    schedule = learning_rate_schedule(config)
+
+    def update(
+        weights: Weights,
+        grads: Params | Packed,
+        shares: list[Scalar],
+        factor: Scalar,
+        taken: Bool[Array, ''],
+    ) -> Weights:
+        adam, empty, scheduled = weights.opt_state
         count = optax.safe_increment(adam.count)
-        factor = _clip_factor(config, grad_norm) if options.clip_norm else jnp.ones((), jnp.float32)
         moved = kernels.adamw(
             rule,
             grads,
-            state.params,
+            weights.params,
             adam.mu,
             adam.nu,
-            tuple(state.ema[name] for name in names),
+            tuple(weights.ema.values()),
             take=taken,
-            factor=factor / state.loss_scale.scale,
+            factor=factor,
             learning_rate=jnp.asarray(schedule(scheduled.count), jnp.float32),
             corrections=(
                 1 - jnp.power(options.betas[0], count.astype(jnp.float32)),
                 1 - jnp.power(options.betas[1], count.astype(jnp.float32)),
             ),
-            follow=_shares(config, state),
+            follow=shares,
         )
         adam = adam._replace(count=jnp.where(taken, count, adam.count), mu=moved.mu, nu=moved.nu)
         scheduled = scheduled._replace(
             count=jnp.where(taken, optax.safe_increment(scheduled.count), scheduled.count)
         )
-        ema = dict(zip(names, moved.averages, strict=True))
-        return Updated(moved.params, (adam, empty, scheduled), ema, grad_norm, finite, taken)
+        ema = dict(zip(weights.ema, moved.averages, strict=True))
+        return Weights(moved.params, (adam, empty, scheduled), ema)
 
     return update
+
+
+def _matrix_update(config: Config) -> Rule:
+    """Returns Muon by XLA."""
+    steps_of = matrix_steps(config, learning_rate_schedule(config)).update
+
+    def update(
+        weights: Weights,
+        grads: Params,
+        shares: list[Scalar],
+        factor: Scalar,
+        taken: Bool[Array, ''],
+    ) -> Weights:
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+        steps, opt_state = steps_of(grads, weights.opt_state, weights.params)
+        params = optax.apply_updates(weights.params, steps)
+        ema = {
+            name: update_power_average(average, params, share)
+            for (name, average), share in zip(weights.ema.items(), shares, strict=True)
+        }
+        return jax.tree.map(
+            lambda new, old: jnp.where(taken, new, old), Weights(params, opt_state, ema), weights
+        )
+
+    return update
+
+
+def _fused_norm(kernels: FusedUpdate, state: TrainState, grads: Params | Packed) -> Scalar:
+    return jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale
+
+
+def _factor(config: Config, state: TrainState, grad_norm: Scalar) -> Scalar:
+    """Returns the factor of gradients times the loss scale: it divides by that, and clips."""
+    clip = config.optimizer.clip_norm
+    factor = _clip_factor(config, grad_norm) if clip else jnp.ones((), jnp.float32)
+    return factor / state.loss_scale.scale
 
 
 def _all_finite(grad_norm: Scalar, loss: Scalar, minimised: Scalar) -> Bool[Array, '']:

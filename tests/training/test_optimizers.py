@@ -5,17 +5,26 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store
 from jaxunet.checkpoint.load import load_initial, load_model
-from jaxunet.checkpoint.state import MUON_RMS, fresh_state, get_moments, make_optimizer
+from jaxunet.checkpoint.muon import MUON, STEP_RMS, matrix_steps, orthogonal, part
+from jaxunet.checkpoint.state import (
+    fresh_state,
+    get_moments,
+    learning_rate_schedule,
+    make_optimizer,
+)
 from jaxunet.config import Config
-from jaxunet.runtime.errors import UserError
+from jaxunet.training.update import make_update
 
 RATE = 1e-3
+COEFFICIENTS = jnp.asarray((3.4445, -4.7750, 2.0315))
 
 
 def muon_config(**changes) -> Config:
@@ -55,18 +64,62 @@ def test_a_matrix_moves_by_an_orthogonal_step(layer, first_step):
         for tree in first_step
     )
     left, _, right = np.linalg.svd(grads, full_matrices=False)
-    scaled = step / (MUON_RMS * np.sqrt(max(step.shape)))
+    scaled = step / (STEP_RMS * np.sqrt(max(step.shape)))
     values = np.diag(left.T @ scaled @ right.T)
     # The singular vectors are the gradient's, and five iterations leave this of values of 1.
     np.testing.assert_allclose(scaled, left @ np.diag(values) @ right, atol=2e-3)
     assert 0.65 < values.min() <= values.max() < 1.25
 
 
+def test_steps_and_state_are_those_of_optax(state):
+    """Three steps of all matrices, by products of stacks of one shape and of each alone."""
+
+    def axes(params):
+        return jax.tree.map(
+            lambda p: optax.contrib.MuonDimensionNumbers(tuple(range(p.ndim - 1)), p.ndim - 1),
+            params,
+        )
+
+    matrices = part(MUON, state.params)
+    config = muon_config()
+    theirs = optax.contrib.muon(
+        learning_rate_schedule(config),
+        weight_decay=config.optimizer.weight_decay,
+        muon_weight_dimension_numbers=axes,
+        consistent_rms=STEP_RMS,
+    )
+    ours = matrix_steps(config, learning_rate_schedule(config))
+    found, expected = ([matrices, rule.init(matrices), rule] for rule in (ours, theirs))
+    draw = np.random.default_rng(2).standard_normal
+    for _ in range(3):
+        grads = jax.tree.map(lambda p: draw(p.shape).astype(np.float32), matrices)
+        for side in found, expected:
+            with jax.numpy_dtype_promotion('standard'):  # for optax
+                updates, side[1] = jax.jit(side[2].update)(grads, side[1], side[0])
+            side[0] = optax.apply_updates(side[0], updates)
+    known = expected[1].inner_states[MUON].inner_state
+    assert jax.tree.structure(found[1]) == jax.tree.structure(known)
+    for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves((expected[0], known)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3 * RATE)
+
+
+def test_half_precision_leaves_the_singular_values_near_1():
+    draw = np.random.default_rng(3).standard_normal
+    tall = draw((2, 72, 16))
+    for matrices in tall, np.swapaxes(tall, 1, 2):
+        found = orthogonal(jnp.asarray(matrices, jnp.bfloat16), COEFFICIENTS)
+        assert found.dtype == jnp.bfloat16
+        left, _, right = np.linalg.svd(matrices, full_matrices=False)
+        values = np.swapaxes(left, 1, 2) @ np.asarray(found, np.float64) @ np.swapaxes(right, 1, 2)
+        diagonal = np.diagonal(values, axis1=1, axis2=2)
+        assert 0.6 < diagonal.min() <= diagonal.max() < 1.3
+        np.testing.assert_allclose(values, diagonal[..., None] * np.eye(16), atol=0.05)
+
+
 @pytest.mark.parametrize('layer', ['conv_in', 'conv_out', 'time_embed_0'])
 def test_other_weights_move_as_by_adamw(layer, first_step):
     step, grads = (tree[layer]['kernel'] for tree in first_step)
-    # Adam's first step with Nesterov's momentum: β₁ (1 − β₁) / (1 − β₁²) + 1.
-    np.testing.assert_allclose(np.abs(step), 0.9 / 1.9 + 1, rtol=1e-3)
+    np.testing.assert_allclose(np.abs(step), 1, rtol=1e-3)  # Adam's first step
     np.testing.assert_array_equal(np.sign(step), np.sign(grads))
 
 
@@ -82,6 +135,29 @@ def test_checkpoints_keep_the_state_which_has_no_moments_of_adam(state, tmp_path
     assert not any(leaf.any() for leaf in jax.tree.leaves(get_moments(started.opt_state)))
 
 
-def test_kernels_of_adamw_are_refused():
-    with pytest.raises(UserError, match=r'which optimizer\.name=muon does not have'):
-        muon_config(backend='xla+adamw=cuda')
+@pytest.mark.parametrize('finite', [True, False])
+def test_kernels_of_adamw_give_the_same_update(state, finite):
+    """They take the norm and the weights that AdamW updates; Muon's part is XLA's."""
+    draw = np.random.default_rng(4).standard_normal
+    grads = jax.tree.map(lambda p: jnp.asarray(draw(p.shape) * 3, jnp.float32), state.params)
+    positive = dataclasses.replace(state, opt_state=jax.tree.map(abs, state.opt_state))
+    ema = {'0.9': state.params, '0.1': jax.tree.map(lambda p: p + 1, state.params)}
+    before = dataclasses.replace(positive, step=jnp.int32(7), ema=ema)
+    loss = jnp.float32(1 if finite else np.nan)
+    found, expected = (
+        jax.jit(make_update(config, make_optimizer(config)))(before, grads, loss, loss)
+        for config in (
+            muon_config(backend=f'xla+adamw={name}', ema={'rates': (0.9,), 'widths': (0.1,)})
+            for name in ('cuda', 'xla')
+        )
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b, old in zip(
+        *(jax.tree.leaves(side[:3]) for side in (found, expected)),
+        jax.tree.leaves((before.params, before.opt_state, before.ema)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert finite or (np.asarray(a) == np.asarray(old)).all()
+    np.testing.assert_allclose(found.grad_norm, expected.grad_norm, rtol=1e-5)
+    assert bool(found.taken) == bool(expected.taken) == finite

@@ -1,0 +1,145 @@
+"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon): orthogonal steps for matrices.
+
+optax's Muon runs the matrix products of each weight on their own, thousands of small kernels a
+step of a UNet. Here weights of one shape are stacked, and share them. The state is optax's.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
+
+from jaxunet.config import Config
+from jaxunet.model.unet import Params
+
+BLOCKS = ('down_', 'middle_', 'up_')  # first names of the weights of residual and attention blocks
+MUON, ADAM = 'muon', 'adam'  # the optimizers of the parts
+BETA = 0.95  # decay of the momentum
+ITERATIONS = 5
+STEP_RMS = 0.2  # root mean square of a step, in learning rates: that of AdamW
+
+
+def muon(config: Config, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    """Returns Muon for the matrices and convolutions of the blocks, and AdamW for other weights.
+
+    The first and last layers, the embeddings of time and labels, norms and biases take AdamW.
+    Schaipp 2025, arXiv 2510.19376, measures Muon in diffusion training.
+    """
+    options = config.optimizer
+    others = optax.adamw(
+        learning_rate,
+        b1=options.betas[0],
+        b2=options.betas[1],
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+    )
+    return optax.partition({MUON: matrix_steps(config, learning_rate), ADAM: others}, _labels)
+
+
+def matrix_steps(config: Config, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    """Returns Muon.
+
+    A step of a matrix is its momentum with all singular values moved close to 1. Its size is scaled
+    to that of AdamW, so that both take the same learning rate and decay (Liu et al. 2025, arXiv
+    2502.16982, section 2.2). A convolution is a matrix of its taps and input channels by its output
+    channels. Matrix products are in bfloat16, unless the config's precision is float32.
+    """
+    return optax.chain(
+        orthogonal_momentum(jnp.float32 if config.precision == 'float32' else jnp.bfloat16),
+        optax.stateless_with_tree_map(
+            lambda update, _: update * (STEP_RMS * math.sqrt(max(_matrix_shape(update))))
+        ),
+        optax.add_decayed_weights(config.optimizer.weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def part(label: str, tree: Params) -> Params:
+    """Returns the tree with the weights of the optimizer `label` alone, as `muon` passes it."""
+    return jax.tree.map(
+        lambda leaf, found: leaf if found == label else optax.MaskedNode(), tree, _labels(tree)
+    )
+
+
+def join(one: Params, other: Params) -> Params:
+    """Returns the tree whose parts are `one` and `other`."""
+
+    def is_masked(node: object) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return jax.tree.map(lambda a, b: b if is_masked(a) else a, one, other, is_leaf=is_masked)
+
+
+def orthogonal_momentum(dtype: DTypeLike) -> optax.GradientTransformation:
+    """Returns the transformation of gradients into orthogonal matrices near their momentum.
+
+    As `optax.contrib.scale_by_muon`, whose state it has: Nesterov's momentum without its bias.
+
+    Args:
+      dtype: of the matrix products.
+    """
+
+    def update(
+        grads: Params, state: optax.contrib.MuonState, params: Params | None = None
+    ) -> tuple[Params, optax.contrib.MuonState]:
+        del params
+        count = optax.safe_increment(state.count)
+        mu = jax.tree.map(lambda m, g: BETA * m + (1 - BETA) * g, state.mu, grads)
+        ahead = BETA / (1 - BETA ** (count.astype(jnp.float32) + 1))
+        now = (1 - BETA) / (1 - BETA ** count.astype(jnp.float32))
+        leaves, structure = jax.tree.flatten(
+            jax.tree.map(lambda m, g: ahead * m + now * g, mu, grads)
+        )
+        same = collections.defaultdict(list)
+        for number, leaf in enumerate(leaves):
+            same[_matrix_shape(leaf)].append(number)
+        for shape, numbers in same.items():
+            stacked = jnp.stack([leaves[i].reshape(shape).astype(dtype) for i in numbers])
+            for i, found in zip(numbers, orthogonal(stacked, state.ns_coeffs), strict=True):
+                leaves[i] = found.reshape(leaves[i].shape).astype(leaves[i].dtype)
+        return jax.tree.unflatten(structure, leaves), state._replace(count=count, mu=mu)
+
+    return optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
+
+
+def orthogonal(
+    matrices: Float[Array, 'n rows columns'], coefficients: Float[Array, '3']
+) -> Float[Array, 'n rows columns']:
+    """Returns matrices with the same singular vectors and values of about 1 (0.7 to 1.2).
+
+    `ITERATIONS` of the polynomial a·x + b·x³ + c·x⁵ of the singular values, by products of
+    matrices (Newton-Schulz). Matrices of zeros stay so.
+
+    Args:
+      coefficients: a, b and c.
+    """
+    a, b, c = coefficients.astype(matrices.dtype)
+    wide = matrices.shape[1] <= matrices.shape[2]  # the smaller of both squares
+    square = jnp.square(matrices.astype(jnp.float32)).sum((1, 2), keepdims=True)
+    x = matrices / (jnp.sqrt(square) + 1e-8).astype(matrices.dtype)
+    for _ in range(ITERATIONS):
+        transposed = jnp.swapaxes(x, 1, 2)
+        gram = x @ transposed if wide else transposed @ x
+        factor = b * gram + c * (gram @ gram)
+        x = a * x + (factor @ x if wide else x @ factor)
+    return x
+
+
+def _matrix_shape(weights: Array) -> tuple[int, int]:
+    """Returns the rows (inputs) and columns (outputs) of a weight array as a matrix."""
+    return math.prod(weights.shape[:-1]), weights.shape[-1]
+
+
+def _labels(params: Params) -> PyTree:
+    """Returns which of the two optimizers updates each of the weights."""
+
+    def label(path: tuple[jax.tree_util.DictKey, ...], leaf: Array) -> str:
+        return MUON if path[0].key.startswith(BLOCKS) and leaf.ndim >= 2 else ADAM
+
+    return jax.tree_util.tree_map_with_path(label, params)
