@@ -32,6 +32,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 from jaxunet.runtime.no_device import needs_device
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.progress import write_above_bars
 
 MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
 HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
@@ -57,6 +58,7 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
     handler = logging.get_absl_handler()
     handler.addFilter(_is_shown)
     handler.setFormatter(std_logging.Formatter('%(message)s'))
+    write_above_bars(handler.python_handler)
     try:
         app.run(_without_traceback(main, arguments=arguments), flags_parser=_parse)
     except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from tqdm import tqdm
@@ -38,3 +39,17 @@ def progress_bar(*, desc: str = '', **options: object) -> tqdm:
         # Both, because tqdm's monitor redraws a bar that is older than `maxinterval`.
         options = {'mininterval': LOG_SECONDS, 'maxinterval': LOG_SECONDS} | options
     return _Bar(desc=_plain(desc), dynamic_ncols=True, **options)
+
+
+def write_above_bars(handler: logging.Handler) -> None:
+    """Makes a log handler that writes to stderr take the bars away while it writes.
+
+    Otherwise a message begins behind a bar, on the same line.
+    """
+    emit = handler.emit
+
+    def without_bars(record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            emit(record)
+
+    handler.emit = without_bars  # type: ignore[method-assign]

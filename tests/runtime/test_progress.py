@@ -1,11 +1,12 @@
-"""Progress bars: their descriptions."""
+"""Progress bars: their descriptions, and log messages beside them."""
 
 import io
+import logging
 import sys
 
 import pytest
 
-from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.progress import progress_bar, write_above_bars
 
 
 @pytest.mark.parametrize('total', [40, None])
@@ -35,3 +36,16 @@ def test_a_bar_that_is_off_prints_nothing(monkeypatch):
         bar.set_description('training')
         bar.update()
     assert sys.stderr.getvalue() == ''
+
+
+def test_a_message_begins_on_a_line_of_its_own(monkeypatch):
+    monkeypatch.setattr(sys, 'stderr', io.StringIO())
+    handler = logging.StreamHandler(sys.stderr)
+    write_above_bars(handler)
+    record = logging.makeLogRecord({'msg': 'the sampler was ready'})
+    with progress_bar(total=40, desc='training') as bar:
+        handler.handle(record)
+        bar.update(40)
+    bar, *lines = sys.stderr.getvalue().split('\r')
+    assert 'the sampler was ready\n' in lines
+    assert lines[-1].startswith('training: 100%|')  # the bar is drawn again below it
