@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 
 import numpy as np
@@ -16,7 +15,6 @@ from jaxunet.data.pixels import (
     Pixels,
     Shape,
     decode,
-    open_image,
     size_of,
     why_not_image,
 )
@@ -25,18 +23,18 @@ from jaxunet.runtime.untrusted import read_limited
 
 Redraw = Bool[np.ndarray, 'height width']
 
-GREY_MODES = ('1', 'L', 'LA', 'La', 'I', 'F')  # Pillow's modes; also I;16, I;16B, ...
 WHITE = 128  # least grey value of a mask that means redraw
 
 
 def read_picture(path: str | os.PathLike[str], shape: Shape) -> Pixels:
-    """Returns a picture at a model's size, resized and cropped as training images are.
+    """Returns a picture in a model's shape: cropped, resized and converted as training images are.
 
     Args:
       shape: (height, width, channels) of the model.
 
     Raises:
-      UserError: the file cannot be read as an image, or has other channels than the model.
+      UserError: the file cannot be read as an image, or the model's images are neither grey nor
+        RGB.
     """
     channels = shape[2]
     if channels not in MODES:
@@ -46,12 +44,6 @@ def read_picture(path: str | os.PathLike[str], shape: Shape) -> Pixels:
         )
     data = _read(path)
     try:
-        found = _channels(data, path)
-        if channels not in found:
-            raise UserError(
-                f'{path}: expected {_named(channels)} as the model has (model.image_channels), '
-                f'found {_named(found[0])}; convert the picture first'
-            )
         return decode(data, str(path), shape)
     except BadImage as error:
         raise UserError(f'{path}: {error.reason}') from None
@@ -96,19 +88,3 @@ def _read(path: str | os.PathLike[str]) -> bytes:
     if reason := why_not_image(data[:MAGIC_BYTES], len(data)):
         raise UserError(f'{path}: {reason}; expected a PNG, JPEG or other image file')
     return data
-
-
-def _channels(data: bytes, path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Returns the channels that an image file stands for; a palette may be grey or RGB."""
-    try:
-        with open_image(io.BytesIO(data)) as image:
-            mode = image.mode
-    except Exception as error:  # Pillow raises nearly everything on damaged files
-        raise BadImage(str(path), f'cannot be decoded: {type(error).__name__}') from None
-    if mode.startswith('P'):
-        return 3, 1
-    return (1,) if mode in GREY_MODES or mode.startswith('I;') else (3,)
-
-
-def _named(channels: int) -> str:
-    return f'{channels} channel (grey)' if channels == 1 else f'{channels} channels (RGB)'
