@@ -146,9 +146,9 @@ def _flag_error(text: str) -> str:
     )
     text = re.sub(r': invalid literal for int\(\) .*', ': expected a whole number', text)
     text = re.sub(r': could not convert string to float: .*', ': expected a number', text)
-    unknown = re.match(r"Unknown command line flag '(\w+)'", text)
+    unknown = re.match(r"Unknown command line flag '([\w.]+)'", text)
     if unknown and 'config' in flags.FLAGS and flags.FLAGS['config'].value is not None:
-        named = [field for field in _fields() if field.rsplit('.', maxsplit=1)[-1] == unknown[1]]
+        named = [f for f in _fields() if unknown[1] in (f, f.rsplit('.', maxsplit=1)[-1])]
         text += f'; did you mean {" or ".join(f"--config.{f}" for f in named)}?' if named else ''
     return text
 

@@ -231,6 +231,10 @@ MISTAKES = [
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
     (['jaxunet.train', '--config=nowhere.py'], 'nowhere.py'),
     (
+        ['jaxunet.train', '--data.batch_size=4'],
+        "Unknown command line flag 'data.batch_size'; did you mean --config.data.batch_size?",
+    ),
+    (
         ['jaxunet.train', '--precision=float16'],
         "Unknown command line flag 'precision'; did you mean --config.precision?",
     ),
