@@ -29,7 +29,7 @@ from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
-from jaxunet.data.sources import check_path, open_images
+from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed
@@ -227,20 +227,24 @@ def dry_run(config: Config) -> None:
     """Prints the resolved config, what it starts from and the cost estimate of a run.
 
     Raises:
-      UserError: the run cannot start from `init_from`.
+      UserError: the run cannot start from `init_from`, or with the classes of its images.
     """
     print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
     grids, evaluations = grid_sampler(config), evaluation_sampler(config)
     print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
     if config.init_from:
         print(f'init_from: {start_from(config)}')
-    print(estimate.summary(config))
+    print(estimate.summary(config), flush=True)
+    estimate.warn_if_long_on_a_cpu(config)
     if warning := endless_warmup(config):
         print(warning)
     try:
         check_path(config.data.path)
     except UserError as error:
         print(f'data.path: {error}; a run ends with this error')
+        return
+    if not is_downloaded(config.data.path):
+        check_classes(config, open_images(config))
 
 
 def start_from(config: Config) -> str:

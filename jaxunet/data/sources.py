@@ -108,6 +108,11 @@ def check_path(path: str) -> None:
         check_exists(Path(local).expanduser())
 
 
+def is_downloaded(path: str) -> bool:
+    """Returns True for the path of a set that `open_source` downloads: it names no local file."""
+    return not cifar10.split_path(path)[1]
+
+
 def is_compressed_tar(path: str) -> bool:
     """Returns True for a compressed tar, which `open_source` decodes into memory."""
     file = Path(path).expanduser()

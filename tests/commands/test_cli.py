@@ -206,6 +206,22 @@ def test_dry_run_checks_what_the_run_starts_from(run, tmp_path):
     assert 'nowhere.bin: no such file or folder' in results[5][2]
 
 
+def test_dry_run_tells_of_classes_and_of_a_long_run_on_a_cpu(tmp_path):
+    image = encoded(random_pixels(0, (20, 30, 3)))
+    folder = put(tmp_path, {'cat/0.png': image, 'dog/0.png': image}, 'folder')
+    config = f'--config={os.path.dirname(__file__)}/../../configs/images.py'
+    dry = ['jaxunet.train', '--dry_run', config, f'--config.data.path={folder}']
+    dry += ['--config.train.steps=1000000']
+    (code, _, unused), (failed, _, few) = call_each(
+        [dry, [*dry, '--config.model.num_classes=1']], tmp_path
+    )
+    assert (code, failed) == (0, 2)
+    assert 'the 2 classes of' in unused
+    assert 'are not used; model.num_classes=2' in unused
+    assert 'this run is long for a CPU' in unused
+    assert f'error: model.num_classes: 1, but {folder} has 2 classes' in few
+
+
 def test_a_path_is_enough_for_images(tmp_path):
     """configs/images.py, with the path as a word of its own, as the page shows it without `=`."""
     files = {f'{i}.png': encoded(random_pixels(i, (20 + i, 30, 3))) for i in range(3)}
