@@ -70,7 +70,7 @@ def read_mask(
         if size != expected:
             raise UserError(
                 f'{path}: expected a mask of the size of {picture}, {expected[1]}x{expected[0]} '
-                f'pixels, found {size[1]}x{size[0]}'
+                f'pixels (width x height), found {size[1]}x{size[0]}'
             )
         redraw = decode(data, str(path), (*shape[:2], 1))[..., 0] >= WHITE
     except BadImage as error:

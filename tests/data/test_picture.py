@@ -79,7 +79,7 @@ def test_pictures_that_do_not_fit(name, shape, message, folder):
     ('name', 'message'),
     [
         ('turned.png', 'turned.png: expected a mask of the size of'),
-        ('turned.png', '40x24 pixels, found 24x40'),
+        ('turned.png', '40x24 pixels (width x height), found 24x40'),
         ('black.png', 'black.png: nothing to redraw'),
         ('half.png', 'half.png: cannot be decoded'),
         ('nowhere.png', 'nowhere.png: cannot be read'),
