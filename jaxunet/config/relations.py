@@ -233,8 +233,8 @@ def _train(config: Config) -> Iterator[str]:
         yield f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({steps})'
     if t.sample_every and channels not in (1, 3):
         yield (
-            f'model.image_channels: sample grids show 1 or 3, found {channels}; '
-            'set train.sample_every=0'
+            f'model.image_channels: sample grids need 1 (grey) or 3 (RGB), found {channels}; other '
+            'channels, which only .npz and .bin have, need train.sample_every=0'
         )
     if t.holdout_every and not config.data.holdout:
         yield (

@@ -222,7 +222,7 @@ WRONG = [
     ),
     (
         {'model': {'image_channels': 2}},
-        r'model.image_channels: sample grids show 1 or 3, found 2; set train.sample_every=0',
+        r'model.image_channels: sample grids need 1 \(grey\) or 3 \(RGB\), found 2; other channels',
     ),
 ]
 
