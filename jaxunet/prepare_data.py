@@ -263,8 +263,8 @@ def _report(target: Path, source: Source, counts: _Counts) -> None:
         )
     if counts.enlarged:
         print(
-            f'note: {counts.enlarged} of {counts.kept} images are smaller than {height}x{width} '
-            'and were enlarged'
+            f'note: {counts.enlarged} of {counts.kept} images had to be enlarged to '
+            f'{height}x{width}'
         )
     if len(source.class_names) > 1 and target.suffix == '.bin':
         print(

@@ -253,8 +253,8 @@ def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
     by_area = sorted(set(facts.sizes), key=math.prod)
     ends = dict.fromkeys([by_area[0], by_area[-1]])
     logging.info(
-        'chosen for %s images of %s pixels (height x width): %s',
-        f'{facts.images:,}',
+        'chosen for %s of %s pixels (height x width): %s',
+        '1 image' if facts.images == 1 else f'{facts.images:,} images',
         ' to '.join(f'{height}x{width}' for height, width in ends),
         ', '.join(f'{path}={_shown(value)}' for path, value in chosen.items()),
     )

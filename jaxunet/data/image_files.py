@@ -230,11 +230,10 @@ def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:
             f"{name}: holds CIFAR-10's official batches, not image files; "
             f'write data.path as "cifar10:{name}", or "cifar10_test:{name}" for the test images'
         )
-    found = (
-        f'{len(skipped)} other files: {_listed(skipped)}'
-        if skipped
-        else 'no files at all, or only hidden ones'
-    )
+    found = 'no files at all, or only hidden ones'
+    if skipped:
+        files = '1 other file' if len(skipped) == 1 else f'{len(skipped)} other files'
+        found = f'{files}: {_listed(skipped)}'
     return UserError(
         f'{name}: no images (PNG, JPEG, GIF, WebP, BMP, TIFF, PNM, AVIF, JPEG 2000) in it, '
         f'found {found}'

@@ -174,7 +174,7 @@ def test_it_tells_what_was_enlarged(tmp_path, capsys):
     files = {f'{name}.png': encoded(random_pixels(0, shape)) for name, shape in shapes.items()}
     files['turned.jpg'] = encoded(random_pixels(0, (16, 8, 3)), 'JPEG', exif=turned.tobytes())
     prepare_data.prepare(str(put(tmp_path, files, 'zip')), str(tmp_path / 'a.npz'), (8, 12, 3))
-    assert 'note: 1 of 6 images are smaller than 8x12 and were enlarged' in capsys.readouterr().out
+    assert 'note: 1 of 6 images had to be enlarged to 8x12' in capsys.readouterr().out
     for source, output, size in (
         (tmp_path / 'a.npz', 'b.bin', 12),
         (tmp_path / 'b.bin', 'c.bin', 13),
@@ -182,11 +182,11 @@ def test_it_tells_what_was_enlarged(tmp_path, capsys):
     ):
         prepare_data.prepare(str(source), str(tmp_path / output), (size, size, 3))
         told = capsys.readouterr().out
-        assert (
-            f'note: 6 of 6 images are smaller than {size}x{size} and were enlarged' in told
-        ) == (output != 'd.npz')
+        assert (f'note: 6 of 6 images had to be enlarged to {size}x{size}' in told) == (
+            output != 'd.npz'
+        )
     prepare_data.prepare('digits:', str(tmp_path / 'e.npz'), (16, 16, 1), classes=('7',))
-    assert 'note: 179 of 179 images are smaller' in capsys.readouterr().out
+    assert 'note: 179 of 179 images had to be enlarged to 16x16' in capsys.readouterr().out
 
 
 def test_only_corrupt_images(tmp_path):

@@ -187,6 +187,13 @@ def test_the_log_names_the_choices_and_the_end(tmp_path, caplog):
     assert 'ends after 4,000 steps, when it has seen each image about 8,000 times' in end
 
 
+def test_the_log_counts_one_image(tmp_path, caplog):
+    path = photos(tmp_path, [(16, 16)])
+    with caplog.at_level(logging.INFO, logger='absl'):
+        complete(config_for(path, train__steps=8))
+    assert caplog.text.count('chosen for 1 image of 16x16 pixels') == 1
+
+
 def test_other_files_are_named_once(tmp_path, caplog):
     path = photos(tmp_path, [(16, 16)] * 3)
     (path / 'notes.txt').write_text('no image')

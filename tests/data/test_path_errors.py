@@ -96,7 +96,7 @@ def test_photographs_of_a_phone(tmp_path):
     start = b'\x00\x00\x00\x18ftypheic' + bytes(100)
     fails(
         put(tmp_path, {'a.heic': start}, 'folder'),
-        r'found 1 other files: a.heic \(HEIC, which is not supported: convert it to JPEG or PNG\)',
+        r'found 1 other file: a.heic \(HEIC, which is not supported: convert it to JPEG or PNG\)',
     )
 
 
