@@ -210,7 +210,8 @@ def run() -> None:
         while (images := finished_images(parts, count, update)) is None:
             # Replaces damaged batches.
             draw(generator, params, parts, labels, low_res, 0, count, update)
-    save_images(OUTPUT.value, images, labels, columns=grid_columns(0 if low_res else classes))
+    columns = grid_columns(0 if low_res else classes, count)
+    save_images(OUTPUT.value, images, labels, columns=columns)
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
 
@@ -251,9 +252,13 @@ def resume(parts: Parts) -> None:
     distributed.agree({f'{parts.folder}, which the processes must share': found})
 
 
-def grid_columns(classes: int) -> int | None:
-    """Returns one column per class if the samples show every class in turn; None = automatic."""
-    return class_columns(classes) if CLASS_LABELS.value is None else None
+def grid_columns(classes: int, count: int) -> int | None:
+    """Returns columns of one class each if the samples show every class in turn; None = automatic.
+
+    Args:
+      count: number of samples.
+    """
+    return class_columns(classes, count) if CLASS_LABELS.value is None else None
 
 
 def draw(

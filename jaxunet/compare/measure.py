@@ -214,8 +214,8 @@ class Measurements:
     def _save_grid(
         self, checkpoint: Checkpoint, images: UInt8[np.ndarray, 'n height width channels']
     ) -> None:
-        job, columns = checkpoint.job, class_columns(checkpoint.config.model.num_classes)
-        picture = grid(images[: job.picture], columns)
+        job, shown = checkpoint.job, images[: checkpoint.job.picture]
+        picture = grid(shown, class_columns(checkpoint.config.model.num_classes, len(shown)))
         save_png(self._pictures / f'{job.name}_{checkpoint.seconds:g}s.png', picture)
 
 

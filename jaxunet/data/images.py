@@ -21,7 +21,7 @@ GAP = 2  # pixels between the images of a grid
 TINY = 32  # pixels; a grid enlarges images with a shorter side than this
 ENLARGED = 48  # pixels; least shorter side of an enlarged image
 
-MAX_CLASS_COLUMNS = 20  # for a grid with one column per class
+MAX_CLASS_COLUMNS = 20  # classes, for a grid whose columns have one class each
 
 # uint8; `_check_pixels` reports other types.
 Pixels = Shaped[np.ndarray, '...']
@@ -48,12 +48,15 @@ def to_uint8(images: ArrayLike, *, truncate: bool = False) -> UInt8[np.ndarray, 
     return np.clip(whole, 0, 255).astype(np.uint8)
 
 
-def class_columns(classes: int) -> int | None:
-    """Returns the columns of a grid of samples of all classes in turn, for `grid`.
+def class_columns(classes: int, count: int) -> int | None:
+    """Returns the columns of a grid of `count` samples of all classes in turn, for `grid`.
 
-    There is one column per class; None, about a square, for one class, none or too many.
+    Each column has one class. Few classes are repeated, so that the grid is about a square, as it
+    is with None, for one class, none or too many.
     """
-    return classes if 1 < classes <= MAX_CLASS_COLUMNS else None
+    if not 1 < classes <= MAX_CLASS_COLUMNS:
+        return None
+    return classes * max(round(math.sqrt(count) / classes), 1)
 
 
 def grid(

@@ -181,7 +181,7 @@ class Outputs:
         )
         if images is None:
             return
-        columns = class_columns(self._config.model.num_classes)
+        columns = class_columns(self._config.model.num_classes, count)
         if low_res is not None and originals is not None:
             columns = 3 * math.ceil(math.sqrt(count / 3))
             images = side_by_side(low_res, images, originals)

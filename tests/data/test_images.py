@@ -71,6 +71,22 @@ def test_grid_enlarges_tiny_images_by_whole_pixels(side, factor):
     np.testing.assert_array_equal(inner, np.kron(images[0], np.ones((factor, factor, 1), np.uint8)))
 
 
+@pytest.mark.parametrize(
+    ('classes', 'count', 'columns'),
+    [
+        (0, 64, None),
+        (1, 64, None),
+        (2, 64, 8),
+        (3, 64, 9),
+        (10, 64, 10),
+        (10, 400, 20),
+        (21, 64, None),
+    ],
+)
+def test_columns_of_one_class_make_about_a_square(classes, count, columns):
+    assert im.class_columns(classes, count) == columns
+
+
 def test_grid_columns():
     images = pixels(count=7, height=32, width=32)
     cell = 32 + im.GAP
