@@ -157,6 +157,6 @@ class Turn:
         if self._rises == 0 or self._rises % RISES or held_out - self._lowest < RISE:
             return ''
         return (
-            f'held-out loss has risen for {self._rises} logs: the model begins to repeat its '
+            f'held-out loss has risen {self._rises} times in a row: the model begins to repeat its '
             'training images'
         )

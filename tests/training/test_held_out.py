@@ -151,7 +151,9 @@ def losses(held_out, seen):
     return Losses(np.full(BANDS, held_out), np.full(BANDS, seen))
 
 
-SENTENCE = 'held-out loss has risen for 3 logs: the model begins to repeat its training images'
+SENTENCE = (
+    'held-out loss has risen 3 times in a row: the model begins to repeat its training images'
+)
 
 
 @pytest.mark.parametrize(
