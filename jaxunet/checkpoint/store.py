@@ -55,6 +55,7 @@ class Restored:
         checkpoints of versions that stored none.
       rollbacks: how often the run has gone back to an earlier checkpoint.
       milestone: the training time (`Milestones`) at which it was saved; None of any other moment.
+      images: number of images that the run began with; 0 in checkpoints that store none.
     """
 
     workdir: pathlib.Path
@@ -64,6 +65,7 @@ class Restored:
     class_names: tuple[str, ...]
     rollbacks: int = 0
     milestone: float | None = None
+    images: int = 0
 
 
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
@@ -146,6 +148,7 @@ class Checkpoints:
         class_names: tuple[str, ...] = (),
         rollbacks: int = 0,
         milestone: float | None = None,
+        images: int = 0,
     ) -> str:
         """Starts writing a checkpoint in the background; only process 0 may call this.
 
@@ -155,6 +158,7 @@ class Checkpoints:
           state: numpy arrays.
           seconds: training time so far.
           milestone: the training time that the run has just reached, if it is one of its own.
+          images: number of images that the run began with; 0 stores none.
 
         Returns the error of the previous write, or ''.
 
@@ -169,6 +173,7 @@ class Checkpoints:
                 'class_names': list(class_names),
                 **({'rollbacks': rollbacks} if rollbacks else {}),
                 **({'milestone': milestone} if milestone is not None else {}),
+                **({'images': images} if images else {}),
                 **({'network': self._network} if self._network != UNET else {}),
             }
         )
@@ -303,6 +308,7 @@ class Checkpoints:
             class_names=tuple(meta.get('class_names', ())),
             rollbacks=meta.get('rollbacks', 0),
             milestone=meta.get('milestone'),
+            images=meta.get('images', 0),
         )
 
     def _set_aside_unfinished(self) -> None:

@@ -31,7 +31,7 @@ from jaxunet.training.outputs import Missing, Outputs, missing_outputs
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.replicas import Replicas
-from jaxunet.training.resume import StartingPoint, how_to_go_on, starting_point
+from jaxunet.training.resume import StartingPoint, how_to_go_on, keep_images, starting_point
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.session import Session
@@ -134,6 +134,7 @@ class _Loop:
             begin = starting_point(
                 self.config, self.workdir, self.checkpoints, names, initial, failed
             )
+            begin = keep_images(begin, self.source)
             self.step, self.rollbacks = begin.step, begin.rollbacks
             self.milestones.check(self.step, begin.seconds, begin.milestone)
             agree({'the step to resume from': self.step})

@@ -23,6 +23,7 @@ from jaxunet.checkpoint.state import (
 )
 from jaxunet.config import Config
 from jaxunet.data.classes import keep_classes
+from jaxunet.data.source import Source
 from jaxunet.runtime.background import Background
 from jaxunet.training.rollback import TooManySkippedError, last_good
 
@@ -40,6 +41,7 @@ class StartingPoint:
       rollbacks: how often the run has gone back to an earlier checkpoint.
       milestone: the milestone in seconds (`Milestones`) at which the checkpoint was saved; None if
         it was not saved at one.
+      images: number of images that the run began with, held out or not; 0 if it is not known.
     """
 
     step: int
@@ -49,6 +51,7 @@ class StartingPoint:
     class_names: tuple[str, ...]
     rollbacks: int = 0
     milestone: float | None = None
+    images: int = 0
 
     @classmethod
     def of(
@@ -112,9 +115,30 @@ def starting_point(
         int(restored.state.step),
         '; changed: ' + ', '.join(changes) if changes else '',
     )
-    return StartingPoint.of(
+    begin = StartingPoint.of(
         adapted(restored, config), restored.seconds, names, restored.rollbacks, restored.milestone
     )
+    return dataclasses.replace(begin, images=restored.images)
+
+
+def keep_images(begin: StartingPoint, source: Source) -> StartingPoint:
+    """Returns the starting point with the number of images that the run began with.
+
+    Warns if that is another number than now, on which the choice of held-out images depends.
+
+    Args:
+      source: the training images.
+    """
+    held_out = len(source.held_out) if source.held_out else 0
+    images = len(source) + held_out
+    if held_out and begin.images not in (0, images):
+        logging.warning(
+            'data.holdout: the run began with %s images and now has %s, so other images are held '
+            'out; it has trained on most of them, and their loss does not show copying',
+            f'{begin.images:,}',
+            f'{images:,}',
+        )
+    return dataclasses.replace(begin, images=begin.images or images)
 
 
 def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:

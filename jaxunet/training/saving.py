@@ -53,6 +53,7 @@ class Saver:
         self._checkpoints, self._session, self._warn = checkpoints, session, warn
         self._config = config or session.config
         self._class_names, self._rollbacks = begin.class_names, begin.rollbacks
+        self._images = begin.images
         self._main = jax.process_index() == 0
         self._failure = ''  # why the last checkpoint could not be written
         self._snapshots: SnapshotWriter | None = None
@@ -99,6 +100,7 @@ class Saver:
                 self._class_names,
                 self._rollbacks,
                 milestone,
+                self._images,
             )
         except CheckpointWriteError as error:
             warning = self._failure = str(error)

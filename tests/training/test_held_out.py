@@ -13,8 +13,8 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.holdout import hold_out
-from jaxunet.data.source import ArraySource
-from jaxunet.data.sources import open_images, open_source
+from jaxunet.data.source import ArraySource, Subset
+from jaxunet.data.sources import open_data, open_images, open_source
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
 from jaxunet.model.unet import build_unet
@@ -135,6 +135,18 @@ def test_a_run_logs_it(whole, tmp_path):
     assert [
         [row[c] for c in ('step', *COLUMNS)] for row in read_metrics(parts / 'metrics.csv')
     ] == [[row[c] for c in ('step', *COLUMNS)] for row in logged]
+
+
+@pytest.mark.parametrize('removed', [0, 1])
+def test_a_resumed_run_tells_that_other_images_are_held_out(removed, whole, caplog):
+    restored = checkpoint.read(whole)
+    config = restored.config
+    digits = open_data(config, config.image_shape)
+    source = hold_out(Subset(digits, np.arange(len(digits) - removed)), config.data.holdout)
+    train(config, whole, source)  # has no steps left
+    warning = 'data.holdout: the run began with 1,797 images and now has 1,796, so other images'
+    assert (warning in caplog.text) == bool(removed)
+    assert restored.images == 1797
 
 
 @pytest.mark.long
