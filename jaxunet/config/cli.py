@@ -294,7 +294,7 @@ class _ConfigFile(flags.ArgumentParser):
 
 
 class _Tuples(TupleParser):
-    """Parses tuples as ml_collections does, and also unquoted words: `fid,kid` is two strings.
+    """Parses tuples as ml_collections does, and also unquoted texts: `cat,big dog` is two strings.
 
     Nothing after the = is the empty tuple.
     """
@@ -303,11 +303,7 @@ class _Tuples(TupleParser):
         """Returns the tuple that `argument` stands for."""
         if isinstance(argument, str) and not argument.strip():
             return ()
-        if (
-            isinstance(argument, str)
-            and ',' in argument
-            and not argument.lstrip().startswith(tuple('([{"\''))
-        ):
+        if isinstance(argument, str) and not argument.lstrip().startswith(tuple('([{"\'')):
             try:
                 ast.literal_eval(argument)
             except (ValueError, SyntaxError):

@@ -167,11 +167,13 @@ def test_dry_run(tmp_path):
         '--dry_run',
         f'--config={os.path.dirname(__file__)}/../../configs/elephants64.py',
         '--config.data.path=elefants64.zip',
+        '--config.data.classes=big dogs',
         '--config.evaluation.metrics=fid,kid',
         '--config.optimizer.warmup_steps=5000',
         '--config.train.steps=40',
     )
     assert 'data.path: elefants64.zip: no such file or folder: the current folder has no' in out
+    assert "'classes': ('big dogs',)" in out
     assert "'metrics': ('fid', 'kid')" in out
     assert 'optimizer.warmup_steps=5000 is more than train.steps=40' in out
     assert "'base_channels': 64" in out
