@@ -22,7 +22,7 @@ from absl import flags, logging
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
-from jaxunet.checkpoint.newest import newest_config, saved_steps
+from jaxunet.checkpoint.newest import config_at, newest_config, saved_steps
 from jaxunet.checkpoint.state import endless_warmup
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
@@ -109,7 +109,8 @@ def main(argv: Sequence[str]) -> int | None:
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
     saved = newest_config(workdir())
-    config = complete(CONFIG.value, saved)
+    weights = CONFIG.value.init_from
+    config = complete(CONFIG.value, saved, config_at(pathlib.Path(weights)) if weights else None)
     check_used(config, earlier=[saved] if saved else [])
     if DRY_RUN.value:
         dry_run(config)

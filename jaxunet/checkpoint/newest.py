@@ -28,3 +28,16 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
         except (ValueError, TypeError, KeyError, UserError):
             continue  # damaged; `Checkpoints.restore` reports it
     return None
+
+
+def config_at(path: pathlib.Path) -> Config | None:
+    """Returns the config of a workdir's newest checkpoint, or of one checkpoint; None without it.
+
+    Like `newest_config`, it does not start JAX.
+    """
+    if (path / FOLDER).is_dir():
+        return newest_config(path)
+    try:
+        return resolve(read_meta(path)['config'])
+    except (OSError, ValueError, TypeError, KeyError, UserError):
+        return None  # a weight file, or a mistake, which `load_initial` reports

@@ -68,7 +68,9 @@ class Facts(NamedTuple):
 ANY = Facts(1000, [(64, 64)], False)  # for checking a config before its images are opened
 
 
-def complete(values: ConfigDict | Fields, known: Config | None = None) -> Config:
+def complete(
+    values: ConfigDict | Fields, known: Config | None = None, start: Config | None = None
+) -> Config:
     """Returns the config with the fields that it leaves open chosen from its images; logs them.
 
     With `train.epochs`, the steps follow from the number of images. A config without it that leaves
@@ -77,6 +79,8 @@ def complete(values: ConfigDict | Fields, known: Config | None = None) -> Config
     Args:
       values: as for `resolve`.
       known: config of the run to resume, which chose already; None for a new one.
+      start: config of the run from whose weights a new one starts (`init_from`); its objective is
+        kept, as the weights predict nothing else.
 
     Raises:
       UserError: the config is invalid, or the images cannot be opened or are too small.
@@ -89,6 +93,8 @@ def complete(values: ConfigDict | Fields, known: Config | None = None) -> Config
         saved = to_dict(known)
         paths = [*left_open, *(COMPANIONS[path] for path in left_open if path in COMPANIONS)]
         return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})))
+    if start is not None and 'diffusion.objective' in left_open:
+        raw = _with_objective(raw, start)
     draft = resolve(_with(raw, choose(raw, ANY)))  # finds other mistakes before anything is opened
     facts = look(draft)
     chosen = choose(raw, facts)
@@ -97,6 +103,16 @@ def complete(values: ConfigDict | Fields, known: Config | None = None) -> Config
         chosen.pop('train.steps', None)
     _log(config, facts, chosen)
     return config
+
+
+def _with_objective(raw: Fields, start: Config) -> Fields:
+    """Returns a config with the objective of a run, and its schedule unless one is set."""
+    taken: dict[str, object] = {'diffusion.objective': start.diffusion.objective}
+    if _get(raw, SCHEDULE) == DiffusionConfig.schedule:
+        taken[SCHEDULE] = start.diffusion.schedule
+    fields = ', '.join(f'{path}={value}' for path, value in taken.items())
+    logging.info('as in the run of init_from: %s', fields)
+    return _with(raw, taken)
 
 
 def _with_epochs(config: Config) -> Config:

@@ -3,7 +3,7 @@
 import pathlib
 import shutil
 
-from jaxunet.checkpoint.newest import newest_config
+from jaxunet.checkpoint.newest import config_at, newest_config
 from jaxunet.checkpoint.store import read
 
 RUN = pathlib.Path(__file__).parents[1] / 'fixtures/e54d28d/half'
@@ -11,6 +11,13 @@ RUN = pathlib.Path(__file__).parents[1] / 'fixtures/e54d28d/half'
 
 def test_the_config_of_a_run():
     assert newest_config(RUN) == read(RUN).config
+
+
+def test_the_config_at_a_path(tmp_path):
+    """The path is a workdir, one checkpoint, a file or nothing."""
+    (tmp_path / 'file.safetensors').write_bytes(b'weights')
+    assert config_at(RUN) == config_at(RUN / 'checkpoints/24') == read(RUN).config
+    assert config_at(tmp_path / 'file.safetensors') is config_at(tmp_path / 'nowhere') is None
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):

@@ -187,6 +187,16 @@ def test_the_log_names_the_choices_and_the_end(tmp_path, caplog):
     assert 'ends after 4,000 steps, when it has seen each image about 8,000 times' in end
 
 
+@pytest.mark.parametrize('objective', ['flow', 'v'])
+def test_a_run_from_the_weights_of_another_keeps_its_objective(objective, tmp_path):
+    few = config_for(photos(tmp_path, [(16, 16)] * 3))
+    start = complete(few).replace(diffusion={'objective': objective, 'schedule': 'linear'})
+    found = complete(few, start=start).diffusion
+    assert (found.objective, found.schedule) == (objective, 'linear')
+    chosen = config_for(tmp_path, diffusion__objective='edm')
+    assert complete(chosen, start=start).diffusion.objective == 'edm'
+
+
 def test_the_log_counts_one_image(tmp_path, caplog):
     path = photos(tmp_path, [(16, 16)])
     with caplog.at_level(logging.INFO, logger='absl'):
