@@ -109,8 +109,7 @@ def main(argv: Sequence[str]) -> int | None:
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
     saved = newest_config(workdir())
-    weights = CONFIG.value.init_from
-    config = complete(CONFIG.value, saved, config_at(pathlib.Path(weights)) if weights else None)
+    config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])
     if DRY_RUN.value:
         dry_run(config)

@@ -30,11 +30,17 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
     return None
 
 
-def config_at(path: pathlib.Path) -> Config | None:
+def config_at(init_from: object) -> Config | None:
     """Returns the config of a workdir's newest checkpoint, or of one checkpoint; None without it.
 
     Like `newest_config`, it does not start JAX.
+
+    Args:
+      init_from: the field of a config that is not resolved yet: the path, '' or a mistake.
     """
+    if not init_from or not isinstance(init_from, str):
+        return None
+    path = pathlib.Path(init_from)
     if (path / FOLDER).is_dir():
         return newest_config(path)
     try:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.checkpoint.newest import newest_config
+from jaxunet.checkpoint.newest import config_at, newest_config
 from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     cli.enable_compilation_cache()
     workdir = pathlib.Path(WORKDIR.value)
     saved = newest_config(workdir)
-    config = complete(CONFIG.value, saved)
+    config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_trainable(config)
     check_used(config, earlier=[saved] if saved else [])
     # A missing backend or device is an error before anything is read or written.

@@ -16,8 +16,9 @@ def test_the_config_of_a_run():
 def test_the_config_at_a_path(tmp_path):
     """The path is a workdir, one checkpoint, a file or nothing."""
     (tmp_path / 'file.safetensors').write_bytes(b'weights')
-    assert config_at(RUN) == config_at(RUN / 'checkpoints/24') == read(RUN).config
-    assert config_at(tmp_path / 'file.safetensors') is config_at(tmp_path / 'nowhere') is None
+    assert config_at(str(RUN)) == config_at(str(RUN / 'checkpoints/24')) == read(RUN).config
+    for other in (f'{tmp_path}/file.safetensors', f'{tmp_path}/nowhere', '', None, 3):
+        assert config_at(other) is None
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):

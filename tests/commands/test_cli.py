@@ -224,6 +224,24 @@ def test_dry_run_tells_of_classes_and_of_a_long_run_on_a_cpu(tmp_path):
     assert f'error: model.num_classes: 1, but {folder} has 2 classes' in few
 
 
+def test_a_config_file_without_all_fields(tmp_path):
+    """The others have their defaults, and a mistake is one line, here of init_from."""
+    files = []
+    for name, fields in (('few', {'seed': 3}), ('wrong', {'init_from': 3})):
+        files.append(tmp_path / f'{name}.py')
+        files[-1].write_text(
+            'from ml_collections import ConfigDict\n'
+            f'def get_config():\n    return ConfigDict({fields})\n'
+        )
+    (code, out, error), (failed, _, wrong) = call_each(
+        [['jaxunet.train', '--dry_run', f'--config={path}'] for path in files], tmp_path
+    )
+    assert code == 0, error
+    assert "'seed': 3" in out
+    assert failed == 2
+    assert wrong.endswith('init_from: expected str, found 3 (int)\n')
+
+
 def test_a_path_is_enough_for_images(tmp_path):
     """configs/images.py, with the path as a word of its own, as the page shows it without `=`."""
     files = {f'{i}.png': encoded(random_pixels(i, (20 + i, 30, 3))) for i in range(3)}

@@ -387,7 +387,10 @@ def test_an_accuracy_that_does_not_fit_into_memory(
 
 
 def test_the_command(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """It reports a finished run, and refuses images that have no classes."""
+    """It reports a finished run, and refuses images that have no classes.
+
+    An objective that is left open is that of the classifier that a run starts from.
+    """
     fields = {f'{s}.{k}': v for d in (TINY, CHANGES) for s in d for k, v in d[s].items()}
     flags = [f'--config.{name}={value}' for name, value in fields.items()]
     command = ('jaxunet.training.train_classifier', *flags)
@@ -395,6 +398,8 @@ def test_the_command(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert 'has already trained 90 steps' in out
     np.savez(tmp_path / 'plain.npz', images=np.zeros((200, 8, 8, 1), np.uint8))
     data = f'--config.data.path={tmp_path}/plain.npz'
-    error = call(*command, data, f'--workdir={tmp_path}/run', code=2)
+    start = ('--config.diffusion.objective=', f'--config.init_from={run}')
+    error = call(*command, data, *start, f'--workdir={tmp_path}/run', code=2)
+    assert 'as in the run of init_from: diffusion.objective=epsilon' in error
     assert 'has no class labels' in error.splitlines()[-1]
     assert not (tmp_path / 'run').exists()
