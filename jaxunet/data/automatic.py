@@ -37,6 +37,7 @@ OPEN: dict[str, object] = {
 # Chosen with an open field, unless they are set.
 ATTENTION, SCHEDULE = 'model.attention_resolutions', 'diffusion.schedule'
 COMPANIONS = {'model.channel_mult': ATTENTION, 'diffusion.objective': SCHEDULE}
+UNSET: dict[str, tuple[object, ...]] = {ATTENTION: ((), []), SCHEDULE: (DiffusionConfig.schedule,)}
 # Images below which v has better pictures than flow, which overfits sooner. Measured with 450 and
 # with 9,000 images (docs/results.md, "Recipes"); between these it is a guess.
 FEW = 1000
@@ -91,10 +92,11 @@ def complete(
         return _with_epochs(resolve(values))
     if known is not None:
         saved = to_dict(known)
-        paths = [*left_open, *(COMPANIONS[path] for path in left_open if path in COMPANIONS)]
+        companions = [COMPANIONS[path] for path in left_open if path in COMPANIONS]
+        paths = [*left_open, *(path for path in companions if _get(raw, path) in UNSET[path])]
         return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})))
     if start is not None and 'diffusion.objective' in left_open:
-        raw = _with_objective(raw, start)
+        return complete(_with_objective(raw, start))
     draft = resolve(_with(raw, choose(raw, ANY)))  # finds other mistakes before anything is opened
     facts = look(draft)
     chosen = choose(raw, facts)

@@ -174,6 +174,17 @@ def test_a_resumed_run_keeps_what_was_chosen(tmp_path):
     assert longer == first.replace(train={'steps': 8000})
 
 
+def test_a_field_that_a_resumed_run_sets_is_not_replaced(tmp_path):
+    """So that the run refuses it, instead of going on without it."""
+    path = photos(tmp_path, [(16, 16)] * 3)
+    first = complete(config_for(path))
+    found = complete(config_for(path, model__attention_resolutions=(8,)), known=first)
+    assert found == first.replace(model={'attention_resolutions': (8,)})
+    flow = first.replace(diffusion={'objective': 'flow', 'schedule': 'linear'})
+    with pytest.raises(UserError, match=r'diffusion\.schedule: cosine belongs to .*epsilon'):
+        complete(config_for(path, diffusion__schedule='cosine'), known=flow)
+
+
 def test_the_log_names_the_choices_and_the_end(tmp_path, caplog):
     path = photos(tmp_path, [(70, 50), (40, 80)])
     with caplog.at_level(logging.INFO, logger='absl'):
@@ -195,6 +206,13 @@ def test_a_run_from_the_weights_of_another_keeps_its_objective(objective, tmp_pa
     assert (found.objective, found.schedule) == (objective, 'linear')
     chosen = config_for(tmp_path, diffusion__objective='edm')
     assert complete(chosen, start=start).diffusion.objective == 'edm'
+
+
+def test_images_are_not_opened_for_an_objective_that_is_kept(tmp_path):
+    start = tiny_config(diffusion={'objective': 'v', 'schedule': 'cosine'})
+    raw = to_dict(tiny_config(data={'path': str(tmp_path / 'nothing')}))
+    raw['diffusion']['objective'] = ''
+    assert complete(raw, start=start).diffusion == start.diffusion
 
 
 def test_the_log_counts_one_image(tmp_path, caplog):
