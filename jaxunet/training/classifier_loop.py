@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import pathlib
 
 import jax
@@ -37,7 +38,7 @@ from jaxunet.training.noisy_classifier import (
     starting_state,
 )
 from jaxunet.training.preemption import Preemption
-from jaxunet.training.resume import StartingPoint, adapted, how_to_go_on
+from jaxunet.training.resume import StartingPoint, adapted, how_to_go_on, keep_images
 from jaxunet.training.rollback import TooManySkippedError
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.step import Metrics
@@ -108,6 +109,7 @@ class _Loop:
         with contextlib.ExitStack() as stack:
             stack.callback(quietly, 'checkpoints', self.checkpoints.close)
             begin = _start(self.config, self.workdir, self.checkpoints, self.source.class_names)
+            begin = keep_images(begin, self.source)
             self.step = begin.step
             if self.step >= self.config.train.steps:
                 self._write(begin.state())  # a full disk may have refused it
@@ -289,4 +291,5 @@ def _start(
     if changed:
         raise other_run(workdir, changed)
     logging.info('resuming %s at step %d', workdir, int(restored.state.step))
-    return StartingPoint.of(adapted(restored, config), restored.seconds, class_names)
+    begin = StartingPoint.of(adapted(restored, config), restored.seconds, class_names)
+    return dataclasses.replace(begin, images=restored.images)

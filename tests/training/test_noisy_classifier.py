@@ -20,7 +20,9 @@ from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.state import Draw, TrainState, fresh_state, make_optimizer
 from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError, checksum, state_template
 from jaxunet.config import Config
-from jaxunet.data.sources import open_images
+from jaxunet.data.holdout import hold_out
+from jaxunet.data.source import Subset
+from jaxunet.data.sources import open_data, open_images
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier
 from jaxunet.model.unet import Params, build_unet
@@ -157,6 +159,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(run: pathlib.Path, tmp_path: pat
         checkpoints.close()
     assert sums[0] == sums[1]
     assert (run / 'classifier.pt').read_bytes() == (folder / 'classifier.pt').read_bytes()
+
+
+@pytest.mark.parametrize('removed', [0, 1])
+def test_a_resumed_run_tells_that_other_images_are_held_out(
+    removed: int, run: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    digits = open_data(CONFIG, CONFIG.image_shape)
+    images = Subset(digits, np.arange(len(digits) - removed))
+    train_classifier(CONFIG, run, hold_out(images, CONFIG.data.holdout))  # has no steps left
+    warning = 'the run began with 1,797 images and now has 1,796'
+    assert (warning in caplog.text) == bool(removed)
 
 
 def test_a_run_starts_from_another_ones_file(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
