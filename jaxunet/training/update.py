@@ -220,10 +220,11 @@ def _matrix_update(config: Config) -> Rule:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
         steps, opt_state = steps_of(grads, weights.opt_state, weights.params)
         params = optax.apply_updates(weights.params, steps)
-        ema = {
-            name: update_power_average(average, params, share)
-            for (name, average), share in zip(weights.ema.items(), shares, strict=True)
-        }
+        with jax.named_scope('ema'):
+            ema = {
+                name: update_power_average(average, params, share)
+                for (name, average), share in zip(weights.ema.items(), shares, strict=True)
+            }
         return jax.tree.map(
             lambda new, old: jnp.where(taken, new, old), Weights(params, opt_state, ema), weights
         )

@@ -161,3 +161,11 @@ def test_kernels_of_adamw_give_the_same_update(state, finite):
         assert finite or (np.asarray(a) == np.asarray(old)).all()
     np.testing.assert_allclose(found.grad_norm, expected.grad_norm, rtol=1e-5)
     assert bool(found.taken) == bool(expected.taken) == finite
+
+
+@pytest.mark.parametrize('backend', ['xla', 'xla+adamw=cuda'])
+def test_a_profile_finds_the_averages_of_the_matrices(backend, state):
+    config = muon_config(backend=backend)
+    update = jax.jit(make_update(config, make_optimizer(config)))
+    lowered = update.lower(state, state.params, jnp.float32(1), jnp.float32(1))
+    assert '/ema/' in lowered.as_text(debug_info=True)
