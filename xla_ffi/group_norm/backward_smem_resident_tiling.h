@@ -1,12 +1,12 @@
-// Tiling of backward_smem_resident.cu, which reads x and dy once: a block keeps its tile in shared
-// memory while the sums are computed, and writes dx from there.
+// Tiling of backward_smem_resident.cu, which reads x and dy once, as far as they fit: a block keeps
+// its tile in shared memory while the sums are computed, and writes dx from there.
 //
 // A block owns `vectors` vectors of neighbouring channels of one sample, whole groups. The `ranks`
-// blocks of a cluster take rows of pixels in turns, as in the streaming kernels
-// (streaming_tiling.h). A thread has one vector and steps of rows * ranks pixels; the last threads
-// idle where rows * vectors is no multiple of 32. Steps are copied to shared memory in chunks of
-// `chunk_steps`. The last kBackwardStages chunks stay there; earlier ones are copied again for dx.
-// Grid: (ranks, channel_blocks, batch).
+// blocks of a cluster take the pixels in turns, `rows` at a time, as in the streaming kernels
+// (streaming_tiling.h). On devices without clusters it is one block. A thread has one vector and
+// steps of rows * ranks pixels; the last threads idle where rows * vectors is no multiple of 32.
+// Steps are copied to shared memory in chunks of `chunk_steps`. The last kBackwardStages chunks
+// stay there; earlier ones are copied again for dx. Grid: (ranks, channel_blocks, batch).
 #pragma once
 
 #include <algorithm>
@@ -145,15 +145,18 @@ inline BackwardTiling backward_tiling(const DeviceLimits& limits, int64_t batch,
   }
 }
 
-// x and dy of a block that it may read twice on devices without clusters: the second time they are
-// still in L2, because those of all multiprocessors (33 MiB of 132) fit it. Beyond this, streaming
-// reads no more from memory, and has no block that waits. Not fitted yet: time both on 32x32 and
-// 64x64 pixels with JAXUNET_KERNELS=ada, and on a GPU without clusters.
+// Bytes of x and dy of a block up to which it may read some of them twice on devices without
+// clusters. The second time they are still in L2, if those of all multiprocessors fit it: 33 MiB
+// for 132 blocks, one on each multiprocessor of an H100. (They do not in compute capability 8.6,
+// whose L2 has at most 6 MiB; there, streaming reads memory twice, too.) Beyond this, streaming
+// reads no more from memory, and has no block that waits. Not fitted: whole steps were timed with
+// this number (docs/cuda.md), but not both kernels; time them on 32x32 and 64x64 pixels with
+// JAXUNET_KERNELS=portable and ada, and on a GPU without clusters.
 constexpr int64_t kRereadBytes = 256 * 1024;
 
-// True if one launch of this kernel is faster than the two streaming launches, for images that have
-// a streaming tiling. `added`: tensors that the kernel adds to dx. Without clusters, it is up to
-// kRereadBytes. With clusters:
+// True if one launch of this kernel should run instead of the two streaming launches, for samples
+// that have a streaming tiling. `added`: tensors that the kernel adds to dx. Without clusters, up
+// to kRereadBytes. With clusters, where it was faster:
 //
 // One block that holds all pixels of its channels always is (32x32 pixels, 256 channels). A cluster
 // is if streaming would read x and dy from memory twice, not from L2, no added tensor takes the

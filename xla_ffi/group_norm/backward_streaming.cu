@@ -2,12 +2,12 @@
 // meaning of `value`, are those of backward_smem_resident.cu.
 //
 // group_norm_sums adds up dz and dz * n over the pixels. Grid: (ranks, channel blocks, batch). With
-// kCluster, the 8 ranks are a cluster that owns a sample's channels, and its blocks take rows of
+// kCluster, the 8 ranks are a cluster that owns some channels of a sample, and its blocks take the
 // pixels in turns. Without, a block owns them alone: that needs no clusters, so any GPU can do it.
 // - Prologue: start the copies of the first kStages steps of x and dy.
 // - Mainloop: wait for the oldest step, start the copy of a later one, update the thread's sums.
-// - Epilogue: reduce over the block (shared memory) and the cluster (distributed shared memory);
-//   each block writes a share of the channels.
+// - Epilogue: reduce over the block (shared memory) and the cluster (distributed shared memory),
+//   whose blocks write a share of the channels each.
 //
 // Its shared memory with kCluster: the pipelines of x and dy; the sums of the block, float4
 // [channels]; the sums of each row of threads, float [rows][2][channels]. Synchronisation: one
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
             first_channel = static_cast<int>(blockIdx.y) * block_channels;
   const StreamingTile tile(tiling, V);
   Pipelines<T, V> pipelines(g, tile, blockIdx.z);
-  float4* const totals = pipelines.scratch();  // [channels]: x, y: both sums of the block
+  float4* const totals = pipelines.scratch();  // [channels], with kCluster: .x, .y: both sums
   float* const partial =                       // [rows][2][channels]: both sums of each row
       kCluster ? reinterpret_cast<float*>(totals + block_channels)
                : reinterpret_cast<float*>(dynamic_smem());

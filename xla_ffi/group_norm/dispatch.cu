@@ -1,13 +1,15 @@
 // Chooses the GroupNorm kernels of a call: the first line of its kind whose kernels take it. The
-// rules are the functions *_tiling() of the headers *_tiling.h.
+// rules are the functions *_tiling() of the headers *_tiling.h, which return nothing if a kernel
+// does not take a call, and faster_than_streaming(): one for the register-resident forward kernel,
+// one for the smem-resident backward kernel. A sample is large if it has a streaming_tiling().
 //
 //   statistics alone   statistics.cu
 //                      forward_smem_resident.cu, which then writes no y: no pixels
 //   y and statistics   forward_register_resident.cu: small samples; large ones, where it is
 //                      faster_than_streaming()
 //                      forward_streaming.cu: large samples; two launches
-//                      forward_smem_resident.cu
-//   backward           backward_smem_resident.cu: faster_than_streaming()
+//                      forward_smem_resident.cu: the rest
+//   backward           backward_smem_resident.cu: where it is faster_than_streaming()
 //                      backward_streaming.cu: large samples; two launches
 //                      backward_smem_resident.cu: the rest
 //   dx alone           the second launch of backward_streaming.cu
@@ -23,6 +25,8 @@
 namespace jaxunet::cuda {
 namespace {
 
+// Kernels use clusters on Hopper alone: builds have code with them for no other GPU
+// (common/kernel_set.h).
 cudaError_t device_limits(KernelSet kernels, DeviceLimits* limits) {
   Device device;
   const cudaError_t error = describe(kernels, &device);

@@ -1,4 +1,4 @@
-// GroupNorm forward of small images in one launch: mean and inverse = 1 / sqrt(variance + eps) of
+// GroupNorm forward in one launch, from registers: mean and inverse = 1 / sqrt(variance + eps) of
 // each group, z = scale * (x - mean) * inverse + offset, y = act(z).
 //
 // A block owns some channels of a sample, whole groups, and all pixels

@@ -1,6 +1,7 @@
-// Tiling of forward_register_resident.cu: a GroupNorm forward in one launch for small samples. Each
-// thread loads all of its pixels at once, at most kMaxThreadPixels vectors, and keeps them in
-// registers until y is written. Grid: (channel_blocks, batch).
+// Tiling of forward_register_resident.cu: a GroupNorm forward in one launch, for samples of which
+// one block can hold all pixels of some groups. Each thread loads all of its pixels at once, at
+// most kMaxThreadPixels vectors, and keeps them in registers until y is written. Grid:
+// (channel_blocks, batch).
 #pragma once
 
 #include <numeric>
@@ -86,10 +87,11 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
   return best;
 }
 
-// True if one launch of this kernel is faster than the two streaming launches, for samples that
-// have both tilings. With clusters it is not. Without, it is unless its rows are shorter than a
-// sector, as for 64x64 pixels, of which its threads can hold one vector. Not fitted yet: time both
-// on a GPU without clusters.
+// True if one launch of this kernel should run instead of the two streaming launches, for samples
+// that have both tilings. With clusters, kStreamingMinElements alone decides. Without, it should
+// unless two blocks would read each sector, because a block holds one vector of a pixel (64x64
+// pixels). Not fitted: whole steps were timed with this rule (docs/cuda.md), but not both kernels;
+// time them with JAXUNET_KERNELS=portable, and on a GPU without clusters.
 inline bool faster_than_streaming(const RegisterResidentTiling& tiling, const DeviceLimits& limits,
                                   int vector, int element) {
   return !has_clusters(limits) && tiling.block.vectors * vector * element >= kSectorBytes;

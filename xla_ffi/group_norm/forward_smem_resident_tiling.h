@@ -3,7 +3,8 @@
 //
 // A block owns neighbouring channels of one sample, whole groups, and all pixels. If these do not
 // fit, the blocks of a cluster take a share of the pixels each and combine their statistics through
-// distributed shared memory. Grid: (cluster_size, channel_blocks, batch).
+// distributed shared memory; on devices without clusters, the block reads twice what does not fit.
+// Grid: (cluster_size, channel_blocks, batch).
 //
 // Within a block, 1 << lane_bits lanes of a warp lie side by side along the channels, one vector
 // each, and `warp_columns` such warps beside each other. The other lanes and warps take other
@@ -30,7 +31,7 @@ struct SmemResidentTiling {
   int lane_bits, warp_columns;         // log2 of the lanes side by side; warps side by side
   int row_bits;                        // log2 of the pixels that a block reads in a step
   int piece_bits;                      // log2 of the channels of a piece (tiling.h)
-  int block_pixels, cluster_size;      // pixels of a block; blocks of a cluster
+  int block_pixels, cluster_size;      // pixels of a block; blocks of a cluster: `ranks` elsewhere
   int chunk_steps, chunks;             // steps of a chunk; chunks of a block
   int channel_blocks, threads;         // blocks side by side along the channels; threads of a block
   int64_t stage_bytes, scratch_bytes;  // shared memory of the staged chunks, and of everything else

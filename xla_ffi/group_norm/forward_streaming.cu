@@ -1,4 +1,4 @@
-// GroupNorm forward of large images in two launches: statistics.cu, then group_norm_finish, which
+// GroupNorm forward of large samples in two launches: statistics.cu, then group_norm_finish, which
 // reads x once more and writes y = act(z). The formula is that of forward_smem_resident.cu.
 //
 // Grid of group_norm_finish: (ranks, channel blocks, batch), no clusters (streaming_tiling.h). It

@@ -1,7 +1,7 @@
 // Tiling of statistics.cu, which reduces x to the statistics of its groups in one read: a cluster
 // of `ranks` blocks owns some channels of a sample, whole groups and all channels if possible, and
-// its blocks take rows of pixels in turns. On devices without clusters it is one block. Grid:
-// (ranks, channel_blocks, batch).
+// the rows of its blocks (block_reduction.h) take the pixels in turns. On devices without clusters
+// it is one block. Grid: (ranks, channel_blocks, batch).
 #pragma once
 
 #include <algorithm>
@@ -49,8 +49,8 @@ inline StatisticsTiling statistics_tiling_of(int64_t vectors, int64_t threads, i
 //
 // The numbers were fitted on an H200, bfloat16, batch 8 to 256, images of 32x32 and 64x64 with 64
 // to 384 channels: the tiling of least time takes 1% longer than the fastest on average, 3% at most
-// from batch 32 on and 9% at batch 8. To refit them, time all tilings (FIT=1,
-// tests/gpu/harness/gnfwd).
+// from batch 32 on and 9% at batch 8. Devices without clusters use the same numbers. To refit them,
+// time all tilings (FIT=1, tests/gpu/harness/gnfwd).
 inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int64_t sms,
                               int64_t width) {
   constexpr double kFullThreads = 512;    // threads; more read no faster

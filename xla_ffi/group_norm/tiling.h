@@ -4,6 +4,11 @@
 // A *vector* is what a thread loads at once: 16 bytes of neighbouring channels of one pixel, or one
 // channel if some part's channels are not a multiple of that. A *piece* is the largest 2^n
 // neighbouring channels of a vector that always lie in one group.
+//
+// The names that the tilings share: `channel_blocks` blocks, side by side, have all channels of a
+// sample. `ranks` (forward_smem_resident_tiling.h: `cluster_size`) blocks have the same channels,
+// and divide the pixels. They are a cluster, in which they combine their sums, but for the second
+// launch of the streaming kernels, where they need nothing from each other.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +22,18 @@ namespace jaxunet {
 struct DeviceLimits {
   int64_t sms;         // streaming multiprocessors
   int64_t smem_bytes;  // shared memory that a block may have
-  int max_cluster;     // blocks of a cluster at most; 1 on devices without clusters
+  int max_cluster;  // blocks of a cluster at most; 1 if there are no clusters: on GPUs other than
+                    // Hopper, and with the portable kernels
 };
 
-constexpr int kPortableCluster = 8;   // blocks of a cluster that every device with clusters allows
+// Blocks of a cluster that every device with clusters allows; CUDA's word, which has nothing to do
+// with the portable kernels.
+constexpr int kPortableCluster = 8;
 constexpr int64_t kMaxGridZ = 65535;  // blocks of a grid along z
 constexpr int64_t kSectorBytes = 32;  // of memory, which are read together
 
-// True if the blocks of a sample can combine their sums. Without clusters, the kernels that reduce
-// a sample give each of its channels to one block.
+// True if blocks can combine their sums within a launch. Without clusters, the kernels that reduce
+// a sample give each of its channels to one block, which has all pixels.
 inline bool has_clusters(const DeviceLimits& limits) {
   return limits.max_cluster >= kPortableCluster;
 }
@@ -45,7 +53,7 @@ inline int piece_bits_of(int64_t group, int vector) {
 }
 
 // Throws std::runtime_error if a block cannot hold one group of `group` channels: thousands of
-// channels, more than any layer normalises together.
+// channels, or more than a block's threads if each loads one. No layer normalises so many together.
 inline void check_block(const DeviceLimits& limits, int64_t group, int64_t threads,
                         int64_t max_threads, int64_t smem_bytes) {
   if (threads <= max_threads && smem_bytes <= limits.smem_bytes) return;
