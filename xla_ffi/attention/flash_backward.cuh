@@ -25,7 +25,7 @@
 // - kExchanges: each of these warps computes them for a part of the streamed rows, and the warps
 //   exchange them through shared memory.
 // - kRecomputes: each computes all of them. For tiles of fewer than kColumnWarps * 16 streamed
-// rows.
+//   rows.
 //
 // Phases:
 // - Prologue: start the copies of a, b and the first tile; load lse and delta.

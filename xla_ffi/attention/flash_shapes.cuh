@@ -31,8 +31,9 @@ struct NoFew {
 //   kBlocksPerSm, kColumnWarps (1 if left out);
 // - BackwardShape: kWidth, kWarpTiles, kRowWarps, kColumnWarps, kStreamRows, kBlocksPerSm.
 // The 16-bit ones that configs/elephants64.py and configs/cifar10.py use are the fastest on an H200
-// by the geometric mean of the times at batch 32 and 256. To refit them, change a shape and run
-// `python -m jaxunet.benchmark.kernels` on the cases of attention.
+// by the geometric mean of the times at batch 32 and 256; later ones of an Any, for less shared
+// memory, are not among them. To refit them, change a shape and run `python -m
+// jaxunet.benchmark.kernels` on the cases of attention.
 template <class T, int kWidth>
 struct Shapes;
 
@@ -58,7 +59,7 @@ template <class T>
 struct Shapes<T, 256> {
   using Forward = ForwardShape<T, 256, 1, 4, 1, 32, 2>;
   using FewForward = Few<ForwardShape<T, 256, 1, 1, 1, 16, 1, 4>>;
-  // The second fits the 99 KiB of a block of compute capability 8.6 and 8.9.
+  // The second, of 72 KiB, fits the 99 KiB of a block of compute capability 8.6 and 8.9.
   using Backward =
       Any<BackwardShape<T, 256, 2, 2, 4, 64, 1>, BackwardShape<T, 256, 1, 2, 2, 32, 1>>;
   using FewBackward = Few<BackwardShape<T, 256, 1, 1, 4, 16, 1>>;

@@ -18,10 +18,10 @@ bool takes(const Plan& plan) {
   return 3 * plan.tokens * plan.heads * plan.width <= INT32_MAX;
 }
 
-// Launch the kernels for the plan; return nothing for heads that the flash kernels take. The heads
-// below are those for which these kernels were faster than flash on an H200 at every batch that was
-// measured; to refit the choice, run tests/gpu/harness/attn. Heads of 64 tokens and 32 channels
-// have no backward kernel here, because flash_backward.cuh is faster.
+// Launch the kernels for the plan; return nothing for heads that are left to other kernels. The
+// heads below are those for which these kernels were faster than flash on an H200 at every batch
+// that was measured; to refit the choice, run tests/gpu/harness/attn. Heads of 64 tokens and 32
+// channels have no backward kernel here, because flash_backward.cuh is faster.
 template <class T>
 std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int multiprocessors,
                                             cudaStream_t stream) {
