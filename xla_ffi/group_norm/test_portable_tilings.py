@@ -63,7 +63,7 @@ def kernels(device, batch, side, channels, element=2):
     """Returns the kernels that dispatch.cu chooses, forward and backward."""
     found, arguments = tilings(device, batch, side, channels, element)
     large, small = found['streaming'], found['register']
-    if small and not (large and not small['faster_than_streaming']):
+    if small and (not large or small['faster_than_streaming']):
         forward = 'register_resident'
     else:
         forward = 'streaming' if large else 'smem_resident'
