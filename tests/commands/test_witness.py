@@ -288,7 +288,7 @@ def test_what_a_checkpoint_says_besides(resumed):
         json.loads((folder / 'checkpoints' / str(step) / 'meta' / 'metadata').read_text())
         for folder, step in ((resumed.before, saved), (resumed.workdir, last))
     )
-    assert set(new) == set(old) | {'meta_checksum'}
+    assert set(new) == set(old) | {'meta_checksum', 'images'}
     expected = old['config'] | {'train': old['config']['train'] | {'steps': last}}
     assert identity(new['config']) == identity(expected)
     for name in ('class_names', 'rollbacks', 'network'):
