@@ -175,7 +175,7 @@ def test_a_resumed_run_keeps_what_was_chosen(tmp_path):
 
 
 def test_a_field_that_a_resumed_run_sets_is_not_replaced(tmp_path):
-    """So that the run refuses it, instead of going on without it."""
+    """The run then refuses it, instead of going on without it."""
     path = photos(tmp_path, [(16, 16)] * 3)
     first = complete(config_for(path))
     found = complete(config_for(path, model__attention_resolutions=(8,)), known=first)
