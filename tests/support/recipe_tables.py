@@ -21,7 +21,8 @@ BASELINE = 'epsilon-linear'
 NOTHING = 'Nothing is measured yet.'
 GRIDS = {  # by the data that they are of
     'objects64': 'Samples of the 9,000 photographs, not selected:',
-    'elephants64': 'Samples of the 500 elephants, not selected:',
+    'elephants64': 'Samples of the 500 elephants, not selected '
+    '([in one picture](results/recipes/elephants.jpg)):',
 }
 Find = Callable[[Row], float]
 
