@@ -37,7 +37,7 @@ OPEN: dict[str, object] = {
 # Chosen with an open field, unless they are set.
 ATTENTION, SCHEDULE = 'model.attention_resolutions', 'diffusion.schedule'
 COMPANIONS = {'model.channel_mult': ATTENTION, 'diffusion.objective': SCHEDULE}
-UNSET: dict[str, tuple[object, ...]] = {ATTENTION: ((), []), SCHEDULE: (DiffusionConfig.schedule,)}
+UNSET: dict[str, object] = {ATTENTION: (), SCHEDULE: DiffusionConfig.schedule}
 # Images below which v has better pictures than flow, which overfits sooner. Measured with 450 and
 # with 9,000 images (docs/results.md, "Recipes"); between these it is a guess.
 FEW = 1000
@@ -93,7 +93,7 @@ def complete(
     if known is not None:
         saved = to_dict(known)
         companions = [COMPANIONS[path] for path in left_open if path in COMPANIONS]
-        paths = [*left_open, *(path for path in companions if _get(raw, path) in UNSET[path])]
+        paths = [*left_open, *(path for path in companions if not _is_set(raw, path))]
         return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})))
     if start is not None and 'diffusion.objective' in left_open:
         return complete(_with_objective(raw, start))
@@ -110,7 +110,7 @@ def complete(
 def _with_objective(raw: Fields, start: Config) -> Fields:
     """Returns a config with the objective of a run, and its schedule unless one is set."""
     taken: dict[str, object] = {'diffusion.objective': start.diffusion.objective}
-    if _get(raw, SCHEDULE) == DiffusionConfig.schedule:
+    if not _is_set(raw, SCHEDULE):
         taken[SCHEDULE] = start.diffusion.schedule
     fields = ', '.join(f'{path}={value}' for path, value in taken.items())
     logging.info('as in the run of init_from: %s', fields)
@@ -185,15 +185,16 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         'model.image_channels': 1 if facts.grey else 3,
         'model.channel_mult': LADDERS[levels],
         'data.batch_size': batch,
-        'diffusion.objective': _objective(_get(raw, SCHEDULE), facts.images),
+        # Not flow where a schedule is set, as it has none.
+        'diffusion.objective': 'v' if facts.images < FEW or _is_set(raw, SCHEDULE) else 'flow',
         'optimizer.learning_rate': _learning_rate(batch),
         'train.steps': _steps(facts.images),
     }
     chosen = {path: v for path, v in choices.items() if _get(raw, path) == OPEN[path]}
-    if 'model.channel_mult' in chosen and not _get(raw, ATTENTION):
+    if 'model.channel_mult' in chosen and not _is_set(raw, ATTENTION):
         sides = [min(height, width) >> level for level in range(levels)]
         chosen[ATTENTION] = tuple(side for side in sides if side <= ATTENDED)
-    if chosen.get('diffusion.objective') == 'v' and _get(raw, SCHEDULE) == DiffusionConfig.schedule:
+    if chosen.get('diffusion.objective') == 'v' and not _is_set(raw, SCHEDULE):
         chosen[SCHEDULE] = 'cosine'
     return chosen
 
@@ -235,11 +236,6 @@ def _levels(height: int, width: int) -> int:
 def _batch_size(pixels: int, count: int) -> int:
     usual = 32 if pixels > 32 * 32 else 128
     return min(usual, 2 ** int(math.log2(count)))  # a power of 2, which devices divide
-
-
-def _objective(schedule: object, count: int) -> str:
-    """Returns v for few images, and where a schedule is set, which flow has not; else flow."""
-    return 'v' if count < FEW or schedule not in (None, DiffusionConfig.schedule) else 'flow'
 
 
 def _learning_rate(batch: int) -> float:
@@ -299,6 +295,12 @@ def _get(raw: Fields, path: str) -> object:
     section, name = path.split('.')
     fields = raw.get(section)
     return fields.get(name) if isinstance(fields, dict) else None
+
+
+def _is_set(raw: Fields, path: str) -> bool:
+    """Returns True if a config sets a field of `UNSET`; a list stands for a tuple."""
+    value = _get(raw, path)
+    return value not in (None, [], UNSET[path])
 
 
 def _with(raw: Fields, changes: dict[str, object]) -> Fields:

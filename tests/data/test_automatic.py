@@ -74,6 +74,7 @@ def test_the_length_and_the_batch_follow_the_number_of_images(images, steps, bat
     ('images', 'schedule', 'chosen'),
     [
         (450, 'linear', ('v', 'cosine')),
+        (450, None, ('v', 'cosine')),  # a config without the field, whose default is linear
         (9000, 'linear', ('flow', 'linear')),
         (9000, 'cosine', ('v', 'cosine')),  # set by the user, and flow has none
     ],
@@ -81,6 +82,8 @@ def test_the_length_and_the_batch_follow_the_number_of_images(images, steps, bat
 def test_the_objective_follows_the_number_of_images(images, schedule, chosen):
     raw = load(IMAGES).to_dict()
     raw['diffusion']['schedule'] = schedule
+    if schedule is None:
+        del raw['diffusion']['schedule']
     found = choose(raw, Facts(images, [(64, 64)], False))
     found.setdefault('diffusion.schedule', schedule)
     assert (found['diffusion.objective'], found['diffusion.schedule']) == chosen
