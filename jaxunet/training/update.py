@@ -140,18 +140,13 @@ def _muon_update(config: Config, kernels: FusedUpdate) -> Update:
         grad_norm = _fused_norm(kernels, state, grads)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
+        shares, factor = _shares(config, state), _factor(config, state, grad_norm)
         states = state.opt_state.inner_states
         new = {}
         for label, rule in ((MUON, muon), (ADAM, adamw)):
             averages = {name: part(label, average) for name, average in state.ema.items()}
             weights = Weights(part(label, state.params), states[label].inner_state, averages)
-            new[label] = rule(
-                weights,
-                part(label, grads),
-                _shares(config, state),
-                _factor(config, state, grad_norm),
-                taken,
-            )
+            new[label] = rule(weights, part(label, grads), shares, factor, taken)
         inner = {label: states[label]._replace(inner_state=new[label].opt_state) for label in new}
         return Updated(
             join(new[MUON].params, new[ADAM].params),
