@@ -25,25 +25,21 @@ ITERATIONS = 5
 STEP_RMS = 0.2  # root mean square of a step, in learning rates: that of AdamW
 
 
-def muon(config: Config, learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """Returns Muon for the matrices and convolutions of the blocks, and AdamW for other weights.
+def muon(
+    matrices: optax.GradientTransformation, others: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Returns the optimizer of all weights, for training a UNet (Schaipp 2025, arXiv 2510.19376).
 
-    The first and last layers, the embeddings of time and labels, norms and biases take AdamW.
-    Schaipp 2025, arXiv 2510.19376, measures Muon in diffusion training.
+    Args:
+      matrices: updates the matrices and convolutions of the blocks: `matrix_steps`.
+      others: updates the first and last layers, the embeddings of time and labels, norms and
+        biases: AdamW.
     """
-    options = config.optimizer
-    others = optax.adamw(
-        learning_rate,
-        b1=options.betas[0],
-        b2=options.betas[1],
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-    )
-    return optax.partition({MUON: matrix_steps(config, learning_rate), ADAM: others}, _labels)
+    return optax.partition({MUON: matrices, ADAM: others}, _labels)
 
 
 def matrix_steps(config: Config, learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """Returns Muon.
+    """Returns Muon for matrices and convolutions.
 
     A step of a matrix is its momentum with all singular values moved close to 1. Its size is scaled
     to that of AdamW, so that both take the same learning rate and decay (Liu et al. 2025, arXiv

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
-from jaxunet.checkpoint.muon import muon
+from jaxunet.checkpoint.muon import matrix_steps, muon
 from jaxunet.checkpoint.recent_norms import RecentNorms
 from jaxunet.config import Config
 from jaxunet.config.schema import DataConfig, OptimizerConfig, TrainConfig
@@ -155,18 +155,17 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
     Gradients are clipped before, by the training step, which computes their norm anyway.
     """
-    options = config.optimizer
+    options, schedule = config.optimizer, learning_rate_schedule(config)
+    # AdamW without decay is Adam, so both have the same state.
+    found = optax.adamw(
+        schedule,
+        b1=options.betas[0],
+        b2=options.betas[1],
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+    )
     if options.name == 'muon':
-        found = muon(config, learning_rate_schedule(config))
-    else:
-        # AdamW without decay is Adam, so both have the same state.
-        found = optax.adamw(
-            learning_rate_schedule(config),
-            b1=options.betas[0],
-            b2=options.betas[1],
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
+        found = muon(matrix_steps(config, schedule), found)
     return optax.GradientTransformation(found.init, _lenient(found.update))
 
 
