@@ -62,8 +62,8 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
                                                                       int64_t channels,
                                                                       int64_t group, int vector,
                                                                       int element) {
-  constexpr int64_t kGoodThreads = 384;            // of a block
-  constexpr int64_t kRowBytes = 64, kSector = 32;  // bytes
+  constexpr int64_t kGoodThreads = 384;  // of a block
+  constexpr int64_t kRowBytes = 64;
   if (vector == 1 || group % kPair != 0 || pixels == 0) return std::nullopt;
   const int64_t unit = std::lcm<int64_t>(group, vector) / vector, all = channels / vector;
   const int64_t warps = batch * all * pixels / 8 / 32;  // of the grid, with 8 pixels a thread
@@ -80,9 +80,10 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
     const auto next =
         register_resident_tiling_of(block_vectors, k, pixels, channels, group, vector);
     if (!next || (threads > kGoodThreads && best_bytes >= kRowBytes)) break;
-    if (best_bytes >= kSector && 8 * batch * next->channel_blocks < 7 * limits.sms) break;
+    if (best_bytes >= kSectorBytes && 8 * batch * next->channel_blocks < 7 * limits.sms) break;
     best = next;
-    if (bytes >= kRowBytes && bytes % kSector == 0 && threads >= 64 && threads % 32 == 0) break;
+    if (bytes >= kRowBytes && bytes % kSectorBytes == 0 && threads >= 64 && threads % 32 == 0)
+      break;
   }
   return best;
 }
