@@ -103,7 +103,15 @@ def base_config(config: Config) -> Config:
     Time ends a run, so nothing depends on the number of steps: the learning rate is constant.
     Sampling, evaluation and checkpoints during training are off. All methods are measured by one
     sampler, whatever their objectives: DDIM in 50 steps where the config leaves it open.
+
+    Raises:
+      UserError: the config has `init_from`; a run starts from the random weights of its seed.
     """
+    if config.init_from:
+        raise UserError(
+            f'init_from: expected no weights, since every run of a comparison starts from random '
+            f'ones, found {config.init_from}'
+        )
     together = max(config.train.steps_per_call, 1)
     forever = FOREVER // together * together
     quiet = {'steps': forever, 'checkpoint_every': forever, 'sample_every': 0, 'evaluate_every': 0}

@@ -21,6 +21,11 @@ def test_all_methods_have_one_sampler():
     assert evaluation_sampler(runner.base_config(given)) == ('heun', 9)
 
 
+def test_runs_start_from_random_weights():
+    with pytest.raises(UserError, match=r'init_from: expected no weights, .* found model.bin'):
+        runner.base_config(tiny_config(init_from='model.bin'))
+
+
 def test_every_method_fits_every_config():
     for values in (to_dict(Config()), to_dict(tiny_config())):
         for method in parse_methods(list(METHODS)):
