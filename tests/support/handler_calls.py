@@ -22,6 +22,7 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_attention_backward',
     'jaxunet_conv3x3',
     'jaxunet_conv3x3_shortcut_gradient',
+    'jaxunet_conv3x3_upsampled',
     'jaxunet_conv3x3_norm_gradient',
     'jaxunet_conv3x3_weight_gradient',
     'jaxunet_linear',
@@ -121,6 +122,22 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             images(parts),
             {'residuals': np.int64(len(parts))},
         )
+
+    def upsampled() -> Call:
+        # On a GPU only such images, channels and types.
+        nonlocal kind, batch, height, width, features, channels, image
+        kind, flipped = draw.choice([jnp.float16, jnp.bfloat16]), draw.random() < 0.5
+        channels, features = (64 * draw.randint(1, 2) for _ in range(2))
+        batch, height, width = draw.randint(1, 3), draw.randint(4, 6), draw.randint(4, 6)
+        small, large = (batch, height, width), (batch, 2 * height, 2 * width)
+        ends = (features, channels) if flipped else (channels, features)
+        operands = [
+            ((*(large if flipped else small), channels), kind),
+            ((2, 2, 2, 2, *ends), kind),
+            *([] if flipped else rows(1, features)),
+        ]
+        results = [((*(small if flipped else large), features), kind)]
+        return Call('conv3x3_upsampled', operands, results, {'flipped': flipped})
 
     def through_norm() -> Call:
         # On a GPU only such images, channels and types.
@@ -278,7 +295,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             'narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))}
         )
 
-    convolutions = [conv, shortcut, through_norm, weights, linear, linear_weights]
+    convolutions = [conv, shortcut, upsampled, through_norm, weights, linear, linear_weights]
     ops = [
         forward,
         backward,

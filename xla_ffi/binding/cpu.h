@@ -44,6 +44,7 @@ void attention_forward(const AttentionForward& plan, Pool& pool);
 void attention_backward(const AttentionBackward& plan, Pool& pool);
 void conv3x3(const Conv3x3& plan, Pool& pool);
 void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool);
+void conv3x3_upsampled(const UpsampledConv3x3& plan, Pool& pool);
 void conv3x3_norm_gradient(const Conv3x3NormGradient& plan, Pool& pool);
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
 void linear(const Conv3x3& plan, Pool& pool);

@@ -41,6 +41,7 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_attention_backward, attention_backward)               \
   ENTRY(jaxunet_conv3x3, conv3x3)                                     \
   ENTRY(jaxunet_conv3x3_shortcut_gradient, conv3x3_shortcut_gradient) \
+  ENTRY(jaxunet_conv3x3_upsampled, conv3x3_upsampled)                 \
   ENTRY(jaxunet_conv3x3_norm_gradient, conv3x3_norm_gradient)         \
   ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient)     \
   ENTRY(jaxunet_linear, linear)                                       \

@@ -55,6 +55,19 @@ cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream, 
   return error;
 }
 
+cudaError_t conv3x3_upsampled(const UpsampledConv3x3& plan, cudaStream_t stream,
+                              KernelSet kernels) {
+  Device device;
+  const cudaError_t error = describe(kernels, &device);
+  if (error != cudaSuccess) return error;
+  if (!takes_upsampled(plan, device.hopper)) {
+    throw std::runtime_error(
+        "expected the Hopper kernels, a 16-bit type, channels and features in multiples of 64, and "
+        "small images of at least 4 x 4 pixels");
+  }
+  return hopper_upsampled(plan, device.multiprocessors, stream);
+}
+
 cudaError_t conv3x3_norm_gradient(const Conv3x3NormGradient& plan, cudaStream_t stream,
                                   KernelSet kernels) {
   Device device;

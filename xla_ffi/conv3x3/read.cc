@@ -80,6 +80,37 @@ Conv3x3 read_conv3x3_shortcut_gradient(Reader& call) {
   return plan;
 }
 
+UpsampledConv3x3 read_conv3x3_upsampled(Reader& call) {
+  UpsampledConv3x3 plan{};
+  plan.flipped = call.flag("flipped");
+  const Array x = call.floating("x", 4);
+  if (x.dims.size() != 4) call.fail("x: expected 4 dimensions");
+  plan.type = kind(x.element);
+  plan.batch = x.dims[0];
+  plan.height = x.dims[1];
+  plan.width = x.dims[2];
+  plan.channels = x.dims[3];
+  if (plan.flipped) {
+    if (plan.height % 2 || plan.width % 2) call.fail("x: expected an even height and width");
+    plan.height /= 2;
+    plan.width /= 2;
+  }
+  // Those of the large image.
+  call.at_most("x", "pixels", pixels(plan), kMaxPixels / 4);
+  const Dims shape =
+      plan.flipped ? Dims{2, 2, 2, 2, kAny, plan.channels} : Dims{2, 2, 2, 2, plan.channels, kAny};
+  const Array kernel = call.operand("kernel", x.element, shape);
+  plan.x = x.data;
+  plan.kernel = kernel.data;
+  plan.features = kernel.dims[plan.flipped ? 4 : 5];
+  if (!plan.flipped) plan.shift = call.rows("shift", plan.batch, plan.features);
+  const int64_t scale = plan.flipped ? 1 : 2;
+  plan.y = call.result("y", x.element,
+                       {plan.batch, scale * plan.height, scale * plan.width, plan.features})
+               .data;
+  return plan;
+}
+
 Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call) {
   Conv3x3NormGradient plan{};
   Conv3x3& conv = plan.conv;
