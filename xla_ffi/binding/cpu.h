@@ -47,6 +47,7 @@ void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool);
 void conv3x3_upsampled(const UpsampledConv3x3& plan, Pool& pool);
 void conv3x3_norm_gradient(const Conv3x3NormGradient& plan, Pool& pool);
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
+void conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan, Pool& pool);
 void linear(const Conv3x3& plan, Pool& pool);
 void linear_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
 void norm_forward(const NormForward& plan, Pool& pool);

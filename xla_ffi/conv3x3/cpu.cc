@@ -142,6 +142,32 @@ void conv3x3_upsampled(const UpsampledConv3x3& plan, Pool& pool) {
   narrow(y, plan.type, plan.y);
 }
 
+void conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan, Pool& pool) {
+  const int64_t large = plan.batch * 4 * plan.height * plan.width, width = 2 * plan.width,
+                channels = plan.channels;
+  const auto small = widen(plan.x, plan.type, large / 4 * channels);
+  std::vector<float> nearest(large * channels);
+  parallel(pool, large / width, [&](int64_t line) {
+    for (int64_t column = 0; column < width; ++column) {
+      const float* from = small.data() + (line / 2 * plan.width + column / 2) * channels;
+      std::copy(from, from + channels, nearest.data() + (line * width + column) * channels);
+    }
+  });
+  const auto dy = widen(plan.dy, plan.type, large * plan.features);
+  Conv3x3WeightGradient wide{};
+  wide.type = Type::kFloat32;
+  wide.batch = plan.batch;
+  wide.height = 2 * plan.height;
+  wide.width = width;
+  wide.features = plan.features;
+  wide.x = {1, {nearest.data()}, {channels}, channels};
+  wide.dy = dy.data();
+  wide.dkernel = plan.dkernel;
+  wide.dshift = plan.dshift;
+  wide.shifts = plan.shifts;
+  conv3x3_weight_gradient(wide, pool);
+}
+
 void conv3x3_norm_gradient(const Conv3x3NormGradient& plan, Pool& pool) {
   const Conv3x3& conv = plan.conv;
   const int64_t channels = conv.features, image = conv.height * conv.width,

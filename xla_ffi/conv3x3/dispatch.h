@@ -102,8 +102,9 @@ constexpr bool takes_norm_gradient(const Conv3x3NormGradient& plan, bool hopper)
          plan.conv.height * plan.conv.width > 16;
 }
 
-// True if the Hopper kernel computes the plan by phases: whole chunks and tiles of every phase.
-constexpr bool takes_upsampled(const UpsampledConv3x3& plan, bool hopper) {
+// True if the Hopper kernels compute the plan by phases: whole chunks and tiles of every phase.
+template <class Plan>
+constexpr bool takes_upsampled(const Plan& plan, bool hopper) {
   return hopper && plan.type != Type::kFloat32 && plan.channels % 64 == 0 &&
          plan.features % 64 == 0 && plan.height >= 4 && plan.width >= 4;
 }

@@ -19,6 +19,9 @@ cudaError_t conv3x3_norm_gradient(const Conv3x3NormGradient& plan, cudaStream_t 
 cudaError_t conv3x3_upsampled(const UpsampledConv3x3& plan, cudaStream_t stream, KernelSet kernels);
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
                                     KernelSet kernels);
+// Only for plans that takes_upsampled accepts, likewise.
+cudaError_t conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan,
+                                              cudaStream_t stream, KernelSet kernels);
 
 // portable/: every shape and type, compute capability 8.0 and later. y has one part.
 cudaError_t implicit_gemm_forward(const Conv3x3& plan, cudaStream_t stream);
@@ -47,6 +50,8 @@ cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_
 // Plans that takes_upsampled of dispatch.h accepts.
 cudaError_t hopper_upsampled(const UpsampledConv3x3& plan, int multiprocessors,
                              cudaStream_t stream);
+cudaError_t hopper_upsampled_weight_gradient(const UpsampledWeightGradient& plan,
+                                             int multiprocessors, cudaStream_t stream);
 
 // The same for the input gradient with norm_gradient_epilogue.cuh, then norm_sums. The parts of
 // plan.x begin at multiples of 64 channels.

@@ -103,6 +103,26 @@ constexpr int64_t minimum_workspace(const Conv3x3WeightGradient& plan) {
   return (9 * plan.x.total + plan.projected.total + plan.batch) * plan.features;
 }
 
+// The same for y = conv(nearest(x), kernel) + shift: dkernel[r, s] = sum over pixels of nearest(x)
+// shifted by (r - 1, s - 1), times dy. By phases, the gradients of their taps are sums over the
+// pixels of the small image, and dkernel[r, s] adds those of the four taps that kernel[r, s] is
+// part of.
+struct UpsampledWeightGradient {
+  Type type;
+  int64_t batch, height, width;  // of the small image
+  int64_t channels, features;
+  const void *x, *dy;
+  Result dkernel, dshift;  // as above
+  int64_t shifts;
+  float* workspace;  // as above
+  int64_t workspace_floats;
+};
+
+// The room for the gradients of one split: 16 taps, and two phases' sums of dy.
+constexpr int64_t minimum_workspace(const UpsampledWeightGradient& plan) {
+  return (16 * plan.channels + 2 * plan.batch) * plan.features;
+}
+
 Conv3x3 read_conv3x3(Reader& call);
 // The gradient of projected · shortcut by `projected`: dy times the transposed shortcut, a plan
 // without x.
@@ -110,5 +130,6 @@ Conv3x3 read_conv3x3_shortcut_gradient(Reader& call);
 UpsampledConv3x3 read_conv3x3_upsampled(Reader& call);
 Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call);
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call);
+UpsampledWeightGradient read_conv3x3_upsampled_weight_gradient(Reader& call);
 
 }  // namespace jaxunet

@@ -24,10 +24,14 @@ from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
 from xla_ffi.conv3x3 import vjp
-from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
+from xla_ffi.conv3x3.parameter_gradients import MULTIPROCESSORS, PARTIAL_SHIFTS
 
 CHUNK = 64  # channels of a chunk and of the narrowest tile, kChunk in hopper/tile.h
 LEAST_SIDE = 4  # of an image that Hopper's kernels take
+TAPS = 16  # of all phases
+# Float32 elements of the weight gradient's workspace for each multiprocessor: a block's 64 input
+# channels by 64 features of eight taps.
+PARTIAL_SUMS = 8 * CHUNK**2
 
 PhaseKernels = Float[Array, '2 2 2 2 channels features']
 
@@ -97,6 +101,32 @@ def _call(image: Array, taps: PhaseKernels, shift: Array | None) -> Array:
     return result
 
 
+def _weight_gradient(x: Array, dy: Array, kernel: Array, shift: Array) -> tuple[Array, Array]:
+    """Returns the gradients of the kernel and the shift, of which only the outlines are read."""
+    features = dy.shape[3]
+    wanted = [
+        ((3, 3, x.shape[3], features), kernel.dtype),
+        ((shift.shape[0], features), shift.dtype),
+    ]
+    # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
+    shapes = [
+        jax.ShapeDtypeStruct(shape, t if t == dy.dtype else jnp.float32) for shape, t in wanted
+    ]
+    workspace = jax.ShapeDtypeStruct((_workspace(x, features),), jnp.float32)
+    call = ffi_call('jaxunet_conv3x3_upsampled_weight_gradient', [*shapes, workspace])
+    of_kernel, of_shift, _ = call(x, dy)
+    return of_kernel.astype(kernel.dtype), of_shift.astype(shift.dtype)
+
+
+def _workspace(x: Array, features: int) -> int:
+    """Returns the float32 elements of the split-K workspace, as those of `parameter_gradients`."""
+    batch, height, width, channels = x.shape
+    weights = TAPS * channels * features
+    most = PARTIAL_SUMS * device.multiprocessors(MULTIPROCESSORS)
+    partial_sums = max(min(weights * -(-batch * height * width // 64), most), weights)
+    return partial_sums + 2 * (2 * batch + PARTIAL_SHIFTS) * features
+
+
 # Saved for the backward pass: x, the taps of the phases, the outlines of kernel and shift.
 Saved = tuple[Array, PhaseKernels, Array, Array]
 
@@ -114,8 +144,7 @@ def _conv_forward(x: Array, kernel: Array, shift: Array) -> tuple[Array, Saved]:
 def _conv_backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array]:
     x, taps, kernel, shift = saved
     dx = _call(dy, taps, None)
-    others = parameter_gradients((nearest(x),), kernel, shift, None, dy)
-    return dx, others.kernel, others.shift
+    return dx, *_weight_gradient(x, dy, kernel, shift)
 
 
 _conv.defvjp(_conv_forward, _conv_backward)

@@ -1,5 +1,6 @@
 // The host side of the Hopper convolution of upsampled images: the choice of a tile and the tensor
 // maps. The kernel is in forward.cuh, its instances in upsampled_instances.cuh.
+#include "conv3x3/hopper/phase_maps.h"
 #include "conv3x3/hopper/upsampled.h"
 #include "conv3x3/kernels.h"
 
@@ -7,31 +8,8 @@ namespace jaxunet::cuda {
 namespace forward {
 namespace {
 
-constexpr int kElementBytes = 2;
-
 NhwcBox box_of(const Tile& tile, int halo) {
   return {tile.samples, tile.rows + halo, tile.strip_columns() + halo, kChunk};
-}
-
-// The maps of the four phases of a large image: every second row and column. `height` and `width`:
-// of one phase.
-cudaError_t phase_maps(CUtensorMap (&maps)[kMaxParts], const UpsampledConv3x3& plan,
-                       const void* large, int64_t channels, const NhwcBox& box, bool packed) {
-  static_assert(kPhases <= kMaxParts, "a phase is a part");
-  const int64_t column = 2 * channels, row = 2 * column * plan.width, sample = row * plan.height;
-  for (int phase = 0; phase < kPhases; ++phase) {
-    const int64_t first = phase / 2 * (row / 2) + phase % 2 * channels;
-    const void* data = static_cast<const char*>(large) + first * kElementBytes;
-    const cudaError_t error =
-        packed ? tensor_map(&maps[phase], plan.type, data,
-                            {channels, plan.batch, plan.width, plan.height},
-                            {box.channels, box.batch, box.width, box.height}, {sample, column, row})
-               : tensor_map(
-                     &maps[phase], plan.type, data, {channels, plan.width, plan.height, plan.batch},
-                     {box.channels, box.width, box.height, box.batch}, {column, row, sample});
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
 }
 
 }  // namespace
@@ -50,18 +28,19 @@ cudaError_t parameters(const Tile& tile, const UpsampledConv3x3& plan, Parameter
   const Nhwc x{plan.batch, plan.height, plan.width, plan.channels},
       y{plan.batch, plan.height, plan.width, plan.features};
   const NhwcBox of_x = box_of(tile, 2), of_y = box_of(tile, 0);  // x with one pixel on either side
+  static_assert(kPhases <= kMaxParts, "a phase is a part");
   const bool packed = tile.packed();
   constexpr int64_t kTaps = 16;  // of all phases
   cudaError_t error;
   if (plan.flipped) {
-    error = phase_maps(p->maps.x, plan, plan.x, plan.channels, of_x, packed);
+    error = phase_maps(p->maps.x, plan.type, plan.x, x, of_x, packed);
     if (error == cudaSuccess) error = image_map(&p->maps.y[0], plan.type, plan.y, y, of_y, packed);
     if (error == cudaSuccess) {
       error = tensor_map(&p->maps.kernel, plan.type, plan.kernel,
                          {plan.channels, plan.features, kTaps}, {kChunk, tile.features, tile.taps});
     }
   } else {
-    error = phase_maps(p->maps.y, plan, plan.y, plan.features, of_y, packed);
+    error = phase_maps(p->maps.y, plan.type, plan.y, y, of_y, packed);
     if (error == cudaSuccess) error = image_map(&p->maps.x[0], plan.type, plan.x, x, of_x, packed);
     if (error == cudaSuccess) {
       error = tensor_map(&p->maps.kernel, plan.type, plan.kernel,
