@@ -8,6 +8,7 @@ from xla_ffi import unavailable
 from xla_ffi.adamw.narrow import narrow
 from xla_ffi.adamw.update import adamw, sum_of_squares
 from xla_ffi.attention.vjp import attention
+from xla_ffi.conv3x3.upsampled import upsample_conv3x3
 from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3, norm_silu_conv3x3_and_input
 from xla_ffi.group_norm.vjp import group_norm, group_norm_and_input
 from xla_ffi.linear.vjp import linear
@@ -18,6 +19,7 @@ BACKEND = Backend(
     api=1,
     ops={
         'conv3x3': conv3x3,
+        'upsample_conv3x3': upsample_conv3x3,
         'norm_silu_conv3x3': norm_silu_conv3x3,
         'norm_silu_conv3x3_and_input': norm_silu_conv3x3_and_input,
         'group_norm': group_norm,

@@ -22,6 +22,7 @@ from jaxunet.config import ModelConfig
 from jaxunet.model.dropout import dropout
 from jaxunet.model.initializers import INITIALIZERS
 from jaxunet.ops.activation import Activation, at_least_float32
+from jaxunet.ops.conv3x3.upsampling import nearest
 from jaxunet.ops.vocabulary import Ops, WithInput
 from jaxunet.runtime.errors import UserError
 
@@ -90,15 +91,6 @@ def average_pool(
     wide = at_least_float32(x.dtype)
     blocks = x.reshape(batch, height // 2, 2, width // 2, 2, channels)
     return jnp.mean(blocks, axis=(2, 4), dtype=wide).astype(x.dtype)
-
-
-def nearest(
-    x: Float[Array, 'batch height width channels'],
-) -> Float[Array, 'batch 2*height 2*width channels']:
-    """Repeats every pixel twice in both directions."""
-    batch, height, width, channels = x.shape
-    doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (batch, height, 2, width, 2, channels))
-    return doubled.reshape(batch, 2 * height, 2 * width, channels)
 
 
 class Block(nn.Module):
@@ -190,10 +182,13 @@ class ResBlock(Block):
 
         skip: tuple[Activation, ...] = ()
         if self.resample:
-            change = average_pool if self.resample == 'down' else nearest
-            active = change(self.ops.group_norm(x, scale_1, offset_1, silu=True, **self.norm))
-            h = self.ops.conv3x3(Activation.of(active), kernel_1, shift_1)
-            x = Activation.of(change(x.value))
+            active = self.ops.group_norm(x, scale_1, offset_1, silu=True, **self.norm)
+            if self.resample == 'down':
+                h = self.ops.conv3x3(Activation.of(average_pool(active)), kernel_1, shift_1)
+                x = Activation.of(average_pool(x.value))
+            else:
+                h = self.ops.upsample_conv3x3(Activation.of(active), kernel_1, shift_1)
+                x = Activation.of(nearest(x.value))
         else:
             h, (x, *others) = self.ops.norm_silu_conv3x3_and_input(
                 x, scale_1, offset_1, kernel_1, shift_1, copies=1 + self.skip, **self.norm
@@ -277,7 +272,7 @@ class Resample(Block):
         ).astype(self.dtype)
         bias = parameter(self, 'bias', nn.initializers.zeros, (channels,))[None, :]
         if self.direction == 'up':
-            return self.ops.conv3x3(Activation.of(nearest(value)), kernel, bias)
+            return self.ops.upsample_conv3x3(x, kernel, bias)
         pad = (1, 1) if self.model.downsample_padding == 'symmetric' else (0, 1)
         y = jax.lax.conv_general_dilated(
             value, kernel, (2, 2), (pad, pad), dimension_numbers=('NHWC', 'HWIO', 'NHWC')

@@ -33,7 +33,7 @@ from absl import logging
 
 from jaxunet.config import OPS, Config, split_backend
 from jaxunet.ops import choices
-from jaxunet.ops.references import AND_INPUT, UPDATE, XLA, Op, implementation
+from jaxunet.ops.references import UPDATE, VARIANTS, XLA, Op, implementation
 from jaxunet.ops.vocabulary import FusedUpdate, Ops
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
@@ -119,7 +119,7 @@ def ops_of(backend: str, precision: str | None = None) -> Ops:
     chosen = named(backend, precision)
 
     def chosen_op(name: str) -> Op:
-        owner = chosen[AND_INPUT.get(name, name)]
+        owner = chosen[VARIANTS.get(name, name)]
         if owner == 'xla':
             return getattr(XLA, name)
         return implementation(name, load_backend(owner).ops)

@@ -15,13 +15,16 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw import reference as update
 from jaxunet.ops.attention.reference import attention
 from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
+from jaxunet.ops.conv3x3.upsampling import nearest
 from jaxunet.ops.group_norm.reference import group_norm
 from jaxunet.ops.linear.reference import linear
 from jaxunet.ops.vocabulary import FusedUpdate, Ops, WithInput, check_copies
 
 Op = Callable[..., Any]  # a field of `Ops`, each of which has its own signature
 # The plain op that a variant belongs to: a config gives both to the same backend.
-AND_INPUT = {
+UPSAMPLED = 'upsample_conv3x3'
+VARIANTS = {
+    UPSAMPLED: 'conv3x3',
     'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',
     'group_norm_and_input': 'group_norm',
 }
@@ -50,6 +53,17 @@ def and_input(op: Op) -> Callable[..., WithInput[Activation | Array]]:
     return call
 
 
+@functools.cache
+def upsampled(conv3x3: Op) -> Callable[[Activation, Array, Array], Activation]:
+    """Composes `upsample_conv3x3` from `conv3x3`, which reads the upsampled image."""
+
+    def call(x: Activation, kernel: Array, shift: Array) -> Activation:
+        y: Activation = conv3x3(Activation.of(nearest(x.value)), kernel, shift)
+        return y
+
+    return call
+
+
 def implementation(name: str, ops: Mapping[str, Op]) -> Op:
     """Returns a backend's op or variant; composes a missing variant.
 
@@ -57,7 +71,10 @@ def implementation(name: str, ops: Mapping[str, Op]) -> Op:
       name: a field of `Ops`.
       ops: the backend's implementations by name.
     """
-    return ops[name] if name in ops else and_input(ops[AND_INPUT[name]])
+    if name in ops:
+        return ops[name]
+    compose = upsampled if name == UPSAMPLED else and_input
+    return compose(ops[VARIANTS[name]])
 
 
 # The reference of the op `adamw`; training on xla runs optax.

@@ -47,6 +47,20 @@ class Conv3x3(Protocol):
     ) -> Activation: ...
 
 
+class UpsampleConv3x3(Protocol):
+    """conv(nearest(x), kernel) + shift, on an image of twice x's height and width.
+
+    See `jaxunet.ops.conv3x3.reference.upsample_conv3x3`.
+    """
+
+    def __call__(
+        self,
+        x: Activation,
+        kernel: Float[Array, '3 3 channels features'],
+        shift: Float[Array, '#batch features'],
+    ) -> Activation: ...
+
+
 class NormSiluConv3x3(Protocol):
     """conv3x3(SiLU(GroupNorm(x))) + shift [+ residual · shortcut].
 
@@ -145,11 +159,13 @@ class Linear(Protocol):
 class Ops(NamedTuple):
     """The ops that a UNet is built from.
 
-    A backend implements some of them under these names. The two `..._and_input` are optional: for a
-    backend that has only the plain op, `jaxunet.ops.backends` composes them.
+    A backend implements some of them under these names. `upsample_conv3x3` and the two
+    `..._and_input` are optional: for a backend that has only the plain op, `jaxunet.ops.backends`
+    composes them.
     """
 
     conv3x3: Conv3x3
+    upsample_conv3x3: UpsampleConv3x3
     norm_silu_conv3x3: NormSiluConv3x3
     norm_silu_conv3x3_and_input: NormSiluConv3x3AndInput
     group_norm: GroupNorm

@@ -33,7 +33,8 @@ class Backend:
       title: name of its kernels in tables, such as 'CUDA kernels'.
       api: version of the vocabulary that it implements, `API` of the jaxunet it was written for.
       ops: implementations by op name of `jaxunet.config.OPS`; the other ops run on XLA.
-        Variants `..._and_input` are optional; a missing one is composed from its op.
+        Variants (`jaxunet.ops.references.VARIANTS`) are optional; a missing one is composed from
+        its op.
       unavailable: returns what this machine lacks to run the kernels, or None if they run here.
       incomplete: returns what it lacks for calls of some shapes or types, which then raise a
         UserError, or None if it runs all calls. A config that names the backend gets it anyway;

@@ -64,9 +64,9 @@ def install(tmp_path, monkeypatch):
 
 
 def test_the_ops_of_the_config_are_those_of_the_vocabulary():
-    plain = [name for name in Ops._fields if name not in backends.AND_INPUT]
+    plain = [name for name in Ops._fields if name not in backends.VARIANTS]
     assert (*plain, 'adamw') == OPS
-    assert set(backends.AND_INPUT.values()) <= set(OPS)
+    assert set(backends.VARIANTS.values()) <= set(OPS)
 
 
 def test_ours_are_installed_first():

@@ -22,8 +22,10 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_attention_backward',
     'jaxunet_conv3x3',
     'jaxunet_conv3x3_shortcut_gradient',
+    'jaxunet_conv3x3_upsampled',
     'jaxunet_conv3x3_norm_gradient',
     'jaxunet_conv3x3_weight_gradient',
+    'jaxunet_conv3x3_upsampled_weight_gradient',
     'jaxunet_linear',
     'jaxunet_linear_weight_gradient',
     'jaxunet_group_norm_forward',
@@ -121,6 +123,34 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             images(parts),
             {'residuals': np.int64(len(parts))},
         )
+
+    def enlarged() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # Draws what GPUs take: the small image and the large one, without channels.
+        nonlocal kind, batch, features, channels
+        kind = draw.choice([jnp.float16, jnp.bfloat16])
+        channels, features = (64 * draw.randint(1, 2) for _ in range(2))
+        batch, height, width = draw.randint(1, 3), draw.randint(4, 6), draw.randint(4, 6)
+        return (batch, height, width), (batch, 2 * height, 2 * width)
+
+    def upsampled() -> Call:
+        (small, large), flipped = enlarged(), draw.random() < 0.5
+        ends = (features, channels) if flipped else (channels, features)
+        operands = [
+            ((*(large if flipped else small), channels), kind),
+            ((2, 2, 2, 2, *ends), kind),
+            *([] if flipped else rows(1, features)),
+        ]
+        results = [((*(small if flipped else large), features), kind)]
+        return Call('conv3x3_upsampled', operands, results, {'flipped': flipped})
+
+    def upsampled_weights() -> Call:
+        small, large = enlarged()
+        workspace = (16 * channels + 2 * batch) * features + draw.randint(0, 9)
+        shapes = [(3, 3, channels, features), (draw.choice([1, batch]), features)]
+        results = [(shape, draw.choice([jnp.float32, kind])) for shape in shapes]
+        results += [((workspace,), jnp.float32)]
+        operands = [((*small, channels), kind), ((*large, features), kind)]
+        return Call('conv3x3_upsampled_weight_gradient', operands, results, {})
 
     def through_norm() -> Call:
         # On a GPU only such images, channels and types.
@@ -278,11 +308,13 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             'narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))}
         )
 
-    convolutions = [conv, shortcut, through_norm, weights, linear, linear_weights]
+    convolutions = [conv, shortcut, upsampled, through_norm, weights, upsampled_weights]
     ops = [
         forward,
         backward,
         *convolutions,
+        linear,
+        linear_weights,
         norm_forward,
         norm_statistics,
         gradient,

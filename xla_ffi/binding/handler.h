@@ -33,21 +33,23 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
 
 // Every handler: ENTRY(target, NAME). `target` is its name in XLA; read_NAME reads the calls, into
 // the plan of OP/plan.h; cpu::NAME and cuda::NAME run them.
-#define JAXUNET_HANDLERS(ENTRY)                                       \
-  ENTRY(jaxunet_sum_of_squares, sum_of_squares)                       \
-  ENTRY(jaxunet_adamw, adamw)                                         \
-  ENTRY(jaxunet_narrow, narrow_all)                                   \
-  ENTRY(jaxunet_attention_forward, attention_forward)                 \
-  ENTRY(jaxunet_attention_backward, attention_backward)               \
-  ENTRY(jaxunet_conv3x3, conv3x3)                                     \
-  ENTRY(jaxunet_conv3x3_shortcut_gradient, conv3x3_shortcut_gradient) \
-  ENTRY(jaxunet_conv3x3_norm_gradient, conv3x3_norm_gradient)         \
-  ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient)     \
-  ENTRY(jaxunet_linear, linear)                                       \
-  ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)       \
-  ENTRY(jaxunet_group_norm_forward, norm_forward)                     \
-  ENTRY(jaxunet_group_norm_statistics, norm_statistics)               \
-  ENTRY(jaxunet_group_norm_gradient, norm_gradient)                   \
+#define JAXUNET_HANDLERS(ENTRY)                                                       \
+  ENTRY(jaxunet_sum_of_squares, sum_of_squares)                                       \
+  ENTRY(jaxunet_adamw, adamw)                                                         \
+  ENTRY(jaxunet_narrow, narrow_all)                                                   \
+  ENTRY(jaxunet_attention_forward, attention_forward)                                 \
+  ENTRY(jaxunet_attention_backward, attention_backward)                               \
+  ENTRY(jaxunet_conv3x3, conv3x3)                                                     \
+  ENTRY(jaxunet_conv3x3_shortcut_gradient, conv3x3_shortcut_gradient)                 \
+  ENTRY(jaxunet_conv3x3_upsampled, conv3x3_upsampled)                                 \
+  ENTRY(jaxunet_conv3x3_norm_gradient, conv3x3_norm_gradient)                         \
+  ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient)                     \
+  ENTRY(jaxunet_conv3x3_upsampled_weight_gradient, conv3x3_upsampled_weight_gradient) \
+  ENTRY(jaxunet_linear, linear)                                                       \
+  ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)                       \
+  ENTRY(jaxunet_group_norm_forward, norm_forward)                                     \
+  ENTRY(jaxunet_group_norm_statistics, norm_statistics)                               \
+  ENTRY(jaxunet_group_norm_gradient, norm_gradient)                                   \
   ENTRY(jaxunet_group_norm_input_gradient, norm_input_gradient)
 
 // A handler as jax.ffi.register_ffi_target takes it.

@@ -88,6 +88,86 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
 
 void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool) { conv3x3(plan, pool); }
 
+void conv3x3_upsampled(const UpsampledConv3x3& plan, Pool& pool) {
+  const int64_t channels = plan.channels, features = plan.features, height = plan.height,
+                width = plan.width, small = plan.batch * height * width;
+  const auto x = widen(plan.x, plan.type, (plan.flipped ? 4 : 1) * small * channels);
+  auto kernel = widen(plan.kernel, plan.type, 16 * channels * features);
+  if (plan.flipped) {  // to (16, channels, features)
+    const auto given = kernel;
+    for (int64_t tap = 0; tap < 16; ++tap) {
+      for (int64_t c = 0; c < channels; ++c) {
+        for (int64_t f = 0; f < features; ++f) {
+          kernel[(tap * channels + c) * features + f] = given[(tap * features + f) * channels + c];
+        }
+      }
+    }
+  }
+  // The pixel of a phase in the large image; and of a tap, that of x's pixel.
+  const auto large = [&](int64_t sample, int64_t i, int64_t j, int64_t phase) {
+    return ((sample * height + i) * 2 + phase / 2) * 2 * width + 2 * j + phase % 2;
+  };
+  std::vector<float> y((plan.flipped ? 1 : 4) * small * features);
+  parallel(pool, plan.batch * height, [&](int64_t line) {
+    const int64_t sample = line / height, i = line % height;
+    std::vector<double> sums(features);
+    const auto add = [&](int64_t j, int64_t phase) {
+      for (int64_t tap = 0; tap < 4; ++tap) {
+        const int64_t down = tap / 2 + phase / 2 - 1, right = tap % 2 + phase % 2 - 1;
+        const int64_t row = plan.flipped ? i - down : i + down,
+                      column = plan.flipped ? j - right : j + right;
+        if (row < 0 || row >= height || column < 0 || column >= width) continue;
+        const int64_t pixel = plan.flipped ? large(sample, row, column, phase)
+                                           : (sample * height + row) * width + column;
+        accumulate(x.data() + pixel * channels,
+                   kernel.data() + (phase * 4 + tap) * channels * features, channels, sums);
+      }
+    };
+    const auto put = [&](int64_t pixel) {
+      for (int64_t f = 0; f < features; ++f) {
+        const float shift =
+            plan.shift.data ? plan.shift.data[sample * plan.shift.stride + f] : 0.0f;
+        y[pixel * features + f] = static_cast<float>(sums[f] + shift);
+        sums[f] = 0;
+      }
+    };
+    for (int64_t j = 0; j < width; ++j) {
+      for (int64_t phase = 0; phase < 4; ++phase) {
+        add(j, phase);
+        if (!plan.flipped) put(large(sample, i, j, phase));
+      }
+      if (plan.flipped) put(line * width + j);
+    }
+  });
+  narrow(y, plan.type, plan.y);
+}
+
+void conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan, Pool& pool) {
+  const int64_t large = plan.batch * 4 * plan.height * plan.width, width = 2 * plan.width,
+                channels = plan.channels;
+  const auto small = widen(plan.x, plan.type, large / 4 * channels);
+  std::vector<float> nearest(large * channels);
+  parallel(pool, large / width, [&](int64_t line) {
+    for (int64_t column = 0; column < width; ++column) {
+      const float* from = small.data() + (line / 2 * plan.width + column / 2) * channels;
+      std::copy(from, from + channels, nearest.data() + (line * width + column) * channels);
+    }
+  });
+  const auto dy = widen(plan.dy, plan.type, large * plan.features);
+  Conv3x3WeightGradient wide{};
+  wide.type = Type::kFloat32;
+  wide.batch = plan.batch;
+  wide.height = 2 * plan.height;
+  wide.width = width;
+  wide.features = plan.features;
+  wide.x = {1, {nearest.data()}, {channels}, channels};
+  wide.dy = dy.data();
+  wide.dkernel = plan.dkernel;
+  wide.dshift = plan.dshift;
+  wide.shifts = plan.shifts;
+  conv3x3_weight_gradient(wide, pool);
+}
+
 void conv3x3_norm_gradient(const Conv3x3NormGradient& plan, Pool& pool) {
   const Conv3x3& conv = plan.conv;
   const int64_t channels = conv.features, image = conv.height * conv.width,

@@ -10,6 +10,23 @@
 #include "conv3x3/portable/multistage.h"
 
 namespace jaxunet::cuda {
+namespace {
+
+template <class Plan>
+cudaError_t by_phases(const Plan& plan, cudaStream_t stream, KernelSet kernels,
+                      cudaError_t (*run)(const Plan&, int, cudaStream_t)) {
+  Device device;
+  const cudaError_t error = describe(kernels, &device);
+  if (error != cudaSuccess) return error;
+  if (!takes_upsampled(plan, device.hopper)) {
+    throw std::runtime_error(
+        "expected the Hopper kernels, a 16-bit type, channels and features in multiples of 64, and "
+        "small images of at least 4 x 4 pixels");
+  }
+  return run(plan, device.multiprocessors, stream);
+}
+
+}  // namespace
 
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels) {
   Device device;
@@ -53,6 +70,16 @@ cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream, 
     first += part.features;
   }
   return error;
+}
+
+cudaError_t conv3x3_upsampled(const UpsampledConv3x3& plan, cudaStream_t stream,
+                              KernelSet kernels) {
+  return by_phases(plan, stream, kernels, hopper_upsampled);
+}
+
+cudaError_t conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan,
+                                              cudaStream_t stream, KernelSet kernels) {
+  return by_phases(plan, stream, kernels, hopper_upsampled_weight_gradient);
 }
 
 cudaError_t conv3x3_norm_gradient(const Conv3x3NormGradient& plan, cudaStream_t stream,

@@ -102,6 +102,13 @@ constexpr bool takes_norm_gradient(const Conv3x3NormGradient& plan, bool hopper)
          plan.conv.height * plan.conv.width > 16;
 }
 
+// True if the Hopper kernels compute the plan by phases: whole chunks and tiles of every phase.
+template <class Plan>
+constexpr bool takes_upsampled(const Plan& plan, bool hopper) {
+  return hopper && plan.type != Type::kFloat32 && plan.channels % 64 == 0 &&
+         plan.features % 64 == 0 && plan.height >= 4 && plan.width >= 4;
+}
+
 constexpr Kernel weight_gradient_kernel(const Conv3x3WeightGradient& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kImplicitGemm;
   if (plan.projected.count == 0) {

@@ -15,8 +15,13 @@ cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream, 
 // Only for plans that the Hopper kernel takes; throws std::runtime_error for others.
 cudaError_t conv3x3_norm_gradient(const Conv3x3NormGradient& plan, cudaStream_t stream,
                                   KernelSet kernels);
+// Only for plans that takes_upsampled of dispatch.h accepts; throws std::runtime_error for others.
+cudaError_t conv3x3_upsampled(const UpsampledConv3x3& plan, cudaStream_t stream, KernelSet kernels);
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
                                     KernelSet kernels);
+// Only for plans that takes_upsampled accepts, likewise.
+cudaError_t conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan,
+                                              cudaStream_t stream, KernelSet kernels);
 
 // portable/: every shape and type, compute capability 8.0 and later. y has one part.
 cudaError_t implicit_gemm_forward(const Conv3x3& plan, cudaStream_t stream);
@@ -41,6 +46,12 @@ cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaS
 // hopper/: 16-bit types, compute capability 9.0, built for sm_90a. The parts of y begin at
 // multiples of 64 channels.
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+
+// Plans that takes_upsampled of dispatch.h accepts.
+cudaError_t hopper_upsampled(const UpsampledConv3x3& plan, int multiprocessors,
+                             cudaStream_t stream);
+cudaError_t hopper_upsampled_weight_gradient(const UpsampledWeightGradient& plan,
+                                             int multiprocessors, cudaStream_t stream);
 
 // The same for the input gradient with norm_gradient_epilogue.cuh, then norm_sums. The parts of
 // plan.x begin at multiples of 64 channels.

@@ -30,6 +30,25 @@ struct Conv3x3 {
   Parts y;               // the features, one part after the other; several parts only without x
 };
 
+// y = conv(nearest(x), w) + shift, where nearest(x) repeats every pixel in two rows and two
+// columns. The kernels compute it by phases. The pixels y[2i + a, 2j + b] of phase (a, b) are a
+// convolution of x with 2 × 2 taps, each the sum of the rows and columns of w that meet the same
+// pixel of x:
+//   y[2i + a, 2j + b] = sum over u, v of x[i + u + a - 1, j + v + b - 1] · kernel[a, b, u, v].
+// Flipped, x is the gradient of y, and y that of x:
+//   y[i, j] = sum over a, b, u, v of x[2(i - u - a + 1) + a, 2(j - v - b + 1) + b]
+//             · kernel[a, b, u, v] transposed.
+struct UpsampledConv3x3 {
+  Type type;                     // of all arrays but shift
+  int64_t batch, height, width;  // of the small image: of x; flipped, of y
+  int64_t channels, features;    // of x, of y
+  const void *x, *kernel;        // kernel: (2, 2, 2, 2, channels, features), a, b, u, v first;
+                                 // flipped: (2, 2, 2, 2, features, channels)
+  bool flipped;
+  Rows shift;  // null data: none
+  void* y;
+};
+
 // The input gradient of a convolution that norms its input, through SiLU and the norm's affine map:
 // with z = a · x + b and n = (x - mean) · inverse,
 //   y = dz = conv(dy, kernel) · SiLU'(z),
@@ -84,11 +103,33 @@ constexpr int64_t minimum_workspace(const Conv3x3WeightGradient& plan) {
   return (9 * plan.x.total + plan.projected.total + plan.batch) * plan.features;
 }
 
+// The same for y = conv(nearest(x), kernel) + shift: dkernel[r, s] = sum over pixels of nearest(x)
+// shifted by (r - 1, s - 1), times dy. By phases, the gradients of their taps are sums over the
+// pixels of the small image, and dkernel[r, s] adds those of the four taps that kernel[r, s] is
+// part of.
+struct UpsampledWeightGradient {
+  Type type;
+  int64_t batch, height, width;  // of the small image
+  int64_t channels, features;
+  const void *x, *dy;
+  Result dkernel, dshift;  // as above
+  int64_t shifts;
+  float* workspace;  // as above
+  int64_t workspace_floats;
+};
+
+// The room for the gradients of one split: 16 taps, and two phases' sums of dy.
+constexpr int64_t minimum_workspace(const UpsampledWeightGradient& plan) {
+  return (16 * plan.channels + 2 * plan.batch) * plan.features;
+}
+
 Conv3x3 read_conv3x3(Reader& call);
 // The gradient of projected · shortcut by `projected`: dy times the transposed shortcut, a plan
 // without x.
 Conv3x3 read_conv3x3_shortcut_gradient(Reader& call);
+UpsampledConv3x3 read_conv3x3_upsampled(Reader& call);
 Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call);
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call);
+UpsampledWeightGradient read_conv3x3_upsampled_weight_gradient(Reader& call);
 
 }  // namespace jaxunet

@@ -25,6 +25,25 @@ Array read_image(Reader& call, Plan& plan) {
   return read_image(call, plan, "x", call.integer("parts", 1, kMaxParts));
 }
 
+// The image that is upsampled, or if `upsampled` the large one, whose pixels are limited.
+template <class Plan>
+Array read_image_of_phases(Reader& call, Plan& plan, bool upsampled) {
+  const Array x = call.floating("x", 4);
+  if (x.dims.size() != 4) call.fail("x: expected 4 dimensions");
+  plan.type = kind(x.element);
+  plan.batch = x.dims[0];
+  plan.height = x.dims[1];
+  plan.width = x.dims[2];
+  plan.channels = x.dims[3];
+  if (upsampled) {
+    if (plan.height % 2 || plan.width % 2) call.fail("x: expected an even height and width");
+    plan.height /= 2;
+    plan.width /= 2;
+  }
+  call.at_most("x", "pixels", pixels(plan), kMaxPixels / 4);
+  return x;
+}
+
 }  // namespace
 
 Conv3x3 read_conv3x3(Reader& call) {
@@ -80,6 +99,24 @@ Conv3x3 read_conv3x3_shortcut_gradient(Reader& call) {
   return plan;
 }
 
+UpsampledConv3x3 read_conv3x3_upsampled(Reader& call) {
+  UpsampledConv3x3 plan{};
+  plan.flipped = call.flag("flipped");
+  const Array x = read_image_of_phases(call, plan, plan.flipped);
+  const Dims shape =
+      plan.flipped ? Dims{2, 2, 2, 2, kAny, plan.channels} : Dims{2, 2, 2, 2, plan.channels, kAny};
+  const Array kernel = call.operand("kernel", x.element, shape);
+  plan.x = x.data;
+  plan.kernel = kernel.data;
+  plan.features = kernel.dims[plan.flipped ? 4 : 5];
+  if (!plan.flipped) plan.shift = call.rows("shift", plan.batch, plan.features);
+  const int64_t scale = plan.flipped ? 1 : 2;
+  plan.y = call.result("y", x.element,
+                       {plan.batch, scale * plan.height, scale * plan.width, plan.features})
+               .data;
+  return plan;
+}
+
 Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call) {
   Conv3x3NormGradient plan{};
   Conv3x3& conv = plan.conv;
@@ -126,11 +163,7 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
     plan.norm_sums = static_cast<const float*>(sums.data);
   }
   plan.dkernel = read_gradient(call, "dkernel", first.element, {3, 3, plan.x.total, plan.features});
-  plan.dshift = read_gradient(call, "dshift", first.element, {kAny, plan.features}, &plan.shifts);
-  if (plan.shifts != 1 && plan.shifts != plan.batch) {
-    call.fail("dshift: expected 1 or " + std::to_string(plan.batch) + " rows, found " +
-              std::to_string(plan.shifts));
-  }
+  read_shift_gradient(call, first.element, plan);
   if (plan.projected.count > 0) {
     plan.dshortcut =
         read_gradient(call, "dshortcut", first.element, {plan.projected.total, plan.features});
@@ -142,6 +175,20 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
     plan.of_scale = row("of_scale");
     plan.of_offset = row("of_offset");
   }
+  read_workspace(call, plan);
+  return plan;
+}
+
+UpsampledWeightGradient read_conv3x3_upsampled_weight_gradient(Reader& call) {
+  UpsampledWeightGradient plan{};
+  const Array x = read_image_of_phases(call, plan, false);
+  const Array dy =
+      call.operand("dy", x.element, {plan.batch, 2 * plan.height, 2 * plan.width, kAny});
+  plan.x = x.data;
+  plan.dy = dy.data;
+  plan.features = dy.dims[3];
+  plan.dkernel = read_gradient(call, "dkernel", x.element, {3, 3, plan.channels, plan.features});
+  read_shift_gradient(call, x.element, plan);
   read_workspace(call, plan);
   return plan;
 }

@@ -33,7 +33,18 @@ inline Result read_gradient(Reader& call, const char* name, ffi::DataType elemen
   return {found.data, kind(found.element)};
 }
 
-inline void read_workspace(Reader& call, Conv3x3WeightGradient& plan) {
+// Reads the gradient of a shift: (plan.shifts, plan.features), plan.shifts 1 or the batch.
+template <class Plan>
+void read_shift_gradient(Reader& call, ffi::DataType element, Plan& plan) {
+  plan.dshift = read_gradient(call, "dshift", element, {kAny, plan.features}, &plan.shifts);
+  if (plan.shifts != 1 && plan.shifts != plan.batch) {
+    call.fail("dshift: expected 1 or " + std::to_string(plan.batch) + " rows, found " +
+              std::to_string(plan.shifts));
+  }
+}
+
+template <class Plan>
+void read_workspace(Reader& call, Plan& plan) {
   const Array workspace = call.result("workspace", ffi::DataType::F32, {kAny});
   plan.workspace = static_cast<float*>(workspace.data);
   plan.workspace_floats = workspace.dims[0];

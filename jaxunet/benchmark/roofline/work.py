@@ -46,6 +46,7 @@ from jaxunet.model import cost
 from jaxunet.model.encoder import TIME_EMBEDDING
 from jaxunet.model.unet import Params
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.upsampling import nearest
 from jaxunet.ops.vocabulary import Ops, WithInput
 
 KINDS = (
@@ -149,6 +150,7 @@ class _Recorder:
         """Returns the ops."""
         return Ops(
             self.conv3x3,
+            self.upsample_conv3x3,
             self.norm_silu_conv3x3,
             self.norm_silu_conv3x3_and_input,
             self.group_norm,
@@ -168,6 +170,10 @@ class _Recorder:
     ) -> Activation:
         """Notes a convolution."""
         return self._conv('conv3x3', x, kernel, residual, shortcut)
+
+    def upsample_conv3x3(self, x: Activation, kernel: Array, shift: Array) -> Activation:
+        """Notes a convolution of an upsampled image."""
+        return self._conv('conv3x3', Activation.of(nearest(x.value)), kernel, None, None)
 
     def norm_silu_conv3x3(
         self,

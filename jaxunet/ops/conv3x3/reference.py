@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.conv3x3.operands import check_operands
+from jaxunet.ops.conv3x3.upsampling import nearest
 from jaxunet.ops.group_norm.reference import group_norm
 
 
@@ -51,6 +52,18 @@ def conv3x3(
             r = jnp.einsum('bhwc,cf->bhwf', r, shortcut.astype(r.dtype))
         y = y + r.astype(wide)
     return Activation.of(y.astype(value.dtype))
+
+
+def upsample_conv3x3(
+    x: Activation,
+    kernel: Float[Array, '3 3 channels features'],
+    shift: Float[Array, '#batch features'],
+) -> Activation:
+    """conv3x3 of x with every pixel repeated in two rows and two columns.
+
+    Arguments and errors as `conv3x3`.
+    """
+    return conv3x3(Activation.of(nearest(x.value)), kernel, shift)
 
 
 def norm_silu_conv3x3(

@@ -27,7 +27,8 @@ struct Block {
   using Traits = Traits_;
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kConsumers = Traits::kConsumers, kTaps = Traits::kTaps;
-  static constexpr int kLoads = 9 / kTaps;  // stages of weights for a chunk of 64 channels
+  static constexpr int kLoads =
+      Traits::kKernelTaps / kTaps;  // stages of weights for a chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
   using Accumulator = float[Traits::kWgmmaN / 2];  // of a thread
   // The kernel's parameter.
@@ -88,6 +89,18 @@ struct Block {
     const int down = rest / p.schedule.strips_across;
     return {sample * Traits::kSamples, down * Traits::kRows,
             (rest - down * p.schedule.strips_across) * Traits::kStripColumns};
+  }
+
+  // The phase (phases.h) of a chunk of an output tile.
+  __device__ int image_phase(int feature, int chunk) const {
+    return kFlipped ? chunk / (p.x_channels[0] / kChunk) : feature / p.y_channels[0];
+  }
+
+  // The first output channel of a tile in its image; by phases, the features of the four images
+  // are counted one after the other.
+  __device__ int channel_of(int feature) const {
+    if constexpr (Traits::kPhases && !kFlipped) return feature % p.y_channels[0];
+    return feature;
   }
 
   // The tile scheduler: body(first strip, first output channel) for each tile of this block.

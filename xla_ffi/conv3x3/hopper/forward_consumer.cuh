@@ -45,11 +45,22 @@ __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, ui
   }
 }
 
+// From the pixels that phase (0, 0) reads at a tap to those of another phase (phases.h), in bytes.
+template <class Block>
+__device__ inline int phase_bytes(int image_phase) {
+  using Traits = typename Block::Traits;
+  const int rows =
+      (image_phase / 2 * Traits::kHaloColumns + image_phase % 2) * Traits::kSamples * kRowBytes;
+  return Block::kFlipped ? -rows : rows;
+}
+
 // What the epilogue needs for each channel, read before the mainloop.
 template <class Block>
 __device__ inline auto read_ahead(const Block& block, const Strip& at, int feature) {
   if constexpr (Block::Traits::kSums) {
     return prefetch_affines(block, at, feature);
+  } else if constexpr (Block::Traits::kPhases) {
+    return prefetch_shifts(block, at, block.channel_of(feature));
   } else {
     return prefetch_shifts(block, at, feature);
   }
@@ -120,14 +131,16 @@ __device__ inline void consume(const Block& block, int consumer) {
     };
 
     for (int chunk = 0; chunk < p.schedule.chunks; ++chunk) {
-      const uint32_t pixels = begin_chunk();
+      uint32_t pixels = begin_chunk();
+      if constexpr (Traits::kPhases)
+        pixels += phase_bytes<Block>(block.image_phase(feature, chunk));
 #pragma unroll
       for (int n = 0; n < Block::kLoads; ++n) {
         block.weights_full[stage].wait(stage_phase);
         wgmma_fence();
 #pragma unroll
         for (int t = 0; t < Traits::kTaps; ++t) {
-          const int tap = n * Traits::kTaps + t;
+          const int tap = Traits::kernel_tap(n * Traits::kTaps + t);
           const uint32_t weights = shared_address(block.weights) + stage * Traits::kStageBytes +
                                    t * (Block::kFlipped ? Traits::kFeatures : kChunk) * kRowBytes;
           multiply_tap<Block>(accumulator, pixels, Block::kFlipped ? 8 - tap : tap, weights,

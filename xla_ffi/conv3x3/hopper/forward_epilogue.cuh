@@ -71,6 +71,7 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
     if (thread == 0) tma_store_wait_read();
     named_barrier_sync(1 + consumer, kWarpgroup);
   }
+  const int channel = channel_of(feature);
 #pragma unroll
   for (int j = 0; j < Traits::kKeptGroups; j += 2) {
     // Two groups of eight columns: 16 pixels, or 16 output channels. Of each, a thread has two
@@ -89,7 +90,7 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
     float values[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int f = feature + 8 * (j + i / 4) + lane % 4 * 2 + i % 2;
+      const int f = channel + 8 * (j + i / 4) + lane % 4 * 2 + i % 2;
       values[i] =
           columns[i] + (Traits::kTransposed ? shifts.at[i / 2 % 2][i % Shifts<Traits>::kColumns]
                                             : shift_of(*this, at.sample, f));
@@ -117,10 +118,10 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
   named_barrier_sync(1 + consumer, kWarpgroup);
   if (thread == 0) {
     for (int n = 0; n < kFeatureChunks; ++n) {
-      int part = 0, channel = feature + n * kChunk;
-      while (part + 1 < p.y_parts && channel >= p.y_channels[part]) channel -= p.y_channels[part++];
-      store_strip<Traits::kPacked>(&p.maps.y[part], output + n * Traits::kPixels * kRowBytes,
-                                   channel, at);
+      int part = 0, first = feature + n * kChunk;  // of the channels in the part
+      while (part + 1 < p.y_parts && first >= p.y_channels[part]) first -= p.y_channels[part++];
+      store_strip<Traits::kPacked>(&p.maps.y[part], output + n * Traits::kPixels * kRowBytes, first,
+                                   at);
     }
     tma_store_commit();
   }

@@ -55,7 +55,13 @@ __device__ inline void produce(const Block& block) {
       for (int c = 0; c < p.x_channels[part]; c += kChunk) {
         load_strips(&p.maps.x[part], c, first_strip);
         for (int n = 0; n < Block::kLoads; ++n) {
-          load_weights(&p.maps.kernel, channel + c, feature, n * Traits::kTaps, Traits::kTaps);
+          if constexpr (Traits::kPhases) {
+            const int phase = block.image_phase(feature, (channel + c) / kChunk);
+            load_weights(&p.maps.kernel, c, block.channel_of(feature),
+                         phase * Traits::kKernelTaps + n * Traits::kTaps, Traits::kTaps);
+          } else {
+            load_weights(&p.maps.kernel, channel + c, feature, n * Traits::kTaps, Traits::kTaps);
+          }
         }
       }
       channel += p.x_channels[part];

@@ -36,7 +36,7 @@ struct Tile {
   int rows;       // image rows of a strip
   int features;   // output channels
   int consumers;  // consumer warpgroups, one strip each
-  int taps;       // kernel taps in one stage of the weight ring: 1 or 3
+  int taps;       // kernel taps in one stage of the weight ring: 1 or 3, by phases 1 or 2
   // Computes (features, pixels) instead of (pixels, features): less shared-memory traffic where
   // features = 64, as M of wgmma is 64 and N the pixels. Otherwise the pixels of a strip are 64.
   bool transposed;
@@ -44,7 +44,9 @@ struct Tile {
   int samples = 1;    // images of a strip; more than one: packed
   bool sums = false;  // for norm_gradient_epilogue.cuh
   bool wide = false;  // for wide_epilogue.cuh
+  bool phases = false;  // for phases.h
 
+  constexpr int kernel_taps() const { return phases ? 4 : 9; }
   constexpr bool packed() const { return samples > 1; }
   constexpr bool fits(int64_t height, int64_t width) const {
     return !packed() || (height == rows && width == strip_columns());
@@ -108,7 +110,8 @@ struct TileTraits {
   static constexpr int kRows = rows, kFeatures = features, kConsumers = consumers, kTaps = taps,
                        kSamples = samples;
   static constexpr bool kTransposed = transposed, kActivated = activated, kPacked = kTile.packed(),
-                        kSums = false, kWide = false;
+                        kSums = false, kWide = false, kPhases = false;
+  static constexpr int kKernelTaps = kTile.kernel_taps();
   static constexpr int kPixels = kTile.pixels(), kWgmmaN = kTile.wgmma_n(),
                        kKeptGroups = kTile.kept_groups();
   static constexpr int kStripColumns = kTile.strip_columns(), kHaloColumns = kTile.halo_columns(),
@@ -132,6 +135,8 @@ struct TileTraits {
   JAXUNET_HOST_DEVICE static constexpr int tap_row(int tap) {
     return (tap / 3 * kHaloColumns + tap % 3) * samples;
   }
+  // The place in the 3 × 3 taps of the `n`-th tap of the kernel.
+  JAXUNET_HOST_DEVICE static constexpr int kernel_tap(int n) { return n; }
   // The `n`-th kept group of eight accumulator columns.
   JAXUNET_HOST_DEVICE static constexpr int kept_group(int n) {
     constexpr int in_row = kStripColumns * samples / 8, row_stride = kHaloColumns * samples / 8;
@@ -202,7 +207,8 @@ struct Schedule {
     strips = static_cast<int>(ceil_div(batch_, tile.samples)) * strips_down * strips_across;
     feature_tiles = static_cast<int>(ceil_div(features, tile.features));
     tiles = static_cast<int>(ceil_div(strips, tile.consumers)) * feature_tiles;
-    const int loads = chunks * 9 / tile.taps + shortcut_chunks;  // stages that a tile reads
+    // The stages that a tile reads.
+    const int loads = chunks * tile.kernel_taps() / tile.taps + shortcut_chunks;
     weights_resident = feature_tiles == 1 && loads <= tile.max_stages();
     // Six stages at most. To refit: time the kernels with other limits.
     stages = weights_resident ? loads : std::min(tile.max_stages(), 6);
@@ -221,7 +227,7 @@ struct Schedule {
                        std::max(n / 2, fit::kOperandReadSlowdown * (16 + n / 4));
     const double activation =
         tile.activated ? (tile.rows + 2) * kHaloColumns * kChunk / fit::kActivatedPerCycle : 0;
-    const double mainloop = chunks * std::max(9 * tap, activation) +
+    const double mainloop = chunks * std::max(tile.kernel_taps() * tap, activation) +
                             shortcut_chunks * (tap + fit::kShortcutChunkCycles);
     const double epilogue = fit::kDrainCycles / tile.consumers + fit::kEpilogueCycles *
                                                                      tile.pixels() * tile.features /
@@ -251,14 +257,17 @@ constexpr Tile kTiles[] = {
 // clang-format on
 constexpr int kTileCount = sizeof(kTiles) / sizeof(Tile);
 
-// The index of the tile with the fewest estimated cycles; the shape is given as to `Schedule`.
-constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, int64_t height,
-                            int64_t width, int chunks, int shortcut_chunks, int64_t features) {
+// The index of the tile with the fewest estimated cycles among those that `takes` accepts; the
+// shape is given as to `Schedule`.
+template <int kCount, class Takes>
+constexpr int quickest_of(const Tile (&tiles)[kCount], const Takes& takes, int multiprocessors,
+                          int64_t batch, int64_t height, int64_t width, int chunks,
+                          int shortcut_chunks, int64_t features) {
   int best = -1;
   double least = 0;
-  for (int i = 0; i < kTileCount; ++i) {
-    const Tile& tile = kTiles[i];
-    if (tile.activated != activated || !tile.fits(height, width)) continue;
+  for (int i = 0; i < kCount; ++i) {
+    const Tile& tile = tiles[i];
+    if (!takes(tile) || !tile.fits(height, width)) continue;
     const Schedule schedule(tile, batch, height, width, chunks, shortcut_chunks, features);
     const double cycles = schedule.cycles(tile, multiprocessors);
     if (best >= 0 && cycles >= least) continue;
@@ -266,6 +275,14 @@ constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, 
     least = cycles;
   }
   return best;
+}
+
+// The index of a tile of kTiles.
+constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, int64_t height,
+                            int64_t width, int chunks, int shortcut_chunks, int64_t features) {
+  const auto takes = [=](const Tile& tile) { return tile.activated == activated; };
+  return quickest_of(kTiles, takes, multiprocessors, batch, height, width, chunks, shortcut_chunks,
+                     features);
 }
 
 // The first pixel of a strip, without its halo. A strip past the last, and the samples past the

@@ -3,6 +3,7 @@
 
 #include "common/kernel_set.h"
 #include "conv3x3/dispatch.h"
+#include "conv3x3/hopper/phases.h"
 #include "conv3x3/hopper/tile.h"
 
 namespace jaxunet::cuda {
@@ -127,6 +128,65 @@ static_assert(samples_at_4x4(59, 2, 0, 520) == 8);
 // docs/cuda.md says so: one wave of tiles of one sample, then packed ones.
 static_assert(samples_at_4x4(33, 4, 0, 256) == 1 && samples_at_4x4(34, 4, 0, 256) == 4);
 static_assert(samples_at_4x4(256, 4, 0, 256) == 8);
+
+// By phases, a tap of a phase reads the pixels that `UpsampledConv3x3` says.
+template <class Traits>
+constexpr bool reads_taps() {
+  for (int tap = 0; tap < 16; ++tap) {
+    const int a = tap / 8, b = tap / 4 % 2, u = tap / 2 % 2, v = tap % 2;
+    const int phase_row = (a * Traits::kHaloColumns + b) * Traits::kSamples;
+    const int in_grid = Traits::kernel_tap(tap % 4);
+    const auto row = [](int down, int right) {
+      return (down * Traits::kHaloColumns + right) * Traits::kSamples;
+    };
+    if (Traits::tap_row(in_grid) + phase_row != row(u + a, v + b)) return false;
+    if (Traits::tap_row(8 - in_grid) - phase_row != row(2 - u - a, 2 - v - b)) return false;
+  }
+  return true;
+}
+static_assert(reads_taps<WithPhases<TileTraits<16, 64, 2, 2, true, false, 1>>>());
+static_assert(reads_taps<WithPhases<TileTraits<4, 64, 1, 2, true, false, 8>>>());
+
+constexpr UpsampledConv3x3 upsampled(Type type, int64_t height, int64_t features) {
+  UpsampledConv3x3 plan{};
+  plan.type = type;
+  plan.batch = 1;
+  plan.height = height;
+  plan.width = 4;
+  plan.channels = 64;
+  plan.features = features;
+  return plan;
+}
+static_assert(takes_upsampled(upsampled(Type::kBfloat16, 4, 128), true));
+static_assert(!takes_upsampled(upsampled(Type::kBfloat16, 4, 128), false));
+static_assert(!takes_upsampled(upsampled(Type::kFloat32, 4, 128), true));
+static_assert(!takes_upsampled(upsampled(Type::kBfloat16, 3, 128), true));
+static_assert(!takes_upsampled(upsampled(Type::kBfloat16, 4, 72), true));
+
+// The tiles by phases of the shapes of TILES in test_upsampled.py: those tests run them all.
+struct PhaseChoice {
+  bool flipped;
+  int tile;
+  int64_t batch, height, width, channels, features;
+};
+constexpr PhaseChoice kPhaseChoices[] = {
+    {false, 0, 17, 9, 13, 64, 64},  {false, 1, 3, 9, 13, 64, 192},  {false, 2, 1, 4, 4, 64, 64},
+    {false, 3, 17, 6, 7, 64, 128},  {false, 4, 17, 6, 7, 64, 256},  {false, 5, 37, 6, 7, 64, 192},
+    {false, 6, 7, 9, 13, 128, 192}, {false, 7, 9, 9, 13, 64, 256},  {false, 8, 67, 4, 4, 64, 128},
+    {false, 9, 17, 4, 4, 64, 128},  {true, 0, 67, 9, 13, 64, 64},   {true, 1, 17, 9, 13, 64, 128},
+    {true, 2, 1, 4, 4, 64, 64},     {true, 3, 67, 6, 7, 64, 128},   {true, 4, 67, 6, 7, 64, 256},
+    {true, 5, 59, 9, 13, 64, 192},  {true, 6, 17, 12, 20, 64, 192}, {true, 7, 59, 9, 13, 64, 256},
+    {true, 8, 259, 4, 4, 64, 256},  {true, 9, 67, 4, 4, 64, 128},
+};
+constexpr bool phase_choices_hold() {
+  for (const PhaseChoice& c : kPhaseChoices) {
+    if (quickest_phase_tile(132, c.flipped, c.batch, c.height, c.width, c.channels, c.features) !=
+        c.tile)
+      return false;
+  }
+  return true;
+}
+static_assert(phase_choices_hold());
 
 }  // namespace
 }  // namespace jaxunet::cuda

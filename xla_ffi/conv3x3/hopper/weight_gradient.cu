@@ -29,13 +29,6 @@ cudaError_t run(const Parameters& p, cudaStream_t stream) {
   return p.samples == kPackedSamples ? run<T, true>(p, stream) : run<T, false>(p, stream);
 }
 
-// Samples of a strip. Alone, images of at most four rows would leave half of a strip empty, 4 × 4
-// images three quarters.
-int samples_of_strip(const Conv3x3WeightGradient& plan) {
-  if (plan.height > kRows / kPairedSamples) return 1;
-  return kPackedStrip.fits(plan.height, plan.width) ? kPackedSamples : kPairedSamples;
-}
-
 // Projected chunks of a block, at most `max` and as even as they can be.
 int chunks_of_block(int64_t chunks, int max) {
   return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, ceil_div(chunks, max)));
@@ -55,7 +48,7 @@ WeightGradientTiling hopper_weight_gradient_tiling(const Conv3x3WeightGradient& 
   const int64_t chunks = chunks_of(plan.projected);
   WeightGradientTiling tiling{chunks_of(plan.x) * across,
                               ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
-  tiling.samples = samples_of_strip(plan);
+  tiling.samples = samples_of_strip(plan.height, plan.width);
   tiling.whole_tiles = plan.features % kChunk == 0;
   for (int i = 0; i < plan.x.count; ++i)
     tiling.whole_tiles = tiling.whole_tiles && plan.x.channels[i] % kChunk == 0;
@@ -73,7 +66,7 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,
                                    float* shortcut_partials, cudaStream_t stream) {
   const auto parameters = std::make_unique<Parameters>();
   Parameters& p = *parameters;
-  const int samples = samples_of_strip(plan);
+  const int samples = samples_of_strip(plan.height, plan.width);
   cudaError_t error = cudaSuccess;
   const auto image = [&](CUtensorMap* map, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;

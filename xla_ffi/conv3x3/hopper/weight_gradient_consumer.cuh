@@ -2,9 +2,9 @@
 // a shortcut projects.
 #pragma once
 
-#include "common/wgmma.cuh"
 #include "conv3x3/accumulator_tile.h"
 #include "conv3x3/hopper/weight_gradient_block.cuh"
+#include "conv3x3/hopper/weight_gradient_mainloop.cuh"
 
 namespace jaxunet::cuda::weight_gradient {
 
@@ -61,47 +61,6 @@ __device__ inline void epilogue(const Block& block, int tap_row, const float (&a
           p.partials +
               (static_cast<int64_t>(block.split) * 9 + 3 * tap_row + tap) * p.x.total * p.features);
   }
-}
-
-// A consumer of a block of the kernel's gradient: a row of taps.
-template <class Block>
-__device__ inline void consume(const Block& block, int tap_row) {
-  using T = typename Block::T;
-  const Parameters& p = block.p;
-  const int lane = threadIdx.x % 32;
-  float accumulator[96];
-#pragma unroll
-  for (int i = 0; i < 96; ++i) accumulator[i] = 0;
-  constexpr int kStepsOfSample = kRows / 2 / kPairedSamples;  // of 16 pixels, in one of two samples
-  // Bytes of the halo between two samples, the last row of one and the first of the other.
-  const int between = Block::kPacked || p.samples == 1 ? 0 : 2 * Block::kBelow;
-  int held = -1;  // the stage that the last wgmma read, not yet released
-  for (int i = 0; i < block.count; ++i) {
-    const int stage = i % kStages;
-    block.full[stage].wait(i / kStages % 2);
-    // A = dyᵀ, 64 features × pixels. B = x, pixels × three taps of 64 channels: from one tap to the
-    // next, a step of `leading` bytes leads to the pixel on the right.
-    const uint64_t left =
-        smem_descriptor(shared_address(block.dy + stage * kDyBytes), 8 * kRowBytes);
-    const uint64_t right =
-        smem_descriptor(shared_address(block.x + stage * Block::kXBytes) + tap_row * Block::kBelow,
-                        Block::kEight, Block::kRight);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kRows / 2; ++k) {  // 16 pixels
-      Wgmma<T, true, true, 192>::run(
-          accumulator, advance(left, 16 * kRowBytes * k),
-          advance(right, Block::kRowsOfStep * Block::kBelow * k + k / kStepsOfSample * between),
-          true);
-    }
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (held >= 0 && lane == 0) block.empty[held].arrive();
-    held = stage;
-  }
-  wgmma_wait<0>();
-  fence_accumulator(accumulator);
-  epilogue(block, tap_row, accumulator);
 }
 
 // A consumer of a block of the shortcut's gradient: kCount projected chunks, from the block's

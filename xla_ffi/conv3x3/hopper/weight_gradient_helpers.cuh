@@ -1,10 +1,11 @@
-// The helpers of hopper_weight_gradient_kernel: three warps that sum dy while the consumers
+// The helpers of the Hopper weight gradients: three warps that sum dy while the consumers
 // multiply. Eight threads read a pixel's 64 features, eight each, so 12 pixels are read at a time.
 // Where a sample's strips in this split end, the helpers add their sums through `scratch`.
 #pragma once
 
+#include "common/mbarrier.cuh"
 #include "common/types.cuh"
-#include "conv3x3/hopper/weight_gradient_block.cuh"
+#include "conv3x3/hopper/weight_gradient_share.cuh"
 
 namespace jaxunet::cuda::weight_gradient {
 
@@ -45,14 +46,14 @@ __device__ inline void add_dy(const Block& block, float (&totals)[8], const unsi
 template <class Block>
 __device__ inline void store_shift(const Block& block, const float (&totals)[8], int thread,
                                    int sample, int slot) {
-  const Parameters& p = block.p;
+  const auto& p = block.p;
 #pragma unroll
   for (int n = 0; n < 8; ++n) block.scratch[thread / 8 * kChunk + thread % 8 * 8 + n] = totals[n];
   named_barrier_sync(1, kHelpers);
   if (thread < kChunk && block.feature + thread < p.features) {
     const bool last = (sample + 1) * p.kernel.split_k.strips_of_sample <= block.first + block.count;
     const float* from = block.scratch + thread;
-    for (int n = 0; n < p.samples && sample * p.samples + n < p.shift.batch; ++n) {
+    for (int n = 0; n < p.samples && sample * p.samples + n < block.shift().batch; ++n) {
       float total = 0;
       if constexpr (Block::kPacked) {
 #pragma unroll
@@ -65,7 +66,7 @@ __device__ inline void store_shift(const Block& block, const float (&totals)[8],
           for (int i = 0; i < kHelperPixels / kPairedSamples; ++i, from += kChunk) total += *from;
         }
       }
-      p.shift.store(slot, last, sample * p.samples + n, block.feature + thread, total);
+      block.shift().store(slot, last, sample * p.samples + n, block.feature + thread, total);
     }
   }
   named_barrier_sync(1, kHelpers);
@@ -74,17 +75,16 @@ __device__ inline void store_shift(const Block& block, const float (&totals)[8],
 // A helper: walks over the strips of the block's split.
 template <class Block>
 __device__ inline void help(const Block& block) {
-  const Parameters& p = block.p;
+  const auto& p = block.p;
   const int thread = threadIdx.x % kWarpgroup - (kWarpgroup - kHelpers);
   float totals[8];
-  const unsigned char* pixels = block.chunks ? block.x : block.dy;
-  const int bytes = block.chunks ? block.stage_bytes() : kDyBytes,
-            stages = block.chunks ? block.stages() : kStages;
+  const unsigned char* pixels = block.first_dy();
+  const int bytes = block.bytes_to_next_dy(), stages = block.ring_stages();
   Strip at = block.strip_at(block.first);
   int of_sample = -1, turn = block.turn_of(at.sample);
   // The number of splits before this one that meet the sample (split_k.h): 0 after the first
   // sample.
-  int slot = block.split - (block.chunks ? p.shortcut : p.kernel).split_k.first_split(at.sample);
+  int slot = block.split - block.first_split(at.sample);
   for (int i = 0, stage = 0, phase = 0; i < block.count; ++i, block.step(at)) {
     if (at.sample != of_sample) {
       if (of_sample >= 0) {
@@ -97,7 +97,11 @@ __device__ inline void help(const Block& block) {
       of_sample = at.sample;
     }
     block.full[stage].wait(phase);
-    if (turn == block.x_block) add_dy(block, totals, pixels + stage * bytes, thread);
+    if (turn == block.x_block) {
+#pragma unroll
+      for (int box = 0; box < Block::kStageDyBytes; box += kDyBytes)
+        add_dy(block, totals, pixels + stage * bytes + box, thread);
+    }
     __syncwarp();
     if (thread % 32 == 0) block.empty[stage].arrive();
     if (++stage == stages) {

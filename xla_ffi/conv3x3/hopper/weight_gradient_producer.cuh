@@ -16,9 +16,9 @@ __device__ inline void produce(const Block& block) {
       kDyBytes;
   Strip at = block.strip_at(block.first);
   for (int i = 0; i < block.count; ++i, block.step(at)) {
-    const int stage = i % kStages;
+    const int stage = i % Block::kStages;
     const Strip from = block.for_tma(at);
-    block.empty[stage].wait(i / kStages % 2 ^ 1);  // at once the first time round
+    block.empty[stage].wait(i / Block::kStages % 2 ^ 1);  // at once the first time round
     block.full[stage].arrive_expect(bytes);
     load_strip<Block::kPacked>(block.dy + stage * kDyBytes, &p.dy, &block.full[stage],
                                block.feature, from, 0);

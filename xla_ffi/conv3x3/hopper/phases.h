@@ -1,0 +1,76 @@
+// Tiles of the Hopper convolution of upsampled images, by phases (plan.h).
+//
+// A strip holds pixels of the small images with a halo of one pixel, as ever. Tap (u, v) of phase
+// (a, b) reads the strip at tap (u + a, v + b) of the 3 × 3 taps; flipped, at tap (2 - u - a,
+// 2 - v - b). The kernel has 16 taps, four for each phase.
+//
+// The phases are four images of every second row and column of the large ones: four tensor maps.
+// Forward, these are the parts of y: the output channels count the features of the four phases one
+// after the other, and no tile has channels of two. Flipped, they are the parts of x, so K runs
+// over the phases.
+#pragma once
+
+#include "conv3x3/hopper/tile.h"
+
+namespace jaxunet::cuda {
+
+constexpr int kPhases = 4;
+
+constexpr Tile phase_tile(int rows, int features, int consumers, int taps, bool transposed,
+                          int samples) {
+  return {rows, features, consumers, taps, transposed, false, samples, false, false, true};
+}
+
+// clang-format off: one tile a line
+constexpr Tile kPhaseTiles[] = {
+    //        rows, features, consumers, taps, transposed, samples
+    phase_tile(16, 64, 2, 2, true, 1),
+    phase_tile(16, 64, 1, 2, true, 1),
+    phase_tile(8, 64, 1, 2, true, 1),
+    phase_tile(8, 128, 1, 1, false, 1),
+    phase_tile(8, 128, 2, 1, false, 1),
+    phase_tile(8, 192, 2, 1, false, 1),
+    phase_tile(8, 192, 1, 1, false, 1),
+    phase_tile(8, 256, 2, 1, false, 1),
+    phase_tile(4, 64, 1, 2, true, 8),
+    phase_tile(4, 64, 1, 2, true, 4),
+};
+// clang-format on
+constexpr int kPhaseTileCount = sizeof(kPhaseTiles) / sizeof(Tile);
+
+// The traits of a tile of kTiles, by phases.
+template <class Traits>
+struct WithPhases : Traits {
+  static_assert(!Traits::kActivated, "the activation comes before the upsampling");
+  static constexpr bool kPhases = true;
+  static constexpr Tile kTile = phase_tile(Traits::kRows, Traits::kFeatures, Traits::kConsumers,
+                                           Traits::kTaps, Traits::kTransposed, Traits::kSamples);
+  static constexpr int kKernelTaps = kTile.kernel_taps();
+  static_assert(kKernelTaps % Traits::kTaps == 0, "a stage has taps of one phase");
+  JAXUNET_HOST_DEVICE static constexpr int kernel_tap(int n) { return n / 2 * 3 + n % 2; }
+};
+
+// The work of one shape: `channels` and `features` as in UpsampledConv3x3.
+constexpr Schedule phase_schedule(const Tile& tile, bool flipped, int64_t batch, int64_t height,
+                                  int64_t width, int64_t channels, int64_t features) {
+  const int chunks = static_cast<int>(channels / kChunk);
+  return {tile,
+          batch,
+          height,
+          width,
+          flipped ? kPhases * chunks : chunks,
+          0,
+          flipped ? features : kPhases * features};
+}
+
+// The index of the tile of kPhaseTiles with the fewest estimated cycles.
+constexpr int quickest_phase_tile(int multiprocessors, bool flipped, int64_t batch, int64_t height,
+                                  int64_t width, int64_t channels, int64_t features) {
+  const auto takes = [=](const Tile& tile) { return flipped || features % tile.features == 0; };
+  const Schedule all =
+      phase_schedule(kPhaseTiles[0], flipped, batch, height, width, channels, features);
+  return quickest_of(kPhaseTiles, takes, multiprocessors, batch, height, width, all.chunks, 0,
+                     flipped ? features : kPhases * features);
+}
+
+}  // namespace jaxunet::cuda
