@@ -62,6 +62,21 @@ def conv3x3(
     return ops.conv3x3(image, kernel, shift, residual=added, shortcut=shortcut).value
 
 
+def upsample_conv3x3(
+    x: Images,
+    kernel: Float[Array, '3 3 channels features'],
+    shift: Features,
+    *,
+    backend: str = 'auto',
+) -> Float[Array, 'batch 2*height 2*width features']:
+    """conv3x3 of x with every pixel repeated in two rows and two columns.
+
+    Arguments and errors as `conv3x3`.
+    """
+    image, kernel, shift = _prepared(_activation(x), kernel, _rows(shift))
+    return _ops(backend, image).upsample_conv3x3(image, kernel, shift).value
+
+
 def norm_silu_conv3x3(
     x: Images,
     scale: Channels,

@@ -44,6 +44,7 @@ WEIGHTS = {
 }
 OPS: dict[str, tuple[tuple[str, ...], Callable[..., jax.Array]]] = {
     'conv3x3': (('x', 'kernel', 'rows'), kernels.conv3x3),
+    'upsample_conv3x3': (('x', 'kernel', 'rows'), kernels.upsample_conv3x3),
     'norm_silu_conv3x3': (
         ('x', 'part', 'scale', 'offset', 'wide', 'bias', 'residual', 'shortcut'),
         lambda x, part, *weights, backend: kernels.norm_silu_conv3x3(
