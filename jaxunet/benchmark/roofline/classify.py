@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 NAMES = (
     (re.compile(r'adamw|narrow|sum_of_squares'), UPDATE),
     # Sums of split weight gradients, and of dy over the pixels for a bias.
-    (re.compile(r'split_k_reduce|[a-z]_sums_kernel|group_norm_channel_sums'), REDUCTIONS),
+    (re.compile(r'split_k_reduce|fold_upsampled|[a-z]_sums_kernel|group_norm_channel_sums'), REDUCTIONS),  # noqa: E501
     (re.compile(r'attention_backward|flash_(backward|delta)|backward_(query|key)_'), ATTENTION_BACKWARD),  # noqa: E501
     (re.compile(r'attention_forward|flash_forward|cuda_forward_kernel'), ATTENTION_FORWARD),
     (re.compile(r'group_norm_((input_)?gradient|backward|sum|dx|parameters)'), NORM_BACKWARD),

@@ -11,6 +11,7 @@ element of the compute type has e bytes:
 | ... and a shortcut R to F | 2·P·R·F more | e·R·F more |
 | convolution input gradient | as forward, without residual | the same |
 | ... of the shortcut, a separate op | 2·P·R·F | e·(P·F + P·R + R·F) |
+| each of the three of an upsampled image, P those of dy | 2·4·P·C·F | e·(P·C/4 + P·F + 9·C·F) |
 | convolution weight gradient | as forward, with shortcut | e·(P·C + P·F + 9·C·F [+ P·R + R·F]) |
 | GroupNorm forward before a convolution | | e·P·C: x is read once, the convolution applies it |
 | GroupNorm forward alone | | 2·e·P·C: x is read, y is written |
@@ -19,6 +20,10 @@ element of the compute type has e bytes:
 | attention backward | 2.5 times forward | 8·e·N·T·h·d: qkv, result, dy, dqkv |
 | linear, C to F, each of three products | 2·P·C·F | e·(P·C + P·F + C·F) |
 | AdamW | | see `_update` |
+
+A convolution of an upsampled image needs four products of a pixel, not nine, as every 3×3 window
+meets 2×2 pixels of the small image. XLA has no such convolution, so its floor has nine and reads
+the upsampled image.
 
 n counts the gradients of the other readers of x, which the norm's backward pass adds: the residual
 or shortcut, and the skip connection. Attention's backward pass recomputes its weights
@@ -172,8 +177,10 @@ class _Recorder:
         return self._conv('conv3x3', x, kernel, residual, shortcut)
 
     def upsample_conv3x3(self, x: Activation, kernel: Array, shift: Array) -> Activation:
-        """Notes a convolution of an upsampled image."""
-        return self._conv('conv3x3', Activation.of(nearest(x.value)), kernel, None, None)
+        """Notes a convolution of an upsampled image, which XLA reads and kernels need not."""
+        if 'conv3x3' in self._xla:
+            return self._conv('conv3x3', Activation.of(nearest(x.value)), kernel, None, None)
+        return self._conv('conv3x3', x, kernel, None, None, by_phases=True)
 
     def norm_silu_conv3x3(
         self,
@@ -278,12 +285,17 @@ class _Recorder:
         kernel: Array,
         residual: Activation | None,
         shortcut: Array | None,
+        *,
+        by_phases: bool = False,
     ) -> Activation:
         image, (channels, features) = x.parts[0].shape[:3], kernel.shape[2:]
+        read_pixels, taps = math.prod(image), 9
+        if by_phases:
+            image, taps = (image[0], 2 * image[1], 2 * image[2]), 4
         pixels, level = math.prod(image), image[1:]
         added = 0 if residual is None else residual.channels
-        flops = 2 * 9 * pixels * channels * features
-        elements = pixels * (channels + features) + kernel.size
+        flops = 2 * taps * pixels * channels * features
+        elements = read_pixels * channels + pixels * features + kernel.size
         flops_1x1, elements_1x1 = 0, 0
         if shortcut is not None:
             flops_1x1 = 2 * pixels * shortcut.size
