@@ -1,7 +1,7 @@
 """Measurements of the convolutions.
 
-The plain op in three directions (forward, input gradient, weight gradient); the fused op forward
-and with all gradients.
+The plain op and that of upsampled images in three directions (forward, input gradient, weight
+gradient); the fused op forward and with all gradients.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import implementations
-from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
-from jaxunet.ops.references import Op
+from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, UPSAMPLED, Case
+from jaxunet.ops.references import XLA, Op, implementation
 from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 
@@ -29,7 +29,9 @@ def measurements(
 ) -> Iterator[Measurement]:
     """Yields all measurements at a batch size, on XLA and the backends that implement the op.
 
-    Plain convolutions are named by height, width and channels, fused ones after their case.
+    Plain convolutions are named by height, width and channels, fused ones after their case. FLOPs
+    of upsampled images are those of the plain convolution, though kernels may need fewer. A backend
+    without that op convolves the upsampled image.
     """
     shapes = dict.fromkeys(
         (case.height, case.width, case.channels, case.features) for case in CASES
@@ -38,16 +40,24 @@ def measurements(
         yield from _plain(
             Case(*shape[:2], (shape[2],), shape[3], norm=False), batch, dtype, backends
         )
+    for case in UPSAMPLED:
+        yield from _plain(case, batch, dtype, backends, 'upsample_conv3x3', scale=2)
     for case in dict.fromkeys(case for case in CASES if case.norm):
         yield from _fused(case, batch, dtype, backends)
 
 
 def _plain(
-    case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]
+    case: Case,
+    batch: int,
+    dtype: DTypeLike,
+    backends: Sequence[Backend],
+    name: str = 'conv3x3',
+    scale: int = 1,
 ) -> Iterator[Measurement]:
     array = jax.ShapeDtypeStruct
     image = batch, case.height, case.width
-    x, dy = array((*image, case.channels), dtype), array((*image, case.features), dtype)
+    x = array((*image, case.channels), dtype)
+    dy = array((batch, scale * case.height, scale * case.width, case.features), dtype)
     kernel, shift = (
         array((3, 3, case.channels, case.features), dtype),
         array((1, case.features), jnp.float32),
@@ -68,7 +78,11 @@ def _plain(
             ](i['dy'])[0],
         )
 
-    sides = {name: side(op) for name, op in implementations('conv3x3', backends).items()}
+    ops = {'xla': getattr(XLA, name)} | {
+        backend.name: implementation(name, backend.ops) for backend in backends
+    }
+    sides = {owner: side(op) for owner, op in ops.items()}
+    flops = scale**2 * case.flops(batch)
     directions: dict[str, Arrays] = {
         'forward': {'x': x, 'kernel': kernel, 'shift': shift},
         'input_gradient': {'dy': dy, 'kernel': kernel},
@@ -77,8 +91,8 @@ def _plain(
     for index, (direction, inputs) in enumerate(directions.items()):
         if direction == 'input_gradient' and case.channels == IMAGE_CHANNELS:
             continue  # training needs no gradient of the images
-        each = {name: functions[index] for name, functions in sides.items()}
-        yield Measurement('conv3x3', case.name, direction, batch, each, inputs, case.flops(batch))
+        each = {owner: functions[index] for owner, functions in sides.items()}
+        yield Measurement(name, case.name, direction, batch, each, inputs, flops)
 
 
 def _fused(

@@ -106,6 +106,14 @@ CIFAR10 = (
     _first(4, (256,), 256),
     _second(4, 256, (256, 256)),
 )
+# What configs/cifar10.py upsamples, and configs/elephants64.py with `conv_resample`: small images.
+UPSAMPLED = (
+    Case(4, 4, (256,), 256, norm=False),
+    Case(8, 8, (256,), 256, norm=False),
+    Case(16, 16, (256,), 256, norm=False),
+    Case(16, 16, (192,), 192, norm=False),
+    Case(32, 32, (128,), 128, norm=False),
+)
 AWKWARD = (
     Case(8, 8, (1,), 32, norm=False, batch=5),
     Case(16, 8, (64,), 64, (64,), batch=1, per_sample=True),
