@@ -48,6 +48,10 @@ OPS = {
         'or side_by_side or (every_case and (64x64_64to3 or 64x64_3to64)) '
         'or (through_the_norm and not identical and (not every_tile or 33x35))',
     ),
+    'cuda upsample_conv3x3': Op(
+        'xla_ffi/conv3x3/test_upsampled.py',
+        'by_phases or other_calls or (every_tile and (b1- or b2- or b3- or b5-))',
+    ),
     'cuda group_norm': Op(
         'xla_ffi/group_norm/parity_test.py',
         'awkward or (other_readers and not every_kernel) or statistics or in_registers '
