@@ -13,6 +13,8 @@
 // the nine taps, a shortcut alone computes a linear layer. The input gradient is the same
 // convolution with the kernel flipped (kFlipped).
 //
+// By phases (phases.h), it convolves an upsampled image: four taps a chunk instead of nine.
+//
 // The grid is persistent: block b computes the output tiles b, b + gridDim.x, ... One output tile
 // is one strip for each consumer × `features` output channels.
 //
