@@ -11,6 +11,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.dropout import Dropout, drop
 from jaxunet.runtime import device
 from jaxunet.runtime.plugins import Backend
 from pallas_kernels import jax_modules
@@ -27,11 +28,13 @@ def group_norm(
     groups: int = 32,
     eps: float = 1e-5,
     silu: bool = False,
+    dropout: Dropout | None = None,
 ) -> Float[Array, 'batch height width channels']:
-    """GroupNorm [+ SiLU]; see `jaxunet.ops.group_norm.reference.group_norm`."""
-    return group_norm_kernels.group_norm(
+    """GroupNorm [+ SiLU] [+ dropout]; see `jaxunet.ops.group_norm.reference.group_norm`."""
+    y = group_norm_kernels.group_norm(
         x, scale, offset, groups=groups, eps=eps, silu=silu, interpret=device.interpreted()
     )
+    return y if dropout is None else drop(y, dropout)
 
 
 def attention(
@@ -58,7 +61,7 @@ def incomplete() -> str | None:
 BACKEND = Backend(
     name='pallas',
     title='Pallas kernels',
-    api=1,
+    api=2,
     ops={
         'conv3x3': conv3x3,
         'norm_silu_conv3x3': norm_silu_conv3x3,

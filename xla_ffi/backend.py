@@ -16,7 +16,7 @@ from xla_ffi.linear.vjp import linear
 BACKEND = Backend(
     name='cuda',
     title='CUDA kernels',
-    api=1,
+    api=2,
     ops={
         'conv3x3': conv3x3,
         'upsample_conv3x3': upsample_conv3x3,

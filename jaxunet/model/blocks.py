@@ -19,7 +19,7 @@ from flax.errors import ScopeParamShapeError
 from jaxtyping import Array, Float, UInt32
 
 from jaxunet.config import ModelConfig
-from jaxunet.model.dropout import dropout
+from jaxunet.model.dropout import block_dropout
 from jaxunet.model.initializers import INITIALIZERS
 from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.conv3x3.upsampling import nearest
@@ -200,8 +200,10 @@ class ResBlock(Block):
             shortcut, bias = self.kernel('shortcut', channels, features)
             shift_2 = shift_2 + bias
         if dropout_seeds is not None:
-            active = self.ops.group_norm(h, scale_2, offset_2, silu=True, **self.norm)
-            active = dropout(active, dropout_seeds, self.model.dropout, self.path)
+            dropout = block_dropout(dropout_seeds, self.model.dropout, self.path)
+            active = self.ops.group_norm(
+                h, scale_2, offset_2, silu=True, dropout=dropout, **self.norm
+            )
             y = self.ops.conv3x3(
                 Activation.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut
             )

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Rule, Tree, check_scalars, gradient_leaves, state_leaves
 from jaxunet.ops.backends import choose, fused_update, load_ops
+from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.transformations import vary, varying_axes
 from jaxunet.ops.vocabulary import Ops
 
@@ -119,22 +120,24 @@ def group_norm(
     groups: int = 32,
     eps: float = 1e-5,
     silu: bool = False,
+    dropout: Dropout | None = None,
     backend: str = 'auto',
 ) -> Float[Array, 'batch height width channels']:
-    """norm(x) · scale + offset, then SiLU if `silu`.
+    """norm(x) · scale + offset, then SiLU if `silu`, then dropout.
 
     Args:
       scale, offset: (channels,), or (batch, channels) for a scale-shift norm.
       groups: divides the channels.
       eps: added to the variance.
+      dropout: its seeds are two random words per sample, uint32; None = no dropout.
 
     Raises:
       ValueError: as `conv3x3`, or `groups` does not divide the channels.
       UserError: this machine does not run the backend.
     """
-    image, scale, offset = _prepared(_activation(x), _rows(scale), _rows(offset))
+    image, scale, offset, dropout = _prepared(_activation(x), _rows(scale), _rows(offset), dropout)
     ops = _ops(backend, image)
-    return ops.group_norm(image, scale, offset, groups=groups, eps=eps, silu=silu)
+    return ops.group_norm(image, scale, offset, groups=groups, eps=eps, silu=silu, dropout=dropout)
 
 
 def attention(
@@ -272,7 +275,7 @@ def _prepared(*operands: Any) -> list[Any]:
     So the gradients of weights that are the same on all devices are summed over the devices.
     """
     # Not `jax.tree.map`: the parameters of Flax's nnx are trees themselves.
-    kept = (Activation, type(None))
+    kept = (Activation, Dropout, type(None))
     arrays = [x if isinstance(x, kept) else jnp.asarray(x) for x in operands]
     return vary(arrays, varying_axes(arrays))
 

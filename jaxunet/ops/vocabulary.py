@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import AdamW, Tree
+from jaxunet.ops.dropout import Dropout
 
 Result = TypeVar('Result')
 MAX_COPIES = 2  # other readers of x that a residual block has: its shortcut and a skip connection
@@ -102,7 +103,7 @@ class NormSiluConv3x3AndInput(Protocol):
 
 
 class GroupNorm(Protocol):
-    """GroupNorm [+ SiLU]. Returns one array, because its readers take arrays.
+    """GroupNorm [+ SiLU] [+ dropout]. Returns one array, because its readers take arrays.
 
     See `jaxunet.ops.group_norm.reference.group_norm`.
     """
@@ -116,6 +117,7 @@ class GroupNorm(Protocol):
         groups: int = 32,
         eps: float = 1e-5,
         silu: bool = False,
+        dropout: Dropout | None = None,
     ) -> Float[Array, 'batch height width channels']: ...
 
 

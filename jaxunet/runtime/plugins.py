@@ -17,7 +17,7 @@ from typing import Any
 from jaxunet.runtime.errors import UserError
 
 BACKEND_GROUP = 'jaxunet.backends'
-API = 1  # incremented whenever a signature in `jaxunet.ops.vocabulary` changes
+API = 2  # incremented whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
 def _nothing() -> None:

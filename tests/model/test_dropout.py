@@ -7,13 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxunet.model.dropout import dropout, dropout_seeds
+from jaxunet.model.dropout import block_dropout, dropout_seeds
+from jaxunet.ops.dropout import Dropout, drop
 
 SAMPLES, SHAPE = 64, (32, 32, 16)
 
 
 def seeds(number=0, samples=SAMPLES):
     return dropout_seeds(jax.random.split(jax.random.key(number), samples))
+
+
+def dropout(x, given, rate, path):
+    return drop(x, block_dropout(given, rate, path))
 
 
 def dropped(given, rate, name='down_0_res_0', shape=SHAPE):
@@ -102,3 +107,16 @@ def test_rate_zero_drops_nothing_and_the_largest_rate_almost_all():
     x = jnp.ones((2, 64, 64))
     np.testing.assert_array_equal(dropout(x, seeds(samples=2), 0.0, ('a',)), x)
     assert dropped(seeds(samples=2), 1 - 2**-40, shape=(64, 64)).mean() > 0.999
+
+
+def test_wrong_seeds_and_rates_are_errors():
+    x = jnp.ones((4, 2, 2, 8))
+    for words, found in (
+        (seeds(samples=3), r'uint32\[3, 2\]'),
+        (jnp.ones((4, 2)), r'float32\[4, 2\]'),
+    ):
+        with pytest.raises(ValueError, match=rf'seeds: {found}; expected uint32\[4, 2\]'):
+            drop(x, Dropout(words, 0.1))
+    for rate in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=f'rate: expected at least 0 .*, found {rate}'):
+            drop(x, Dropout(seeds(samples=4), rate))

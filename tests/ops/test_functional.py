@@ -16,6 +16,7 @@ from jaxunet.ops import backends as seam
 from jaxunet.ops import functional as kernels
 from jaxunet.ops.adamw.operands import Tree
 from jaxunet.ops.backends import fused_update
+from jaxunet.ops.dropout import Dropout
 from jaxunet.runtime.device import Target, use
 from jaxunet.runtime.errors import UserError
 
@@ -32,6 +33,7 @@ BATCHED = {
     'tokens': TOKENS,
     'rows': (8, 8),
     'short': (8, 3, 8),
+    'seeds': (8, 2),
 }
 WEIGHTS = {
     'kernel': (3, 3, 8, 8),
@@ -42,6 +44,16 @@ WEIGHTS = {
     'shortcut': (8, 8),
     'matrix': (24, 8),
 }
+
+
+def dropped(x: jax.Array, rows: jax.Array, bias: jax.Array, seeds: jax.Array, *, backend: str):
+    """GroupNorm with dropout, whose seeds are the bits of floating-point numbers."""
+    words = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(seeds), jnp.uint32)
+    return kernels.group_norm(
+        x, rows, bias, groups=2, silu=True, dropout=Dropout(words, 0.25), backend=backend
+    )
+
+
 OPS: dict[str, tuple[tuple[str, ...], Callable[..., jax.Array]]] = {
     'conv3x3': (('x', 'kernel', 'rows'), kernels.conv3x3),
     'upsample_conv3x3': (('x', 'kernel', 'rows'), kernels.upsample_conv3x3),
@@ -60,6 +72,7 @@ OPS: dict[str, tuple[tuple[str, ...], Callable[..., jax.Array]]] = {
         ('x', 'rows', 'bias'),
         lambda *a, backend: kernels.group_norm(*a, groups=2, silu=True, backend=backend),
     ),
+    'group_norm with dropout': (('x', 'rows', 'bias', 'seeds'), dropped),
     'attention': (
         ('tokens',),
         lambda qkv, backend: kernels.attention(qkv, num_heads=2, backend=backend),

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.dropout import Dropout, drop
 from jaxunet.ops.group_norm.operands import check_kernel_operands
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
@@ -47,8 +48,9 @@ def group_norm(
     groups: int = 32,
     eps: float = 1e-5,
     silu: bool = False,
+    dropout: Dropout | None = None,
 ) -> Float[Array, 'batch height width channels']:
-    """act(norm(x) · scale + offset), act = SiLU or identity.
+    """act(norm(x) · scale + offset), act = SiLU or identity, then dropout.
 
     See `jaxunet.ops.group_norm.reference.group_norm`. Wu & He 2018, arXiv 1803.08494.
 
@@ -57,7 +59,8 @@ def group_norm(
         `groups`.
     """
     check_kernel_operands(x, scale, offset, groups)
-    return _group_norm(x, scale, offset, groups, eps, silu, 0)[0]
+    y = _group_norm(x, scale, offset, groups, eps, silu, 0)[0]
+    return y if dropout is None else drop(y, dropout)
 
 
 def group_norm_and_input(

@@ -52,6 +52,7 @@ from jaxunet.model.encoder import TIME_EMBEDDING
 from jaxunet.model.unet import Params
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.upsampling import nearest
+from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.vocabulary import Ops, WithInput
 
 KINDS = (
@@ -227,8 +228,9 @@ class _Recorder:
         groups: int = 32,
         eps: float = 1e-5,
         silu: bool = False,
+        dropout: Dropout | None = None,
     ) -> Array:
-        """Notes a norm."""
+        """Notes a norm. Dropout inside of it adds no bytes."""
         return self._norm('group_norm', x, written=True, copies=0)
 
     def group_norm_and_input(

@@ -1,4 +1,4 @@
-"""GroupNorm, optionally followed by SiLU, in plain JAX: the reference and the xla backend.
+"""GroupNorm, optionally followed by SiLU and dropout, in plain JAX: the reference, and backend xla.
 
 Wu & He 2018, arXiv 1803.08494. Statistics are computed per channel and then combined into groups,
 because a group may span several parts of an activation.
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation, at_least_float32
+from jaxunet.ops.dropout import Dropout, drop
 from jaxunet.ops.group_norm.operands import check_operands, group_size
 
 
@@ -72,14 +73,16 @@ def group_norm(
     groups: int = 32,
     eps: float = 1e-5,
     silu: bool = False,
+    dropout: Dropout | None = None,
 ) -> Float[Array, 'batch height width channels']:
-    """act(norm(x) · scale + offset), act = SiLU or identity.
+    """act(norm(x) · scale + offset), act = SiLU or identity, then dropout.
 
     Statistics and arithmetic are in at least float32; the result has x's dtype.
 
     Args:
       scale, offset: one row for all samples, or one per sample (a scale-shift norm).
       eps: added to the variance.
+      dropout: of the result, once it has x's dtype; None = no dropout.
 
     Raises:
       ValueError: shapes or types do not fit, or `groups` does not divide the channels.
@@ -90,4 +93,5 @@ def group_norm(
     a, b = group_affine(moments, scale, offset, groups=groups, eps=eps)
     value = x.value
     y = value.astype(a.dtype) * a[:, None, None, :] + b[:, None, None, :]
-    return (jax.nn.silu(y) if silu else y).astype(value.dtype)
+    y = (jax.nn.silu(y) if silu else y).astype(value.dtype)
+    return y if dropout is None else drop(y, dropout)

@@ -1,0 +1,102 @@
+"""Dropout whose random numbers cost little: a hash of each element's position.
+
+JAX's generator would take more arithmetic per element than the layers around it. Here each sample
+has two words, which are mixed with the positions of its elements. This is integer arithmetic, so
+all backends drop the same elements: those whose op has dropout in its kernels, such as GroupNorm's
+of the cuda backend, and those that call `drop` on its result.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt32
+
+
+@jax.tree_util.register_pytree_node_class
+class Dropout(NamedTuple):
+    """Says which elements of an array are dropped.
+
+    What a sample loses depends on its own seeds alone, so the result does not depend on how a batch
+    is split over devices.
+
+    Fields:
+      seeds: two words per sample; other words drop other elements.
+      rate: the probability that an element is dropped, below 1; exact to 2⁻³².
+    """
+
+    seeds: UInt32[Array, 'batch 2']
+    rate: float
+
+    def tree_flatten(self) -> tuple[tuple[Any], float]:
+        """Returns the seeds alone as a leaf: the rate is a constant of the program."""
+        return (self.seeds,), self.rate
+
+    @classmethod
+    def tree_unflatten(cls, rate: float, leaves: tuple[Any]) -> Dropout:
+        """Returns the dropout of a leaf, which may be one of JAX's placeholders."""
+        return cls(*leaves, rate)
+
+    @property
+    def threshold(self) -> int:
+        """An element whose hash is below this number is dropped."""
+        return min(round(self.rate * 2**32), 2**32 - 1)
+
+    def factor(self, dtype: DTypeLike) -> np.ndarray:
+        """The number that scales the other elements, 1 / (1 - rate), in their type."""
+        return np.asarray(1 / (1 - self.rate), dtype)
+
+
+def drop(x: Float[Array, 'batch *rest'], dropout: Dropout) -> Float[Array, 'batch *rest']:
+    """Zeroes the dropped elements and scales the rest.
+
+    Raises:
+      ValueError: as `check_dropout`.
+    """
+    check_dropout(dropout, x.shape[0])
+    words = _words(dropout.seeds, x.shape[1:])
+    dropped = words < jnp.uint32(dropout.threshold)
+    return jnp.where(dropped, jnp.zeros((), x.dtype), x * dropout.factor(x.dtype))
+
+
+def check_dropout(dropout: Dropout, batch: int) -> None:
+    """Checks the operands of a dropout of so many samples.
+
+    Raises:
+      ValueError: the seeds have another shape or type, or the rate is not one.
+    """
+    seeds, expected = dropout.seeds, (batch, 2)
+    if seeds.shape != expected or seeds.dtype != jnp.uint32:
+        raise ValueError(
+            f'dropout: seeds: {seeds.dtype}{list(seeds.shape)}; expected uint32{list(expected)}'
+        )
+    if not 0 <= dropout.rate < 1:
+        raise ValueError(
+            f'dropout: rate: expected at least 0 and less than 1, found {dropout.rate}'
+        )
+
+
+def _words(
+    seeds: UInt32[Array, 'batch 2'], shape: tuple[int, ...]
+) -> UInt32[Array, 'batch *shape']:
+    """Returns 32 random bits for every element of each sample, of this shape."""
+    ones = (1,) * len(shape)
+    first, second = (seeds[:, i].reshape(-1, *ones) for i in range(2))
+    position = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(1, *shape)
+    return _mix(_mix(position ^ first) + second)
+
+
+def _mix(word: UInt32[Array, '*shape']) -> UInt32[Array, '*shape']:
+    """Mixes each word: every bit of the result depends on all bits of the word.
+
+    This is the finalizer of MurmurHash3, which maps 32 bits to 32 bits one to one (Appleby,
+    https://github.com/aappleby/smhasher).
+    """
+    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)
