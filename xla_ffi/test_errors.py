@@ -245,3 +245,28 @@ def test_a_normalisation_says_which_gradient_does_not_fit(added, operands, messa
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ('channels', 'changed', 'message'),
+    [
+        ([16], {'silu': False}, 'dropout needs silu = true'),
+        ([8, 8], {}, 'one part whose pixels are multiples of 16 bytes, found 2 parts'),
+        ([6], {'groups': np.int64(2)}, 'found 1 parts and pixels of 24 bytes'),
+        ([16], {'threshold': np.int64(2**32)}, 'threshold: expected 0 to 4294967295'),
+    ],
+)
+def test_a_normalisation_says_why_it_has_no_dropout(channels, changed, message):
+    images = [((2, 3, 4, size), jnp.float32) for size in channels]
+    total = sum(channels)
+    row, rows = ((1, total), jnp.float32), ((2, total), jnp.float32)
+    attributes = {'parts': np.int64(len(channels)), 'groups': np.int64(4), 'eps': np.float32(1)}
+    attributes |= {'silu': True, 'threshold': np.int64(9), 'factor': np.float32(1)}
+    call = Call(
+        'jaxunet_group_norm_dropout_forward',
+        [*images, row, row, ((2, 2), jnp.uint32)],
+        [((2, 3, 4, total), jnp.float32), rows, rows],
+        attributes | changed,
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call()

@@ -101,16 +101,39 @@ def test_what_is_left_to_xla() -> None:
     assert len(re.findall(rf'stablehlo.add .*: tensor<{BATCH}x\d+x\d+x\d+xbf16>', text)) == halved
 
 
-def test_a_small_unet_is_that_of_xla() -> None:
+def test_dropout_is_inside_of_the_norms() -> None:
+    """Counts the launches of configs/cifar10.py: one each way for each block."""
+    resolved = config.resolve(runpy.run_path(str(CONFIG.with_name('cifar10.py')))['get_config']())
+    model = build_unet(resolved, ops_of('cuda'))
+    x, t = (
+        jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'),
+        jax.ShapeDtypeStruct((BATCH,), 'int32'),
+    )
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), BATCH))
+    parameters = jax.eval_shape(lambda *a: model.init(jax.random.key(0), *a)['params'], x, t)
+    blocks = sum('conv_1' in block for block in parameters.values())
+    assert blocks == 22
+
+    def loss(p: Params, x: jax.Array, t: jax.Array, keys: jax.Array) -> jax.Array:
+        return jnp.sum(model.predict(p, x, t, None, keys))
+
+    kernels = kernel_names.count(jax.jit(jax.grad(loss)).lower(parameters, x, t, keys))
+    for direction in ('forward', 'gradient'):
+        assert kernels[f'jaxunet_group_norm_dropout_{direction}'] == blocks
+
+
+@pytest.mark.parametrize('rate', [0.0, 0.2])
+def test_a_small_unet_is_that_of_xla(rate: float) -> None:
     """Prediction and gradients in float32, on the CPU handlers: with shortcuts, and with attention
-    whose last layer is not zero.
+    whose last layer is not zero. With dropout, both drop the same elements.
     """
     small = {'channel_mult': (1, 2), 'attention_resolutions': (8, 4), 'zero_init': False}
-    resolved = tiny_config(model=small)
+    resolved = tiny_config(model=small | {'dropout': rate})
     cpu = jax.local_devices(backend='cpu')[0]
     with jax.default_device(cpu):
         x = jax.random.normal(jax.random.key(1), (2, *resolved.image_shape))
         t, labels = jnp.array([3, 30]), jnp.array([1, 2])
+        keys = jax.random.split(jax.random.key(2))
         parameters = jax.jit(build_unet(resolved, XLA).init)(jax.random.key(0), x, t, labels)[
             'params'
         ]
@@ -120,7 +143,7 @@ def test_a_small_unet_is_that_of_xla() -> None:
         def pull(ops: Ops) -> tuple[jax.Array, Params]:
             model = build_unet(resolved, ops)
             return jax.jit(
-                jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels))))
+                jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels, keys))))
             )(parameters)
 
         value, gradients = pull(ops_of('cuda'))

@@ -100,7 +100,7 @@ HLO = '\n'.join(
         ffi('c.2', X, '%x, %x', 'conv3x3', FORWARDS, flipped='false'),
         ffi('c.3', SMALL, '%small', 'linear', FORWARDS, residual='false'),
         ffi('c.4', SMALL, '%small', 'conv3x3', BACKWARDS, flipped='true'),
-        ffi('c.5', SMALL, '%small', 'group_norm_gradient', BACKWARDS),
+        ffi('c.5', SMALL, '%small', 'group_norm_dropout_gradient', BACKWARDS),
         ffi('c.6', 'bf16[3,3,16,16]{3,2,1,0}', '%x, %x', 'conv3x3_weight_gradient', BACKWARDS),
         ffi('c.7', 'bf16[32,32]{1,0}', '%small', 'linear_weight_gradient', BACKWARDS),
         ffi('c.8', 'f32[10]{0}', '%f', 'adamw', 'optimizer'),

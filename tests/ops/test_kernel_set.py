@@ -18,6 +18,7 @@ from jaxunet.benchmark import choose
 from jaxunet.ops import backends, choices
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.dropout import Dropout
 from jaxunet.runtime import compiled_cache, device, rows
 from jaxunet.runtime.device import VARIABLE, Target, use
 from jaxunet.runtime.errors import UserError
@@ -38,6 +39,8 @@ def network(x, kernel, row):
     image = Activation.of(x)
     image = OPS.conv3x3(image, kernel, row, residual=image, shortcut=kernel[0, 0])
     image = OPS.norm_silu_conv3x3(image, row, row, kernel, row, groups=4)
+    dropout = Dropout(jnp.zeros((1, 2), jnp.uint32), 0.1)
+    image = Activation.of(OPS.group_norm(image, row, row, groups=4, silu=True, dropout=dropout))
     y = OPS.linear(OPS.group_norm(image, row, row, groups=4), kernel[0, 0], row)
     tokens = OPS.attention(jnp.concatenate([y.reshape(1, -1, 16)[:, :8]] * 3, axis=2), num_heads=2)
     return jnp.sum(tokens.astype(jnp.float32)) + jnp.sum(y.astype(jnp.float32))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.group_norm.cases import Case
 from support.parity import draw
 
@@ -19,6 +23,18 @@ def inputs(case: Case, dtype: str, batch: int):
         'scale': (draw(affine, 'float32', offset=1.0), 'float32'),
         'offset': (draw(affine, 'float32'), 'float32'),
     }
+
+
+@functools.cache
+def with_dropout(group_norm, rate: float):
+    """Returns the op with dropout from fixed seeds, the same for every backend and type."""
+
+    def call(x: Activation, *affine, **options):
+        words = np.random.default_rng(0).integers(2**32, size=(x.parts[0].shape[0], 2))
+        dropout = Dropout(jnp.asarray(words.astype(np.uint32)), rate)
+        return group_norm(x, *affine, dropout=dropout, **options)
+
+    return call
 
 
 @functools.cache  # so that equal references are known to be equal

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -32,6 +34,8 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_group_norm_statistics',
     'jaxunet_group_norm_gradient',
     'jaxunet_group_norm_input_gradient',
+    'jaxunet_group_norm_dropout_forward',
+    'jaxunet_group_norm_dropout_gradient',
     'jaxunet_sum_of_squares',
     'jaxunet_adamw',
     'jaxunet_narrow',
@@ -229,11 +233,13 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
     def norm_statistics() -> Call:
         return norm('group_norm_statistics', [], {})
 
-    def gradient() -> Call:
+    def gradient(alone: bool = False) -> Call:
+        """`alone`: without act(z), and without further gradients."""
         flags, added = (
             {name: draw.random() < 0.5 for name in ('silu', 'activation', 'samples')},
-            draw.randint(0, 2),
+            0 if alone else draw.randint(0, 2),
         )
+        flags['activation'] &= not alone
         attributes = {
             'parts': np.int64(len(parts)),
             'groups': np.int64(channels),
@@ -259,6 +265,26 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         at = len(parts) + 5  # behind x, dz and the affine rows
         operands = [*call.operands[:at], sums, *call.operands[at:]]
         return Call('group_norm_input_gradient', operands, results, call.attributes)
+
+    def with_dropout(call: Callable[[], Call]) -> Call:
+        """A call with SiLU and one part, whose channels fill vectors of 16 bytes."""
+        nonlocal parts, channels
+        channels = draw.randint(1, 3) * 16 // jnp.dtype(kind).itemsize
+        parts = [channels]
+        whole = call()
+        rates = {'silu': True, 'threshold': np.int64(2**32 - 1), 'factor': np.float32(1.5)}
+        return Call(
+            whole.target.replace('norm', 'norm_dropout'),
+            [*whole.operands, ((batch, 2), jnp.uint32)],
+            whole.results,
+            whole.attributes | rates,
+        )
+
+    def dropout_forward() -> Call:
+        return with_dropout(norm_forward)
+
+    def dropout_gradient() -> Call:
+        return with_dropout(functools.partial(gradient, alone=True))
 
     def tensors() -> list[Shape]:
         return [
@@ -319,6 +345,8 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         norm_statistics,
         gradient,
         input_gradient,
+        dropout_forward,
+        dropout_gradient,
         sums,
         adamw,
         narrow,

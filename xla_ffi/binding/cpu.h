@@ -51,8 +51,10 @@ void conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan, Pool
 void linear(const Conv3x3& plan, Pool& pool);
 void linear_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
 void norm_forward(const NormForward& plan, Pool& pool);
+void norm_dropout_forward(const NormForward& plan, Pool& pool);
 void norm_statistics(const NormStatistics& plan, Pool& pool);
 void norm_gradient(const NormGradient& plan, Pool& pool);
+void norm_dropout_gradient(const NormGradient& plan, Pool& pool);
 void norm_input_gradient(const NormGradient& plan, Pool& pool);
 
 }  // namespace jaxunet::cpu

@@ -48,8 +48,10 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_linear, linear)                                                       \
   ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)                       \
   ENTRY(jaxunet_group_norm_forward, norm_forward)                                     \
+  ENTRY(jaxunet_group_norm_dropout_forward, norm_dropout_forward)                     \
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)                               \
   ENTRY(jaxunet_group_norm_gradient, norm_gradient)                                   \
+  ENTRY(jaxunet_group_norm_dropout_gradient, norm_dropout_gradient)                   \
   ENTRY(jaxunet_group_norm_input_gradient, norm_input_gradient)
 
 // A handler as jax.ffi.register_ffi_target takes it.

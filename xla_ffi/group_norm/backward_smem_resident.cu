@@ -18,6 +18,7 @@
 //   first those of dz, then those of dz * value); the cluster (distributed shared memory); the
 //   group.
 // - Epilogue: dx, from the last chunk backwards. Chunks that left shared memory are copied again.
+// With kDrops, dy goes through dropout whenever it is read (StagedDropout).
 //
 //     global memory           shared memory                     registers
 //
@@ -86,16 +87,6 @@ __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const 
     for (int j = 0; j < V; ++j) active[j] = norm.at(value, j);
   }
 }
-
-// The rows of one channel of the sample.
-struct ChannelRows {
-  float scale, offset, mean, inverse;
-  __device__ ChannelRows(const GradientOperands& operands, int sample, int channel)
-      : scale(*channel_entry(operands.scale, sample, channel)),
-        offset(*channel_entry(operands.offset, sample, channel)),
-        mean(*channel_entry(operands.mean, sample, channel)),
-        inverse(*channel_entry(operands.inverse, sample, channel)) {}
-};
 
 // Writes the coefficients of the block's channel c, scaled, to scratch memory.
 template <class T>
@@ -218,9 +209,9 @@ __device__ void finish_groups(const Backward& g, const BackwardScratch& scratch,
 }
 
 // kAdded: tensors that are added to dx. kKeep: tiling.keep as a constant, so that the loops have
-// the code and registers of one case only. One long function, because its phases share addresses
-// and registers.
-template <class T, int V, int kAdded, bool kKeep>
+// the code and registers of one case only. kDrops: dy goes through dropout first; silu, and no
+// act(z) is written. One long function, because its phases share addresses and registers.
+template <class T, int V, int kAdded, bool kKeep, bool kDrops = false>
 __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constant__ Backward g) {
   const BackwardTiling& tiling = g.tiling;
   const int block_channels = tiling.vectors * V,
@@ -230,6 +221,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   const Place place(tiling, tile, g.operands.x, sample);
   const Staged<T, V> staged(tiling);
   const BackwardScratch scratch(block_channels, dynamic_smem() + tiling.stage_bytes);
+  const StagedDropout<T, V, kKeep, kDrops> dropout(g, tile);
 
   // Prologue. The coefficients of the first channels are requested before the copies.
   ChannelRows rows(g.operands, sample,
@@ -263,6 +255,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
     load_floats(scratch.shift + tile.local, norm.shift);
     if constexpr (kUsesPivot<T>) load_floats(scratch.mean + tile.local, norm.mean);
   }
+  dropout.prepare(staged, tile.steps);
 
   // The place that the epilogue writes, and the tensors that it adds there, loaded a step ahead.
   T* dx = reinterpret_cast<T*>(g.operands.dx.data[place.part]) + place.first +
@@ -292,13 +285,14 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         float value[V], dz[V], active[V];
+        const uint32_t dropped = dropout.bits(staged, slot, chunk * tiling.chunk_steps + i);
         unpack(*slot, value);
-        unpack(slot[staged.dy], dz);
+        dropout.read(staged, slot, dropped, dz);
         norm.centre(value);
-        differentiate<T, V, true>(norm, g.operands.silu, value, dz, active);
+        differentiate<T, V, true>(norm, kDrops || g.operands.silu, value, dz, active);
         if constexpr (kKeep) staged.keep(slot, dz);
         slot += staged.pitch;
-        if (g.operands.active) {
+        if (!kDrops && g.operands.active) {
           Vector<T, V> out;
           out.from_floats(active);
           *reinterpret_cast<Vector<T, V>*>(active_to) = out;
@@ -335,7 +329,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
     for (int chunk = (tile.steps - 1) / tiling.chunk_steps; chunk >= 0; --chunk) {
       cp_async_wait<kBackwardStages - 1>();
       const int count = min(tile.steps - chunk * tiling.chunk_steps, tiling.chunk_steps);
-      const Vector<T, V>* slot = staged.slot(chunk, count - 1);
+      Vector<T, V>* slot = staged.slot(chunk, count - 1);
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         Vector<T, V> now[kAdded > 0 ? kAdded : 1];
@@ -348,8 +342,9 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
         if constexpr (kKeep) {
           staged.read_kept(slot, dz);
         } else {
-          unpack(slot[staged.dy], dz);
-          differentiate<T, V, false>(norm, g.operands.silu, value, dz, active);
+          const int step = chunk * tiling.chunk_steps + count - 1 - i;
+          dropout.read(staged, slot, dropout.bits(staged, slot, step), dz);
+          differentiate<T, V, false>(norm, kDrops || g.operands.silu, value, dz, active);
         }
         slot -= staged.pitch;
 #pragma unroll
@@ -382,13 +377,16 @@ cudaError_t smem_resident_gradient(const NormGradient& plan, const BackwardTilin
     using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);
     const auto kernel = with_added_count(plan.added_count, [&](auto count) {
+      if (plan.dropout.seeds)
+        return tiling.keep ? group_norm_backward<T, kVector, 0, true, true>
+                           : group_norm_backward<T, kVector, 0, false, true>;
       if (vector == 1) return group_norm_backward<T, 1, count, false>;
       return tiling.keep ? group_norm_backward<T, kVector, count, true>
                          : group_norm_backward<T, kVector, count, false>;
     });
     return launch(kernel, grid_of(tiling, plan.batch), tiling.threads,
                   tiling.stage_bytes + tiling.scratch_bytes, stream,
-                  Backward{tiling, operands_of(plan)});
+                  Backward{tiling, operands_of(plan), plan.dropout});
   });
 }
 

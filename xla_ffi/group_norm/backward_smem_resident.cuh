@@ -1,9 +1,11 @@
 // The parts of backward_smem_resident.cu: a thread's vectors of x and dy in global memory and their
-// staged copies in shared memory, the block's scratch memory, and vectors to and from float32. The
-// threads' pixels are those of StreamingTile (streaming.cuh).
+// staged copies in shared memory, what dropout takes of dy, the channels' rows, the block's scratch
+// memory, and vectors to and from float32. The threads' pixels are those of StreamingTile
+// (streaming.cuh).
 #pragma once
 
 #include "backward_smem_resident_tiling.h"
+#include "dropout.cuh"
 #include "gradient.cuh"
 #include "launch.h"
 #include "streaming.cuh"
@@ -14,6 +16,7 @@ namespace jaxunet::cuda {
 struct Backward {
   BackwardTiling tiling;
   GradientOperands operands;
+  Dropout dropout;
 };
 
 // Vector::to_floats, but bfloat16 by integer instructions: they cost less.
@@ -110,6 +113,51 @@ struct Staged {
   }
 };
 
+// What is dropped of a thread's dy, a vector's bits at a time. Where shared memory has a third
+// array for dz, the bits of all steps wait there until dz takes their place: the hash is computed
+// while x and dy are on their way. Elsewhere each step computes its own.
+template <class T, int V, bool kKeep, bool kDrops>
+struct StagedDropout {
+  static constexpr bool kAhead = kDrops && kKeep && V * sizeof(float) == 32;
+  SampleDropout<T, V, kDrops> sample;
+  uint32_t first, stride;  // position of the thread's first vector, and from one to the next
+
+  __device__ StagedDropout(const Backward& g, const StreamingTile& tile)
+      : sample(g.dropout, blockIdx.z),
+        first(sample.position(tile.pixel, g.tiling.channels, tile.channel)),
+        stride(sample.position(tile.stride, g.tiling.channels, 0)) {}
+  // Computes the bits of all steps, none of which has left shared memory.
+  __device__ void prepare(const Staged<T, V>& staged, int steps) const {
+    if constexpr (kAhead) {
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step)
+        *place(staged, staged.slot(0, step)) = sample.bits(first + step * stride);
+    }
+  }
+  // The bits of a step, before dz replaces dy in its slot.
+  __device__ uint32_t bits(const Staged<T, V>& staged, Vector<T, V>* slot, int step) const {
+    if constexpr (kAhead) return *place(staged, slot);
+    return sample.bits(first + step * stride);
+  }
+  // The dy of a slot as float32, after dropout.
+  __device__ void read(const Staged<T, V>& staged, const Vector<T, V>* slot, uint32_t bits,
+                       float (&dy)[V]) const {
+    if constexpr (kDrops) {
+      Vector<T, V> here = slot[staged.dy];
+      sample.scale(here.values);
+      unpack(here, dy);
+      sample.drop(bits, dy);
+    } else {
+      unpack(slot[staged.dy], dy);
+    }
+  }
+
+ private:
+  __device__ static uint32_t* place(const Staged<T, V>& staged, Vector<T, V>* slot) {
+    return reinterpret_cast<uint32_t*>(slot + 2 * staged.dy);
+  }
+};
+
 // A thread's x and dy in global memory.
 template <class T, int V>
 struct Source {
@@ -153,6 +201,16 @@ __device__ void fetch_again(const Backward& g, const StreamingTile& tile, const 
   from.skip(chunk * staged.chunk_steps);
   from.fetch(staged, chunk, tile.steps);
 }
+
+// The rows of one channel of the sample.
+struct ChannelRows {
+  float scale, offset, mean, inverse;
+  __device__ ChannelRows(const GradientOperands& operands, int sample, int channel)
+      : scale(*channel_entry(operands.scale, sample, channel)),
+        offset(*channel_entry(operands.offset, sample, channel)),
+        mean(*channel_entry(operands.mean, sample, channel)),
+        inverse(*channel_entry(operands.inverse, sample, channel)) {}
+};
 
 // The block's scratch memory, in this order; [channels] each, but for `partial`.
 struct BackwardScratch {

@@ -89,13 +89,14 @@ __device__ inline void reduce_sums(const Gradient& g, int first_channel, int blo
   }
 }
 
-template <class T, int V, bool kCluster>
+template <class T, int V, bool kCluster, bool kDrops>
 __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     group_norm_sums(const __grid_constant__ Gradient g) {
   const StreamingTiling& tiling = g.tiling;
   const int block_channels = tiling.vectors * V,
             first_channel = static_cast<int>(blockIdx.y) * block_channels;
   const StreamingTile tile(tiling, V);
+  const SampleDropout<T, V, kDrops> dropout(g.dropout, blockIdx.z);
   Pipelines<T, V> pipelines(g, tile, blockIdx.z);
   float4* const totals = pipelines.scratch();  // [channels], with kCluster: .x, .y: both sums
   float* const partial =                       // [rows][2][channels]: both sums of each row
@@ -107,9 +108,9 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
 #pragma unroll 1
     for (int step = 0; step < tile.steps; ++step) {
       float value[V], dz[V], active[V];
-      pipelines.read(tile, step, value, dz);
+      pipelines.read(g, tile, dropout, step, value, dz);
       norm.centre(value);
-      differentiate(norm, g.operands.silu, value, dz, active);
+      differentiate(norm, kDrops || g.operands.silu, value, dz, active);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         dz_sum[j] += dz[j];
@@ -142,25 +143,25 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   }
 }
 
-template <class T, int V>
+template <class T, int V, bool kDrops>
 cudaError_t launch_sums(const Gradient& g, int64_t batch, cudaStream_t stream) {
   const StreamingTiling& tiling = g.tiling;
   constexpr int64_t kPipelines = Pipelines<T, V>::kBytes;
   if (tiling.ranks == 1) {
     static_assert(kPipelines >= static_cast<int64_t>(2 * sizeof(float)) * kStreamingThreads * V,
                   "the sums of all rows fit the memory of the pipelines");
-    return launch(group_norm_sums<T, V, false>, grid_of(tiling, batch), kStreamingThreads,
+    return launch(group_norm_sums<T, V, false, kDrops>, grid_of(tiling, batch), kStreamingThreads,
                   kPipelines, stream, g);
   }
   const int64_t block_channels = static_cast<int64_t>(tiling.vectors) * V;
   const int64_t sums_bytes =
       block_channels * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
-  return launch(group_norm_sums<T, V, true>, grid_of(tiling, batch), kStreamingThreads,
+  return launch(group_norm_sums<T, V, true, kDrops>, grid_of(tiling, batch), kStreamingThreads,
                 kPipelines + sums_bytes, stream, g);
 }
 
-// kSummed: g.operands.dy is dz.
-template <class T, int V, int kAdded, bool kSummed>
+// kSummed: g.operands.dy is dz. kDrops: dy goes through dropout first; act(z) is not wanted.
+template <class T, int V, int kAdded, bool kSummed, bool kDrops>
 __device__ __forceinline__ void write_dx(const Gradient& g) {
   const StreamingTiling& tiling = g.tiling;
   if (static_cast<int>(blockIdx.z) < g.reduce_layers) {
@@ -172,6 +173,7 @@ __device__ __forceinline__ void write_dx(const Gradient& g) {
             first_channel = static_cast<int>(blockIdx.y) * block_channels;
   StreamingTile tile(tiling, V);
   tile.reverse(tiling);
+  const SampleDropout<T, V, kDrops> dropout(g.dropout, sample);
   Pipelines<T, V, kAdded> pipelines(g, tile, sample);
 
   // While the copies arrive, find what dx subtracts for each group.
@@ -193,15 +195,15 @@ __device__ __forceinline__ void write_dx(const Gradient& g) {
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
     float value[V], dz[V], active[V];
-    pipelines.read(tile, step, value, dz);
+    pipelines.read(g, tile, dropout, step, value, dz);
     norm.centre(value);
     if constexpr (kSummed) {
       activate<T>(norm, g.operands.silu, value, active);
     } else {
-      differentiate(norm, g.operands.silu, value, dz, active);
+      differentiate(norm, kDrops || g.operands.silu, value, dz, active);
     }
     Vector<T, V> out;
-    if (g.operands.active) {
+    if (!kDrops && g.operands.active) {
       out.from_floats(active);
       *active_to.next() = out;
     }
@@ -214,16 +216,16 @@ __device__ __forceinline__ void write_dx(const Gradient& g) {
   }
 }
 
-template <class T, int V, int kAdded>
+template <class T, int V, int kAdded, bool kDrops = false>
 __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     group_norm_dx(const __grid_constant__ Gradient g) {
-  write_dx<T, V, kAdded, false>(g);
+  write_dx<T, V, kAdded, false, kDrops>(g);
 }
 
 template <class T, int V, int kAdded>
 __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     group_norm_summed_dx(const __grid_constant__ Gradient g) {
-  write_dx<T, V, kAdded, true>(g);
+  write_dx<T, V, kAdded, true, false>(g);
 }
 
 // The launch of `kernel`, a group_norm_dx or group_norm_summed_dx.
@@ -236,15 +238,16 @@ cudaError_t launch_dx(void (*kernel)(Gradient), const Gradient& g, int64_t layer
   return launch(kernel, grid_of(g.tiling, layers), kStreamingThreads, smem_bytes, stream, g, false);
 }
 
-template <class T, int V>
+template <class T, int V, bool kDrops>
 cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& tiling,
                             const DeviceLimits& limits, cudaStream_t stream) {
   Gradient g{tiling, operands_of(plan), parameter_gradients_of(plan),
-             plan.parameter_gradients ? 1 : 0};
-  const cudaError_t error = launch_sums<T, V>(g, plan.batch, stream);
+             plan.parameter_gradients ? 1 : 0, plan.dropout};
+  const cudaError_t error = launch_sums<T, V, kDrops>(g, plan.batch, stream);
   if (error != cudaSuccess) return error;
   const int64_t layers = plan.batch + g.reduce_layers;
   g.tiling = second_pass_tiling(tiling, limits, layers);
+  if constexpr (kDrops) return launch_dx<T, V, 0>(group_norm_dx<T, V, 0, true>, g, layers, stream);
   return with_added_count(plan.added_count, [&](auto count) {
     return launch_dx<T, V, count>(group_norm_dx<T, V, count>, g, layers, stream);
   });
@@ -257,8 +260,9 @@ cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& 
   return dispatch_dtype(plan.type, [&](auto element) {
     using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);
-    return vector > 1 ? launch_backward<T, kVector>(plan, tiling, limits, stream)
-                      : launch_backward<T, 1>(plan, tiling, limits, stream);
+    if (plan.dropout.seeds) return launch_backward<T, kVector, true>(plan, tiling, limits, stream);
+    return vector > 1 ? launch_backward<T, kVector, false>(plan, tiling, limits, stream)
+                      : launch_backward<T, 1, false>(plan, tiling, limits, stream);
   });
 }
 
@@ -267,8 +271,11 @@ cudaError_t summed_gradient(const NormGradient& plan, const StreamingTiling& til
   const auto run = [&](auto element) {
     using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);
-    Gradient g{tiling, operands_of(plan), parameter_gradients_of(plan),
-               plan.parameter_gradients ? 1 : 0};
+    Gradient g{tiling,
+               operands_of(plan),
+               parameter_gradients_of(plan),
+               plan.parameter_gradients ? 1 : 0,
+               {}};
     const int64_t layers = plan.batch + g.reduce_layers;
     g.tiling = second_pass_tiling(tiling, limits, layers);
     return with_added_count(plan.added_count, [&](auto count) {

@@ -2,6 +2,7 @@
 // read x, dy and the added tensors; z and its derivative; and what dx subtracts for each group.
 #pragma once
 
+#include "dropout.cuh"
 #include "gradient.cuh"
 #include "launch.h"
 #include "streaming.cuh"
@@ -14,6 +15,7 @@ struct Gradient {
   GradientOperands operands;
   ParameterGradients parameters;
   int reduce_layers;  // layers of the grid, 0 or 1, that reduce the gradients of scale and offset
+  Dropout dropout;
 };
 
 // Steps of each tensor in flight. To refit them, time both kernels with half and with twice as
@@ -48,11 +50,20 @@ struct Pipelines {
       if constexpr (kAdded > 0) fetch_added(tile, step);
     }
   }
-  // Waits for `step`, reads its x and dy, and starts to copy the step that takes its place.
-  __device__ void read(const StreamingTile& tile, int step, float (&value)[V], float (&dz)[V]) {
+  // Waits for `step`, reads its x and its dy after dropout, and starts to copy the step that takes
+  // its place. The hash is computed before the wait.
+  template <bool kDrops>
+  __device__ void read(const Gradient& g, const StreamingTile& tile,
+                       const SampleDropout<T, V, kDrops>& dropout, int step, float (&value)[V],
+                       float (&dz)[V]) {
+    const uint32_t dropped = dropout.bits(
+        dropout.position(tile.pixel + step * tile.stride, g.tiling.channels, tile.channel));
     cp_async_wait<kStages - 1>();
     x.read(step, value);
-    dy.read(step, dz);
+    Vector<T, V> here = *dy.slot(step);
+    dropout.scale(here.values);
+    here.to_floats(dz);
+    dropout.drop(dropped, dz);
     fetch(tile, step + kStages);
   }
   // Adds the added tensors of `step` to value.

@@ -49,6 +49,29 @@ void each_channel(const NormInput& plan, const Visit& visit) {
   }
 }
 
+// The finalizer of MurmurHash3.
+uint32_t mix_bits(uint32_t word) {
+  word = (word ^ (word >> 16)) * 0x85EBCA6Bu;
+  word = (word ^ (word >> 13)) * 0xC2B2AE35u;
+  return word ^ (word >> 16);
+}
+
+// Dropout of (batch, pixels, channels), which are rounded to the type before and afterwards.
+void apply_dropout(const Dropout& dropout, Type type, int64_t batch, std::vector<float>& values) {
+  std::vector<char> rounded(values.size() * sizeof(float));
+  narrow(values, type, rounded.data());
+  values = widen(rounded.data(), type, static_cast<int64_t>(values.size()));
+  const size_t size = values.size() / std::max<int64_t>(batch, 1);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const uint32_t* const seeds = dropout.seeds + 2 * (i / size);
+    const auto position = static_cast<uint32_t>(i % size);
+    const uint32_t word = mix_bits(mix_bits(position ^ seeds[0]) + seeds[1]);
+    values[i] = word < dropout.threshold ? 0.0f : values[i] * dropout.factor;
+  }
+  narrow(values, type, rounded.data());
+  values = widen(rounded.data(), type, static_cast<int64_t>(values.size()));
+}
+
 }  // namespace
 
 void norm_forward(const NormForward& plan, Pool& pool) {
@@ -64,8 +87,11 @@ void norm_forward(const NormForward& plan, Pool& pool) {
       value = static_cast<float>(plan.silu ? z / (1 + std::exp(-z)) : z);
     }
   });
+  if (plan.dropout.seeds) apply_dropout(plan.dropout, plan.type, plan.batch, x);
   narrow(x, plan.type, plan.y);
 }
+
+void norm_dropout_forward(const NormForward& plan, Pool& pool) { norm_forward(plan, pool); }
 
 void norm_statistics(const NormStatistics& plan, Pool& pool) {
   const GroupStatistics groups =
@@ -155,7 +181,8 @@ void parameter_gradient(const NormGradient& plan, const Rows& rows, int64_t whic
 void norm_gradient(const NormGradient& plan, Pool& pool) {
   const int64_t rows = plan.batch * plan.pixels;
   const auto x = join(plan.x, plan.type, rows);
-  const auto dy = widen(plan.dy, plan.type, rows * plan.x.total);
+  auto dy = widen(plan.dy, plan.type, rows * plan.x.total);
+  if (plan.dropout.seeds) apply_dropout(plan.dropout, plan.type, plan.batch, dy);
   std::vector<std::vector<float>> added;
   for (int k = 0; k < plan.added_count; ++k) added.push_back(join(plan.added[k], plan.type, rows));
   std::vector<float> dx(x.size()), active(plan.active ? x.size() : 0);
@@ -169,6 +196,8 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
   split(dx, plan.type, rows, plan.dx);
   if (plan.active) narrow(active, plan.type, plan.active);
 }
+
+void norm_dropout_gradient(const NormGradient& plan, Pool& pool) { norm_gradient(plan, pool); }
 
 void norm_input_gradient(const NormGradient& plan, Pool& pool) { norm_gradient(plan, pool); }
 

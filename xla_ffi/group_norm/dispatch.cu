@@ -73,8 +73,13 @@ cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_
 }  // namespace
 
 cudaError_t norm_forward(const NormForward& plan, cudaStream_t stream, KernelSet kernels) {
-  return forward(plan, {{nullptr, nullptr, plan.mean, plan.inverse}, plan.silu, plan.y}, stream,
-                 kernels);
+  return forward(plan,
+                 {{nullptr, nullptr, plan.mean, plan.inverse}, plan.silu, plan.y, plan.dropout},
+                 stream, kernels);
+}
+
+cudaError_t norm_dropout_forward(const NormForward& plan, cudaStream_t stream, KernelSet kernels) {
+  return norm_forward(plan, stream, kernels);
 }
 
 cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream, KernelSet kernels) {
@@ -100,6 +105,11 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream, KernelS
   check(tiling, limits);
   error = smem_resident_gradient(plan, tiling, vector, stream);
   return error == cudaSuccess ? launch_parameter_gradients(plan, stream) : error;
+}
+
+cudaError_t norm_dropout_gradient(const NormGradient& plan, cudaStream_t stream,
+                                  KernelSet kernels) {
+  return norm_gradient(plan, stream, kernels);
 }
 
 cudaError_t norm_input_gradient(const NormGradient& plan, cudaStream_t stream, KernelSet kernels) {

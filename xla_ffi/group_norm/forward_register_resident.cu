@@ -11,10 +11,15 @@
 //   replaces scale and offset of its channels by a and b of y = act(a * (x - pivot) + b).
 // - Epilogue: y from registers.
 //
+// With kDrops, each thread finds out which of its elements are dropped (dropout.cuh) while the
+// pixels are on their way, so that the hash takes no time of its own. A bit an element waits in two
+// registers for the epilogue.
+//
 // Two __syncthreads: before the teams read the pieces, and before the threads read a and b.
 //
 // Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands.
 #include "common/dispatch_dtype.cuh"
+#include "dropout.cuh"
 #include "launch.h"
 #include "moments.cuh"
 #include "packed.cuh"
@@ -30,6 +35,7 @@ struct Forward {
   bool silu;
   void* y;
   float *mean, *inverse;
+  Dropout dropout;
 };
 
 // The mean and m2 of a thread's `steps` vectors, in accumulators of kPair channels.
@@ -88,11 +94,27 @@ __device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int f
   }
 }
 
+// Returns what is dropped of a thread's `steps` vectors: bit i * V + j of channel j of vector i.
+template <class T, int V, bool kDrops>
+__device__ uint64_t dropped_bits(const Forward& f, const SampleDropout<T, V, kDrops>& dropout,
+                                 const BlockThread& thread, int channel, int steps) {
+  uint64_t found = 0;
+  if constexpr (kDrops) {
+    const int rows = f.tiling.block.rows, channels = f.tiling.channels;
+#pragma unroll 1
+    for (int i = steps - 1; i >= 0; --i)
+      found = found << V | dropout.bits(dropout.position(thread.row + i * rows, channels, channel));
+  }
+  return found;
+}
+
 // Writes y = act(z) of a thread's `steps` vectors. `channel`: the first one of the vectors.
-template <class T, int V, int kPixels>
+// `dropped`: their dropped_bits().
+template <class T, int V, int kPixels, bool kDrops>
 __device__ void write_y(const Forward& f, const BlockThread& thread,
                         const ChannelOperands& operands, int64_t sample, int channel, int steps,
-                        const Packed<T, V> (&x)[kPixels]) {
+                        const Packed<T, V> (&x)[kPixels],
+                        const SampleDropout<T, V, kDrops>& dropout, uint64_t dropped) {
   const RegisterResidentTiling& tiling = f.tiling;
   const BlockReduction& block = tiling.block;
   float scale[V], offset[V];
@@ -108,15 +130,17 @@ __device__ void write_y(const Forward& f, const BlockThread& thread,
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const float z = value[j] * scale[j] + offset[j];
-      value[j] = f.silu ? z * sigmoid<T>(z) : z;
+      value[j] = kDrops || f.silu ? z * sigmoid<T>(z) : z;
     }
+    dropout.drop(static_cast<uint32_t>(dropped >> (i * V)), value);
     Packed<T, V> out;
     out.from_floats(value);
+    dropout.scale(reinterpret_cast<T*>(out.words));
     out.store(to + static_cast<int64_t>(i) * block.rows * tiling.channels);
   }
 }
 
-template <class T, int V, int kPixels>
+template <class T, int V, int kPixels, bool kDrops>
 __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
     group_norm_forward_in_registers(const __grid_constant__ Forward f) {
   const RegisterResidentTiling& tiling = f.tiling;
@@ -130,6 +154,7 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
   const int steps = thread.present ? pixels.of(thread.row) : 0;
 
   // Loads.
+  const SampleDropout<T, V, kDrops> dropout(f.dropout, sample);  // its words before the pixels
   Packed<T, V> x[kPixels];
   int stride;
   const T* from = find_channel<T>(f.x, channel, sample, tiling.pixels, &stride);
@@ -142,6 +167,8 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
   const ChannelOperands operands(block, block_channels, dynamic_smem() + tiling.entry_bytes);
   operands.fetch<T>(block, block_channels, f.x, tiling.pixels, f.scale, f.offset, sample,
                     first_channel);
+  static_assert(!kDrops || kPixels * V <= 64, "a bit an element");
+  const uint64_t dropped = dropped_bits(f, dropout, thread, channel, steps);
 
   // Moments.
   if constexpr (kUsesPivot<T>) {
@@ -170,19 +197,27 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
 
   // Epilogue.
   if (steps == 0) return;
-  write_y(f, thread, operands, sample, channel, steps, x);
+  write_y(f, thread, operands, sample, channel, steps, x, dropout, dropped);
 }
 
-template <class T>
+template <class T, bool kDrops>
 cudaError_t launch_forward(const NormInput& plan, const RegisterResidentTiling& tiling,
                            const ForwardOutputs& to, cudaStream_t stream) {
   constexpr int kVector = 16 / sizeof(T);
-  const Forward f{
-      tiling, tensor_parts(plan.x), plan.scale,           plan.offset, plan.eps, to.silu,
-      to.y,   to.statistics.mean,   to.statistics.inverse};
-  const auto kernel = tiling.thread_pixels <= 2   ? group_norm_forward_in_registers<T, kVector, 2>
-                      : tiling.thread_pixels <= 4 ? group_norm_forward_in_registers<T, kVector, 4>
-                                                  : group_norm_forward_in_registers<T, kVector, 8>;
+  const Forward f{tiling,
+                  tensor_parts(plan.x),
+                  plan.scale,
+                  plan.offset,
+                  plan.eps,
+                  to.silu,
+                  to.y,
+                  to.statistics.mean,
+                  to.statistics.inverse,
+                  to.dropout};
+  const auto kernel =
+      tiling.thread_pixels <= 2   ? group_norm_forward_in_registers<T, kVector, 2, kDrops>
+      : tiling.thread_pixels <= 4 ? group_norm_forward_in_registers<T, kVector, 4, kDrops>
+                                  : group_norm_forward_in_registers<T, kVector, 8, kDrops>;
   return launch(
       kernel, dim3(static_cast<unsigned>(tiling.channel_blocks), static_cast<unsigned>(plan.batch)),
       threads_of(tiling.block), tiling.smem_bytes, stream, f, false);
@@ -193,7 +228,9 @@ cudaError_t launch_forward(const NormInput& plan, const RegisterResidentTiling& 
 cudaError_t register_resident_forward(const NormInput& plan, const RegisterResidentTiling& tiling,
                                       const ForwardOutputs& to, cudaStream_t stream) {
   return dispatch_dtype(plan.type, [&](auto element) {
-    return launch_forward<decltype(element)>(plan, tiling, to, stream);
+    using T = decltype(element);
+    return to.dropout.seeds ? launch_forward<T, true>(plan, tiling, to, stream)
+                            : launch_forward<T, false>(plan, tiling, to, stream);
   });
 }
 

@@ -20,6 +20,7 @@
 // barrier a second time when this block has read its peers; the kernel waits for it at the end, so
 // that no block leaves while others read its shared memory.
 #include "common/dispatch_dtype.cuh"
+#include "dropout.cuh"
 #include "forward_smem_resident.cuh"
 #include "launch.h"
 
@@ -34,6 +35,7 @@ struct Forward {
   bool silu;
   void* y;  // null: statistics only
   StatisticsOutputs to;
+  Dropout dropout;
 };
 
 // Reduces a thread's pixels to the mean and m2 of each of its channels. Each chunk gets two passes
@@ -131,7 +133,7 @@ __device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& 
 }
 
 // One long function: if its phases are functions, nvcc 13.0 gives them other registers.
-template <class T, int V>
+template <class T, int V, bool kDrops>
 __global__ void __launch_bounds__(kSmemResidentThreads, 2)
     group_norm_forward(const __grid_constant__ Forward f) {
   const SmemResidentTiling& tiling = f.tiling;
@@ -202,22 +204,28 @@ __global__ void __launch_bounds__(kSmemResidentThreads, 2)
       if constexpr (kUsesPivot<T>) load_floats(scratch.pivot + tile.local, pivot);
     }
     const ThreadVectors<T, V> y(tiling, tile, f.y);
+    const SampleDropout<T, V, kDrops> dropout(f.dropout, blockIdx.z);
+    constexpr int kUnroll = kDrops ? 1 : 2;  // the hash leaves no registers for two steps
 #pragma unroll 1
     for (int chunk = tiling.chunks - 1; chunk >= 0; --chunk) {
       cp_async_wait<kChunkStages - 1>();
       const int start = chunk * tiling.chunk_steps,
                 count = min(tile.steps - start, tiling.chunk_steps);
-#pragma unroll 2
+#pragma unroll kUnroll
       for (int i = 0; i < count; ++i) {
+        const uint32_t dropped = dropout.bits(dropout.position(
+            tile.pixel + ((start + i) << tiling.row_bits), tiling.channels, tile.channel));
         float value[V];
         stages.slot(chunk, i)->to_floats(value);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const float z = (kUsesPivot<T> ? value[j] - pivot[j] : value[j]) * scale[j] + offset[j];
-          value[j] = f.silu ? z * sigmoid<T>(z) : z;
+          value[j] = kDrops || f.silu ? z * sigmoid<T>(z) : z;
         }
+        dropout.drop(dropped, value);
         Vector<T, V> out;
         out.from_floats(value);
+        dropout.scale(out.values);
         *y.at(start + i) = out;
       }
       if (chunk >= kChunkStages) stages.fetch(x, chunk - kChunkStages, tile.steps);
@@ -235,10 +243,12 @@ cudaError_t launch_forward(const NormInput& plan, const DeviceLimits& limits, in
                            plan.x.total / plan.groups, vector, sizeof(T));
   check(tiling, limits);
   const Forward f{tiling, tensor_parts(plan.x), plan.scale, plan.offset, plan.eps, to.silu,
-                  to.y,   to.statistics};
+                  to.y,   to.statistics,        to.dropout};
   constexpr int kVector = 16 / sizeof(T);
-  return launch(vector > 1 ? group_norm_forward<T, kVector> : group_norm_forward<T, 1>,
-                grid_of(tiling, plan.batch), tiling.threads,
+  const auto kernel = to.dropout.seeds ? group_norm_forward<T, kVector, true>
+                      : vector > 1     ? group_norm_forward<T, kVector, false>
+                                       : group_norm_forward<T, 1, false>;
+  return launch(kernel, grid_of(tiling, plan.batch), tiling.threads,
                 tiling.stage_bytes + tiling.scratch_bytes, stream, f);
 }
 

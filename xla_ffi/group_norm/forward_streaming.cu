@@ -5,6 +5,7 @@
 // walks the samples and the pixels backwards, because the end of x is still in the L2 cache. Its
 // shared memory: the pipeline alone; it needs no barriers.
 #include "common/dispatch_dtype.cuh"
+#include "dropout.cuh"
 #include "launch.h"
 #include "streaming.cuh"
 
@@ -22,9 +23,10 @@ struct Finish {
   Rows scale, offset, mean, inverse;
   bool silu;
   void* y;
+  Dropout dropout;
 };
 
-template <class T, int V>
+template <class T, int V, bool kDrops>
 __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     group_norm_finish(const __grid_constant__ Finish f) {
   const StreamingTiling& tiling = f.tiling;
@@ -32,6 +34,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   StreamingTile tile(tiling, V);
   tile.reverse(tiling);
   if (tile.steps == 0) return;
+  const SampleDropout<T, V, kDrops> dropout(f.dropout, sample);
   Pipeline<T, V, kFinishStages> pipeline(VectorIterator<T, V>(tiling, tile, f.x, sample),
                                          dynamic_smem());
 #pragma unroll 1
@@ -46,6 +49,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
       channel_entry(f.mean, sample, tile.channel), channel_entry(f.inverse, sample, tile.channel));
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
+    const uint32_t dropped = dropout.bits(
+        dropout.position(tile.pixel + step * tile.stride, tiling.channels, tile.channel));
     cp_async_wait<kFinishStages - 1>();
     float value[V];
     pipeline.read(step, value);
@@ -54,17 +59,19 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     norm.centre(value);
 #pragma unroll
     for (int j = 0; j < V; ++j) value[j] = norm.at(value, j);
-    if (f.silu) {
+    if (kDrops || f.silu) {
 #pragma unroll
       for (int j = 0; j < V; ++j) value[j] *= sigmoid<T>(value[j]);
     }
+    dropout.drop(dropped, value);
     Vector<T, V> out;
     out.from_floats(value);
+    dropout.scale(out.values);
     *y.next() = out;
   }
 }
 
-template <class T, int V>
+template <class T, int V, bool kDrops>
 cudaError_t launch_finish(const NormInput& plan, const StreamingTiling& tiling,
                           const ForwardOutputs& to, cudaStream_t stream) {
   const Finish f{tiling,
@@ -75,8 +82,9 @@ cudaError_t launch_finish(const NormInput& plan, const StreamingTiling& tiling,
                  {to.statistics.mean, plan.x.total},
                  {to.statistics.inverse, plan.x.total},
                  to.silu,
-                 to.y};
-  return launch(group_norm_finish<T, V>, grid_of(tiling, plan.batch), kStreamingThreads,
+                 to.y,
+                 to.dropout};
+  return launch(group_norm_finish<T, V, kDrops>, grid_of(tiling, plan.batch), kStreamingThreads,
                 Pipeline<T, V, kFinishStages>::kBytes, stream, f, false);
 }
 
@@ -90,8 +98,9 @@ cudaError_t streaming_forward(const NormInput& plan, const StatisticsTiling& fir
   return dispatch_dtype(plan.type, [&](auto element) {
     using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);
-    return vector > 1 ? launch_finish<T, kVector>(plan, second, to, stream)
-                      : launch_finish<T, 1>(plan, second, to, stream);
+    if (to.dropout.seeds) return launch_finish<T, kVector, true>(plan, second, to, stream);
+    return vector > 1 ? launch_finish<T, kVector, false>(plan, second, to, stream)
+                      : launch_finish<T, 1, false>(plan, second, to, stream);
   });
 }
 

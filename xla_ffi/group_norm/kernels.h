@@ -11,10 +11,14 @@ namespace jaxunet::cuda {
 
 cudaError_t norm_forward(const NormForward& plan, cudaStream_t stream,
                          KernelSet kernels = KernelSet::kFastest);
+cudaError_t norm_dropout_forward(const NormForward& plan, cudaStream_t stream,
+                                 KernelSet kernels = KernelSet::kFastest);
 cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream,
                             KernelSet kernels = KernelSet::kFastest);
 cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream,
                           KernelSet kernels = KernelSet::kFastest);
+cudaError_t norm_dropout_gradient(const NormGradient& plan, cudaStream_t stream,
+                                  KernelSet kernels = KernelSet::kFastest);
 cudaError_t norm_input_gradient(const NormGradient& plan, cudaStream_t stream,
                                 KernelSet kernels = KernelSet::kFastest);
 

@@ -36,6 +36,7 @@ struct ForwardOutputs {
   StatisticsOutputs statistics;
   bool silu;
   void* y;
+  Dropout dropout{};
 };
 
 // forward_register_resident.cu: one launch, for vectors of 16 bytes and groups of an even number of

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.group_norm import inputs, op
+from support import kernel_names
+from support.group_norm import inputs, op, with_dropout
 from support.parity import DTYPES, assert_parity, assert_runs_are_identical, types_in_turn
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.dropout import drop
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from jaxunet.ops.references import XLA
@@ -125,6 +127,108 @@ IN_REGISTERS = (
 @pytest.mark.parametrize('case', IN_REGISTERS, ids=lambda c: c.name)
 def test_small_images_in_registers(case, dtype):
     check(case, dtype, case.batch)
+
+
+def check_dropout(case: Case, dtype: str, batch: int):
+    """Against the reference; then against dropout of the op's result.
+
+    There the CPU's handlers have equal bits. On a GPU the same elements are zero, and the others
+    almost equal: the kernels round the same numbers as often, but the compiler may join other
+    multiplications and additions.
+    """
+    drawn = inputs(case, dtype, case.batch or batch)
+    inside, plain, after = (
+        op(with_dropout(group_norm, 0.3), case)
+        for group_norm in (vjp.group_norm, reference.group_norm, _dropout_after)
+    )
+    assert_parity(inside, plain, drawn)
+    arrays = {name: jnp.asarray(value, kind) for name, (value, kind) in drawn.items()}
+    dy = jax.random.normal(jax.random.key(0), jax.eval_shape(inside, **arrays).shape).astype(dtype)
+
+    def results(call):
+        def both(arrays, dy):
+            y, pull = jax.vjp(lambda a: call(**a), arrays)
+            return {'y': y} | pull(dy)[0]
+
+        return {name: np.float64(value) for name, value in jax.jit(both)(arrays, dy).items()}
+
+    found, want = results(inside), results(after)
+    np.testing.assert_array_equal(found['y'] == 0, want['y'] == 0)
+    for name, value in want.items():
+        if jax.default_backend() == 'cpu':
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+        rows = name in ('scale', 'offset') or dtype == 'float32'
+        rounding = 1e-5 if rows else 2 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(
+            found[name], value, rtol=rounding, atol=1e-5 * np.abs(value).max(), err_msg=name
+        )
+
+
+def _dropout_after(x, scale, offset, *, dropout, **options):
+    return drop(vjp.group_norm(x, scale, offset, **options), dropout)
+
+
+@pytest.mark.parametrize(('case', 'dtype'), types_in_turn(AWKWARD, (*DTYPES, 'float16')))
+def test_dropout_of_awkward_shapes(case, dtype):
+    if case.mean and dtype != 'float32':
+        pytest.skip('such a mean leaves no deviations in 16 bits')
+    check_dropout(case, dtype, 2)
+
+
+# Second norms of the blocks of configs/cifar10.py, and every kernel with dropout: in registers,
+# streaming and resident ones, with clusters and without, and groups of an odd number of channels.
+DROPPING = (
+    *(
+        Case(side, side, (channels,))
+        for side, channels in ((32, 128), (16, 256), (8, 256), (4, 256))
+    ),
+    *(
+        case
+        for case in (*STREAMING, *IN_REGISTERS, *RESIDENT)
+        if case.silu and len(case.parts) == 1
+    ),
+    Case(34, 33, (320,), batch=15, per_sample=True),
+    Case(61, 41, (192,), groups=1, batch=2),
+    Case(12, 11, (120,), groups=24, batch=3),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', DROPPING, ids=lambda c: c.name)
+def test_dropout_inside_of_every_kernel(case, dtype):
+    if case.mean and dtype != 'float32':
+        pytest.skip('such a mean leaves no deviations in 16 bits')
+    check_dropout(case, dtype, 5)
+
+
+@pytest.mark.parametrize(
+    ('case', 'inside'),
+    [
+        (Case(4, 4, (16,), groups=4), True),
+        (Case(4, 4, (16,), groups=4, silu=False), False),
+        (Case(4, 4, (8, 8), groups=4), False),
+        (Case(4, 4, (20,), groups=4), False),
+    ],
+    ids=lambda c: c.name if isinstance(c, Case) else None,
+)
+def test_which_calls_have_dropout_inside(case, inside):
+    """In bfloat16: SiLU, one part, and vectors of eight channels."""
+    shapes = {
+        name: jax.ShapeDtypeStruct(value.shape, kind)
+        for name, (value, kind) in inputs(case, 'bfloat16', 2).items()
+    }
+    call = op(with_dropout(vjp.group_norm, 0.3), case)
+
+    def both(**arrays):
+        y, pull = jax.vjp(lambda a: call(**a), arrays)
+        return y, pull(y)
+
+    names = kernel_names.count(jax.jit(both).lower(**shapes))
+    for drops in (False, True):
+        for direction in ('forward', 'gradient'):
+            name = f'jaxunet_group_norm_{"dropout_" * drops}{direction}'
+            assert names[name] == (drops == inside), names
 
 
 # The mean is compared as the number one deviation above it: an error in it counts by the size of

@@ -29,11 +29,23 @@ struct NormInput {
   Rows scale, offset;
 };
 
+// Dropout of y: an element is zero where two rounds of a hash of its position, pixel * channels +
+// channel, and of its sample's words are below `threshold`; the others are multiplied by `factor`
+// (jaxunet/ops/dropout.py). Results are rounded to the type of x before they are multiplied, too.
+// The kernels have it for SiLU, and for x of one part whose vectors of 16 bytes hold whole
+// channels.
+struct Dropout {
+  const uint32_t* seeds = nullptr;  // (batch, 2); null: no dropout
+  uint32_t threshold = 0;
+  float factor = 1;  // 1 / (1 - rate), rounded to the type of x
+};
+
 // y = act(z), together with the statistics that the backward pass needs.
 struct NormForward : NormInput {
   bool silu;
   void* y;                // (batch, pixels, channels), the type of x
   float *mean, *inverse;  // (batch, channels): each channel gets the values of its group
+  Dropout dropout;
 };
 
 // The normalisation as a map of each channel, z = a * x + b: a = scale * inverse, b = offset - mean
@@ -64,13 +76,17 @@ struct NormGradient {
   int added_count;                     // tensors in `added`, 0 to kMaxAdded
   std::array<Parts, kMaxAdded> added;  // the parts of x: gradients that other readers of x give
   void* active;                        // y once more, for a weight gradient that reads it; or null
+  // Of dy, before it goes through act. Then there are no `added` and no `active`.
+  Dropout dropout;
 };
 
 // Read and check a call; throw Mistake where an operand, a result or an attribute is not as
 // described above.
 NormForward read_norm_forward(Reader& call);
+NormForward read_norm_dropout_forward(Reader& call);
 NormStatistics read_norm_statistics(Reader& call);
 NormGradient read_norm_gradient(Reader& call);
+NormGradient read_norm_dropout_gradient(Reader& call);
 // The rest of a gradient whose dz and sums the convolution before it computed.
 NormGradient read_norm_input_gradient(Reader& call);
 

@@ -93,6 +93,24 @@ NormGradient read_gradient(Reader& call, bool summed) {
   return plan;
 }
 
+// The last operand: the samples' words. Checks that the kernels have dropout for the call.
+template <class Plan>
+Dropout read_dropout(Reader& call, const Plan& plan) {
+  const int64_t bytes = plan.type == Type::kFloat32 ? 4 : 2;
+  if (!plan.silu) call.fail("dropout needs silu = true");
+  if (plan.x.count != 1 || plan.x.total * bytes % 16 != 0) {
+    call.fail("dropout needs x of one part whose pixels are multiples of 16 bytes, found " +
+              std::to_string(plan.x.count) + " parts and pixels of " +
+              std::to_string(plan.x.total * bytes) + " bytes");
+  }
+  Dropout dropout;
+  dropout.threshold = static_cast<uint32_t>(call.integer("threshold", 0, (int64_t{1} << 32) - 1));
+  dropout.factor = call.number("factor");
+  dropout.seeds =
+      static_cast<const uint32_t*>(call.operand("seeds", ffi::DataType::U32, {plan.batch, 2}).data);
+  return dropout;
+}
+
 }  // namespace
 
 NormForward read_norm_forward(Reader& call) {
@@ -102,6 +120,12 @@ NormForward read_norm_forward(Reader& call) {
   plan.y = call.result("y", x.element, x.dims).data;
   plan.mean = per_channel(call, "mean", plan);
   plan.inverse = per_channel(call, "inverse", plan);
+  return plan;
+}
+
+NormForward read_norm_dropout_forward(Reader& call) {
+  NormForward plan = read_norm_forward(call);
+  plan.dropout = read_dropout(call, plan);
   return plan;
 }
 
@@ -116,6 +140,14 @@ NormStatistics read_norm_statistics(Reader& call) {
 }
 
 NormGradient read_norm_gradient(Reader& call) { return read_gradient(call, false); }
+
+NormGradient read_norm_dropout_gradient(Reader& call) {
+  NormGradient plan = read_gradient(call, false);
+  if (plan.added_count > 0 || plan.active)
+    call.fail("dropout needs added = 0 and activation = false");
+  plan.dropout = read_dropout(call, plan);
+  return plan;
+}
 
 NormGradient read_norm_input_gradient(Reader& call) { return read_gradient(call, true); }
 

@@ -1,4 +1,4 @@
-"""GroupNorm, optionally followed by SiLU: the FFI handlers, differentiable.
+"""GroupNorm, optionally followed by SiLU and dropout: the FFI handlers, differentiable.
 
 Forward is one handler, which also returns each group's mean and inverse deviation. Backward is one
 handler too, which sums over the pixels and then writes dx. A fused convolution calls `statistics`
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.dropout import Dropout, drop
+from jaxunet.ops.dropout import Dropout, check_dropout, drop
 from jaxunet.ops.group_norm.operands import check_kernel_operands
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
@@ -52,15 +52,25 @@ def group_norm(
 ) -> Float[Array, 'batch height width channels']:
     """act(norm(x) · scale + offset), act = SiLU or identity, then dropout.
 
-    See `jaxunet.ops.group_norm.reference.group_norm`. Wu & He 2018, arXiv 1803.08494.
+    See `jaxunet.ops.group_norm.reference.group_norm`. Wu & He 2018, arXiv 1803.08494. Dropout
+    happens inside the kernels, forward and backward, for the calls that networks make; in other
+    calls XLA applies it to the result.
 
     Raises:
       ValueError: shapes or types that do not fit each other, or channels that are not a multiple of
         `groups`.
     """
     check_kernel_operands(x, scale, offset, groups)
-    y = _group_norm(x, scale, offset, groups, eps, silu, 0)[0]
-    return y if dropout is None else drop(y, dropout)
+    if dropout is None or _drops_inside(x, silu):
+        if dropout is not None:
+            check_dropout(dropout, x.parts[0].shape[0])
+        return _group_norm(x, scale, offset, dropout, groups, eps, silu, 0)[0]
+    return drop(_group_norm(x, scale, offset, None, groups, eps, silu, 0)[0], dropout)
+
+
+def _drops_inside(x: Activation, silu: bool) -> bool:
+    """Returns True if the kernels have dropout for a call: SiLU, and vectors of one part."""
+    return silu and len(x.parts) == 1 and x.channels * x.dtype.itemsize % 16 == 0
 
 
 def group_norm_and_input(
@@ -83,7 +93,7 @@ def group_norm_and_input(
     """
     check_kernel_operands(x, scale, offset, groups)
     check_copies('group_norm', copies)
-    y, passed = _group_norm(x, scale, offset, groups, eps, silu, copies)
+    y, passed = _group_norm(x, scale, offset, None, groups, eps, silu, copies)
     return WithInput(y, tuple(Activation(parts) for parts in passed))
 
 
@@ -97,6 +107,19 @@ def statistics(x: Activation, scale: Array, offset: Array, *, groups: int, eps: 
         return call(*operands, **counts, eps=np.float32(eps))
 
     return Norm(*joins_batch(run)(_operands(x, scale, offset), ()))
+
+
+def _dropout_operands(
+    dropout: Dropout | None, dtype: jnp.dtype
+) -> tuple[str, tuple[Array, ...], dict[str, Any]]:
+    """Returns what dropout adds to a call: to the handler's name, the operands, the attributes."""
+    if dropout is None:
+        return '', (), {}
+    attributes = {
+        'threshold': np.int64(dropout.threshold),
+        'factor': np.float32(dropout.factor(dtype)),
+    }
+    return 'dropout_', (dropout.seeds,), attributes
 
 
 def _operands(x: Activation, scale: Array, offset: Array) -> tuple[Array, ...]:
@@ -134,6 +157,7 @@ def gradient(
     added: Sequence[Sequence[Array]] = (),
     samples: bool = True,
     sums: Float[Array, 'batch 2 channels'] | None = None,
+    dropout: Dropout | None = None,
 ) -> Gradient:
     """Returns the gradients of a normalisation, given that of its result.
 
@@ -147,6 +171,7 @@ def gradient(
         it, the caller adds the sums over the samples in a launch that it needs anyway.
       sums: `Gradient.sums`, if the convolution that computed dy has added them up. Only for 16-bit
         types, and parts whose channels are multiples of 8, at most 2048 in all.
+      dropout: that of the result, without `activation`, `added` and `sums`; see `_drops_inside`.
     """
     batch, *_, channels = dy.shape
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -156,8 +181,8 @@ def gradient(
         jax.ShapeDtypeStruct(dy.shape, dy.dtype)
     ] * activation
     known = () if sums is None else (sums,)
-    target = 'jaxunet_group_norm_input_gradient' if known else 'jaxunet_group_norm_gradient'
-    call = ffi_call(target, shapes)
+    drops, seeds, rates = _dropout_operands(dropout, dy.dtype)
+    call = ffi_call(f'jaxunet_group_norm_{"input_" if known else drops}gradient', shapes)
     affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), mean, inverse)
     counts = {
         'parts': np.int64(len(parts)),
@@ -166,7 +191,8 @@ def gradient(
     }
     others = itertools.chain.from_iterable(added)
     flags = {'silu': silu, 'activation': activation, 'samples': samples}
-    arrays = list(call(*parts, dy, *affine, *known, *others, **counts, **flags))
+    operands = (*parts, dy, *affine, *known, *others, *seeds)
+    arrays = list(call(*operands, **counts, **flags, **rates))
     if sums is None:
         sums = arrays.pop(0)
     rows = (scale, offset) if samples else ()
@@ -174,50 +200,73 @@ def gradient(
     return Gradient(tuple(arrays[: len(parts)]), sums, norm, tuple(arrays[len(parts) :]))
 
 
-# Saved for the backward pass: x, scale, offset, and the groups' mean and inverse deviation.
-Saved = tuple[Activation, Array, Array, Array, Array]
+# Saved for the backward pass: x, scale, offset, the groups' mean and inverse deviation, dropout.
+Saved = tuple[Activation, Array, Array, Array, Array, Dropout | None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _group_norm(
-    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool, copies: int
+    x: Activation,
+    scale: Array,
+    offset: Array,
+    dropout: Dropout | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    copies: int,
 ) -> tuple[Array, Copies]:
-    return _forward(x, scale, offset, groups, eps, silu, copies)[0]
+    return _forward(x, scale, offset, dropout, groups, eps, silu, copies)[0]
 
 
 def _forward(
-    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool, copies: int
+    x: Activation,
+    scale: Array,
+    offset: Array,
+    dropout: Dropout | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    copies: int,
 ) -> tuple[tuple[Array, Copies], Saved]:
-    y, mean, inverse = normalise(x, scale, offset, groups=groups, eps=eps, silu=silu)
-    return (y, (x.parts,) * copies), (x, scale, offset, mean, inverse)
+    y, mean, inverse = normalise(
+        x, scale, offset, groups=groups, eps=eps, silu=silu, dropout=dropout
+    )
+    return (y, (x.parts,) * copies), (x, scale, offset, mean, inverse, dropout)
 
 
 def normalise(
-    x: Activation, scale: Array, offset: Array, *, groups: int, eps: float, silu: bool
+    x: Activation,
+    scale: Array,
+    offset: Array,
+    *,
+    groups: int,
+    eps: float,
+    silu: bool,
+    dropout: Dropout | None = None,
 ) -> tuple[Array, Array, Array]:
     """Returns the result of `group_norm`, and each group's mean and inverse deviation."""
+    drops, seeds, rates = _dropout_operands(dropout, x.dtype)
 
     def run(operands: Sequence[Array], _: tuple[()]) -> tuple[Array, Array, Array]:
         shape = jax.ShapeDtypeStruct((*operands[0].shape[:3], x.channels), x.dtype)
         rows = jax.ShapeDtypeStruct((shape.shape[0], x.channels), jnp.float32)
         counts = {'parts': np.int64(len(x.parts)), 'groups': np.int64(groups)}
-        call = ffi_call('jaxunet_group_norm_forward', [shape, rows, rows])
-        y, mean, inverse = call(*operands, **counts, eps=np.float32(eps), silu=silu)
+        call = ffi_call(f'jaxunet_group_norm_{drops}forward', [shape, rows, rows])
+        y, mean, inverse = call(*operands, **counts, eps=np.float32(eps), silu=silu, **rates)
         return y, mean, inverse
 
-    return joins_batch(run)(_operands(x, scale, offset), ())
+    return joins_batch(run)((*_operands(x, scale, offset), *seeds), ())
 
 
 def _backward(
     groups: int, eps: float, silu: bool, copies: int, saved: Saved, given: tuple[Array, Copies]
-) -> tuple[Activation, Array, Array]:
+) -> tuple[Activation, Array, Array, None]:
     del eps, copies
-    (dy, added), (x, scale, offset, mean, inverse) = given, saved
-    found = gradient(
-        x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu, added=added
-    )
+    (dy, added), (x, scale, offset, mean, inverse, dropout) = given, saved
+    affine = (scale, offset, mean, inverse)
+    found = gradient(x.parts, dy, *affine, groups=groups, silu=silu, added=added, dropout=dropout)
     of_scale, of_offset = found.norm
-    return Activation(found.dx), of_scale, of_offset
+    return Activation(found.dx), of_scale, of_offset, None
 
 
 _group_norm.defvjp(_forward, _backward)

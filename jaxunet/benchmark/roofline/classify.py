@@ -40,7 +40,7 @@ NAMES = (
     (re.compile(r'split_k_reduce|fold_upsampled|[a-z]_sums_kernel|group_norm_channel_sums'), REDUCTIONS),  # noqa: E501
     (re.compile(r'attention_backward|flash_(backward|delta)|backward_(query|key)_'), ATTENTION_BACKWARD),  # noqa: E501
     (re.compile(r'attention_forward|flash_forward|cuda_forward_kernel'), ATTENTION_FORWARD),
-    (re.compile(r'group_norm_((input_)?gradient|backward|sum|dx|parameters)'), NORM_BACKWARD),
+    (re.compile(r'group_norm_((input_|dropout_)?gradient|backward|sum|dx|parameters)'), NORM_BACKWARD),  # noqa: E501
     (re.compile(r'group_norm_'), NORM_FORWARD),
     (re.compile(r'few_|triton_products'), FEW_CHANNELS),
     (re.compile(r'linear'), LINEAR),

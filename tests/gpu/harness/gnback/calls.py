@@ -31,7 +31,7 @@ def main(config: str) -> None:
         call = ffi_call(name, shapes)
 
         def run(*operands: jax.Array, **options: int) -> object:
-            if name == 'jaxunet_group_norm_gradient':
+            if name in ('jaxunet_group_norm_gradient', 'jaxunet_group_norm_dropout_gradient'):
                 parts = int(options['parts'])
                 kinds = ('groups', 'silu', 'activation', 'added', 'samples')
                 widths = tuple(x.shape[3] for x in operands[:parts])

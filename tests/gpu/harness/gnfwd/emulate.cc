@@ -102,6 +102,11 @@ __nv_bfloat16 make(float f) {
 static float wide_(float f) { return f; }
 static float wide_(__half f) { return __half2float(f); }
 static float wide_(__nv_bfloat16 f) { return __bfloat162float(f); }
+static uint32_t mix(uint32_t w) {
+  w = (w ^ (w >> 16)) * 0x85EBCA6Bu;
+  w = (w ^ (w >> 13)) * 0xC2B2AE35u;
+  return w ^ (w >> 16);
+}
 static double worst[6];
 static int runs;
 template <class T>
@@ -217,12 +222,23 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
       for (int k : {2, 4, 8})
         if (auto t = register_resident_tiling_of(u, k, pixels, C, g, v))
           if (rs.size() < 7) rs.push_back(*t);
-  for (auto& t : rs) {
+  // Each tiling without dropout and, where the kernels have it, with it.
+  std::vector<uint32_t> seeds(2 * batch);
+  for (auto& s : seeds) s = rng();
+  const float factor = wide_(make<T>(1 / 0.7f));
+  const Dropout dropout{seeds.data(), uint32_t(0.3 * 4294967296.0), factor};
+  const size_t plain = rs.size();
+  if (silu && parts.size() == 1)
+    for (size_t i = 0; i < plain; ++i) rs.push_back(rs[i]);
+  for (size_t i = 0; i < rs.size(); ++i) {
+    const auto& t = rs[i];
+    const bool drops = i >= plain;
     for (auto& f : out) f = NAN;
     std::vector<char> hy(batch * pixels * C * sizeof(T) + 64, (char)0xff);
     T* y = (T*)((((uintptr_t)hy.data()) + 15) / 16 * 16);
-    cuda::register_resident_forward(p, t, {{nullptr, nullptr, &out[0], &out[batch * C]}, silu, y},
-                                    nullptr);
+    cuda::register_resident_forward(
+        p, t, {{nullptr, nullptr, &out[0], &out[batch * C]}, silu, y, drops ? dropout : Dropout{}},
+        nullptr);
     check("registers", std::to_string(t.block.vectors) + "x" + std::to_string(t.thread_pixels),
           false);
     for (int64_t s = 0; s < batch; ++s)
@@ -232,8 +248,18 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
                          ri[s * groups + c / g] +
                      offset[(per_sample ? s * C : 0) + c],
                  r = silu ? z / (1 + exp(-z)) : z;
+          if (drops) {
+            const uint32_t word = mix(mix(uint32_t(q * C + c) ^ seeds[2 * s]) + seeds[2 * s + 1]);
+            r = word < dropout.threshold ? 0 : r * factor;
+            if (r == 0 && wide_(y[(s * pixels + q) * C + c]) != 0) {
+              printf("WRONG y: not dropped\n");
+              exit(1);
+            }
+          }
           double d = fabs(wide_(y[(s * pixels + q) * C + c]) - r) / (1 + fabs(r));
-          if (!(d < (sizeof(T) == 4 ? 3e-6 : p.type == Type::kFloat16 ? 1e-3 : 6e-3))) {
+          if (!(d < (drops ? 1.5 : 1) * (sizeof(T) == 4             ? 3e-6
+                                         : p.type == Type::kFloat16 ? 1e-3
+                                                                    : 6e-3))) {
             printf("WRONG y: pixels %d C %d groups %d: %g not %g\n", (int)pixels, (int)C,
                    (int)groups, wide_(y[(s * pixels + q) * C + c]), r);
             exit(1);

@@ -21,7 +21,7 @@ SEND = """    emu::aligned(slots + slot, 8);
 COPIED = (
     'block_reduction.h tiling.h statistics_tiling.h forward_register_resident_tiling.h '
     'streaming_tiling.h backward_smem_resident_tiling.h moments.cuh packed.cuh vector.cuh plan.h '
-    'launch.h statistics.cu forward_register_resident.cu'
+    'launch.h dropout.cuh statistics.cu forward_register_resident.cu'
 )
 # File: (start of what is replaced, start of what follows it, replacement).
 EDITS = {

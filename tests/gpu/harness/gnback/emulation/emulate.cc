@@ -21,10 +21,16 @@ template <>
 __half conv(float f) {
   return __float2half_rn(f);
 }
+static uint32_t mix(uint32_t w) {
+  w = (w ^ (w >> 16)) * 0x85EBCA6Bu;
+  w = (w ^ (w >> 13)) * 0xC2B2AE35u;
+  return w ^ (w >> 16);
+}
 static int bad = 0, runs = 0;
 template <class T>
 void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, bool active,
-          int added, bool per_sample, long own_units, int ranks, int threads, long smem) {
+          int added, bool per_sample, long own_units, int ranks, int threads, long smem,
+          bool drops = false) {
   std::mt19937 rng(pixels * 7 + ranks);
   std::normal_distribution<float> nd;
   NormGradient p{};
@@ -94,6 +100,10 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
   p.mean = {rows.data() + 2 * bc, C};
   p.inverse = {rows.data() + 3 * bc, C};
   p.sums = sums.data();
+  std::vector<uint32_t> seeds(2 * batch);
+  for (auto& s : seeds) s = rng();
+  const float factor = (float)conv<T>(1 / 0.7f);
+  if (drops) p.dropout = {seeds.data(), uint32_t(0.3 * 4294967296.0), factor};
   const int full = 16 / sizeof(T);
   bool ok16 = true;
   for (int c : parts)
@@ -103,6 +113,7 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
   long own = unit * own_units;
   if (C % own) own = unit;
   const int rows_of_block = std::max<int>(threads / (own / V), 1);
+  if (drops && (V == 1 || parts.size() > 1 || !silu || active || added)) abort();
   const BackwardTiling t =
       make_backward_tiling(smem, pixels, C, gs, V, sizeof(T), {own, ranks, rows_of_block});
   (void)cuda::smem_resident_gradient(p, t, V, nullptr);
@@ -119,7 +130,11 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
       const long o = b * C + c;
       *n = (at(p.x, b, px, c) - rows[2 * bc + o]) * rows[3 * bc + o];
       const double z = rows[(per_sample ? o : c)] * *n + rows[bc + (per_sample ? o : c)],
-                   dy = (double)(float)((T*)p.dy)[(b * pixels + px) * C + c];
+                   given = (double)(float)((T*)p.dy)[(b * pixels + px) * C + c];
+      const uint32_t word = mix(mix(uint32_t(px * C + c) ^ seeds[2 * b]) + seeds[2 * b + 1]);
+      const double dy = !drops                       ? given
+                        : word < p.dropout.threshold ? 0
+                                                     : (double)(float)conv<T>(given * factor);
       if (!silu) {
         *a = z;
         return dy;
@@ -160,10 +175,11 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
   if (!ok) ++bad;
   if (!ok || getenv("V"))
     printf(
-        "%s px %d C %ld g %d own %ld ranks %d thr %d chunks %d keep %d: dx %.1e/%.1e act %.1e/%.1e "
+        "%s px %d C %ld g %d own %ld ranks %d thr %d chunks %d keep %d drops %d: dx %.1e/%.1e act "
+        "%.1e/%.1e "
         "sums %.1e/%.1e %s\n",
         sizeof(T) == 4 ? "f32" : "16", pixels, C, groups, own, ranks, t.threads, t.chunks, t.keep,
-        e[0], m[0], e[1], m[1], e[2], m[2], ok ? "" : "BAD");
+        drops, e[0], m[0], e[1], m[1], e[2], m[2], ok ? "" : "BAD");
   for (void* q : mem) free(q);
 }
 template <class T>
@@ -182,12 +198,20 @@ void all() {
   test<T>(3, 200, {16}, 16, false, true, 1, false, 2, 8, 32, 231000);
   test<T>(2, 37, {16, 8}, 3, true, true, 2, false, 1, 8, 96, 231000);
   test<T>(5, 9, {512}, 32, true, true, 0, false, 4, 1, 256, 231000);
+  test<T>(2, 64, {64}, 32, true, false, 0, false, 4, 1, 128, 231000, true);
+  test<T>(2, 49, {72}, 12, true, false, 0, true, 2, 2, 64, 231000, true);
+  test<T>(3, 121, {48}, 6, true, false, 0, false, 1, 8, 32, 231000, true);
+  test<T>(2, 300, {16}, 1, true, false, 0, false, 1, 1, 64, 12000, true);
+  test<T>(2, 300, {40}, 1, true, false, 0, true, 1, 2, 64, 9000, true);
+  test<T>(5, 9, {512}, 32, true, false, 0, false, 4, 1, 256, 231000, true);
 }
 // For ThreadSanitizer: clusters, the ring, dz kept, and an odd number of pixels.
 static void few() {
   test<__nv_bfloat16>(2, 49, {16, 8}, 3, true, true, 1, false, 1, 2, 32, 231000);
   test<__nv_bfloat16>(2, 200, {16}, 16, false, true, 1, false, 2, 4, 32, 231000);
   test<__nv_bfloat16>(2, 300, {16}, 1, true, true, 2, false, 1, 1, 64, 12000);
+  test<__nv_bfloat16>(2, 49, {16}, 2, true, false, 0, false, 1, 2, 32, 231000, true);
+  test<__nv_bfloat16>(2, 300, {16}, 1, true, false, 0, false, 1, 1, 64, 12000, true);
 }
 int main(int count, char**) {
   if (count > 1) {
