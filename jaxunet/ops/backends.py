@@ -146,9 +146,15 @@ def describe(backend: str, precision: str | None = None) -> str:
 
 
 def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Any]:
-    """Returns the implementations of an op by backend: the reference, and backends that have it."""
+    """Returns the implementations of an op by backend: the reference, and backends that have it.
+
+    A backend that has the plain op of a variant has the variant, too: composed, if it is missing.
+    """
+    plain = VARIANTS.get(op, op)
     return {'xla': UPDATE if op == 'adamw' else getattr(XLA, op)} | {
-        backend.name: backend.ops[op] for backend in backends if op in backend.ops
+        backend.name: implementation(op, backend.ops)
+        for backend in backends
+        if plain in backend.ops
     }
 
 

@@ -21,8 +21,8 @@ from jaxunet.ops.linear.reference import linear
 from jaxunet.ops.vocabulary import FusedUpdate, Ops, WithInput, check_copies
 
 Op = Callable[..., Any]  # a field of `Ops`, each of which has its own signature
-# The plain op that a variant belongs to: a config gives both to the same backend.
 UPSAMPLED = 'upsample_conv3x3'
+# The plain op that a variant belongs to: a config gives both to the same backend.
 VARIANTS = {
     UPSAMPLED: 'conv3x3',
     'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -47,6 +48,15 @@ def test_lowered_elsewhere_is_the_same_program() -> None:
     apart = timing.named('p', function).trace(m.inputs).lower(lowering_platforms=('cuda',))
     assert kernel_names.count(apart) == counted(m)
     assert found.seconds > 0
+
+
+def test_a_backend_is_measured_where_it_has_the_op() -> None:
+    other = dataclasses.replace(CUDA, name='other', ops={'linear': CUDA.ops['linear']})
+    found = kernels.select(['conv3x3', 'linear'], ['2'], '', [other, PALLAS])
+    sides = {m.name.split()[0]: list(m.sides) for m in found}
+    assert sides.pop('linear') == ['xla', 'other']
+    assert set(sides) == {'conv3x3', 'upsample_conv3x3', 'norm_silu_conv3x3'}
+    assert all(names == ['xla', 'pallas'] for names in sides.values())
 
 
 def counted(m: Measurement, side: str = 'pallas') -> collections.Counter[str]:

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, UPSAMPLED, Case
-from jaxunet.ops.references import XLA, Op, implementation
+from jaxunet.ops.references import Op
 from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 
@@ -78,10 +78,7 @@ def _plain(
             ](i['dy'])[0],
         )
 
-    ops = {'xla': getattr(XLA, name)} | {
-        backend.name: implementation(name, backend.ops) for backend in backends
-    }
-    sides = {owner: side(op) for owner, op in ops.items()}
+    sides = {owner: side(op) for owner, op in implementations(name, backends).items()}
     flops = scale**2 * case.flops(batch)
     directions: dict[str, Arrays] = {
         'forward': {'x': x, 'kernel': kernel, 'shift': shift},
