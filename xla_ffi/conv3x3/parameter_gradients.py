@@ -17,15 +17,11 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.conv3x3.operands import Added, Parts
 from jaxunet.ops.terms import bfloat16_terms
-from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
 from xla_ffi.conv3x3.calls import high_and_low, shortcut_gradient, takes_terms
+from xla_ffi.conv3x3.split_k import partial_sums, written
 
-# Float32 elements of the weight gradient's split-K workspace for each multiprocessor. Blocks that
-# share the pixels write their partial sums there: 9 taps of 64 input channels by 64 features each.
-# With a smaller workspace, a kernel splits the pixels less.
-PARTIAL_SUMS = 9 * 64 * 64
-MULTIPROCESSORS = 132  # where the GPU is unknown: those of an H100 or H200 SXM
+PARTIAL_SUMS = 9 * 64 * 64  # of a block: 9 taps of 64 input channels by 64 features
 PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per sample
 
 
@@ -104,11 +100,7 @@ def _call(
     if projected:
         wanted.append(((extra, features), types.shortcut))
     wanted += [((1, channels), jnp.float32)] * (2 * len(norm))
-    # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
-    shapes = [
-        jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dy.dtype) else jnp.float32)
-        for shape, t in wanted
-    ]
+    shapes = written(wanted, dy.dtype)
     workspace = _workspace(dy, (9 * channels + extra) * features)
     shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
     call = ffi_call('jaxunet_conv3x3_weight_gradient', shapes)
@@ -149,12 +141,6 @@ def _from_terms(
 
 
 def _workspace(dy: Array, weights: int) -> int:
-    """Float32 elements of the split-K workspace for so many weights.
-
-    It holds at least the gradients themselves, which stay float32 until the split-K reduce has
-    finished. A block's share is at least 64 pixels.
-    """
-    pixels = math.prod(dy.shape[:3])
-    most = PARTIAL_SUMS * device.multiprocessors(MULTIPROCESSORS)
-    partial_sums = max(min(weights * -(-pixels // 64), most), weights)
-    return partial_sums + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]
+    """Float32 elements of the split-K workspace for so many weights, and for sums of dy."""
+    of_weights = partial_sums(math.prod(dy.shape[:3]), weights, PARTIAL_SUMS)
+    return of_weights + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]

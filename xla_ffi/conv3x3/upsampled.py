@@ -24,14 +24,13 @@ from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
 from xla_ffi.conv3x3 import vjp
-from xla_ffi.conv3x3.parameter_gradients import MULTIPROCESSORS, PARTIAL_SHIFTS
+from xla_ffi.conv3x3.parameter_gradients import PARTIAL_SHIFTS
+from xla_ffi.conv3x3.split_k import partial_sums, written
 
 CHUNK = 64  # channels of a chunk and of the narrowest tile, kChunk in hopper/tile.h
 LEAST_SIDE = 4  # of an image that Hopper's kernels take
 TAPS = 16  # of all phases
-# Float32 elements of the weight gradient's workspace for each multiprocessor: a block's 64 input
-# channels by 64 features of eight taps.
-PARTIAL_SUMS = 8 * CHUNK**2
+PARTIAL_SUMS = 8 * CHUNK**2  # of a block: eight taps of 64 input channels by 64 features
 
 PhaseKernels = Float[Array, '2 2 2 2 channels features']
 
@@ -108,23 +107,20 @@ def _weight_gradient(x: Array, dy: Array, kernel: Array, shift: Array) -> tuple[
         ((3, 3, x.shape[3], features), kernel.dtype),
         ((shift.shape[0], features), shift.dtype),
     ]
-    # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
-    shapes = [
-        jax.ShapeDtypeStruct(shape, t if t == dy.dtype else jnp.float32) for shape, t in wanted
-    ]
     workspace = jax.ShapeDtypeStruct((_workspace(x, features),), jnp.float32)
-    call = ffi_call('jaxunet_conv3x3_upsampled_weight_gradient', [*shapes, workspace])
+    call = ffi_call(
+        'jaxunet_conv3x3_upsampled_weight_gradient', [*written(wanted, dy.dtype), workspace]
+    )
     of_kernel, of_shift, _ = call(x, dy)
     return of_kernel.astype(kernel.dtype), of_shift.astype(shift.dtype)
 
 
 def _workspace(x: Array, features: int) -> int:
-    """Returns the float32 elements of the split-K workspace, as those of `parameter_gradients`."""
-    batch, height, width, channels = x.shape
+    """Float32 elements of the split-K workspace for all taps, and for two phases' sums of dy."""
+    batch, *_, channels = x.shape
     weights = TAPS * channels * features
-    most = PARTIAL_SUMS * device.multiprocessors(MULTIPROCESSORS)
-    partial_sums = max(min(weights * -(-batch * height * width // 64), most), weights)
-    return partial_sums + 2 * (2 * batch + PARTIAL_SHIFTS) * features
+    of_weights = partial_sums(math.prod(x.shape[:3]), weights, PARTIAL_SUMS)
+    return of_weights + 2 * (2 * batch + PARTIAL_SHIFTS) * features
 
 
 # Saved for the backward pass: x, the taps of the phases, the outlines of kernel and shift.

@@ -15,14 +15,10 @@ from jaxtyping import Array, Float
 from jaxunet.ops.conv3x3.operands import outline
 from jaxunet.ops.linear.operands import check_kernel_operands
 from jaxunet.ops.transformations import joins_batch
-from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
-from xla_ffi.conv3x3.parameter_gradients import MULTIPROCESSORS
+from xla_ffi.conv3x3.split_k import partial_sums, written
 
-# Float32 elements of the weight gradient's split-K workspace for each multiprocessor. Blocks that
-# share the pixels write their partial sums there: at most six chunks of 64 input channels by 64
-# features each. With a smaller workspace, a kernel splits the pixels less.
-PARTIAL_SUMS = 6 * 64 * 64
+PARTIAL_SUMS = 6 * 64 * 64  # of a block: at most six chunks of 64 input channels by 64 features
 PARTIAL_BIASES = 512  # rows of partial sums of the bias, one per block
 
 
@@ -75,20 +71,13 @@ def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | Non
         (((3,), (1,)), ((), ())),
         preferred_element_type=jnp.float32 if single else None,
     ).astype(dy.dtype)
-    most = PARTIAL_SUMS * device.multiprocessors(MULTIPROCESSORS)
-    # At least the gradients themselves, which stay float32 until the split-K reduce has finished. A
-    # block's share is at least 64 pixels.
     workspace = (
-        max(min(weights * -(-pixels // 64), most), weights)
-        + (x.shape[0] + PARTIAL_BIASES) * features
+        partial_sums(pixels, weights, PARTIAL_SUMS) + (x.shape[0] + PARTIAL_BIASES) * features
     )
-    # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
-    wanted = [(kernel.shape, kernel.dtype), ((1, features), bias.dtype)]
     shapes = [
-        jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, x.dtype) else jnp.float32)
-        for shape, t in wanted
+        *written([(kernel.shape, kernel.dtype), ((1, features), bias.dtype)], x.dtype),
+        jax.ShapeDtypeStruct((workspace,), jnp.float32),
     ]
-    shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
     dkernel, dbias, _ = ffi_call('jaxunet_linear_weight_gradient', shapes)(x, dy)
     return dx, dkernel.astype(kernel.dtype), dbias.astype(bias.dtype), dy if adds else None
 

@@ -1,0 +1,48 @@
+"""The results of weight gradients' handlers: the gradients, and a workspace for their splits.
+
+The pixels are divided among splits, whose partial sums lie in the workspace until they are added
+(`xla_ffi/conv3x3/split_k.h`). With a smaller workspace, a kernel splits the pixels less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxunet.runtime import device
+
+MULTIPROCESSORS = 132  # where the GPU is unknown: those of an H100 or H200 SXM
+
+
+def partial_sums(pixels: int, weights: int, of_block: int) -> int:
+    """Returns the float32 elements of the workspace for the gradients of so many weights.
+
+    It holds at least the gradients themselves, which stay float32 until the splits have been added.
+    A block's share is at least 64 pixels.
+
+    Args:
+      of_block: the elements that one block writes; there is room for a block on each
+        multiprocessor.
+    """
+    most = of_block * device.multiprocessors(MULTIPROCESSORS)
+    return max(min(weights * -(-pixels // 64), most), weights)
+
+
+def written(
+    gradients: Iterable[tuple[tuple[int, ...], DTypeLike]], dtype: DTypeLike
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns what the kernels write of gradients: float32, or the type of x.
+
+    XLA converts them to any other type of the parameters.
+
+    Args:
+      gradients: shapes and wanted types.
+      dtype: the type of x.
+    """
+    return [
+        jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dtype) else jnp.float32)
+        for shape, t in gradients
+    ]
