@@ -122,17 +122,10 @@ struct UpsampledBlock : StripLayout<kPacked_>, Share<UpsampledParameters> {
 // Stores the accumulators of a row of taps.
 template <class Block>
 __device__ inline void epilogue(const Block& block, int, const float (&accumulator)[64]) {
-  const int consumer = threadIdx.x / kWarpgroup;
-  float* to = block.p.partials +
-              (static_cast<int64_t>(block.split) * block.p.kernel.tiles + block.tile) *
-                  UpsampledTile::kEntries +
-              UpsampledTile::entry(consumer, 0, threadIdx.x % kWarpgroup);
-#pragma unroll
-  for (int n = 0; n < UpsampledTile::kFours; ++n) {
-    const float* four = accumulator + 4 * n;
-    *reinterpret_cast<float4*>(to + UpsampledTile::entry(0, n, 0)) = {four[0], four[1], four[2],
-                                                                      four[3]};
-  }
+  store_entries<UpsampledTile>(
+      block.p.partials + (static_cast<int64_t>(block.split) * block.p.kernel.tiles + block.tile) *
+                             UpsampledTile::kEntries,
+      threadIdx.x / kWarpgroup, accumulator);
 }
 
 // Fills the ring: the dy of both phases, and haloed x.

@@ -42,16 +42,10 @@ template <class Block>
 __device__ inline void epilogue(const Block& block, int tap_row, const float (&accumulator)[96]) {
   const Parameters& p = block.p;
   if (p.accumulator_tiles) {
-    float* to = p.partials +
-                (static_cast<int64_t>(block.split) * p.kernel.tiles + block.tile) *
-                    AccumulatorTile::kEntries +
-                AccumulatorTile::entry(tap_row, 0, threadIdx.x % kWarpgroup);
-#pragma unroll
-    for (int n = 0; n < AccumulatorTile::kFours; ++n) {
-      const float* four = accumulator + 4 * n;
-      *reinterpret_cast<float4*>(to + AccumulatorTile::entry(0, n, 0)) = {four[0], four[1], four[2],
-                                                                          four[3]};
-    }
+    store_entries<AccumulatorTile>(
+        p.partials + (static_cast<int64_t>(block.split) * p.kernel.tiles + block.tile) *
+                         AccumulatorTile::kEntries,
+        tap_row, accumulator);
     return;
   }
   const Place place(p.x, block.x_block);

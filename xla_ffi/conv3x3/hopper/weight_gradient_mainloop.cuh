@@ -7,6 +7,17 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
+// Stores the accumulators of a thread of a consumer as entries of a tile of partial results.
+template <class Tile>
+__device__ inline void store_entries(float* tile, int consumer, const float* accumulator) {
+  float* to = tile + Tile::entry(consumer, 0, threadIdx.x % kWarpgroup);
+#pragma unroll
+  for (int n = 0; n < Tile::kFours; ++n) {
+    const float* four = accumulator + 4 * n;
+    *reinterpret_cast<float4*>(to + Tile::entry(0, n, 0)) = {four[0], four[1], four[2], four[3]};
+  }
+}
+
 // A consumer of a block of a kernel's gradient: kTaps taps of a row, 32 registers for each. The
 // kernel's `epilogue` stores them.
 template <class Block>

@@ -11,9 +11,7 @@ template <class Block>
 __device__ inline void produce(const Block& block) {
   const Parameters& p = block.p;
   const Place place(p.x, block.x_block);
-  const int bytes =
-      (Block::kPacked ? Block::kBoxBytes : (kRows + 2 * p.samples) * kHaloColumns * kRowBytes) +
-      kDyBytes;
+  const int bytes = Block::loaded_x_bytes(p.samples) + kDyBytes;
   Strip at = block.strip_at(block.first);
   for (int i = 0; i < block.count; ++i, block.step(at)) {
     const int stage = i % Block::kStages;
