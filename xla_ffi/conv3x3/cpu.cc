@@ -103,7 +103,7 @@ void conv3x3_upsampled(const UpsampledConv3x3& plan, Pool& pool) {
       }
     }
   }
-  // The pixel of a phase in the large image; and of a tap, that of x's pixel.
+  // The place in the large image of pixel (i, j) of a phase.
   const auto large = [&](int64_t sample, int64_t i, int64_t j, int64_t phase) {
     return ((sample * height + i) * 2 + phase / 2) * 2 * width + 2 * j + phase % 2;
   };

@@ -25,7 +25,7 @@ Array read_image(Reader& call, Plan& plan) {
   return read_image(call, plan, "x", call.integer("parts", 1, kMaxParts));
 }
 
-// The image that is upsampled, or if `upsampled` the large one, whose pixels are limited.
+// The small image, or if `upsampled` the large one. The plan has the size of the small image.
 template <class Plan>
 Array read_image_of_phases(Reader& call, Plan& plan, bool upsampled) {
   const Array x = call.floating("x", 4);

@@ -37,8 +37,9 @@ int64_t partial_floats(const UpsampledWeightGradient& plan, const SplitK& split_
 // The splits with the least estimated time for which the workspace has room.
 SplitK quickest_split(const UpsampledWeightGradient& plan, int64_t tiles, int64_t strips,
                       int64_t strips_of_sample, int multiprocessors) {
-  // In microseconds: to multiply a strip, which reading it from L2 takes; to start a block and to
-  // store its partial results; to reduce those. To refit, as in weight_gradient.cc.
+  // Microseconds to multiply a strip, to start a block and store its partial results, and to reduce
+  // those. The first is an estimate of the time to read a strip from L2, the others are those of
+  // weight_gradient.cc, which tells how to fit them; here they have not been fitted.
   constexpr double kStripTime = 0.9, kBlockTime = 5, kReduceTime = 0.03;
   const auto splits_of = [&](int64_t splits) {
     return SplitK{static_cast<int>(strips), static_cast<int>(strips_of_sample),
