@@ -253,7 +253,7 @@ def test_a_normalisation_says_which_gradient_does_not_fit(added, operands, messa
         ([16], {'silu': False}, 'dropout needs silu = true'),
         ([8, 8], {}, 'one part whose pixels are multiples of 16 bytes, found 2 parts'),
         ([6], {'groups': np.int64(2)}, 'found 1 parts and pixels of 24 bytes'),
-        ([16], {'threshold': np.int64(2**32)}, 'threshold: expected 0 to 4294967295'),
+        ([16], {'threshold': np.int64(2**16)}, 'threshold: expected 0 to 65535'),
     ],
 )
 def test_a_normalisation_says_why_it_has_no_dropout(channels, changed, message):

@@ -1,9 +1,10 @@
-"""Dropout whose random numbers cost little: a hash of each element's position.
+"""Dropout whose random numbers cost little: a hash of each pair's position.
 
 JAX's generator would take more arithmetic per element than the layers around it. Here each sample
-has two words, which are mixed with the positions of its elements. This is integer arithmetic, so
-all backends drop the same elements: those whose op has dropout in its kernels, such as GroupNorm's
-of the cuda backend, and those that call `drop` on its result.
+has two words, which are mixed with the positions of its pairs of neighbouring elements; each
+element of a pair takes half of the bits. This is integer arithmetic, so all backends drop the same
+elements: those whose op has dropout in its kernels, such as GroupNorm's of the cuda backend, and
+those that call `drop` on its result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Dropout(NamedTuple):
 
     Fields:
       seeds: two words per sample; other words drop other elements.
-      rate: the probability that an element is dropped, below 1; exact to 2⁻³².
+      rate: the probability that an element is dropped, below 1; exact to 2⁻¹⁶.
     """
 
     seeds: UInt32[Array, 'batch 2']
@@ -44,8 +45,8 @@ class Dropout(NamedTuple):
 
     @property
     def threshold(self) -> int:
-        """An element whose hash is below this number is dropped."""
-        return min(round(self.rate * 2**32), 2**32 - 1)
+        """An element whose 16 bits are below this number is dropped."""
+        return min(round(self.rate * 2**16), 2**16 - 1)
 
     def factor(self, dtype: DTypeLike) -> np.ndarray:
         """The number that scales the other elements, 1 / (1 - rate), in their type."""
@@ -59,8 +60,7 @@ def drop(x: Float[Array, 'batch *rest'], dropout: Dropout) -> Float[Array, 'batc
       ValueError: as `check_dropout`.
     """
     check_dropout(dropout, x.shape[0])
-    words = _words(dropout.seeds, x.shape[1:])
-    dropped = words < jnp.uint32(dropout.threshold)
+    dropped = _bits(dropout.seeds, x.shape[1:]) < jnp.uint32(dropout.threshold)
     return jnp.where(dropped, jnp.zeros((), x.dtype), x * dropout.factor(x.dtype))
 
 
@@ -81,14 +81,13 @@ def check_dropout(dropout: Dropout, batch: int) -> None:
         )
 
 
-def _words(
-    seeds: UInt32[Array, 'batch 2'], shape: tuple[int, ...]
-) -> UInt32[Array, 'batch *shape']:
-    """Returns 32 random bits for every element of each sample, of this shape."""
+def _bits(seeds: UInt32[Array, 'batch 2'], shape: tuple[int, ...]) -> UInt32[Array, 'batch *shape']:
+    """Returns 16 random bits for every element of each sample, of this shape."""
     ones = (1,) * len(shape)
     first, second = (seeds[:, i].reshape(-1, *ones) for i in range(2))
     position = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(1, *shape)
-    return _mix(_mix(position ^ first) + second)
+    word = _mix(_mix((position >> 1) ^ first) + second)
+    return (word >> ((position & 1) * 16)) & jnp.uint32(0xFFFF)
 
 
 def _mix(word: UInt32[Array, '*shape']) -> UInt32[Array, '*shape']:

@@ -272,7 +272,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         channels = draw.randint(1, 3) * 16 // jnp.dtype(kind).itemsize
         parts = [channels]
         whole = call()
-        rates = {'silu': True, 'threshold': np.int64(2**32 - 1), 'factor': np.float32(1.5)}
+        rates = {'silu': True, 'threshold': np.int64(2**16 - 1), 'factor': np.float32(1.5)}
         return Call(
             whole.target.replace('norm', 'norm_dropout'),
             [*whole.operands, ((batch, 2), jnp.uint32)],

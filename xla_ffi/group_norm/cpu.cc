@@ -65,8 +65,9 @@ void apply_dropout(const Dropout& dropout, Type type, int64_t batch, std::vector
   for (size_t i = 0; i < values.size(); ++i) {
     const uint32_t* const seeds = dropout.seeds + 2 * (i / size);
     const auto position = static_cast<uint32_t>(i % size);
-    const uint32_t word = mix_bits(mix_bits(position ^ seeds[0]) + seeds[1]);
-    values[i] = word < dropout.threshold ? 0.0f : values[i] * dropout.factor;
+    const uint32_t word = mix_bits(mix_bits((position >> 1) ^ seeds[0]) + seeds[1]);
+    const uint32_t bits = position % 2 ? word >> 16 : word & 0xFFFFu;
+    values[i] = bits < dropout.threshold ? 0.0f : values[i] * dropout.factor;
   }
   narrow(values, type, rounded.data());
   values = widen(rounded.data(), type, static_cast<int64_t>(values.size()));

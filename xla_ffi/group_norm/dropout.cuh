@@ -30,17 +30,18 @@ struct SampleDropout {
   // Bit j says that channel j of a vector is dropped. `position`: of the vector in its sample,
   // pixel * channels + channel, a multiple of V.
   //
-  // Channel j has position ^ j, which first ^ and >> 16 leave as it is.
+  // Pair j has position / 2 ^ j, which first ^ and >> 16 leave as it is.
   __device__ uint32_t bits(uint32_t position) const {
-    static_assert((V & (V - 1)) == 0 && V <= 16, "position + j is position ^ j");
-    uint32_t word = position ^ first, found = 0;
+    static_assert((V & (V - 1)) == 0 && V > 1 && V <= 32, "position / 2 + j is position / 2 ^ j");
+    uint32_t word = (position >> 1) ^ first, found = 0;
     word ^= word >> 16;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
+    for (int j = 0; j < V / 2; ++j) {
       uint32_t mixed = (word ^ static_cast<uint32_t>(j)) * 0x85EBCA6Bu;
       mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35u;
       mixed = mix_bits((mixed ^ (mixed >> 16)) + second);
-      if (mixed < threshold) found |= 1u << j;
+      if ((mixed & 0xFFFFu) < threshold) found |= 1u << 2 * j;
+      if (mixed >> 16 < threshold) found |= 2u << 2 * j;
     }
     return found;
   }

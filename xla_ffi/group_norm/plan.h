@@ -29,11 +29,12 @@ struct NormInput {
   Rows scale, offset;
 };
 
-// Dropout of y: an element is zero where two rounds of a hash of its position, pixel * channels +
-// channel, and of its sample's words are below `threshold`; the others are multiplied by `factor`
-// (jaxunet/ops/dropout.py). Results are rounded to the type of x before they are multiplied, too.
-// The kernels have it for SiLU, and for x of one part whose vectors of 16 bytes hold whole
-// channels.
+// Dropout of y: an element is zero where its 16 bits of two rounds of a hash are below `threshold`;
+// the others are multiplied by `factor` (jaxunet/ops/dropout.py). The hash is of the position of
+// two elements, (pixel * channels + channel) / 2, and of their sample's words; the element at the
+// even position takes the low bits. Results are rounded to the type of x before they are
+// multiplied, too. The kernels have it for SiLU, and for x of one part whose vectors of 16 bytes
+// hold whole channels.
 struct Dropout {
   const uint32_t* seeds = nullptr;  // (batch, 2); null: no dropout
   uint32_t threshold = 0;

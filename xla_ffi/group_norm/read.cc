@@ -104,7 +104,7 @@ Dropout read_dropout(Reader& call, const Plan& plan) {
               std::to_string(plan.x.total * bytes) + " bytes");
   }
   Dropout dropout;
-  dropout.threshold = static_cast<uint32_t>(call.integer("threshold", 0, (int64_t{1} << 32) - 1));
+  dropout.threshold = static_cast<uint32_t>(call.integer("threshold", 0, (int64_t{1} << 16) - 1));
   dropout.factor = call.number("factor");
   dropout.seeds =
       static_cast<const uint32_t*>(call.operand("seeds", ffi::DataType::U32, {plan.batch, 2}).data);

@@ -226,7 +226,7 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
   std::vector<uint32_t> seeds(2 * batch);
   for (auto& s : seeds) s = rng();
   const float factor = wide_(make<T>(1 / 0.7f));
-  const Dropout dropout{seeds.data(), uint32_t(0.3 * 4294967296.0), factor};
+  const Dropout dropout{seeds.data(), uint32_t(0.3 * 65536), factor};
   const size_t plain = rs.size();
   if (silu && parts.size() == 1)
     for (size_t i = 0; i < plain; ++i) rs.push_back(rs[i]);
@@ -249,8 +249,9 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
                      offset[(per_sample ? s * C : 0) + c],
                  r = silu ? z / (1 + exp(-z)) : z;
           if (drops) {
-            const uint32_t word = mix(mix(uint32_t(q * C + c) ^ seeds[2 * s]) + seeds[2 * s + 1]);
-            r = word < dropout.threshold ? 0 : r * factor;
+            const uint32_t at = q * C + c,
+                           word = mix(mix(at / 2 ^ seeds[2 * s]) + seeds[2 * s + 1]);
+            r = (word >> at % 2 * 16 & 0xFFFF) < dropout.threshold ? 0 : r * factor;
             if (r == 0 && wide_(y[(s * pixels + q) * C + c]) != 0) {
               printf("WRONG y: not dropped\n");
               exit(1);

@@ -103,7 +103,7 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
   std::vector<uint32_t> seeds(2 * batch);
   for (auto& s : seeds) s = rng();
   const float factor = (float)conv<T>(1 / 0.7f);
-  if (drops) p.dropout = {seeds.data(), uint32_t(0.3 * 4294967296.0), factor};
+  if (drops) p.dropout = {seeds.data(), uint32_t(0.3 * 65536), factor};
   const int full = 16 / sizeof(T);
   bool ok16 = true;
   for (int c : parts)
@@ -131,7 +131,9 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
       *n = (at(p.x, b, px, c) - rows[2 * bc + o]) * rows[3 * bc + o];
       const double z = rows[(per_sample ? o : c)] * *n + rows[bc + (per_sample ? o : c)],
                    given = (double)(float)((T*)p.dy)[(b * pixels + px) * C + c];
-      const uint32_t word = mix(mix(uint32_t(px * C + c) ^ seeds[2 * b]) + seeds[2 * b + 1]);
+      const uint32_t at = px * C + c,
+                     word =
+                         mix(mix(at / 2 ^ seeds[2 * b]) + seeds[2 * b + 1]) >> at % 2 * 16 & 0xFFFF;
       const double dy = !drops                       ? given
                         : word < p.dropout.threshold ? 0
                                                      : (double)(float)conv<T>(given * factor);
