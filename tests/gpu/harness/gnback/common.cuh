@@ -34,13 +34,15 @@
 
 namespace jaxunet_old {
 struct NormGradient;
+enum class KernelSet : int;
 namespace cuda {
-cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream);
+cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream, KernelSet kernels);
 }
 }  // namespace jaxunet_old
 using namespace jaxunet;
 static cudaError_t old_gradient(const NormGradient& p, cudaStream_t s) {
-  return jaxunet_old::cuda::norm_gradient(reinterpret_cast<const jaxunet_old::NormGradient&>(p), s);
+  return jaxunet_old::cuda::norm_gradient(reinterpret_cast<const jaxunet_old::NormGradient&>(p), s,
+                                          jaxunet_old::KernelSet{0});  // kFastest
 }  // the same plain layout
 using jaxunet::cuda::launch_parameter_gradients;
 
