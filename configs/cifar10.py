@@ -6,7 +6,7 @@
 With FID of 10,000 samples on the way: --config.train.evaluate_every=50000. Class-conditional, for
 guidance when sampling: --config.model.num_classes=10 --config.model.label_dropout=0.1.
 
-Hardware: one GPU or more. Time: 69 steps a second on an H200 with backend=auto, about 3 hours for
+Hardware: one GPU or more. Time: 78 steps a second on an H100 with backend=auto, about 3 hours for
 the 795,600 steps. Result: the full run has not been done; docs/results.md compares training methods
 over its first 5 minutes. Source: Ho et al. 2020, arXiv 2006.11239, appendix B; tqch/ddpm-torch,
 configs/cifar10.json. It trains in float32 (--config.precision=float32), and draws its samples in
