@@ -108,7 +108,8 @@ DEVICES = flags.DEFINE_list(
     'devices',
     [],
     'GPUs for simultaneous runs, one each, such as 0,1,2,3; default: one run at a time. With '
-    '--file, 0,0,1,1 has two runs on each of two. Without a GPU, the runs divide the CPU cores.',
+    '--file, 0,0,1,1 has two runs on each of two GPUs, and 0+1,2+3 has two data-parallel runs on '
+    'two GPUs each. Without a GPU, the runs divide the CPU cores.',
 )
 STEP_COST = flags.DEFINE_bool(
     'step_cost',
@@ -167,6 +168,8 @@ def _check_flags() -> None:
             raise UserError(f'--{name}: the comparison file states this; change it there')
         if not FILE.value and name in WITH_FILE:
             raise UserError(f'--{name}: is for a comparison file; give --file, too')
+    if not FILE.value and (groups := [device for device in DEVICES.value if '+' in device]):
+        raise UserError(f'--devices: {groups[0]}: several GPUs for a run need --file')
     if ADD.value and not PLOT_ONLY.value:
         raise UserError('--add: gathers results, and runs nothing; give --plot_only, too')
     if PLOT_ONLY.value and ':' in FILE.value:

@@ -41,6 +41,7 @@ STRETCH_FIELDS = {
     'reason': str,
     'wall': dict,
     'shared_by': int,
+    'devices': int,
     'ended': str,
 }
 ADVICE = 'remove the line'
@@ -106,8 +107,9 @@ def read_stretches(paths: Iterable[Path]) -> list[Row]:
     def check(row: Row, source: str) -> None:
         check_fields(row, STRETCH_FIELDS, source, advice=ADVICE)
         check_fields(row['wall'], dict.fromkeys(row['wall'], NUMBER), source, advice=ADVICE)
-        if row['shared_by'] < 1:
-            raise UserError(f'{source}: shared_by: expected 1 or more; {ADVICE}')
+        for name in ('shared_by', 'devices'):
+            if row[name] < 1:
+                raise UserError(f'{source}: {name}: expected 1 or more; {ADVICE}')
 
     found = [row for path in paths if path.exists() for row in rows.read(path, check)]
     by_text = {json.dumps(row, sort_keys=True): row for row in found}
@@ -127,9 +129,12 @@ def write(path: Path, found: Sequence[Row]) -> None:
 
 
 def device_seconds(stretches: Iterable[Row]) -> dict[str, float]:
-    """Returns the seconds of devices by activity; processes that share one count their part."""
+    """Returns the device seconds of each activity.
+
+    Processes that share a device count their part of it; a process with several counts them all.
+    """
     found: dict[str, float] = {}
     for row in stretches:
         for activity, seconds in row['wall'].items():
-            found[activity] = found.get(activity, 0.0) + seconds / row['shared_by']
+            found[activity] = found.get(activity, 0.0) + seconds * row['devices'] / row['shared_by']
     return found

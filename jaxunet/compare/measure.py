@@ -68,7 +68,7 @@ class Measurements:
         self._held_out: dict[tuple[object, ...], HeldOutLoss] = {}
         self._new: list[Callable[[], object]] = []
         self._compiling: list[Background[None]] = []
-        self._device = jax.local_devices()[0]
+        self._devices = jax.local_devices()
 
     def ready(self) -> bool:
         """Returns True if the features are there, or none are asked for."""
@@ -91,7 +91,7 @@ class Measurements:
                 self._new.append(functools.partial(generator.compile_for, template))
         key = _held_out_key(config)
         if source.held_out is not None and key not in self._held_out:
-            self._held_out[key] = HeldOutLoss(config, source, [self._device])
+            self._held_out[key] = HeldOutLoss(config, source, self._devices)
             self._new.append(self._held_out[key].compile)
 
     def compile(self) -> None:
@@ -177,7 +177,7 @@ class Measurements:
             config,
             parse_sampler(sampler),
             batch_size=min(job.batch_size, job.samples),
-            devices=[self._device],
+            devices=self._devices,
         )
 
     def _compare(

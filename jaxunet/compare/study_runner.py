@@ -51,8 +51,9 @@ class Options:
       part: methods to run, joined by commas; '' = all.
       data: folder of the images.
       output: folder of the results.
-      devices: GPUs as CUDA_VISIBLE_DEVICES names them, one for each process; a GPU that is named
-        twice is shared by two. () = this process, on the device that JAX finds.
+      devices: the GPUs of each process, as CUDA_VISIBLE_DEVICES names them. A process with several,
+        joined by +, trains data-parallel on them; a GPU that is named twice is shared by two
+        processes. () = this process, on the devices that JAX finds.
       limit, reserve, resume: as those of `jaxunet.compare.queue`.
       began: `time.perf_counter()` at the start of the command.
     """
@@ -91,17 +92,7 @@ def run(study: Study, options: Options, command: str) -> list[str]:
             f'{study.path}: features: no file {study.features}; make it by python -m '
             'jaxunet.metrics.train_features'
         )
-    shared = len(options.devices) > len(set(options.devices))
-    if shared and not step_ms:
-        raise UserError(
-            f'{study.path}: step_ms: expected milliseconds of a step, as processes that share a '
-            'GPU (--devices) slow each other down, found none'
-        )
-    if len(options.devices) > 1 and not step_ms and probe().platform == 'cpu':
-        raise UserError(
-            f'{study.path}: step_ms: expected milliseconds of a step, as this machine has no GPU, '
-            'and processes that share a CPU (--devices) slow each other down, found none'
-        )
+    _check_devices(options.devices, f'{study.path}: step_ms', bool(step_ms))
     known = known_rows(study, options.output)
     if options.devices:
         jax.config.update('jax_platforms', 'cpu')  # the devices belong to the processes
@@ -120,6 +111,47 @@ def run(study: Study, options: Options, command: str) -> list[str]:
         resume=options.resume,
     )
     return queue.run(jobs)
+
+
+def _check_devices(devices: Sequence[str], where: str, has_step_ms: bool) -> None:
+    """Checks that runs on these devices can be timed.
+
+    Args:
+      devices: those of `Options`.
+      where: the field of the step times, for messages.
+      has_step_ms: the clock counts steps instead of measuring training time.
+
+    Raises:
+      UserError: a group of GPUs overlaps another, there is no GPU for it, or the training time
+        would not be that of a run alone on one GPU.
+    """
+    groups = [device for device in devices if '+' in device]
+    if groups and probe().platform == 'cpu':
+        raise UserError(f'--devices: {groups[0]}: expected one device, as this machine has no GPU')
+    for group in groups:
+        others = [*devices]
+        others.remove(group)
+        members = group.split('+')
+        taken = {name for other in others for name in other.split('+')}
+        if not all(members) or len({*members}) < len(members) or taken & {*members}:
+            raise UserError(
+                f'--devices: {group}: expected GPUs that are named once, as in 0+1,2+3, found '
+                f'{",".join(devices)}'
+            )
+    if has_step_ms:
+        return
+    if groups:
+        reason = f'a step on several GPUs ({groups[0]}) takes another time than on one'
+    elif len(devices) > len({*devices}):
+        reason = 'processes that share a GPU (--devices) slow each other down'
+    elif len(devices) > 1 and probe().platform == 'cpu':
+        reason = (
+            'this machine has no GPU, and processes that share a CPU (--devices) slow each other '
+            'down'
+        )
+    else:
+        return
+    raise UserError(f'{where}: expected milliseconds of a step, as {reason}, found none')
 
 
 def known_rows(study: Study, output: Path) -> str:
@@ -162,7 +194,7 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _run_processes(study: Study, options: Options, known: str) -> list[str]:
-    """Runs a queue on each device; returns what went wrong."""
+    """Runs a queue on each of the devices; returns what went wrong."""
     claims = options.output / 'claims'
     shutil.rmtree(claims, ignore_errors=True)
     commands, environments = [], []
@@ -184,7 +216,7 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
         }
         arguments = [f'--{name}={value}' for name, value in flags.items()]
         commands.append([sys.executable, '-u', '-m', QUEUE, *arguments])
-        env = dict(os.environ) | {'CUDA_VISIBLE_DEVICES': device}
+        env = dict(os.environ) | {'CUDA_VISIBLE_DEVICES': device.replace('+', ',')}
         if shared_by > 1:
             env.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', f'{MEMORY / shared_by:.2f}')
         environments.append(env)

@@ -131,6 +131,7 @@ def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path, m
         (with_changes(step_ms='"no.jsonl"'), {}, 'step_ms: no file .*no.jsonl; make it'),
         (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: .* share a GPU'),
         (with_changes(step_ms='0'), {'devices': ('0', '1')}, 'step_ms: .* share a CPU'),
+        (study, {'devices': ('0+1', '2')}, '--devices: 0.1: expected one device, as .* no GPU'),
         (
             with_changes(**{'"data.batch_size"': '8\n"timesteps.adaptive_bins" = 64'}),
             {},
@@ -144,8 +145,26 @@ def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path, m
 
 
 @pytest.mark.parametrize(
+    'devices', [('0+1', '1'), ('0+1', '0+1'), ('0+0',), ('0+',), ('0+1', '2+0')]
+)
+def test_groups_of_gpus_that_overlap(study, tmp_path, monkeypatch, devices):
+    monkeypatch.setattr(study_runner, 'probe', lambda: Machine('gpu', 4))
+    with pytest.raises(UserError, match=r'--devices: .*: expected GPUs that are named once'):
+        study_runner.run(study, options_of(tmp_path, devices=devices), '')
+
+
+def test_a_group_of_gpus_needs_the_time_of_a_step(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(study_runner, 'probe', lambda: Machine('gpu', 4))
+    path = folder / 'untimed.toml'
+    path.write_text((folder / 'study.toml').read_text().replace('step_ms = 20', 'step_ms = 0'))
+    with pytest.raises(UserError, match=r'step_ms: .* a step on several GPUs .0.1. takes another'):
+        study_runner.run(read_study(path), options_of(tmp_path, devices=('0+1', '2+3')), '')
+
+
+@pytest.mark.parametrize(
     ('arguments', 'message'),
     [
+        (['--devices=0+1'], '--devices: 0+1: several GPUs for a run need --file'),
         (['--limit=5'], '--limit: is for a comparison file; give --file, too'),
         (['--file={}', '--seeds=2'], '--seeds: the comparison file states this'),
         (['--file={}', '--config.seed=2'], '--config.seed: the comparison file states this'),
@@ -201,6 +220,15 @@ def test_each_device_has_a_process(study, tmp_path, fake, capsys):
     assert sorted(capsys.readouterr().out.splitlines()) == [
         f'{number}: [0 s] {number} begins' for number in (1, 2, 3)
     ]
+
+
+def test_a_group_of_gpus_has_one_process(study, tmp_path, fake, monkeypatch):
+    fake('end')
+    monkeypatch.setattr(study_runner, 'probe', lambda: Machine('gpu', 4))
+    assert study_runner.run(study, options_of(tmp_path, devices=('0+1', '2+3')), '') == []
+    first, second = (called(tmp_path, number) for number in (1, 2))
+    assert [c['CUDA_VISIBLE_DEVICES'] for c in (first, second)] == ['0,1', '2,3']
+    assert [c['shared_by'] for c in (first, second)] == ['1', '1']
 
 
 def test_processes_that_fail_are_told(study, tmp_path, fake):

@@ -67,7 +67,9 @@ ROWS = [
 ]
 
 
-def stretch(case, seed, outcome='trained', reason='', shared_by=1, ended='2026-01-01', **wall):
+def stretch(
+    case, seed, outcome='trained', reason='', shared_by=1, devices=1, ended='2026-01-01', **wall
+):
     return {
         'data': 'cifar10',
         'case': case,
@@ -76,6 +78,7 @@ def stretch(case, seed, outcome='trained', reason='', shared_by=1, ended='2026-0
         'reason': reason,
         'wall': wall,
         'shared_by': shared_by,
+        'devices': devices,
         'ended': ended,
         'device': 'GPU',
     }
@@ -188,7 +191,7 @@ def test_runs_that_failed_are_listed_until_they_are_done():
     ]
 
 
-def test_the_cost_counts_parts_of_shared_devices_and_repeats(found):
+def test_the_cost_counts_parts_of_shared_devices_groups_and_repeats(found):
     assert tables.cost(found).startswith('7 runs, 25 minutes of training. What they took')
     stretches = [
         stretch('flow', 0, training=120.0, compiling=60.0),
@@ -196,6 +199,8 @@ def test_the_cost_counts_parts_of_shared_devices_and_repeats(found):
     ]
     text = tables.cost(Measured(STUDY, ROWS, stretches))
     assert text.startswith('5.0 GPU minutes, repeated work included: training 4.0, compiling 1.0')
+    groups = [stretch('flow', 0, devices=2, training=60.0)]
+    assert tables.cost(Measured(STUDY, ROWS, groups)).startswith('2.0 GPU minutes')
     on_cpu = [{**one, 'device': 'cpu'} for one in stretches]
     assert tables.cost(Measured(STUDY, ROWS, on_cpu)).startswith('5.0 CPU minutes')
 
