@@ -4,6 +4,8 @@ The CPU's handlers run the awkward cases; the GPU's run all cases, and those of 
 Hopper.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from support.attention import plain
 from support.parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
+from jaxunet.runtime import device, gpu_time
 from xla_ffi.attention.vjp import attention
 
 # Heads that the kernels for Hopper take (hopper/shapes.cuh), one and several, and just more of them
@@ -28,9 +31,20 @@ HOPPER = (
     Case(128, 3, 64, batch=5),
     Case(384, 2, 64, batch=3),
     Case(128, 2, 256, batch=67),
+    Case(128, 1, 256, batch=3),
+    Case(256, 1, 256, batch=1),
     Case(256, 2, 256, batch=3),
+    Case(256, 3, 256, batch=13),
     Case(384, 1, 256, batch=2),  # the backward pass is a flash kernel's
 )
+
+# The backward kernel of some of them, and its launches.
+BACKWARD_KERNELS = {
+    Case(256, 6, 32, batch=2): ('hopper_attention_backward_kernel', 1),
+    Case(256, 1, 256, batch=2): ('hopper_cluster_attention_backward_kernel', 1),
+    Case(256, 3, 256, batch=3): ('hopper_cluster_attention_backward_kernel', 1),
+    Case(128, 1, 256, batch=2): ('hopper_streaming_attention_backward_kernel', 3),
+}
 
 
 def check(case: Case, dtype: str, batch: int):
@@ -64,6 +78,29 @@ def test_every_case(case, dtype):
 @pytest.mark.parametrize('case', HOPPER, ids=lambda c: c.name)
 def test_hopper_shapes(case, dtype):
     check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('case', BACKWARD_KERNELS, ids=lambda c: c.name)
+def test_gradients_take_these_launches(case, dtype):
+    """The handler chooses the kernel, so only a trace of the GPU tells which one ran."""
+    if device.portable():
+        pytest.skip('needs the kernels for Hopper')
+    channels = case.heads * case.width
+    qkv, grad = (
+        jnp.asarray(draw((case.batch, case.tokens, width), dtype), dtype)
+        for width in (3 * channels, channels)
+    )
+
+    def gradients(qkv, grad):
+        return jax.vjp(lambda x: attention(x, num_heads=case.heads), qkv)[1](grad)
+
+    program = gpu_time.named('attention_gradients', gradients)
+    traced = gpu_time.trace_times({'attention_gradients': lambda _: program(qkv, grad)}, rounds=2)
+    names = [name for name in traced['attention_gradients'].kernels if 'backward' in name]
+    kernel, launches = BACKWARD_KERNELS[case]
+    assert [re.findall(r'\w+_kernel\b', name) for name in names] == [[kernel]] * launches
 
 
 @pytest.mark.gpu

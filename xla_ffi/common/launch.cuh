@@ -30,6 +30,26 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int sha
                           shared_bytes, stream);
 }
 
+// The same for a kernel whose blocks form clusters: `cluster` neighbours along x each.
+template <class... Parameters>
+cudaError_t launch_clusters(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
+                            int shared_bytes, cudaStream_t stream,
+                            const std::common_type_t<Parameters>&... arguments) {
+  void* addresses[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), addresses);
+}
+
 // The dynamic shared memory of the block. It begins at a multiple of 1024 bytes, where the pattern
 // of TMA's and wgmma's 128-byte swizzle starts.
 __device__ inline unsigned char* shared_memory() {

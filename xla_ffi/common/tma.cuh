@@ -32,6 +32,16 @@ __device__ inline void tma_load(void* to, const CUtensorMap* map, Barrier* barri
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+// The same load for all blocks of the cluster in `blocks`, a bit each: the box goes to the place of
+// `to` in each of them, and its bytes count at the barrier there that has the place of `barrier`.
+__device__ inline void tma_load_multicast(void* to, const CUtensorMap* map, Barrier* barrier,
+                                          int c0, int c1, int c2, int c3, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+      : "memory");
+}
 __device__ inline void tma_store(const CUtensorMap* map, const void* from, int c0, int c1, int c2,
                                  int c3) {
   asm volatile(

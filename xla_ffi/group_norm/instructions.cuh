@@ -1,5 +1,5 @@
 // Launches, and the PTX that CUDA C++ has no function for: asynchronous copies to shared memory
-// (cp.async, compute capability 8.0 and later), and clusters with their distributed shared memory
+// (cp.async, compute capability 8.0 and later), and reads of a peer's shared memory in a cluster
 // (9.0).
 #pragma once
 
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
 #include "common/shared_memory.h"
 #include "common/warp_instructions.cuh"
@@ -62,36 +63,14 @@ __device__ inline void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// The cluster's barrier, in two halves: after cluster_wait, a thread sees what every thread of the
-// cluster wrote before its cluster_arrive. Every thread calls both, in turn.
-__device__ inline void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-#else
-  __trap();
-#endif
-}
-
-__device__ inline void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#else
-  __trap();
-#endif
-}
-
 // Reads the shared memory of block `rank` of the cluster, at the address that `here` has in this
 // block.
 __device__ inline float4 read_peer(const float4* here, int rank) {
   float4 found{};
 #if __CUDA_ARCH__ >= 900
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(there)
-               : "r"(shared_address(here)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
-               : "r"(there)
+               : "r"(peer_address(shared_address(here), rank))
                : "memory");
 #else
   __trap();

@@ -5,6 +5,7 @@
 
 #include "attention/flash_delta.cuh"
 #include "attention/hopper/backward.cuh"
+#include "attention/hopper/backward_cluster.cuh"
 #include "attention/hopper/forward.cuh"
 #include "attention/hopper/streaming.cuh"
 #include "common/integers.h"
@@ -56,13 +57,33 @@ cudaError_t run_backward(const AttentionBackward& plan, int multiprocessors, cud
                 Traits::kThreads, Traits::kBytes, stream, p);
 }
 
-// Encodes the map of an array as chunks of 64 channels, as the streaming kernels load it: boxes of
-// all chunks of a head x kTileRows rows.
+// Encodes the map of an array as chunks of 64 channels: boxes of so many chunks x kTileRows rows.
 template <class Plan>
-cudaError_t chunk_map(CUtensorMap* to, const Plan& plan, const void* data, int64_t channels) {
+cudaError_t chunk_map(CUtensorMap* to, const Plan& plan, const void* data, int64_t channels,
+                      int chunks) {
   return tensor_map(to, plan.type, data, {64, plan.tokens, channels / 64, plan.batch},
-                    {64, kTileRows, static_cast<int>(plan.width) / 64, 1},
-                    {channels, 64, plan.tokens * channels});
+                    {64, kTileRows, chunks, 1}, {channels, 64, plan.tokens * channels});
+}
+
+// One block of a cluster for each 64 rows of a head.
+template <class T>
+cudaError_t run_cluster_backward(const AttentionBackward& plan, cudaStream_t stream) {
+  using Traits = ClusterBackwardTraits<T>;
+  const int64_t channels = plan.heads * plan.width;
+  ClusterBackwardParameters p{};
+  cudaError_t error = chunk_map(&p.qkv, plan, plan.qkv, 3 * channels, 1);
+  if (error == cudaSuccess) error = chunk_map(&p.grad, plan, plan.grad, channels, 1);
+  p.out = plan.out;
+  p.grad_elements = plan.grad;
+  p.lse = plan.lse;
+  p.dqkv = plan.dqkv;
+  p.heads = static_cast<int>(plan.heads);
+  const auto kernel = hopper_cluster_attention_backward_kernel<T>;
+  if (error == cudaSuccess) error = allow_shared_memory(kernel, Traits::kBytes);
+  if (error != cudaSuccess) return error;
+  const auto blocks = static_cast<unsigned>(plan.batch * plan.heads * Traits::kTiles);
+  return launch_clusters(kernel, dim3(blocks), Traits::kTiles, Traits::kThreads, Traits::kBytes,
+                         stream, p);
 }
 
 // One job (Role) of the streaming kernels.
@@ -88,7 +109,8 @@ template <class T, int kWidth>
 cudaError_t run_streaming_forward(const AttentionForward& plan, int multiprocessors,
                                   cudaStream_t stream) {
   StreamingParameters p{};
-  const cudaError_t error = chunk_map(&p.qkv, plan, plan.qkv, 3 * plan.heads * plan.width);
+  const cudaError_t error =
+      chunk_map(&p.qkv, plan, plan.qkv, 3 * plan.heads * plan.width, kWidth / 64);
   if (error != cudaSuccess) return error;
   p.lse = plan.lse;
   p.result = plan.out;
@@ -102,8 +124,8 @@ cudaError_t run_streaming_backward(const AttentionBackward& plan, int multiproce
                                    cudaStream_t stream) {
   StreamingParameters p{};
   const int64_t channels = plan.heads * plan.width;
-  cudaError_t error = chunk_map(&p.qkv, plan, plan.qkv, 3 * channels);
-  if (error == cudaSuccess) error = chunk_map(&p.grad, plan, plan.grad, channels);
+  cudaError_t error = chunk_map(&p.qkv, plan, plan.qkv, 3 * channels, kWidth / 64);
+  if (error == cudaSuccess) error = chunk_map(&p.grad, plan, plan.grad, channels, kWidth / 64);
   p.out = plan.out;
   p.lse = const_cast<float*>(plan.lse);
   p.result = plan.dqkv;

@@ -1,6 +1,7 @@
 // Attention with wgmma and TMA, for GPUs of compute capability 9.0 and 16-bit types: whole heads in
-// shared memory (forward.cuh, backward.cuh), or heads that stream through it (streaming.cuh). Each
-// type is one source file (bfloat16.cu, float16.cu), so that they compile in parallel.
+// shared memory (forward.cuh, backward.cuh), heads that a cluster shares (backward_cluster.cuh), or
+// heads that stream through it (streaming.cuh). Each type is one source file (bfloat16.cu,
+// float16.cu), so that they compile in parallel.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention/flash.h"
+#include "attention/hopper/launch.cuh"
 #include "attention/hopper/launch.h"
 #include "reference.cuh"
 
@@ -234,6 +235,55 @@ void time_passes(Shape s, int batch, bool hot, std::vector<int> passes) {
   fflush(stdout);
 }
 
+// The backward pass of heads of 256 tokens and 256 channels, in one launch as shapes.cuh dispatches
+// it, and in the three launches of streaming.cuh that longer heads would take: checks the latter,
+// and times them in turns, all with one set of inputs a call.
+template <Type type, class T>
+void compare_launches(int batch) {
+  const Shape s{256, 1, 256};
+  const size_t count = size_t(batch) * s.tokens * s.heads * s.width;
+  const auto three = [&](Arrays<T>& x, cudaStream_t stream) {
+    OK((hopper_attention::run_streaming_backward<T, 256>(
+        {type, batch, s.tokens, s.heads, s.width, x.qkv, x.out, x.grad, x.lse, x.dqkv},
+        multiprocessors, stream)));
+  };
+  const int sets = std::min<size_t>(16, kColdBytes / (16 * count) + 2);
+  std::vector<std::unique_ptr<Arrays<T>>> arrays;
+  for (int i = 0; i < sets; ++i) {
+    arrays.push_back(std::make_unique<Arrays<T>>(batch, s, seed + i));
+    run<type>(false, 0, batch, s, *arrays.back());
+  }
+  Arrays<T>& first = *arrays[0];
+  double max[2];
+  {
+    const Exact<T> exact(first, s);
+    for (bool one : {false, true}) {
+      OK(cudaMemset(first.dqkv, 0xff, 6 * count));
+      if (one) {
+        run<type>(true, 1, batch, s, first);
+      } else {
+        three(first, 0);
+      }
+      max[one] = error(first.dqkv, exact.dqkv, 3 * count).max;
+    }
+  }
+  std::vector<Timer> timers;
+  timers.push_back(record(sets, [&](int i, cudaStream_t stream) { three(*arrays[i], stream); }));
+  timers.push_back(record(
+      sets, [&](int i, cudaStream_t stream) { run<type>(true, 1, batch, s, *arrays[i], stream); }));
+  time_in_turns(timers);
+  printf("%s 256x1x256 B%d backward:", type == kBf16 ? "bf16" : "f16", batch);
+  for (int i = 0; i < 2; ++i) {
+    const auto& times = timers[i].times;
+    const float time = times[times.size() / 2];
+    printf(" %s %.2f us [%.2f %.2f] %.0f TFLOP/s, max error %.1e;",
+           i ? "one launch" : "three launches", time, times.front(), times.back(),
+           10.0 * count * s.tokens / time * 1e-6, max[i]);
+  }
+  printf("\n");
+  fflush(stdout);
+}
+
 void run_family(const std::string& family) {
   const std::vector<int> forward = {0}, both = {0, 1};
   using B = __nv_bfloat16;
@@ -250,9 +300,14 @@ void run_family(const std::string& family) {
   } else if (family == "256") {  // cifar10
     for (int batch : {3, 133}) check<kBf16, B>({256, 1, 256}, batch, both);
     check<kBf16, B>({256, 2, 256}, 3, both);
+    check<kF16, __half>({256, 1, 256}, 128, both);
+    check<kF16, __half>({256, 3, 256}, 2, both);
     check<kF16, __half>({128, 2, 256}, 5, both);
+    check<kBf16, B>({128, 1, 256}, 3, both);
     check<kBf16, B>({384, 1, 256}, 2, forward);
     for (int batch : {128, 32}) time_passes({256, 1, 256}, batch, false, both);
+    compare_launches<kBf16, B>(128);
+    compare_launches<kF16, __half>(128);
   } else {  // imagenet64
     for (Shape s : {Shape{64, 12, 64}, {256, 9, 64}, {384, 3, 64}, {1024, 2, 64}}) {
       check<kBf16, B>(s, 3, both);
