@@ -16,20 +16,33 @@ from jaxunet.config.unused import check_used
 from jaxunet.runtime.errors import UserError
 
 
-def read_jobs(named: str, data: str) -> list[Job]:
-    """Returns the jobs of a file, checked.
+def read_jobs(named: str, data: str, *, begun: bool = False) -> list[Job]:
+    """Returns the jobs of a file, checked: every field must have an effect in some job.
+
+    A part of a comparison file may be few of its methods, but a field may serve any of them.
 
     Args:
       named: FILE or FILE:PART. The part of a comparison file is names of methods, joined by commas;
         `get_jobs` of a Python file gets it, '' without one.
       data: folder of the images.
+      begun: jobs began with these fields; those without an effect are only logged.
 
     Raises:
-      UserError: no such file or part, jobs without a name of their own, or a value out of range.
+      UserError: no such file or part, jobs without a name of their own, a value out of range, or a
+        field has no effect.
     """
     path, _, part = named.partition(':')
     if path.endswith(SUFFIX):
-        return read_study(path).jobs(part, data)
+        study = read_study(path)
+        jobs, every = study.jobs(part, data), study.jobs('', data)
+    else:
+        jobs = every = _python_jobs(named, data)
+    check_configs_used(path, load_configs(every), begun=begun)
+    return jobs
+
+
+def _python_jobs(named: str, data: str) -> list[Job]:
+    path, _, part = named.partition(':')
     try:
         get_jobs = load_function(path, 'get_jobs')
     except UserError as error:
@@ -42,23 +55,6 @@ def read_jobs(named: str, data: str) -> list[Job]:
     except UserError as error:
         raise UserError(f'--jobs: {named}: {error}') from None
     return jobs
-
-
-def check_fields_used(named: str, data: str, *, begun: bool) -> None:
-    """Checks that the fields of a file's jobs have an effect in some of them.
-
-    A part of a comparison file may be few of its methods, but a field may serve any of them.
-
-    Args:
-      named, data: as for `read_jobs`.
-      begun: jobs began with these fields; those without an effect are only logged.
-
-    Raises:
-      UserError: as `read_jobs`, or a field has no effect.
-    """
-    path = named.partition(':')[0]
-    jobs = read_jobs(path if path.endswith(SUFFIX) else named, data)
-    check_configs_used(path, load_configs(jobs), begun=begun)
 
 
 def load_configs(jobs: Sequence[Job]) -> list[Config]:

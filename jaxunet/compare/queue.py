@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.compare.job_files import check_fields_used, read_jobs
+from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.results import step_times
@@ -102,10 +102,9 @@ def main(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     if KNOWN.value and not pathlib.Path(KNOWN.value).is_file():
         raise UserError(f'--known: no file {KNOWN.value}')
-    jobs = read_jobs(JOBS.value, DATA.value)
     output = pathlib.Path(OUTPUT.value)
     work = pathlib.Path(WORK.value) if WORK.value else output / 'work'
-    check_fields_used(JOBS.value, DATA.value, begun=output.exists() or work.exists())
+    jobs = read_jobs(JOBS.value, DATA.value, begun=output.exists() or work.exists())
     step_ms = step_times(STEP_MS.value, [job.case for job in jobs])
     if SHARED_BY.value > 1 and not step_ms:
         raise UserError(

@@ -24,7 +24,7 @@ from absl import flags
 from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.compare.job_files import check_configs_used, check_fields_used, read_jobs
+from jaxunet.compare.job_files import check_configs_used, read_jobs
 from jaxunet.config import Config, cli, resolve
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images
@@ -121,9 +121,8 @@ def read_configs(named: str, data: str = '', *, begun: bool = False) -> dict[str
         found = {name: resolve(values) for name, values in configs.items()}
         check_configs_used(named, list(found.values()), begun=begun)
         return found
-    check_fields_used(named, data, begun=begun)
     found = {}
-    for job in read_jobs(named, data):
+    for job in read_jobs(named, data, begun=begun):
         if job.case not in found:
             found[job.case] = job.load_config()
     return found

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from jaxunet.compare import step_cost
-from jaxunet.compare.job_files import check_fields_used, read_jobs
+from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.jobs import Job, parse_sampler
 from jaxunet.compare.results import step_times
 from jaxunet.runtime import rows
@@ -71,7 +71,6 @@ def test_the_committed_jobs_are_valid():
     for part in ('all', 'twenty', 'alone', 'costs', 'rates', 'digits', 'tiny'):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
-        check_fields_used(f'{JOBS}:{part}', '/data', begun=False)
     with pytest.raises(UserError, match='one of all, objects, minute, three, ten, images'):
         read_jobs(f'{JOBS}:other', '')
     assert next(iter(step_cost.read_configs(f'{JOBS}:costs', '/data'))) == 'epsilon-linear'
@@ -83,7 +82,6 @@ def test_the_recipe_itself_is_a_job(tmp_path):
     with zipfile.ZipFile(tmp_path / 'objects64_train.zip', 'w') as archive:
         for i in range(40):
             archive.write(tmp_path / 'image.png', f'{i}.png')
-    check_fields_used(f'{JOBS}:images', str(tmp_path), begun=False)
     job, _ = read_jobs(f'{JOBS}:images', str(tmp_path))
     config = job.load_config()
     assert config.image_shape == (64, 64, 3)
