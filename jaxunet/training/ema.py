@@ -19,11 +19,6 @@ def ema_decay(rate: float, updates: Int[Array, ''], warmup: bool) -> Float[Array
     return jnp.minimum(rate, (1 + n) / (10 + n)) if warmup else jnp.asarray(rate, jnp.float32)
 
 
-def update_ema(ema: Params, params: Params, decay: Float[Array, '']) -> Params:
-    """Returns decay · ema + (1 - decay) · params."""
-    return jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), ema, params)
-
-
 def power_share(width: float, updates: Int[Array, '']) -> Float[Array, '']:
     """Returns the share 1 − β of the new weights in a power-function average.
 
@@ -37,6 +32,6 @@ def power_share(width: float, updates: Int[Array, '']) -> Float[Array, '']:
     return -jnp.expm1((exponent(width) + 1) * jnp.log1p(-1 / t))
 
 
-def update_power_average(average: Params, params: Params, share: Float[Array, '']) -> Params:
+def update_average(average: Params, params: Params, share: Float[Array, '']) -> Params:
     """Returns average + share · (params - average)."""
     return jax.tree.map(lambda a, p: a + share * (p - a), average, params)

@@ -8,7 +8,7 @@ backend; those kernels then do the norm, and the weights that AdamW updates.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,8 @@ from jaxunet.ops.adamw import operands
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import fused_update
 from jaxunet.ops.vocabulary import FusedUpdate
-from jaxunet.training.ema import ema_decay, power_share, update_ema, update_power_average
+from jaxunet.training.ema import ema_decay, power_share, update_average
 
-Tree = TypeVar('Tree')
 Scalar = Float[Array, '']
 
 
@@ -89,27 +88,10 @@ def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Up
         if config.optimizer.clip_norm:
             factor = _clip_factor(config, grad_norm)
             grads = jax.tree.map(lambda g: g * factor, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        with jax.named_scope('ema'):
-            decays, shares = _decays(config, state), _power_shares(config, state)
-            ema = {rate: update_ema(state.ema[rate], params, d) for rate, d in decays.items()}
-            ema |= {
-                name: update_power_average(state.ema[name], params, share)
-                for name, share in shares.items()
-            }
-
-        def if_taken(new: Tree, old: Tree) -> Tree:
-            return jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
-
-        return Updated(
-            if_taken(params, state.params),
-            if_taken(opt_state, state.opt_state),
-            if_taken(ema, state.ema),
-            grad_norm,
-            finite,
-            taken,
-        )
+        steps, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        weights = Weights(state.params, state.opt_state, state.ema)
+        new = _stepped(weights, steps, opt_state, _shares(config, state), taken)
+        return Updated(*new, grad_norm, finite, taken)
 
     return update
 
@@ -214,17 +196,28 @@ def _matrix_update(config: Config) -> Rule:
     ) -> Weights:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
         steps, opt_state = steps_of(grads, weights.opt_state, weights.params)
-        params = optax.apply_updates(weights.params, steps)
-        with jax.named_scope('ema'):
-            ema = {
-                name: update_power_average(average, params, share)
-                for (name, average), share in zip(weights.ema.items(), shares, strict=True)
-            }
-        return jax.tree.map(
-            lambda new, old: jnp.where(taken, new, old), Weights(params, opt_state, ema), weights
-        )
+        return _stepped(weights, steps, opt_state, shares, taken)
 
     return update
+
+
+def _stepped(
+    weights: Weights,
+    steps: Params,
+    opt_state: optax.OptState,
+    shares: list[Scalar],
+    taken: Bool[Array, ''],
+) -> Weights:
+    """Returns the weights moved by `steps`, with their averages; as they were if not `taken`."""
+    params = optax.apply_updates(weights.params, steps)
+    with jax.named_scope('ema'):
+        ema = {
+            name: update_average(average, params, share)
+            for (name, average), share in zip(weights.ema.items(), shares, strict=True)
+        }
+    return jax.tree.map(
+        lambda new, old: jnp.where(taken, new, old), Weights(params, opt_state, ema), weights
+    )
 
 
 def _fused_norm(kernels: FusedUpdate, state: TrainState, grads: Params | Packed) -> Scalar:
@@ -254,24 +247,12 @@ def _clip_factor(config: Config, grad_norm: Scalar) -> Scalar:
     return jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
 
 
-def _decays(config: Config, state: TrainState) -> dict[str, Scalar]:
-    """Returns the decay of each exponential average at this update."""
-    updates, powers = state.step - state.skipped, config.ema.width_names
-    return {
-        rate: ema_decay(float(rate), updates, config.ema.warmup)
-        for rate in state.ema
-        if rate not in powers
-    }
-
-
-def _power_shares(config: Config, state: TrainState) -> dict[str, Scalar]:
-    """Returns the share of the new weights in each power-function average at this update."""
-    updates, powers = state.step - state.skipped, config.ema.width_names
-    return {name: power_share(powers[name], updates) for name in state.ema if name in powers}
-
-
 def _shares(config: Config, state: TrainState) -> list[Scalar]:
     """Returns the share of the new weights in each average, in the order of `state.ema`."""
-    shares = {rate: 1 - decay for rate, decay in _decays(config, state).items()}
-    shares |= _power_shares(config, state)
-    return [shares[name] for name in state.ema]
+    updates, widths = state.step - state.skipped, config.ema.width_names
+    return [
+        power_share(widths[name], updates)
+        if name in widths
+        else 1 - ema_decay(float(name), updates, config.ema.warmup)
+        for name in state.ema
+    ]
