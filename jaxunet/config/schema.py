@@ -83,7 +83,8 @@ class DiffusionConfig:
     objective: str = 'epsilon'
     # T: number of timesteps, or of slices of equal probability for edm and flow.
     steps: int = 1000
-    schedule: str = 'linear'  # epsilon, x0 and v: linear (DDPM) | cosine (IDDPM)
+    # epsilon, x0 and v: linear (DDPM; also means unset) | cosine (IDDPM). edm and flow have none.
+    schedule: str = 'linear'
     edm_mean: float = -1.2  # edm: mean and standard deviation of ln(σ) in training
     edm_std: float = 1.2
     edm_sigma_data: float = 0.5  # edm: standard deviation of the pixels, in [-1, 1]
