@@ -77,7 +77,7 @@ def measure_averages(
     step, seconds = int(restored.state.step), restored.seconds
     for ema, (params, note) in zip(averages, weights, strict=True):
         results = evaluator.measure(params)
-        assert results is not None  # as nothing stops it
+        assert results is not None  # nothing stops it early
         width = width_of(config, ema)
         named: Row = {
             'checkpoint': path,

@@ -20,8 +20,8 @@ from jaxunet.data.pipeline import load_all
 from jaxunet.data.source import Source, Subset
 
 BANDS = 4
-MAX_IMAGES = 1024  # of each kind; of a larger set, as many at equal intervals
-SEED = 0x10E5  # of the noise; no seed of a run
+MAX_IMAGES = 1024  # of each kind; larger sets are thinned out at equal intervals
+SEED = 0x10E5  # of the noise; the same in every run, whatever its seed
 
 
 class BandBatch(NamedTuple):

@@ -34,7 +34,7 @@ class Board:
             self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Adds a point to each of some curves."""
+        """Adds one point to each curve: a value by the name of the curve."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=Summary(value=points))
 

@@ -82,7 +82,7 @@ class _Loop:
       queue: the calls whose metrics have not been read: (step after the call, metrics).
       measured: columns of metrics.csv by the step whose row has not been written.
       saver: writes checkpoints.
-      failure: why classifier.pt could not be written the last time; None if it could.
+      failure: the error of the last attempt to write classifier.pt; None if it succeeded.
     """
 
     step: int

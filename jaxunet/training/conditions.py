@@ -62,7 +62,7 @@ class SampleConditions:
         rows = indices.astype(np.int64) * len(source) // self._samples
         originals = source.load(rows)
         low_res = low_res_of(self._config, normalise(jnp.asarray(originals)))
-        assert low_res is not None  # as the model has low_res_size
+        assert low_res is not None  # the model has low_res_size
         return Conditions(source.labels[rows].astype(np.int32), to_uint8(low_res), originals)
 
 

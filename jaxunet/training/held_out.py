@@ -26,8 +26,8 @@ from jaxunet.ops.backends import load_ops
 from jaxunet.training.bands import BANDS, BandBatch, BandImages, fixed_noise
 from jaxunet.training.batch import normalise
 
-# `Turn` reports every so many rises of the held-out loss in a row, if the loss has grown by this
-# share since before the first.
+# `Turn` reports after every `RISES` rises of the held-out loss in a row, if the loss has grown by
+# the share `RISE` or more since before the first of them.
 RISES, RISE = 3, 0.01
 
 
@@ -35,8 +35,8 @@ class Losses(NamedTuple):
     """Mean losses by band of noise levels, from the least noise to the most.
 
     Fields:
-      held_out: of images that are not trained on.
-      seen: of as many training images.
+      held_out: losses on images that are kept out of training.
+      seen: losses on as many training images.
     """
 
     held_out: Float[np.ndarray, ' bands']

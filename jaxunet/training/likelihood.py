@@ -59,8 +59,8 @@ class Measured:
 
     Attributes:
       result: the mean over the images.
-      terms: of each image.
-      timesteps: those visited.
+      terms: the terms of the bound for each image.
+      timesteps: the timesteps visited.
     """
 
     result: Result

@@ -68,7 +68,7 @@ class Logs:
         self._board.scalars(curves(values, held_out.COLUMNS), int(values['step']))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Adds a point to each of some curves of TensorBoard."""
+        """Adds one point to each curve in TensorBoard: a value by the name of the curve."""
         self._board.scalars(values, step)
 
     def image(self, step: int, picture: np.ndarray) -> None:
@@ -113,7 +113,7 @@ class StepTable:
     `WORKDIR/damaged`, and a new one starts with its other rows.
 
     Args:
-      columns: of the table.
+      columns: the columns that every such file has.
       texts: the columns of text; the others are numbers.
       optional: further columns that the file may have.
 
@@ -179,7 +179,8 @@ class _Found(NamedTuple):
     Attributes:
       columns: those of the file.
       rows: those that can be read.
-      problem: what could not be read; empty if all could, but for a last row that was cut short.
+      problem: describes damaged content; empty if there is none. A last row that was cut short does
+        not count.
     """
 
     columns: Sequence[str]

@@ -82,7 +82,7 @@ class _Loop:
 
     Attributes:
       step: the step reached by the calls made so far, which may still be running.
-      rollbacks: how often the run has gone back to an earlier checkpoint.
+      rollbacks: number of times that the run has gone back to an earlier checkpoint.
       queue: the calls whose metrics have not been read: (step after the call, metrics).
       stop: all processes of the run have seen that one of them was asked to stop.
       saver: writes checkpoints and snapshots.
@@ -242,7 +242,7 @@ class _Loop:
         self.preemption.nothing_to_save = False
 
     def _do_what_is_due(self) -> bool:
-        """Saves, samples, evaluates and reports a milestone, whatever is due after this step.
+        """Saves, samples, evaluates and reports a milestone, each if it is due after this step.
 
         Returns False after the last milestone, with which the run ends.
         """

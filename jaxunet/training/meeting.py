@@ -90,7 +90,7 @@ class Meeting:
         return Place(going.index(self._process), len(going))
 
     def is_called(self) -> bool:
-        """Returns True if process 0 has called, as its part of the run died."""
+        """Returns True if process 0 has called, because its part of the run died."""
         try:
             call = self._call()
         except UserError:
@@ -194,7 +194,7 @@ class Meeting:
 def chosen(there: Sequence[int], processes: int) -> list[int]:
     """Returns which of the processes that are there go on: the most that divide `processes`.
 
-    The batch divided among all processes, so it also divides among these.
+    The batch divides evenly among all processes, so it also does among these.
     """
     count = max(n for n in range(1, len(there) + 1) if processes % n == 0)
     return sorted(there)[:count]

@@ -123,8 +123,8 @@ def starting_state(config: Config) -> TrainState:
     """Returns the state before step 0 with the weights of `config.init_from`.
 
     Raises:
-      UserError: `init_from` is no classifier of such images, or another network than the config's
-        but for the number of classes.
+      UserError: `init_from` is not a classifier of such images, or its network differs from the
+        config's in more than the number of classes.
     """
     state = fresh_state(config, draw_state)
     path = pathlib.Path(config.init_from)

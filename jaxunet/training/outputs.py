@@ -1,4 +1,4 @@
-"""Writes everything of a run but its checkpoints: logs, sample grids and their metrics."""
+"""Writes all results of a run except checkpoints: logs, sample grids and their metrics."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Outputs:
       source: the training images, with held-out ones if `train.holdout_every` is set; the grids of
         a super-resolution network enlarge some.
       start: the step that the run starts from; later rows of its log files are dropped.
-      rollbacks: how often the run has gone back to an earlier checkpoint.
+      rollbacks: number of times that the run has gone back to an earlier checkpoint.
       devices: of this process. All measure the held-out loss; the first draws the sample grids.
       evaluator: computes the metrics of samples; None if `train.evaluate_every` is 0.
       bar: the progress bar, above which messages are printed.
@@ -155,7 +155,7 @@ class Outputs:
         'the held-out loss', 'raise optimizer.accumulate_steps or set train.holdout_every=0'
     )
     def measure_held_out(self, step: int, params: Params) -> None:
-        """Measures the held-out loss for the log of this step; not once asked to stop."""
+        """Measures the held-out loss for the log of this step; does nothing once asked to stop."""
         assert self._held_out_loss is not None
         held_out = self._held_out_loss.result(self._keep_on)
         if held_out is not None:

@@ -7,7 +7,7 @@ for each step or the whole dataset, resident on every device, from which a step 
 
 The all-reduce of the gradients overlaps the backward pass. If kernels update the weights, the
 gradients are packed into a few arrays (`jaxunet.ops.adamw.packed`), and each array is summed when
-all of its gradients are computed. Else `psum` makes one operation of each gradient. On several GPUs
+all of its gradients are computed. Otherwise `psum` is one operation per gradient. On several GPUs
 the options `OVERLAP` let XLA run these operations beside the backward pass, and combine small ones.
 """
 
@@ -52,7 +52,7 @@ Tree = TypeVar('Tree')  # a pytree of arrays
 Options = dict[str, str | bool]
 # For several GPUs.
 OVERLAP: Options = {
-    # Orders operations so that transfers have something to run beside.
+    # Schedules computations to run while transfers are in flight.
     'xla_gpu_enable_latency_hiding_scheduler': True,
     # Bytes up to which gradients are combined. Larger transfers use the links better, but the last
     # one can only start when all of its gradients are computed.
@@ -228,7 +228,7 @@ class Parallel:
         return {name: put(name) for name in batches[0]}
 
     def with_stop(self, data: Data, stop: bool) -> Data:
-        """Adds to a step's data that this process was, or was not, asked to stop.
+        """Adds to a step's data a flag: this process was asked to stop, or not.
 
         `metrics[STOP]` of the step is then nonzero on every process if any of them was asked.
         """

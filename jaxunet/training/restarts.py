@@ -33,7 +33,7 @@ from jaxunet.training.meeting import Meeting, Place
 FILE = 'restarts.csv'
 COLUMNS = ('step', 'restart', 'reason', 'wait_seconds', 'time', 'job', 'processes')
 TEXTS = ('reason', 'time', 'job')
-BY_ITSELF = (0, USER_ERROR, INTERRUPTED)  # exit codes after which another start would not help
+BY_ITSELF = (0, USER_ERROR, INTERRUPTED)  # exit codes after which a restart would not help
 REASONS = {
     NO_DEVICE: ': no device',
     OUT_OF_MEMORY: ': no memory left',

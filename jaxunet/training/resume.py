@@ -38,7 +38,7 @@ class StartingPoint:
       state: returns the state as numpy arrays, once it is there; raises the error of drawing it.
       seconds: training time of the run so far.
       class_names: names of the labels 0, 1, ...; empty for an unconditional model.
-      rollbacks: how often the run has gone back to an earlier checkpoint.
+      rollbacks: number of times that the run has gone back to an earlier checkpoint.
       milestone: the milestone in seconds (`Milestones`) at which the checkpoint was saved; None if
         it was not saved at one.
       images: number of images that the run began with, held out or not; 0 if it is not known.
@@ -124,7 +124,7 @@ def starting_point(
 def keep_images(begin: StartingPoint, source: Source) -> StartingPoint:
     """Returns the starting point with the number of images that the run began with.
 
-    Warns if that is another number than now, on which the choice of held-out images depends.
+    Warns if the number has changed since, because the choice of held-out images depends on it.
 
     Args:
       source: the training images.

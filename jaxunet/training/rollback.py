@@ -22,7 +22,7 @@ class TooManySkippedError(UserError):
       step: the step reached.
       bad: steps skipped in a row up to it.
       latest: the step of the newest checkpoint.
-      rollbacks: how often the run has gone back so far.
+      rollbacks: number of times that the run has gone back so far.
     """
 
     def __init__(

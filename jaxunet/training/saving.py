@@ -1,6 +1,6 @@
 """Writes the checkpoints of a run, and the snapshots of its averages, beside the training steps.
 
-Saves a run whose training ends with an error, too, if its state is still good.
+If training ends with an error, the run is still saved, provided that its state is good.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ STEP_MEMORY = (  # for `memory_for`
     'lower data.batch_size, raise optimizer.accumulate_steps (the same batch in more parts) or set '
     'model.remat=True',
 )
-STREAMED_BYTES = 2**26  # of the streamed batches of a call, for which a device keeps room twice
+STREAMED_BYTES = 2**26  # limit of the streamed batches of a call; a device holds those of two calls
 IN_FLIGHT = 8  # steps to queue before reading the metrics of the oldest, so the device never waits
 
 
@@ -141,7 +141,7 @@ class Session:
         self.state = self.parallel.replicate(state)
 
     def open_stream(self, end: int | None = None) -> None:
-        """Starts reading batches ahead, from the step of the state; not if `resident`.
+        """Starts reading batches ahead, from the step of the state; does nothing if `resident`.
 
         Args:
           end: the step before which the stream ends; default: `train.steps`.
@@ -195,7 +195,7 @@ class Session:
     def calls_ahead(self) -> int:
         """Calls to queue, in training, sweeps and profiles, before the oldest's metrics are read.
 
-        A CPU needs no longer queue, and a run that is asked to stop waits for all of it.
+        On a CPU it is 1: a longer queue gains nothing, and a run that stops waits for all of it.
         """
         if self.parallel.devices[0].platform == 'cpu':
             return 1

@@ -1,8 +1,8 @@
 """Applies the gradients of a step: norm, clipping, AdamW and the averages of the weights.
 
 There are two implementations of AdamW on the same optimizer state: optax, compiled by XLA, and the
-fused kernels of a backend that has the op `adamw`. Muon's matrix products are XLA's on every
-backend; those kernels then do the norm, and the weights that AdamW updates.
+fused kernels of a backend that has the op `adamw`. Muon's matrix products run on XLA with every
+backend; the kernels then compute the norm and update the weights that Muon leaves to AdamW.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _muon_update(config: Config, kernels: FusedUpdate) -> Update:
 
 
 def _fused_adamw(config: Config, kernels: FusedUpdate) -> Rule:
-    """Returns AdamW by the kernels."""
+    """Returns AdamW as the kernels compute it."""
     options = config.optimizer
     rule = operands.Rule(options.betas[0], options.betas[1], options.eps, options.weight_decay)
     schedule = learning_rate_schedule(config)
@@ -184,7 +184,7 @@ def _fused_adamw(config: Config, kernels: FusedUpdate) -> Rule:
 
 
 def _matrix_update(config: Config) -> Rule:
-    """Returns Muon by XLA."""
+    """Returns Muon as XLA computes it."""
     steps_of = matrix_steps(config, learning_rate_schedule(config)).update
 
     def update(
@@ -225,7 +225,7 @@ def _fused_norm(kernels: FusedUpdate, state: TrainState, grads: Params | Packed)
 
 
 def _factor(config: Config, state: TrainState, grad_norm: Scalar) -> Scalar:
-    """Returns the factor of gradients times the loss scale: it divides by that, and clips."""
+    """Returns the factor that clips gradients and removes their loss scale."""
     clip = config.optimizer.clip_norm
     factor = _clip_factor(config, grad_norm) if clip else jnp.ones((), jnp.float32)
     return factor / state.loss_scale.scale
