@@ -12,7 +12,7 @@ From the paper: m is estimated by the unweighted losses of training, averaged in
 (algorithm 1, eq. 13); the gate g = σⁿ/(σⁿ + cⁿ), n = 3, closes the end of little noise, where
 m/σ³ diverges (eq. 14); p divides by w (eq. 15) and is inverted at uniform numbers (eq. 16). Its
 onset rule puts c at the largest σ whose m/σ³ reaches 0.002 of the maximum; `infonoise_pivot` sets c
-instead, as the paper does for data that are no images.
+instead, as the paper does for data that are not images.
 
 The paper leaves open, and these are our choices:
 
@@ -130,7 +130,7 @@ def log_errors(state: Errors, levels: Levels) -> Float[Array, ' steps']:
 
 
 def onset(log_error: Float[Array, ' steps'], levels: Levels) -> Float[Array, '']:
-    """Returns ln c of the onset rule: of the largest σ whose m/σ³ reaches 0.002 of the maximum."""
+    """Returns ln c by the onset rule: c is the largest σ whose m/σ³ reaches 0.002 of the peak."""
     sigma = levels.log_sigma
     # m/σ³ is the error of v over σ (1 + σ²).
     rate = log_error - jnp.asarray(sigma + np.log1p(np.exp(2 * sigma)), jnp.float32)

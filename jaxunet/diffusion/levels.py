@@ -79,7 +79,7 @@ def _sqrt_sigmoid(x: Array | np.ndarray) -> Array | np.ndarray:
 
 
 def time_of_sigma(config: DiffusionConfig, sigma: Sigmas) -> Sigmas:
-    """Returns the times of noise-to-signal ratios σ = √((1 − ᾱ)/ᾱ), infinite ones for flow only."""
+    """Returns the times of noise-to-signal ratios σ = √((1 − ᾱ)/ᾱ); only flow allows infinite σ."""
     if config.objective == 'edm':
         return TIME_SCALE / 4 * np.log(sigma)
     return TIME_SCALE / (1 + 1 / sigma)

@@ -93,7 +93,7 @@ def variational_bound(
     −log p(x_0 | x_1) (eq. 13), both averaged over height, width and channels.
 
     Args:
-      variance: of p: learned, fixed_small or fixed_large (`model_log_variance`).
+      variance: the variance of p: learned, fixed_small or fixed_large (`model_log_variance`).
       clip: the predicted x_0 is clipped to [−1, 1].
 
     Raises:
@@ -133,13 +133,15 @@ def per_sample_loss(
 ) -> PerSample:
     """Returns the loss of each sample, float32 of shape (batch,).
 
-    The mean squared error of the prediction: DDPM eq. 14 for ε; EDM eq. 8 with its weighting λ =
-    1/c_out², under which the error of F counts once; flow matching's regression of ε − x_0. Or
-    IDDPM's hybrid loss (eq. 16) with a learned variance, which adds vlb_weight · T · L_vlb(t), with
-    L_vlb in bits per dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals
-    guided-diffusion's RESCALED_MSE loss, and 1/T its MSE loss. With `kl_loss` the loss is
-    T · L_vlb(t) alone, its RESCALED_KL; without a learned variance that of the large fixed one, as
-    in its scripts.
+    It is the mean squared error of the prediction: DDPM eq. 14 for ε; EDM eq. 8 with its weighting
+    λ = 1/c_out², which leaves the plain error of F; flow matching's regression of ε − x_0.
+
+    With a learned variance, IDDPM's hybrid loss (eq. 16) adds vlb_weight · T · L_vlb(t). L_vlb is
+    in bits per dimension and has no gradient to the prediction. vlb_weight = 1e-3 equals
+    guided-diffusion's RESCALED_MSE loss, and 1/T its MSE loss.
+
+    With `kl_loss` it is T · L_vlb(t) alone, guided-diffusion's RESCALED_KL loss. If no variance is
+    learned, the bound has the large fixed one, as in guided-diffusion's scripts.
     """
     if diffusion.config.kl_loss:
         variance = 'learned' if diffusion.learn_sigma else 'fixed_large'

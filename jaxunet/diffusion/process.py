@@ -15,8 +15,8 @@ network sees and in what it predicts:
     edm         x_t / √(1 − ᾱ + ᾱ σ_d²)     (√(1 − ᾱ)/σ_d x_0 − √ᾱ σ_d ε) / √(1 − ᾱ + ᾱ σ_d²)
     flow        x_t / (√ᾱ + √(1 − ᾱ))       ε − x_0
 
-The line of edm is c_in and the output F of EDM's preconditioned network (table 1) in these
-coordinates; that of flow's input is (1 − t) x_0 + t ε.
+In these coordinates the row of edm is the input c_in x and the output F of EDM's preconditioned
+network (table 1), and the input of flow is (1 − t) x_0 + t ε.
 
 Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; IDDPM, Nichol & Dhariwal 2021, arXiv 2102.09672
 (openai/guided-diffusion); v-prediction, Salimans & Ho 2022, arXiv 2202.00512; those of
@@ -236,7 +236,7 @@ def network_input(diffusion: Diffusion, xt: Images, time: Times) -> Images:
 
 
 def _edm_length(diffusion: Diffusion, time: Times) -> Factor:
-    """Returns √(1 − ᾱ + ᾱ σ_d²), the standard deviation of x_t for pixels of that of the data."""
+    """Returns √(1 − ᾱ + ᾱ σ_d²): the standard deviation of x_t if that of pixels is σ_d."""
     data = diffusion.config.edm_sigma_data
     return jnp.sqrt(noise_at(diffusion, time) ** 2 + (data * signal_at(diffusion, time)) ** 2)
 
@@ -282,8 +282,8 @@ def predict_x0_and_noise(
 ) -> tuple[Images, Images]:
     """Returns (x_0, ε) for the network's prediction at x_t.
 
-    DDPM eq. 15 for a network that predicts ε, Salimans & Ho appendix D for v. For edm and flow the
-    solution of x_t = √ᾱ x_0 + √(1 − ᾱ) ε and prediction = a x_0 + b ε.
+    This is DDPM eq. 15 for a network that predicts ε, and Salimans & Ho appendix D for v. For edm
+    and flow it solves x_t = √ᾱ x_0 + √(1 − ᾱ) ε and prediction = a x_0 + b ε for x_0 and ε.
     """
     if diffusion.objective == 'epsilon':
         scaled = at_timestep(diffusion.inverse_signal, time) * xt

@@ -24,8 +24,8 @@ so that min_snr, soft_min_snr and p2 define the same problem for every predictio
 k-diffusion states its weight as (σ σ_d)² / (σ² + σ_d²)² for the output of EDM's preconditioned
 network; dividing by c_out² gives 1 / (σ² + σ_d²) for the denoised image.
 
-For edm and flow a timestep is a slice of noise levels (`jaxunet.diffusion.levels`), whose weight is
-that of its middle.
+For edm and flow a timestep is a slice of noise levels (`jaxunet.diffusion.levels`). It has the
+weight of its middle level.
 
 `speed` and `uncertainty` multiply the network's own loss. With a learned variance, every weighting
 multiplies the whole hybrid loss.
