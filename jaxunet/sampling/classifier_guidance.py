@@ -42,7 +42,7 @@ class Guide(NamedTuple):
     scale: float
 
     def fields(self) -> dict[str, object]:
-        """Returns what a program with this guide is made from, beside the weights."""
+        """Returns everything that a program with this guide depends on, except the weights."""
         config = to_dict(self.classifier.config)
         return {'classifier': config, 'classes': self.classifier.classes, 'scale': self.scale}
 
@@ -70,8 +70,9 @@ def conditioned(
 ) -> tuple[Images, Images]:
     """Returns (x_0, ε) with the classifier's gradient in the score (algorithm 2).
 
-    ε' = ε − √(1 − ᾱ) s ∇ log p(y | x_t), and x_0' from it. For samplers that are functions of the
-    score: all but `ddpm`, to whose mean variance · s ∇ log p(y | x_t) is added (algorithm 1).
+    ε' = ε − √(1 − ᾱ) s ∇ log p(y | x_t), and x_0' follows from it. This suits samplers that are
+    functions of the score: all but `ddpm`, whose mean gets variance · s ∇ log p(y | x_t) instead
+    (algorithm 1).
     """
     shift = noise_at(diffusion, t) * gradient
     return x0 + at_timestep(diffusion.noise_to_signal, t) * shift, noise - shift
@@ -80,7 +81,7 @@ def conditioned(
 def fixed_variances(
     diffusion: Diffusion, coefficients: Coefficients, variance: str
 ) -> Float64[np.ndarray, ' evaluations']:
-    """Returns the variance of each of `ddpm`'s steps, by which the gradient is multiplied.
+    """Returns the variance of each step of `ddpm`, which multiplies the gradient.
 
     This is the variance of the noise that the step adds: 0 for the last step, which leads to the
     image. With `fixed_large`, the last step takes the posterior's variance of the step before, as

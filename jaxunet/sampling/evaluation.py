@@ -40,7 +40,7 @@ class Evaluation(NamedTuple):
     class_gradient: Images | None
 
     def remembered(self, memory: Memory) -> Images | None:
-        """Returns what the next evaluation gets of this one; None for ''."""
+        """Returns the result that the next evaluation receives; None for ''."""
         if memory == 'velocity':
             return self.noise - self.x0
         return {'': None, 'x0': self.x0, 'noise': self.noise}[memory]

@@ -1,4 +1,4 @@
-"""The flags of `jaxunet.sample` that say how an image is drawn, and what they stand for."""
+"""The flags of `jaxunet.sample` that set how images are drawn, and the options they stand for."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | Non
     """Returns the pictures to enlarge; None for a model that draws from noise alone.
 
     Args:
-      limit: read the first so many; None = all.
+      limit: number of pictures to read, the first ones; None = all.
       classes: of the model; a count of 0 leaves out the pictures' classes.
 
     Raises:

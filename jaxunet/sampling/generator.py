@@ -79,14 +79,14 @@ class Generator:
       devices: local devices that share each batch.
       picture: a picture to start from; None = start from noise.
       guide: a classifier, checked, that guides the samples to their labels; None = none does.
-      samples: how many images are drawn in all, by all processes. With few of them backend=auto
+      samples: number of images that all processes draw together. If it is small, backend=auto
         weighs the time to compile (`jaxunet.ops.short_jobs`). None = many.
 
     Attributes:
       config: as given, with the backend that is used.
       guide: as given.
       sampler: the evaluations in order of execution.
-      schedule: what happens to the picture between them; None without one.
+      schedule: the changes to samples between evaluations; None without a picture.
 
     Raises:
       UserError: options that the sampler or the model does not support.
@@ -131,7 +131,7 @@ class Generator:
         self._compiled: jax.stages.Compiled | None = None
 
     def _for_job(self, config: Config, samples: float) -> Config:
-        """Returns the config with the backend for this many samples a device; logs it."""
+        """Returns the config with the backend for this many samples per device; logs it."""
         evaluations = self.sampler.evaluations * (1 + (self.sampler.config.guidance_scale != 1))
         backend = backend_for(
             config.backend,
@@ -241,7 +241,7 @@ class Generator:
         logging.info('the sampler was ready after %.1f s', time.perf_counter() - began)
 
     def _fields(self) -> dict[str, object]:
-        """Returns what the compiled sampler is made from, beside its arguments."""
+        """Returns everything that the compiled sampler depends on, except its arguments."""
         constants, tree = jax.tree.flatten((_constants(self.sampler), _constants(self.schedule)))
         digest = hashlib.sha256(str(tree).encode())
         for value in constants:
@@ -335,9 +335,10 @@ class Generator:
 
 
 def _constants(of: Sampler | Schedule | None) -> object:
-    """Returns what a sampler or a schedule makes constants of the program, as a tree.
+    """Returns the program's constants that come from a sampler or a schedule, as a tree.
 
-    A picture is none: the program takes it as an argument, and only whether it has a mask counts.
+    A picture is not a constant: the program takes it as an argument. Only the presence of a mask
+    counts.
     """
     if of is None:
         return None

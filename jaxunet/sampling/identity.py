@@ -15,7 +15,7 @@ from jaxunet.sampling.low_res import LowRes
 
 
 def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
-    """Returns what of the diffusion process determines samples.
+    """Returns the fields of the diffusion process that determine samples.
 
     Models with timesteps keep the names that interrupted samples of earlier versions recorded.
     """
@@ -36,8 +36,8 @@ def identity(
 ) -> dict[str, object]:
     """Returns everything that determines the pixels of all samples.
 
-    The number of samples, the batch size and the devices do not. Nor does it contain the picture
-    that each sample is made from: `LowRes.checksums` does.
+    The number of samples, the batch size and the devices do not determine them. The picture that
+    each sample is made from is left out: `LowRes.checksums` covers it.
 
     Args:
       params: the model's weights.

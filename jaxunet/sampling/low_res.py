@@ -58,7 +58,7 @@ def read_low_res(
     Args:
       path: a picture, a .png grid of `jaxunet.sample`, or anything that `data.path` accepts.
       shape: (height, width, channels) that they must have; grey and RGB convert.
-      limit: read the first so many; None = all.
+      limit: number of pictures to read, the first ones; None = all.
       classes: of the model; a count of 0 leaves out the pictures' classes.
       colourless: the model was trained with grey pictures (data.condition=grey); those with
         colours become grey.

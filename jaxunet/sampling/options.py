@@ -51,7 +51,7 @@ class SamplerConfig:
     eta: float | None = None
     # Quantity with a uniform stride where steps are skipped: t (linear) | √t (quadratic) |
     # log σ (log_snr) | σ^(1/7) (karras). Defaults: linear for ddpm and ddim, log_snr for dpmpp_2m,
-    # karras for heun; edm: karras, or log_snr for dpmpp_2m; flow: linear, or log_snr likewise.
+    # karras for heun; edm: karras, or log_snr for dpmpp_2m; flow: linear, or log_snr too.
     skip_schedule: str | None = None
     # ddpm only: fixed_small | fixed_large | learned; default learned if the model has it, else
     # fixed_small.

@@ -39,7 +39,7 @@ class Parts:
       identity: everything that determines the pixels of all samples (weights, sampler, seed, ...),
         as JSON values.
       made_from: for every sample of this command, a checksum of the picture that it is made from;
-        None if samples are made from none.
+        None if samples are not made from pictures.
 
     Raises:
       UserError: `X.partial` holds samples of another identity or made from other pictures, or

@@ -5,9 +5,9 @@ Every objective has x = √ᾱ x_0 + √(1 − ᾱ) ε, and both methods need no
 - SDEdit starts from the picture at a noise level below pure noise. The *strength* s of a level is
   its angle, √ᾱ = cos(s π/2) and √(1 − ᾱ) = sin(s π/2), so that a strength means the same amount of
   noise for every objective, schedule and sampler. 1 is pure noise.
-- RePaint replaces the known pixels by the picture at the present noise level after every
-  evaluation, with fresh noise. What is redrawn harmonizes with them better if stretches of steps
-  are repeated: the sampler jumps back to a higher noise level, x ← √(ᾱ'/ᾱ) x + √(1 − ᾱ'/ᾱ) z, and
+- RePaint replaces the known pixels by the picture at the current noise level after every
+  evaluation, with fresh noise. The redrawn pixels match them better if stretches of steps are
+  repeated: the sampler jumps back to a higher noise level, x ← √(ᾱ'/ᾱ) x + √(1 − ᾱ'/ᾱ) z, and
   goes on from there.
 
 Sources: SDEdit, Meng et al. 2021, arXiv 2108.01073; RePaint, Lugmayr et al. 2022, arXiv 2201.09865,
@@ -41,7 +41,7 @@ Executed = Float64[np.ndarray, ' executed']
 STRENGTH = 0.6  # default without a mask
 RESAMPLE = 5  # default with a mask
 JUMPS = 20  # stretches into which the steps are divided by default
-JUMP, KNOWN = 2**31, 2**31 + 1  # streams of noise, beside the numbers of evaluations
+JUMP, KNOWN = 2**31, 2**31 + 1  # streams of noise, above all numbers of evaluations
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +51,10 @@ class Picture:
     Fields:
       pixels: at the model's size.
       redraw: mask of the pixels to redraw; None = all of them.
-      strength: how much noise to start from, above 0 and at most 1 (pure noise); None = `STRENGTH`,
+      strength: noise level to start from, above 0 and at most 1 (pure noise); None = `STRENGTH`,
         or 1 with `redraw`.
-      resample: how often each stretch of steps is done, 1 = once; needs `redraw`; None = `RESAMPLE`
-        with it.
+      resample: number of times that each stretch of steps is run, 1 = no repetition; needs
+        `redraw`; None = `RESAMPLE` with it.
       jump_length: steps of a stretch; None = a twentieth of the steps, at least 1.
     """
 
@@ -67,13 +67,13 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A sampler's evaluations with what happens between them; made by `make_schedule`.
+    """A sampler's evaluations and the changes to samples between them; see `make_schedule`.
 
     Fields:
-      picture: what is drawn from.
+      picture: the picture that sampling starts from.
       sampler: its evaluations in order of execution; repeated ones occur several times.
       strength, resample, jump_length: those of `Picture` with defaults filled in.
-      signal, noise: √ᾱ and √(1 − ᾱ) at each evaluation, and at last those of the image, 1 and 0.
+      signal, noise: √ᾱ and √(1 − ᾱ) at each evaluation, then those of the image, 1 and 0.
       draws: for each of these levels, the number of the noise that the known pixels get.
       scale, raised: the jump x ← scale · x + raised · z after each evaluation; 1 and 0 for none.
     """

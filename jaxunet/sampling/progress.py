@@ -18,7 +18,7 @@ LOOK_SECONDS = 1.0  # between looks for the batches of other processes
 def counted(parts: Parts, count: int) -> Iterator[Callable[[float], None]]:
     """Shows a progress bar of all samples on process 0, and gives the function that updates it.
 
-    The function takes how many samples of the batch in hand are drawn so far, which may be a
+    The function takes the number of samples drawn so far in the current batch, which may be a
     fraction. All others count once they are stored, whichever process draws them.
 
     Args:

@@ -165,7 +165,7 @@ def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> Sampler:
 
 
 def _solve(config: SamplerConfig, alphas: Alphas, timesteps: Subset) -> tuple[Coefficients, Memory]:
-    """Returns the coefficients of the chosen solver, and what its evaluations pass on."""
+    """Returns the coefficients of the chosen solver, and the result its evaluations pass on."""
     memory: Memory = ''
     if config.name == 'ddpm':
         coefficients = ancestral(alphas, timesteps, large=config.variance == 'fixed_large')
