@@ -85,12 +85,12 @@ def named(backend: str, precision: str | None = None) -> dict[str, str]:
 
 
 def overlaps(config: Config, devices: int = 1) -> bool:
-    """Returns True if a step's independent kernels run faster at once, on each of some GPUs.
+    """Returns True if a step is faster when independent kernels run at once, on each of its GPUs.
 
-    The CUDA convolutions do where each is too small to fill the GPU. Larger ones gain little for
-    the memory, but on several GPUs they also have the all-reduce to run beside. Steps of other
-    backends get slower (docs/results.md). To refit `OVERLAP_PIXELS`, run `tests/gpu/overlap.py`;
-    `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
+    This helps CUDA convolutions that are each too small to fill the GPU. Larger ones gain little
+    for the memory that it takes, except on several GPUs, where they also run beside the all-reduce.
+    Steps of other backends get slower (docs/results.md). To refit `OVERLAP_PIXELS`, run
+    `tests/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
     """
     height, width, _ = config.image_shape
     batch = config.data.batch_size // config.optimizer.accumulate_steps // devices

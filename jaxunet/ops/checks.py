@@ -35,7 +35,11 @@ def check_floating(op: str, **operands: Array | None) -> None:
 
 
 def check_count(op: str, name: str, unit: str, found: int, most: int = MAX_COUNT) -> None:
-    """Checks that an operand has at most so many of what `unit` names, for a backend's kernels.
+    """Checks that an operand is not larger than a backend's kernels take.
+
+    Args:
+      unit: names the things that are counted, such as pixels.
+      most: their largest number.
 
     Raises:
       ValueError: it has more.

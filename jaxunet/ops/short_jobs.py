@@ -3,7 +3,7 @@
 `sampling_costs.json` holds measured costs, one row per device family, precision and backend:
 
     start_s          seconds from the start of the command to its first evaluation, all caches empty
-    teraflop_per_s   TFLOP of the network's forward pass a second, in full batches
+    teraflop_per_s   TFLOP of the network's forward pass per second, in full batches
 
 A job of W TFLOP then takes start_s + W / teraflop_per_s. Both were measured with the network of
 configs/elephants64.py and are estimates for others. To measure and refit:
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
     teraflop_per_s: float
 
     def seconds(self, work: float) -> float:
-        """Returns how long a job of `work` TFLOP takes."""
+        """Returns the seconds that a job of `work` TFLOP takes."""
         return self.start_s + work / self.teraflop_per_s
 
 

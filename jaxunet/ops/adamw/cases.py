@@ -18,7 +18,7 @@ class Case(NamedTuple):
     Fields:
       shapes: of the arrays, in order.
       averages: averages of the weights.
-      kernels: type of the gradients of arrays of two and more dimensions, the others' are float32.
+      kernels: type of the gradients of arrays of two and more dimensions; others are float32.
         'mixed': bfloat16, float32 and float16 in turns.
     """
 
@@ -44,7 +44,7 @@ def _network(
     matrices: Mapping[tuple[int, int], int],
     rows: Mapping[int, int],
 ) -> tuple[Shape, ...]:
-    """Returns the shapes of a network's weights from how often each occurs.
+    """Returns the shapes of a network's weights, given the number of weights of each shape.
 
     Args:
       convolutions: by (channels, features), kernels of 3×3 pixels.

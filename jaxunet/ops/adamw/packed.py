@@ -49,8 +49,8 @@ def pack(tree: PyTree[Array], late: Sequence[bool]) -> Packed:
     """Returns the gradients as float32, packed in the order of the tree's leaves.
 
     Args:
-      late: which leaves the backward pass computes last. They have an array of their own, so that
-        the others are not kept waiting.
+      late: True for leaves that the backward pass computes last. They have an array of their own,
+        so that the others are not kept waiting.
     """
     leaves = jax.tree.leaves(tree)
     groups = _groups([leaf.size for leaf in leaves], late)

@@ -33,8 +33,8 @@ def check_kernel_operands(qkv: Shaped[Array, '...'], num_heads: int) -> int:
     """Returns the channels of a head, for a backend's kernels.
 
     Raises:
-      ValueError: as `head_width`, or the kernels do not take this width or type, or so many
-        queries.
+      ValueError: as `head_width`, or the kernels do not take this width or type, or this
+        many queries.
     """
     width = head_width(qkv, num_heads)
     if width > MAX_HEAD_WIDTH:

@@ -106,7 +106,7 @@ CIFAR10 = (
     _first(4, (256,), 256),
     _second(4, 256, (256, 256)),
 )
-# What configs/cifar10.py upsamples, and configs/elephants64.py with `conv_resample`: small images.
+# Small images that configs/cifar10.py upsamples, and configs/elephants64.py with `conv_resample`.
 UPSAMPLED = (
     Case(4, 4, (256,), 256, norm=False),
     Case(8, 8, (256,), 256, norm=False),

@@ -76,7 +76,7 @@ def checked_residual(
     """Checks the operands and returns the residual as kernels take it.
 
     Raises:
-      ValueError: as `check_operands`, or the kernels do not take x's type or so many pixels.
+      ValueError: as `check_operands`, or the kernels do not take x's type or this many pixels.
     """
     check_operands(x, kernel, shift, residual, shortcut)
     check_kernel_type('conv3x3', 'x', x.parts[0])

@@ -48,7 +48,7 @@ def check_kernel_operands(x: Activation, scale: Array, offset: Array, groups: in
     """Checks the operands for a backend's kernels.
 
     Raises:
-      ValueError: as `check_operands` and `group_size`, or the kernels do not take x's type, or so
+      ValueError: as `check_operands` and `group_size`, or the kernels do not take x's type, or this
         many samples or pixels.
     """
     check_operands(x, scale, offset)
@@ -58,10 +58,10 @@ def check_kernel_operands(x: Activation, scale: Array, offset: Array, groups: in
 
 
 def check_kernel_sizes(x: Activation) -> None:
-    """Checks that a backend's kernels take so many samples and pixels.
+    """Checks that x has no more samples and pixels than a backend's kernels take.
 
     Raises:
-      ValueError: there are more.
+      ValueError: it has more.
     """
     batch, height, width, _ = x.parts[0].shape
     check_count('group_norm', 'x', 'samples', batch, MAX_SAMPLES)

@@ -36,7 +36,7 @@ def check_kernel_operands(x: Array, kernel: Array, bias: Array, residual: Array 
     """Checks the operands for a backend's kernels.
 
     Raises:
-      ValueError: as `check_operands`, or the kernels do not take x's type or so many pixels.
+      ValueError: as `check_operands`, or the kernels do not take x's type or this many pixels.
     """
     check_operands(x, kernel, bias, residual)
     check_kernel_type('linear', 'x', x)
