@@ -138,7 +138,8 @@ class ResBlock(Block):
 
     Fields:
       features: channels of the result.
-      resample: 'down' or 'up' changes the resolution of the input, and after the first activation.
+      resample: 'down' or 'up' changes the resolution, of the input and after the first activation;
+        '' keeps it.
       skip: also return a copy of x for a skip connection; not with `resample`. The first op adds
         its gradient to those of x.
     """

@@ -148,8 +148,8 @@ def summary(config: Config) -> str:
 def warn_if_long_on_a_cpu(config: Config) -> None:
     """Warns of a run that takes a CPU more than some hours, before its step compiles for minutes.
 
-    The work is taken to grow with images, pixels and the square of the channels. That of
-    configs/digits.py is 8e8, and takes two CPU cores a minute.
+    The work is assumed to grow with images, pixels and the square of the channels. A run of
+    configs/digits.py has a work of 8e8, which takes two CPU cores a minute.
     """
     height, width, _ = config.image_shape
     images = config.train.steps * config.data.batch_size

@@ -58,7 +58,7 @@ class Encoder(Block):
       time_scale: factor on t before its embedding.
     """
 
-    FLOAT32: ClassVar[tuple[str, ...]] = (TIME_EMBEDDING,)  # how layers that stay float32 begin
+    FLOAT32: ClassVar[tuple[str, ...]] = (TIME_EMBEDDING,)  # prefixes of layers that stay float32
 
     attention_levels: tuple[int, ...] = ()
     augmentation_inputs: int = 0

@@ -20,8 +20,8 @@ from jax.extend.random import threefry_2x32
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree, UInt32
 
-BLOCK = 2**14  # numbers of one kernel that have a key and a limit in common
-BLOCKS = 64  # that a pass of the loop draws at most: enough to occupy the cores of a CPU
+BLOCK = 2**14  # numbers of one kernel that share a key and a limit
+BLOCKS = 64  # most blocks that a pass of the loop draws: enough to occupy the cores of a CPU
 
 
 class _Kernel(NamedTuple):

@@ -47,7 +47,7 @@ def grey(images: Float[Array, 'batch height width 3']) -> Float[Array, 'batch he
 
 
 def check_condition(config: Config) -> None:
-    """Checks that a network has something to learn about images beside their pictures.
+    """Checks that images hold more than the pictures that the network sees beside them.
 
     Raises:
       UserError: each picture would be the image itself.

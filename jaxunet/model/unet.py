@@ -120,7 +120,7 @@ class UNet(Encoder):
 
 
 def computed_last(gradients: Params) -> list[bool]:
-    """Returns, for each leaf, if the end of the backward pass computes it: the time embedding's."""
+    """Returns True for leaves that the backward pass computes at its end: the time embedding's."""
     paths, _ = jax.tree.flatten_with_path(gradients)
     return [
         path[0].key.startswith(TIME_EMBEDDING) or any(key.key == 'embed' for key in path)
