@@ -1,6 +1,6 @@
 """Chooses the fields that a config leaves open, such as configs/images.py, from its images.
 
-A field of `OPEN` is left open by the value that it has there, which is valid nowhere else.
+A field is left open by its value in `OPEN`, which is not valid otherwise.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def complete(
       values: as for `resolve`.
       known: config of the run to resume, which chose already; None for a new one.
       start: config of the run from whose weights a new one starts (`init_from`); its objective is
-        kept, as the weights predict nothing else.
+        kept, because the weights predict nothing else.
 
     Raises:
       UserError: the config is invalid, or the images cannot be opened or are too small.
@@ -185,7 +185,7 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         'model.image_channels': 1 if facts.grey else 3,
         'model.channel_mult': LADDERS[levels],
         'data.batch_size': batch,
-        # Not flow where a schedule is set, as it has none.
+        # flow has no schedule, so a schedule that is set rules it out.
         'diffusion.objective': 'v' if facts.images < FEW or _is_set(raw, SCHEDULE) else 'flow',
         'optimizer.learning_rate': _learning_rate(batch),
         'train.steps': _steps(facts.images),
@@ -202,8 +202,9 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
 def _image_size(sizes: list[tuple[int, int]]) -> tuple[int, ...]:
     """Returns the size of images to train on, (side,) or (height, width).
 
-    Images of one size up to `LARGEST` pixels a side keep it; of others a square is cut, of the
-    median shorter side and at most `USUAL` pixels. Sides are multiples of 8, below 32 of 4.
+    Images that share one size of at most `LARGEST` pixels a side keep it. Others are cut to a
+    square, whose side is the median of their shorter sides, at most `USUAL` pixels. Sides are
+    multiples of 8, or of 4 below 32 pixels.
     """
     if len(set(sizes)) == 1 and max(sizes[0]) <= LARGEST:
         found = sizes[0]
@@ -221,7 +222,7 @@ def _image_size(sizes: list[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def _levels(height: int, width: int) -> int:
-    """Returns the number of levels: halved until the shorter side is 8, or 4 of small images."""
+    """Returns the number of levels: halving ends at a shorter side of 8, or 4 of small images."""
     least = 8 if min(height, width) >= 32 else 4
     levels = 1
     while (
@@ -239,12 +240,12 @@ def _batch_size(pixels: int, count: int) -> int:
 
 
 def _learning_rate(batch: int) -> float:
-    """Returns 1e-4 for batches of 32, and more for larger ones by the square root of their size."""
+    """Returns 1e-4 √(batch/32), rounded to one digit."""
     return float(f'{1e-4 * math.sqrt(batch / 32):.1g}')
 
 
 def _steps(count: int) -> int:
-    """Returns 12,000 steps for 500 images; others by the square root of their number."""
+    """Returns 12,000 √(count/500) steps, in thousands; at least 4,000 and at most 200,000."""
     thousands = round(12 * math.sqrt(count / 500))
     return 1000 * min(max(thousands, 4), 200)
 

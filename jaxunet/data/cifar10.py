@@ -26,7 +26,7 @@ URL = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
 MD5 = 'c58f30108f718f92721af3b95e74349a'
 ARCHIVE = 'cifar-10-python.tar.gz'
 FOLDER = 'cifar-10-batches-py'
-TRAINING, TEST = 'cifar10:', 'cifar10_test:'  # as a path begins
+TRAINING, TEST = 'cifar10:', 'cifar10_test:'  # prefixes of a path
 # The batches that hold the images of each.
 BATCHES = {TRAINING: tuple(f'data_batch_{i}' for i in range(1, 6)), TEST: ('test_batch',)}
 CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')

@@ -24,7 +24,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import one_line, printable
 
 MAX_FILE_BYTES = 2**30  # most bytes of one image file
-# Links can lead to one folder by endlessly many paths; most paths beyond the first of each.
+# Links can lead to one folder by endlessly many paths. Limit on the paths to folders already seen.
 MAX_AGAIN = 10_000
 STORED, DEFLATED, BZIP2 = 0, 8, 12  # compression methods of .zip
 _OPENING = threading.Lock()

@@ -51,8 +51,8 @@ def to_uint8(images: ArrayLike, *, truncate: bool = False) -> UInt8[np.ndarray, 
 def class_columns(classes: int, count: int) -> int | None:
     """Returns the columns of a grid of `count` samples of all classes in turn, for `grid`.
 
-    Each column has one class. Few classes are repeated, so that the grid is about a square, as it
-    is with None, for one class, none or too many.
+    Each column has one class. With few classes, several columns have the same one, so that the grid
+    is about a square. Returns None for one class, none or too many; `grid` then makes a square.
     """
     if not 1 < classes <= MAX_CLASS_COLUMNS:
         return None

@@ -211,7 +211,7 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
 
 @dataclass(frozen=True)
 class _LoadBatch:
-    """Step number -> its rows, in this process.
+    """Loads a step's rows, given its number, in this process.
 
     Fields:
       rows: this process's rows of the global batch.
@@ -239,7 +239,7 @@ class _LoadBatch:
 
 @dataclass(frozen=True)
 class _InWorker:
-    """Step number -> its rows, in a worker process."""
+    """Loads a step's rows, given its number, in a worker process."""
 
     pool: ProcessPoolExecutor
 

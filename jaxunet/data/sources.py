@@ -34,7 +34,7 @@ WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 def open_images(config: Config) -> Source:
     """Opens the training images of `config.data` in the shape and with the classes that it names.
 
-    Those that `data.holdout` keeps out of training are their `held_out`.
+    Images that `data.holdout` keeps out of training are in `held_out` of the result.
 
     Raises:
       UserError: as `open_source`, `data.holdout` leaves no image to train on, or random crops of

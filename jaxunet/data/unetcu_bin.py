@@ -207,7 +207,7 @@ def _wrong_length(path: Path, header: Header, size: int | None) -> UserError:
     """Returns the error of a file whose length contradicts its header.
 
     Args:
-      size: its bytes; None = more than expected, of a compressed file.
+      size: its bytes; None for a compressed file with more than expected.
     """
     expected = header.file_bytes
     if size is None:
