@@ -29,7 +29,7 @@ HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 
 
 def unknown_metric(name: str) -> str:
-    """Returns what to say of an unknown metric: the known ones, and those with similar names.
+    """Returns the message for an unknown metric: the known ones, and those with similar names.
 
     Initials (`is`, `IS`) and capitals (`FID`) are similar, too.
     """

@@ -60,7 +60,7 @@ class ModelConfig:
     max_period: int = 10000  # ratio of the embedding's highest to its lowest frequency
     norm_groups: int = 32  # groups of GroupNorm
     norm_eps: float = 1e-5  # added to GroupNorm's variance
-    # Of kernels; biases are zero. torch: PyTorch's default | ddpm: uniform fan-average.
+    # Initial kernels; biases are zero. torch: PyTorch's default | ddpm: uniform fan-average.
     init: str = 'torch'
     # The last layer of every residual branch and the output layer start at zero.
     zero_init: bool = True
@@ -183,7 +183,7 @@ class DataConfig:
     augment: str = 'none'
     # augment=edm: probability of each transformation; mirroring left and right has 1/2.
     augment_probability: float = 0.12
-    # What is made of an image for a network with model.low_res_size. image: the image, made small |
+    # Picture of an image for a network with model.low_res_size. image: the image, made small |
     # grey: its brightness, small or of the image's size, so that the network learns to colour.
     condition: str = 'image'
     # Noise samples per image, of which the nearest is used (immiscible diffusion); 1 = off.
@@ -316,7 +316,7 @@ class Config:
     # Order of attention's rows in an init_from file that does not state it (guided-diffusion's
     # use_new_attention_order): legacy (False) | new (True); '' = the file states it.
     init_from_order: str = ''
-    # Which weights of init_from, as --ema of jaxunet.sample: '' = averages if there are any; a rate
+    # Weights of init_from to take, as --ema of jaxunet.sample: '' = averages if it has any; a rate
     # or width of them; none = the weights themselves, with Adam's moments.
     init_from_ema: str = ''
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

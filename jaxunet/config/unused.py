@@ -12,7 +12,7 @@ from jaxunet.runtime.errors import UserError, itemized
 
 # The fields that choose; the others of their sections belong to one choice each.
 CHOOSERS = {'loss': 'weighting', 'timesteps': 'sampler'}
-# Fields whose names do not begin with that of their choice.
+# Fields whose names do not begin with the name of their choice.
 OWNERS = {'history': 'loss_second_moment', 'history_uniform': 'loss_second_moment'}
 
 
