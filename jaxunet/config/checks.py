@@ -15,6 +15,7 @@ from jaxunet.config.relations import check_relations
 from jaxunet.config.samplers import OBJECTIVE_SAMPLERS, SAMPLERS
 from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
 from jaxunet.config.versions import RENAMED
+from jaxunet.runtime import dropout_rate
 from jaxunet.runtime.errors import UserError, itemized, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
 from jaxunet.runtime.untrusted import plain, shown
@@ -130,7 +131,6 @@ NOT_NEGATIVE = (
     'evaluation.guidance_scale',
 )
 FRACTION = (  # [0, 1)
-    'model.dropout',
     'model.label_dropout',
     'optimizer.betas',
     'ema.rates',
@@ -328,6 +328,7 @@ def _check_values(config: Config) -> list[str]:
         (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, '0 or more'),
         (FRACTION, lambda v: 0 <= v < 1, 'at least 0 and less than 1'),
         (UNIT, lambda v: 0 <= v <= 1, '0 to 1'),
+        (('model.dropout',), dropout_rate.is_supported, dropout_rate.SUPPORTED),
     ):
         for path in paths:
             many = flat[path] if isinstance(flat[path], tuple) else (flat[path],)

@@ -51,7 +51,7 @@ class ModelConfig:
     resblock_updown: bool = False
     # True: the embedding scales and shifts the output of norm_2. False: it is added before norm_2.
     scale_shift_norm: bool = False
-    dropout: float = 0.0  # probability, in each residual block
+    dropout: float = 0.0  # probability, in each residual block; rounded to multiples of 2⁻¹⁶
     num_classes: int = 10  # 0 = unconditional: class labels are not used
     # Share of labels that training drops; above 0, samples can have classifier-free guidance.
     label_dropout: float = 0.1

@@ -18,6 +18,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
+from jaxunet.runtime import dropout_rate
+
 
 @jax.tree_util.register_pytree_node_class
 class Dropout(NamedTuple):
@@ -28,7 +30,8 @@ class Dropout(NamedTuple):
 
     Fields:
       seeds: two words per sample; other words drop other elements.
-      rate: the probability that an element is dropped, below 1; exact to 2⁻¹⁶.
+      rate: the probability that an element is dropped, rounded to a multiple of 2⁻¹⁶. Above 0, it
+        must be more than 2⁻¹⁷ and less than 1 − 2⁻¹⁷.
     """
 
     seeds: UInt32[Array, 'batch 2']
@@ -46,11 +49,14 @@ class Dropout(NamedTuple):
     @property
     def threshold(self) -> int:
         """An element whose 16 bits are below this number is dropped."""
-        return min(round(self.rate * 2**16), 2**16 - 1)
+        return round(self.rate * dropout_rate.LEVELS)
 
     def factor(self, dtype: DTypeLike) -> np.ndarray:
-        """The number that scales the other elements, 1 / (1 - rate), in their type."""
-        return np.asarray(1 / (1 - self.rate), dtype)
+        """The number that scales the other elements, in their type.
+
+        It is 1 / (1 - rate) for the rounded rate, so that the mean stays the same.
+        """
+        return np.asarray(1 / (1 - self.threshold / dropout_rate.LEVELS), dtype)
 
 
 def drop(x: Float[Array, 'batch *rest'], dropout: Dropout) -> Float[Array, 'batch *rest']:
@@ -65,20 +71,21 @@ def drop(x: Float[Array, 'batch *rest'], dropout: Dropout) -> Float[Array, 'batc
 
 
 def check_dropout(dropout: Dropout, batch: int) -> None:
-    """Checks the operands of a dropout of so many samples.
+    """Checks the seeds and the rate of a dropout.
+
+    Args:
+      batch: number of samples.
 
     Raises:
-      ValueError: the seeds have another shape or type, or the rate is not one.
+      ValueError: the seeds have another shape or type, or the rate is not supported.
     """
     seeds, expected = dropout.seeds, (batch, 2)
     if seeds.shape != expected or seeds.dtype != jnp.uint32:
         raise ValueError(
             f'dropout: seeds: {seeds.dtype}{list(seeds.shape)}; expected uint32{list(expected)}'
         )
-    if not 0 <= dropout.rate < 1:
-        raise ValueError(
-            f'dropout: rate: expected at least 0 and less than 1, found {dropout.rate}'
-        )
+    if not dropout_rate.is_supported(dropout.rate):
+        raise ValueError(f'dropout: rate: expected {dropout_rate.SUPPORTED}, found {dropout.rate}')
 
 
 def _bits(seeds: UInt32[Array, 'batch 2'], shape: tuple[int, ...]) -> UInt32[Array, 'batch *shape']:

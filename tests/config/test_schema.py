@@ -110,7 +110,11 @@ WRONG = [
         {'model': {'num_head_channels': 48}},
         r'model.num_head_channels: 48 does not divide the 64 channels of level 1',
     ),
-    ({'model': {'dropout': 1.0}}, r'model.dropout: expected at least 0 and less than 1, found 1.0'),
+    ({'model': {'dropout': 1.0}}, r'model.dropout: expected 0, or more than .*, found 1.0'),
+    (
+        {'model': {'dropout': 1e-6}},
+        r'dropout: expected 0, or more than 2⁻¹⁷ \(7.6e-06\) and less than 1 − 2⁻¹⁷, found 1e-06',
+    ),
     ({'model': {'num_classes': 0}}, r'model.label_dropout: 0.1 needs model.num_classes > 0'),
     (
         {'model': {'norm_eps': float('nan')}},

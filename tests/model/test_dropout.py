@@ -96,16 +96,26 @@ def test_the_rest_is_scaled_and_the_gradient_takes_the_same_elements(dtype):
     zero = np.asarray(y) == 0
     assert y.dtype == x.dtype
     assert 0 < zero.mean() < 0.5
-    scaled = x * jnp.asarray(1.25, dtype)
+    scaled = x * jnp.asarray(2**16 / (2**16 - 13107), dtype)
     np.testing.assert_array_equal(np.asarray(y)[~zero], np.asarray(scaled)[~zero])
     (gradient,) = pull(jnp.ones_like(x))
     np.testing.assert_array_equal(np.asarray(gradient) == 0, zero)
 
 
-def test_rate_zero_drops_nothing_and_the_largest_rate_almost_all():
+@pytest.mark.parametrize('rate', [0.0, 1e-5, 0.1, 0.3, 0.5, 1 - 1e-5])
+def test_the_mean_over_all_bits_stays_the_same(rate):
+    """All values of the bits are equally likely; the factor makes up for those that drop."""
+    given = Dropout(seeds(samples=1), rate)
+    kept = np.arange(2**16) >= given.threshold
+    assert (kept * given.factor('float64')).mean() == pytest.approx(1, rel=1e-12)
+
+
+def test_rate_zero_drops_nothing_the_least_rate_few_and_the_largest_almost_all():
     x = jnp.ones((2, 64, 64))
     np.testing.assert_array_equal(dropout(x, seeds(samples=2), 0.0, ('a',)), x)
-    assert dropped(seeds(samples=2), 1 - 2**-40, shape=(64, 64)).mean() > 0.999
+    least = np.nextafter(2.0**-17, 1)
+    assert 0 < dropped(seeds(), least).mean() < 2**-15
+    assert dropped(seeds(samples=2), 1 - 2**-16, shape=(64, 64)).mean() > 0.999
 
 
 def test_wrong_seeds_and_rates_are_errors():
@@ -116,6 +126,6 @@ def test_wrong_seeds_and_rates_are_errors():
     ):
         with pytest.raises(ValueError, match=rf'seeds: {found}; expected uint32\[4, 2\]'):
             drop(x, Dropout(words, 0.1))
-    for rate in (-0.1, 1.0):
-        with pytest.raises(ValueError, match=f'rate: expected at least 0 .*, found {rate}'):
+    for rate in (-0.1, 1e-6, 2**-17, 1 - 2**-17, 1 - 2**-40, 1.0, float('nan')):
+        with pytest.raises(ValueError, match=f'rate: expected 0, or more than .*, found {rate}'):
             drop(x, Dropout(seeds(samples=4), rate))
