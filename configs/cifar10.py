@@ -7,10 +7,17 @@ With FID of 10,000 samples on the way: --config.train.evaluate_every=50000. Clas
 guidance when sampling: --config.model.num_classes=10 --config.model.label_dropout=0.1.
 
 Hardware: one GPU or more. Time: 78 steps a second on an H100 with backend=auto, about 3 hours for
-the 795,600 steps. Result: the full run has not been done; docs/results.md compares training methods
-over its first 5 minutes. Source: Ho et al. 2020, arXiv 2006.11239, appendix B; tqch/ddpm-torch,
-configs/cifar10.json. It trains in float32 (--config.precision=float32), and draws its samples in
-all steps with the larger variance (--like ddpm_torch of jaxunet.sample).
+the 795,600 steps. Result: the full run has not been done.
+
+Recipe: --config.timesteps.sampler=adaptive --config.loss.weighting=min_snr. Of eight training
+methods with this network, it had the lowest Fréchet distance (of a classifier's features) after 4
+minutes of training: 25.6, compared with 33.5 for this config, which it reached in two thirds of the
+time (three seeds; both with a constant learning rate after 500 steps; docs/results.md, "Training
+methods").
+
+Source: Ho et al. 2020, arXiv 2006.11239, appendix B; tqch/ddpm-torch, configs/cifar10.json. It
+trains in float32 (--config.precision=float32), and draws its samples in all steps with the larger
+variance (--like ddpm_torch of jaxunet.sample).
 """
 
 from ml_collections import ConfigDict
