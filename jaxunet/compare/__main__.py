@@ -7,26 +7,26 @@
     python -m jaxunet.compare --output runs/compare --plot_only
 
 With `--file`, a comparison file states everything: methods, seeds, times, how samples are drawn and
-measured, and the protocol (`jaxunet.compare.study_file` has its keys). Each of the `--devices` gets
-a process, and the processes divide the runs among themselves; a device that is named twice is
-shared by two. The same command goes on where the last one stopped, in the middle of a run, too, so
-the table can be filled over several stretches (`--limit`). FILE:METHODS does some of the methods.
-It writes report.md, quality.png, rows.jsonl and stretches.jsonl to `OUTPUT`; the report says which
-cells are missing, and what all of it cost. `--plot_only` writes them again, with the results of
-other folders (`--add`).
+measured, and the protocol (`jaxunet.compare.study_file` lists its keys). One process starts for
+each entry of `--devices`, and the processes divide the runs among themselves; two processes share a
+device that is listed twice. The same command continues where the last one stopped, even in the
+middle of a run, so the work can be spread over several sessions (`--limit`). FILE:METHODS runs only
+these methods. The command writes report.md, quality.png, rows.jsonl and stretches.jsonl to
+`OUTPUT`; the report lists the missing runs and the device time spent. `--plot_only` writes these
+files again without running anything, and can include the results of other folders (`--add`).
 
-Without `--file`, the flags state a comparison with one sampler. A method is a name of
-`jaxunet.compare.methods`, several of them such as `flow+muon`, or your own, such as
+Without `--file`, the flags state a comparison with one sampler. A method is a name from
+`jaxunet.compare.methods`, several names joined by + such as `flow+muon`, or your own, such as
 `mine:timesteps.sampler=adaptive+timesteps.adaptive_bins=64` (a known name keeps its other fields).
 `uniform` trains with uniform timesteps and weights, and with the config's objective. The first
-method is the baseline. Runs of one seed start from the same weights and see the same images in the
-same order. The learning rate is constant after the config's warm-up. The clock counts only training
-steps, without compiling and measuring. At `--evaluations` times the averaged weights are kept; they
-are measured after the training, as `config.evaluation` says.
+method is the baseline. Runs with the same seed start from the same weights and see the same images
+in the same order. The learning rate is constant after the config's warm-up. The clock counts only
+training steps, without compiling and measuring. Averaged weights are saved at `--evaluations`
+equally spaced times; they are measured after the training, as `config.evaluation` says.
 
-Here every run has its own process; a failed run becomes a line of the report with its reason. The
-same command resumes an interrupted comparison. It writes compare.csv, quality.png (needs the extra
-`plots`), report.md and runs/ to `OUTPUT`.
+Without `--file`, every run has its own process; the report lists each failed run with its reason.
+The same command resumes an interrupted comparison. It writes compare.csv, quality.png (needs the
+extra `plots`), report.md and runs/ to `OUTPUT`.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ PLOT_ONLY = flags.DEFINE_bool(
     'plot_only', False, 'Write the report of the results in OUTPUT without running anything.'
 )
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plot.')
-# Flags that a comparison file makes meaningless, and those that mean something only with one.
+# Flags that --file replaces (`STATED`), and flags that need it (`WITH_FILE`).
 STATED = ('config', 'methods', 'seconds', 'seeds', 'evaluations', 'step_cost', 'train', 'timeout')
 WITH_FILE = ('data', 'limit', 'reserve', 'resume', 'add')
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does the comparison of the file or the flags (not with `--plot_only`), and writes its report.
+    """Runs the comparison of the file or the flags, unless `--plot_only`, and writes its report.
 
     Returns:
       The exit status: 1 if a run failed, or was left out.
@@ -180,7 +180,7 @@ def _check_flags() -> None:
 
 
 def compare_file(directory: pathlib.Path, began: float) -> int:
-    """Does the comparison of the file, and writes its report; returns the exit status.
+    """Runs the comparison of the file and writes its report; returns the exit status.
 
     Raises:
       UserError: a file is missing or damaged, or a value in it does not fit.
@@ -226,9 +226,9 @@ def command() -> str:
 
 
 def compare(directory: pathlib.Path) -> dict[str, str]:
-    """Does the comparison of the flags; returns the reasons of failures, by folder of the run.
+    """Runs the comparison of the flags; returns the reasons of failures, by folder of the run.
 
-    A failure to time the steps is called `step_cost`.
+    The key `step_cost` holds a failure to time the steps.
 
     Raises:
       UserError: a flag, the config or the data is wrong, or the folder holds other runs.
@@ -264,12 +264,12 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
 
 
 def make_spec(config: Config, methods: Sequence[Method], processes: int = 1) -> runner.Spec:
-    """Returns the comparison of the flags.
+    """Returns the comparison that the flags state.
 
     Args:
       config: from `base_config`.
-      methods: those of the flags.
-      processes: the most runs at a time so far.
+      methods: the methods of --methods.
+      processes: the largest number of simultaneous runs in earlier commands.
 
     Raises:
       UserError: a flag is wrong.

@@ -1,8 +1,8 @@
 """The results of a queue's processes: rows of measurements, and stretches of work on jobs.
 
 A row (rows.jsonl) is the measurement of a checkpoint with one sampler. A stretch (stretches.jsonl)
-is a piece of work on a job: how it ended, and what it took. Rows are replaced by later ones of the
-same measurement; stretches are only added, so that repeated work counts, too.
+is a piece of work on a job: how it ended, and the seconds of each activity. A later row replaces an
+earlier one of the same measurement. Stretches are never replaced, so that repeated work counts.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
     A later row replaces an earlier one of the same measurement.
 
     Raises:
-      UserError: a line is no such row; or rows of several features, or with several times of a
-        method's step, which do not compare.
+      UserError: a line is not a row of measurements; or the rows do not compare, because they have
+        different features, or different step times for one method.
     """
 
     known: dict[tuple[str, str], tuple[object, str]] = {}
@@ -98,10 +98,10 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
 
 
 def read_stretches(paths: Iterable[Path]) -> list[Row]:
-    """Returns the stretches of those files that exist, each once, by the time of their end.
+    """Returns the stretches of those files that exist, without repeats, in the order of their ends.
 
     Raises:
-      UserError: a line is no stretch.
+      UserError: a line is not a stretch.
     """
 
     def check(row: Row, source: str) -> None:
@@ -117,7 +117,7 @@ def read_stretches(paths: Iterable[Path]) -> list[Row]:
 
 
 def write(path: Path, found: Sequence[Row]) -> None:
-    """Writes rows as lines; the file is complete or as before.
+    """Writes rows as JSON lines; if that fails, the file stays as it was.
 
     Raises:
       UserError: it cannot be written.
@@ -131,7 +131,8 @@ def write(path: Path, found: Sequence[Row]) -> None:
 def device_seconds(stretches: Iterable[Row]) -> dict[str, float]:
     """Returns the device seconds of each activity.
 
-    Processes that share a device count their part of it; a process with several counts them all.
+    If n processes share a device, each counts 1/n of its time; a process with several devices
+    counts the time of each.
     """
     found: dict[str, float] = {}
     for row in stretches:

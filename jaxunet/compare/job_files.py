@@ -17,19 +17,20 @@ from jaxunet.runtime.errors import UserError
 
 
 def read_jobs(named: str, data: str, *, begun: bool = False) -> list[Job]:
-    """Returns the jobs of a file, checked: every field must have an effect in some job.
+    """Reads and checks the jobs of a file; every field must have an effect in some job.
 
-    A part of a comparison file may be few of its methods, but a field may serve any of them.
+    With a part of a comparison file, the jobs of all its methods count for this check.
 
     Args:
-      named: FILE or FILE:PART. The part of a comparison file is names of methods, joined by commas;
-        `get_jobs` of a Python file gets it, '' without one.
+      named: FILE or FILE:PART. For a comparison file, PART is names of methods joined by commas;
+        `get_jobs` of a Python file receives it, or '' without one.
       data: folder of the images.
-      begun: jobs began with these fields; those without an effect are only logged.
+      begun: jobs have already started with these fields; fields without an effect are then logged,
+        and are no error.
 
     Raises:
-      UserError: no such file or part, jobs without a name of their own, a value out of range, or a
-        field has no effect.
+      UserError: the file or part does not exist, two jobs have the same name, a value is out of
+        range, or a field has no effect.
     """
     path, _, part = named.partition(':')
     if path.endswith(SUFFIX):
@@ -58,7 +59,7 @@ def _python_jobs(named: str, data: str) -> list[Job]:
 
 
 def load_configs(jobs: Sequence[Job]) -> list[Config]:
-    """Returns the configs of jobs, once of those that differ only in their seeds."""
+    """Returns the configs of jobs; jobs that differ only in their seeds share one."""
     different = {(job.config, str(job.fields)): job for job in jobs}
     return [job.load_config() for job in different.values()]
 
@@ -68,7 +69,8 @@ def check_configs_used(path: str, configs: Sequence[Config], *, begun: bool) -> 
 
     Args:
       path: the file, for the message.
-      begun: runs began with these fields; those without an effect are only logged.
+      begun: jobs have already started with these fields; fields without an effect are then logged,
+        and are no error.
 
     Raises:
       UserError: a field has no effect.

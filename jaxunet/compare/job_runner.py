@@ -36,20 +36,21 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.loop import train
 
-# What ends one job and not the others: its own mistakes, and a GPU's memory that is too small.
+# Errors that end one job and not the others: mistakes in the job, and too little GPU memory.
 FAILURES = (UserError, jax.errors.JaxRuntimeError)
-POLL_SECONDS = 1.0  # between two looks for the file of features
+POLL_SECONDS = 1.0  # between two checks for the file of features
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """When training may begin, and how long it may go on.
+    """The time limit of a command, which decides if training may begin or go on.
 
     Fields:
       seconds: time limit of the command.
       reserve: seconds of it that a job leaves for compiling, and for saving or measuring.
       shared_by: processes that share the GPU.
-      slowdown: training time, divided by that of a job alone on the GPU; 0 = `shared_by`.
+      slowdown: expected training time of a job, divided by its time alone on the GPU; 0 =
+        `shared_by`.
       began: `time.perf_counter()` at the start of the command.
     """
 
@@ -65,7 +66,7 @@ class Limit:
         return self.seconds - (time.perf_counter() - self.began)
 
     def allows(self, seconds: float, measuring: float = 0.0) -> bool:
-        """Returns True if so many seconds of training, and of measuring, fit in what is left."""
+        """Returns True if this much training and measuring, in seconds, fits into the time left."""
         return seconds * (self.slowdown or self.shared_by) + measuring + self.reserve <= self.left
 
 
@@ -77,12 +78,14 @@ class Queue:
       measurements: draws samples and compares them.
       limit: when training may begin.
       command: the command line, for the rows.
-      step_ms: milliseconds that a step of each case counts; {} = training time is measured.
-      known: rows.jsonl with times that are done; '' = none but those of `output`.
+      step_ms: milliseconds that the clock counts for a step, by case; {} = it measures training
+        time.
+      known: rows.jsonl of earlier measurements, which are not repeated; '' = only those in
+        `output`.
       claims: folder in which processes mark the jobs that they take; '' = this one takes all.
       work: folder of the runs, which processes may share.
-      resume: jobs save at their times and when they stop, and go on from there. Otherwise they
-        save nothing, and train only for those of their times that fit into the limit.
+      resume: jobs save their state at their times and when they stop, and resume from it. Otherwise
+        they save nothing, and train only for those of their times that fit into the limit.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Queue:
         self._limit, self._step_ms, self._resume = limit, step_ms or {}, resume
         self._work = work or output / 'work'
         self._watch = measurements.watch
-        self._measuring = 0.0  # seconds of the last checkpoint; the first one's compiles, too
+        self._measuring = 0.0  # seconds that the last checkpoint took; the first includes compiling
         self._done = [output / ROWS, *([pathlib.Path(known)] if known else [])]
         self._claims = pathlib.Path(claims) if claims else None
         self._origin = {'command': command, **rows.provenance()}
@@ -146,20 +149,23 @@ class Queue:
         )
 
     def _fitting(self, lacking: tuple[float, ...]) -> tuple[float, ...]:
-        """Returns the times to train for in what is left of the limit."""
+        """Returns those of the times that can be trained for in what is left of the limit."""
         if self._resume:
-            # Some for compiling, and then as much as `_goes_on` leaves.
+            # One reserve for compiling, and one that `_goes_on` keeps for saving or measuring.
             return lacking if self._limit.allows(0.0, self._limit.reserve + self._measuring) else ()
         return tuple(
             s for i, s in enumerate(lacking, 1) if self._limit.allows(s, i * self._measuring)
         )
 
     def _goes_on(self) -> bool:
-        """Returns False once a job that resumes must stop, so that it is saved or measured."""
+        """Returns False once a job must stop, so that there is time to save and measure it.
+
+        Without `resume` a job never stops early.
+        """
         return not self._resume or self._limit.allows(0.0, self._measuring)
 
     def _claim(self, job: Job) -> bool:
-        """Returns True if no other process has taken this job, which is then this one's."""
+        """Takes a job for this process; returns False if another process has it already."""
         if self._claims is None:
             return True
         self._claims.mkdir(parents=True, exist_ok=True)
@@ -170,7 +176,7 @@ class Queue:
         return True
 
     def _attempt(self, job: Job, seconds: tuple[float, ...]) -> None:
-        """Trains a job, and notes how that ended.
+        """Trains a job and records how it ended.
 
         Raises:
           KeyboardInterrupt: a signal stopped it.
@@ -199,7 +205,7 @@ class Queue:
     def _train(self, job: Job, seconds: tuple[float, ...]) -> int:
         """Trains a job and measures its checkpoints, or keeps them until there are features.
 
-        Returns the number of times that it has reached.
+        Returns how many of `seconds` it has reached.
         """
         # Finished runs are garbage; `train` froze what was alive at its start.
         gc.unfreeze()
@@ -213,7 +219,7 @@ class Queue:
         left = list(seconds)
 
         def compiled() -> None:
-            # Compiled at the same time, each would measure its kernels beside the other's.
+            # Only now, because two compilations at once disturb each other's kernel timings.
             self._measurements.compile()
             self._watch.start('training')
 
@@ -223,7 +229,7 @@ class Queue:
             self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
             self._waiting.append(checkpoint)
             self._measure_waiting()
-            if self._waiting:  # in the host's memory, as training goes on in the device's
+            if self._waiting:  # kept in host memory, because training needs the device's
                 averages = jax.device_get(averages)
                 self._waiting[-1] = dataclasses.replace(checkpoint, averages=averages)
             self._watch.start('training' if left else 'saving')
@@ -250,7 +256,7 @@ class Queue:
         return len(seconds) - len(left)
 
     def _measure_waiting(self) -> None:
-        """Measures all checkpoints that wait, if the features are there."""
+        """Measures all waiting checkpoints, once the file of features exists."""
         while self._waiting and self._measurements.ready():
             checkpoint, began = self._waiting.pop(0), time.perf_counter()
             job = checkpoint.job
@@ -261,7 +267,7 @@ class Queue:
             try:
                 with self._watch.during('measuring'):
                     for row in self._measurements.measure(checkpoint):
-                        if self._step_ms:  # others may use the device
+                        if self._step_ms:  # other processes may slow the device down
                             del row['seconds_per_sample']
                         rows.append(self._output / ROWS, {**row, **about, **self._origin})
                         self._say(summary(row))
@@ -273,7 +279,7 @@ class Queue:
             self._say(f'measured in {self._measuring:.1f} s')
 
     def _note(self, job: Job, outcome: str, reason: str) -> None:
-        """Writes a stretch: what happened to a job, and what was done since the last one."""
+        """Writes a stretch: how a job ended, and the seconds of each activity since the last."""
         row = {
             'data': job.data,
             'case': job.case,
@@ -311,7 +317,7 @@ class Queue:
 
 
 def summary(row: rows.Row) -> str:
-    """Returns a row in one line, with names of metrics that hold for any features."""
+    """Returns a row in one line; its names of metrics are right for any feature network."""
     values = ', '.join(
         f'{name} {general_label(metric)} {value:.4g}'
         for name, metrics in row.get('values', {}).items()

@@ -22,8 +22,8 @@ from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sweep.points import set_field
 
 FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
-# Fields that a job's config loses in `Job.load_config`, or that its training does not read; those
-# of a section end in a dot.
+# Fields that `Job.load_config` replaces, or that the training of a job does not read. A name that
+# ends in a dot is a whole section.
 OVERRIDDEN = (
     'init_from',
     'init_from_order',
@@ -59,7 +59,7 @@ class Job:
     """A training run and its measurements.
 
     Fields:
-      case: what is compared, such as an objective.
+      case: name of what is compared, such as an objective.
       data: short name of the images.
       config: path of a config file.
       fields: fields of the config that the job sets, by dotted path.
@@ -68,13 +68,14 @@ class Job:
         `samples` images at each of these times.
       references: real images, as data.path -> (their name in the rows, metrics to compute).
       seed: seed of the run and of its samples.
-      samples: images that each sampler draws.
-      batch_size: images drawn at a time.
-      picture: images of the grid that is kept of the first sampler; 0 = none.
-      averages: rates and widths of the config, such as 0.9999 and 0.15. At each time the one is
-        measured whose samples by the first sampler have the smallest Fréchet distance to the first
-        reference with `fid`. () = the first rate.
-      choosing: samples that this choice draws with each average, apart from those measured.
+      samples: number of images that each sampler draws at each time.
+      batch_size: images drawn at once.
+      picture: number of images in the grid that is saved for the first sampler; 0 = no grid.
+      averages: averages of the weights to choose from: rates and widths of the config, such as
+        0.9999 and 0.15. At each time, the job measures the average whose samples, drawn by the
+        first sampler, have the smallest Fréchet distance to the first reference with `fid`. () =
+        the first rate, without a choice.
+      choosing: number of samples drawn with each average for this choice; they are not measured.
     """
 
     case: str
@@ -93,15 +94,15 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the job, which its files and messages carry."""
+        """Name of the job, used in file names and messages."""
         return f'{self.data}_{self.case}_seed{self.seed}'
 
     def load_config(self) -> Config:
-        """Returns the config of the run, which time alone ends (`base_config`).
+        """Returns the config of the run; a time, not a number of steps, ends it (`base_config`).
 
         Raises:
-          UserError: no such config file, a field that does not fit, or images that cannot be opened
-            where the config leaves fields open.
+          UserError: the config file does not exist, a field does not fit, or the config leaves
+            fields open and its images cannot be opened.
         """
         try:
             values = load_function(self.config, 'get_config')()
@@ -120,7 +121,7 @@ class Job:
             raise UserError(f'{self.name}: {error}') from None
 
     def state_names(self, config: Config) -> dict[str, str]:
-        """Returns the averages to choose from with their names in the training state.
+        """Returns the averages to choose from, each with its name in the training state.
 
         Raises:
           UserError: the config does not keep one of them.
@@ -140,8 +141,8 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     """Checks jobs before any of them runs.
 
     Raises:
-      UserError: two jobs have one name, or a value is out of range; the message begins with the
-        job's name.
+      UserError: two jobs have the same name, or a value is out of range; the message begins with
+        the job's name.
     """
     names = [job.name for job in jobs]
     for job in jobs:
@@ -186,10 +187,11 @@ def check_jobs(jobs: Sequence[Job]) -> None:
 
 
 def parse_sampler(text: str) -> SamplerConfig:
-    """Returns the options that `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE` stands for.
+    """Parses `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE` into sampler options.
 
     Raises:
-      UserError: another form, or no such sampler. The rest is checked with the model that samples.
+      UserError: the text has another form, or there is no such sampler. Whether the options fit the
+        model is checked later.
     """
     name, *rest = text.split(':')
     if not 1 <= len(rest) <= 2 or not rest[0].isdigit() or int(rest[0]) < 1:

@@ -35,9 +35,9 @@ class Checkpoint:
     """The averages of the weights at one of a job's times.
 
     Fields:
-      seconds: the time that the job names.
-      training_seconds: training time that it took to the end of the step.
-      averages: averaged weights by `Job.averages`; the chosen one is measured.
+      seconds: one of `Job.seconds`.
+      training_seconds: training time at the end of the step that reached `seconds`.
+      averages: averaged weights by their names in `Job.averages`; the chosen one is measured.
     """
 
     job: Job
@@ -56,7 +56,7 @@ class Measurements:
       pictures: folder of the grids.
 
     Attributes:
-      watch: gets the time of drawing (`sampling`) and of waiting for compilers (`compiling`).
+      watch: stopwatch that counts drawing (`sampling`) and waiting for compilers (`compiling`).
     """
 
     def __init__(self, features: str, pictures: Path) -> None:
@@ -75,10 +75,10 @@ class Measurements:
         return not self._path or Path(self._path).is_file()
 
     def prepare(self, job: Job, config: Config, source: Source) -> None:
-        """Makes the programs of a job that no earlier job had; `compile` compiles them.
+        """Makes the programs of a job that no earlier job needed; `compile` compiles them.
 
         Args:
-          source: the training images; those that it holds out are measured, too.
+          source: the training images; the loss on its held-out images is measured, too.
 
         Raises:
           UserError: a sampler that does not exist, or options that the model does not support.
@@ -111,7 +111,7 @@ class Measurements:
             self._compiling.pop().result(lambda: True)
 
     def measure(self, checkpoint: Checkpoint) -> Iterator[rows.Row]:
-        """Yields a row for each sampler of the checkpoint's job; saves a grid of the first's.
+        """Yields a row for each sampler of the checkpoint's job; saves a grid from the first.
 
         Raises:
           UserError: the weights give no images, or the features do not fit them.
@@ -144,7 +144,7 @@ class Measurements:
             yield row | about | self._compare(job, images)
 
     def _choose(self, checkpoint: Checkpoint) -> tuple[str, dict[str, object]]:
-        """Returns the average to measure, and the distances that chose it, for the rows."""
+        """Returns the name of the average to measure, and fields for the rows that explain why."""
         job = checkpoint.job
         averages = job.averages or tuple(checkpoint.averages)
         if len(averages) == 1 or not self._path:
@@ -168,7 +168,7 @@ class Measurements:
     def _draw(
         self, generator: Generator, checkpoint: Checkpoint, average: str, numbers: range
     ) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
-        """Returns samples of these numbers, and the seconds that drawing them took."""
+        """Returns the samples with these indices, and the seconds that drawing them took."""
         with self.watch.during('sampling'):
             return _draw(generator, checkpoint, average, numbers)
 
@@ -220,14 +220,14 @@ class Measurements:
 
 
 def _key(config: Config, job: Job, sampler: str) -> tuple[object, ...]:
-    """Returns what a compiled sampler depends on."""
+    """Returns a key with everything that a compiled sampler depends on."""
     batch = min(job.batch_size, job.samples)
     network = (config.model, config.diffusion, config.image_shape)
     return (*network, config.backend, config.precision, sampler, batch)
 
 
 def _held_out_key(config: Config) -> tuple[object, ...]:
-    """Returns what the program and the images of a held-out loss depend on."""
+    """Returns a key with everything that the program and images of a held-out loss depend on."""
     network = (config.model, config.diffusion, config.backend, config.precision)
     return (*network, config.data, config.optimizer.accumulate_steps)
 

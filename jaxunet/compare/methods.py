@@ -13,14 +13,14 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.sweep.points import make_axis, set_field
 
 BASELINE = 'uniform'
-# What a method has unless it sets the field. Other fields are those of the config.
+# Values of fields that a method does not set itself. All other fields keep the config's values.
 DEFAULTS: dict[str, object] = {'loss.weighting': 'uniform', 'timesteps.sampler': 'uniform'}
 # name -> the fields that make the method. `weighting`, `timesteps`, `timestep_policy`,
 # `information_rate` and `levels` of jaxunet.diffusion explain them, and docs/training.md the rest.
 METHODS: dict[str, dict[str, object]] = {
     BASELINE: {},
     'v_cosine': {'diffusion.objective': 'v', 'diffusion.schedule': 'cosine'},
-    # The schedule is that of the objectives with timesteps; its default means none.
+    # Only objectives with timesteps have a schedule; 'linear', the default, also means none.
     'edm': {'diffusion.objective': 'edm', 'diffusion.schedule': 'linear'},
     'flow': {'diffusion.objective': 'flow', 'diffusion.schedule': 'linear'},
     'min_snr': {'loss.weighting': 'min_snr'},
@@ -161,7 +161,7 @@ def parse_counts(
       default: count of methods without one.
 
     Raises:
-      UserError: a text that is no positive count, an unknown method, or two counts for one method.
+      UserError: a text is not a positive count, a method is unknown, or one has two counts.
     """
 
     def read(text: str) -> int:
@@ -182,8 +182,7 @@ def parse_seconds(
       default: seconds of methods without a number.
 
     Raises:
-      UserError: a text that is no positive number, an unknown method, or two numbers for one
-        method.
+      UserError: a text is not a positive number, a method is unknown, or one has two numbers.
     """
 
     def read(text: str) -> float:
@@ -203,7 +202,7 @@ def _by_method(
     default: Number,
     read: Callable[[str], Number],
 ) -> dict[str, Number]:
-    """Parses numbers by method; `read` returns 0 for a text that is no positive number."""
+    """Parses numbers by method; `read` returns 0 for a text that is not a positive number."""
     numbers: dict[str, Number] = {}
     for text in texts:
         name, equals, given = text.rpartition('=')

@@ -5,21 +5,22 @@
     python -m jaxunet.compare.queue --jobs docs/results/recipes/jobs.py:objects --data data/ \\
       --features features.npz --limit 1150 --output runs/recipes
 
-Made for a GPU that is there for minutes: the jobs run in their order, each compiles its samplers
-while it trains, and every row is written as soon as it is measured. The clock of a job counts only
-training steps, without compiling, measuring and saving; processes that share a GPU count each step
-as `--step_ms`, its time measured alone. Checkpoints that are reached before the file of features
-exists are measured when it does. Where a job names several averages of the weights, each checkpoint
-is measured with the one that is best in a smaller draw.
+Made for a GPU that is available only for minutes: the jobs run in their order, each compiles its
+samplers while it trains, and every row is written as soon as it is measured. The clock of a job
+counts only training steps, without compiling, measuring and saving. Processes that share a GPU slow
+each other down, so their clocks count `--step_ms` for each step: its time measured alone.
+Checkpoints that are reached before the file of features exists are measured as soon as it does. If
+a job names several averages of the weights, a smaller draw of samples chooses the best average of
+each checkpoint, and only that one is measured.
 
-The same command goes on: it leaves out times whose rows are there, and resumes runs in the middle.
-A run saves its state at each of its times, and when the limit comes near or a signal stops it; when
-it is done, its work folder is removed. With `--noresume`, for a machine that keeps no files, it
-saves nothing, and trains only for those of its times that fit into the rest of the limit. Each
-process needs its own output; `--claims` deals the jobs out.
+The same command continues: it skips times that have their rows, and resumes unfinished runs. A run
+saves its state at each of its times, and when the limit comes near or a signal stops it; when it is
+done, its work folder is removed. With `--noresume`, for a machine that keeps no files, a run saves
+nothing, and trains only for those of its times that fit into the rest of the limit. Each process
+needs its own `--output`; with a common folder `--claims`, processes divide the jobs.
 
-Output: rows.jsonl (a row for each checkpoint and sampler), stretches.jsonl (what each piece of work
-took), pictures/ (unpicked samples), logs/JOB.csv (the metrics.csv of the run), and work/.
+Output: rows.jsonl (a row for each checkpoint and sampler), stretches.jsonl (the seconds of each
+piece of work), pictures/ (unpicked samples), logs/JOB.csv (the metrics.csv of the run), and work/.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _table(
     main = by_metric[spec.metrics[0]]
     base = main[spec.baseline]
     higher = spec.metrics[0] in HIGHER_IS_BETTER
-    # Methods of less time are also compared with the baseline at their time.
+    # Methods that train for less time are also compared with the baseline at their own end.
     apart = len(set(spec.seconds.values())) > 1
     heads = [
         'method',
@@ -161,8 +161,8 @@ def _speed_cells(
 ) -> list[str]:
     """Returns the seconds until the target is reached, and how many times faster that is.
 
-    With `bounded`, a target that is reached at the first milestone gives bounds: nobody knows when
-    before it was reached.
+    With `bounded`, a target that is reached at the first milestone gives bounds, because the run
+    may have reached it earlier.
     """
     seconds, values = mean_curve(found)
     if target is None or not len(seconds):
@@ -222,7 +222,7 @@ def protocol(spec: Spec, all_rows: Sequence[rows.Row]) -> str:
 def _details(all_rows: Sequence[rows.Row]) -> str:
     """Returns the size of the reference, the settings of the metrics and the seed.
 
-    It is '' for rows of versions that did not keep them.
+    Returns '' for rows of older versions, which lack these fields.
     """
     count = all_rows[0].get('num_reference')
     if not count:
@@ -267,7 +267,7 @@ def _final(values: Sequence[float]) -> str:
 def _by_then(base: Sequence[Curve], seconds: float) -> str:
     """Returns the value of the baseline's mean curve at this time; '' before its first point."""
     times, values = mean_curve(base)
-    # The first step after a milestone meets it, hence the second of tolerance.
+    # A run is measured at the first step after a milestone, hence the tolerance of one second.
     known = len(times) and times[0] <= seconds + 1
     return f'{np.interp(seconds, times, values):.4g}' if known else ''
 

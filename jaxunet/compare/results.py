@@ -110,9 +110,9 @@ def step_costs(directory: pathlib.Path) -> rows.Row:
 def combined_costs(path: pathlib.Path) -> dict[str, rows.Row]:
     """Returns the step cost of each case, from several rows of `jaxunet.compare.step_cost`.
 
-    All rows begin with the same case. Its milliseconds are those of the first row; those of the
-    others are their ratios to it, in the latest row that has them, times these milliseconds: what
-    is measured on another day is comparable, as the cases of a row took turns.
+    All rows begin with the same case, the base. Its milliseconds come from the first row. For every
+    other case, they are its ratio to the base, in the latest row that has it, times the base's
+    milliseconds. Rows of different days compare in this way, because the cases of a row took turns.
 
     Returns:
       case -> `ms`, `ratio` and `quartiles` of the ratio.
@@ -135,12 +135,12 @@ def combined_costs(path: pathlib.Path) -> dict[str, rows.Row]:
 
 
 def step_times(text: str, cases: Sequence[str], source: str = '--step_ms') -> dict[str, float]:
-    """Returns the milliseconds of a step of each case; {} if they are to be measured.
+    """Returns the milliseconds of a step by case; {} if the text is 0 (measure training time).
 
     Args:
       text: a number, or a file of rows of `jaxunet.compare.step_cost`.
-      cases: those that need a number.
-      source: the flag or the key that gave the text; begins the messages.
+      cases: the cases that need a number.
+      source: the flag or the key that gave the text; error messages begin with it.
 
     Raises:
       UserError: neither a number nor such a file, or a case that the file lacks.

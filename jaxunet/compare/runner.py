@@ -62,7 +62,7 @@ class Spec:
       seconds: method -> seconds of training of each run.
       seeds: method -> number of runs, with the seeds 0, 1, ...
       evaluations: method -> number of milestones, equally spaced up to `seconds`.
-      processes: the most runs that a command did at a time.
+      processes: the largest number of simultaneous runs in any command so far.
     """
 
     command: str
@@ -165,7 +165,7 @@ def check_features(todo: Sequence[Task], directory: pathlib.Path, features: str)
 def run(
     todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], timeout: float, say: Say
 ) -> dict[str, str]:
-    """Does the runs that are not done; returns the reasons of failed runs, by folder of the run.
+    """Runs what is not done yet; returns the reasons of failed runs, by folder of the run.
 
     Args:
       todo: all runs (`tasks`).
@@ -226,7 +226,7 @@ def _prepare(task: Task, folder: pathlib.Path) -> None:
 
 
 def _identity(task: Task) -> Any:
-    """Returns what tells a task from others, as JSON stores it."""
+    """Returns the fields that distinguish a task from others, as JSON stores them."""
     return json.loads(json.dumps(asdict(task) | {'config': identity(task.config)}))
 
 
@@ -268,7 +268,7 @@ def measure_step_costs(
     path.write_text(json.dumps(configs), encoding='utf-8')
     env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': device} if device else {})
     say(f'timing the steps of {", ".join(configs)} ...')
-    # The caller has checked the fields, and knows which of them the comparison began with.
+    # --begun, because the caller has already checked that fields have an effect.
     command = [sys.executable, '-m', STEP_COST, '--begun', str(path)]
     answer = processes.answer(command, env, timeout, directory / 'step_cost.log')
     if answer.row is None:

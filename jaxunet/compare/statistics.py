@@ -16,7 +16,7 @@ from scipy import special
 
 from jaxunet.runtime.rows import Row
 
-LEVEL = 0.05  # below which the p of a difference makes one ahead of the other
+LEVEL = 0.05  # significance level: the p-value of a difference must be below it
 Find = Callable[[Row], float]  # reads a number of a row; NaN if the row has none
 Cells = Mapping[tuple[str, float], list[Row]]  # (method, seconds) -> rows in the order of seeds
 Points = Float[np.ndarray, ' points']
@@ -40,8 +40,8 @@ class Paired(NamedTuple):
 
     Attributes:
       difference: the mean of the differences; below 0 if the first is smaller.
-      p: two-sided, of the paired t-test; NaN with one seed.
-      apart: the means' error bars do not overlap.
+      p: two-sided p-value of the paired t-test; NaN with one seed.
+      apart: True if the error bars of the two means do not overlap.
     """
 
     difference: Mean
@@ -50,18 +50,18 @@ class Paired(NamedTuple):
 
     @property
     def ahead(self) -> bool:
-        """True if the first is smaller by the test and by its error bar."""
+        """True if the first is smaller, `p` is below `LEVEL`, and the error bars are apart."""
         return self.difference.value < 0 and self.p < LEVEL and self.apart
 
 
 class Reached(NamedTuple):
-    """The times at which a method is as good as the baseline at its end.
+    """The times at which a method is as good as the baseline at the baseline's end.
 
     Attributes:
-      seconds: by seed; infinity if never.
+      seconds: time by seed; infinity if the seed never gets there.
       bounds: seeds whose curve is good enough from its first point on, so that their time is an
         upper bound.
-      mean: over seeds; None if a seed does not reach the quality, or there are none.
+      mean: mean over seeds; None if a seed does not reach the quality, or there are no seeds.
     """
 
     seconds: Mapping[int, float]
@@ -82,10 +82,10 @@ def value(metric: str, reference: str) -> Find:
 def best_cells(rows: Iterable[Row], find: Find) -> dict[tuple[str, float], list[Row]]:
     """Returns the rows of the best sampler by (method, seconds), in the order of their seeds.
 
-    It has the smallest mean among the samplers that have most seeds.
+    The best sampler has the smallest mean among the samplers with the most seeds.
 
     Args:
-      find: what the samplers are chosen by, such as the Fréchet distance.
+      find: reads the number to minimize, such as the Fréchet distance.
     """
     by_sampler: dict[tuple[str, float], dict[str, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: row['seed']):
@@ -107,7 +107,7 @@ def mean_over(values: Sequence[float]) -> Mean:
 
 
 def paired(mine: Sequence[Row], other: Sequence[Row], find: Find) -> Paired | None:
-    """Compares two cells over the seeds that both have; returns None without any."""
+    """Compares two cells over the seeds that both have; returns None if there are none."""
     first, second = ({row['seed']: find(row) for row in rows} for rows in (mine, other))
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
@@ -125,7 +125,7 @@ def paired(mine: Sequence[Row], other: Sequence[Row], find: Find) -> Paired | No
 
 
 def rival(cells: Cells, case: str, seconds: float, find: Find) -> str | None:
-    """Returns the method with the smallest mean at this time, other than `case`; None without."""
+    """Returns the method other than `case` with the smallest mean at this time; None if alone."""
     means = {
         name: _mean(rows, find)
         for (name, time), rows in cells.items()
@@ -140,7 +140,7 @@ def _mean(rows: Sequence[Row], find: Find) -> float:
 
 
 def _order(value: float) -> float:
-    """Returns a value for `min`, which compares NaN with nothing: what is not measured is last."""
+    """Returns a sort key for `min` that puts NaN, a value that was not measured, last."""
     return math.inf if math.isnan(value) else value
 
 
@@ -167,14 +167,14 @@ def time_to(target: float, seconds: Points, values: Points, *, higher: bool) -> 
 
 
 def end_of(cells: Cells, case: str) -> float:
-    """Returns the last time at which a method was measured; 0 without any."""
+    """Returns the last time in seconds at which a method was measured; 0 if there is none."""
     return max((time for name, time in cells if name == case), default=0.0)
 
 
 def times_to_final(cells: Cells, case: str, baseline: str, find: Find) -> Reached:
-    """Returns when `case` is as good as the baseline with the same seed at its last time.
+    """Returns when `case` gets as good as the baseline with the same seed is at its end.
 
-    Between the measured times the curves are straight.
+    Curves are linear between the measured times.
     """
     last = end_of(cells, baseline)
     targets = {row['seed']: find(row) for row in cells.get((baseline, last), [])}

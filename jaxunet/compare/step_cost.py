@@ -5,11 +5,11 @@ The methods take turns, so that a drift of the machine affects all of them alike
     # CONFIGS.json maps names to configs. Prints one JSON row; everything else goes to stderr.
     python -m jaxunet.compare.step_cost CONFIGS.json
     # The cases of a file of jobs, for `step_ms` of a comparison file or --step_ms of
-    # jaxunet.compare.queue. DATA as its --data.
+    # jaxunet.compare.queue. DATA is the folder of the images, as its --data.
     python -m jaxunet.compare.step_cost FILE:PART DATA >> step_ms.jsonl
 
-A field without an effect is refused; with `--begun`, for a comparison that began with it, it is
-only logged.
+A config field without an effect is an error. With `--begun`, for a comparison that has already
+started with such a field, it is only logged.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def read_configs(named: str, data: str = '', *, begun: bool = False) -> dict[str
     Args:
       named: the file, or FILE:PART of jobs.
       data: folder of the images, for jobs.
-      begun: a comparison began with them; fields without an effect are only logged.
+      begun: a comparison has already started with these configs; fields without an effect are then
+        logged, and are no error.
 
     Raises:
       UserError: the file or a config is wrong, or a field has no effect in any of them.
@@ -132,8 +133,7 @@ def main(argv: Sequence[str]) -> None:
     """Times the methods of the file on the command line and prints the row.
 
     Raises:
-      UserError: the arguments are not a file and perhaps its images, or as `read_configs` and
-        `measure`.
+      UserError: a wrong number of arguments, or an error of `read_configs` or `measure`.
     """
     arguments = argv[1:]
     if not 1 <= len(arguments) <= 2:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 
 class Stopwatch:
-    """Counts the seconds of each activity, of which there is one at a time, or none.
+    """Counts the seconds of each activity. At most one activity runs at a time.
 
     Args:
       now: returns the current time in seconds.
@@ -30,7 +30,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Counts the block as another activity, and then goes on with the present one."""
+        """Counts the time of the block for `activity`, then resumes the activity before it."""
         before = self._activity
         self.start(activity)
         try:

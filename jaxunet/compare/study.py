@@ -29,14 +29,14 @@ DISTANCES = ('fid', 'sfid', 'kid')
 
 
 class Round(NamedTuple):
-    """Runs that are done before those of later rounds: each seed of all methods in turn."""
+    """Runs that come before those of later rounds: all methods with one seed, then the next."""
 
     methods: tuple[str, ...]
     seeds: tuple[int, ...]
 
 
 class Reference(NamedTuple):
-    """Real images that samples are compared with; fields as in the file."""
+    """Real images that samples are compared with; the fields are the keys of the file."""
 
     path: str
     name: str
@@ -56,12 +56,12 @@ class Study:
 
     Fields:
       path: the file.
-      own: name of an own method -> its fields.
+      own: name of a method that the file defines -> its fields.
       images: name and path of the training images.
-      samplers: by objective; '' holds for objectives that are not named.
-      step_ms: milliseconds that a step counts, or the path of a file with those of each method; '0'
-        = training time is measured.
-      others: as the keys of the file say.
+      samplers: samplers by objective; the key '' holds for objectives that are not named.
+      step_ms: milliseconds that the clock counts for a step, or the path of a file with a number
+        for each method; '0' = it measures training time.
+      others: the keys of the file with the same names (`jaxunet.compare.study_file`).
     """
 
     path: Path
@@ -205,7 +205,7 @@ def known_fields(name: str, place: str) -> dict[str, object]:
     """Returns the fields of a name of `jaxunet.compare.methods`, or of several joined by +.
 
     Args:
-      place: begins the message: the file and the key that has the name.
+      place: the file and the key that has the name; error messages begin with it.
 
     Raises:
       UserError: an unknown name, or names that do not go together.

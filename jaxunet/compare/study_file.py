@@ -6,7 +6,7 @@
     baseline = "uniform"
     seeds = [0, 1, 2]
     seconds = [60, 120, 240]            # of training, at which each run is measured
-    features = "features.npz"           # of the feature network
+    features = "features.npz"           # file of the feature network
     step_ms = "step_ms.jsonl"           # a number, or rows of jaxunet.compare.step_cost;
                                         # default: training time is measured
     rows = "rows.jsonl"                 # of earlier runs, which are not repeated; may be missing
@@ -16,11 +16,11 @@
     seeds = [0]                         # default: all
 
     [methods.mine]                      # own methods; others are names of jaxunet.compare.methods
-    from = "adaptive"                   # default: the baseline of these
+    from = "adaptive"                   # starts from its fields; default: those of uniform
     fields = {"timesteps.adaptive_bins" = 64}
 
     [images]
-    name = "cifar10"                    # in the rows
+    name = "cifar10"                    # their name in the rows
     path = "cifar10_train.tar.xz"       # data.path, in the folder of --data
 
     [fields]                            # of the config, the same for all methods
@@ -30,16 +30,16 @@
     epsilon = ["ddpm:50", "heun:25"]    # first also chooses the average
 
     [samples]
-    count = 10_000                      # of each sampler
+    count = 10_000                      # drawn by each sampler
     batch_size = 1000
-    picture = 64                        # in the grid of the first seed; default 0: none
+    picture = 64                        # images in the grid of the first seed; default 0: no grid
 
     [averages]                          # default: the config's first rate
     names = [0.9999, 0.05, 0.15]        # rates and widths that the config keeps
-    samples = 1000                      # of each, which choose one of them
+    samples = 1000                      # drawn with each average to choose one of them
 
     [[references]]                      # methods are compared by distances to the first
-    path = "cifar10_train.tar.xz"       # as that of the images
+    path = "cifar10_train.tar.xz"       # as [images] path
     name = "train"
     metrics = ["fid", "kid", "precision", "recall"]
 
@@ -61,7 +61,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.untrusted import NUMBER, shown
 
 SUFFIX = '.toml'
-# Fields that other keys of the file state, or that have no effect on the runs of a comparison.
+# Fields that other keys of the file set, or that have no effect on the runs of a comparison.
 STATED = ('seed', 'data.path', *OVERRIDDEN)
 
 
@@ -189,10 +189,10 @@ def _own_methods(table: Table) -> dict[str, dict[str, object]]:
 
 
 def _fields(table: Table, others: tuple[str, ...]) -> dict[str, object]:
-    """Returns fields of the config by path, whether the file quotes the path or not.
+    """Returns fields of the config by dotted path; the file may quote the path or not.
 
     Args:
-      others: fields that are set elsewhere; sections of them end in a dot.
+      others: fields that are set elsewhere; a name that ends in a dot is a whole section.
     """
     fields: dict[str, object] = {}
     for name, value in table.every().items():

@@ -16,19 +16,19 @@ from jaxunet.compare.tables import Measured
 from jaxunet.profile.report import check_plots
 
 REPORT, PLOT = 'report.md', 'quality.png'
-STYLES = ('-', '--', ':', '-.')  # of lines; each colour is used once with each
+STYLES = ('-', '--', ':', '-.')  # line styles; each colour is used once with each style
 COLOURS = 10
 TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)  # of a logarithmic axis, times powers of ten
-FEW_TICKS = 3.0  # ranges up to this ratio would have few of them, and are divided evenly
+FEW_TICKS = 3.0  # an axis whose ends have at most this ratio gets evenly spaced ticks instead
 
 
 def markdown(m: Measured, folder: Path, command: str, *, plot: bool) -> str:
     """Returns the report as Markdown.
 
     Args:
-      folder: of the report; the protocol is linked from there.
+      folder: folder of the report; the link to the protocol is relative to it.
       command: the command line.
-      plot: the plot is there.
+      plot: True if quality.png exists and is to be shown.
     """
     study = m.study
     protocol = os.path.relpath(study.protocol, folder)

@@ -39,7 +39,7 @@ from jaxunet.sweep.runner import probe
 
 QUEUE = 'jaxunet.compare.queue'
 MEMORY = 0.9  # of a GPU, for all processes together
-ENDED = (0, 1, 130)  # exit codes of a queue that has told what it did not do
+ENDED = (0, 1, 130)  # exit codes of a queue that has itself reported what it did not do
 LOG = 'log.txt'
 
 
@@ -73,7 +73,7 @@ class Options:
 
 
 def run(study: Study, options: Options, command: str) -> list[str]:
-    """Does the runs that are missing; returns what was not done, and why.
+    """Does the missing runs; returns what was not done, and why.
 
     Args:
       command: the command line, for the rows.
@@ -117,9 +117,9 @@ def _check_devices(devices: Sequence[str], where: str, has_step_ms: bool) -> Non
     """Checks that runs on these devices can be timed.
 
     Args:
-      devices: those of `Options`.
+      devices: `Options.devices`.
       where: the field of the step times, for messages.
-      has_step_ms: the clock counts steps instead of measuring training time.
+      has_step_ms: True if the clock counts steps instead of measuring training time.
 
     Raises:
       UserError: a group of GPUs overlaps another, there is no GPU for it, or the training time
@@ -226,7 +226,7 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
         processes: list[subprocess.Popen[str]] = []
         asked = stack.enter_context(_signals_passed_on(processes))
         for arguments, env, log, own in zip(commands, environments, logs, cores, strict=True):
-            if asked:  # while the others were started
+            if asked:  # a signal came while the others were started
                 break
             with _kept_to(own):
                 process = subprocess.Popen(
@@ -239,7 +239,7 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
                     start_new_session=True,  # signals reach it only through this process
                 )
             processes.append(stack.enter_context(process))
-            if asked:  # before this one was in the list
+            if asked:  # a signal came before this process was in the list
                 process.terminate()
         _tell(processes)
         codes = [process.wait() for process in processes]
@@ -254,7 +254,7 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
 
 @contextlib.contextmanager
 def _kept_to(cores: set[int]) -> Iterator[None]:
-    """Keeps processes that the block starts to some CPU cores; without any, to all."""
+    """Pins processes that the block starts to these CPU cores; an empty set pins nothing."""
     if not cores:
         yield
         return
@@ -268,7 +268,7 @@ def _kept_to(cores: set[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _log(folder: Path, command: Sequence[str]) -> Iterator[IO[str]]:
-    """Gives the file that a process's messages go to, after its command line."""
+    """Opens the log file for a process's messages, and writes its command line first."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG).open('w') as file:
         print(shlex.join(command), file=file, flush=True)
@@ -294,9 +294,9 @@ def _tell(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 @contextlib.contextmanager
 def _signals_passed_on(processes: Sequence[subprocess.Popen[str]]) -> Iterator[list[int]]:
-    """Passes SIGINT and SIGTERM on, and gives a list of those that came.
+    """Passes SIGINT and SIGTERM on to the processes; yields a list of those that have come.
 
-    At the first, the processes save and end; at the second, they end at once.
+    At the first signal, the processes save and end; at the second, they end at once.
     """
     asked: list[int] = []
 
@@ -314,8 +314,8 @@ def _signals_passed_on(processes: Sequence[subprocess.Popen[str]]) -> Iterator[l
 
 
 def _reason(code: int, log: Path) -> str:
-    """Returns what a queue that did not do all of its work ended with."""
+    """Returns the reason for which a queue did not do all of its work."""
     if code in ENDED:
         return f'did not do all of its runs (see {log})'
-    _, _, text = log.read_text(errors='replace').partition('\n')  # after the command line
+    _, _, text = log.read_text(errors='replace').partition('\n')  # drops the command line
     return f'{": ".join(subprocesses.failure(code, text))} (see {log})'

@@ -30,10 +30,10 @@ SEEDS = 3  # a mean over another number shows it in brackets
 
 @dataclass(frozen=True)
 class Measured:
-    """A comparison with what is measured of it.
+    """A comparison and its measurements so far.
 
     Fields:
-      rows: of `jaxunet.compare.collected`.
+      rows: measurements, as `jaxunet.compare.collected` reads them.
       stretches: the pieces of work that made them.
     """
 
@@ -73,7 +73,7 @@ def quality(m: Measured) -> str:
 
 
 def against_baseline(m: Measured) -> str:
-    """Returns the differences to the baseline by method and time, with the p of the test."""
+    """Returns the differences to the baseline by method and time, with p-values."""
 
     def cell(name: str, time: float, find: Find) -> str:
         mine, base = m.cells.get((name, time), []), m.cells.get((m.study.baseline, time), [])
@@ -83,7 +83,7 @@ def against_baseline(m: Measured) -> str:
 
 
 def against_best(m: Measured) -> str:
-    """Returns the differences to the best other method by method and time, with the p."""
+    """Returns the differences to the best other method by method and time, with p-values."""
 
     def cell(name: str, time: float, find: Find) -> str:
         other, mine = rival(m.cells, name, time, find), m.cells.get((name, time), [])
@@ -120,7 +120,7 @@ def sooner(m: Measured) -> str:
 
 
 def at_the_end(m: Measured) -> str:
-    """Returns everything else that is measured, at the last time."""
+    """Returns a table of all other measurements, at the last time."""
     if not m.cells:
         return NOTHING
     last, distances = m.times[-1], m.study.distances
@@ -237,7 +237,7 @@ def origin(m: Measured) -> str:
 
 
 def cost(m: Measured) -> str:
-    """Returns a sentence with the time of devices that the comparison has taken."""
+    """Returns a sentence with the device time that the comparison has taken."""
     runs: dict[tuple[str, int], float] = {}
     for row in m.rows:
         key = row['case'], row['seed']
@@ -294,7 +294,7 @@ def _plus_minus(mean: Mean, sign: str = '') -> str:
 
 
 def _difference(found: Paired | None) -> str:
-    """Returns a difference with its p; bold if the first is ahead by the rule of the protocol."""
+    """Returns a difference with its p-value; bold if the first is ahead (`Paired.ahead`)."""
     if found is None:
         return ''
     text = _plus_minus(found.difference, '+').replace('-', '−')
@@ -304,7 +304,7 @@ def _difference(found: Paired | None) -> str:
 
 
 def _seconds(when: float, bound: bool) -> str:
-    """Returns a time, as an upper bound if it is one."""
+    """Returns a time as text; with ≤ if it is an upper bound."""
     if not math.isfinite(when):
         return 'not reached'
     shown = f'{when:.0f}' if when >= 100 else f'{when:.3g}'

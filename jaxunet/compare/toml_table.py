@@ -1,4 +1,4 @@
-"""A table of a TOML file, whose keys are taken with checks of their types."""
+"""Reads the keys of a TOML table, and checks the types of their values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Table:
     """Values by key.
 
     Args:
-      place: begins the messages: the file, and the path of the table in it with a dot at its end.
+      place: start of every error message: the file, and the path of the table in it, ending in a
+        dot.
     """
 
     def __init__(self, values: dict[str, Any], place: str) -> None:
@@ -73,7 +74,7 @@ class Table:
         return value
 
     def several(self, key: str, kind: Any, default: Any = ...) -> Any:
-        """Returns the list of a key as a tuple; as `one`, but an empty list is refused, too."""
+        """Returns the list of a key as a tuple; like `one`, but an empty list is an error, too."""
         self._known.append(key)
         value = self._values.get(key, default)
         if value is default and not isinstance(default, EllipsisType):
@@ -93,15 +94,15 @@ class Table:
         return [Table(values, f'{self.place}{key}[{i}].') for i, values in enumerate(found)]
 
     def every(self) -> dict[str, Any]:
-        """Returns all values, whose keys are free."""
+        """Returns all values of a table that may have any keys."""
         self._known += self._values
         return dict(self._values)
 
     def done(self) -> None:
-        """Checks that there are no other keys than those asked for.
+        """Checks that the table has no keys other than those read so far.
 
         Raises:
-          UserError: there are.
+          UserError: it has one.
         """
         for key in self._values:
             if key not in self._known:

@@ -1,4 +1,4 @@
-"""The folder in which a job of a queue trains, and from which it goes on."""
+"""The folder in which a job of a queue trains, and from which it resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import read_json
 from jaxunet.runtime.whole_files import written
 
-FILE = 'job.json'  # what the folder's run is
+FILE = 'job.json'  # identifies the run in the folder
 ADVICE = 'the run starts again'
 
 
@@ -22,10 +22,11 @@ def prepare(
     """Returns the work folder of a job. It holds either the same run so far, or nothing.
 
     Args:
-      folder: of all jobs.
-      config: of the job.
-      step_seconds: what a step counts; the same number makes the same run.
-      resume: keep what an earlier process has left of the run.
+      folder: work folder of all jobs.
+      config: config of the job.
+      step_seconds: seconds that the clock counts for a step; a run with another number is not
+        resumed.
+      resume: keep what an earlier process has saved of the run.
 
     Raises:
       UserError: the folder cannot be written.
@@ -43,7 +44,7 @@ def prepare(
 
 
 def _kept(workdir: pathlib.Path) -> object:
-    """Returns what the folder's run is; None if that is not known."""
+    """Returns what identifies the run in the folder; None if that is unknown."""
     try:
         return read_json(workdir / FILE, advice=ADVICE)
     except UserError:

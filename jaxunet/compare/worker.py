@@ -3,8 +3,8 @@
     python -m jaxunet.compare.worker FOLDER       # FOLDER/task.json has the fields of `Task`
 
 `python -m jaxunet.compare` starts it. The folder gets one line of rows.jsonl for each metric of
-each milestone. Interrupted training starts again, because its clock would not be comparable. Once
-all weights are saved, the run is not trained again; no milestone is measured twice.
+each milestone. Interrupted training starts from scratch, because its clock would not be comparable.
+Once all weights are saved, the run is not trained again; no milestone is measured twice.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Task:
 
 
 def run_name(method: str, seed: int) -> str:
-    """Returns the name of a run, which its folder and its failures have."""
+    """Returns the name of a run, used for its folder and in the list of failures."""
     return f'{method}_seed{seed}'
 
 
 def run_folder(directory: pathlib.Path, name: str) -> pathlib.Path:
-    """Returns the folder of a run in that of its comparison; `name` as of `run_name`."""
+    """Returns the folder of a run; `directory` is its comparison's, `name` is from `run_name`."""
     return directory / 'runs' / name
 
 
@@ -118,7 +118,7 @@ def finished(
     """Returns the rows of a run so far.
 
     Args:
-      fields: those that the caller needs; see `check_fields`.
+      fields: the fields that the caller needs; see `check_fields`.
 
     Raises:
       UserError: a line that lacks one of them.
@@ -272,7 +272,7 @@ def main(argv: Sequence[str]) -> None:
     """Does the run of the folder on the command line.
 
     Raises:
-      UserError: the arguments are not one folder, or as `run`.
+      UserError: there is not exactly one argument, or an error of `run`.
     """
     if len(argv) != 2:
         raise UserError(f'expected FOLDER, found {len(argv) - 1} arguments')
