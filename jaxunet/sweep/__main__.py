@@ -9,11 +9,11 @@
     python -m jaxunet.sweep --output runs/sweep --plot_only
 
 `--vary` takes any field of the config, and also `jit=on,off` and `batch_per_device=32,64`. Every
-point runs in its own process: one that crashes, hangs (--timeout) or runs out of memory becomes a
-row with the reason. The steps are those of `jaxunet.train`, input included, without sampling and
-checkpoints. Compile time is a separate column; JAX_ENABLE_COMPILATION_CACHE=false compiles
-everything again. Without a GPU, XLA's --xla_force_host_platform_device_count emulates several
-devices on the same cores.
+combination of values is a point, and runs in its own process: a point that crashes, hangs
+(--timeout) or runs out of memory becomes a row with the reason. The steps are those of
+`jaxunet.train`, input included, without sampling and checkpoints. Compile time is a separate
+column; set JAX_ENABLE_COMPILATION_CACHE=false to compile everything again. Without a GPU, XLA's
+--xla_force_host_platform_device_count emulates several devices on the same cores.
 
 The same command resumes an interrupted sweep and measures nothing twice. It writes to `OUTPUT`:
 
@@ -23,8 +23,8 @@ The same command resumes an interrupted sweep and measures nothing twice. It wri
   report.md       the report
   logs/           the output of each point's process, below the command that repeats it
 
-`--preset study` runs several presets in turn, each in a folder of OUTPUT, and writes one report of
-them all.
+`--preset study` runs several presets in turn, each in its own folder in OUTPUT, and writes one
+report of them all.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Plan:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the sweep of the flags (not with `--plot_only`), and writes and prints its report."""
+    """Runs the sweep of the flags, unless `--plot_only`; writes and prints its report."""
     directory = pathlib.Path(
         OUTPUT.value or f'runs/sweep{"_" + PRESET.value if PRESET.value else ""}'
     )
@@ -179,7 +179,7 @@ def plan(
     name: str | None,
     directory: pathlib.Path,
 ) -> Plan:
-    """Returns one sweep of the flags.
+    """Returns one of the sweeps that the flags ask for.
 
     Args:
       given: the axes of --vary.

@@ -44,17 +44,17 @@ from jaxunet.training.parallel import CompiledStep, Data
 from jaxunet.training.session import Session
 from jaxunet.training.step import Metrics, TrainStep
 
-# The timed steps are split into this many windows. The point's rate is the median of theirs, so
-# that one hiccup of the machine does not show.
+# The timed steps are split into this many windows. The point's rate is the median over windows, so
+# that one hiccup of the machine does not change it.
 WINDOWS = 5
-MIN_CALLS = 5  # timed whatever the time limit
+MIN_CALLS = 5  # calls that are timed even beyond the time limit
 
 
 def measure(task: Task) -> Row:
     """Compiles and runs the training step of a config.
 
-    The last layers start with random weights. In training they start at zero, but a network of
-    zeros takes a GPU less power than a trained one, so its clock would be higher.
+    The last layers start with random weights. In training they start at zero, but with zeros a GPU
+    draws less power than with a trained network, so its clock would be higher.
 
     Returns a row with
       lower_s, compile_s: seconds. With jit off, the rest of the first step, and compiling all the
@@ -62,7 +62,8 @@ def measure(task: Task) -> Row:
       compile_cached: all programs came from a cache.
       data_cache: device or stream.
       steps_per_call: optimizer steps per call of the compiled program.
-      steps: steps timed, after `warmup` others.
+      steps: number of timed steps.
+      warmup: number of steps before them.
       step_ms: `median` and `quartiles` of the milliseconds per step.
       images_per_s, images_per_s_range: median and range over `WINDOWS`.
       peak_bytes: memory of the fullest device, or of this process if the backend does not count
@@ -126,8 +127,8 @@ def _compile(session: Session, *, jit: bool) -> Row:
         timed = timed_compile(lambda: session.compile(cache=True))
         lower_s, compile_s = timed.lower_s, timed.compile_s
     else:
-        # Thousands of programs, each compiled too fast to be kept by default. Keeping them spares
-        # another attempt their compilation.
+        # Without jit there are thousands of small programs, which compile too fast to be cached by
+        # default. Cached programs save another attempt their compilation.
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
         step = eager(session.make_step(None), session.config)
         state, data = session.state, session.data
@@ -159,9 +160,10 @@ class Programs:
 
     @property
     def cached(self) -> bool:
-        """True if all of them came from it.
+        """True if all programs came from the cache.
 
-        If the step itself comes from `jaxunet.runtime.compiled_cache`, no program is made at all.
+        It is also True if no program was made at all, because the step itself came from
+        `jaxunet.runtime.compiled_cache`.
         """
         return self.hits == self.made
 
@@ -197,10 +199,10 @@ def run(
 ) -> tuple[list[float], float | None]:
     """Calls the step as the training loop does, with up to `in_flight` calls queued.
 
-    Further calls follow the timed ones, so that these end with a full queue too.
+    Further calls follow the timed ones, so that the queue is still full when the timed ones end.
 
     Args:
-      call, next_data: as those of `Session`.
+      call, next_data: methods of `Session`.
       local: returns the metrics of one device.
       warmup: calls before the timed ones.
       calls: calls to time; fewer if they take more than `max_seconds`, but at least `MIN_CALLS`.
@@ -230,7 +232,7 @@ def statistics(ends: list[float], batch: int, unit: int = 1) -> Row:
     """Returns the step times and rates of calls that ended at these times.
 
     Args:
-      ends: the first one only starts the clock.
+      ends: end times of the calls in seconds; the first one only starts the clock.
       batch: images per step.
       unit: steps per call.
     """
@@ -247,15 +249,15 @@ def statistics(ends: list[float], batch: int, unit: int = 1) -> Row:
 
 
 def _read_ahead(config: Config) -> int:
-    """Returns the steps after which a stream runs steadily.
+    """Returns the number of steps after which a stream of batches runs steadily.
 
-    Twice as many batches as it has threads are read ahead, and as many start at the same time.
+    A stream reads two batches per thread ahead, and starts to read them all at the same time.
     """
     return 2 * max(THREADS, config.data.num_workers + 2)
 
 
 def _peak(devices: Sequence[jax.Device]) -> Row:
-    """Returns the peak memory of the fullest device, or of this process where none counts it."""
+    """Returns the peak memory of the fullest device, or of this process if no device counts it."""
     stats = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in devices]
     if all(stats):
         return {'peak_bytes': max(int(s) for s in stats if s), 'peak_source': 'device'}
@@ -300,7 +302,7 @@ def _watch_parent() -> None:
 def main(argument: str) -> None:
     """Prints the row of a task, or of the probe, and ends the process."""
     answer = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)  # keeps output of libraries out of the answer
+    os.dup2(2, 1)  # what libraries print goes to stderr, not into the row
     _watch_parent()
     logging.set_verbosity(logging.INFO)
     if argument == 'probe':

@@ -16,8 +16,8 @@ from jaxunet.sweep.results import Sweep, counts_memory
 if TYPE_CHECKING:  # matplotlib is optional
     from matplotlib.axes import Axes
 
-TOP = 10  # operations of a profile that are shown
-LEGEND = 12  # longest legend that is readable
+TOP = 10  # number of operations shown of a profile
+LEGEND = 12  # most lines with which a legend is readable; it is left out with more
 
 
 def plot(sweep: Sweep, directory: pathlib.Path) -> list[pathlib.Path]:

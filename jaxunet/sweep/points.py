@@ -1,6 +1,6 @@
-"""The grid of a sweep: parses `--vary NAME=VALUE,VALUE,...` to axes and expands axes to points.
+"""The grid of a sweep: parses `--vary NAME=VALUE,VALUE,...` into axes, and expands axes to points.
 
-Mistakes, and points that cannot run, are found here, before anything runs.
+It finds mistakes, and points that cannot run, before anything runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Machine:
     Fields:
       platform: cpu, gpu, ...
       devices: number of devices that JAX sees.
-      provenance: origin of every row that is measured here (`runtime.rows.provenance`).
+      provenance: device, versions and commit for every row (`runtime.rows.provenance`).
     """
 
     platform: str
@@ -72,7 +72,7 @@ class Point:
       values: axis -> value, in the order of the axes.
       raw: the config as nested dicts.
       jit: True if the step is compiled as one program.
-      problem: why the point cannot run; '' if it can.
+      problem: reason for which the point cannot run; '' if it can.
     """
 
     values: dict[str, object]
@@ -94,7 +94,7 @@ class Point:
 
 
 def show(value: object) -> str:
-    """Returns a value as a user types it after `--vary`."""
+    """Returns a value as text, in the form of `--vary`."""
     if isinstance(value, list | tuple):
         return f'({",".join(map(str, value))}{"," if len(value) == 1 else ""})'
     return str(value)
@@ -136,7 +136,7 @@ def make_axis(name: str, texts: Sequence[str]) -> Axis:
 
 
 def merge(preset: Sequence[Axis], given: Sequence[Axis]) -> list[Axis]:
-    """Returns the axes of a preset, with given values in place of its own, then the other axes."""
+    """Returns the axes of a preset; given axes replace those of the same name, or are added."""
     named = {axis.name: axis for axis in given}
     return [named.pop(axis.name, axis) for axis in preset] + list(named.values())
 
@@ -189,7 +189,7 @@ def _kind(name: str) -> object:
 
 
 def _parse(name: str, kind: object, text: str) -> object:
-    """Returns the value of type `kind` (`_kind`) that the text says, or raises UserError."""
+    """Parses a value of type `kind` (`_kind`). Raises UserError if the text is not of this type."""
     if kind is str:
         return text
     if kind == JIT:
@@ -224,7 +224,7 @@ def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[P
 
     Args:
       base: the config that the axes change.
-      axes: at least one.
+      axes: the axes; at least one.
       machine: the machine that the points will run on.
 
     Raises:
@@ -278,15 +278,15 @@ def _point(base: Config, values: dict[str, object], machine: Machine) -> Point:
     if isinstance(per_device, int):
         set_field(raw, BATCH, per_device * devices)
     if raw['data']['cache'] == 'device' and WORKERS in values:
-        set_field(raw, WORKERS, 0)  # makes points equal that differ in idle workers only
+        set_field(raw, WORKERS, 0)  # points that differ only in idle workers are then equal
     jit = values.get(JIT, 'on') == 'on'
     return Point(values, raw, jit, _problem(raw, jit, devices, machine))
 
 
 def set_field(raw: Fields, path: str, value: object) -> None:
-    """Sets the field with this dotted path in a config as nested dicts, a missing section too.
+    """Sets the field with this dotted path in a config as nested dicts; adds missing sections.
 
-    A path that no config can have is set, too, so that the config's check names it.
+    A path that no config has is set too; the check of the config then reports it.
     """
     section, dot, name = path.partition('.')
     inside = raw.setdefault(section, {}) if dot else None
@@ -297,7 +297,7 @@ def set_field(raw: Fields, path: str, value: object) -> None:
 
 
 def _problem(raw: Fields, jit: bool, devices: int, machine: Machine) -> str:
-    """Returns why a point cannot run, as far as that is known before it runs; '' if it can."""
+    """Returns a reason, known before it runs, for which a point cannot run; '' if there is none."""
     try:
         config = resolve(raw)
     except UserError as error:

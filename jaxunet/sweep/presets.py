@@ -1,6 +1,6 @@
 """Predefined sweeps: the experiments of a performance study, for any config.
 
-`--vary` of the same field replaces the values of a preset. `STUDY` is several of them in one
+`--vary` of the same field replaces the values of a preset. `STUDY` combines several presets in one
 report.
 """
 
@@ -16,10 +16,10 @@ class Preset(NamedTuple):
 
     Fields:
       question: the question that it answers, for the title of the report.
-      axes: as texts of `--vary`.
+      axes: the axes, each as a value of `--vary`.
       tool: `STEP` times the steps of each point, `PROFILE` traces them.
       steps: timed or traced steps of each point.
-      warmup: steps before them.
+      warmup: steps before the timed or traced ones.
     """
 
     question: str

@@ -137,7 +137,7 @@ def _origin(sweep: Sweep) -> list[str]:
 
 
 def _device(row: Row) -> str:
-    """Returns the device, with the number in the machine unless it is a CPU.
+    """Returns the name of the device and, unless it is a CPU, how many the machine has.
 
     Each point of a CPU emulates as many devices as its config asks for.
     """

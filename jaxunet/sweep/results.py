@@ -20,7 +20,7 @@ class Sweep:
       rows: results in the order of the grid, without points that have not run yet.
       missing: number of points that have not run yet.
       notes: changes and omissions (`points.expand`).
-      command: `--config ...` and the overrides that all points share.
+      command: the part of the command line that all points share: `--config ...` and overrides.
       title: title of the report.
     """
 
@@ -44,13 +44,13 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Worth:
-    """An option compared with the first value of its axis, all else equal.
+    """The worth of an option: a comparison with the first value of its axis, all else equal.
 
     Fields:
       axis: the axis.
       value: the option, one of its values.
-      ratios: ratios of images/s, one for each setting of the other axes in which both ran.
-      memory: ratios of peak memory on devices that count it.
+      ratios: ratios of images/s, one for each setting of the other axes with which both ran.
+      memory: ratios of peak memory; empty on devices that do not count it.
     """
 
     axis: Axis
@@ -65,7 +65,7 @@ class Worth:
 
     @property
     def efficiency(self) -> float | None:
-        """The ratio divided by that of the devices; None for other axes."""
+        """The ratio of images/s divided by that of the numbers of devices; None for other axes."""
         first, devices = self.axis.values[0], self.value
         if self.axis.name != DEVICES or not isinstance(first, int) or not isinstance(devices, int):
             return None
@@ -80,13 +80,13 @@ def geometric_mean(values: Sequence[float]) -> float:
 def counts_memory(row: Row) -> bool:
     """Returns True if a row has the peak memory of its devices.
 
-    The peak of a process is another number: it includes the compiler, unless the step was cached.
+    The peak of a process does not count: it includes the compiler, unless the step was cached.
     """
     return bool(row.get('peak_bytes')) and row.get('peak_source') == 'device'
 
 
 def worth(sweep: Sweep) -> list[Worth]:
-    """Returns the worth of every value of every axis except the first ones."""
+    """Returns the worth of every value of every axis, except the first value of each."""
     found = []
     by_point = {_cell(row, sweep.axes): row for row in sweep.done}
     for place, axis in enumerate(sweep.axes):

@@ -8,7 +8,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.untrusted import NUMBER, check_fields, shown
 
-# Status of a point; `runtime.subprocesses` adds the ways in which a process fails.
+# Status of a point; `runtime.subprocesses` has further ones, for processes that fail.
 OK, ERROR, IMPOSSIBLE = 'ok', 'error', 'impossible'
 ADVICE = 'remove the line; the sweep measures the point again'
 EVERY = {
@@ -29,7 +29,7 @@ TRACED = {
     'launches': NUMBER,
     'profile': str,
 }
-# Null or missing where they were not measured.
+# Fields that are null or missing where they were not measured.
 OPTIONAL = {'lower_s': NUMBER, 'peak_bytes': int, 'log': str}
 
 
@@ -37,7 +37,7 @@ def check_row(row: Row, source: str) -> None:
     """Checks the fields of a row that has a key.
 
     Args:
-      source: begins the message.
+      source: file and line of the row; error messages begin with it.
 
     Raises:
       UserError: a field is missing, of another type, or an impossible number.

@@ -182,7 +182,7 @@ def gpu_names(machine: Machine) -> list[str]:
 
 
 def summary(row: Row) -> str:
-    """Returns the result of a row in one line."""
+    """Summarizes the result of a row in one line."""
     if row['status'] != OK:
         return f'{row["status"]}: {row["reason"]}'
     if 'profile' in row:
@@ -367,7 +367,7 @@ class _Runner:
 
         def work(number: int) -> None:
             point = points[number]
-            # The processes share the device, so none may allocate all of its memory at once.
+            # The processes share the device, so none may reserve all of its memory.
             env = environment(point, self.machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
             processes.answer(
                 _command(point, self.options, compile_only=True),

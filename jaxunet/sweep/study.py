@@ -19,10 +19,10 @@ FENCE = '```\n'
 
 
 def check_axes(given: Sequence[Axis], parts: Sequence[str]) -> None:
-    """Checks that every axis of `--vary` belongs to a part.
+    """Checks that every axis of `--vary` belongs to a part of the study.
 
     Raises:
-      UserError: one belongs to none, so it would have no effect.
+      UserError: an axis belongs to no part, so it would have no effect.
     """
     known = {axis.name for part in parts for axis in parse_axes(PRESETS[part].axes)}
     for axis in given:
@@ -45,7 +45,8 @@ def write(
       plot: draw the plots.
 
     Raises:
-      UserError: a part has not been started, matplotlib is missing, or a file cannot be written.
+      UserError: the folder of a part holds no sweep, matplotlib is missing, or a file cannot be
+        written.
     """
     sweeps = {part: folder.load(directory / part) for part in parts}
     written = [report.write(sweep, directory / part, plot=plot) for part, sweep in sweeps.items()]
@@ -79,8 +80,8 @@ def _overview(sweeps: dict[str, Sweep]) -> list[str]:
 
 
 def chapter(text: str, part: str) -> str:
-    """Returns a part's report one level lower, with links that lead into its folder."""
-    # Every other piece is the inside of a code block.
+    """Returns a part's report with headings one level lower, and links that lead to its folder."""
+    # Every second piece is the inside of a code block.
     pieces = text.split(FENCE)
     pieces[::2] = [LINK.sub(f']({part}/', HEADING.sub('##', piece)) for piece in pieces[::2]]
     return FENCE.join(pieces)
