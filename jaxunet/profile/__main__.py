@@ -22,10 +22,10 @@ share of the device, and how much of the gradient all-reduce overlaps with other
   profile.jsonl           one appended line per backend: commit, device, versions, config, numbers
 
 A fusion counts towards the phase and module of its result. Kernels are counted one by one, even
-when one call launches a whole CUDA graph. The trace then names only the graph, and
-`jaxunet.profile.align` finds the instruction of each kernel from the schedule of the program.
-XLA_FLAGS=--xla_gpu_enable_command_buffer= turns graphs off: places are then exact, but the host
-takes more time.
+when one call launches a whole CUDA graph. For kernels in a graph the trace names only the graph;
+`jaxunet.profile.align` finds their instructions from the schedule of the program.
+XLA_FLAGS=--xla_gpu_enable_command_buffer= turns graphs off: the phase and module of every kernel
+are then exact, but the host takes more time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
     """Profiles every backend of the flags, and prints and draws the comparison.
 
     Raises:
-      UserError: a wrong flag, config or earlier profile, or as `profile`.
+      UserError: a wrong flag, config or earlier profile, or an error of `profile`.
     """
     config = complete(CONFIG.value)
     check_used(config)
@@ -121,8 +121,10 @@ def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> 
     """Profiles one backend, prints its profile and writes its files to `output`.
 
     Args:
-      name: the backend as the flags name it; the files are called after it.
-      config: its resolved config.
+      name: the backend as the flags name it; the files get this name.
+      config: the resolved config with this backend.
+      source: the training images.
+      output: folder of the files.
 
     Raises:
       UserError: the backend, data or profiler does not work, or a file cannot be written.

@@ -34,8 +34,8 @@ def stem(name: str) -> str:
 def align(kernels: Sequence[str], schedule: Sequence[str], libraries: Sequence[bool]) -> list[str]:
     """Returns the instruction of each kernel.
 
-    A graph may run independent parts in another order than the schedule. Those kernels are matched
-    by name alone, in order.
+    A graph may run independent parts in another order than the schedule. Kernels that do not fit
+    the schedule's order are matched by name alone.
 
     Args:
       kernels: names of the kernels and copies of one run, in order.
@@ -65,8 +65,8 @@ def align(kernels: Sequence[str], schedule: Sequence[str], libraries: Sequence[b
     for k, token in enumerate(seen):
         if found[k] is None and left[token]:
             found[k] = left[token].popleft()
-    # The rest are further kernels of library calls: of the next call, whose main kernel often
-    # comes last, or of the one before.
+    # The rest are further kernels of library calls: either of the next call, whose main kernel
+    # often comes last, or of the call before.
     following: int | None = None
     for k in reversed(range(len(kernels))):
         if found[k] is not None:

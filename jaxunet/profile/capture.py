@@ -1,4 +1,4 @@
-"""Runs training steps as `jaxunet.train` does, and traces some once they run steadily."""
+"""Runs training steps as `jaxunet.train` does, and traces some of them in the steady state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxunet.runtime.garbage import garbage_set_aside
 from jaxunet.training.session import Session
 from jaxunet.training.step import Metrics
 
-# Names of the host's parts of a step in the trace.
+# Names in the trace of what the host does in a step.
 HOST_STEP = 'step'
 HOST_DATA = 'step: data'
 HOST_DISPATCH = 'step: dispatch'
@@ -69,9 +69,9 @@ class Steps:
                 'train.steps_per_call: a profile is of steps one by one, found '
                 f'{config.train.steps_per_call}; set it to 0 or 1'
             )
-        # Last layers that start at zero would take a GPU less power than those of a trained
-        # network. The profile must not run out of steps, however short the run is. steps_per_call
-        # is fixed, as 0 may choose more than 1.
+        # Random last layers, because with layers of zeros a GPU draws less power than with a
+        # trained network. Endless steps, because a profile may need more than a short run has.
+        # steps_per_call is 1, because 0 may choose more.
         config = config.replace(
             model={'zero_init': False}, train={'steps': 10**9, 'steps_per_call': 1}
         )
@@ -132,7 +132,7 @@ def capture(
       folder: gets the files of the trace.
 
     Raises:
-      UserError: as `Steps`, or the tracer saw nothing of the device.
+      UserError: an error of `Steps`, or the trace has no operations of the device.
     """
     with Steps(config, source) as training:
         training.run(warmup)
@@ -155,7 +155,7 @@ def check(trace: Trace, path: pathlib.Path) -> None:
     """Checks that the trace shows JAX's device.
 
     Raises:
-      UserError: it does not.
+      UserError: it has no operations of the device.
     """
     platform = jax.default_backend()
     if not trace.ops or (platform == 'gpu' and trace.platform != 'gpu'):
@@ -167,10 +167,10 @@ def check(trace: Trace, path: pathlib.Path) -> None:
 
 
 def newest(folder: pathlib.Path, pattern: str) -> pathlib.Path:
-    """Returns the newest file whose name matches, at any depth: each trace has its own folder.
+    """Returns the newest file whose name matches `pattern`, at any depth of `folder`.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no such file.
     """
     found = max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime, default=None)
     if found is None:

@@ -49,7 +49,7 @@ def phase_events(trace: Trace, process: int) -> Iterator[Entry]:
 def phase_spans(ops: list[DeviceOp]) -> Iterator[tuple[str, float, float]]:
     """Yields (phase, start, end) in nanoseconds for each run of operations of one phase.
 
-    Runs come in the order of their starts, and each ends at the latest where the next one starts.
+    Runs come in the order of their starts; each ends no later than the next one starts.
     """
     runs = [
         (phase, list(run))

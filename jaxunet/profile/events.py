@@ -23,7 +23,7 @@ from jaxunet.profile.phases import (
 )
 
 _GPU = re.compile(r'/device:GPU:(\d+)')
-# Events of the tracer itself, and of XLA's CPU executor around the operations.
+# Events to ignore: those of the tracer itself, and of XLA's CPU executor around the operations.
 _NOISE = ('end: ', 'ThreadpoolListener::', 'ThunkExecutor::', '<UNKNOWN>', 'BUFFER_FLUSH')
 # Instructions whose bodies have their own events.
 _CONTAINER = re.compile(r'(while|conditional|call)(\.\d+)?$')
@@ -46,7 +46,7 @@ class DeviceOp:
         instruction that a library runs (`cudnn-conv-bw-filter`), or one of our kernels
         (`jaxunet_...`).
       hlo: the instruction that it is part of; '' outside compiled programs.
-      path: its scopes (`jaxunet.profile.hlo`).
+      path: scopes and primitive of the instruction (`jaxunet.profile.hlo.Instruction`).
       kind: `kernel`, `copy` or `collective`.
       phase: one of `phases.PHASES`.
       backend: xla, pallas or cuda.
@@ -78,7 +78,7 @@ class DeviceOp:
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """An event of one host thread, in nanoseconds; `own` excludes the events nested in it."""
+    """An event of one host thread, in nanoseconds; `own` is its time without nested events."""
 
     name: str
     thread: str
@@ -104,7 +104,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event as it stands in the trace file, in nanoseconds."""
+    """An event as the trace file stores it; times are in nanoseconds."""
 
     name: str
     start: float
@@ -178,9 +178,10 @@ def _gpu_ops(device: int, lines: Lines, program: Program, steps: int) -> list[De
 
 
 def _aligned(events: Iterable[Event], program: Program, steps: int) -> dict[int, str]:
-    """Returns the instructions of the program's kernels that the trace does not name, by `id`.
+    """Returns the instructions of the kernels for which the trace names none, by `id` of the event.
 
-    It is empty if the steps do not have equally many such kernels: a guess would be wrong.
+    Returns {} if the steps do not all have the same number of such kernels, because a guess would
+    be wrong.
     """
     own = [
         e for e in events if e.stats.get('hlo_module') == program.name and not is_collective(e.name)
@@ -196,7 +197,7 @@ def _aligned(events: Iterable[Event], program: Program, steps: int) -> dict[int,
     ]
     libraries = [program.instructions[name].opcode == 'custom-call' for name in schedule]
     aligned: dict[int, str] = {}
-    found: dict[tuple[str, ...], list[str]] = {}  # steps are usually the same
+    found: dict[tuple[str, ...], list[str]] = {}  # a cache: most steps run the same kernels
     count = len(hidden) // steps
     for first in range(0, len(hidden), count):
         step = hidden[first : first + count]
@@ -252,7 +253,7 @@ def _device_op(
 
 
 def _host_events(line: str, events: list[Event]) -> list[HostEvent]:
-    """Returns the events of one thread with their own times, without device operations."""
+    """Returns the events of one thread with their `own` times, without device operations."""
     order = sorted(
         (e for e in events if e.duration > 0 and not e.name.startswith(_NOISE)),
         key=lambda e: (e.start, -e.duration),

@@ -59,10 +59,10 @@ class Program:
 def read_hlo(text: str) -> Program:
     """Reads the text of an optimised HLO module (`compiled.as_text()`).
 
-    The compiler loses the scopes of some instructions and adds others (copies, broadcasts, many
-    fusions). Such an instruction runs once its operands are there, so it gets the path of the
-    latest phase within the fusion (the most frequent such path), else of the operand of the latest
-    phase, else of the user of the earliest phase.
+    The compiler drops the scopes of some instructions, and adds instructions without scopes
+    (copies, broadcasts, many fusions). Such an instruction runs as soon as its operands are ready.
+    So it gets the most frequent path of the latest phase within the fusion; otherwise the path of
+    the operand with the latest phase; otherwise that of the user with the earliest phase.
     """
     module = parse(text)
     lines = {line.name: line for body in module.computations.values() for line in body}

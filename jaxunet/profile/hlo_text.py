@@ -18,7 +18,7 @@ class HloLine(NamedTuple):
       opcode: as XLA prints it, such as `fusion` or `all-reduce-start`.
       operands: names of the instructions that it reads.
       rest: the text after the opening bracket of the operands, with the attributes.
-      root: its result is that of its computation.
+      root: True if its result is the result of its computation.
     """
 
     name: str
@@ -30,7 +30,7 @@ class HloLine(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module.
+    """A parsed HLO module.
 
     Fields:
       computations: the instructions of each computation by its name, in the order of the text, in
@@ -66,13 +66,13 @@ def called(line: HloLine, attribute: str) -> list[str]:
 
 
 def trip_count(line: HloLine) -> int:
-    """Returns how often a loop runs its body; 1 if that is unknown, or for other instructions."""
+    """Returns the number of times that a loop runs its body; 1 if unknown, or if not a loop."""
     match = re.search(r'known_trip_count[^0-9]*(\d+)', line.rest)
     return int(match[1]) if match else 1
 
 
 def target(line: HloLine) -> str:
-    """Returns the target of a custom call, such as `jaxunet_conv3x3`; '' without one."""
+    """Returns the target of a custom call, such as `jaxunet_conv3x3`; '' for other instructions."""
     match = re.search(r'custom_call_target="([^"]*)"', line.rest)
     return match[1] if match else ''
 

@@ -22,7 +22,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 COLOURS = dict(
     zip(PHASES, ('#7f7f7f', '#1f77b4', '#ff7f0e', '#d62728', '#2ca02c', '#bcbd22'), strict=True)
 )
-OVERLAP = 1.005  # ratio of the operations' times to the busy time that a chart explains
+OVERLAP = 1.005  # a chart notes simultaneous operations if their times exceed the busy time by this
 Table = Sequence[Sequence[str]]
 
 
@@ -170,7 +170,7 @@ def read_csv(path: pathlib.Path) -> list[Row]:
                     'CSV of jaxunet.profile'
                 )
             rows = list(reader)
-        if any(None in row for row in rows):  # the key of what is beyond the columns
+        if any(None in row for row in rows):  # csv's key for values beyond the columns
             raise ValueError(f'expected {len(COLUMNS)} values, found more')
         return [Row(**{name: types[name](value) for name, value in row.items()}) for row in rows]
     except (OSError, UnicodeDecodeError) as error:

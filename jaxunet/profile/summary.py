@@ -36,8 +36,7 @@ class Row:
       backend: xla, pallas or cuda; '' on the host.
       count: operations per step.
       ms: milliseconds per step.
-      share: part of the time of all operations of the device, or of all traced time of host
-        threads.
+      share: fraction of the time of all device operations, or of all traced time of host threads.
       place: the module of the model with most of the time; '' on the host.
       kernel: the full name of the kernel that took most of the time; '' on the host.
     """
@@ -74,7 +73,7 @@ class Summary:
       collective_ms: time in collectives.
       overlapped_share: part of `collective_ms` in which other operations ran; None without
         collectives.
-      rows: longest first, the device before the host.
+      rows: the operations, device before host, longest first.
     """
 
     platform: str
