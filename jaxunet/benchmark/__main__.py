@@ -7,20 +7,20 @@
     python -m jaxunet.benchmark --table benchmark.jsonl
     python -m jaxunet.benchmark --config configs/elephants64.py --synthetic --choose
 
-Each backend or peer is a side. The sides take turns on one device, so a drift of its speed does not
-change their ratios. Each row is appended to `--output` as a JSON line, and a table is printed at
-the end. A side that cannot run gets a row with its error, and the exit status is 1.
+Each backend or peer (PyTorch) is a side. The sides take turns on one device, so a drift of its
+speed does not change their ratios. Each row is appended to `--output` as a JSON line, and a table
+is printed at the end. A side that cannot run gets a row with its error; the exit status is then 1.
 
-The direction `sample` draws `--sampled_images` by DDIM in `--sampling_steps` steps, in batches of
-the batch size. Beside it, in turns, the network alone is evaluated as often; a row has its share of
-the time.
+The direction `sample` draws `--sampled_images` images by DDIM in `--sampling_steps` steps, in
+batches of the batch size. In turns with it, the same number of evaluations of the network alone is
+timed; the row says what share of the sampling time they take.
 
-`--choose` finds the fastest backend of every op in whole training steps, and keeps it in a file
+`--choose` finds the fastest backend of every op in whole training steps, and writes it to a file
 that backend=auto follows on this kind of device, with these versions and this precision.
 
 PyTorch needs memory on the same GPU: with `--peers`, JAX allocates on demand
-(XLA_PYTHON_CLIENT_PREALLOCATE=false, unless that variable is set). Neither frees memory while a
-case runs, so the memory of all sides must fit at once.
+(XLA_PYTHON_CLIENT_PREALLOCATE=false, unless that variable is set). Neither JAX nor PyTorch returns
+memory while a case runs, so all sides must fit in memory together.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         dry_run(plan)
         return 0
     if len(plan.sides) == 1:
-        # A missing backend is an error at once when there is nothing to compare it with.
+        # With a single side there is nothing to compare, so a missing backend is an error at once.
         load_ops(plan.sides[0], plan.precisions[0])
     if PEERS.value:
         os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')

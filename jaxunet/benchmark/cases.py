@@ -15,7 +15,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 
 # forward: the loss of a batch. forward+backward: its gradients too. step: a whole training step,
 # with data, gradient clipping, optimizer and averages. sample: a batch of images drawn by DDIM;
-# only if it is named.
+# it is timed only if --directions names it.
 DIRECTIONS = ('forward', 'forward+backward', 'step', 'sample')
 DEFAULT_DIRECTIONS = DIRECTIONS[:3]
 # eager: as written. compiled: torch.compile. best: also channels_last, fused AdamW, and the whole
@@ -35,10 +35,11 @@ class Prepared(NamedTuple):
       peak_bytes: peak device memory; None if unknown. `notes['peak_source']` says how.
       notes: `bytes_source`, `peak_source`, and for jaxunet `ops`, the backend of every op.
       close: frees what only this direction needs.
-      unit: steps of one compiled call; of `sample`, the batches that make the images asked for.
+      unit: steps of one compiled call; for `sample`, the batches that make the images asked for.
       concurrent: True if independent kernels may run at once.
-      alone: only of `sample`: runs as many evaluations of the network as that many steps need.
-      evaluations: of `sample`, evaluations of the network in a step.
+      alone: for `sample`, runs the evaluations of the network that this many steps need, without
+        the sampler; None for other directions.
+      evaluations: for `sample`, evaluations of the network in a step.
     """
 
     run: Run
@@ -156,7 +157,7 @@ def parse_batch_sizes(found: Sequence[str]) -> tuple[int, ...]:
     """Returns the numbers of the flag --batch_sizes, each once.
 
     Raises:
-      UserError: there is none, or one is no number of 1 or more.
+      UserError: there is none, or one is not a whole number of 1 or more.
     """
     for size in found or ['none']:
         if not size.isdecimal() or int(size) == 0:
@@ -168,9 +169,10 @@ def parse_batch_sizes(found: Sequence[str]) -> tuple[int, ...]:
 
 
 def benchmark_config(config: Config) -> Config:
-    """Returns the config that is timed: one device, no last step, no layers of zeros.
+    """Returns the config that is timed: one device, endless steps, random last layers.
 
-    With layers of zeros, the GPU draws less power and clocks higher than with a trained network.
+    With last layers of zeros, as training starts, the GPU draws less power and clocks higher than
+    with a trained network.
 
     Raises:
       UserError: the config splits a batch over several devices or micro-batches.

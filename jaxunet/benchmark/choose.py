@@ -1,9 +1,9 @@
 """Finds the fastest backend of every op on this machine, by whole training steps of a config.
 
-A kernel that is faster alone can be slower in a step, so whole steps are timed. First every backend
-is timed for all ops; then, starting from the fastest, every other backend of one op at a time. The
-sides of a comparison take turns. `jaxunet.ops.choices` keeps the result, which `backend=auto`
-follows.
+A kernel that is faster alone can be slower in a step, so whole steps are timed. First, every
+backend runs all ops. Then, starting from the fastest, one op at a time runs on every other backend.
+The sides of a comparison take turns. `jaxunet.ops.choices` stores the result, and `backend=auto`
+follows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row, git_sha
 
-# Returns the milliseconds per step of every backend, by round, without those that do not run.
+# Takes backends as in `Config.backend`; returns the milliseconds per step of each in every round,
+# without the backends that fail.
 Measure = Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
 
 
@@ -57,7 +58,7 @@ def check_kernels() -> None:
     """Checks that all kernels of this GPU may run.
 
     Raises:
-      UserError: JAXUNET_KERNELS leaves some out.
+      UserError: the environment variable JAXUNET_KERNELS leaves some out.
     """
     if device.asked() is not device.Kernels.FASTEST:
         raise UserError(
@@ -91,7 +92,7 @@ def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
         if best not in found:
             continue
         ratios = {name: summarise(found[name], found[best]) for name in found if name != best}
-        # Faster in three of four rounds; otherwise it may be noise.
+        # The upper quartile is below 1: faster in three of four rounds. Less may be noise.
         better = {name: r.ratio for name, r in ratios.items() if r.ratio_quartiles[1] < 1}
         times |= {name: timing.median_ms for name, timing in ratios.items()}
         if better:

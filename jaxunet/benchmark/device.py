@@ -19,7 +19,7 @@ class Rates(NamedTuple):
 
     Fields:
       matmul_flops: floating-point operations per second of a large matrix product.
-      copy_bytes: bytes per second, reads plus writes, of a large elementwise pass.
+      copy_bytes: bytes per second, reads plus writes, of a pass over a large array.
     """
 
     matmul_flops: float

@@ -74,7 +74,7 @@ class JaxSide:
         session.open_stream()
         timed = timed_compile(session.compile)
         unit = session.steps_per_call
-        held = [session]  # emptied by `close`, which frees the state and the images
+        held = [session]  # a list, so that `close` can empty it and free the state and images
 
         def run(steps: int) -> None:
             (session,) = held

@@ -26,10 +26,10 @@ from jaxunet.runtime.rows import Row, provenance
 
 Arguments = ParamSpec('Arguments')
 Result = TypeVar('Result')
-# Arithmetic in forward passes: the backward pass has two products for each of the forward pass.
-# That of `sample` is for each evaluation of the network.
+# Arithmetic of a direction in forward passes: the backward pass has two products for each product
+# of the forward pass. For `sample`, it is per evaluation of the network.
 PASSES = {'forward': 1, 'forward+backward': 3, 'step': 3, 'sample': 1}
-ALONE = ', the network alone'  # follows a side's name
+ALONE = ', the network alone'  # appended to a side's name
 
 
 def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
@@ -126,7 +126,7 @@ def _case(
 
 
 def _prepare(side: Side, direction: str, plan: Plan) -> Prepared:
-    """Compiles a direction of a side; only jaxunet's draw samples."""
+    """Compiles a direction of a side; only jaxunet's sides draw samples."""
     if direction == 'sample' and isinstance(side, JaxSide):
         return sampling.prepare(side.config, side.start.params, plan.sampling, side.notes)
     return side.prepare(direction)
@@ -197,7 +197,7 @@ def say(line: str) -> None:
 def _try(
     function: Callable[Arguments, Result], *arguments: Arguments.args, **options: Arguments.kwargs
 ) -> Result | Exception:
-    """Returns the result, or the exception that was raised."""
+    """Calls a function; returns its result, or the exception that it raised."""
     try:
         return function(*arguments, **options)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Sampling, for the benchmark: many images by DDIM, beside the network's evaluations alone.
+"""Sampling in the benchmark: draws many images by DDIM, and times the network alone beside it.
 
-The sampler can be no faster than the network that it calls. The share of the network alone shows
+The sampler cannot be faster than the network that it calls. The network's share of the time shows
 what the loop around it costs: its arithmetic, the noise, launches, and fetching the images.
 """
 
@@ -22,14 +22,14 @@ def prepare(config: Config, params: Params, asked: Sampling, notes: dict[str, st
     """Compiles the sampler and the network alone; returns them ready to be timed.
 
     A step draws a batch of `config.data.batch_size` images and fetches them, as `jaxunet.sample`
-    does. `Prepared.alone` evaluates the network as often for as many images, without waiting
-    between the evaluations.
+    does. `Prepared.alone` makes the same evaluations of the network, without waiting between them.
 
     Args:
+      asked: number of images and of DDIM steps.
       notes: as in `Prepared`.
 
     Raises:
-      UserError: the sampler does not support so many steps, or the model.
+      UserError: the sampler does not support this number of steps, or the model.
     """
     batch, device = config.data.batch_size, jax.devices()[0]
     options = SamplerConfig(name='ddim', steps=asked.steps)

@@ -38,7 +38,7 @@ MEASURED = {
     **dict.fromkeys(('median_ms', 'images_per_second', 'mfu', 'compile_s'), NUMBER),
 }
 OPTIONAL = ('ratio', 'bandwidth_share', 'peak_bytes')  # null where they do not apply
-# Missing in older rows, in those of other directions, or null.
+# Fields that may be null, and that older rows and rows of other directions lack.
 LATER = {'steps_per_call': int, 'concurrent_kernels': bool, 'share_of_network': NUMBER}
 
 
@@ -123,14 +123,14 @@ def _range(rows: list[Row], field: str, unit: float) -> str:
 
 
 def _together(row: Row) -> str:
-    """Returns steps per call and concurrent kernels of a row, if they are not the default."""
+    """Returns a row's steps per call and concurrent kernels as text; '' if they are the default."""
     steps = row.get('steps_per_call') or 1
     text = f', {steps} per call' if steps > 1 else ''
     return text + (', concurrent kernels' if row.get('concurrent_kernels') else '')
 
 
 def _share(row: Row) -> str:
-    """Returns what a row of `sample` says about the network alone."""
+    """Returns the network's share of the time in a row of `sample` as text; '' for other rows."""
     share = row.get('share_of_network')
     return '' if share is None else f', {share:.0%} of the network alone'
 

@@ -1,4 +1,4 @@
-"""Times several sides in turns, so that a drift of the machine's speed affects all alike."""
+"""Times several sides in turns, so that a drift of the machine's speed affects all equally."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxunet.runtime.garbage import garbage_set_aside
 
-Run = Callable[[int], None]  # runs that many steps and returns once the device has finished them
-# Seconds of one turn: long against the few milliseconds at its start in which the device waits.
+Run = Callable[[int], None]  # runs this many steps and returns once the device has finished them
+# Seconds of one turn: much longer than the few milliseconds at its start in which the device waits.
 TURN_SECONDS = 0.5
 MIN_STEPS = 10
 
@@ -20,7 +20,7 @@ MIN_STEPS = 10
 class Timing(NamedTuple):
     """Milliseconds per step, and the ratio to the first side within each round.
 
-    Medians over rounds, with lower and upper quartiles.
+    Each is a median over rounds, with lower and upper quartiles.
     """
 
     median_ms: float
@@ -51,8 +51,8 @@ def steps_in(
 def turn_steps(counts: Sequence[int], unit: int = 1) -> int:
     """Returns the steps of one turn, the same for all sides: a multiple of `unit`.
 
-    The fastest side takes a full turn, unless the slowest would then take more than four turns; at
-    least `MIN_STEPS`.
+    The fastest side takes `TURN_SECONDS`, unless the slowest would then take more than four times
+    as long. There are at least `MIN_STEPS` steps.
 
     Args:
       counts: `steps_in(TURN_SECONDS, ...)` of each side that runs.

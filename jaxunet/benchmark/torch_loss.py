@@ -1,4 +1,4 @@
-"""The loss of the PyTorch side: that of `jaxunet.diffusion.objectives` in plain PyTorch.
+"""The loss of the PyTorch side: `jaxunet.diffusion.objectives` in plain PyTorch.
 
 Importing this module needs PyTorch (extra `peers`).
 """
@@ -15,7 +15,7 @@ import torch
 from jaxunet.config import Config
 from jaxunet.diffusion.process import make_diffusion
 
-Tables = dict[str, torch.Tensor]  # by the names of `Diffusion`'s fields
+Tables = dict[str, torch.Tensor]  # constants by timestep, by the names of `Diffusion`'s fields
 NAMES = (
     'signal',
     'noise',
@@ -42,7 +42,7 @@ def make_loss(
     ) -> torch.Tensor:
         a, b = _at(tables['signal'], t), _at(tables['noise'], t)
         xt = a * x0 + b * noise
-        # No weight cache: a graph must not refer to casts that are freed before its replay.
+        # No weight cache: a CUDA graph must not refer to casts that are freed before its replay.
         mixed = (
             torch.autocast(x0.device.type, dtype, cache_enabled=False)
             if dtype != torch.float32
@@ -84,7 +84,7 @@ def _variational_bound(
     xt: torch.Tensor,
     t: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the mean of the bound's terms of steps t, in bits per dimension."""
+    """Returns the mean of the bound's terms at timesteps t over a batch, in bits per dimension."""
     small = _at(tables['posterior_log_variance'], t)
     weight = (values + 1) / 2
     log_variance = weight * _at(tables['log_betas'], t) + (1 - weight) * small
@@ -109,7 +109,7 @@ def _decoder_nll(x0: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tenso
     # The distribution function is more accurate where its values are small.
     mirror = lower + upper > 0
     lower, upper = torch.where(mirror, -upper, lower), torch.where(mirror, -lower, upper)
-    # By erfc, as torch.special.ndtr is 0 in the tails of float32.
+    # By erfc, because torch.special.ndtr is 0 in the tails in float32.
     below_lower, below_upper = (0.5 * torch.erfc(-z * math.sqrt(0.5)) for z in (lower, upper))
     mass = below_upper - below_lower
     return -torch.log(mass.clamp(min=1e-12))

@@ -33,8 +33,9 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 class TorchSide:
     """One of `cases.PYTORCH` at one batch size and precision, under autocast for 16-bit types.
 
-    It does the same work as our training step. Three things differ in value only: the learning
-    rate and the decay of the averages are constant, and batches are drawn with replacement.
+    It does the same work as our training step. Three things differ in their values, not in their
+    cost: the learning rate and the decay of the averages are constant, and batches are drawn with
+    replacement.
 
     Args:
       config: from `cases.benchmark_config`, with the precision and batch size of the case.
@@ -50,7 +51,7 @@ class TorchSide:
         check(config, mode, source)
         self.config, self.best, self.gpu = config, mode == BEST, jax.default_backend() == 'gpu'
         self.device = torch.device('cuda:0' if self.gpu else 'cpu')
-        torch.set_float32_matmul_precision('high')  # TF32, as JAX
+        torch.set_float32_matmul_precision('high')  # TF32, as in JAX
         torch.manual_seed(config.seed)
 
         def put(value: np.ndarray) -> torch.Tensor:
@@ -168,7 +169,7 @@ class TorchSide:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         self._wait()
-        # A captured backward pass then allocates its gradients in the graph's memory.
+        # Without gradients, a captured backward pass allocates them in the graph's own memory.
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -214,7 +215,7 @@ class TorchSide:
 
 
 def check(config: Config, mode: str, source: Source) -> None:
-    """Raises UserError if the peer cannot run here or lacks what the config asks for."""
+    """Raises UserError if the peer cannot run here, or lacks a feature that the config needs."""
     on_gpu = jax.default_backend() == 'gpu'
     if on_gpu and not torch.cuda.is_available():
         raise UserError('JAX runs on a GPU that PyTorch does not see; install a PyTorch for CUDA')
@@ -260,7 +261,7 @@ def check(config: Config, mode: str, source: Source) -> None:
 
 
 def release() -> None:
-    """Frees the compiled code and cached memory of sides that are gone."""
+    """Frees the compiled code and cached memory of sides that are no longer used."""
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 It is the peer of `jaxunet.model.unet` in parity tests and benchmarks.
 Source of names and architecture: openai/guided-diffusion; Dhariwal & Nichol 2021,
 arXiv 2105.05233; Ho et al. 2020, arXiv 2006.11239.
-PyTorch is optional (`pip install "jaxunet[peers]"`): only peer benchmarks and tests import this.
+PyTorch is optional (`pip install "jaxunet[peers]"`), so only peer benchmarks and tests import this.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def timestep_embedding(
 
 
 class GroupNorm32(nn.GroupNorm):
-    """GroupNorm in float32, whatever the compute type."""
+    """GroupNorm that computes in float32, whatever the compute type."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the module to NCHW activations."""
@@ -171,7 +171,7 @@ class AttentionBlock(nn.Module):
 
 
 class Block(nn.Sequential):
-    """Modules in turn; residual blocks also get the embedding."""
+    """Applies modules one after the other; residual blocks also get the embedding."""
 
     def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Applies the module to NCHW activations."""

@@ -28,9 +28,9 @@ ARRAY = re.compile(r'([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<=]*)\]')
 def bytes_moved(hlo: str) -> int:
     """Returns the bytes that one execution of an optimised HLO module reads and writes.
 
-    A gather or dynamic slice reads as much as it returns; an in-place update reads and writes the
-    update. A loop counts its known trip count, or once; a conditional counts its most expensive
-    branch.
+    A gather or dynamic slice reads as much as it returns; an in-place update reads and writes only
+    the update. The body of a loop counts as often as it runs, or once if that is unknown; a
+    conditional counts its most expensive branch.
 
     Args:
       hlo: the text of `compiled.as_text()`.
@@ -45,7 +45,7 @@ class Traffic:
     """The bytes that each instruction of an optimised HLO module moves; see `bytes_moved`.
 
     Attributes:
-      instructions: those of all computations, by name.
+      instructions: the instructions of all computations, by name.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -121,7 +121,7 @@ def _array_bytes(dtype: str, dimensions: str) -> int:
 def _fusion(body: list[HloLine], sizes: list[int], result: int) -> int:
     """Returns the bytes of a fusion.
 
-    Sliced operands count their slices, in-place updates the update.
+    A sliced operand counts only its slices, an in-place update only the update.
     """
     parameters = {i.name: int(re.match(r'\d+', i.rest)[0]) for i in body if i.opcode == 'parameter'}  # type: ignore[index]
     shapes = {i.name: i.shape for i in body}

@@ -7,21 +7,22 @@
       [--config.section.field=value ...] [--batch_sizes 32,256]
     python -m jaxunet.benchmark.kernels --roofline --table roofline.jsonl
 
-All sides compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
-their kernels, median over calls in shuffled order. Each result is appended to `--output` as a JSON
-line; then a summary and a list of the cases without time are printed. The summary says whether each
-group of cases meets the bars of `jaxunet.benchmark.kernels.verdict`. The exit status is 1 if a side
-failed or its results differ from XLA's. Backends whose kernels cannot run here are skipped;
-one line says why.
+A case on one backend is a side. Groups of cases compile in parallel, in the order of batch sizes,
+and the sides of a group are timed in one trace. A time is the GPU time of a side's kernels, as the
+median over calls in shuffled order. Each result is appended to `--output` as a JSON line. At the
+end, a summary is printed, and a list of the cases that there was no time for. The summary says
+whether each group of cases meets the bars of `jaxunet.benchmark.kernels.verdict`. The exit status
+is 1 if a side failed or its results differ from XLA's. Backends whose kernels cannot run here are
+skipped; one line says why.
 
 On Hopper, separate processes lower the Pallas kernels if the package flatbuffers is installed,
 which saves minutes.
 
-`--roofline` measures the kernels of whole training steps of a config instead: by class, and by
-level, their launches, FLOPs, bytes, the least time that these take at the device's measured rates
-(the floor, see `jaxunet.benchmark.roofline.work`), their time, and the time above the floor. The
-classes with the most time above their floor come first. The rows go to `--output`, `roofline.jsonl`
-by default.
+`--roofline` instead measures the kernels of whole training steps of a config. For each class of
+kernels, and for each level of the network, it reports launches, FLOPs, bytes, the floor, the time
+of the kernels, and their time above the floor. The floor is the least time that these FLOPs and
+bytes can take at the device's measured rates (`jaxunet.benchmark.roofline.work`). The classes with
+the most time above their floor come first. The rows go to `--output`, by default `roofline.jsonl`.
 """
 
 from __future__ import annotations
@@ -118,10 +119,10 @@ def main(argv: Sequence[str]) -> int:
 def measure_ops(
     wanted: Sequence[Measurement], target: device.Target
 ) -> tuple[list[rows.Row], list[Measurement]]:
-    """Measures kernels and writes their rows; returns them, and what was not compiled in time."""
+    """Measures kernels and writes their rows; returns the rows and the cases left out for time."""
     # A program from the cache would show no compile time.
     jax.config.update('jax_enable_compilation_cache', False)
-    # Lowering is Python: threads that switch often slow each other down.
+    # Lowering is Python code, and its threads slow each other down if they switch often.
     sys.setswitchinterval(0.05)
     rates = measure_rates(kernels.DTYPE)
     origin = {
@@ -161,7 +162,7 @@ def measure_roofline() -> int:
     """Measures the steps of `--config`, writes their rows and prints their tables.
 
     Raises:
-      UserError: as `main`.
+      UserError: see `main`.
     """
     if CONFIG.value is None:
         raise UserError('--roofline: needs --config FILE, such as configs/elephants64.py')

@@ -30,7 +30,10 @@ def measurements(
 ) -> Iterator[Measurement]:
     """Yields all measurements, on XLA and the backends that implement the op.
 
-    `batch` is not used, and `dtype` is the type of the 16-bit copies and of their gradients.
+    Args:
+      batch: not used.
+      dtype: type of the 16-bit copies and of their gradients.
+      backends: the backends beside XLA.
     """
     del batch
     if not any('adamw' in backend.ops for backend in backends):

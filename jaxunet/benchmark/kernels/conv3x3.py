@@ -1,7 +1,7 @@
 """Measurements of the convolutions.
 
-The plain op and that of upsampled images in three directions (forward, input gradient, weight
-gradient); the fused op forward and with all gradients.
+The convolutions of images and of upsampled images are measured in three directions (forward, input
+gradient, weight gradient); the fused op is measured forward, and with all gradients.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def measurements(
 ) -> Iterator[Measurement]:
     """Yields all measurements at a batch size, on XLA and the backends that implement the op.
 
-    Plain convolutions are named by height, width and channels, fused ones after their case. FLOPs
-    of upsampled images are those of the plain convolution, though kernels may need fewer. A backend
-    without that op convolves the upsampled image.
+    Plain convolutions are named by height, width and channels; fused ones have the name of their
+    case. The FLOPs of upsampled images are those of the plain convolution, though kernels may need
+    fewer. A backend without an op for upsampled images convolves the large image.
     """
     shapes = dict.fromkeys(
         (case.height, case.width, case.channels, case.features) for case in CASES
@@ -63,7 +63,7 @@ def _plain(
         array((1, case.features), jnp.float32),
     )
 
-    # A linear function may be differentiated at zeros: only their shape reaches the program.
+    # The function is linear, so its gradient does not depend on the point: zeros will do.
     def side(op: Op) -> tuple[Side, ...]:
         def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return op(Activation.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
@@ -124,7 +124,7 @@ def _fused(
 
     sides = {name: side(op) for name, op in implementations('norm_silu_conv3x3', backends).items()}
     yield Measurement('norm_silu_conv3x3', case.name, 'forward', batch, sides, inputs, flops)
-    # The gradient of a plain residual is dy itself, which a network does not copy.
+    # The gradient of a residual without shortcut is dy itself, which a network does not copy.
     fixed = () if projected else ('residual',)
     both = {name: with_gradients(function, fixed) for name, function in sides.items()}
     inputs = inputs | {'dy': array((*image, case.features), dtype)}

@@ -1,4 +1,4 @@
-"""Lowers measurements in other processes: lowering is Python, which threads would serialize."""
+"""Lowers measurements in other processes, because lowering is Python and threads do not help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxunet.runtime import device
 from jaxunet.runtime.measurement import Measurement
 from jaxunet.runtime.plugins import load_backend
 
-# Cheapest first.
+# By the cost of lowering, cheapest first.
 KINDS: dict[str, ModuleType] = {
     'adamw': adamw,
     'linear': linear,
@@ -77,7 +77,7 @@ def start(
 ) -> dict[tuple[str, str], concurrent.futures.Future[Lowered]]:
     """Starts lowering the Pallas sides of measurements; returns futures by measurement and side."""
     found = {}
-    # The rest is lowered in this process.
+    # If the pool breaks, the rest is lowered in this process.
     with contextlib.suppress(concurrent.futures.BrokenExecutor):
         for m in (m for m in wanted if 'pallas' in m.sides):
             found[m.name, 'pallas'] = workers.submit(lower, m.name, m.batch, dtype, device_kind)

@@ -79,7 +79,7 @@ def select(
         pattern = re.compile(cases)
     except re.error as error:
         raise UserError(f'--cases: {cases!r} is not a regular expression: {error}') from None
-    # By name, as what does not depend on the batch size is the same for every one.
+    # By name: a measurement that does not depend on the batch size is then there only once.
     named = {
         m.name: m
         for size in sizes
@@ -115,7 +115,7 @@ def measure(
     elsewhere: Elsewhere | None = None,
     trace: Trace = timing.trace_times,
 ) -> Iterator[Row | Measurement]:
-    """Yields a row per measurement, or the measurement itself if there was no time for it.
+    """Yields a row for each measurement, or the measurement itself if there was no time for it.
 
     Args:
       stop: the time (`time.monotonic`) after which no further program is compiled.
@@ -172,7 +172,7 @@ def _call(run: Side, inputs: Inputs, m: Measurement, number: int) -> PyTree:
 def build(
     group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere
 ) -> dict[str, dict[str, Built | Exception | None]]:
-    """Compiles the sides of measurements in threads; None for one that would begin after `stop`.
+    """Compiles the sides of measurements in threads; a side that would begin after `stop` is None.
 
     Args:
       group: the measurements by name.
@@ -214,7 +214,7 @@ def build(
 
 
 def compiled(name: str, function: Side, m: Measurement) -> Built:
-    """Compiles a function of the inputs of a measurement, to be timed under this name."""
+    """Compiles one side of a measurement; the program is called `name` in traces."""
 
     def apart(updated: Arrays, kept: Arrays) -> PyTree:
         return function(updated | kept)
@@ -264,7 +264,7 @@ def to_row(
     times: Mapping[str, timing.Times | None],
     off: float | None,
 ) -> Row:
-    """Returns the row of one measurement, without its origin; with an `error` it lacks numbers."""
+    """Returns the row of one measurement, without its origin; with an `error` it has no numbers."""
     row: Row = {
         'op': m.op,
         'case': m.case,

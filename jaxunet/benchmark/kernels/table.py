@@ -24,15 +24,15 @@ HEAD = (
     'least share of the rates',
     'verdict',
 )
-# A later row that agrees in these replaces an earlier one.
+# A later row that agrees in these fields replaces an earlier one.
 NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')
 
 
 def latest(found: Iterable[Row]) -> list[Row]:
-    """Returns the newest row without an error of every measurement; other kinds are skipped.
+    """Returns the newest row without an error of every measurement; skips rows of other kinds.
 
     Raises:
-      UserError: there is none, or one lacks a field.
+      UserError: there is no such row, or one lacks a field.
     """
     newest: dict[tuple[object, ...], Row] = {}
     for row in found:

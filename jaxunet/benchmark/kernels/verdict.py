@@ -1,10 +1,10 @@
-"""The bars that the kernels are held to, and whether a group of rows meets them.
+"""The bars for the speed of kernels, and the verdict on a group of rows.
 
-A group is the cases of an op, a direction and a batch size. It meets the bars if
+A group is all cases of one op, direction and batch size. It meets the bars if both hold:
 
-- every case reaches `SHARE` of the device's own rate, of matrix products or of copies, whichever
-  is more; or the geometric mean of XLA's time over the kernels' is at least `ratio_bar`; and
-- no case has less than `LEAST` of XLA's speed.
+- The geometric mean of XLA's time over the kernels' time is at least `ratio_bar`, or every case
+  reaches `SHARE` of the device's measured rate of matrix products or of copies.
+- No case has less than `LEAST` of XLA's speed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jaxunet.runtime.rows import Row
 
-RATES = ('matmul_flops', 'copy_bytes_per_s')  # of the device; older rows do not have them
+RATES = ('matmul_flops', 'copy_bytes_per_s')  # measured rates; older rows do not have them
 SHARE = 0.85
 LEAST = 0.95
 RATIO, OF_WEIGHT_GRADIENT, OF_ATTENTION = 1.5, 1.3, 3.0
@@ -46,7 +46,7 @@ def share_of_rates(row: Row) -> float | None:
     None if the row does not have these rates.
 
     Args:
-      row: of one backend, as `table.by_backend` returns it.
+      row: a row of one backend, from `table.by_backend`.
     """
     products, copies = (row.get(name) for name in RATES)
     if not products or not copies:

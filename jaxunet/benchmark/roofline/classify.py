@@ -62,7 +62,7 @@ PRODUCTS = (
     (re.compile(r'fprop'), FORWARD),
     (re.compile(r'gemm|nvjet|cutlass'), LINEAR),
 )
-# Costs of `place`: of a kernel that its call cannot have launched, and of an unlikely boundary.
+# Costs in `place`: a kernel that its call cannot have launched, and an unlikely boundary.
 IMPOSSIBLE, UNLIKELY = 1000, 1
 
 
@@ -72,7 +72,8 @@ class Call(NamedTuple):
     Fields:
       name: name of its instruction.
       kind: its class.
-      product: it is a convolution, of its input or of dy, or a linear layer: they share kernels.
+      product: True for a forward convolution, its input gradient and a linear layer, which share
+        kernels.
     """
 
     name: str
@@ -86,7 +87,7 @@ def kind_of_name(name: str) -> str | None:
 
 
 def handler_call(i: HloLine) -> Call | None:
-    """Returns an instruction as a call of a handler; None for any other."""
+    """Returns an instruction as a call of a handler; None if it is not one."""
     name = target(i)
     if not name.startswith('jaxunet_'):
         return None
@@ -98,7 +99,7 @@ def handler_call(i: HloLine) -> Call | None:
 
 
 def kind_of_xla(i: HloLine | None, kernel: str, phase: str) -> str:
-    """Returns the class of a kernel that XLA wrote or that a library has.
+    """Returns the class of a kernel that XLA generated or that comes from a library.
 
     Args:
       i: its instruction; None if unknown.
@@ -124,7 +125,7 @@ def kind_of_own(kernel: str, call: Call | None, phase: str) -> str | None:
     kind = kind_of_name(kernel)
     if call is not None and kind not in (None, REDUCTIONS):
         return call.kind
-    # Without a call the pass is known from the phase alone.
+    # Without a call, only the phase tells a forward convolution from an input gradient.
     return INPUT_GRADIENT if kind == FORWARD and phase == BACKWARD else kind
 
 
@@ -138,7 +139,7 @@ def level_of(shapes: Sequence[Shape], levels: Collection[Shape]) -> Shape:
 
 
 def narrowed(kind: str, shapes: Sequence[Shape], levels: Collection[Shape]) -> str:
-    """Returns the class, or that of few channels for convolutions with at most `FEW` on a side."""
+    """Returns the class; convolutions with at most `FEW` channels on a side have their own."""
     few = any(shape[3] <= FEW for shape in _images(shapes, levels))
     return FEW_CHANNELS if few and kind in CONVOLUTIONS else kind
 
@@ -148,14 +149,14 @@ def _images(shapes: Sequence[Shape], levels: Collection[Shape]) -> list[Shape]:
 
 
 def place(kernels: Sequence[str], calls: Sequence[Call]) -> list[int | None]:
-    """Returns the index of the call that launched each kernel; None if none can have.
+    """Returns the index of the call that launched each kernel; None if no call can have.
 
     Every call launches one kernel or more, in the order of the calls. Among all ways to divide the
-    kernels, it takes that with the fewest impossible launches, then with the fewest unlikely ones:
-    a sum that begins a call, or a product that does not.
+    kernels among the calls, it takes the one with the fewest impossible launches, and of these the
+    one with the fewest unlikely launches: a sum that begins a call, or a product that does not.
 
     Args:
-      kernels: their names, in the order in which they ran.
+      kernels: names of the kernels, in the order in which they ran.
     """
     if not calls or len(kernels) < len(calls):
         return [None] * len(kernels)

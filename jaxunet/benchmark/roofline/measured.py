@@ -33,7 +33,7 @@ class Line(NamedTuple):
       level: () = all levels.
       launches: kernels and copies.
       flops, bytes: operations and bytes that the work needs; see `jaxunet.benchmark.roofline.work`.
-      floor_ms: sum over ops of max(arithmetic, traffic) at the device's measured rates.
+      floor_ms: sum over ops of max(arithmetic time, memory time) at the device's measured rates.
       ms: time of the kernels.
     """
 
@@ -51,9 +51,9 @@ class Measured(NamedTuple):
 
     Fields:
       lines: sums by class, and by class and level for `LEVELLED`, in no order.
-      unplaced: kernels of the CUDA library, per step, whose call was not found; their class follows
-        from their name, and they have no level.
-      unknown: names of our kernels that have no class; they count as XLA's remaining ones.
+      unplaced: kernels of the CUDA library, per step, whose call was not found; they get their
+        class from their name, and no level.
+      unknown: names of our kernels that have no class; they count among XLA's remaining kernels.
     """
 
     lines: list[Line]
@@ -83,7 +83,7 @@ def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rat
             kind = kind_of_own(op.operation, call, op.phase)
         if kind is None:
             unknown.add(op.operation)
-        # A kernel without a call may have been matched with the instruction of another.
+        # A kernel without a call may have been matched with another kernel's instruction.
         sure = known is not None and (op.backend != CUDA or call is not None)
         shapes = traffic.shapes(known) if known is not None and sure else []
         kind = narrowed(kind or REMAINING, shapes, levels)
@@ -96,10 +96,10 @@ def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rat
 def _calls(
     ops: Sequence[DeviceOp], traffic: Traffic, program: Program, steps: int
 ) -> tuple[dict[int, Call], float]:
-    """Returns the handler call of each kernel of the CUDA library, by `id`, and how many have none.
+    """Returns the handler call of each kernel of the CUDA library, and how many have none per step.
 
-    The trace names the instructions of kernels outside of CUDA graphs. The others are placed among
-    the calls that it does not name.
+    Calls are by `id` of the kernel. The trace names the instructions of kernels outside of CUDA
+    graphs. The other kernels are placed among the calls that the trace does not name.
     """
     every = (handler_call(traffic.instructions[name]) for name in program.schedule)
     calls = [call for call in every if call is not None]
@@ -110,7 +110,7 @@ def _calls(
     open_calls = [call for call in calls if call not in set(named.values())]
     found = dict(named)
     each, rest = divmod(len(hidden), steps)
-    placed: dict[tuple[str, ...], list[int | None]] = {}  # steps are usually the same
+    placed: dict[tuple[str, ...], list[int | None]] = {}  # a cache: most steps run the same kernels
     for first in range(0, 0 if rest else len(hidden), each or 1):
         step = hidden[first : first + each]
         names = tuple(op.operation for op in step)

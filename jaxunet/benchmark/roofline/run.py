@@ -27,8 +27,8 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row, provenance
 
 KIND = 'roofline'
-STEP = 'step'  # class of the row that sums the others up
-TRACED = 5  # steps
+STEP = 'step'  # class of the row with the sums over all classes
+TRACED = 5  # traced steps
 ROUNDS = 5  # turns that time a step without the tracer; their median counts
 
 
@@ -39,7 +39,7 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
 
     Args:
       name: the config's name in the rows.
-      batch_sizes: empty = the config's.
+      batch_sizes: batch sizes to measure; empty = the config's.
       command: the command line, which every row repeats.
 
     Raises:
@@ -108,9 +108,10 @@ def to_rows(case: Row, found: Measured, busy_ms: float, step_ms: float) -> Itera
     """Yields the rows of one step.
 
     Args:
-      case: the fields that all of them share.
-      busy_ms: time in which any kernel ran.
-      step_ms: wall time.
+      case: the fields that all rows share.
+      found: the kernels of the step.
+      busy_ms: time in which any kernel ran, per step.
+      step_ms: wall time of a step.
     """
     for line in found.lines:
         level = 'x'.join(map(str, line.level)) or None

@@ -12,7 +12,7 @@ from jaxunet.runtime.rows import Row
 HEAD = (
     'class', 'level', 'launches', 'GFLOP', 'GB', 'floor ms', 'ms', 'above floor ms', 'TFLOP/s', 'GB/s',  # noqa: E501
 )  # fmt: skip
-# A later run that agrees in these replaces an earlier one.
+# A later run that agrees in these fields replaces an earlier one.
 SAME = ('device', 'config', 'precision', 'batch_size', 'ops')
 NEEDED = (
     *SAME, 'time', 'git', 'driver', 'versions', 'matmul_flops', 'copy_bytes_per_s', 'class',

@@ -1,8 +1,8 @@
 """The work of one training step, op by op: floating-point operations and bytes, from shapes alone.
 
 The network is called with ops that only record their shapes, so this works for any config. Each op
-of each pass is one `Work`, in one class of `KINDS`. N images have P = N·H·W pixels in all, and an
-element of the compute type has e bytes:
+of each pass (forward, backward) is one `Work`, in one class of `KINDS`. N images have P = N·H·W
+pixels in all, and an element of the compute type has e bytes:
 
 | class | FLOPs | bytes |
 |---|---|---|
@@ -21,18 +21,18 @@ element of the compute type has e bytes:
 | linear, C to F, each of three products | 2·P·C·F | e·(P·C + P·F + C·F) |
 | AdamW | | see `_update` |
 
-A convolution of an upsampled image needs four products of a pixel, not nine, as every 3×3 window
-meets 2×2 pixels of the small image. XLA has no such convolution, so its floor has nine and reads
-the upsampled image.
+A convolution of an upsampled image needs four products for a pixel, not nine, because every 3×3
+window covers 2×2 pixels of the small image. XLA has no such convolution, so its floor counts nine
+products and reads the upsampled image.
 
-n counts the gradients of the other readers of x, which the norm's backward pass adds: the residual
-or shortcut, and the skip connection. Attention's backward pass recomputes its weights
+n is the number of gradients from other readers of x (the residual or shortcut, and the skip
+connection), which the norm's backward pass adds. Attention's backward pass recomputes its weights
 (arXiv 2307.08691). Convolutions with at most `FEW` input or output channels are a separate class.
 Linear layers on embeddings are in the class linear.
 
-Not counted: scales, offsets, biases and statistics; what a remat config recomputes; arithmetic that
-is not a product; images and loss. Kernels that add up partial results are not needed in principle,
-so their class has no work. The work of XLA's remaining kernels depends on XLA's fusions, so
+Not counted: scales, offsets, biases and statistics; recomputation (model.remat); arithmetic that is
+not a product; images and loss. Kernels that add up partial results are not needed in principle, so
+their class has no work. The work of XLA's remaining kernels depends on XLA's fusions, so
 `jaxunet.benchmark.roofline.measured` reads it from the compiled program.
 """
 
@@ -85,7 +85,7 @@ KINDS = (
 CONVOLUTIONS = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 # Classes that the report also shows by level.
 LEVELLED = (*CONVOLUTIONS, NORM_FORWARD, NORM_BACKWARD)
-FEW = 8  # channels of images, and at most of what the kernels for images take
+FEW = 8  # most channels that the kernels for images take
 
 
 class Work(NamedTuple):
@@ -93,7 +93,7 @@ class Work(NamedTuple):
 
     Fields:
       kind: one of `KINDS`.
-      level: height and width of its images; () where they do not matter.
+      level: (height, width) of its images; () for ops without images.
       flops: multiplications and additions of its products.
       bytes: bytes that it must read and write.
     """
@@ -108,10 +108,10 @@ def step_work(config: Config, xla: Collection[str] = ()) -> list[Work]:
     """Returns the work of one training step of a config on one device.
 
     Args:
-      xla: the ops, as in `jaxunet.config.OPS`, that XLA computes. It fuses norms with other work,
-        so they count among its remaining kernels and are not in this list. Its attention is matrix
-        products, which count as linear. It has no special kernels for convolutions with few
-        channels.
+      xla: the ops, as in `jaxunet.config.OPS`, that XLA computes. XLA fuses norms with other work,
+        so norms are then among its remaining kernels, and the result leaves them out. XLA's
+        attention is matrix products, which count as linear. XLA has no special kernels for
+        convolutions with few channels.
     """
     recorder = _Recorder(jnp.dtype(config.precision).itemsize, frozenset(xla))
     params, predict = cost.forward_pass(
@@ -126,8 +126,9 @@ def _update(config: Config, params: Params) -> Work:
     """Returns the work of the gradient norm, AdamW, the averages and the 16-bit copies.
 
     The norm has to be known before a gradient is used, so gradients are read twice. Weights, both
-    moments and every average are float32, read once and written once. Kernels and their gradients
-    have 16 bits where the network computes in 16; their copies are written beside the weights.
+    moments and every average are float32, read once and written once. If the network computes in
+    16 bits, gradients of its kernels (weights of convolutions and linear layers) have 16 bits, and
+    16-bit copies of these kernels are written beside the weights.
     """
     narrow = jnp.dtype(config.precision).itemsize
     averages = len(config.ema.rates) + len(config.ema.widths)
@@ -174,11 +175,11 @@ class _Recorder:
         residual: Activation | None = None,
         shortcut: Array | None = None,
     ) -> Activation:
-        """Notes a convolution."""
+        """Records a convolution."""
         return self._conv('conv3x3', x, kernel, residual, shortcut)
 
     def upsample_conv3x3(self, x: Activation, kernel: Array, shift: Array) -> Activation:
-        """Notes a convolution of an upsampled image, which XLA reads and kernels need not."""
+        """Records a convolution of an upsampled image; only XLA reads the large image."""
         if 'conv3x3' in self._xla:
             return self._conv('conv3x3', Activation.of(nearest(x.value)), kernel, None, None)
         return self._conv('conv3x3', x, kernel, None, None, by_phases=True)
@@ -196,7 +197,7 @@ class _Recorder:
         groups: int = 32,
         eps: float = 1e-5,
     ) -> Activation:
-        """Notes a norm whose result only the convolution reads, and the convolution."""
+        """Records a convolution, and its norm, whose result nothing else reads."""
         self._norm('norm_silu_conv3x3', x, written=False, copies=0)
         return self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
 
@@ -214,7 +215,7 @@ class _Recorder:
         eps: float = 1e-5,
         copies: int = 1,
     ) -> WithInput[Activation]:
-        """Notes the same where x has other readers."""
+        """Records a convolution and its norm, where x has other readers."""
         self._norm('norm_silu_conv3x3', x, written=False, copies=copies)
         y = self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
         return WithInput(y, (x,) * copies)
@@ -230,7 +231,7 @@ class _Recorder:
         silu: bool = False,
         dropout: Dropout | None = None,
     ) -> Array:
-        """Notes a norm. Dropout inside of it adds no bytes."""
+        """Records a norm. Dropout inside it adds no bytes."""
         return self._norm('group_norm', x, written=True, copies=0)
 
     def group_norm_and_input(
@@ -244,11 +245,11 @@ class _Recorder:
         silu: bool = False,
         copies: int = 1,
     ) -> WithInput[Array]:
-        """Notes a norm where x has other readers."""
+        """Records a norm where x has other readers."""
         return WithInput(self._norm('group_norm', x, written=True, copies=copies), (x,) * copies)
 
     def attention(self, qkv: Array, *, num_heads: int) -> Array:
-        """Notes an attention."""
+        """Records an attention."""
         batch, tokens, packed = qkv.shape
         flops = 4 * batch * tokens**2 * packed // 3  # heads · width = packed / 3
         elements = batch * tokens * packed // 3
@@ -260,7 +261,7 @@ class _Recorder:
     def linear(
         self, x: Array, kernel: Array, bias: Array, *, residual: Array | None = None
     ) -> Array:
-        """Notes a linear layer."""
+        """Records a linear layer."""
         channels, features = kernel.shape
         pixels = math.prod(x.shape[:3])
         flops, elements = 2 * pixels * channels * features, x.size + pixels * features + kernel.size
@@ -271,9 +272,9 @@ class _Recorder:
         return jnp.zeros((*x.shape[:3], features), x.dtype)
 
     def product(self, p: cost.Product) -> None:
-        """Notes a product outside of the ops, forward and backward.
+        """Records a matrix product outside of the ops, forward and backward.
 
-        Each of its gradients reads two of its three arrays and writes the third.
+        Each gradient reads two of the product's three arrays and writes the third.
         """
         moved = sum(a.size * a.dtype.itemsize for a in (*p.operands, p.result))
         level = max(p.operands[0].shape[1:3], p.result.shape[1:3]) if p.convolution else ()
