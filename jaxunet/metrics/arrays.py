@@ -17,11 +17,11 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, n
     """Returns arrays of an .npz by name.
 
     Args:
-      names: those to read, as far as the file has them; None = all.
+      names: names of the arrays to read; those that the file lacks are left out. None = all.
 
     Raises:
-      UserError: no such file, not a readable .npz of plain numbers, or one that expands to more
-        than `archives.expanded_limit`.
+      UserError: there is no such file, it is not a readable .npz of plain numbers, or it expands to
+        more than `archives.expanded_limit`.
     """
     with _open(path) as archive:
         infos = {

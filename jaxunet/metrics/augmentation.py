@@ -63,9 +63,10 @@ def mix(
 ) -> tuple[Maps, Float[Array, 'images classes']]:
     """Applies CutMix (Yun et al. 2019, arXiv 1905.04899, α = 1) with this probability.
 
-    All images of the batch get the same rectangle of their neighbour, and its share of the target.
-    Neighbours are random, as the batch is in random order. The rectangle's centre and its share of
-    the area, before the image's edges clip it, are uniform.
+    In every image of the batch, the same rectangle is replaced by that of its neighbour in the
+    batch, and its target takes the same share of the neighbour's target. The batch is in random
+    order, so neighbours are random. The rectangle's centre is uniform, and so is its share of the
+    area before the image's edges clip it.
     """
     happens, area, *places = jax.random.split(key, 4)
     # The rectangle's side as a share of the image's.

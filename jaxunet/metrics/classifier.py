@@ -2,8 +2,8 @@
 
 It follows David Page's ResNet-9 ("How to train your ResNet", 2018): a 3×3 convolution, then stages
 of one convolution and a 2×2 max pool; every other stage adds a residual branch of two convolutions.
-Batch normalization and ReLU follow each convolution. The maxima of the last stage's maps go through
-one matrix to the classes.
+Batch normalization and ReLU follow each convolution. A linear layer without bias turns the spatial
+maxima of the last stage into class scores.
 
 The features are the spatial means of *every* stage: a classifier's last features cluster around its
 classes and carry little texture. Each stage's features are divided by the root of their mean
@@ -28,13 +28,13 @@ from jaxtyping import Array, Float, UInt8
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import check_fields, parse_json
 
-SMALLEST = 4  # least pixels of the last stage's shorter side
+SMALLEST = 4  # smallest shorter side of the last stage, in pixels
 MAX_STAGES = 4
 MAX_WIDTH = 8  # most channels of a stage, as a multiple of the first convolution's
 EPSILON = 1e-5  # added to batch normalization's variance
 LOGIT_SCALE = 0.125  # factor of the class scores
-# Types of the parameters in a file. float16 kernels lose nothing, as training rounds them
-# before it measures anything with them.
+# Types of the parameters in a file. float16 kernels lose nothing, because training rounds them to
+# float16 before it measures anything with them.
 DTYPES = {'kernel': np.float16, 'scale': np.float32, 'bias': np.float32}
 ARCHITECTURE, TRAINING = 'architecture', 'training'  # entries of the file, as JSON
 LARGEST = 2**14  # most pixels of a side, and most classes, in a file
@@ -149,8 +149,8 @@ class Outputs(NamedTuple):
 
     Fields:
       scores: class scores.
-      features: not scaled.
-      statistics: those that the batch normalization used.
+      features: features before scaling.
+      statistics: the statistics that the batch normalization used.
     """
 
     scores: Float[Array, 'images classes']
@@ -259,10 +259,10 @@ def from_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> Saved:
     """Reads the arrays of a file.
 
     Args:
-      name: begins every message.
+      name: name of the file; error messages begin with it.
 
     Raises:
-      UserError: entries that are missing, of another shape or type, or not finite.
+      UserError: an entry is missing, has another shape or type, or is not finite.
     """
     architecture, training = _architecture(name, arrays), _json(name, arrays, TRAINING)
     params: Parameters = {'last': {}}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-PEAK = 0.2  # share of the steps at which the learning rate peaks
+PEAK = 0.2  # the learning rate peaks after this share of the steps
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Recipe:
       batch_size: images per step.
       learning_rate: peak of `one_cycle` for batches of 512; scaled by batch_size / 512.
       weight_decay: L2 penalty, added to the gradient before the momentum.
-      momentum: of Nesterov's SGD.
+      momentum: momentum of SGD with Nesterov's update.
       label_smoothing: share of each target spread over all classes.
       flip: mirror images at random.
       crop: largest random shift, as a share of the image's side.

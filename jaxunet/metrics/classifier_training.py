@@ -32,7 +32,7 @@ from jaxunet.metrics.classifier_recipe import Recipe, one_cycle
 from jaxunet.metrics.labelled_images import Images
 from jaxunet.runtime.errors import UserError
 
-STATISTICS_DECAY = 0.9  # per step, of the running mean and variance
+STATISTICS_DECAY = 0.9  # decay of the running mean and variance in a step
 EVALUATION_BATCH = 1000  # images per call
 Say = Callable[[str], None]
 
@@ -41,12 +41,12 @@ class Trained(NamedTuple):
     """A trained classifier.
 
     Fields:
-      params: as they come back from a file (`rounded`).
+      params: parameters with the precision of a file (`rounded`).
       statistics: running statistics of the batch normalization.
       feature_scale: factors that bring each stage's features to a mean variance of 1.
-      accuracy: on the test images, 0 to 1.
+      accuracy: accuracy on the test images, 0 to 1.
       mirrored_accuracy: the same with the scores of each image and its mirror image added; NaN if
-        training mirrored none.
+        training did not mirror images.
       epochs: passes over the training images.
       seconds: training time without compilation.
     """
@@ -154,7 +154,7 @@ def _means(metrics: Metrics) -> tuple[float, float]:
 
 
 def fitting(seconds: float, epoch: Callable[[], object]) -> int:
-    """Returns how many epochs fit in this time, at least 1.
+    """Returns the number of epochs that fit in this time, at least 1.
 
     Times epochs for half a second, or for a tenth of `seconds` if that is less. The first epoch is
     slower than the others; it counts only if it alone takes a tenth of `seconds`.
@@ -212,7 +212,7 @@ def _make_step(
     size: int,
     steps: int,
 ) -> Step:
-    """Returns (state, all images, all labels, step number, epochs) -> (state, metrics).
+    """Returns a function (state, all images, all labels, step number, epochs) -> (state, metrics).
 
     Args:
       size: images per step.
@@ -259,7 +259,7 @@ def _make_step(
 
 
 def _compile_epoch(step: Step, steps: int, data: tuple[_State, Array, Array]) -> Epoch:
-    """Returns (state, epoch number, epochs) -> (state, metrics of each step)."""
+    """Returns a function (state, epoch number, epochs) -> (state, metrics of each step)."""
     state, images, labels = data
     zero = jnp.int32(0)
     if jax.default_backend() == 'cpu':
@@ -305,7 +305,7 @@ def _evaluate(
 
     parts = []
     for batch in _parts(images, EVALUATION_BATCH):
-        # Pad the last batch, so that it does not compile another shape.
+        # Pad the last batch, because another shape would need another compilation.
         missing = min(EVALUATION_BATCH, len(images)) - len(batch)
         full = np.concatenate([batch, np.zeros((missing, *batch.shape[1:]), np.uint8)])
         scores, features = run(state.params, state.statistics, full)

@@ -1,19 +1,19 @@
-"""Tells samples that repeat a training image from samples that are new.
+"""Finds samples that repeat a training image.
 
 A sample x is a copy of its nearest training image y if
 
     ratio(x) = d(x, y) / s(y) < 1/3,
 
 where s(y) is the distance from y to its third nearest other training image: x lies far nearer to y
-than training images lie to each other. This is the ratio test of Yoon et al. 2023, "Diffusion
+than training images lie to each other. This follows the ratio test of Yoon et al. 2023, "Diffusion
 Probabilistic Models Generalize when They Fail to Memorize", with their threshold; Gu et al. 2023
-(arXiv 2310.02664) count the same way. They divide by the distance from x to its second nearest
-training image, which is small where the set holds y twice, so that such copies are missed. s(y)
-misses them only where it holds y four times.
+(arXiv 2310.02664) count in the same way. Both divide by the distance from x to its second nearest
+training image instead. If the set holds y twice, that distance is small, and copies of y are
+missed. With s(y), copies of y are missed only if the set holds y four times.
 
-The test needs no choice of scale, as s(y) is in the units of d. It is calibrated on the training
-images themselves: `Copies.baseline` is the share of them that the same test finds to be copies of
-the others. It is 0 unless the set repeats images.
+The test needs no choice of scale, because s(y) has the units of d. `Copies.baseline` calibrates it:
+it is the share of training images that the same test finds to be copies of other training images.
+It is 0 unless the set repeats images.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxunet.runtime.errors import UserError
 
 THRESHOLD = 1 / 3
 NEIGHBOUR = 3  # s(y) is the distance to this neighbour
-CHUNK_BYTES = 2**29  # bytes of training images, in float32, on the device at a time
+CHUNK_BYTES = 2**29  # bytes of training vectors, in float32, on the device at a time
 
 # float32 features, or uint8 pixels, which are divided by 255.
 Vectors = Real[np.ndarray, 'n d']
@@ -45,9 +45,9 @@ class Neighbours(NamedTuple):
     """The nearest training images of some vectors, ascending by distance.
 
     Fields:
-      image: their numbers.
-      distance: Euclidean.
-      mirrored: the image is nearer when one of the two is mirrored.
+      image: indices of the training images.
+      distance: Euclidean distances.
+      mirrored: True if the image is nearer when one of the two is mirrored.
     """
 
     image: Int[np.ndarray, 'n k']
@@ -131,7 +131,7 @@ def nearest(
 
 @dataclass(frozen=True)
 class _Search:
-    """Looks for neighbours among training images; fields as the arguments of `nearest`."""
+    """Searches for neighbours among training images; fields are the arguments of `nearest`."""
 
     training: Training
     mirror: Mirror | None
@@ -163,7 +163,7 @@ class _Search:
 
         Args:
           found: the neighbours of x, y first.
-          query: the number of x where it is a training image itself, which s(y) leaves out; else
+          query: index of x if it is itself a training image, which s(y) then leaves out; otherwise
             −1.
         """
         image, distance = found.image[:, 0], found.distance[:, 0]
@@ -174,10 +174,10 @@ class _Search:
         return np.where(distance == 0, 0.0, distance / np.maximum(spacing, np.finfo(float).tiny))
 
     def _candidates(self, queries: Vectors, k: int) -> Int[np.ndarray, 'n candidates']:
-        """Returns the numbers of the k nearest training images by float32 distances."""
+        """Returns the indices of the k nearest training images by float32 distances."""
         training = self.training
         rows = max(CHUNK_BYTES // (4 * training.shape[1]), k)
-        # Products of centred vectors lose less to rounding.
+        # Products of centred vectors have smaller rounding errors.
         centre = np.float32(127.5) if training.dtype == np.uint8 else training.mean(axis=0)
         floats = queries - centre
         best, numbers = [], []
@@ -213,7 +213,7 @@ def _distances(
 
 @functools.cache
 def _far(k: int) -> Callable[[int], tuple[Array, Array]]:
-    """Initial state of `_keep`: k neighbours. Cached, so that each k compiles once."""
+    """Returns a function rows -> initial state of `_keep`; cached, so that each k compiles once."""
 
     def initial(rows: int) -> tuple[Array, Array]:
         return jnp.full((rows, k), jnp.inf, jnp.float32), jnp.zeros((rows, k), jnp.int32)
@@ -222,7 +222,7 @@ def _far(k: int) -> Callable[[int], tuple[Array, Array]]:
 
 
 def _keep(state: tuple[Array, Array], pairs: Pairs) -> tuple[Array, Array]:
-    """Keeps the k smallest squared distances, ascending, and the numbers of their columns."""
+    """Keeps the k smallest squared distances, ascending, and the indices of their columns."""
     squared = jnp.where(pairs.exist, pairs.squared_distances, jnp.inf)
     best, index = state
     best, place = lax.top_k(-jnp.concatenate([best, squared], axis=1), best.shape[1])

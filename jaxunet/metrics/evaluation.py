@@ -1,4 +1,4 @@
-"""Computes the requested metrics from two sides; every result carries its protocol."""
+"""Computes the requested metrics from two sides; every result states its protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Result:
     Fields:
       label: the metric's name, with the features unless they are Inception's.
       std: standard deviation over subsets or parts, where the metric has one.
-      protocol: images, features and settings behind the number.
+      protocol: images, features and settings that produced the number.
     """
 
     label: str
@@ -57,7 +57,7 @@ def check_metrics(
       option: the option that gave the list, for messages.
 
     Raises:
-      UserError: no metrics, an unknown one, one given twice, or one that needs other features.
+      UserError: there are no metrics, or one is unknown, given twice, or needs other features.
     """
     if not metrics:
         raise UserError(f'{option}: expected some of {", ".join(METRICS)}, found none')
@@ -115,7 +115,7 @@ def result_label(metric: str, network: FeatureNetwork) -> str:
 def protocol_of(
     network: FeatureNetwork, samples: Side, reference: Side | None, seed: int
 ) -> Protocol:
-    """Returns what a result states about the images, the features and the seed behind it."""
+    """Returns what a result states about its images, features and seed."""
     protocol: Protocol = {
         'samples': samples.name,
         'num_samples': samples.count or 'unknown',

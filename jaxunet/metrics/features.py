@@ -30,7 +30,7 @@ from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.untrusted import shown
 
 TENSORFLOW = 'inception_tensorflow'
-INCEPTION = ('inception', TENSORFLOW)  # names that are no files
+INCEPTION = ('inception', TENSORFLOW)  # values of --features that are not files
 CLASSIFIER = 'classifier'
 KIND = 'jaxunet_features'  # array that names the entry of READERS for its file
 
@@ -48,8 +48,8 @@ class FeatureNetwork:
       resize: how images are resized before the network, for reports.
       classify: features -> class scores (n, classes); None if the network has no class scores.
       size: the one (height, width) that it accepts; None = any size, which it resizes.
-      extract_both: as `extract`, with the spatial features of sFID after the others; None if the
-        network has none.
+      extract_both: like `extract`, with the spatial features of sFID appended to each vector; None
+        if the network has none.
       spatial_dimension: number of the spatial features.
       as_tensorflow: images are prepared as ADM's evaluator does.
     """
@@ -71,7 +71,7 @@ class FeatureNetwork:
         """Checks that the network accepts images of this (height, width).
 
         Raises:
-          UserError: it does not.
+          UserError: it accepts only another size.
         """
         if self.size and found != self.size:
             raise UserError(
@@ -91,7 +91,7 @@ def load_features(features: str) -> FeatureNetwork:
         `jaxunet_features` names another kind in `READERS`.
 
     Raises:
-      UserError: no such file, no network connection, a file of another kind, or a damaged one.
+      UserError: there is no such file, it is damaged or of another kind, or the download failed.
     """
     path = find_or_download(features) if features in INCEPTION else Path(features).expanduser()
     if not path.is_file():
@@ -235,7 +235,7 @@ def batches(
             count = len(images)
             full = images
             if count < batch_size < len(rows):
-                # Pad the last batch, so that it does not compile another shape.
+                # Pad the last batch, because another shape would need another compilation.
                 full = np.concatenate(
                     [images, np.zeros((batch_size - count, *images.shape[1:]), np.uint8)]
                 )

@@ -24,7 +24,7 @@ from jaxunet.runtime.whole_files import written
 
 POOLED = ('mu', 'sigma')
 SPATIAL = ('mu_s', 'sigma_s')
-IMAGES = ('images', 'arr_0')  # names that images may have beside statistics
+IMAGES = ('images', 'arr_0')  # names of arrays of images in a file of statistics
 PROTOCOL = 'jaxunet_protocol'  # our extra entry: the origin of the numbers, as JSON
 LARGEST = 1e100  # largest number accepted from a file; products must not overflow
 
@@ -93,8 +93,8 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
 
     With Σ = F Fᵀ from a symmetric eigendecomposition, tr((Σa Σb)^½) = tr((Σa^½ Σb Σa^½)^½) is the
     sum of the singular values of Faᵀ Fb. No complex numbers arise, and singular covariances need
-    no offset. Rounding errors keep their size; through the eigenvalues of the product, their square
-    root would enter.
+    no offset. Rounding errors enter the result directly; with the eigenvalues of Σa Σb, the square
+    roots of these errors would.
 
     Raises:
       UserError: statistics of different dimensions.
@@ -124,7 +124,7 @@ def save_statistics(
     """Writes an `.npz` that pytorch-fid can read, whole or not at all.
 
     Args:
-      spatial: those of spatial features, as ADM's files have them beside the others.
+      spatial: statistics of the spatial features, which ADM's files have, too.
 
     Raises:
       UserError: the file cannot be written.
@@ -167,7 +167,7 @@ def load_statistics(path: Path, names: tuple[str, str] = POOLED) -> Statistics:
       names: of the mean and the covariance in the file.
 
     Raises:
-      UserError: arrays that are missing, of wrong shapes or not finite, or a sigma that is not a
+      UserError: an array is missing, has a wrong shape or is not finite, or sigma is not a
         covariance.
     """
     arrays = read_arrays(path, (*names, PROTOCOL))

@@ -29,7 +29,7 @@ SPATIAL_CHANNELS = 7
 SPATIAL_DIMENSION = 17 * 17 * SPATIAL_CHANNELS
 EPSILON = 1e-3  # added to batch normalization's variance
 BATCH_NORM = ('weight', 'bias', 'running_mean', 'running_var')
-# TF32 products would change the features by 1e-3.
+# Full float32 products: TF32 would change the features by 1e-3.
 PRECISION = lax.Precision.HIGHEST
 
 Parameters = dict[str, Array]
@@ -90,8 +90,8 @@ def prepare_as_tensorflow(
 ) -> Float[Array, 'images 299 299 3']:
     """Resizes pixels to 299×299 and scales them to (p − 128)/128, as TensorFlow's graph does.
 
-    Output pixel i lies at i · n/299 of the n input pixels, without the half pixel of `prepare`: the
-    `ResizeBilinear` of TensorFlow 1, which the evaluator of ADM runs.
+    Output pixel i lies at i · n/299 of the n input pixels, without the half-pixel centres of
+    `prepare`. This is `ResizeBilinear` of TensorFlow 1, which ADM's evaluator runs.
     """
     x = images.astype(jnp.float32)
     rows, columns = (_interpolation(n) for n in x.shape[1:3])
@@ -100,7 +100,7 @@ def prepare_as_tensorflow(
 
 
 def _interpolation(n: int) -> Float[np.ndarray, '299 n']:
-    """Returns the weights of n pixels in each of 299, as `prepare_as_tensorflow` resizes."""
+    """Returns the weight of each of n input pixels in each of the 299 output pixels."""
     place = np.arange(SIDE) * (n / SIDE)
     low = np.floor(place).astype(int)
     share = place - low
@@ -188,7 +188,7 @@ def _average_pool(x: Array) -> Array:
 
 
 class _Blocks:
-    """The blocks of Inception-v3, on any implementation of one convolution layer.
+    """The blocks of Inception-v3, for any implementation of its convolution layer.
 
     Args:
       layer: computes one convolution with its batch normalization and ReLU.
@@ -226,7 +226,7 @@ class _Blocks:
         return y
 
     def a(self, name: str, x: Array, pooled: int) -> Array:
-        """Branches 1×1, 5×5, double 3×3 and average pool, with `pooled` channels of the pool."""
+        """Branches 1×1, 5×5, double 3×3 and average pool; the pool's has `pooled` channels."""
         chain = self.chain
         three = ('branch3x3dbl_1', 64, 1), ('branch3x3dbl_2', 96, 3), ('branch3x3dbl_3', 96, 3)
         return self.joined(

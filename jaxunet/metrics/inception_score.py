@@ -20,7 +20,7 @@ def inception_score(
 
     Args:
       splits: number of parts.
-      seed: for the random order in which images are dealt into parts.
+      seed: seed of the random assignment of images to parts.
 
     Raises:
       UserError: fewer images than parts.

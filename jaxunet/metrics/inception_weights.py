@@ -20,9 +20,9 @@ from jaxunet.weights.torch_file import TorchFile
 
 FILE = 'pt_inception-2015-12-05-6726825d.pth'
 URL = f'https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE}'
-# Digest of the published file; the file's name has the first eight digits. torch-fidelity's release
-# v0.2.0 has the same file (95,628,359 bytes, the same digits in its name); others print its whole
-# digest.
+# SHA-256 of the published file; the file's name has the first eight digits. torch-fidelity's
+# release v0.2.0 has the same file (95,628,359 bytes, the same digits in its name), and other
+# programs print its whole digest.
 SHA256 = '6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2'
 SUFFIXES = ('.pth', '.pt', '.npz', '.safetensors')
 MAX_BYTES = 2**29  # far above the published file's 96 MB
@@ -37,8 +37,8 @@ def read_parameters(path: Path) -> Parameters:
         .safetensors.
 
     Raises:
-      UserError: another kind of file, a damaged one, or weights of another network; the message
-        names the tensor.
+      UserError: the file is damaged or of another kind, or has the weights of another network; the
+        message names the tensor.
     """
     return from_state(_read_state(path), str(path))
 
@@ -48,10 +48,10 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
 
     Args:
       state: tensors by torch's names, in torch's layouts.
-      name: begins every message.
+      name: name of the file; error messages begin with it.
 
     Raises:
-      UserError: tensors that are missing, unknown, of wrong shapes or not finite, or negative
+      UserError: a tensor is missing, unknown, of a wrong shape or not finite, or has negative
         variances.
     """
     shapes = torch_shapes()
@@ -87,8 +87,8 @@ def find_or_download(features: str = 'inception') -> Path:
     """Returns the published weights in the cache folder, downloading them if they are not there.
 
     Args:
-      features: the name of the features, for messages. The path of a file stands for `inception`
-        alone.
+      features: `inception` or `inception_tensorflow`. For `inception`, messages can advise giving
+        the path of a file instead.
 
     Raises:
       UserError: no connection, no disk space, or a wrong checksum.

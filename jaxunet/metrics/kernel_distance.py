@@ -55,7 +55,7 @@ def kernel_distance(
       block: see `fold_pairs`.
 
     Raises:
-      UserError: fewer than two images, or sizes out of range.
+      UserError: a side has fewer than two images, or `subsets` or `subset_size` is out of range.
     """
     if min(len(a), len(b)) < 2:
         raise UserError(
@@ -102,7 +102,7 @@ def _zeros(rows: int) -> Array:
 
 
 def _kernel(products: Array) -> Array:
-    """Returns (p + 1)³ − 1; the constant cancels in MMD², and leaving it out rounds less."""
+    """Returns (p + 1)³ − 1; without the constant, which cancels in MMD², rounding is smaller."""
     return products * (products * (products + 3) + 3)
 
 

@@ -43,10 +43,10 @@ class Terms:
 
     Fields:
       prior: L_T of each image, in bits per dimension.
-      bound: L_t of each image and visited timestep, in bits per dimension; the first is the
-        decoder's.
-      x0_error: mean squared error of the predicted x_0.
-      noise_error: mean squared error of the noise that this x_0 means.
+      bound: L_t of each image and visited timestep, in bits per dimension; the first timestep's is
+        the decoder's term.
+      x0_error: mean squared error of the predicted x_0, for each term of `bound`.
+      noise_error: mean squared error of the noise that follows from this x_0.
     """
 
     prior: Float64[np.ndarray, ' images']
@@ -67,17 +67,18 @@ class Likelihood:
 
     Args:
       config: the model, its diffusion process, backend and precision.
-      timesteps: those to visit, ascending.
-      variance: of the model: learned, fixed_small or fixed_large.
+      timesteps: the timesteps to visit, ascending.
+      variance: the model's variance: learned, fixed_small or fixed_large.
       clip: clip the predicted x_0 to [−1, 1].
-      batch_size: images at a time, over all devices; rounded up to a multiple of their number.
+      batch_size: images at a time, over all devices; rounded up to a multiple of the number of
+        devices.
       devices: local devices that share each batch.
 
     Attributes:
-      timesteps: those visited.
+      timesteps: the timesteps to visit, ascending.
 
     Raises:
-      UserError: the model's objective has no such bound.
+      UserError: the bound is not defined for the model.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Likelihood:
         self._prior = jax.jit(lambda x0: prior_bound(self._diffusion, x0))
 
     def _make_step(self) -> Callable[..., tuple[Array, Array, Array]]:
-        """Returns the function that computes one term of a batch, and both errors."""
+        """Returns the function that computes one term for a batch, and both errors."""
         config, diffusion = self._config, self._diffusion
         model = build_unet(config, load_ops(config.backend, config.precision))
 
@@ -160,9 +161,9 @@ class Likelihood:
 
         Args:
           params: from `put`.
-          rows: places of the images in the source.
-          seed: of the noise.
-          progress: called with the number of images after each batch.
+          rows: indices of the images in the source.
+          seed: seed of the noise.
+          progress: called after each batch with its number of images.
         """
         parts = []
         for first in range(0, len(rows), self._batch_size):
@@ -196,7 +197,7 @@ def check_has_bound(config: Config) -> None:
     """Checks that the variational bound is defined for a model.
 
     Raises:
-      UserError: it is not.
+      UserError: the model is for super-resolution, or has continuous noise levels.
     """
     objective = config.diffusion.objective
     if config.model.low_res_size:

@@ -47,9 +47,9 @@ class Comparison:
 
     Fields:
       samples, training: the images.
-      numbers: places of `samples` in their file or folder.
-      pixels: the test on pixels, where a copy may be mirrored.
-      features: the test on features.
+      numbers: indices of `samples` in their file or folder.
+      pixels: result of the test on pixels; a copy may be mirrored.
+      features: result of the test on features.
       results: the shares of copies by pixels, by features and by either.
     """
 
@@ -66,10 +66,10 @@ class Comparison:
         return self.pixels.found | self.features.found
 
     def picture(self) -> UInt8[np.ndarray, 'height width 3']:
-        """Returns the `SHOWN` samples most alike to a training image, the most alike first.
+        """Returns the `SHOWN` samples most similar to a training image, the most similar first.
 
-        Below each row of samples come their nearest training images by pixels, mirrored where that
-        is nearer, and below these the nearest by features.
+        Below each row of samples come their nearest training images by pixels (mirrored if that is
+        nearer), and below these their nearest by features.
         """
         order = np.argsort(np.minimum(self.pixels.ratio, self.features.ratio), kind='stable')
         by_pixels = self.training[self.pixels.nearest.image[:, 0]]
@@ -87,7 +87,7 @@ class Comparison:
         return grid(np.concatenate(rows), columns)
 
     def rows(self) -> list[dict[str, object]]:
-        """Returns a line per sample for the table, by `TABLE_COLUMNS`.
+        """Returns a row of the table for each sample, with the keys `TABLE_COLUMNS`.
 
         `pixel_distance` is the root mean square difference of pixel values between 0 and 1.
         """
@@ -125,7 +125,7 @@ def compare(
 
     Args:
       samples_path, training_path: images; see `jaxunet.metrics.image_sets.open_images`.
-      network: the features.
+      network: the network whose features are compared.
       grid_size: (height, width) of the images in a .png grid; default: the training images'.
       count, seed, batch_size: see `jaxunet.metrics.sides.image_side`.
 

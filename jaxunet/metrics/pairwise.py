@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 BLOCK = 2048  # rows and columns per block
-# Timing the candidates of a product takes XLA seconds for each size of the sets, on a GPU; the
-# product that it takes without runs for milliseconds.
+# No autotuning: on a GPU, XLA would time candidates for seconds at each size of the sets, and the
+# product that it takes without timing runs for milliseconds.
 UNTIMED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 
 # The results of a block of rows so far: an array with an axis of rows in front, or a tuple of them.
@@ -30,7 +30,7 @@ class Pairs(NamedTuple):
     Fields:
       products: inner products.
       row_norms, column_norms: squared norms.
-      row_numbers, column_numbers: places in their sets; −1 for padding.
+      row_numbers, column_numbers: indices in their sets; −1 for padding.
       extra: one number per column, from the caller.
     """
 
@@ -43,12 +43,12 @@ class Pairs(NamedTuple):
 
     @property
     def exist(self) -> Bool[Array, '1 columns']:
-        """True for the columns that are no padding."""
+        """True for columns that are not padding."""
         return (self.column_numbers >= 0)[None]
 
     @property
     def others(self) -> Bool[Array, 'rows columns']:
-        """True for the existing columns of another number than the row's."""
+        """True for columns that are not padding and whose index differs from the row's."""
         return self.exist & (self.row_numbers[:, None] != self.column_numbers[None])
 
     @property
@@ -74,8 +74,8 @@ def fold_pairs(
     The last blocks are padded; `fold` must ignore the columns that do not `exist`.
 
     Args:
-      fold: updates the state of a block of rows with a block of columns; a module-level pure
-        function, because it is a static argument of a compiled one.
+      fold: updates the state of a block of rows with a block of columns. It must be a pure function
+        at module level, because it is a static argument of a compiled function.
       initial: number of rows -> their initial state; hashable, for the same reason.
       extra: one number per column, for `fold`.
       block: rows and columns per block; affects rounding only.

@@ -90,7 +90,7 @@ def _squared(pairs: Pairs) -> Array:
 
 @functools.cache
 def _far(k: int) -> Callable[[int], Array]:
-    """Initial state of `_nearest`: k distances. Cached, so that each k compiles once."""
+    """Returns a function rows -> initial state of `_nearest`; cached: each k compiles once."""
     return lambda rows: jnp.full((rows, k), jnp.inf, jnp.float32)
 
 
@@ -105,5 +105,5 @@ def _nowhere(rows: int) -> Array:
 
 
 def _inside(state: Array, pairs: Pairs) -> Array:
-    """Notes the rows inside the ball around a column, whose squared radius is `Pairs.extra`."""
+    """Marks the rows inside the ball around a column, whose squared radius is `Pairs.extra`."""
     return state | ((_squared(pairs) <= pairs.extra[None]) & pairs.exist).any(1)

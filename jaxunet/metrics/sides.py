@@ -1,4 +1,4 @@
-"""Turns images, or a file of statistics, into one side of a comparison: its features, once."""
+"""Turns images or a file of statistics into one side of a comparison; computes features once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxunet.metrics.table import Need, Side, needing
 from jaxunet.runtime.errors import UserError
 
 MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
-# Needs of metrics that a file can meet, with the names of its arrays.
+# Needs of metrics that a file of statistics can meet, with the names of its arrays.
 ARRAYS: dict[Need, tuple[str, str]] = {'statistics': POOLED, 'spatial': SPATIAL}
 
 
@@ -39,8 +39,7 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
       flag: the option that named the file, for messages.
 
     Raises:
-      UserError: a metric that needs images is requested, or the statistics are missing or of other
-        features.
+      UserError: a metric needs images, or the statistics are missing or come from other features.
     """
     if others := needing('features', metrics):
         raise UserError(
@@ -69,10 +68,11 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
 def file_statistics(
     path: str, metrics: Collection[str], network: FeatureNetwork, flag: str
 ) -> dict[Need, Statistics]:
-    """Reads what the metrics need and the file has of statistics, by the need that each meets.
+    """Reads the statistics of a file that the metrics need; returns them by the need they meet.
 
     Raises:
-      UserError: statistics of other features, or of another length than the network's.
+      UserError: the statistics come from other features, or have another length than the network's
+        features.
     """
     file = Path(path).expanduser()
     found: dict[Need, Statistics] = {}
@@ -106,9 +106,10 @@ def file_statistics(
 def beside_images(
     path: str, metrics: Collection[str], network: FeatureNetwork, flag: str, count: int | None
 ) -> dict[Need, Statistics]:
-    """Returns the statistics that a file with images gives to the metrics; see `file_statistics`.
+    """Returns the statistics that a file holds beside images, for the metrics that need them.
 
-    They are those of Inception on all images. Logs what is used.
+    They are used only if all images are asked for, with Inception's features; otherwise the result
+    is {}. Logs what each metric uses.
 
     Args:
       count: number of images asked for; None = all.
@@ -132,10 +133,10 @@ def beside_images(
 
 
 class OpenedSide(NamedTuple):
-    """A side whose images or statistics are there.
+    """A side whose images or statistics have been found.
 
     Fields:
-      compute: returns the side; runs the network on images.
+      compute: computes and returns the side; for images, it runs the network.
       size: (height, width) of the images; None for statistics.
     """
 
@@ -155,9 +156,9 @@ def open_side(
     seed: int = 0,
     batch_size: int,
 ) -> Iterator[OpenedSide]:
-    """Opens a side at once, but computes its features only when asked.
+    """Opens a side now; its features are computed only when `OpenedSide.compute` is called.
 
-    A wrong path fails here, before the features of another side take their time.
+    So a wrong path fails before the features of the other side are computed.
 
     Args:
       path: images (see `open_images`), an .npz of statistics, or an .npz with both, whose
@@ -166,7 +167,7 @@ def open_side(
       grid_size, count, seed, batch_size: see `open_images` and `image_side`.
 
     Raises:
-      UserError: what `open_images`, `statistics_side` and `image_side` raise.
+      UserError: see `open_images`, `statistics_side` and `image_side`.
     """
     file = Path(path).expanduser()
     if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
@@ -237,8 +238,8 @@ class _Extracted(NamedTuple):
     """The features of a side's images.
 
     Fields:
-      features: of each image, float32; None if they were not kept.
-      moments: of the features, by the need that they meet.
+      features: features of each image, float32; None if they were not kept.
+      moments: mean and covariance of the features, by the need that they meet.
     """
 
     features: Float[np.ndarray, 'n d'] | None
@@ -259,7 +260,7 @@ def _extract(
 
     Args:
       fit: the moments to compute.
-      keep: keep the features, too.
+      keep: True to keep the features, too.
 
     Raises:
       UserError: corrupt images, features that are not finite, or too many to keep.
@@ -303,7 +304,7 @@ def _warn_of_few(name: str, count: int, length: int) -> None:
 
 
 def check_count(count: int | None, source: Source, name: str) -> None:
-    """Checks that a source has `count` images to draw.
+    """Checks that a source has at least `count` images.
 
     Raises:
       UserError: it has fewer.
@@ -313,7 +314,7 @@ def check_count(count: int | None, source: Source, name: str) -> None:
 
 
 def drawn_rows(total: int, count: int | None, seed: int) -> Int[np.ndarray, ' rows']:
-    """Returns `count` of the numbers below `total`, ascending, drawn by `seed`; None = all."""
+    """Returns `count` random indices below `total`, ascending, drawn by `seed`; all if None."""
     if count is None or count >= total:
         return np.arange(total)
     return np.sort(np.random.default_rng(seed).choice(total, count, replace=False))

@@ -47,7 +47,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything a metric may use. `reference` is None if no requested metric needs one."""
+    """The inputs of all metrics. `reference` is None if no requested metric needs one."""
 
     network: FeatureNetwork
     samples: Side
@@ -69,10 +69,10 @@ class Inputs:
         return self.samples.features, self.reference.features
 
     def frechet_distance(self, need: Literal['statistics', 'spatial']) -> Value:
-        """Returns the Fréchet distance of statistics, and where those from files came from.
+        """Returns the Fréchet distance, and as its settings the files that statistics come from.
 
-        A file's statistics may be of other images than those beside them: ADM's reference batches
-        hold the statistics of whole data sets and some of their images.
+        Statistics in a file may come from other images than those in the file: ADM's reference
+        batches hold the statistics of whole data sets, and only some of the images.
         """
         found: list[Statistics] = []
         settings: Protocol = {}
@@ -105,7 +105,7 @@ class Metric:
       needs_reference: compares the samples with real images.
       needs_inception: defined by Inception's layers, so no other feature network will do.
       general_label: name of its results with features other than Inception's; '' = the same name.
-      least_samples: it is not defined for fewer samples.
+      least_samples: smallest number of samples for which it is defined.
     """
 
     compute: Callable[[Inputs], Value]
@@ -194,5 +194,5 @@ def needing(need: Need, metrics: Iterable[str]) -> list[str]:
 
 
 def general_label(metric: str) -> str:
-    """Returns a metric's name with features other than Inception's, which give no FID or KID."""
+    """Returns a metric's name with features other than Inception's (FID and KID need Inception)."""
     return TABLE[metric].general_label or metric if metric in TABLE else metric

@@ -1,8 +1,8 @@
 """Reads state dicts that `torch.save` wrote before PyTorch 1.6, without torch or executing code.
 
 The file is a sequence of pickles: a magic number, the protocol, the machine's byte order and sizes,
-the state dict (tensors refer to storages by key), and the list of keys. Then, for each key in that
-order, follow an int64 count and the numbers. pytorch-fid's published weights are such a file.
+the state dict (tensors refer to storages by key), and the list of keys. For each key, in this
+order, an int64 count and the numbers follow. pytorch-fid's published weights are such a file.
 Source: PyTorch, `torch/serialization.py`, `_legacy_save`.
 """
 
@@ -31,7 +31,7 @@ def read_legacy(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
       file: the open file, read from its start.
 
     Raises:
-      UserError: another kind of file, a damaged one, or one that holds more than tensors.
+      UserError: the file is damaged, of another kind, or holds more than tensors.
     """
     size = file.seek(0, 2)
     file.seek(0)
@@ -58,7 +58,7 @@ def read_legacy(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
         )
     file.seek(head.tell())
     numbers = {key: _read_storage(path, file, storages[key], size) for key in keys}
-    with np.errstate(over='ignore', invalid='ignore'):  # the reader of the weights refuses them
+    with np.errstate(over='ignore', invalid='ignore'):  # `from_state` refuses infinities and NaN
         return {
             name: np.ascontiguousarray(view.of(numbers[view.storage.key]), np.float32)
             for name, view in views.items()
@@ -66,10 +66,10 @@ def read_legacy(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
 
 
 def _check_head(path: str, magic: object, protocol: object, machine: object) -> None:
-    """Checks the first three pickles: this format, of a little-endian machine.
+    """Checks by the first three pickles that a little-endian machine wrote this format.
 
     Raises:
-      UserError: another format or machine.
+      UserError: the file has another format or byte order.
     """
     if magic != MAGIC or protocol != PROTOCOL or not isinstance(machine, dict):
         raise UserError(
@@ -87,10 +87,10 @@ def _read_storage(path: str, file: BinaryIO, storage: Storage, size: int) -> np.
     """Reads the numbers of the next storage, in its own type.
 
     Args:
-      size: of the file, in bytes.
+      size: size of the file in bytes.
 
     Raises:
-      UserError: another count than the tensors have, or bfloat16.
+      UserError: the count differs from that of the tensors, or the numbers are bfloat16.
     """
     count = int.from_bytes(file.read(8), 'little')
     if count != storage.size or file.tell() + storage.bytes > size:
@@ -110,7 +110,7 @@ class _Legacy(TorchPickle):
     def persistent(self, reference: object) -> Storage:
         """Drops the sixth part of a storage reference, which must be None.
 
-        It named a view of another storage; torch has not written one since 0.4.
+        In files of torch before 0.4 it may name a view of another storage.
         """
         if type(reference) is not tuple or len(reference) != 6 or reference[5] is not None:
             raise Refused('expected a reference to a storage that is not a view of another')

@@ -26,7 +26,7 @@ from jaxunet.weights.torch_pickle import (
 )
 
 MAX_DEPTH = 32  # nesting of modules
-MAX_ATTRIBUTES = 2**17  # in all modules; one that several modules share counts again
+MAX_ATTRIBUTES = 2**17  # in all modules; a shared module counts each time
 ADVICE = (
     'it was not written by torch.jit.save, or is damaged; '
     "give a state dict or an .npz of pytorch-fid's tensors"
@@ -34,7 +34,7 @@ ADVICE = (
 
 
 class _Named(str):
-    """A class of the archive, or a function that builds a typed list: only its name is kept."""
+    """Name of a class of the archive, or of a function that builds a typed list."""
 
 
 class _Module(dict[str, object]):
@@ -42,7 +42,7 @@ class _Module(dict[str, object]):
 
 
 def is_torch_script(file: BinaryIO) -> bool:
-    """Returns True if a file is an archive of torch.jit.save; leaves it at its start."""
+    """Returns True if a file is an archive of torch.jit.save; leaves its position at the start."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = {name.partition('/')[2] for name in archive.namelist()}
@@ -62,7 +62,7 @@ def read_torch_script(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
       path: the file's name, for messages.
 
     Raises:
-      UserError: another kind of file, a damaged one, or one with data that a module does not need.
+      UserError: the file is damaged, of another kind, or has data that a module does not need.
     """
 
     def damaged(error: object) -> UserError:
@@ -116,7 +116,7 @@ def _tensor(
             f'{path}: entry data/{view.storage.key}: expected {wanted:,} bytes of plain numbers, '
             f'found {len(data):,} of {kind}'
         )
-    with np.errstate(over='ignore', invalid='ignore'):  # the reader of the weights refuses them
+    with np.errstate(over='ignore', invalid='ignore'):  # `from_state` refuses infinities and NaN
         return np.ascontiguousarray(view.of(np.frombuffer(data, order + kind)), np.float32)
 
 
@@ -131,7 +131,8 @@ def _collect(
     """Adds the tensors of a module and of those in it to `views`.
 
     Args:
-      left: attributes that may still be visited, as modules can share modules without end.
+      left: one number, the attributes that may still be visited; it bounds the work, because
+        modules can share modules without end.
     """
     if depth == 0:
         raise UserError(f'{path}: {shown(prefix)}: modules more than {MAX_DEPTH} deep; {ADVICE}')
@@ -167,7 +168,7 @@ class _Script(TorchPickle):
         super().__init__('a module', ADVICE)
 
     def find(self, module: str, name: str) -> object:
-        """Returns a class of the archive, or what `TorchPickle` knows."""
+        """Returns a class of the archive, or what `TorchPickle` returns for the name."""
         if module.startswith('__torch__') or module == 'torch.jit._pickle':
             return _Named(name)
         return super().find(module, name)

@@ -1,11 +1,11 @@
-"""Trains a small classifier of the reference's classes, a feature network in place of Inception.
+"""Trains a small classifier on images with classes, as a feature network in place of Inception.
 
     python -m jaxunet.metrics.train_features --reference cifar10: --test cifar10_test: \\
         --output features.npz
     python -m jaxunet.evaluate --samples samples/ --reference cifar10: --features features.npz
 
-CIFAR-10 takes a few minutes on one GPU. Results name the file of features; they are not FIDs, and
-only results of the same file can be compared.
+CIFAR-10 takes a few minutes on one GPU. Distances between these features are not FIDs. Results name
+the file of features, and only results of the same file can be compared.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _load() -> _Data:
 
 
 def _description(data: _Data, done: Trained, recipe: Recipe) -> dict[str, object]:
-    """Returns how the classifier was trained, for its file."""
+    """Returns a description of how the classifier was trained, for its file."""
     return {
         'reference': REFERENCE.value,
         'reference_sha256': fingerprint(data.reference),
