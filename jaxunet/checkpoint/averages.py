@@ -1,4 +1,4 @@
-"""Picks the weights of a checkpoint: a kept average, one of any width, or no average."""
+"""Picks the weights of a checkpoint: a stored average, one of any width, or no average."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Picked(NamedTuple):
     """The weights of a checkpoint, averaged or not.
 
     Fields:
-      note: names them for a reader.
+      note: describes these weights to a user.
     """
 
     params: Params
@@ -43,7 +43,7 @@ def pick_weights(restored: Restored, ema: str) -> Picked:
 def pick_several(restored: Restored, averages: Sequence[str]) -> list[Picked]:
     """Returns several sets of weights of a checkpoint.
 
-    The snapshots of its run give widths that the checkpoint lacks.
+    Widths that the checkpoint lacks are computed from the snapshots of its run.
 
     Args:
       averages: each is a rate of the run, a width, '' for the run's first rate, or 'none' for the
@@ -71,7 +71,7 @@ def width_of(config: Config, ema: str) -> float | None:
     """Returns the width that `ema` means, or None if it means 'none' or a rate of the run.
 
     Raises:
-      UserError: it is neither.
+      UserError: `ema` is none of these, or a width although the run has no `ema.widths`.
     """
     rates = [str(rate) for rate in config.ema.rates]
     number = _number(ema)
@@ -93,11 +93,11 @@ def width_of(config: Config, ema: str) -> float | None:
 def _weights_of_widths(restored: Restored, widths: Sequence[float]) -> dict[float, Picked]:
     """Returns the power-function averages of these widths at the checkpoint, by width.
 
-    A width of `ema.widths` is that of the checkpoint itself. Others are combined from it and from
-    the snapshots up to its step; see `jaxunet.checkpoint.power_average`.
+    The checkpoint itself has the averages of `ema.widths`. Other widths are combined from these and
+    from the snapshots up to its step; see `jaxunet.checkpoint.power_average`.
 
     Raises:
-      UserError: a snapshot is damaged, or they do not allow a width.
+      UserError: a snapshot is damaged, or the averages do not allow a width.
     """
     state, names = restored.state, restored.config.ema.width_names
     at_hand = {width: state.ema[name] for name, width in names.items()}
@@ -116,7 +116,8 @@ def _combined(
     """Returns averages that the checkpoint does not hold, by width.
 
     Args:
-      at_hand: the averages of the checkpoint by width, in float32.
+      at_hand: the averages that the checkpoint holds, by width, in float32.
+      widths: the widths to compute.
     """
     state = restored.state
     step, updates = int(state.step), int(state.step) - int(state.skipped)

@@ -16,8 +16,8 @@ class OtherVersionError(UserError):
     """A checkpoint of another version of the code, or of another network.
 
     Attributes:
-      certain: the part that does not fit has a valid checksum; otherwise the checkpoint may be
-        damaged.
+      certain: True if the part that does not fit has a valid checksum; otherwise the checkpoint may
+        simply be damaged.
     """
 
     def __init__(self, message: str, *, certain: bool) -> None:
@@ -41,7 +41,7 @@ def check_method_states(folder: pathlib.Path, config: Config, template: dict[str
     """Checks that the stored states of the weighting and the sampler have the expected leaves.
 
     Raises:
-      OtherVersionError: they do not.
+      OtherVersionError: a state has other leaves.
     """
     saved = ocp.PyTreeCheckpointHandler().metadata(folder / 'state').tree
     methods = {

@@ -13,13 +13,13 @@ from absl import logging
 from jaxunet.runtime.errors import UserError
 
 FOLDER = 'damaged'
-KEPT = 3  # entries of a kind; those moved earlier are deleted
+KEPT = 3  # entries of each kind; older ones are deleted
 
 
 def set_aside(workdir: pathlib.Path, entry: pathlib.Path) -> None:
     """Moves a file or folder of a run to `WORKDIR/damaged`, under a name that is free there.
 
-    The newest `KEPT` checkpoints stay there, and as many of every other file.
+    The newest `KEPT` checkpoints stay there, and the newest `KEPT` versions of every other file.
 
     Raises:
       UserError: it cannot be moved.

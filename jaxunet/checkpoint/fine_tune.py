@@ -2,7 +2,8 @@
 
 The networks may differ in classes, image size, image channels, the learned variance, and the layer
 of `data.augment=edm`. The layers that depend on these are initialized from `config.seed`, and
-everything else is kept. No weight depends on the image size. `fit` lists what happens to each.
+everything else is kept. No weight depends on the image size. The report of `fit` lists what happens
+to each layer that is not simply kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Fitted:
 
     Attributes:
       params: float32 numpy arrays.
-      complete: they are exactly those of the other model.
+      complete: True if they are exactly the weights of the other model.
       report: one line for each layer that is not simply kept, and for each change of meaning.
     """
 
@@ -46,6 +47,7 @@ class Side(NamedTuple):
     """A model whose weights are given, or a run that is to start from them.
 
     Fields:
+      config: its config.
       class_names: names of the labels 0, 1, ...; empty if they are not known.
     """
 
@@ -58,7 +60,9 @@ def fit(params: Params, there: Side, here: Side, source: str) -> Fitted:
 
     Args:
       params: the weights of `there`, float32 numpy arrays.
-      source: where they come from, for messages.
+      there: the model with these weights.
+      here: the run that starts from them.
+      source: path of the weights, for messages.
 
     Raises:
       UserError: the networks differ by more than the module's docstring says. The message lists
@@ -85,10 +89,10 @@ def fit(params: Params, there: Side, here: Side, source: str) -> Fitted:
 
 @dataclass
 class _Work:
-    """The leaves on their way from one network to the other.
+    """The leaves while they are changed from one network to the other.
 
     Attributes:
-      leaves: by path; those of `theirs` at first.
+      leaves: the leaves by path; at first, those of `theirs`.
       report: a line for each layer that is not simply kept.
       fresh_count: parameters initialized so far.
     """
@@ -113,7 +117,7 @@ class _Work:
             self.fresh_count += self.leaves[layer, leaf].size
 
     def convolutions(self) -> None:
-        """Handles another number of image channels, and the outputs of the learned variance."""
+        """Adapts the outer convolutions to the image channels and the learned variance."""
         there, here = self.theirs.model.image_channels, self.ours.model.image_channels
         if there != here:
             for layer, which in ((CONV_IN, 'first'), (CONV_OUT, 'last')):
@@ -141,7 +145,7 @@ class _Work:
         )
 
     def augmentation(self) -> None:
-        """Handles the layer of data.augment=edm, which only runs with it have."""
+        """Adds or leaves out the layer of data.augment=edm, which only such runs have."""
         had, has = AUGMENTATION_LAYER in self.leaves, self.ours.augmentation_inputs > 0
         if has and not had:
             self.leaves[AUGMENTATION_LAYER] = self.fresh(AUGMENTATION_LAYER)
@@ -154,10 +158,10 @@ class _Work:
             )
 
     def labels(self, their_names: Sequence[str], our_names: Sequence[str]) -> None:
-        """Handles other classes.
+        """Adapts the label table to the classes.
 
-        Rows are matched by name if both sides have names. Without names, a table of the same
-        number of classes is kept.
+        If both sides have names, rows are matched by name. Otherwise a table with the same number
+        of classes is kept, and any other starts fresh.
         """
         there, here = self.theirs.model.num_classes, self.ours.model.num_classes
         table = self.leaves.pop(LABELS, None)
@@ -212,7 +216,7 @@ class _Work:
 
 
 def _real(names: Sequence[str]) -> Sequence[str]:
-    """Returns the names, or none if they only number the classes."""
+    """Returns the names, or () if they are only the numbers of the classes."""
     return () if all(name == str(i) for i, name in enumerate(names)) else names
 
 

@@ -13,7 +13,7 @@ Scores: TypeAlias = Callable[[], Mapping[int, float]]
 
 @dataclass(frozen=True)
 class _Scored:
-    """A checkpoint as orbax's policies see it, with its score."""
+    """A checkpoint as orbax's policies need it, with its score."""
 
     step: int
     time: Any  # datetime of the checkpoint
@@ -22,9 +22,10 @@ class _Scored:
 
 @dataclass
 class _Best:
-    """Keeps the `count` checkpoints with the highest scores; others count as worst.
+    """Keeps the `count` checkpoints with the highest scores.
 
-    The scores are looked up when orbax decides, as a checkpoint is evaluated after it is saved.
+    Checkpoints without a score are never kept. Scores are looked up when orbax decides, because a
+    checkpoint is evaluated only after it is saved.
     """
 
     count: int
@@ -52,13 +53,13 @@ class _Best:
 def preservation_policy(
     keep: int, keep_every: int, keep_best: int, scores: Scores
 ) -> policies.PreservationPolicy:
-    """Returns orbax's policy for the checkpoints to keep; one reason is enough.
+    """Returns orbax's policy for the checkpoints to keep: any one of these reasons is enough.
 
     Args:
       keep: number of newest checkpoints.
       keep_every: keep the multiples of this many steps; 0 = none.
       keep_best: number of checkpoints with the highest scores.
-      scores: returns the scores by step; checkpoints without a score are no candidates.
+      scores: returns the scores by step; checkpoints without a score are not among the best.
     """
     chosen: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
     if keep_every:

@@ -34,7 +34,7 @@ class Model:
       moments: Adam's moments; None if the source has none.
       note: describes which weights these are.
       class_names: names of the labels 0, 1, ...; empty if the source has none.
-      new_attention_order: of a weight file, as in `jaxunet.weights.Weights`.
+      new_attention_order: for a weight file, see `jaxunet.weights.Weights`.
     """
 
     config: Config
@@ -59,19 +59,20 @@ def load_model(
 
     Args:
       ema: rate or width of the average to take from a run; '' takes its first rate, 'none' the
-        weights without averaging (`averages.pick_weights`). A weight file has one set of weights,
-        or, as a checkpoint of PyTorch, weights and averages.
-      trained: without `ema`, take the weights to which moments belong, where the source has some.
-      config: architecture of a weight file that does not describe it; default: that of the file.
+        weights without averaging (`averages.pick_several`). A weight file has one set of weights;
+        only a checkpoint of PyTorch may have weights and averages.
+      trained: if `ema` is '' and the source has Adam's moments, take the weights that the moments
+        belong to.
+      config: the model of a weight file that does not describe it; None = the file describes it.
       new_attention_order: guided-diffusion's `use_new_attention_order`, for a weight file that does
-        not say.
-      like: the config of a run that is to start from the weights, instead of `config`, for what a
-        weight file does not state about its own model.
-      stated: what else such a file leaves open, without a config.
+        not state it.
+      like: instead of `config`, the config of a run that is to start from the weights; it supplies
+        what a weight file does not state about its own model.
+      stated: without a config, further facts that a weight file leaves open.
 
     Raises:
-      UserError: nothing there can be read, a needed option is neither in the file nor given, or an
-        option does not apply to it.
+      UserError: nothing at the path can be read, a needed option is neither in the file nor given,
+        or an option does not apply to the file.
     """
     if not (file := pathlib.Path(path)).exists():
         siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
@@ -131,7 +132,7 @@ class Initial:
       params: float32 numpy arrays.
       moments: Adam's moments; None if they start at 0.
       note: describes which weights these are.
-      report: lines that say what is kept, what is initialized and what changes its meaning.
+      report: lines that say what is kept, what is initialized and what gets another meaning.
     """
 
     params: Params
@@ -143,7 +144,7 @@ class Initial:
 def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState | None:
     """Returns a state at step 0 with the weights of `config.init_from`; None if that is empty.
 
-    Logs what is kept, what is initialized and what changes its meaning.
+    Logs `Initial.report`.
 
     Args:
       class_names: names of the labels 0, 1, ... of the run; empty if they are not known.
@@ -162,7 +163,7 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
     """Reads `config.init_from`, which is not empty, and fits it to the config's network.
 
     Args:
-      class_names: as of `load_initial`.
+      class_names: see `load_initial`.
 
     Raises:
       UserError: there are no weights there, or the config's network cannot start from them.

@@ -1,6 +1,6 @@
 """The metadata of a checkpoint: its config and other values besides arrays, with a checksum.
 
-A flipped bit in a config often gives another valid config.
+The checksum is needed because a flipped bit in a config often gives another valid config.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(meta: Mapping[str, Any]) -> bool:
-    """Checks the metadata; returns False if it has no checksum, as in earlier versions.
+    """Checks the metadata; returns False if it has no checksum, as in older checkpoints.
 
     Raises:
-      ValueError: the checksum is another one.
+      ValueError: the checksum does not match.
     """
     if CHECKSUM not in meta:
         return False
@@ -40,8 +40,8 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
     """Reads the metadata of a checkpoint, without orbax.
 
     Raises:
-      UserError: it cannot be read, or is no JSON object.
-      ValueError: the checksum is another one.
+      UserError: it cannot be read, or is not a JSON object.
+      ValueError: the checksum does not match.
     """
     meta = read_json(folder / FILE, advice='use an earlier checkpoint', finite=False)
     check_seal(meta)

@@ -1,4 +1,4 @@
-"""The commands' flags for what a weight file of another program does not state."""
+"""Command-line flags for facts that a weight file of another program does not state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights.inference import OBJECTIVES
 from jaxunet.weights.presets import PRESETS
 
-DIGITS = 5  # in the longest side of an image
+DIGITS = 5  # most digits in the side of an image
 UNSTATED = 'For a .pt or .safetensors file that does not state it'
 
 
@@ -34,7 +34,7 @@ class ModelFlags(NamedTuple):
         """Returns the arguments of `load_model` that the flags stand for.
 
         Raises:
-          UserError: flags that exclude each other, or a wrong config or image size.
+          UserError: flags exclude each other, or a config or image size is wrong.
         """
         stated = {name: flag.value for name, flag in self.stated.items() if flag.value is not None}
         for name in ('image_size', 'low_res_size'):
@@ -60,7 +60,7 @@ class ModelFlags(NamedTuple):
 
 
 def define(config_help: str, *, image_size_help: str = '') -> ModelFlags:
-    """Defines the flags; for a command to call while it is imported.
+    """Defines the flags; a command calls this while it is imported.
 
     Args:
       image_size_help: a further meaning of `--image_size` in this command.
@@ -112,10 +112,10 @@ def define(config_help: str, *, image_size_help: str = '') -> ModelFlags:
 
 
 def parse_size(name: str, parts: list[str]) -> tuple[int, ...]:
-    """Returns the value of a flag SIDE or HEIGHT,WIDTH.
+    """Parses the value SIDE or HEIGHT,WIDTH of a flag.
 
     Raises:
-      UserError: something else.
+      UserError: the value has another form.
     """
     whole = [p.isascii() and p.isdigit() and len(p) <= DIGITS and int(p) > 0 for p in parts]
     if len(parts) not in (1, 2) or not all(whole):

@@ -1,7 +1,8 @@
 """Muon (Jordan 2024, kellerjordan.github.io/posts/muon): orthogonal steps for matrices.
 
-optax's Muon runs the matrix products of each weight on their own, thousands of small kernels a
-step of a UNet. Here weights of one shape are stacked, and share them. The state is optax's.
+optax's Muon runs separate matrix products for each weight: thousands of small kernels in a step of
+a UNet. Here, weights of the same shape are stacked and share their products. The state is that of
+optax.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BLOCKS = ('down_', 'middle_', 'up_')  # first names of the weights of residual a
 MUON, ADAM = 'muon', 'adam'  # the optimizers of the parts
 BETA = 0.95  # decay of the momentum
 ITERATIONS = 5
-STEP_RMS = 0.2  # root mean square of a step, in learning rates: that of AdamW
+STEP_RMS = 0.2  # root mean square of a step, in learning rates; about that of AdamW
 
 
 def muon(
@@ -31,9 +32,9 @@ def muon(
     """Returns the optimizer of all weights, for training a UNet (Schaipp 2025, arXiv 2510.19376).
 
     Args:
-      matrices: updates the matrices and convolutions of the blocks: `matrix_steps`.
-      others: updates the first and last layers, the embeddings of time and labels, norms and
-        biases: AdamW.
+      matrices: optimizer of the matrices and convolutions of the blocks: `matrix_steps`.
+      others: optimizer of all other weights (first and last layers, embeddings of time and labels,
+        norms, biases): AdamW.
     """
     return optax.partition({MUON: matrices, ADAM: others}, _labels)
 
@@ -43,8 +44,9 @@ def matrix_steps(config: Config, learning_rate: optax.Schedule) -> optax.Gradien
 
     A step of a matrix is its momentum with all singular values moved close to 1. Its size is scaled
     to that of AdamW, so that both take the same learning rate and decay (Liu et al. 2025, arXiv
-    2502.16982, section 2.2). A convolution is a matrix of its taps and input channels by its output
-    channels. Matrix products are in bfloat16, unless the config's precision is float32.
+    2502.16982, section 2.2). A convolution counts as a matrix with a row for each tap and input
+    channel, and a column for each output channel. Matrix products are in bfloat16, unless the
+    config's precision is float32.
     """
     return optax.chain(
         orthogonal_momentum(jnp.float32 if config.precision == 'float32' else jnp.bfloat16),
@@ -57,7 +59,7 @@ def matrix_steps(config: Config, learning_rate: optax.Schedule) -> optax.Gradien
 
 
 def part(label: str, tree: Params) -> Params:
-    """Returns the tree with the weights of the optimizer `label` alone, as `muon` passes it."""
+    """Returns the tree with only the weights of the optimizer `label`, as `muon` passes it on."""
     return jax.tree.map(
         lambda leaf, found: leaf if found == label else optax.MaskedNode(), tree, _labels(tree)
     )
@@ -75,10 +77,11 @@ def join(one: Params, other: Params) -> Params:
 def orthogonal_momentum(dtype: DTypeLike) -> optax.GradientTransformation:
     """Returns the transformation of gradients into orthogonal matrices near their momentum.
 
-    As `optax.contrib.scale_by_muon`, whose state it has: Nesterov's momentum without its bias.
+    Like `optax.contrib.scale_by_muon`, with the same state. The momentum is Nesterov's, with its
+    bias corrected.
 
     Args:
-      dtype: of the matrix products.
+      dtype: type of the matrix products.
     """
 
     def update(
@@ -109,14 +112,14 @@ def orthogonal(
 ) -> Float[Array, 'n rows columns']:
     """Returns matrices with the same singular vectors and values of about 1 (0.7 to 1.2).
 
-    `ITERATIONS` of the polynomial a·x + b·x³ + c·x⁵ of the singular values, by products of
-    matrices (Newton-Schulz). Matrices of zeros stay so.
+    Applies the polynomial a·x + b·x³ + c·x⁵ to the singular values `ITERATIONS` times, by matrix
+    products (Newton-Schulz). A matrix of zeros stays zero.
 
     Args:
       coefficients: a, b and c.
     """
     a, b, c = coefficients.astype(matrices.dtype)
-    wide = matrices.shape[1] <= matrices.shape[2]  # the smaller of both squares
+    wide = matrices.shape[1] <= matrices.shape[2]  # x xᵀ is then no larger than xᵀ x
     square = jnp.square(matrices.astype(jnp.float32)).sum((1, 2), keepdims=True)
     x = matrices / (jnp.sqrt(square) + 1e-8).astype(matrices.dtype)
     for _ in range(ITERATIONS):
@@ -133,7 +136,7 @@ def _matrix_shape(weights: Array) -> tuple[int, int]:
 
 
 def _labels(params: Params) -> PyTree:
-    """Returns which of the two optimizers updates each of the weights."""
+    """Returns the label of the optimizer that updates each weight, `MUON` or `ADAM`."""
 
     def label(path: tuple[jax.tree_util.DictKey, ...], leaf: Array) -> str:
         return MUON if path[0].key.startswith(BLOCKS) and leaf.ndim >= 2 else ADAM

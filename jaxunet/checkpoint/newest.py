@@ -31,12 +31,13 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
 
 
 def config_at(init_from: object) -> Config | None:
-    """Returns the config of a workdir's newest checkpoint, or of one checkpoint; None without it.
+    """Returns the config of a workdir's newest checkpoint, or of one checkpoint; None if none.
 
     Like `newest_config`, it does not start JAX.
 
     Args:
-      init_from: the field of a config that is not resolved yet: the path, '' or a mistake.
+      init_from: the field `init_from` of a config that is not checked yet: a path, '', or anything
+        else by mistake.
     """
     if not init_from or not isinstance(init_from, str):
         return None

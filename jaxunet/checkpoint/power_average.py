@@ -1,20 +1,20 @@
 """Power-function averages of the weights, and how to compute one from others.
 
-The average of exponent γ after t updates weighs the weights θ(τ) after update τ by τ^γ:
-    θ̂(t) = (γ+1)/t^(γ+1) ∫₀ᵗ τ^γ θ(τ) dτ,
-which is kept by θ̂(t) = β θ̂(t−1) + (1−β) θ(t) with β = (1 − 1/t)^(γ+1). Its width (sigma_rel) is the
-standard deviation of that weight over τ, as a fraction of t:
+The average with exponent γ after t updates gives the weights θ(τ) after update τ a factor τ^γ:
+    θ̂(t) = (γ+1)/t^(γ+1) ∫₀ᵗ τ^γ θ(τ) dτ.
+A run updates it by θ̂(t) = β θ̂(t−1) + (1−β) θ(t) with β = (1 − 1/t)^(γ+1). Its width (sigma_rel)
+is the standard deviation of τ under this weighting, as a fraction of t:
     width² = (γ+1) / ((γ+2)² (γ+3)).
 Source: Karras et al. 2023, arXiv 2312.02696, section 3 and appendix C.
 
-An average of another width or time is approximated by Σ xᵢ θ̂ᵢ over the averages that were kept.
-The paper chooses x to minimise the squared difference of the weight functions. Here x minimises the
-expected error for weights that move as a random walk, plus the rounding of stored averages, subject
-to Σ xᵢ = 1, so that constant weights are exact. Both choices solve a linear system of inner
-products; this one also predicts the relative error of the result. Let
+An average of another width or time is approximated by Σ xᵢ θ̂ᵢ over the stored averages. The paper
+chooses x to minimise the squared difference of the weight functions. Here x minimises the expected
+error for weights that move as a random walk, plus the rounding of stored averages, subject to
+Σ xᵢ = 1, so that constant weights are exact. Both choices solve a linear system of inner products;
+the choice here also predicts the relative error of the result. Let
     T(u) = ∫ᵤᵗ (γ+1) τ^γ / t^(γ+1) dτ = 1 − (u/t)^(γ+1)
-be the part of the weight after time u. A step of the walk at u moves the average by T(u) times the
-step, so the inner product of two averages is ∫ T₁(u) T₂(u) du.
+be the part of the weight function after time u. A step of the walk at u moves the average by T(u)
+times the step, so the inner product of two averages is ∫ T₁(u) T₂(u) du.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Profiles(NamedTuple):
     """The weight functions of averages.
 
     Attributes:
-      times: number of updates t of each, more than 0.
-      exponents: γ of each.
+      times: number of updates t of each average, more than 0.
+      exponents: exponent γ of each average.
     """
 
     times: Vector
@@ -82,9 +82,10 @@ def combine(
     """Returns the combination of the kept averages that is nearest to each of these widths.
 
     Args:
-      kept: the averages, none later than `time`.
-      rounding: relative rounding error of each as it is stored.
-      time: number of updates of the averages wanted.
+      kept: the stored averages, none later than `time`.
+      rounding: relative rounding error of each stored average.
+      time: number of updates t of the wanted averages.
+      widths: their widths.
     """
     exponents = np.array([exponent(width) for width in widths])
     wanted = Profiles(np.full(len(exponents), time), exponents)

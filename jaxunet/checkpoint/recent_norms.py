@@ -1,4 +1,4 @@
-"""The norms of recent gradients, with which a step detects a spike (`train.spike_sigmas`)."""
+"""The norms of recent gradients, by which a step detects a spike (`train.spike_sigmas`)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-WINDOW = 200  # taken steps whose norms are known
-FEWEST = 20  # norms below which no step is a spike
+WINDOW = 200  # number of taken steps whose norms are kept
+FEWEST = 20  # with fewer norms, no step counts as a spike
 
 
 class RecentNorms(NamedTuple):
     """The gradient norms, before clipping, of the last `WINDOW` steps that were taken.
 
     Attributes:
-      norms: that of the nth taken step at n modulo `WINDOW`; 0 where there is none yet.
+      norms: the norm of taken step n (from 0) at n modulo `WINDOW`; 0 where there is none yet.
       taken: steps taken.
       spikes: steps that were skipped as spikes.
     """
@@ -44,7 +44,7 @@ class RecentNorms(NamedTuple):
     def after(
         self, norm: Float[Array, ''], *, taken: Bool[Array, ''], spike: Bool[Array, '']
     ) -> RecentNorms:
-        """Returns the state after a step with this norm; it is kept if the step was taken."""
+        """Returns the state after a step; its norm is stored only if the step was taken."""
         place = self.taken % WINDOW
         return RecentNorms(
             self.norms.at[place].set(jnp.where(taken, norm, self.norms[place])),

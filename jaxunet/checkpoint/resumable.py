@@ -8,9 +8,9 @@ from jaxunet.config import Config, diff
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import needed_fields
 
-# Prefixes of the fields that give the arrays of a checkpoint their shape or meaning, and of the
-# choice of the images that a run has never trained on. A run that resumes may change any other
-# field, and those model fields that matter in training alone.
+# Prefixes of the fields that give the arrays of a checkpoint their shape or meaning, or choose the
+# images that a run never trains on. A run that resumes may change any other field, and the model
+# fields that matter only in training.
 FIXED_FIELDS = (
     'model.',
     'diffusion.',
@@ -26,7 +26,7 @@ def fixed_changes(saved: Config, now: Config, fixed: tuple[str, ...] = FIXED_FIE
     """Returns the differences in fields that a resumed run cannot change, one line each.
 
     Args:
-      fixed: prefixes of these fields; `FREE_MODEL_FIELDS` are none of them.
+      fixed: prefixes of these fields, which exclude `FREE_MODEL_FIELDS`.
     """
     changes = diff(saved, now)
     return [c for c in changes if c.startswith(fixed) and not c.startswith(FREE_MODEL_FIELDS)]
@@ -37,7 +37,7 @@ def other_run(workdir: pathlib.Path, changed: list[str], advice: str = '') -> Us
 
     Args:
       changed: the differences, one line each.
-      advice: what to do instead of choosing another workdir.
+      advice: an alternative to choosing another workdir; ends the message.
     """
     return UserError(
         f'{workdir} holds a run with another config:\n  '

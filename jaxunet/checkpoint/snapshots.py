@@ -1,9 +1,9 @@
 """Snapshots of a run's power-function averages, from which other widths can be computed.
 
 A run with `ema.widths` writes `WORKDIR/snapshots/STEP.safetensors` every `ema.snapshot_every` steps
-and keeps all of them. A snapshot holds its averages in float16, half the size of float32: rounding
-them costs 1e-4 to 4e-4 of the weights' norm (see `power_average.combine`), below the 1e-3 that is
-allowed. Averages beyond float16's range stay in float32.
+and keeps all of them. A snapshot stores its averages in float16, half the size of float32. This
+rounding causes an error of 1e-4 to 4e-4 of the weights' norm (see `power_average.combine`), below
+the 1e-3 that is allowed. Averages beyond float16's range are stored in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxunet.weights.safetensors_file import write_safetensors
 
 FOLDER = 'snapshots'
 SUFFIX = '.safetensors'
-METADATA = 'snapshot'  # one entry, as the library writes several in any order
+METADATA = 'snapshot'  # a single entry, because the library writes several in random order
 FIELDS = {'updates': int, 'widths': list, 'dtype': str, 'checksum': int}
 ADVICE = 'move it away to go without it'
 
@@ -40,7 +40,7 @@ class Snapshot:
 
     Attributes:
       step: batches consumed by the run.
-      updates: updates of the weights, which are fewer where steps were skipped.
+      updates: updates of the weights; fewer than `step` if steps were skipped.
       dtype: type of the stored arrays, float16 or float32.
       checksum: CRC-32 of the arrays, in the order of their names.
     """
@@ -53,7 +53,7 @@ class Snapshot:
     checksum: int
 
     def read(self) -> dict[float, list[np.ndarray]]:
-        """Returns the arrays of each average, in tree order, in the type they are stored in.
+        """Returns the arrays of each average by width, in tree order, in their stored type.
 
         Raises:
           UserError: the file is damaged.
@@ -73,12 +73,12 @@ class Snapshot:
 
 
 def spacing(config: Config, steps_per_call: int) -> int:
-    """Returns the steps between snapshots, a multiple of `steps_per_call`; 0 without widths."""
+    """Returns the steps between snapshots, a multiple of `steps_per_call`; 0 = no snapshots."""
     return -(-config.snapshot_every // steps_per_call) * steps_per_call
 
 
 def find_snapshots(workdir: pathlib.Path, end: int) -> list[Snapshot]:
-    """Returns the snapshots of a run up to step `end`, oldest first, without those of no update.
+    """Returns the snapshots of a run up to step `end` that have updates, oldest first.
 
     Raises:
       UserError: a file is damaged.
@@ -104,12 +104,12 @@ class SnapshotWriter:
                 path.unlink()
 
     def write(self, step: int, updates: int, averages: Mapping[str, Params]) -> str:
-        """Starts to write a snapshot, after the one before it is written.
+        """Waits for the previous snapshot, then starts to write this one.
 
         Args:
           averages: numpy arrays by the names in `EmaConfig.width_names`.
 
-        Returns the error of the write before, or ''.
+        Returns the error of the previous write, or ''.
         """
         earlier = self.wait()
         trees = {width: averages[name] for name, width in self._names.items()}

@@ -1,4 +1,4 @@
-"""The training state, which a checkpoint holds, and the optimizer that changes it."""
+"""The training state that a checkpoint holds, and the optimizer that updates it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Result = TypeVar('Result')
 LOSS_SCALE_START = 2.0**15
 LOSS_SCALE_MAX = 2.0**24
 LOSS_SCALE_GROWTH_STEPS = 2000  # finite steps after which the loss scale doubles
-# Adam's update count for moments that come without one, as in unet.cu's files: so large that the
-# bias correction is 1.
+# Adam's update count for moments that come without a count, as in unet.cu's files. It is so large
+# that the bias correction is 1.
 CONVERGED_COUNT = 1_000_000
 
 
@@ -52,8 +52,8 @@ class LossScale(NamedTuple):
         """Returns the loss scale after a step.
 
         Args:
-          finite: the step's gradients were finite.
-          dynamic: the compute type is float16.
+          finite: True if the step's gradients were finite.
+          dynamic: True if the compute type is float16.
         """
         if not dynamic:
             return self
@@ -70,14 +70,14 @@ class TrainState:
     The position in the data is `step`: batches are a function of (seed, step).
 
     Attributes:
-      step: batches consumed, those of skipped steps included.
+      step: number of batches consumed, including those of skipped steps.
       params: weights, float32.
       ema: averages of the weights, by rate and by `EmaConfig.width_names`.
       opt_state: state of `make_optimizer`.
       loss_scale: factor on the loss for float16.
       rng: key data from which each step derives its randomness.
-      bad_steps: number of steps skipped in a row up to now.
-      skipped: number of steps skipped in all.
+      bad_steps: number of steps skipped in a row just before this state.
+      skipped: total number of skipped steps.
       loss_sum, loss_count: sum and number of the losses of taken steps since the last logged step.
       weighting: state of `loss.weighting`; () if it has none.
       timesteps: state of `timesteps.sampler`; () if it has none.
@@ -103,7 +103,7 @@ Draw = Callable[[Config], TrainState]  # the state before step 0 of a config
 
 
 def _lenient(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Lets a function of optax mix integers and floats, which strict promotion refuses."""
+    """Wraps a function of optax that mixes integers and floats, which strict promotion refuses."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -128,7 +128,7 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     }[options.schedule]
     if options.warmup_steps == 0:
         return _lenient(after)
-    # Step n has (n + 1) / warmup_steps of the rate, so that the first step already moves.
+    # Step n has (n + 1) / warmup_steps of the rate, so that the first step already changes weights.
     warmup = optax.linear_schedule(
         options.learning_rate / options.warmup_steps,
         options.learning_rate,
@@ -153,7 +153,7 @@ def endless_warmup(config: Config) -> str:
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """Returns Adam or AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), or `muon`.
 
-    Gradients are clipped before, by the training step, which computes their norm anyway.
+    It does not clip gradients: the training step does, because it computes their norm anyway.
     """
     options, schedule = config.optimizer, learning_rate_schedule(config)
     # AdamW without decay is Adam, so both have the same state.
@@ -219,7 +219,7 @@ def _is_adam(node: object) -> bool:
 def get_moments(opt_state: optax.OptState) -> tuple[Params, Params] | None:
     """Returns Adam's first and second moments, shaped like the parameters.
 
-    None if another optimizer has the state.
+    Returns None for the state of another optimizer.
     """
     if isinstance(opt_state, optax.transforms.PartitionState):  # Muon's
         return None
@@ -230,7 +230,7 @@ def get_moments(opt_state: optax.OptState) -> tuple[Params, Params] | None:
 def set_moments(opt_state: optax.OptState, mu: Params, nu: Params) -> optax.OptState:
     """Returns the optimizer state with moments from elsewhere.
 
-    Their number of updates is not known and is set to `CONVERGED_COUNT`.
+    Their number of updates is unknown, so it is set to `CONVERGED_COUNT`.
     """
 
     def replace(node: object) -> object:
@@ -244,10 +244,10 @@ def set_moments(opt_state: optax.OptState, mu: Params, nu: Params) -> optax.OptS
 def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     """Returns the state before step 0 as numpy arrays, drawn from `config.seed`.
 
-    It is drawn on the CPU where JAX has one, so that it is the same on every machine.
+    It is drawn on the CPU if JAX has that platform, so that it is the same on every machine.
 
     Args:
-      draw: draws it, to be traced by JAX; None = `draw_state`.
+      draw: function that draws the state and that JAX traces; None = `draw_state`.
     """
     cpu = drawing_device()
     # It runs once, and optimising its many random draws takes ten times as long as running them.
@@ -261,16 +261,16 @@ def drawing_device() -> str | None:
     """Returns 'cpu', where states are drawn; None if JAX_PLATFORMS excludes it.
 
     JAX traces a function once for each default device, so everything that traces a draw sets this
-    one. It is a name, which can be traced for before JAX has started the devices.
+    device. It is a name, because a function can then be traced before JAX has started its devices.
     """
     platforms = jax.config.values['jax_platforms']
     return 'cpu' if not platforms or 'cpu' in platforms.split(',') else None
 
 
 def state_config(config: Config) -> Config:
-    """Returns a config with the defaults of most fields that do not enter the state before step 0.
+    """Returns a config in which most fields that do not affect the state at step 0 are defaults.
 
-    JAX compiles its draw once per config, so the runs of a sweep share it.
+    JAX compiles the draw of a state once per config, so the runs of a sweep share it.
     """
     return Config(
         seed=config.seed,
@@ -281,7 +281,7 @@ def state_config(config: Config) -> Config:
         timesteps=config.timesteps,
         data=DataConfig(
             image_size=config.data.image_size,
-            augment='edm' if config.data.augment == 'edm' else 'none',  # has a layer
+            augment='edm' if config.data.augment == 'edm' else 'none',  # edm adds a layer
         ),
         optimizer=OptimizerConfig(name=config.optimizer.name),
         ema=config.ema,
@@ -294,7 +294,7 @@ def draw_state(config: Config) -> TrainState:
 
     `config` is a static argument of a module-level function, so JAX compiles it once per config.
     """
-    # Parameters do not depend on the backend, and this machine may lack the one of the config.
+    # Parameters do not depend on the backend, and this machine may lack the config's backend.
     model = build_unet(config, load_ops('xla'))
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     params = init_params(model, config, init_key)

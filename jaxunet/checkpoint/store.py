@@ -9,7 +9,7 @@ A run starts from the first of these that exists:
      that are damaged are reported and moved to `WORKDIR/damaged`, which keeps a few;
   2. `config.init_from`: weights, and Adam's moments if there are any, of another run or program;
   3. fresh weights from `config.seed`.
-It is an error if a workdir has checkpoints and none can be read.
+It is an error if a workdir has checkpoints but none of them can be read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxunet.runtime.errors import UserError, listed
 
 FOLDER = 'checkpoints'
 UNET = 'UNet'  # the network of checkpoints that name none
-# Time limit of a write: none. Orbax measures it by the wall clock, which may jump.
+# A write has practically no time limit: orbax measures it by the wall clock, which may jump.
 WRITE_SECONDS = 5 * 10**9
 MAX_REASON = 400  # characters of a library's error message that are shown
 
@@ -53,8 +53,9 @@ class Restored:
       seconds: training time so far, without compiling, sampling and saving.
       class_names: names of the labels 0, 1, ...; empty for an unconditional model, and in
         checkpoints of versions that stored none.
-      rollbacks: how often the run has gone back to an earlier checkpoint.
-      milestone: the training time (`Milestones`) at which it was saved; None of any other moment.
+      rollbacks: number of times that the run has gone back to an earlier checkpoint.
+      milestone: the training time (`Milestones`) at which it was saved, in seconds; None if it was
+        saved at any other moment.
       images: number of images that the run began with; 0 in checkpoints that store none.
     """
 
@@ -89,9 +90,9 @@ class Checkpoints:
       keep: number of newest checkpoints to keep; see also `preservation_policy`.
       keep_every: also keep those at multiples of this many steps; 0 = none.
       keep_best: also keep this many with the best scores.
-      scores: returns the scores of steps, of which larger ones are better.
+      scores: returns scores by step; larger ones are better.
       read_only: never change anything on disk.
-      draw: draws the state before step 0 of a config, whose shapes the checkpoints must have.
+      draw: draws the state before step 0 of a config; checkpoints must have its shapes.
       network: what is trained; checkpoints of another network are refused.
     """
 
@@ -112,8 +113,8 @@ class Checkpoints:
         self.folder = (workdir / FOLDER).resolve()
         if not read_only:
             self._set_aside_unfinished()
-        # Each process reads on its own, and process 0 alone writes. If orbax coordinated them, the
-        # others would wait forever for a process whose disk is full.
+        # Each process reads by itself, and only process 0 writes. If orbax coordinated the
+        # processes, the others would wait forever for a process whose disk is full.
         me = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'process{me}'
@@ -157,7 +158,7 @@ class Checkpoints:
         Args:
           state: numpy arrays.
           seconds: training time so far.
-          milestone: the training time that the run has just reached, if it is one of its own.
+          milestone: the milestone that the run has just reached, in seconds; None if none.
           images: number of images that the run began with; 0 stores none.
 
         Returns the error of the previous write, or ''.
@@ -183,7 +184,7 @@ class Checkpoints:
         except CheckpointWriteError as error:
             earlier = str(error)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
             self.manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -272,7 +273,7 @@ class Checkpoints:
         self.manager.close()
 
     def _read(self, step: int) -> Restored:
-        """Reads one checkpoint, and raises any exception if it is damaged."""
+        """Reads one checkpoint; a damaged one may raise any exception."""
         folder = self.folder / str(step)
         meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
         intact = check_seal(meta)
@@ -347,7 +348,7 @@ class CheckpointWriteError(UserError):
 def _stored_fields(template: TrainState, config: Fields) -> list[str]:
     """Returns the fields of the state that existed in the version that wrote this config.
 
-    The other ones get their defaults.
+    The other fields get their defaults.
     """
     missing = set() if 'timesteps' in config else {'weighting', 'timesteps'}
     if 'spike_sigmas' not in config.get('train', {}):
@@ -361,7 +362,7 @@ def _first_line(error: Exception) -> str:
 
 
 def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:
-    """Returns (workdir, step) of a path, with step None for a workdir, which means its newest.
+    """Returns (workdir, step) of a path; step is None, the newest, for a workdir itself.
 
     Returns None if the path is neither a workdir nor one checkpoint in it.
     """
