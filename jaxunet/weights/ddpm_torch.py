@@ -1,8 +1,8 @@
 """ddpm-torch's state dict (DDPM's UNet): names and inferred architecture.
 
-Its checkpoint is a dict: `model`, `ema` with the averaged weights under `shadow`, optimizer,
-scheduler and numbers. Its residual and attention blocks are those of DDPM: one head, an embedding
-of sines and then cosines, convolutions of stride 2 padded right and bottom.
+A checkpoint of ddpm-torch is a dict: `model`, `ema` with the averaged weights under `shadow`,
+optimizer, scheduler and numbers. The blocks are DDPM's: attention has one head, the time embedding
+has sines and then cosines, and convolutions of stride 2 are padded right and bottom.
 
 Source: tqch/ddpm-torch, `ddpm_torch/models/unet.py`, `utils/train.py`, `diffusion.py`; Ho et al.
 2020, arXiv 2006.11239.
@@ -19,7 +19,7 @@ from jaxunet.weights.inference import TIME_SCALE, Inferred, Shapes
 from jaxunet.weights.names import BlockNames, Entry, Module, Shape, entries
 
 PROGRAM = 'ddpm-torch'
-FIRST = 'in_conv.weight'  # a name that no other program has
+FIRST = 'in_conv.weight'  # a name that no other program uses
 NAMES = BlockNames(
     res_block={
         'norm_1': 'norm1',
@@ -80,11 +80,11 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """Infers the architecture from a state dict's names and shapes.
 
     Args:
-      source: begins every message.
+      source: name of the file; error messages begin with it.
 
     Raises:
-      UserError: a required tensor is missing or has an impossible shape, or the network is one
-        that is not supported here: a learned variance, or pixels shuffled into channels.
+      UserError: a required tensor is missing or has an impossible shape, or the network is not
+        supported here: it has a learned variance, or shuffles pixels into channels.
     """
     if any(name.startswith('_model.') for name in shapes):
         raise UserError(
@@ -138,8 +138,8 @@ def check_diffusion(config: Config, source: str) -> None:
     """Checks that ddpm-torch has the diffusion process that is stated for a file.
 
     Raises:
-      UserError: another noise schedule; or a number of steps at which its linear schedule, whose
-        end does not depend on the number, is not ours.
+      UserError: the noise schedule is not linear; or, for this number of steps, ddpm-torch's linear
+        schedule differs from ours, because its end does not depend on the number.
     """
     diffusion = config.diffusion
     if diffusion.schedule != 'linear':

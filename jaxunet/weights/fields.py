@@ -1,6 +1,6 @@
 """The fields of a config that determine what a set of weights computes.
 
-The others (dropout, initialisation, ...) only matter in training.
+The other fields (dropout, initialisation, ...) matter only in training.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def diffusion_fields(config: Config) -> Fields:
 def differences(expected: Fields, found: Fields) -> list[str]:
     """Returns `field: expected a, found b` for every field of both that differs.
 
-    A field of only one of them has no effect in the other.
+    A field that only one of them has is skipped, because it has no effect in the other.
     """
     return [
         f'{name}: expected {a!r}, found {found[name]!r}'
@@ -76,8 +76,8 @@ def network_differences(expected: Config, found: Config, side: int) -> list[str]
     """Returns `field: expected a, found b` for every field of the network that differs.
 
     Args:
-      side: shorter side of the images in pixels; levels with attention are named by the sides that
-        their feature maps have then, as in `model.attention_resolutions`.
+      side: shorter side of the images in pixels. Levels with attention are named by the sides of
+        their feature maps at this size, as in `model.attention_resolutions`.
     """
     fields = []
     for config in (expected, found):
@@ -96,8 +96,8 @@ def _sides(config: Config, side: int) -> tuple[int, ...]:
 def needed_fields(theirs: Config, ours: Config) -> list[str]:
     """Returns what `ours` must set so that a run of it can start from weights of `theirs`.
 
-    Each line is `field=value (now value)`. Empty if the networks differ at most in image size and
-    in the `REPLACEABLE` fields.
+    Each line is `field=value (now value)`. The list is empty if the networks differ at most in
+    image size and in the `REPLACEABLE` fields.
     """
     expected, found = network_fields(theirs), network_fields(ours)
     lines = []
@@ -116,7 +116,7 @@ def check_reusable(theirs: Config, ours: Config, source: str) -> None:
     """Checks that a run of `ours` can start from weights of `theirs`.
 
     Args:
-      source: begins the message.
+      source: name of the weights; the error message begins with it.
 
     Raises:
       UserError: the networks differ by more than image size and the `REPLACEABLE` fields. The

@@ -31,7 +31,7 @@ from jaxunet.weights.torch_file import TorchFile, write_torch
 
 EXTENSIONS = ('.bin', '.pt', '.safetensors')
 NO_CLASSIFIER = 'expected a classifier in a .pt or .safetensors, found a .bin'
-PROGRAMS = (guided_diffusion.PROGRAM, unetcu.PROGRAM)  # whose .pt can be written
+PROGRAMS = (guided_diffusion.PROGRAM, unetcu.PROGRAM)  # programs for which a .pt can be written
 
 
 def read_weights(
@@ -50,17 +50,19 @@ def read_weights(
 
     Args:
       config: the model that the weights must belong to; None = the file's own.
-      ema: '' or 'none', for a .pt that holds averages, too: the averages, or the weights.
-      trained: '' means the weights where such a file has the state of their optimizer.
+      ema: for a .pt that also holds averages: '' = the averages, 'none' = the weights themselves,
+        or the rate that is stored with the averages.
+      trained: if the file also holds the optimizer's state of its weights, '' means the weights.
       new_attention_order: guided-diffusion's option `use_new_attention_order`, for a .pt or
-        .safetensors that does not state it; None = it does.
-      like: the config of a run that is to start from the weights, instead of `config`. The file's
-        own model may differ from it; what a file does not state about its model is taken from it.
-      stated: what such a file leaves open about its model, without a config.
+        .safetensors that does not state it; None = the file states it.
+      like: instead of `config`, the config of a run that is to start from the weights. The file's
+        own model may differ from it; what the file does not state about its model comes from it.
+      stated: without a config, further facts that a file leaves open about its model.
 
     Raises:
-      UserError: unknown extension, no such file, damaged or malicious contents, numbers that are
-        not finite, another network, or something that is neither in the file nor given.
+      UserError: the extension is unknown, there is no such file, its contents are damaged,
+        malicious or not finite, it holds another network, or something is neither in the file nor
+        given.
     """
     extension = _extension(path)
     given = Given(config, stated, new_attention_order, like)
@@ -91,10 +93,10 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
     """Reads a classifier of noisy images, as safely as `read_weights`.
 
     Args:
-      config: that of the diffusion model, whose images it classifies.
+      config: config of the diffusion model whose images it classifies.
 
     Raises:
-      UserError: another kind of file, or no classifier of such images.
+      UserError: the file is of another kind, or not a classifier of such images.
     """
     if pathlib.Path(path).is_dir():
         raise UserError(
@@ -152,15 +154,15 @@ def write_weights(
       params: our parameter tree, float32.
       config: the config of its network.
       moments: Adam's first and second moments, for .bin and .safetensors.
-      program: whose names a .pt has, one of `PROGRAMS`.
+      program: program whose names a .pt gets, one of `PROGRAMS`.
       new_attention_order: order of qkv's rows in .pt and .safetensors; False is
         guided-diffusion's default.
       class_names: names of the labels 0, 1, ..., for .pt and .safetensors.
 
     Raises:
-      UserError: unknown extension, a tree that is not finite or not the config's network, a
-        network that the format cannot express (the message lists the fields), or a file that
-        cannot be written.
+      UserError: the extension is unknown, the tree is not finite or not the config's network, the
+        format cannot express the network (the message lists the fields), or the file cannot be
+        written.
     """
     extension = _extension(path)
     _check_expressible(path, program, config, moments is not None, new_attention_order)
@@ -183,7 +185,7 @@ def write_weights(
             unetcu.write(file, params, config, moments)
             return
         state = _state_dict(params, config, moments, program, new_order=new_attention_order)
-        # A single key, because the safetensors library writes several in random order.
+        # A single key, because the safetensors library writes several keys in random order.
         text = dump_metadata(config, new_order=new_attention_order, class_names=tuple(class_names))
         metadata = {METADATA: text}
         if extension == '.pt':
@@ -200,7 +202,7 @@ def _state_dict(
     *,
     new_order: bool,
 ) -> dict[str, np.ndarray]:
-    """Returns the tensors by the program's names; arguments as `write_weights`."""
+    """Returns the tensors by the program's names; see `write_weights` for the arguments."""
     theirs = unetcu if program == unetcu.PROGRAM else guided_diffusion
     table, interleaved = theirs.table(config), theirs is not unetcu and not new_order
     state = from_tree(params, table, interleaved=interleaved)
@@ -240,7 +242,7 @@ def _check_expressible(
     has_moments: bool,
     new_attention_order: bool,
 ) -> None:
-    """Checks that the format can hold this model."""
+    """Raises UserError if the format cannot hold this model."""
     extension = _extension(path)
     if program != guided_diffusion.PROGRAM and extension != '.pt':
         raise UserError(f'{path}: only a .pt has the names of a program, found {program}')

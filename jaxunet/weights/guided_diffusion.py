@@ -1,6 +1,6 @@
 """guided-diffusion's state dict (ADM UNet): names, inferred architecture, flags of its scripts.
 
-improved-diffusion's networks have the same names, without some of the options.
+improved-diffusion uses the same names; it lacks some of the options.
 
 Source: openai/guided-diffusion, `guided_diffusion/unet.py` (module names, attention orders) and
 `script_util.py` (options); Dhariwal & Nichol 2021, arXiv 2105.05233.
@@ -22,14 +22,14 @@ from jaxunet.weights.names import BlockNames, Entry, Shape, entries
 
 PROGRAM = 'guided-diffusion'
 IMAGE_CHANNELS, NUM_CLASSES = 3, 1000  # constants of its scripts
-CHANNEL_MULT = {  # by image size, where its flag of this name is empty
+CHANNEL_MULT = {  # by image size; used if the script's flag channel_mult is empty
     32: (1, 2, 2, 2),
     64: (1, 2, 3, 4),
     128: (1, 1, 2, 3, 4),
     256: (1, 1, 2, 2, 4, 4),
     512: (0.5, 1, 1, 2, 2, 4, 4),
 }
-SUPER_RESOLUTION_MULT = {  # the same by large_size, without a flag
+SUPER_RESOLUTION_MULT = {  # by large_size; the super-resolution scripts have no such flag
     64: (1, 2, 3, 4),
     256: (1, 1, 2, 2, 4, 4),
     512: (1, 1, 2, 2, 4, 4),
@@ -64,12 +64,12 @@ def table(config: Config) -> list[Entry]:
 def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """Infers the architecture from a state dict's names and shapes.
 
-    They do not show the heads, the order of qkv and the image size. A super-resolution network with
-    a learned variance looks like a plain one of twice the image channels, and is inferred as such;
-    `settle_super_resolution` corrects it.
+    Names and shapes do not show the number of heads, the order of qkv's rows and the image size. A
+    super-resolution network with a learned variance looks like a plain network of twice the image
+    channels, and is inferred as such; `settle_super_resolution` corrects this.
 
     Args:
-      source: begins every message.
+      source: name of the file; error messages begin with it.
 
     Raises:
       UserError: a required tensor is missing or has an impossible shape, or the network is a
@@ -79,7 +79,7 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     base = found.base_channels('time_embed.0.weight')
     inputs = found.get('input_blocks.0.0.weight', 4)[1]
     _check_is_diffusion_model(found)
-    # Kind of resampling -> output blocks that end with it.
+    # Kind of resampling -> indices of the output blocks that end with it.
     upsampling = {
         'conv_resample': _ends(found, 'conv'),
         'resblock_updown': _ends(found, 'in_layers.0'),
@@ -115,17 +115,20 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
 def settle_super_resolution(
     inferred: Inferred, known: Config | None, stated: Stated, source: str
 ) -> Inferred:
-    """Returns the model of a file, plain or for super-resolution, by what is known beside shapes.
+    """Decides if the network of a file is plain or for super-resolution.
 
-    A network with as many channels out as in is a plain one without a learned variance, or one for
-    super-resolution with it. Without further knowledge, six channels mean the latter.
+    A network with as many channels out as in is either a plain one without a learned variance, or
+    one for super-resolution with a learned variance. Without further knowledge, six channels mean
+    super-resolution.
 
     Args:
+      inferred: the model from `infer`.
       known: the config that the file's model must have; None = it is inferred.
       stated: what else is stated about the model.
+      source: name of the file; error messages begin with it.
 
     Raises:
-      UserError: the config is that of a plain network, and the file's is for super-resolution.
+      UserError: the config is of a plain network, but the file's network is for super-resolution.
     """
     channels = inferred.fields['image_channels']
     as_many = not inferred.super_resolution and not inferred.learn_sigma and channels % 2 == 0
@@ -146,7 +149,7 @@ def settle_super_resolution(
 
 
 def _check_is_diffusion_model(found: Shapes) -> None:
-    """Raises UserError for guided-diffusion's noisy classifier, which has no way up."""
+    """Raises UserError for a network without output blocks, such as the noisy classifier."""
     if not any(name.startswith('output_blocks.') for name in found.by_name):
         raise UserError(
             f'{found.source}: output_blocks is missing: this is a classifier of noisy images '
@@ -158,7 +161,7 @@ def _check_is_diffusion_model(found: Shapes) -> None:
 
 
 def _ends(found: Shapes, layer: str) -> list[int]:
-    """Returns the output blocks whose second or third module has this layer."""
+    """Returns the indices of the output blocks whose second or third module has this layer."""
     return [
         i
         for i in range(len(found))
@@ -174,8 +177,8 @@ def _blocks_and_levels(found: Shapes, upsampled: list[int]) -> tuple[int, int]:
       upsampled: output blocks that end with an upsampling that has parameters.
     """
     inputs, present = count_inputs(found), _input_blocks(found)
-    # The output blocks resample first after num_res_blocks + 1 blocks. A resampling without
-    # parameters shows only as a gap in the input blocks.
+    # The first resampling of the output blocks comes after num_res_blocks + 1 blocks. A resampling
+    # without parameters shows only as a gap in the numbers of the input blocks.
     gaps = [i - 1 for i in range(1, inputs) if i not in present]
     blocks = min([*upsampled, *gaps, inputs - 1])
     levels, rest = divmod(inputs, blocks + 1)
@@ -197,7 +200,7 @@ def count_inputs(found: Shapes) -> int:
     """Returns the number of input blocks.
 
     Raises:
-      UserError: more than there can be.
+      UserError: the number is larger than that of the tensors.
     """
     inputs = 1 + max(_input_blocks(found))
     if inputs > len(found):
@@ -220,7 +223,7 @@ def check_expressible(config: Config) -> None:
     """Checks that guided-diffusion can run this model.
 
     Raises:
-      UserError: it lacks an option; the message lists the fields.
+      UserError: guided-diffusion lacks an option; the message lists the fields.
     """
     model = config.model
     values = {name: getattr(model, name.removeprefix('model.')) for name in FIXED}
@@ -245,8 +248,8 @@ def check_expressible(config: Config) -> None:
 def flags(config: Config, *, new_attention_order: bool) -> str:
     """Returns the flags with which guided-diffusion's scripts read a .pt of this model.
 
-    A file shows them to nobody, and improved-diffusion has other defaults, so all are given. What
-    has no flag follows after a semicolon.
+    All flags are given, because the .pt does not hold them and improved-diffusion has other
+    defaults. After a semicolon follows what has no flag.
     """
     model, diffusion = config.model, config.diffusion
     height, width, channels = config.image_shape
@@ -256,7 +259,7 @@ def flags(config: Config, *, new_attention_order: bool) -> str:
         else {'num_head_channels': model.num_head_channels}
     )
     known_mult = (SUPER_RESOLUTION_MULT if model.low_res_size else CHANNEL_MULT).get(height)
-    # The flag takes whole numbers, and the scripts of super-resolution have none.
+    # The flag takes whole numbers, and the super-resolution scripts do not have it.
     has_flag = not model.low_res_size and all(mult == int(mult) for mult in model.channel_mult)
     sizes: dict[str, object] = {'image_size': height}
     if model.low_res_size:
@@ -266,7 +269,7 @@ def flags(config: Config, *, new_attention_order: bool) -> str:
         'num_channels': model.base_channels,
         'num_res_blocks': model.num_res_blocks,
         **({'channel_mult': ','.join(map(str, model.channel_mult))} if has_flag else {}),
-        # Side 1 stands for no level at all, as its scripts expect a number.
+        # Side 1 means no level at all, because the scripts expect a number.
         'attention_resolutions': ','.join(map(str, model.attention_resolutions)) or 1,
         **heads,
         'use_scale_shift_norm': model.scale_shift_norm,
@@ -302,6 +305,6 @@ def from_tree(
     """Returns the state dict of our parameter tree.
 
     Args:
-      new_attention_order: order of qkv's rows, as guided-diffusion's `use_new_attention_order`.
+      new_attention_order: order of qkv's rows in the result (`use_new_attention_order`).
     """
     return names.from_tree(params, table(config), interleaved=not new_attention_order)

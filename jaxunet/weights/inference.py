@@ -1,8 +1,8 @@
-"""The config of a weight file of another program: what its shapes show, what its reader states.
+"""The config of a weight file of another program, from its tensors' shapes and what a user states.
 
 Names and shapes of tensors show most of a network. They show neither how attention is divided into
 heads nor what the network was trained for: image size, noise schedule, number of timesteps, what it
-predicts. A wrong guess gives wrong pictures, so these must be stated.
+predicts. A wrong guess gives wrong pictures, so the user must state these facts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.weights.fields import check_reusable, differences
 from jaxunet.weights.names import Shape, parameter_shapes
 
-OBJECTIVES = ('epsilon', 'x0')  # of the other programs; the first is usual
-TIME_SCALE = 1000  # timesteps with which rescale_timesteps has no effect
+OBJECTIVES = ('epsilon', 'x0')  # objectives of the other programs; the first is the usual one
+TIME_SCALE = 1000  # number of timesteps at which rescale_timesteps has no effect
 ORDER_FLAGS = '--new_attention_order or --nonew_attention_order'
 
 
 class Stated(TypedDict, total=False):
-    """Facts that the reader of a file states about its model; flags have the same names."""
+    """Facts that the user states about the model of a file; flags have the same names."""
 
     image_size: tuple[int, ...]
     num_heads: int
@@ -38,13 +38,13 @@ class Inferred(NamedTuple):
     """A model, as far as the names and shapes of its tensors show it.
 
     Fields:
-      program: whose names they are.
-      fields: fields of `model`; with `num_heads` and `num_head_channels` if the program has but
+      program: the program whose names they are.
+      fields: fields of `model`; with `num_heads` and `num_head_channels` if the program allows only
         one choice.
       attention_levels: levels with attention, 0 = full resolution.
       learn_sigma: the network also predicts a variance.
       constants: fields of `diffusion`, and `image_size`, that are constants of the program.
-      super_resolution: the network also sees a picture, as large as the image.
+      super_resolution: True if the network also sees a picture as large as the image.
     """
 
     program: str
@@ -59,7 +59,7 @@ class ForeignModel(NamedTuple):
     """The config of a weight file of another program.
 
     Fields:
-      assumed: the assumptions behind it, one phrase each.
+      assumed: the assumptions behind the config, one phrase each.
     """
 
     config: Config
@@ -70,8 +70,8 @@ class Shapes:
     """The shapes of a state dict by name, with checked look-ups.
 
     Args:
-      source: begins every message.
-      program: whose names are expected.
+      source: name of the file; error messages begin with it.
+      program: the program whose names are expected.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], source: str, program: str) -> None:
@@ -114,13 +114,13 @@ def stated_config(
     """Returns the config of a foreign file, and the assumptions behind it.
 
     Args:
-      source: begins every message.
-      stated: what the shapes do not show.
-      order_known: the order of qkv's rows needs no statement, or has one.
-      preset: the published model whose file has this name; None = none has.
+      source: name of the file; error messages begin with it.
+      stated: facts that the shapes do not show.
+      order_known: True if the order of qkv's rows is stated or has no effect.
+      preset: the published model whose file has this name; None if there is none.
 
     Raises:
-      UserError: something is not stated, or does not fit the shapes.
+      UserError: a needed fact is not stated, or a stated one does not fit the shapes.
     """
     missing = list(_missing(inferred, stated))
     if not order_known and stated.get('num_heads') != 1:
@@ -151,7 +151,7 @@ def stated_config(
 
 
 def _model_fields(inferred: Inferred, stated: Stated, size: tuple[int, ...]) -> Fields:
-    """Returns the section `model`; `size` is that of the images, in pixels."""
+    """Returns the section `model`; `size` is (height, width) of the images in pixels."""
     fields: Fields = {'num_heads': 0, 'num_head_channels': 0, 'label_dropout': 0.0}
     fields |= inferred.fields
     own = ('num_heads', 'num_head_channels', 'low_res_size')
@@ -173,7 +173,7 @@ def _diffusion_fields(inferred: Inferred, stated: Stated) -> Fields:
 
 def _assumed(inferred: Inferred, stated: Stated) -> list[str]:
     """Returns the assumptions behind a config, one phrase each."""
-    # Not rescaling is what every config means that does not mention it.
+    # No rescaling is no assumption: it is what a config means that does not mention it.
     assumed = [
         f'{name}={value} as in {inferred.program}'
         for name, value in inferred.constants.items()
@@ -189,8 +189,8 @@ def _check_stated(inferred: Inferred, source: str, stated: Stated) -> None:
     """Checks what is stated against the program and the shapes.
 
     Raises:
-      UserError: other heads than the only ones that the program has, or pictures for a network that
-        takes none.
+      UserError: heads are stated, but the program has a fixed number; or a size of pictures is
+        stated, but the network takes none.
     """
     if 'low_res_size' in stated and not inferred.super_resolution:
         raise UserError(
@@ -231,19 +231,19 @@ def _missing(inferred: Inferred, stated: Stated) -> Iterator[str]:
 def config_like(inferred: Inferred, source: str, like: Config) -> Config:
     """Returns the config of a state dict, with `like`'s values for what the shapes do not show.
 
-    Its objective is one that the other programs have.
+    The objective is `like`'s if the other programs have it, and otherwise the usual one.
 
     Args:
-      source: begins every message.
+      source: name of the file; error messages begin with it.
 
     Raises:
-      UserError: a network from which a run of `like` cannot start.
+      UserError: a run of `like` cannot start from this network.
     """
     fields = dict(inferred.fields)
     side = min(like.image_shape[:2])
     base, mult = fields['base_channels'], like.model.channel_mult
     if [int(m * base) for m in mult] == [int(m * base) for m in fields['channel_mult']]:
-        fields['channel_mult'] = mult  # other fractions of the same widths
+        fields['channel_mult'] = mult  # the same widths, written as `like` writes them
     if inferred.attention_levels != like.attention_levels:
         fields['attention_resolutions'] = tuple(side >> n for n in inferred.attention_levels)
     diffusion: Fields = {'learn_sigma': inferred.learn_sigma}
@@ -258,7 +258,7 @@ def check_against_shapes(config: Config, inferred: Inferred, source: str) -> Non
     """Checks a file's config against its shapes, before a network of that size is built.
 
     Raises:
-      UserError: it describes another network, or none.
+      UserError: the config describes another network, or no network.
     """
     model, fields = config.model, inferred.fields
     names = ('image_channels', 'base_channels', 'num_res_blocks', 'num_classes', 'channel_mult')

@@ -2,8 +2,8 @@
 
 guided-diffusion and unet.cu build the same sequence of modules (`input_blocks.i.j`,
 `middle_block.j`, `output_blocks.i.j`); only the names inside a block differ. This module walks the
-sequence for both, and each format brings its own `BlockNames`. ddpm-torch builds the same network
-of other modules (`jaxunet.weights.ddpm_torch`).
+sequence for both, and each format has its own `BlockNames`. ddpm-torch builds the same network from
+other modules (`jaxunet.weights.ddpm_torch`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Shape = tuple[int, ...]
 Tree = dict[str, PyTree]  # nested dicts of arrays
 Leaves = dict[Path, PyTree]  # the arrays of a tree by path
 SHOWN = 5  # problems that an error message lists
-# Axes of length 1 that torch appends to our matrices: of a 1×1 convolution, and of 1-D
-# convolutions over the pixels.
+# Numbers of axes of length 1 that torch appends to our matrices: for a 1×1 convolution, and for a
+# 1-D convolution over the pixels.
 UNIT_AXES = {'shortcut': 2, 'qkv': 1, 'proj': 1}
 LEAVES = {
     'kernel': 'weight',
@@ -45,8 +45,8 @@ class Module(NamedTuple):
     """A module of the network.
 
     Fields:
-      name: ours.
-      prefix: of its tensors in the file.
+      name: our name of the module.
+      prefix: prefix of its tensors' names in the file.
       kind: layer, res_block, attention or pool.
     """
 
@@ -59,8 +59,8 @@ class BlockNames(NamedTuple):
     """A format's names for the layers of a residual and an attention block, in its order.
 
     Fields:
-      pool: those of a classifier's attention pool.
-      unit_axes: axes of length 1 that it appends to our matrices, by our name of the layer.
+      pool: names for the layers of a classifier's attention pool.
+      unit_axes: axes of length 1 that the format appends to our matrices, by our name of the layer.
     """
 
     res_block: Mapping[str, str]
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
     Fields:
       path: its path in our tree.
       name, shape: its name and shape in the file.
-      heads: the heads of a qkv projection, 0 for other tensors.
+      heads: number of heads of a qkv projection; 0 for other tensors.
     """
 
     path: Path
@@ -88,7 +88,8 @@ def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
     """Returns path and shape of every parameter of a config's UNet, without allocating it.
 
     Raises:
-      UserError: the config describes no network (a head width that does not divide the channels).
+      UserError: the config describes no valid network (a head width that does not divide the
+        channels).
     """
     unet = build_unet(config, XLA).clone(time_scale=1.0, dtype=jnp.float32)
     factor = 2 ** (len(config.model.channel_mult) - 1)
@@ -98,11 +99,11 @@ def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
 
 @functools.lru_cache(maxsize=16)
 def shapes_of(network: Encoder, side: int, *labels: jax.ShapeDtypeStruct) -> Mapping[Path, Shape]:
-    """Returns the shapes of a network; cached, because tracing one takes a second.
+    """Returns path and shape of a network's parameters; cached, because tracing takes a second.
 
     Args:
-      side: of an image that it takes, in pixels.
-      labels: that it takes after image and time.
+      side: side of an image that the network takes, in pixels.
+      labels: inputs that it takes after image and time.
     """
     image = jax.ShapeDtypeStruct((1, side, side, network.model.image_channels), jnp.float32)
     time = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -143,7 +144,7 @@ def adm_encoder(config: Config) -> Iterator[Module]:
     resample = 'res_block' if model.resblock_updown else 'layer'
     yield Module('time_embed_0', 'time_embed.0', 'layer')
     yield Module('time_embed_1', 'time_embed.2', 'layer')
-    yield Module(AUGMENTATION, 'augment_embed', 'layer')  # a name of ours
+    yield Module(AUGMENTATION, 'augment_embed', 'layer')  # our own name; they have no such layer
     yield Module('label_embed', 'label_emb', 'layer')
     yield Module('conv_in', 'input_blocks.0.0', 'layer')
     index = 1
@@ -196,7 +197,7 @@ def entries(
     """Returns every parameter of a config's UNet, in the order of the file.
 
     Args:
-      modules: the modules of the program that wrote the file, as `adm_modules`.
+      modules: yields the modules of the program that wrote the file, like `adm_modules`.
     """
     return entries_of(parameter_shapes(config), config, names, modules)
 
@@ -266,8 +267,8 @@ def to_tree(
     Args:
       read: name -> tensor of the state dict.
       table: the tensors of the state dict.
-      interleaved: qkv's rows are q, k, v of the first head, then of the second, ...; else all q,
-        all k, all v.
+      interleaved: True if qkv's rows are q, k, v of the first head, then of the second, ...; False
+        if they are all q, all k, all v.
     """
     leaves = {}
     for entry in table:
@@ -301,11 +302,11 @@ def check_finite(value: np.ndarray, source: str, where: Callable[[int], str]) ->
     """Checks that all values are finite.
 
     Args:
-      source: begins the message.
+      source: name of the file; the error message begins with it.
       where: flat index -> its place in the file, for the message.
 
     Raises:
-      UserError: a NaN or infinity.
+      UserError: there is a NaN or an infinity.
     """
     finite = np.isfinite(value).ravel()
     if not finite.all():
@@ -324,11 +325,11 @@ def check_shapes(
     """Checks the names and shapes of tensors.
 
     Args:
-      source: begins the message.
+      source: name of the file; the error message begins with it.
       advice: what was expected, for the message.
 
     Raises:
-      UserError: tensors that are missing, unexpected or of another shape; the message names them.
+      UserError: tensors are missing, unexpected or of another shape; the message names them.
     """
     problems = [
         f'{name}: missing, expected shape {expected[name]}'
@@ -353,7 +354,7 @@ def check_shapes(
 def without_augmentation(config: Config, *trees: Tree) -> tuple[Config, list[Tree]]:
     """Returns a config and trees without the layer that tells the network of `data.augment=edm`.
 
-    The network is the same for images that are not augmented, as the layer has no bias.
+    For images that are not augmented, the network computes the same, because the layer has no bias.
     """
     rest = [{k: v for k, v in tree.items() if k != AUGMENTATION} for tree in trees]
     return config.replace(data={'augment': 'none'}) if config.augmentation_inputs else config, rest
@@ -363,7 +364,7 @@ def check_tree(params: Mapping[str, object], config: Config, source: str = 'para
     """Checks a parameter tree against a config's network: leaves, shapes, float32, all finite.
 
     Args:
-      source: begins every message.
+      source: name of the tree; error messages begin with it.
 
     Raises:
       UserError: the tree differs; the message names the first wrong leaves.

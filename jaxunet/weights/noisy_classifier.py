@@ -1,7 +1,7 @@
 """guided-diffusion's classifiers of noisy images: names, inferred architecture, reading.
 
-The image size is that of the diffusion model that a classifier guides. The names and shapes of its
-tensors then show the whole network, but for the channels of a head and the order of qkv's rows,
+A classifier takes images of the size of the diffusion model that it guides. The names and shapes of
+its tensors show the rest of the network, except the channels of a head and the order of qkv's rows,
 which are constants of guided-diffusion's `create_classifier`.
 
 Source: openai/guided-diffusion, `guided_diffusion/unet.py` (`EncoderUNetModel`) and
@@ -49,7 +49,8 @@ class Classifier(NamedTuple):
     """A classifier of noisy images.
 
     Fields:
-      config: its network under `model`; images, process and precision of the diffusion model.
+      config: the classifier's network under `model`; images, process and precision are those of the
+        diffusion model.
       classes: number of classes.
       params: float32 numpy arrays.
       note: kind of file and number of parameters, for reports.
@@ -68,7 +69,7 @@ def read(state: TorchFile | SafetensorsFile, like: Config) -> Classifier:
       like: the config of the diffusion model whose images it classifies.
 
     Raises:
-      UserError: not a classifier of such images, or one with another pool than attention.
+      UserError: the file is not a classifier of such images, or its pool is not attention.
     """
     path = state.path
     names = unwrapped(state.shapes, path)
@@ -104,11 +105,11 @@ def infer(shapes: Mapping[str, Shape], source: str, like: Config) -> tuple[Confi
     """Infers a classifier's config and number of classes from its names and shapes.
 
     Args:
-      source: begins every message.
+      source: name of the file; error messages begin with it.
       like: the config of the diffusion model whose images it classifies.
 
     Raises:
-      UserError: not a classifier of such images, or one with another pool than attention.
+      UserError: the file is not a classifier of such images, or its pool is not attention.
     """
     found = Shapes(shapes, source, PROGRAM)
     base = found.base_channels('time_embed.0.weight')
@@ -161,7 +162,7 @@ def infer(shapes: Mapping[str, Shape], source: str, like: Config) -> tuple[Confi
 
 
 def _check_pool(found: Shapes) -> None:
-    """Raises UserError for a network that is no classifier, or has another pool."""
+    """Raises UserError for a network that is not a classifier, or has another pool."""
     shapes, source = found.by_name, found.source
     if any(name.startswith('output_blocks.') for name in shapes):
         raise UserError(
@@ -184,7 +185,7 @@ def _check_pool(found: Shapes) -> None:
 
 
 def _check_heads(source: str, channels: list[int], attends: list[bool]) -> None:
-    """Raises UserError if a level with attention, as the last, is not whole heads."""
+    """Raises UserError if a level with attention (or the last) has no whole number of heads."""
     for level, width in enumerate(channels):
         last = level == len(channels) - 1
         if (attends[level] or last) and width % HEAD_CHANNELS:
@@ -195,7 +196,7 @@ def _check_heads(source: str, channels: list[int], attends: list[bool]) -> None:
 
 
 def _levels(found: Shapes, like: Config) -> int:
-    """Returns the number of levels, from the sides of the images and of the lowest level."""
+    """Returns the number of levels, from the sides in pixels of the images and the lowest level."""
     height, width = like.image_shape[:2]
     if height != width:
         raise UserError(

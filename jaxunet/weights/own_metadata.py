@@ -9,7 +9,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import parse_json, shown
 
-METADATA = 'jaxunet_config'  # its key: the config as JSON, plus these two fields
+METADATA = 'jaxunet_config'  # key of the metadata: the config as JSON, plus these two fields
 ORDER, CLASSES = 'new_attention_order', 'class_names'
 
 
@@ -31,7 +31,7 @@ def load_metadata(path: str, metadata: dict[str, str]) -> OwnMetadata:
     """Returns the metadata of a file.
 
     Raises:
-      UserError: they are damaged.
+      UserError: the metadata are damaged.
     """
     if METADATA not in metadata:
         return OwnMetadata()

@@ -1,4 +1,4 @@
-"""Published models by name: the config of each, as its README's flags say.
+"""Published models by name, each with the config that its README's flags describe.
 
 Sources: the README files of openai/guided-diffusion (22e0df8), openai/improved-diffusion (1bc7bbb)
 and tqch/ddpm-torch (b60eb8d) with its `configs/`.
@@ -52,8 +52,8 @@ class Preset(NamedTuple):
       files: names of its weight files.
       size: side of its images, in pixels.
       model, diffusion: changed fields of these sections.
-      new_attention_order: guided-diffusion's `use_new_attention_order`; None if its program has one
-        order.
+      new_attention_order: guided-diffusion's `use_new_attention_order`; None if the model's program
+        has only one order.
     """
 
     files: tuple[str, ...]
@@ -134,7 +134,7 @@ PRESETS = {
         ('imagenet64_cond_270M_250K.pt',),
         64,
         IDDPM_MODEL | IMAGENET | {'base_channels': 192},
-        # Its variational bound counts fully (rescale_learned_sigmas False).
+        # The variational bound has its full weight (rescale_learned_sigmas False).
         IDDPM_COSINE | {'rescale_timesteps': False, 'vlb_weight': 1 / 4000},
     ),
     'iddpm_cifar10_cosine': Preset(

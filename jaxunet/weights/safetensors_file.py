@@ -1,4 +1,4 @@
-"""Reads and writes `.safetensors` with the safetensors library, and our checks and messages."""
+"""Reads and writes `.safetensors` with the safetensors library; adds checks and clear messages."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class _TensorEntry(TypedDict):
 
 
 class SafetensorsFile:
-    """The tensors of a file: shapes and metadata at once, tensors on demand.
+    """The tensors of a file: shapes and metadata are read at once, tensors on demand.
 
     Args:
-      path: the file's name, for messages, and for the library to open.
+      path: the file's name, which messages show and the library opens.
       file: the open file.
 
     Attributes:
       shapes: name -> shape.
       metadata: the texts stored beside the tensors.
-      note: '', as a file holds one set of weights.
+      note: always '', because a file holds one set of weights.
 
     Raises:
-      UserError: another kind of file, a damaged one, or tensors that are not numbers; the message
-        names field and byte. Methods raise it too.
+      UserError: the file is damaged, of another kind, or has tensors that are not numbers; the
+        message names field and byte. Methods raise it too.
     """
 
     note = ''
@@ -85,7 +85,7 @@ class SafetensorsFile:
         if len(data) != end - begin:
             raise UserError(f'{self.path}: {name}: the file became shorter while it was read')
         values = np.frombuffer(data, DTYPES[entry['dtype']])
-        if entry['dtype'] == 'BF16':  # the upper half of a float32
+        if entry['dtype'] == 'BF16':  # bfloat16 is the upper half of a float32
             values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
         with np.errstate(over='ignore'):
             result = np.ascontiguousarray(values, np.float32).reshape(entry['shape'])
@@ -100,7 +100,7 @@ class SafetensorsFile:
 
 
 def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, str], dict[str, _TensorEntry]]:
-    """Returns the tensors' first byte, the metadata and the tensors' entries.
+    """Returns the byte at which the tensors begin, the metadata, and the tensors' entries.
 
     The library has checked that the header is valid and fits the file exactly.
     """
@@ -129,10 +129,10 @@ def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, str], dict[str, _T
 def write_safetensors(
     path: str | os.PathLike[str], state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes tensors and metadata to the file at `path`, replacing its contents, and to the disk.
+    """Writes tensors and metadata to the file at `path`, replacing its contents, and flushes it.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     with open(path, 'wb') as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -140,7 +140,7 @@ def write_safetensors(
         safetensors.numpy.save_file(dict(state), path, dict(metadata))
     except safetensors.SafetensorError as error:  # the library's error for a full disk
         raise OSError(str(error)) from None
-    # The library puts another file there, which its owner alone may read.
+    # The library replaces the file by one that only its owner may read.
     with open(path, 'rb') as file:
         os.fchmod(file.fileno(), mode)
         os.fsync(file.fileno())

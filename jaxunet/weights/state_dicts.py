@@ -1,7 +1,7 @@
-"""Reads a state dict of any program: whose names they are, its config, its tensors.
+"""Reads a state dict of any program: recognizes the program, finds the config, converts tensors.
 
-guided-diffusion's names are also improved-diffusion's and our own; unet.cu and ddpm-torch have
-others. Prefixes that PyTorch's wrappers put in front of names are taken off.
+improved-diffusion and our own writer use guided-diffusion's names; unet.cu and ddpm-torch have
+their own. Prefixes that PyTorch's wrappers add to names are removed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class Weights:
 
     Fields:
       params: our parameter tree, float32 numpy arrays.
-      config: the model's config: the one given, the file's, or what was inferred and stated.
+      config: the model's config: the given one, the file's, or one inferred from shapes and from
+        what was stated.
       moments: Adam's first and second moments, trees like `params`; None if the file has none.
       note: kind of file, number of parameters and assumptions, for reports.
       class_names: names of the labels 0, 1, ...; empty if the file has none.
       new_attention_order: order of qkv's rows in the file, as guided-diffusion's
-        `use_new_attention_order`; None if its program has one order, or with one head.
+        `use_new_attention_order`; None if its program has one order, or the network one head.
     """
 
     params: Tree
@@ -69,9 +70,9 @@ class Given(NamedTuple):
 
     Fields:
       config: the model that the weights must belong to; None = the file's own.
-      stated: what the file leaves open, without a config.
+      stated: without a config, further facts that the file leaves open.
       new_order: guided-diffusion's `use_new_attention_order`; None = the file states it.
-      like: the config of a run that is to start from the weights, instead of `config`.
+      like: instead of `config`, the config of a run that is to start from the weights.
     """
 
     config: Config | None
@@ -81,12 +82,12 @@ class Given(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """A program with names of its own.
+    """A program with its own names of tensors.
 
     Fields:
-      infer: (shapes, source) -> the model that they show.
-      table: config -> the tensors.
-      orders: it has two orders of qkv's rows.
+      infer: (shapes, source) -> the model that the shapes show.
+      table: config -> the tensors of its state dict.
+      orders: True if it has two orders of qkv's rows.
     """
 
     name: str
@@ -107,10 +108,10 @@ class _Known:
     """Facts about the model of a state dict that its tensors do not show.
 
     Fields:
-      path: of the file; begins every message.
-      program: whose names the tensors have.
+      path: path of the file; error messages begin with it.
+      program: the program whose names the tensors have.
       given: what the caller knows.
-      own: the file's metadata.
+      own: metadata of our own writer in the file.
     """
 
     path: str
@@ -122,7 +123,7 @@ class _Known:
         """Checks what the caller gave against what the file states.
 
         Raises:
-          UserError: they contradict each other, or state the same thing twice.
+          UserError: the two contradict each other, or state the same thing twice.
         """
         path, given, own = self.path, self.given, self.own
         if (given.config or own.config) is not None and given.stated:
@@ -171,7 +172,7 @@ class _Known:
         return ForeignModel(known, assumed)
 
     def order(self) -> bool | None:
-        """Returns the order of qkv's rows in a file of several heads; None if there is but one.
+        """Returns the order of qkv's rows for several heads; None if the program has only one.
 
         Raises:
           UserError: nothing states it.
@@ -197,7 +198,7 @@ def read_state(state: TorchFile | SafetensorsFile, given: Given) -> Weights:
     """Returns the weights in a state dict.
 
     Raises:
-      UserError: another network than the one given, or something is neither in the file nor given.
+      UserError: the network is not the given one, or something is neither in the file nor given.
     """
     path = state.path
     names = unwrapped(state.shapes, path)
@@ -232,7 +233,7 @@ def read_state(state: TorchFile | SafetensorsFile, given: Given) -> Weights:
         check_second_moments(path, nu)
         moments = mu, nu
     params = to_tree(read, table, interleaved=new_order is False)
-    # Our own metadata states an order for one head, too, where it has no effect.
+    # Our own metadata also state an order for networks with one head, where it has no effect.
     order = new_order if own.new_order is None else own.new_order
     if assumed:
         logging.warning(
@@ -254,13 +255,15 @@ def _own_moments(
     program: _Program,
     path: str,
 ) -> list[ReadTensor] | None:
-    """Returns readers of both moments of a parameter in a file of ours; None without moments.
+    """Returns functions that read the first and second moment of a parameter from our own file.
+
+    Returns None if the file has no moments.
 
     Args:
-      shapes: of the tensors of either moment.
+      shapes: shapes of the tensors of the first and of the second moments.
 
     Raises:
-      UserError: they are not those of the network.
+      UserError: the moments are not those of the network.
     """
     if not any(shapes):
         return None
@@ -272,13 +275,14 @@ def _own_moments(
 def _moments_of_torch(
     state: TorchFile | SafetensorsFile, names: Mapping[str, str]
 ) -> list[ReadTensor] | None:
-    """Returns readers of both moments of a parameter from PyTorch's optimizer; None without one.
+    """Returns functions that read both moments of a parameter from PyTorch's optimizer.
 
-    Early moments are biased toward 0. They are corrected here, as `jaxunet.checkpoint.state` takes
-    moments from elsewhere for those of a long run.
+    Returns None if the file has none. Moments of early steps are biased toward 0. The bias is
+    corrected here, because `jaxunet.checkpoint.state` treats moments from other programs as those
+    of a long run.
 
     Args:
-      names: full names of the parameters by their names without prefixes.
+      names: full names of the parameters by their names without wrappers' prefixes.
 
     Raises:
       UserError: the optimizer's state does not fit the weights.
@@ -296,7 +300,7 @@ def unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:
     """Returns the full names of tensors by their names without the prefixes of wrappers.
 
     Raises:
-      UserError: two have the same name without them.
+      UserError: two tensors have the same name without prefixes.
     """
     names: dict[str, str] = {}
     for full in shapes:
@@ -313,7 +317,7 @@ def unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:
 
 
 def _program(shapes: Mapping[str, Shape]) -> _Program:
-    """Returns the program whose names these are; guided-diffusion if it is unknown."""
+    """Returns the program whose names these are; guided-diffusion if no program is recognized."""
     if any(name.endswith(ddpm_torch.FIRST) for name in shapes):
         return DDPM_TORCH
     if f'input_blocks.1.0.{unetcu.NAMES.res_block["norm_1"]}.weight' in shapes:

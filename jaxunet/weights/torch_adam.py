@@ -1,8 +1,8 @@
 """Reads the state of PyTorch's Adam in a checkpoint.
 
-`Adam.state_dict()` numbers the parameters in the order of the model's, which is that of the tensors
-in its state dict: `state[i]` has `exp_avg` and `exp_avg_sq`, the first and second moments, and
-`step`, the number of updates.
+`Adam.state_dict()` numbers the parameters in the order of the tensors in the model's state dict.
+`state[i]` has `exp_avg` and `exp_avg_sq`, the first and second moments, and `step`, the number of
+updates.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxunet.runtime.untrusted import shown
 from jaxunet.weights.torch_file import TorchFile
 from jaxunet.weights.torch_pickle import TensorView
 
-FIELDS = ('exp_avg', 'exp_avg_sq')  # of the first and second moments
+FIELDS = ('exp_avg', 'exp_avg_sq')  # keys of the first and second moments
 
 
 class AdamState(NamedTuple):
     """Adam's moments in a file.
 
     Fields:
-      moments: for the first and the second moments, the tensors by name of the parameter.
-      corrections: what the bias of either is divided by, 1 − β^steps.
+      moments: first and second moments, each as tensors by name of the parameter.
+      corrections: 1 − β^steps for each, which the moments are divided by to correct their bias.
     """
 
     moments: tuple[dict[str, TensorView], dict[str, TensorView]]
@@ -34,7 +34,7 @@ def adam_state(file: TorchFile) -> AdamState | None:
     """Returns the moments of a file's weights; None if it has none.
 
     Raises:
-      UserError: the optimizer is another one than Adam, or does not fit the weights.
+      UserError: the optimizer is not Adam, or its state does not fit the weights.
     """
     if file.optimizer is None:
         return None

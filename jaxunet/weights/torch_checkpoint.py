@@ -17,8 +17,8 @@ class Chosen(NamedTuple):
     """The weights to take from a checkpoint.
 
     Fields:
-      weights: a state dict, unless the file holds something else.
-      note: which of several weights they are.
+      weights: a state dict, unless the file holds something else (the caller checks).
+      note: says which weights they are, if there are several.
       optimizer: the state of the optimizer that trained them; None if there is none, or if they are
         averages.
     """
@@ -32,11 +32,11 @@ def choose(tree: dict[Any, Any], ema: str, source: str, *, trained: bool = False
     """Returns the state dict to take from a dict.
 
     Args:
-      tree: a state dict, or a dict with one or several.
+      tree: a state dict, or a dict that holds one or several state dicts.
       ema: '' = averaged weights if there are any; 'none' = the weights themselves; or the rate that
         is stored with the averages.
-      source: begins every message.
-      trained: '' means the weights themselves if there is the state of an optimizer beside them.
+      source: name of the file; error messages begin with it.
+      trained: if the dict also has the state of an optimizer, '' means the weights themselves.
 
     Raises:
       UserError: `ema` names weights that are not there.

@@ -39,24 +39,23 @@ RESAVE = (
 
 
 class TorchFile:
-    """A state dict in a torch file: shapes and metadata at once, tensors on demand.
+    """A state dict in a torch file: shapes and metadata are read at once, tensors on demand.
 
     Use it as a context manager.
 
     Args:
       path: the file's name, for messages.
       file: the open file.
-      ema, trained: which weights to take if it holds averages, too
-        (`jaxunet.weights.torch_checkpoint.choose`).
+      ema, trained: choose among weights and averages (`jaxunet.weights.torch_checkpoint.choose`).
 
     Attributes:
       shapes: name -> shape, in the order of the file.
-      note: which weights these are, if there are several.
+      note: says which weights these are, if there are several.
       optimizer: the state of the optimizer that trained them; None if there is none.
 
     Raises:
-      UserError: another kind of file, a damaged one, or one that holds more than tensors; the
-        message names entry, field and byte. Methods raise it too.
+      UserError: the file is damaged, of another kind, or holds more than tensors; the message names
+        entry, field and byte. Methods raise it too.
     """
 
     def __init__(self, path: str, file: BinaryIO, ema: str = '', *, trained: bool = False) -> None:
@@ -128,21 +127,21 @@ class TorchFile:
         return result
 
     def check(self, views: Mapping[str, TensorView]) -> None:
-        """Checks tensors beside the weights, as those are checked: their storages and sizes.
+        """Checks the storages and sizes of further tensors, as for the weights.
 
         Raises:
-          UserError: a damaged or malicious file.
+          UserError: the file is damaged or malicious.
         """
         self._check_sizes(check_views(views, self.path))
 
     def number(self, value: object, name: str) -> float:
-        """Returns a number beside the weights, which torch may store as a tensor.
+        """Returns a number that the file holds beside the weights; torch may store it as a tensor.
 
         Args:
-          name: for messages.
+          name: name of the number, for messages.
 
         Raises:
-          UserError: something else.
+          UserError: the value is not one finite number.
         """
         if type(value) is TensorView and value.shape == ():
             self.check({name: value})
@@ -247,7 +246,7 @@ class TorchFile:
         key, dtype = view.storage.key, view.storage.dtype
         if self._cached[0] != key:
             data = self._read(f'data/{key}', view.storage.bytes)
-            if dtype == 'bf16':  # the upper half of a float32
+            if dtype == 'bf16':  # bfloat16 is the upper half of a float32
                 values = (
                     np.frombuffer(data, self._order + 'u2').astype(np.uint32) << np.uint32(16)
                 ).view(np.float32)

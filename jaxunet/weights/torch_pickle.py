@@ -37,7 +37,8 @@ STATE_DICT = 'save only the tensors: torch.save(model.state_dict(), path)'
 MAX_PICKLE = 16 * 2**20  # bytes; a state dict of a thousand tensors needs 0.1 MB
 MAX_NAME = 500  # characters of a tensor's name
 MAX_DIMENSIONS = 8
-# Most elements of all tensors per stored element: allows views of shared storage, refuses bombs.
+# Limit of the elements of all tensors, per stored element: it allows views of shared storage, and
+# refuses a small file that would expand to a huge one.
 MAX_EXPANSION = 4
 
 
@@ -68,11 +69,11 @@ class TensorView:
         """Returns the tensor as a view of the storage's numbers.
 
         Raises:
-          ValueError: `values` are not the whole storage, in which the view was checked to lie.
+          ValueError: `values` are not the whole storage; the view was checked to lie inside it.
         """
         if values.shape != (self.storage.size,):
             raise ValueError(f'expected {self.storage.size:,} numbers, found {values.shape}')
-        # The step along a side of one element is never taken, and may exceed any size.
+        # The stride of an axis of length 1 is never used, and may be any number.
         strides = tuple(
             step * values.itemsize if n > 1 else values.itemsize
             for n, step in zip(self.shape, self.stride, strict=True)
@@ -100,7 +101,7 @@ class TorchPickle(PickleReader):
         if type(function) is not Global or function.name not in CALLS:
             return super().call(function, arguments)
         if function.name == ORDERED_DICT and arguments:
-            # A dict copies its items; the same list again and again would fill the memory.
+            # A dict copies its items, so many dicts of the same list would fill the memory.
             if type(arguments[0]) is not list or id(arguments[0]) in self._used:
                 raise Refused('expected a list of items of its own for each dict')
             self._used[id(arguments[0])] = arguments[0]
@@ -128,14 +129,14 @@ class TorchPickle(PickleReader):
 
 
 def load(data: bytes, source: str) -> object:
-    """Returns a pickle's object, of dicts, lists, tuples, text, numbers and `TensorView`s.
+    """Returns a pickle's object: dicts, lists, tuples, text, numbers and `TensorView`s.
 
     Args:
-      source: begins every message.
+      source: name of the file; error messages begin with it.
 
     Raises:
-      UserError: a damaged pickle, or an opcode or global that a state dict does not need; the
-        message names it and its byte.
+      UserError: the pickle is damaged, or uses an opcode or global that a state dict does not need;
+        the message names it and its byte.
     """
     try:
         return TorchPickle().load(data)
@@ -147,14 +148,14 @@ def check_views(views: Mapping[Any, object], source: str) -> dict[str, TensorVie
     """Checks that a dict holds only tensors with elements, and that a small file stays small.
 
     Args:
-      source: begins every message.
+      source: name of the file; error messages begin with it.
 
     Returns:
       The dict.
 
     Raises:
-      UserError: something else, a tensor larger than its storage, two sizes of one storage, or
-        tensors that far exceed the storages.
+      UserError: a value is not such a tensor, a tensor is larger than its storage, one storage has
+        two sizes, or all tensors together are far larger than the storages.
     """
     found: dict[str, TensorView] = {}
     storages: dict[str, Storage] = {}
@@ -238,7 +239,7 @@ def _rebuild_parameter(data: object, *_ignored: object) -> TensorView:
 
 
 ORDERED_DICT = 'collections.OrderedDict'
-CALLS: dict[str, Any] = {  # each checks its arguments
+CALLS: dict[str, Any] = {  # functions that a pickle may call; each checks its arguments
     ORDERED_DICT: _ordered_dict,
     'torch._utils._rebuild_tensor_v2': _rebuild_tensor,
     'torch._utils._rebuild_parameter': _rebuild_parameter,

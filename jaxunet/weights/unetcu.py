@@ -1,6 +1,7 @@
-"""Reads and writes unet.cu's model file (`.bin`), little-endian throughout, and knows its `.pt`.
+"""Reads and writes unet.cu's model file (`.bin`), and has the names of its `.pt`.
 
-A .bin holds an int32[256] header, the parameters, and optionally AdamW's moments and cuRAND states.
+A .bin holds an int32[256] header, the parameters, and optionally AdamW's moments and cuRAND states,
+all of it little-endian.
 Source: clu0/unet.cu (`train_unet.py`, `generate.py`, `train_unet.cu`).
 """
 
@@ -39,15 +40,15 @@ from jaxunet.weights.names import (
 
 PROGRAM = 'unet.cu'
 MAGIC = 12345678
-DATA_MAGIC = 20240620  # of unet.cu's data files
+DATA_MAGIC = 20240620  # magic number of unet.cu's data files
 HEADER = 1024  # bytes
 RNG_STATE = 48  # bytes of one cuRAND XORWOW state
 # Constants of unet.cu's code.
 MULT, ATTENTION_LEVELS = (1, 2, 3, 4), (2, 3)
 RES_BLOCKS, HEAD_WIDTH, GROUPS = 2, 32, 32
 SIDE, MAX_PERIOD = 64, 1000
-FACTOR = 2 ** (len(MULT) - 1)  # divides both sides of an image
-FIELDS = {  # of the config, by the word of the header that they become
+FACTOR = 2 ** (len(MULT) - 1)  # both sides of an image must be multiples of it
+FIELDS = {  # word of the header -> field of the config
     'batch': 'data.batch_size',
     'channels_in': 'model.image_channels',
     'channels_model': 'model.base_channels',
@@ -136,10 +137,10 @@ def config_of(header: Header) -> Config:
 def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """Infers the model of a state dict of unet.cu's PyTorch network, `model_100.pt` for example.
 
-    All but its channels are constants of unet.cu's code.
+    Everything except the numbers of channels is a constant of unet.cu's code.
 
     Args:
-      source: begins every message.
+      source: name of the file; error messages begin with it.
 
     Raises:
       UserError: a required tensor is missing, or unet.cu has no such network.
@@ -256,9 +257,9 @@ def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
         constants.
 
     Raises:
-      UserError: another kind of file, impossible header fields, a wrong length, numbers that are
-        not finite, negative second moments, or another network than `config`; the message names
-        field and byte.
+      UserError: the file is of another kind or has a wrong length, its header has impossible
+        fields, numbers are not finite, second moments are negative, or the network is not
+        `config`'s; the message names field and byte.
     """
     size = os.fstat(file.fileno()).st_size
     header = _read_header(path, file, size)
@@ -292,7 +293,7 @@ def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
 
 
 def _check_least_size(path: str, header: Header, size: int) -> None:
-    """Refuses a header whose network is larger than the file, before its shapes are computed.
+    """Refuses a header whose network cannot fit into the file, before its shapes are computed.
 
     The time embedding and the outer convolutions give a lower bound.
     """
