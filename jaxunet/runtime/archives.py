@@ -46,8 +46,8 @@ ERRORS = (
 def expanded_limit(packed: int) -> int:
     """Returns the bytes to which an archive of `packed` bytes may expand.
 
-    The limit is 256 MiB, or 32 times its size if that is more; JAXUNET_MAX_EXPANDED_GIB sets
-    another one.
+    The limit is 256 MiB, or 32 times the archive's size if that is more. The environment variable
+    JAXUNET_MAX_EXPANDED_GIB sets another limit.
 
     Raises:
       UserError: JAXUNET_MAX_EXPANDED_GIB is not a number above 0.
@@ -73,10 +73,10 @@ def too_large(source: str, size: int, packed: int) -> UserError:
 
 
 class Expanding(io.RawIOBase):
-    """A decompressed stream that ends in a UserError where it exceeds `expanded_limit`.
+    """A decompressed stream that raises UserError once it exceeds `expanded_limit`.
 
     Args:
-      file: gives the decompressed bytes.
+      file: stream of the decompressed bytes.
       source: the archive, for the message.
       packed: its size in bytes.
     """
@@ -111,18 +111,18 @@ def open_zip(
     """Opens a zip archive.
 
     Args:
-      damaged: makes the error of a damaged archive from its reason.
+      damaged: makes the error for a damaged archive from the reason.
 
     Raises:
-      UserError: no zip archive, or one with entries without a name or of one name.
-      OSError: it cannot be opened.
+      UserError: the file is not a zip archive, an entry has no name, or two have the same name.
+      OSError: the file cannot be opened.
     """
     try:
         archive = zipfile.ZipFile(file)
     except ERRORS as error:
         raise damaged(error) from None
     except OSError as error:
-        if error.errno != errno.EINVAL:  # seek to before the file's start
+        if error.errno != errno.EINVAL:  # EINVAL: zipfile seeks to before the file's start
             raise
         raise damaged(error) from None
     names = collections.Counter(info.filename for info in archive.infolist())
@@ -146,7 +146,7 @@ def check_expanded(infos: Iterable[zipfile.ZipInfo], source: str, packed: int) -
       packed: its size in bytes.
 
     Raises:
-      UserError: more than `expanded_limit`.
+      UserError: the entries expand to more than `expanded_limit`.
     """
     total = sum(info.file_size for info in infos)
     if total > expanded_limit(packed):
@@ -154,10 +154,10 @@ def check_expanded(infos: Iterable[zipfile.ZipInfo], source: str, packed: int) -
 
 
 def open_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
-    """Opens an entry, stored or deflated; the decompressors of other methods bound nothing.
+    """Opens a stored or deflated entry; decompressors of other methods do not bound their output.
 
     Raises:
-      ValueError: another method of compression, or encryption.
+      ValueError: the entry has another method of compression, or is encrypted.
     """
     if info.flag_bits & ENCRYPTED:
         raise ValueError(f'{shown(info.filename)} is encrypted')
@@ -174,7 +174,7 @@ class NpyHeader(NamedTuple):
 
     Fields:
       shape, dtype: shape and type of the array.
-      fortran: the array is in Fortran order.
+      fortran: True if the array is in Fortran order.
       size: bytes of the header.
     """
 
@@ -193,7 +193,7 @@ def npy_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NpyHeader:
     """Reads the header of a .npy in an .npz.
 
     Raises:
-      ValueError: it is damaged; `ERRORS` has more.
+      ValueError: it is damaged; other exceptions of `ERRORS` are possible.
     """
     name = plain(info.filename.removesuffix('.npy'))
     with open_entry(archive, info) as file:
@@ -216,10 +216,10 @@ def npy_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NpyHeader:
 def read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     """Returns the array of a .npy in an .npz: numbers or text, never a pickled object.
 
-    The caller has called `check_expanded`.
+    Call `check_expanded` before.
 
     Raises:
-      ValueError: damaged, or another type; `ERRORS` has more.
+      ValueError: it is damaged or has another type; other exceptions of `ERRORS` are possible.
     """
     name, header = plain(info.filename.removesuffix('.npy')), npy_header(archive, info)
     if header.dtype.kind not in 'biufcSU' or header.dtype.itemsize == 0:

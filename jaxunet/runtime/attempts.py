@@ -1,4 +1,4 @@
-"""Lets a run go on while its writes and prints fail, as on a full or read-only disk."""
+"""Lets a run continue while writes and prints fail, for example on a full or read-only disk."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from absl import logging
 
 from jaxunet.runtime.errors import UserError
 
-LIMIT = 1 << 24  # bytes of a file that are kept until they can be written
+LIMIT = 1 << 24  # most bytes that are kept in memory until they can be written
 
 
 class Attempts:
-    """Attempts that may fail: one warning per kind, until the kind works again."""
+    """Attempts that may fail; each kind warns once, and again only after it has worked."""
 
     def __init__(self) -> None:
         self._failing: set[str] = set()
 
     @contextlib.contextmanager
     def attempt(self, kind: str) -> Iterator[None]:
-        """Catches an error of the block that the disk can cause.
+        """Catches an error in the block that the disk can cause, and warns.
 
         Args:
-          kind: the thing written; begins the warning.
+          kind: what the block writes; the warning begins with it.
         """
         try:
             yield
@@ -46,8 +46,8 @@ class Attempts:
 class PatientFile:
     """A file that only grows, and whose writes may fail for a while.
 
-    Data that cannot be written are kept, up to `LIMIT` bytes, and written with later ones. A write
-    that fails half-way is undone. The file may be removed meanwhile, with its folder.
+    Data that cannot be written are kept, up to `LIMIT` bytes, and written together with later data.
+    A write that fails half-way is undone. The file and its folder may be removed between writes.
 
     Args:
       start: beginning of a new file, such as the header of a table.
@@ -62,7 +62,7 @@ class PatientFile:
         self._attempts = Attempts()
 
     def write(self, data: bytes = b'') -> None:
-        """Appends data and what earlier writes left."""
+        """Appends the data that earlier writes could not append, then this data."""
         self._pending += data
         if len(self._pending) > LIMIT:
             self._pending = b''
@@ -105,9 +105,9 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def quietly(what: str, close: Callable[[], object]) -> None:
-    """Calls `close` at the end of a block; its exception is a warning.
+    """Calls `close` at the end of a block; its exception becomes a warning.
 
-    It would replace the error that ended the block.
+    Otherwise it would replace the error that ended the block.
     """
     try:
         close()
@@ -131,7 +131,7 @@ class _Unfailing:
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is buffered, or keeps it."""
+        """Writes the buffer, or keeps it if that fails."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 Result = TypeVar('Result')
-WAIT_SECONDS = 0.1  # between two looks at whether the caller still waits
+WAIT_SECONDS = 0.1  # seconds between two calls of `keep_waiting`
 
 
 class Background(Generic[Result]):
@@ -32,10 +32,10 @@ class Background(Generic[Result]):
                 self._all_running.discard(self)
 
         self._thread = threading.Thread(target=call, name='background', daemon=True)
-        self._all_running.add(self)  # first, as the function may end before `start` returns
+        self._all_running.add(self)  # first, because the function may end before `start` returns
         try:
             self._thread.start()
-        except Exception:  # after Ctrl-C, the thread may run
+        except Exception:  # but not Ctrl-C, after which the thread may still run
             self._all_running.discard(self)
             raise
 

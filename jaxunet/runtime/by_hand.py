@@ -38,9 +38,9 @@ def check_by_hand(coordinator: str, processes: int, process: int) -> None:
 def listens_at(coordinator: str) -> str:
     """Returns HOST:PORT that process 0 listens at: `coordinator`, unless `BIND_VARIABLE` is set.
 
-    JAX's default is all interfaces of the machine. Warns if the name resolves to a loopback
-    address, as the own name does on many systems (127.0.1.1): other hosts know it by another
-    address.
+    JAX's default would be all interfaces of the machine. Warns if the host's name resolves to a
+    loopback address, as a machine's own name does on many systems (127.0.1.1); other hosts know the
+    machine by another address.
     """
     if chosen := os.environ.get(BIND_VARIABLE):
         return chosen
@@ -57,7 +57,7 @@ def listens_at(coordinator: str) -> str:
 
 
 def check_listens(address: str) -> None:
-    """Raises `UserError` if this process cannot listen at HOST:PORT, where JAX may crash."""
+    """Raises `UserError` if this process cannot listen at HOST:PORT; JAX itself may then crash."""
     host, _, port = address.rpartition(':')
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -71,7 +71,7 @@ def check_listens(address: str) -> None:
 
 
 def addresses(host: str) -> set[str]:
-    """Returns the addresses of a host's name; none if it is unknown."""
+    """Returns the addresses of a host's name; an empty set if the name is unknown."""
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(host.strip('[]'), None)}
     except OSError:

@@ -1,6 +1,6 @@
 """Keeps compiled training steps and samplers on disk, so that later starts need not compile.
 
-The key of JAX's compilation cache is the lowered program, and tracing and lowering a UNet of
+The key of JAX's compilation cache is the lowered program, but tracing and lowering a UNet with
 hand-written kernels already takes long. The key of this cache is a digest of everything that the
 program is made from, so a hit skips tracing and lowering too. Without an exact match the program is
 compiled.
@@ -28,12 +28,12 @@ from jax.experimental import serialize_executable
 
 from jaxunet.runtime import device, fingerprint, ownership
 
-KEPT = 24  # files; the least recently used are removed first
+KEPT = 24  # most files in the folder; the least recently used are removed first
 SUFFIXES = ('.step', '.sampler')
 
 
 def folder() -> pathlib.Path | None:
-    """Returns the folder of the programs, inside JAX's compilation cache; None if that is off."""
+    """Returns the folder of the programs, inside JAX's compilation cache; None without a cache."""
     settings = jax.config.values
     directory = settings['jax_compilation_cache_dir']
     return (
@@ -44,9 +44,9 @@ def folder() -> pathlib.Path | None:
 
 
 def pays(devices: Sequence[jax.Device]) -> bool:
-    """Returns True if programs are kept: in a single process on GPUs.
+    """Returns True if programs are kept on these devices: GPUs, in a run of a single process.
 
-    There lowering the hand-written kernels takes long.
+    Lowering hand-written kernels for a GPU takes long enough to make it worthwhile.
     """
     return jax.process_count() == 1 and devices[0].platform == 'gpu'
 
@@ -64,7 +64,8 @@ def key(
 
     Args:
       fields: everything else that the program depends on, such as fields of the config.
-      arguments: arrays, such as (state, data); shapes, types and shardings count.
+      arguments: arrays that the program takes, such as (state, data); only their shapes, types and
+        shardings count.
       options: the compiler's options and the steps per call.
     """
     leaves, tree = jax.tree.flatten(arguments)
@@ -74,7 +75,7 @@ def key(
     }
     made_from = [
         fields,
-        [  # an array of keys has no weak type
+        [  # arrays of random keys have no attribute weak_type
             [str(x.shape), str(x.dtype), str(x.sharding), getattr(x, 'weak_type', False)]
             for x in leaves
         ],
@@ -109,11 +110,12 @@ def load(
     devices: Sequence[jax.Device],
     result: object = None,
 ) -> jax.stages.Compiled | None:
-    """Loads a program from a file; None if there is no such file or it is damaged.
+    """Loads a program from a file; returns None if there is no such file or it is damaged.
 
     Args:
-      arguments: such as (state, data).
-      result: as for `compiled`.
+      arguments: what the program takes, such as (state, data).
+      devices: the devices to run on.
+      result: see `compiled`.
     """
     if not path.exists():
         return None
@@ -130,7 +132,7 @@ def load(
             payload, in_tree, out_tree, devices[0].client, devices
         )
         path.touch()
-    except Exception as error:  # a damaged file can lead to any
+    except Exception as error:  # a damaged file can raise anything
         logging.warning(
             '%s: cannot be loaded (%s: %s); compiling again',
             path,
@@ -149,12 +151,12 @@ def load(
 
 
 def save(path: pathlib.Path, program: jax.stages.Compiled, result: object = None) -> None:
-    """Writes a program; warns if that is not possible.
+    """Writes a program to a file; if that fails, only warns.
 
     A file holds the names of a step's metrics as a line of JSON, then the serialized executable.
 
     Args:
-      result: as for `compiled`.
+      result: see `compiled`.
     """
     try:
         payload, _, out_tree = serialize_executable.serialize(program)
@@ -188,13 +190,13 @@ def compiled(
     options: Mapping[str, object],
     result: object = None,
 ) -> jax.stages.Compiled:
-    """Returns the program from the folder, or else compiles it and keeps it there.
+    """Loads the program from the folder; if it is not there, compiles it and writes it there.
 
     Args:
       build: compiles the program for the arguments.
-      fields, options: as for `key`.
-      result: any tree with the structure of a sampler's result. None for a step, which takes
-        (state, data) and returns (state, metrics by name).
+      fields, options: see `key`.
+      result: for a sampler, any tree with the structure of its result; None for a training step,
+        which takes (state, data) and returns (state, metrics by name).
     """
     directory = folder()
     if directory is None or not ownership.usable(directory):

@@ -18,14 +18,14 @@ VARIABLE = 'JAXUNET_KERNELS'
 
 
 class Kernels(enum.Enum):
-    """The kernels that ops may run: a value of `VARIABLE`."""
+    """The kernels that ops may run; the values of the environment variable `VARIABLE`."""
 
-    # The fastest for this GPU; the default.
+    # The fastest kernels for this GPU; the default.
     FASTEST = 'fastest'
-    # Those that any GPU of compute capability 8.0 or later runs, also on Hopper.
+    # Kernels that any GPU of compute capability 8.0 or later runs, even on Hopper.
     PORTABLE = 'portable'
-    # The same; the CUDA kernels use at most the 99 KiB of shared memory that a block of an Ada GPU
-    # has.
+    # The same, but the CUDA kernels use at most 99 KiB of shared memory, which a block of an Ada
+    # GPU has.
     ADA = 'ada'
 
 
@@ -51,7 +51,7 @@ def asked() -> Kernels:
     """Returns the kernels that `VARIABLE` asks for.
 
     Raises:
-      UserError: it has another value.
+      UserError: `VARIABLE` has an unknown value.
     """
     found = os.environ.get(VARIABLE) or Kernels.FASTEST.value
     try:
@@ -62,10 +62,10 @@ def asked() -> Kernels:
 
 
 def kernels() -> Kernels:
-    """Returns the kernels that ops which are traced now may run: `asked`, unless `use` says.
+    """Returns the kernels that ops may run if they are traced now: `asked`, unless inside `use`.
 
     Raises:
-      UserError: as `asked`.
+      UserError: see `asked`.
     """
     if not _forced:
         return asked()
@@ -76,12 +76,13 @@ def kernels() -> Kernels:
 
 @contextlib.contextmanager
 def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
-    """Forces the family of the kernels traced and lowered inside, whatever `VARIABLE` says.
+    """Forces the family of kernels that are traced and lowered in the block, despite `VARIABLE`.
 
     For tests, and to lower for a GPU on a machine without one.
 
     Args:
-      kind: the GPU to lower for.
+      target: the family.
+      kind: name of the GPU to lower for.
     """
     here = target is Target.INTERPRET or jax.default_backend() == 'gpu'
     _forced.append((target, None if here else kind))
@@ -102,8 +103,8 @@ def target() -> Target:
     """Returns the family that this process's default device runs; `VARIABLE` can exclude Hopper's.
 
     Raises:
-      UnsupportedDeviceError: it is not an NVIDIA GPU of compute capability 8.0 or later.
-      UserError: as `asked`.
+      UnsupportedDeviceError: the device is not an NVIDIA GPU of compute capability 8.0 or later.
+      UserError: see `asked`.
     """
     if _forced:
         return _forced[-1][0]
@@ -129,7 +130,7 @@ def target() -> Target:
 
 
 def family() -> Target | None:
-    """Returns `target`, but None if this process's default device runs none of the kernels."""
+    """Returns `target`, or None if this process's default device runs none of the kernels."""
     try:
         return target()
     except UnsupportedDeviceError:
@@ -137,9 +138,10 @@ def family() -> Target | None:
 
 
 def portable() -> bool:
-    """Returns True if Hopper's kernels do not run: on other GPUs, or because `kernels` says so.
+    """Returns True if only portable kernels run: on other GPUs than Hopper, or if asked for.
 
-    False on a machine without a GPU, whose kernels stand for Hopper's, unless `kernels` says so.
+    On a machine without a GPU, it returns False unless portable kernels are asked for: kernels
+    there are stand-ins for Hopper's.
     """
     found = family()
     return kernels() is not Kernels.FASTEST if found is None else found is Target.TRITON
@@ -152,10 +154,10 @@ def kind() -> str:
 
 
 def multiprocessors(otherwise: int) -> int:
-    """Returns how many multiprocessors the GPU has that kernels are traced for.
+    """Returns the number of multiprocessors of the GPU that kernels are traced for.
 
     Args:
-      otherwise: the number if it is unknown: on a machine without a GPU, or inside of `use` there.
+      otherwise: the result if the number is unknown, on a machine without a GPU.
     """
     here = jax.devices()[0]
     if here.platform != 'gpu' or (_forced and _forced[-1][1] is not None):
@@ -164,12 +166,12 @@ def multiprocessors(otherwise: int) -> int:
 
 
 def label() -> str:
-    """Returns the name of this process's device for rows; it says if `VARIABLE` is set.
+    """Returns the name of this process's device for rows, with the value of `VARIABLE` if set.
 
-    Tables put rows of different devices apart, so those of portable kernels stay apart, too.
+    Tables separate rows by device name, so they also separate rows of portable kernels.
 
     Raises:
-      UserError: as `asked`.
+      UserError: see `asked`.
     """
     name = jax.devices()[0].device_kind
     return name if asked() is Kernels.FASTEST else f'{name}, {asked().value} kernels'

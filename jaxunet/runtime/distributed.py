@@ -1,8 +1,8 @@
 """Runs over several processes or hosts: start, agreement, and termination when one is lost.
 
-JAX's coordination service runs in process 0 and notices a process that dies: immediately if it is
-process 0, otherwise when its heartbeats have been missing for `heartbeat_seconds`. A thread of JAX
-then aborts the other processes, even if they are waiting for something.
+JAX's coordination service runs in process 0. The death of process 0 is noticed at once, that of
+another process when its heartbeats have been missing for `heartbeat_seconds`. A thread of JAX then
+aborts the other processes, even if they are waiting for something.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
 # Process 0 waits this long before it exits with an error, because its exit makes JAX abort the
 # others: processes that fail for the same reason can report it themselves.
 LAST_WORDS_SECONDS = 3.0
-FINISH_SECONDS = 3600  # time for process 0 to write the last checkpoint while the others wait
+FINISH_SECONDS = 3600  # time limit of process 0 for its last checkpoint, while the others wait
 PEERS_MISSING = 4  # exit code of processes that did not find each other
 ERROR = 1  # exit code after any exception that is not a UserError
 
@@ -54,7 +54,7 @@ class PeersMissingError(UserError):
 
 @dataclass(frozen=True)
 class Start:
-    """The launcher of this process and the time limits for the others.
+    """The launcher of this process, and time limits for the other processes.
 
     Fields:
       cluster: launcher of the processes, one of `CLUSTERS`. auto: by hand if the next three fields
@@ -164,14 +164,15 @@ def _connect(
     """Connects to process 0.
 
     Args:
-      how: the processes were started, for messages.
+      start: gives the time limits.
+      how: phrase that says how the processes were started, for messages.
       address: HOST:PORT of process 0.
       bind: HOST:PORT that this process listens at, if it is process 0.
-      detection, arguments: of `jax.distributed.initialize`.
+      detection, arguments: for `jax.distributed.initialize`.
 
     Raises:
       PeersMissingError: the processes do not find each other.
-      UserError: process 0 cannot listen there.
+      UserError: process 0 cannot listen at its address.
     """
     if bind:
         check_listens(bind)
@@ -215,7 +216,7 @@ def agree(values: Mapping[str, object]) -> None:
     A collective operation: every process must call it.
 
     Raises:
-      UserError: on every process, if a value of one differs from that of process 0.
+      UserError: a value of some process differs from that of process 0; raised on every process.
     """
     if jax.process_count() == 1:
         return
@@ -240,12 +241,12 @@ def agree(values: Mapping[str, object]) -> None:
 
 
 def wait_for_others(place: str) -> None:
-    """Waits until all processes of the run are here.
+    """Waits until all processes of the run have called this.
 
     A collective operation: every process must call it.
 
     Args:
-      place: a name, the same on all processes.
+      place: name of the place in the code, the same on all processes.
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(place)
@@ -266,7 +267,7 @@ def _gather(value: dict[str, str]) -> list[dict[str, str]]:
 def end(code: int, *, explained: bool = True) -> NoReturn:
     """Exits at once, without waiting for threads of libraries or for the other processes.
 
-    JAX aborts the other processes unless they are done.
+    JAX then aborts the other processes, unless they have ended.
 
     Args:
       code: the exit code.
@@ -282,10 +283,10 @@ def end(code: int, *, explained: bool = True) -> NoReturn:
 
 
 class _AbortMessage:
-    """An error message for the case that this process is killed or aborted.
+    """An error message that appears if this process is killed or aborted.
 
-    Python cannot print anything then, so a child shell waits for the end of this process and prints
-    the message.
+    Python cannot print anything in that case. So a child process, a shell, waits for the end of
+    this process and prints the message.
     """
 
     _shell: subprocess.Popen[bytes] | None = None

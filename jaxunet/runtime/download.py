@@ -16,7 +16,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import replacing
 
-TIMEOUT = 15  # seconds without an answer, which a user behind a firewall waits for the error
+TIMEOUT = 15  # seconds without an answer; behind a firewall, users wait this long for the error
 
 
 def cache_dir() -> Path:
@@ -48,9 +48,9 @@ def cached(
       url: address of the file.
       name: file name in the cache folder.
       algorithm: checksum algorithm, a name of hashlib.
-      checksum: hexadecimal digits, all of them or the published prefix.
+      checksum: hexadecimal digits: all of them, or the prefix that was published.
       asked_by: the option that needs the file; error messages begin with it.
-      instead: advice for a user without a network, to follow "fetch it elsewhere and".
+      instead: advice for a user without a network; follows the words "fetch it elsewhere and".
       replace_damaged: download a damaged file again, with a warning, instead of raising.
 
     Raises:
@@ -88,7 +88,7 @@ def cached(
 
 
 class _Checksum(NamedTuple):
-    """The published checksum of a file: all its hexadecimal digits, or the first of them."""
+    """The published checksum of a file: all its hexadecimal digits, or the first few."""
 
     algorithm: str
     digits: str

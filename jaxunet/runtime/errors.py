@@ -14,7 +14,7 @@ class UserError(Exception):
     The message names the file or field, what was expected, what was found and what to do.
 
     Attributes:
-      exit_code: of a command that ends with it.
+      exit_code: exit code of a command that ends with this error.
     """
 
     exit_code = USER_ERROR
@@ -27,7 +27,7 @@ def near_misses(name: str, known: Iterable[str]) -> str:
 
 
 def itemized(problems: Sequence[str]) -> str:
-    """Returns ` PROBLEM` for one problem, or else a line for each, to stand after a colon."""
+    """Returns text that follows a colon: ` PROBLEM` for a single problem, or a line for each."""
     return f' {problems[0]}' if len(problems) == 1 else ''.join(f'\n  {p}' for p in problems)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def garbage_set_aside() -> Iterator[None]:
-    """Keeps the garbage collector from scanning existing objects, which would stall a turn."""
+    """Keeps the garbage collector from scanning existing objects, which would distort timings."""
     gc.collect()
     gc.freeze()
     try:

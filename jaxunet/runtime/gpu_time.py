@@ -1,8 +1,8 @@
 """GPU time of compiled programs: kernel times in a profiler trace.
 
-The name of the compiled module identifies a program. Every round calls all programs in a new order,
-so that clock drift affects all of them alike, and no program always finds its inputs in the cache
-because of the one before it.
+The name of the compiled module identifies a program. Every round calls all programs in a new order.
+So a drift of the clock affects all of them equally, and no program always finds its inputs in the
+cache because of the program before it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import NamedTuple
 
 import jax
 
-# No CUDA graphs: their extra kernels and gaps are not the op's.
+# No CUDA graphs: they add kernels and gaps that do not belong to the op.
 COMPILER_OPTIONS = {'xla_gpu_enable_command_buffer': ''}
 
 
 class Times(NamedTuple):
-    """GPU time of one program, microseconds.
+    """GPU time of one program, in microseconds.
 
     Fields:
-      kernels: time in one call by kernel: the median over its launches, times its launches per
-        call.
-      calls: time of each call, all kernels together; empty if the trace lost some, so that calls
+      kernels: time per call of each kernel: the median over its launches, times its number of
+        launches per call.
+      calls: time of each call, all kernels together; empty if the trace lost kernels, so that calls
         cannot be told apart.
     """
 
@@ -58,7 +58,7 @@ def named(
     """Returns `jax.jit(function)` under a name to time it by; every program needs its own name.
 
     Args:
-      donated: numbers of the arguments whose memory the results may take.
+      donated: indices of the arguments whose memory the results may reuse.
     """
 
     def call(*arguments: object) -> object:
@@ -91,14 +91,15 @@ def trace_times(
     A program whose kernels do not appear in the trace is left out.
 
     Args:
-      programs: functions that run a program compiled from `named(name, ...)`, given the number of
-        the call (to choose among sets of inputs). Each is called once before the trace begins.
+      programs: name -> function that runs the program compiled from `named(name, ...)`. Its
+        argument is the number of the call, to choose among sets of inputs. Each function is called
+        once before the trace begins.
       rounds: calls of each program that are timed.
     """
     for program in programs.values():
         jax.block_until_ready(program(0))
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # each Python call would be an event
+    options.python_tracer_level = 0  # otherwise each Python call is an event
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for number in range(rounds):

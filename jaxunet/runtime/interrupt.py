@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command quietly, with the exit code of shells, even while it still imports."""
+"""Makes Ctrl-C end a command quietly, with the exit code of shells, even during its imports."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ INTERRUPTED = 130  # exit code of shells after Ctrl-C
 def quiet_while_importing() -> None:
     """Makes Ctrl-C end `python -m jaxunet...` at once, until `raise_again`.
 
-    Nothing is running yet that must be ended in order. Does nothing in other programs, and where
-    Ctrl-C is ignored, as in a shell's background jobs.
+    While modules are imported, nothing runs that needs an orderly end. Does nothing in other
+    programs, or if Ctrl-C is ignored, as in a shell's background jobs.
     """
-    # Python uses this name until it has found the module, which imports its package.
+    # sys.argv[0] is '-m' while Python looks for the module, and so while its package is imported.
     if sys.argv[:1] == ['-m'] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_again() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt again, for commands that have to end in order."""
+    """Makes Ctrl-C raise KeyboardInterrupt again, for commands that need an orderly end."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

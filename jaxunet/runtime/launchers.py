@@ -1,7 +1,8 @@
 """The launchers that start the processes of a run: srun, and mpirun of several MPIs.
 
-They say how many processes there are, which one this is, which GPUs it takes, and where process 0
-is reached. JAX would find the last by itself, but have process 0 listen on all interfaces.
+A launcher tells how many processes there are, which one this is, which GPUs it uses, and at which
+address it reaches process 0. JAX could find the address by itself, but process 0 would then listen
+on all interfaces.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ SLURM_VARIABLES = (  # set by srun and read by JAX
     'SLURM_PROCID',
     'SLURM_LOCALID',
 )
-STARTED = {  # how processes were started, for messages, by the method
+STARTED = {  # launcher -> phrase for messages that says how the processes were started
     'slurm': 'by srun',
     'ompi': 'by mpirun of Open MPI 4',
     'mpi4py': 'by mpirun, found by mpi4py',
 }
-FIRST_PORT, PORTS = 61440, 4096  # the last of all, above those that Linux gives to clients
+FIRST_PORT, PORTS = 61440, 4096  # the highest ports, above those that Linux gives to clients
 OPEN_MPI = 'OMPI_MCA_orte_hnp_uri'  # Open MPI up to version 4; JAX reads the host of mpirun from it
 
 
@@ -35,14 +36,14 @@ def detect(environ: Mapping[str, str]) -> str:
     """Returns the launcher that set the environment variables of a run of several processes.
 
     'ompi' (Open MPI 4), 'mpi4py' (any other mpirun), 'slurm', or '' for none. mpirun takes
-    precedence: inside a SLURM job its processes inherit SLURM's variables, which then count
+    precedence: inside a SLURM job, its processes inherit SLURM's variables, but these count
     mpirun's helper processes.
     """
     if _number(environ, 'OMPI_COMM_WORLD_SIZE') > 1:
         return 'ompi' if OPEN_MPI in environ else 'mpi4py'
     if _number(environ, 'PMI_SIZE') > 1 and 'MPI_LOCALNRANKS' in environ:  # MPICH, Intel MPI
         return 'mpi4py'
-    # A shell or batch script of the job also has its variables, but is not one of several tasks.
+    # A shell or batch script of the job also has SLURM's variables, but is not one of its tasks.
     tasks = _number(environ, 'SLURM_STEP_NUM_TASKS') or _number(environ, 'SLURM_NTASKS')
     return 'slurm' if tasks > 1 and all(name in environ for name in SLURM_VARIABLES) else ''
 
@@ -64,7 +65,7 @@ def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> C
     Args:
       method: one of 'slurm', 'ompi' and 'mpi4py'.
       environ: the environment variables.
-      asked: True if the user named the method, False if it was detected.
+      asked: True if the user named the launcher, False if it was detected.
 
     Returns:
       A function to call once all processes are connected.
@@ -110,8 +111,8 @@ def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> C
 def all_devices(method: str, environ: Mapping[str, str]) -> bool:
     """Returns True if the process may use all GPUs that it sees.
 
-    It may if it is alone on its host, or if its launcher gave each process its own GPUs. Otherwise
-    each process of a host uses the GPU with its local index.
+    This holds if it is alone on its host, or if its launcher gave each process its own GPUs.
+    Otherwise each process of a host uses the GPU with its local index.
     """
     here = 1
     if method == 'slurm':
@@ -151,9 +152,10 @@ def tasks_of_node(counts: str, node: int) -> int:
 
 
 def coordinator(method: str, environ: Mapping[str, str]) -> tuple[str, str | None]:
-    """Returns HOST:PORT where process 0 is reached, and where it listens; None on the others.
+    """Returns HOST:PORT at which the others reach process 0, and HOST:PORT at which it listens.
 
-    The port is `JAX_COORDINATOR_PORT`, or follows from the job's number, so that all know it.
+    The second is None on the other processes. The port is `JAX_COORDINATOR_PORT`, or is computed
+    from the job's number, so that all processes know it.
 
     Args:
       method: one of 'slurm', 'ompi' and 'mpi4py'. With the last one, all processes must call this.
@@ -181,13 +183,14 @@ def coordinator(method: str, environ: Mapping[str, str]) -> tuple[str, str | Non
 
 
 def listens_at(address: str, hosts: Sequence[str]) -> str:
-    """Returns HOST:PORT that process 0 listens at: that of `BIND_VARIABLE`, or `address`.
+    """Returns HOST:PORT that process 0 listens at: the value of `BIND_VARIABLE`, or `address`.
 
-    The own name of many machines is a loopback address there (127.0.1.1). If the run has other
-    hosts, the address towards one of them is taken then.
+    On many machines, their own name resolves to a loopback address (127.0.1.1). If the run has
+    other hosts, the result is then the address from which this machine reaches one of them.
 
     Args:
-      hosts: of the run.
+      address: HOST:PORT at which the others reach process 0.
+      hosts: names of the run's hosts.
 
     Raises:
       UserError: there is no such address.
@@ -210,7 +213,7 @@ def listens_at(address: str, hosts: Sequence[str]) -> str:
 
 
 def hosts_of(nodes: str) -> Iterator[str]:
-    """Yields the hosts of SLURM's list of nodes; `node[001-003,007],login` has five.
+    """Yields the hosts in SLURM's list of nodes, such as `node[001-003,007],login` (five hosts).
 
     Raises:
       UserError: the list has another form.
@@ -232,9 +235,10 @@ def hosts_of(nodes: str) -> Iterator[str]:
 
 
 def _mpirun(uri: str) -> tuple[str, int]:
-    """Returns the address of mpirun's host, and the job's number, of Open MPI 4's URI.
+    """Returns the address of mpirun's host, and the job's number, from Open MPI 4's URI.
 
-    Such as `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`; the number is a multiple of 2^12.
+    An example is `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`. Its number is a multiple of 2^12,
+    so the result is divided by 2^12.
     """
     found = re.match(r'(\d+)\.\d+;tcp(?:6://\[([^,\]]+)|://([^,:]+))', uri)
     if found is None:
@@ -243,7 +247,7 @@ def _mpirun(uri: str) -> tuple[str, int]:
 
 
 def _address_towards(address: str) -> str:
-    """Returns the own address on the way to another host, to which nothing is sent; '' if none."""
+    """Returns this machine's address towards another host, sending nothing; '' if there is none."""
     family = socket.AF_INET6 if ':' in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-SETS = 2  # sets of inputs, which calls take in turn
-WEIGHTS = ('kernel', 'shortcut')  # inputs that are scaled, so that products keep the input's size
+SETS = 2  # number of sets of inputs; calls alternate among them
+WEIGHTS = ('kernel', 'shortcut')  # inputs that are scaled, so that results have the scale of x
 POSITIVE = ('nu',)  # inputs without negative numbers
 Arrays = dict[str, PyTree]  # arrays, or trees of them, by name
 Side = Callable[[Arrays], PyTree]
@@ -21,13 +21,13 @@ class Measurement(NamedTuple):
     """One direction of one op in one case.
 
     Fields:
-      op, case, direction, batch: the name of the row.
-      sides: functions of the inputs that compute the same: `xla`, the reference, and kernels by the
-        name of their backend.
+      op, case, direction, batch: identify the row.
+      sides: functions of the inputs that compute the same: `xla`, the reference, and the kernels of
+        each backend by its name.
       inputs: shapes and types by name.
-      flops: multiplications and additions of the products; None if they do not matter.
-      updated: inputs whose memory the results take. A call gets copies of them, whose time does not
-        count.
+      flops: multiplications and additions of matrix products; None if they do not matter.
+      updated: inputs whose memory the results reuse. Each call gets copies of them; the time to
+        copy does not count.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Measurement(NamedTuple):
 
 
 def with_gradients(function: Side, fixed: tuple[str, ...] = ()) -> Side:
-    """Returns a function of named inputs that computes a function's value and gradients.
+    """Returns a function of named inputs that computes the value and gradients of `function`.
 
     Args:
       function: a function of named inputs without `dy`.
@@ -73,12 +73,12 @@ def with_gradients(function: Side, fixed: tuple[str, ...] = ()) -> Side:
 class Inputs:
     """Random arrays for measurements.
 
-    Within a set, inputs that agree in name, shape and type are one array.
+    Within a set, inputs that agree in name, shape and type share one array.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self._generator = np.random.default_rng(seed)
-        # Larger arrays repeat these: kernels take the same time, and drawing takes long.
+        # Larger arrays repeat these numbers: kernels take the same time, and drawing takes long.
         self._pools = {
             np.dtype(np.float32): self._generator.standard_normal(4_000_037, dtype=np.float32)
         }
@@ -87,8 +87,8 @@ class Inputs:
     def of(self, measurement: Measurement, number: int) -> dict[str, PyTree[jax.Array]]:
         """Returns set `number` of a measurement's inputs: standard normal values.
 
-        Weights are divided by the square root of the number of products in a sum; those of
-        `POSITIVE` are absolute values.
+        Inputs in `WEIGHTS` are divided by the square root of the number of products in a sum.
+        Inputs in `POSITIVE` are absolute values.
         """
 
         def draw(

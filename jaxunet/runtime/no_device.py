@@ -1,4 +1,4 @@
-"""Recognizes that JAX cannot start on any device, and says why and what to do."""
+"""Recognizes the error of JAX if it finds no usable device, and says why and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import one_line
 
-NO_DEVICE = 5  # exit code: another start may succeed, as other programs use the GPU, too
+NO_DEVICE = 5  # exit code; another start may succeed, because other programs may free the GPU
 
 
 class NoDeviceError(UserError):
@@ -20,10 +20,10 @@ class NoDeviceError(UserError):
 
 
 def is_no_device(error: BaseException) -> bool:
-    """Returns True for an exception of JAX's start of its backends, when none could start."""
+    """Returns True for an exception that JAX raises if none of its backends can start."""
     if isinstance(error, RuntimeError) and 'Unable to initialize backend' in str(error):
         return True
-    # JAX asserts that some backend has started.
+    # JAX asserts that at least one backend has started.
     frames = traceback.extract_tb(error.__traceback__)
     in_start = (
         bool(frames) and frames[-1].name == 'backends' and 'xla_bridge' in frames[-1].filename
@@ -32,7 +32,7 @@ def is_no_device(error: BaseException) -> bool:
 
 
 def no_device_error(error: BaseException) -> NoDeviceError:
-    """Returns the error of one line for an exception of `is_no_device`."""
+    """Returns an error with a one-line message for an exception of `is_no_device`."""
     platforms = os.environ.get('JAX_PLATFORMS', '')
     text = str(error).partition(' (set JAX_PLATFORMS')[0].rstrip('.')
     return NoDeviceError(

@@ -11,8 +11,8 @@ import jax
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import one_line
 
-OUT_OF_MEMORY = 3  # exit code: another start may succeed, as other programs use memory, too
-# Kernels that need more shared memory than a GPU has are RESOURCE_EXHAUSTED, too.
+OUT_OF_MEMORY = 3  # exit code; another start may succeed, because other programs may free memory
+# Kernels that need more shared memory than a GPU has also raise RESOURCE_EXHAUSTED.
 MESSAGE = re.compile(
     r'RESOURCE_EXHAUSTED.*(out of memory|allocat)|CUDA_ERROR_OUT_OF_MEMORY', re.I | re.S
 )
@@ -25,18 +25,18 @@ class OutOfMemoryError(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True for JAX's error of a device without memory, and Python's of this machine."""
+    """Returns True for JAX's error for a device without memory, and for Python's MemoryError."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return MESSAGE.search(str(error)) is not None
     return isinstance(error, MemoryError)
 
 
 def out_of_memory_error(error: BaseException, what: str, advice: str) -> OutOfMemoryError:
-    """Returns the error of one line for an exception of `is_out_of_memory`.
+    """Returns an error with a one-line message for an exception of `is_out_of_memory`.
 
     Args:
-      what: needed the memory; begins the message.
-      advice: ends it: what to lower.
+      what: what needed the memory; begins the message.
+      advice: what to lower; ends the message.
     """
     place = 'this machine' if isinstance(error, MemoryError) else 'the device'
     reason = one_line(str(error).strip().partition('\n')[0] or type(error).__name__)
@@ -45,9 +45,10 @@ def out_of_memory_error(error: BaseException, what: str, advice: str) -> OutOfMe
 
 @contextlib.contextmanager
 def memory_for(what: str, advice: str) -> Iterator[None]:
-    """Turns an exception of the block into an `OutOfMemoryError` if it is one of memory.
+    """Turns an exception of the block into an `OutOfMemoryError` if memory was the reason.
 
-    Args: as of `out_of_memory_error`.
+    Args:
+      what, advice: see `out_of_memory_error`.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks that no others could have written a file or folder whose content runs as code."""
+"""Checks that no other user could have written a file or folder whose content runs as code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from absl import logging
 
 
 def why_unsafe(info: os.stat_result) -> str:
-    """Returns the reason why others could have changed a file or folder; '' if they could not."""
+    """Returns the reason why other users could have changed a file or folder; '' if none could."""
     if info.st_uid != os.geteuid():
         return f'it belongs to user {info.st_uid}, not to {os.geteuid()}'
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -20,11 +20,11 @@ def why_unsafe(info: os.stat_result) -> str:
 def usable(folder: str | os.PathLike[str]) -> bool:
     """Returns True if a folder of compiled programs may be used, and warns otherwise.
 
-    It may if only this user can write to it, or if it is missing.
+    It may be used if only this user can write to it, or if it does not exist.
     """
     try:
         reason = why_unsafe(os.stat(folder))
-    except OSError:  # not there, or no local folder
+    except OSError:  # it does not exist, or is not a local folder
         return True
     if reason:
         logging.warning(

@@ -1,9 +1,9 @@
 """Reads pickles without Python's unpickler: nothing that a file names is imported or called.
 
 A format needs about forty of pickle's opcodes and a few names; `PickleReader` interprets those
-opcodes, and a subclass for each format knows its names. The work is bounded by the pickle's length:
-a pickle may refer to one object from many places, so that a tuple of 60 levels has 2^60 leaves;
-nothing here walks over such an object, and only text and numbers are keys of a dict.
+opcodes, and a subclass for each format knows its names. The work is bounded by the pickle's length.
+A pickle may refer to one object from many places, so that a tuple of 60 levels has 2^60 leaves.
+Therefore nothing here walks over such an object, and only text and numbers may be keys of a dict.
 
 Source: Python, `pickletools`.
 """
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from jaxunet.runtime.untrusted import plain, shown
 
-MAX_OPCODES = 2**21  # a state dict needs about 40 for a tensor
+MAX_OPCODES = 2**21  # a state dict needs about 40 for each tensor
 MAX_ARGUMENTS = 16  # per call
 
 Stack = list[object]
@@ -27,16 +27,16 @@ Memo = dict[int, object]  # number -> object that later opcodes refer to
 
 @dataclass(frozen=True)
 class Global:
-    """A name of the format, which is known but stands for no Python object."""
+    """A name that the format knows; it stands for no Python object."""
 
     name: str
 
 
 class Refused(Exception):
-    """A pickle that is damaged, or needs what its format does not have.
+    """Raised for a pickle that is damaged, or uses something that its format does not have.
 
     Fields:
-      byte: its place; -1 until `PickleReader.load` knows.
+      byte: place of the error in the pickle; -1 until `PickleReader.load` sets it.
     """
 
     def __init__(self, reason: str, byte: int = -1) -> None:
@@ -52,22 +52,22 @@ MARK = _Mark()
 
 
 class PickleReader:
-    """Interprets pickles; the methods that a format does not override refuse what it does not need.
+    """Interprets pickles. A method that a format does not override raises `Refused`.
 
     Args:
       format: the format's name in messages, such as "a state dict".
-      advice: ends the messages of refused opcodes and names; what to do.
+      advice: what to do; ends the messages about refused opcodes and names.
     """
 
     def __init__(self, format: str, advice: str) -> None:
         self.format, self.advice = format, advice
 
     def find(self, module: str, name: str) -> object:
-        """Returns the object that stands for a global. Raises Refused: not one of the format."""
+        """Returns the object for a global. Raises Refused: the format does not have this global."""
         raise self.unknown_global(module, name)
 
     def unknown_global(self, module: str, name: str) -> Refused:
-        """Returns the error of a global that the format does not have."""
+        """Returns the error for a global that the format does not have."""
         return Refused(
             f'the global "{plain(f"{module}.{name}")}" is not allowed: such a file could run code '
             f'when it is loaded; {self.advice}'
@@ -86,14 +86,14 @@ class PickleReader:
         raise Refused(f'attributes are set on something that {self.format} does not have')
 
     def persistent(self, reference: object) -> object:
-        """Returns the object of a reference outside the pickle. Raises Refused: no such one."""
+        """Returns the object for a reference outside the pickle. Raises Refused: it is unknown."""
         raise Refused(f'refers to objects outside the file, which {self.format} does not')
 
     def load(self, pickle: bytes | BinaryIO) -> object:
-        """Returns the object of a pickle; a file is left behind it.
+        """Returns the object of a pickle; leaves a file's position just after the pickle.
 
         Raises:
-          Refused: with the byte; counted from the start of `pickle`.
+          Refused: the pickle is refused; `byte` counts from the start of `pickle`.
         """
         file = io.BytesIO(pickle) if isinstance(pickle, bytes) else pickle
         stack: Stack = []
@@ -118,7 +118,7 @@ class PickleReader:
         except Refused as error:
             raise Refused(str(error), position) from None
         except (LookupError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
-            # pickletools and the steps raise these where a pickle is damaged.
+            # pickletools and the steps raise these exceptions for a damaged pickle.
             reason = str(error)
             raise Refused(
                 'the pickle is damaged or truncated '
@@ -141,12 +141,13 @@ def update(target: object, items: Stack) -> None:
     """Sets items (key, value, key, value, ...) of a dict.
 
     Raises:
-      Refused: another object, a key that is neither text nor a whole number, or one that is there.
+      Refused: the target is not a dict, or a key is neither text nor a whole number, or occurs
+        twice.
     """
     if type(target) is not dict or len(items) % 2:
         raise Refused('items are set on something that is not a dict')
     for key, value in zip(items[::2], items[1::2], strict=True):
-        # Only plain keys, because hashing a deeply nested tuple can take forever.
+        # Only text and numbers, because hashing a deeply nested tuple can take forever.
         if type(key) not in (str, int, bytes):
             raise Refused(
                 f'expected text or a number as the key of a dict, found {type(key).__name__}'

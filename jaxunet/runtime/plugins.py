@@ -17,7 +17,7 @@ from typing import Any
 from jaxunet.runtime.errors import UserError
 
 BACKEND_GROUP = 'jaxunet.backends'
-API = 2  # incremented whenever a signature in `jaxunet.ops.vocabulary` changes
+API = 2  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
 def _nothing() -> None:
@@ -31,14 +31,14 @@ class Backend:
     Fields:
       name: name in the config.
       title: name of its kernels in tables, such as 'CUDA kernels'.
-      api: version of the vocabulary that it implements, `API` of the jaxunet it was written for.
+      api: version of the interface that it implements: `API` of the jaxunet it was written for.
       ops: implementations by op name of `jaxunet.config.OPS`; the other ops run on XLA.
         Variants (`jaxunet.ops.references.VARIANTS`) are optional; a missing one is composed from
         its op.
       unavailable: returns what this machine lacks to run the kernels, or None if they run here.
-      incomplete: returns what it lacks for calls of some shapes or types, which then raise a
-        UserError, or None if it runs all calls. A config that names the backend gets it anyway;
-        `auto` leaves it out.
+      incomplete: returns what the backend lacks to run calls of some shapes or types, or None if it
+        runs all calls. Such calls raise UserError. A config that names the backend gets it anyway;
+        `auto` does not choose it.
     """
 
     name: str
@@ -75,8 +75,8 @@ def load_backend(name: str) -> Backend:
     """Returns the installed backend of that name.
 
     Raises:
-      UserError: the backend is not installed, does not import, is no `Backend`, or was written for
-        another version of jaxunet.
+      UserError: the backend is not installed, cannot be imported, is not a `Backend`, or was
+        written for another version of jaxunet.
     """
     found = [point for point in backend_entry_points() if point.name == name]
     if not found:

@@ -13,8 +13,8 @@ LOG_SECONDS = 30.0  # between two lines of a bar in a log file
 class _Bar(tqdm):
     """A bar whose description ends with one colon.
 
-    tqdm adds one to every description, also to that of a bar without a total, for which
-    `set_description` has added one already.
+    tqdm adds a colon to every description. For a bar without a total, `set_description` has already
+    added one, so there would be two.
     """
 
     def set_description(self, desc: str | None = None, refresh: bool = True) -> None:
@@ -44,7 +44,7 @@ def progress_bar(*, desc: str = '', **options: object) -> tqdm:
 def write_above_bars(handler: logging.Handler) -> None:
     """Makes a log handler that writes to stderr take the bars away while it writes.
 
-    Otherwise a message begins behind a bar, on the same line.
+    Otherwise a message would begin on the line of a bar, after it.
     """
     emit = handler.emit
 

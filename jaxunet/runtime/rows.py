@@ -20,17 +20,16 @@ from jaxunet.runtime.untrusted import parse_json, read_limited
 
 Row = dict[str, Any]
 ROOT = pathlib.Path(__file__).parents[2]
-MAX_BYTES = 2**28  # of a file of rows
+MAX_BYTES = 2**28  # largest file of rows
 PACKAGES = ('jax', 'jaxlib', 'flax', 'torch')
 
 
 def provenance() -> Row:
     """Returns the fields that describe a row's origin. Initializes JAX's devices.
 
-    `git`: the commit, with -dirty if files differ from it; JAXUNET_GIT_SHA overrides it, and it is
-    null outside a checkout. `device`: `jaxunet.runtime.device.label`. `devices`: their number.
-    `driver`: version of the NVIDIA driver, null without one. `versions`: those of Python and
-    `PACKAGES`.
+    `git`: the commit, with -dirty if files differ from it, or the value of JAXUNET_GIT_SHA; null
+    outside a checkout. `device`: `jaxunet.runtime.device.label`. `devices`: number of devices.
+    `driver`: version of the NVIDIA driver, or null. `versions`: versions of Python and `PACKAGES`.
     """
     return {
         'git': os.environ.get('JAXUNET_GIT_SHA') or git_sha(),
@@ -44,7 +43,7 @@ def provenance() -> Row:
 def git_sha() -> str | None:
     """Returns the commit of this checkout, with -dirty if files differ; None outside a checkout.
 
-    Rows in docs/results do not count: measurements append to them.
+    Rows in docs/results do not count as differing, because measurements append to them.
     """
     git = ('git', '-C', str(ROOT))
     commit = _output(*git, 'rev-parse', '--short=7', 'HEAD')
@@ -73,7 +72,7 @@ def versions() -> dict[str, str]:
 def append(path: str | os.PathLike[str], row: Row) -> None:
     """Appends the row as one line; creates the file and its folder if necessary.
 
-    The line is written at once, so that a process that dies leaves no partial line.
+    The line is one write, so that a process that dies leaves no partial line.
 
     Raises:
       UserError: the file cannot be written.

@@ -1,7 +1,7 @@
 """Runs measurements in subprocesses, several at a time on different GPUs.
 
-Each process runs in its own session, so that it can be killed together with its children. Its
-failure is reported as a status and a reason.
+Each process runs in its own session, so that it can be killed together with its children. If it
+fails, a status and a reason are reported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stopped(Exception):
     """Raised instead of a result after the processes of `pool` were killed."""
 
 
-_starting = threading.Lock()  # held from before a process starts until it is in _running
+_starting = threading.Lock()  # held while a process starts, until it is in _running
 _running: set[subprocess.Popen[str]] = set()
 _stopped = False
 
@@ -63,7 +63,7 @@ def answer(
       command: program and arguments.
       env: the environment variables.
       timeout: seconds until the process is killed.
-      log: file for the command line and stderr; None keeps stderr only for a failure's reason.
+      log: file for the command line and stderr; with None, stderr only gives a failure's reason.
       json_output: False for a command that prints no row.
 
     Raises:
@@ -121,7 +121,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _signals_deferred() -> Iterator[None]:
     """Defers Ctrl-C and SIGTERM to the end of the block.
 
-    A Popen that is interrupted while it starts loses track of its process.
+    If Popen is interrupted while it starts a process, nobody can end that process any more.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -142,7 +142,7 @@ def _signals_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _log_file(log: pathlib.Path | None, command: list[str]) -> Iterator[int | IO[str]]:
-    """Gives the destination of stderr: the log file, after the command line, or a pipe."""
+    """Yields the destination of stderr: a log file that begins with the command line, or a pipe."""
     if log is None:
         yield subprocess.PIPE
         return
@@ -193,9 +193,9 @@ def share(
 ) -> None:
     """Runs `work(i, its GPUs)` for every task on free GPUs, until all are done.
 
-    Whenever GPUs are free, the first waiting task that fits starts. Processes that `work` starts
-    are restricted to their GPUs' share of the CPU cores. Otherwise each would start threads for all
-    cores, and measurements would depend on the other processes.
+    Whenever GPUs are free, the first waiting task that fits on them starts. Processes that `work`
+    starts may use only their GPUs' share of the CPU cores. Otherwise each would start threads for
+    all cores, and measurements would depend on the other processes.
 
     Args:
       todo: tasks as (i, number of GPUs).
@@ -233,7 +233,7 @@ def share(
 class _Threads(concurrent.futures.ThreadPoolExecutor):
     """An executor that defers signals while it starts a thread.
 
-    If it is interrupted then, it does not wait for the thread.
+    If it were interrupted then, it would not wait for the thread.
     """
 
     def submit(
@@ -249,10 +249,9 @@ class _Threads(concurrent.futures.ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def pool(size: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Gives an executor of `size` threads, which run processes with `answer`.
+    """Yields an executor of `size` threads that run processes with `answer`.
 
-    An exception in the block, such as KeyboardInterrupt, kills the processes and prevents others
-    from starting.
+    An exception in the block, such as KeyboardInterrupt, kills the processes, and no others start.
     """
     global _stopped  # noqa: PLW0603
     try:

@@ -1,7 +1,7 @@
 """Reads JSON that may be damaged or hostile; shortens untrusted text for messages.
 
-The work is bounded: by the text's size, the nesting, and the digits of a number. A message shows a
-few characters of a value, because values of a pickle may share their parts and print without end.
+Limits on the text's size, on nesting and on the digits of a number bound the work. A message shows
+only a few characters of a value, because values of a pickle may share parts and print without end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def shown(value: object) -> str:
-    """Returns a value for a message: short, and in time that does not depend on its size."""
+    """Returns a short text of a value for a message, in a time independent of the value's size."""
     if isinstance(value, str | bytes):
         return repr(value[:LONGEST]) + '...' * (len(value) > LONGEST)
     if isinstance(value, int) and value.bit_length() > 128:
@@ -52,7 +52,7 @@ def shown(value: object) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns a name for a message: as `shown`, without quotes."""
+    """Returns a short text of a name for a message, like `shown` but without quotes."""
     return shown(text).replace("'", '').replace('"', '')
 
 
@@ -69,7 +69,7 @@ def printable(name: str) -> str:
 
 
 def one_line(error: object) -> str:
-    """Returns a library's error, which may quote the file at length, as one short line."""
+    """Returns a library's error as one short line; the error itself may quote much of the file."""
     text = printable(str(error)) or type(error).__name__
     return text if len(text) <= 200 else text[:200] + '...'
 
@@ -80,14 +80,14 @@ def parse_json(
     """Returns the value of a JSON text; its numbers have at most 64 bits.
 
     Args:
-      source: begins the message.
-      advice: ends it: what to do.
+      source: file and field; the error message begins with it.
+      advice: what to do; ends the message.
       kind: expected type.
-      finite: refuse NaN and infinities, which Python writes but JSON does not have.
+      finite: True to refuse NaN and infinities, which Python writes but JSON does not have.
 
     Raises:
-      UserError: no JSON, another type, a number or text that JSON's standard does not have, or more
-        bytes or nesting than `MAX_JSON` and `MAX_DEPTH`.
+      UserError: the text is not JSON or has another type, a number or text is outside of JSON's
+        standard, or the text exceeds `MAX_JSON` bytes or `MAX_DEPTH` levels.
     """
     wanted = KINDS[kind.__name__]
     if len(text) > MAX_JSON:
@@ -104,7 +104,7 @@ def parse_json(
         _check(value)
     except RecursionError:
         reason = f'nested more than {MAX_DEPTH} deep'
-    except ValueError as error:  # JSONDecodeError and UnicodeError are kinds of it
+    except ValueError as error:  # including JSONDecodeError and UnicodeError
         reason = str(error)
     else:
         if isinstance(value, kind):
@@ -115,7 +115,7 @@ def parse_json(
 
 
 def read_limited(path: str | os.PathLike[str], limit: int, *, advice: str) -> bytes:
-    """Returns the content of a file, which may be an endless device.
+    """Returns the content of a file; the limit also holds for an endless device file.
 
     Raises:
       UserError: the file cannot be read, or has more than `limit` bytes.
@@ -145,13 +145,13 @@ def read_json(
 def check_fields(
     values: Mapping[str, object], fields: Mapping[str, Any], source: str, *, advice: str
 ) -> None:
-    """Checks that an object has fields of these types; others are allowed.
+    """Checks that an object has fields of these types; it may have further fields.
 
     Args:
       fields: name -> dict, list, str, int, bool, NUMBER or object, or a dict of the fields
         inside it.
-      source: begins the message.
-      advice: ends it.
+      source: file and line; the error message begins with it.
+      advice: what to do; ends the message.
 
     Raises:
       UserError: a field is missing or of another type.
@@ -185,7 +185,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def _check(value: object) -> None:
     """Raises RecursionError for deep nesting, ValueError for wide numbers and text without UTF-8.
 
-    Deep values would exhaust the stack of whatever walks over them later.
+    Deeply nested values would exhaust the stack of code that walks over them later.
     """
     todo = [(value, 1)]
     while todo:

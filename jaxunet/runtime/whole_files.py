@@ -1,4 +1,4 @@
-"""Writes files whole or not at all."""
+"""Writes files either completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from jaxunet.runtime.errors import UserError
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yields a temporary path, which is renamed to `path` when the block has ended.
 
-    The block writes a file or a folder there. An error removes it and leaves an earlier `path` as
-    it was. The folder of `path` is created, and cleared by `remove_left`.
+    The block writes a file or a folder there. If it fails, the temporary path is removed, and an
+    earlier `path` stays as it was. The parent folder is created if needed; `remove_left` removes
+    old temporary paths from it.
 
     Raises:
       OSError: the folder cannot be created, or the name cannot be taken.
@@ -35,9 +36,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def remove_left(folder: pathlib.Path) -> None:
-    """Removes the temporary paths that killed processes of this machine left in a folder."""
+    """Removes temporary paths that processes of this machine left in a folder when killed."""
     left = re.compile(rf'\..+\.{re.escape(platform.node())}\.(\d{{1,9}})\.partial')
-    with contextlib.suppress(OSError):  # no folder, or one that may not be listed
+    with contextlib.suppress(OSError):  # there is no folder, or it may not be listed
         for name in os.listdir(folder):
             if (found := left.fullmatch(name)) and not _runs(int(found[1])):
                 _remove(folder / name)
@@ -62,10 +63,10 @@ def _remove(path: pathlib.Path) -> None:
 
 
 def check_writable(path: str | os.PathLike[str], flag: str) -> None:
-    """Checks that a file or folder can be written, before the work that it is for; creates nothing.
+    """Checks, before the work begins, that a file or folder can be written; creates nothing.
 
     Args:
-      flag: the flag that gave the path; begins the message.
+      flag: the flag that gave the path; the error message begins with it.
 
     Raises:
       UserError: permissions are missing, or a parent is a file.
@@ -85,7 +86,7 @@ def written(path: str | os.PathLike[str], flag: str = '') -> Iterator[pathlib.Pa
     """Like `replacing`, for a path that the user gave.
 
     Args:
-      flag: the flag that gave it; begins the message.
+      flag: the flag that gave the path; the error message begins with it.
 
     Raises:
       UserError: the block or the renaming failed with an OSError, such as a full disk.
