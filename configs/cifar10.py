@@ -3,8 +3,9 @@
     python -m jaxunet.train --config configs/cifar10.py        # downloads the official archive
     python -m jaxunet.train --config configs/cifar10.py --config.data.path=cifar10:/path/to/copy
 
-With FID of 10,000 samples on the way: --config.train.evaluate_every=50000. Class-conditional, for
-guidance when sampling: --config.model.num_classes=10 --config.model.label_dropout=0.1.
+To measure the FID of 10,000 samples during training: --config.train.evaluate_every=50000. To train
+a class-conditional model with guidance: --config.model.num_classes=10
+--config.model.label_dropout=0.1.
 
 Hardware: one GPU or more. Time: 78 steps a second on an H100 with backend=auto, about 3 hours for
 the 795,600 steps. Result: the full run has not been done.
@@ -15,9 +16,9 @@ minutes of training: 25.6, compared with 33.5 for this config, which it reached 
 time (three seeds; both with a constant learning rate after 500 steps; docs/results.md, "Training
 methods").
 
-Source: Ho et al. 2020, arXiv 2006.11239, appendix B; tqch/ddpm-torch, configs/cifar10.json. It
-trains in float32 (--config.precision=float32), and draws its samples in all steps with the larger
-variance (--like ddpm_torch of jaxunet.sample).
+Source: Ho et al. 2020, arXiv 2006.11239, appendix B; tqch/ddpm-torch, configs/cifar10.json.
+ddpm-torch trains in float32 (--config.precision=float32), and draws samples in all 1000 steps with
+the larger variance (--like ddpm_torch of jaxunet.sample).
 """
 
 from ml_collections import ConfigDict
@@ -57,7 +58,7 @@ def get_config() -> ConfigDict:
     config.optimizer.warmup_steps = 5000
     config.ema.rates = (0.9999,)
 
-    # ddpm-torch's 2,040 epochs leave out the last batch of each, which is not full.
+    # 2,040 epochs of ddpm-torch: it leaves out the last batch of each epoch, which is not full.
     config.train.steps = 2040 * (50_000 // 128)
     config.train.steps_per_call = 0  # up to 20: a GPU's host may be slower than its steps
     config.train.log_every = 100
@@ -65,8 +66,8 @@ def get_config() -> ConfigDict:
     config.train.sample_count = 64
     config.train.checkpoint_every = 10_000
 
-    # Ancestral sampling in 100 of the 1000 steps; with so few steps the smaller variance is better
-    # (Nichol & Dhariwal 2021, section 4).
+    # Ancestral sampling in 100 of the 1000 timesteps. With so few steps, the smaller variance is
+    # better (Nichol & Dhariwal 2021, section 4).
     config.evaluation.samples = 10_000
     config.evaluation.batch_size = 2000
     config.evaluation.sampler = 'ddpm'

@@ -2,7 +2,8 @@
 
     python -m jaxunet.train --config configs/imagenet64.py --config.data.path=/data/imagenet64
 
-The images lie in one sub-folder a class. The weights of the published 64x64_diffusion.pt fit:
+The images lie in one sub-folder for each class. To sample with the published weights of this
+network:
 
     python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64
 

@@ -7,7 +7,7 @@ that are empty or 0 here are chosen from the images when training starts, and lo
 most 64x64 for photographs), grey or colour, the UNet's levels, batch, objective, learning rate and
 number of steps. Set any of them to choose yourself: --config.data.image_size=128.
 
-Hardware: one GPU. Network and batch for 64x64 images are those of configs/elephants64.py.
+Hardware: one GPU. For 64x64 images, the network and the batch are those of configs/elephants64.py.
 """
 
 from ml_collections import ConfigDict
@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
     config.data.image_size = ()
     config.data.batch_size = 0
     config.data.augment = 'flip'
-    config.data.holdout = 0.05  # their loss shows when the model begins to repeat the others
+    config.data.holdout = 0.05  # loss on these images shows when the model begins to memorize
 
     model = config.model
     model.image_channels = 0

@@ -6,9 +6,10 @@
     python -m jaxunet.export --classifier --checkpoint 64x64_classifier.pt --image_size 64 \\
         --output classifier.safetensors
 
-unet.cu's generate.py and train_unet read the .bin; .pt and .safetensors use guided-diffusion's
-names, and a .pt with --names=unet.cu those of unet.cu's PyTorch network. --init writes fresh
-weights. --classifier copies a classifier of noisy images between .pt and .safetensors.
+The extension of --output chooses the format. unet.cu's generate.py and train_unet read the .bin.
+Tensors in .pt and .safetensors have guided-diffusion's names; --names=unet.cu writes a .pt for
+unet.cu's PyTorch network instead. --init writes untrained weights of a config's network.
+--classifier copies a classifier of noisy images between .pt and .safetensors.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     """Writes the weights that the flags name.
 
     Raises:
-      UserError: a wrong flag or file, or a model that the format cannot hold.
+      UserError: a flag or file is wrong, or the format cannot hold the model.
     """
     if WITH_OPTIMIZER.value and EMA.value not in ('', 'none'):
         raise UserError(
@@ -122,7 +123,7 @@ def copy_classifier() -> None:
     """Copies the classifier of --checkpoint.
 
     Raises:
-      UserError: a flag is missing or has no effect, or the file is no classifier of such images.
+      UserError: a flag is missing or has no effect, or the file is not a classifier of such images.
     """
     path = CHECKPOINT.value
     if path is None:
@@ -151,16 +152,18 @@ def load(path: str) -> Model:
     """Loads the weights of --checkpoint."""
     given = MODEL.given()
     if has_no_order(path):
-        given['new_attention_order'] = None  # it is that of the file to write
+        given['new_attention_order'] = None  # the flag then means the order to write
     return load_model(path, ema=EMA.value, trained=WITH_OPTIMIZER.value, **given)
 
 
 def fresh() -> Model:
-    """Returns fresh weights of the network of --config; open fields are chosen from its images.
+    """Returns untrained weights of the network of --config.
+
+    Fields that the config leaves open are chosen from its images.
 
     Raises:
-      UserError: --config is missing, invalid or without images that it needs, or a flag is given
-        that has no effect.
+      UserError: --config is missing or invalid, its images are needed but not there, or a flag has
+        no effect.
     """
     unused = {'ema': EMA, 'with_optimizer': WITH_OPTIMIZER, 'preset': MODEL.preset} | MODEL.stated
     if named := [f'--{name}' for name, flag in unused.items() if flag.present]:
@@ -173,19 +176,19 @@ def fresh() -> Model:
 
 
 def has_no_order(path: str) -> bool:
-    """Returns whether these weights have no order of qkv's rows by themselves."""
+    """Returns True if the weights at this path have no order of qkv's rows by themselves."""
     return pathlib.Path(path).is_dir() or path.lower().endswith('.bin')
 
 
 def order(model: Model) -> bool:
     """Returns the order of qkv's rows to write, as guided-diffusion's `use_new_attention_order`.
 
-    --output_order names it. Without, it is that of the weight file, or of --new_attention_order for
-    weights without one; unet.cu has one order, to which any file is converted.
+    --output_order chooses it. Without this flag it is the order of the weight file, or that of
+    --new_attention_order for weights without an order. Formats of unet.cu have a single order.
 
     Raises:
-      UserError: --output_order for unet.cu, or beside --new_attention_order for weights without an
-        order.
+      UserError: --output_order is given for a format of unet.cu, or together with
+        --new_attention_order for weights without an order.
     """
     is_unetcu = OUTPUT.value.lower().endswith('.bin') or NAMES.value == unetcu.PROGRAM
     if OUTPUT_ORDER.value is not None:

@@ -3,10 +3,11 @@
     python -m jaxunet.prepare_data --input X --output Y.{bin,npz} --image_size 64 \\
         [--channels 3] [--classes cat,dog] [--strict]
 
-The input is anything that `data.path` accepts. Images are cropped in the middle and resized
-(`jaxunet.data.pixels`), in sorted depth-first path order. Images of the given size keep their
-pixels, so that a .bin of them equals unet.cu's byte for byte. Corrupt images and other files are
-named, counted and left out; with --strict they are an error, and nothing is written.
+The input is anything that `data.path` accepts. Images are cropped to their centre and resized
+(`jaxunet.data.pixels`), and written in sorted depth-first order of their paths. Images that already
+have the given size keep their pixels, so that a .bin of them equals unet.cu's byte for byte.
+Corrupt images and other files are listed, counted and left out; with --strict they are an error,
+and nothing is written.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def parse_size(text: str | None) -> tuple[int, int]:
     """Parses '64' or '48,64' into (height, width).
 
     Raises:
-      UserError: neither form, or a side out of range.
+      UserError: the text has another form, or a side is out of range.
     """
     parts = (text or '').split(',')
     if (
@@ -103,7 +104,7 @@ def prepare(
     classes: tuple[str, ...] = (),
     strict: bool = False,
 ) -> None:
-    """Writes the images of `path` to a .bin or .npz, whole or not at all, and prints a report.
+    """Writes the images of `path` to a complete .bin or .npz, or none, and prints a report.
 
     Args:
       path: anything that `data.path` accepts.
@@ -113,7 +114,8 @@ def prepare(
       strict: fail if any file must be left out.
 
     Raises:
-      UserError: a wrong path, no usable image, no disk space, or with `strict` a file left out.
+      UserError: the path is wrong, no image is usable, the disk is full, or with `strict` a file
+        had to be left out.
     """
     target = Path(output).expanduser()
     if target.suffix not in SUFFIXES:
@@ -161,10 +163,10 @@ def _opened(path: str, shape: Shape, classes: tuple[str, ...], scratch: Path) ->
 
 @dataclass
 class _Counts:
-    """Numbers for the report."""
+    """Counts for the report."""
 
     kept: int = 0
-    enlarged: int = 0  # some of `kept`
+    enlarged: int = 0  # the images among `kept` that were smaller
     bad: list[tuple[str, str]] = field(default_factory=list)  # name and reason of corrupt images
 
 
@@ -227,7 +229,7 @@ def _write_npz(source: Source, partial: Path, strict: bool) -> _Counts:
 
 
 def _flush(file: BinaryIO) -> None:
-    """Writes the file to the disk, so that an error shows before it is renamed."""
+    """Flushes the file to the disk, so that an error appears before the file is renamed."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -21,8 +21,8 @@ Larger versions of given pictures:
 PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
 ddpm-torch) or .safetensors file.
 
-Finished batches are kept in `samples.png.partial` until the output is complete. An interrupted
-command resumes when it is run again, also with another batch size, more samples or other devices.
+Finished batches are kept in `samples.png.partial` until the output is complete. To resume an
+interrupted command, run it again; batch size and devices may change, and there may be more samples.
 Several processes, started as for `jaxunet.train`, share the work.
 """
 
@@ -208,7 +208,7 @@ def run() -> None:
         if rank > 0:
             return
         while (images := finished_images(parts, count, update)) is None:
-            # Replaces damaged batches.
+            # Some finished batches were damaged: draw them again.
             draw(generator, params, parts, labels, low_res, 0, count, update)
     columns = grid_columns(0 if low_res else classes, count)
     save_images(OUTPUT.value, images, labels, columns=columns)
@@ -253,9 +253,12 @@ def resume(parts: Parts) -> None:
 
 
 def grid_columns(classes: int, count: int) -> int | None:
-    """Returns columns of one class each if the samples show every class in turn; None = automatic.
+    """Returns the number of columns of the grid; None = automatic.
+
+    If the samples show every class in turn, each column has one class.
 
     Args:
+      classes: number of classes of the model.
       count: number of samples.
     """
     return class_columns(classes, count) if CLASS_LABELS.value is None else None
@@ -271,14 +274,14 @@ def draw(
     end: int,
     update: Callable[[float], None],
 ) -> None:
-    """Draws the missing samples of first..end−1 and stores each batch.
+    """Draws the samples with index first to end − 1 that are missing, and stores each batch.
 
     Args:
       params: parameters from `generator.put`.
       parts: the finished samples.
       labels: class of every sample, or None for an unconditional model.
       low_res: the pictures to enlarge, or None.
-      update: of `counted`.
+      update: the function from `counted`, which updates the progress bar.
 
     Raises:
       UserError: a batch cannot be stored.
@@ -311,7 +314,7 @@ def finished_images(parts: Parts, count: int, update: Callable[[float], None]) -
     """Waits for the other processes and returns all samples; None if some files are damaged.
 
     Args:
-      update: of `counted`.
+      update: the function from `counted`, which updates the progress bar.
     """
     while jax.process_count() > 1 and parts.missing(0, count, count):
         update(0.0)
@@ -337,10 +340,10 @@ def chosen_classes(classes: Classes) -> list[int]:
     """Returns the labels that --class_labels gives by number or name; empty without the flag.
 
     Args:
-      classes: of the model, or of the classifier that guides it.
+      classes: classes of the model, or of the classifier that guides it.
 
     Raises:
-      UserError: labels for an unconditional model, or an unknown class.
+      UserError: labels are given for an unconditional model, or a class is unknown.
     """
     given = CLASS_LABELS.value
     if classes.count == 0 and given is not None:
@@ -353,12 +356,19 @@ def chosen_classes(classes: Classes) -> list[int]:
 def class_labels(
     classes: int, chosen: list[int], count: int, low_res: LowRes | None = None
 ) -> np.ndarray | None:
-    """Returns the class of every sample: the chosen classes, those of pictures, or all, in turn.
+    """Returns the class of every sample, int32 (count,); None for an unconditional model.
 
-    int32 of shape (count,); None for an unconditional model.
+    Samples take the chosen classes in turn; without these, the classes of the pictures of --low_res
+    or, without pictures, all classes.
+
+    Args:
+      classes: number of classes of the model.
+      chosen: labels of --class_labels; empty without the flag.
+      count: number of samples.
+      low_res: the pictures of --low_res.
 
     Raises:
-      UserError: pictures without classes, and no chosen ones.
+      UserError: no classes are chosen, and the pictures have none.
     """
     if classes and low_res is not None and not chosen:
         if not len(low_res.labels):

@@ -3,9 +3,10 @@
     python -m jaxunet.train --config configs/elephants64.py [--config.section.field=value ...]
                             [--workdir DIR]
 
-The same command resumes a run. SIGTERM and SIGINT (Ctrl-C) save and exit with 0; a second SIGINT
-exits with 130 and saves nothing. `WORKDIR` gets checkpoints/, metrics.csv, tensorboard/, samples/
-and, with train.evaluate_every, evaluation.csv.
+Run the same command again to resume a run. On SIGTERM or SIGINT (Ctrl-C) the run saves a checkpoint
+and exits with 0; on a second SIGINT it exits with 130 and saves nothing. The folder `--workdir`
+gets checkpoints/, metrics.csv, tensorboard/, samples/ and, with train.evaluate_every,
+evaluation.csv.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ RESTARTS = flags.DEFINE_integer(
 
 def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
-    let_printing_fail()  # a full disk may hold the log, too
+    let_printing_fail()  # the log may be on the disk that is full
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
     saved = newest_config(workdir())
@@ -131,7 +132,7 @@ def main(argv: Sequence[str]) -> int | None:
 
 
 def supervise() -> int:
-    """Has this command run in another process, and again if it dies; returns its exit code."""
+    """Runs this command in a child process, and again if that dies; returns its exit code."""
     launcher = {'auto': distributed.detect(os.environ)}.get(CLUSTER.value, CLUSTER.value)
     if launcher in ('ompi', 'mpi4py'):
         raise UserError(
@@ -154,7 +155,7 @@ def supervise() -> int:
 def run(config: Config) -> None:
     """Trains, as this process's part of the run."""
     cli.enable_compilation_cache()
-    # A GPU takes seconds to start. Python is free meanwhile for a trace that every run needs.
+    # A GPU takes seconds to start. Meanwhile Python makes a trace that every run needs.
     devices = Background(jax.devices)
     checkpoint.state_template(config)
     devices.wait()
@@ -227,7 +228,7 @@ def dry_run(config: Config) -> None:
     """Prints the resolved config, what it starts from and the cost estimate of a run.
 
     Raises:
-      UserError: the run cannot start from `init_from`, or with the classes of its images.
+      UserError: the run cannot start from `init_from`, or its images do not have the right classes.
     """
     print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
     grids, evaluations = grid_sampler(config), evaluation_sampler(config)
@@ -251,7 +252,7 @@ def start_from(config: Config) -> str:
     """Returns a line that says what a run takes from `init_from` and what starts fresh.
 
     Raises:
-      UserError: as of `load_initial`.
+      UserError: see `load_initial`.
     """
     if saved_steps(workdir()):
         return f'not read, as the run resumes from its checkpoint in {workdir()}'
@@ -259,7 +260,7 @@ def start_from(config: Config) -> str:
     unnamed = ''
     try:
         names = open_images(config).class_names
-    except UserError as error:  # without images, too, a dry run says what it can
+    except UserError as error:  # a dry run without images still says what it can
         unnamed = f'; names of classes not compared, as the images cannot be read ({error})'
     initial = fit_initial(config, names)
     return '; '.join((initial.note, *initial.report)) + unnamed

@@ -1,1 +1,1 @@
-"""Compares samples with real images, and models by them: `python -m jaxunet.evaluate`."""
+"""Compares samples with real images, and averages of a model: `python -m jaxunet.evaluate`."""

@@ -9,18 +9,18 @@ and `sfid` and whose images serve the others. Every result states how it was com
 
     python -m jaxunet.evaluate --samples samples/ --reference photos.zip --nearest pairs.png
 
-tells which samples repeat a training image, and shows each beside its nearest ones.
+This command reports which samples repeat a training image, and shows the closest pairs.
 
     python -m jaxunet.evaluate --checkpoint runs/photos --ema 0.03,0.05,0.10,0.15 --plot widths.png
 
-draws the samples itself, with each of these averages of the weights, as the section `evaluation` of
-the run's config says.
+This command draws the samples itself, with each of these averages of the weights, as the section
+`evaluation` of the run's config says.
 
     python -m jaxunet.evaluate --checkpoint runs/cifar10 --metrics nll \\
         --reference cifar10_test:
 
-bounds the likelihood of images under a model, in bits per dimension; also under one in a weight
-file, with --preset or the flags of jaxunet.sample that say what the file leaves open.
+This command bounds the likelihood of images under a model, in bits per dimension. The model may
+also be a weight file; --preset or the flags of jaxunet.sample state what such a file leaves open.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ for module in (shared, samples, nearest, averages, likelihood, model_flags):
 
 @memory_for('this evaluation', 'lower --batch_size')
 def main(argv: Sequence[str]) -> None:
-    """Checks which job the flags ask for, and does it.
+    """Finds the job that the flags ask for, and does it.
 
     Raises:
-      UserError: a wrong flag, path or image.
+      UserError: a flag, path or image is wrong.
     """
     check_sources()
     if SAMPLES.value:
@@ -58,10 +58,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check_sources() -> None:
-    """Checks that --samples or --checkpoint is given, and no flag that only the other one has.
+    """Checks that --samples or --checkpoint is given, without flags that only the other one uses.
 
     Raises:
-      UserError: a missing flag, or one too many.
+      UserError: a flag is missing, or one does not belong.
     """
     if bool(SAMPLES.value) == bool(CHECKPOINT.value):
         found = 'both' if SAMPLES.value else 'none'

@@ -1,4 +1,4 @@
-"""Measures averages of a run's weights by samples that it draws itself, for --checkpoint."""
+"""Draws samples with several averages of a run's weights and measures them, for --checkpoint."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ RESPACING = flags.DEFINE_string(
 )
 CLIP = flags.DEFINE_bool('clip', True, 'nll: clip the predicted image to [-1, 1].')
 TERMS = flags.DEFINE_string('terms', None, 'nll: write the terms of the bound to this .npz.')
-# Flags that other metrics do not have, and flags of other metrics that nll does not have.
+# Flags that only nll uses (`ONLY`), and flags of other metrics that nll does not use.
 ONLY = (
     'variance',
     'respacing',

@@ -26,7 +26,7 @@ def check() -> None:
     """Checks the value of --nearest.
 
     Raises:
-      UserError: it names no .png.
+      UserError: it does not name a .png.
     """
     if NEAREST.value and not NEAREST.value.lower().endswith('.png'):
         raise UserError(f'--nearest: expected a name that ends in .png, found {NEAREST.value!r}')
@@ -40,7 +40,7 @@ def find(
     Args:
       samples, reference: paths of the images.
       output: path of the picture.
-      network: its features are compared, beside the pixels.
+      network: network whose features are compared, in addition to pixels.
       size: (height, width) of the images of a .png grid.
     """
     comparison = compare(

@@ -18,7 +18,7 @@ def check_outputs(outputs: Sequence[flags.FlagHolder[str | None]]) -> None:
     """Checks that the files of these flags can be written, before anything is computed.
 
     Raises:
-      UserError: a folder in its place, or one that cannot be written to.
+      UserError: the path is a folder, or cannot be written.
     """
     for flag in outputs:
         if not flag.value:

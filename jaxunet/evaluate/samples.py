@@ -47,7 +47,7 @@ WRITE_STATISTICS = flags.DEFINE_string(
     "fid: write the reference's statistics to this .npz, for a later --reference; with sfid in "
     '--metrics also those.',
 )
-# Flags that --checkpoint does not have.
+# Flags that are not used with --checkpoint.
 ONLY = ('nearest', 'image_size', 'kid_subsets', 'kid_subset_size', 'write_statistics')
 
 
