@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measures the rows from which the docs show times: whole steps, sampling, budgets and single kernels.
+# Measures the rows behind the times in the docs: whole steps, sampling, budgets and single kernels.
 #   tests/gpu/benchmarks.sh OUTPUT [PART ...]
 # PARTS: step networks sampling budget kernels; all by default, one after another, on one GPU that nothing else uses.
-# SECONDS_OF_KERNELS (default 600): nothing of `kernels` is compiled after this; compiling uses all CPU cores.
+# SECONDS_OF_KERNELS (default 600): after this time, `kernels` compiles nothing more; compiling uses all CPU cores.
 # The exit status is 1 if a part failed. The checkout must be built (tests/gpu/build.sh) and have no changes.
 # Appends to files of OUTPUT, whose rows belong at the end of those in docs/results:
 #   step.jsonl     step/rows.jsonl: elephants64 beside PyTorch, then cifar10 and imagenet64, forward passes and sampling

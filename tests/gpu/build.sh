@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the extension of a checkout in place, for this machine's GPU, with the packages that are there (no network).
+# Builds the extension of a checkout in place, for this machine's GPU, with installed packages only (no network).
 #   tests/gpu/build.sh [CHECKOUT]
-# For a Hopper GPU that is 90a-real, which has the portable kernels, too: JAXUNET_KERNELS chooses when they run.
+# A build for Hopper (90a-real) also has the portable kernels: JAXUNET_KERNELS chooses between them when they run.
 # Needs CMake, Ninja, nvcc, pybind11 and jaxlib. Afterwards run from the checkout's folder with PYTHONPATH=.
 set -euo pipefail
 cd "${1:-$(dirname "$0")/../..}"
@@ -17,7 +17,7 @@ cmake -S xla_ffi -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DJAXUNET_CUDA
 ninja -C build/gpu >>build_gpu.log
 mv build_gpu.log build/gpu/build.log
 cp build/gpu/_cpu*.so build/gpu/_cuda*.so xla_ffi/
-# Python finds the kernel backends by entry points, which an installation would write.
+# Python finds the kernel backends by entry points. An installation would write them; here this script does.
 mkdir -p jaxunet.egg-info
 printf 'Metadata-Version: 2.1\nName: jaxunet\nVersion: 0\n' >jaxunet.egg-info/PKG-INFO
 "$python" - <<'PYTHON'

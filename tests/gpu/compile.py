@@ -3,9 +3,9 @@
     python tests/gpu/compile.py [--config configs/elephants64.py] [--precision float32]
       [--backend cuda] [--batch_size 32] [--devices 1] [--steps 20] [--passes 5] [--hlo FILE]
 
-Shows what a change does to XLA's work before it costs time on a GPU: the seconds of lowering and
-compiling, XLA's slowest passes, the memory, and how many kernels of which kind a step launches.
-`--hlo` takes the compiled program, of `--steps` steps in a loop.
+Shows the effects of a change before it costs time on a GPU: the seconds of lowering and compiling,
+XLA's slowest passes, the memory, and the number of kernels of each kind that a step launches. The
+compiled program, `--steps` steps in a loop, is written to the file of `--hlo`.
 
 Needs the plug-in of the installed version of JAX (pip install "jax-cuda13-plugin[with-cuda]"), and,
 for the CUDA kernels, a built checkout (JAXUNET_CUDA=1 pip install -e .). XLA cannot time matrix
@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 CHILD = 'JAXUNET_COMPILES'  # the variable that is set in the process that compiles
-# What XLA asks of a GPU: of the data sheet and `nvidia-smi -q` of an H100 SXM with 80 GB.
+# What XLA needs to know of a GPU, from the data sheet and `nvidia-smi -q` of an H100 SXM (80 GB).
 H100 = """
 gpu_device_info {
   name: "NVIDIA H100 80GB HBM3"
@@ -77,7 +77,7 @@ TARGET = re.compile(r'custom_call_target="([^"]+)"')
 
 
 def main() -> int:
-    """Compiles in a child process, whose messages have the times of XLA's passes."""
+    """Compiles in a child process and reads the times of XLA's passes from its messages."""
     options = flags()
     if CHILD in os.environ:
         compile_step(options)
@@ -133,7 +133,7 @@ def launches(program: str) -> collections.Counter[str]:
     A loop's body counts once.
     """
     found: collections.Counter[str] = collections.Counter()
-    fused = False  # in a computation that a fusion calls, a part of its kernel
+    fused = False  # True inside a computation that a fusion calls, which is part of its kernel
     for line in program.splitlines():
         if line.endswith('{') and not line.startswith(' '):
             fused = 'computation' in line.split('(')[0]
@@ -144,7 +144,7 @@ def launches(program: str) -> collections.Counter[str]:
 
 
 def compile_step(options: argparse.Namespace) -> None:
-    """Lowers and compiles the step; prints what it took."""
+    """Lowers and compiles the step; prints times, memory and launches."""
     import jax  # noqa: PLC0415
 
     from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
@@ -198,7 +198,7 @@ def compile_step(options: argparse.Namespace) -> None:
 
 
 def h100s(count: int) -> list[Any]:
-    """Returns devices to compile for, which run nothing.
+    """Returns devices to compile for; they cannot run anything.
 
     Raises:
       SystemExit: JAX's plug-in for CUDA is not installed.

@@ -1,9 +1,10 @@
-"""Times steps with their kernels one after another and at once, in turns, by batch size.
+"""Times steps with kernels one after another, and with concurrent kernels, in turns, by batch size.
 
     python tests/gpu/overlap.py configs/elephants64.py 32,64,128 rows.jsonl
 
-For `jaxunet.ops.backends.OVERLAP_PIXELS`: the batches up to which overlapping kernels are faster.
-Images are random, the backend is auto. Appends a row for each batch to the file.
+The result shows up to which batch size concurrent kernels are faster, which
+`jaxunet.ops.backends.OVERLAP_PIXELS` states. Images are random, the backend is auto. Appends a row
+for each batch size to the file.
 """
 
 from __future__ import annotations

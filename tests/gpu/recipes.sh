@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Runs jobs of docs/results/recipes, several processes a GPU, which go on when this command ends.
-# python -m jaxunet.compare --file runs comparison files such as docs/results/methods/methods.toml, and stays until they are done.
-#   tests/gpu/recipes.sh start DATA OUTPUT LIMIT STEP_MS GPU:CPUS ...   starts a process for each GPU named, bound to CPUS; again for more
+# Runs jobs of docs/results/recipes in several processes per GPU, which keep running when this command ends.
+# (python -m jaxunet.compare --file runs comparison files such as docs/results/methods/methods.toml, and stays until they are done.)
+#   tests/gpu/recipes.sh start DATA OUTPUT LIMIT STEP_MS GPU:CPUS ...   starts a process for each GPU named, bound to CPUS; call it again for more
 #   tests/gpu/recipes.sh wait OUTPUT SECONDS       waits until all end, at most SECONDS; prints their rows
 #   tests/gpu/recipes.sh pack OUTPUT TARGET        copies rows, logs and pictures to TARGET, in few files; at any time
 #   tests/gpu/recipes.sh run DATA OUTPUT LIMIT STEP_MS TARGET GPU:CPUS ...   start, wait for LIMIT and two minutes, and pack
-# Folders are relative to the checkout. DATA: the folder of the archives that the jobs name. Build the kernels before (tests/gpu/build.sh).
-# LIMIT: seconds after which training stops; runs that are not done stay in OUTPUT/work, and the next start goes on with them.
-# RECIPE_RESUME=false, for a machine that keeps no files: no checkpoints, and no training begins that would not end by LIMIT.
-# RECIPE_MPS=true: processes share a GPU by NVIDIA's multi-process service (nvidia-cuda-mps-control -d), so that their kernels run at the
-# same time: two train 1.16 times as fast (docs/results.md, Recipes). `start` starts the service in OUTPUT/mps, the last process ends it.
-# All processes must be of one user, and a fault of one of them on a GPU ends the others there. If one was killed, end the service yourself:
+# First build the kernels (tests/gpu/build.sh). Folders are relative to the checkout. DATA: folder of the archives that the jobs name.
+# LIMIT: seconds after which training stops; unfinished runs stay in OUTPUT/work, and the next start resumes them.
+# RECIPE_RESUME=false, for a machine that keeps no files: saves no checkpoints, and begins no training that would not end by LIMIT.
+# RECIPE_MPS=true: processes share a GPU through NVIDIA's multi-process service (nvidia-cuda-mps-control -d), so that their kernels run at
+# the same time: two train 1.16 times as fast (docs/results.md, Recipes). `start` starts the service in OUTPUT/mps; the last process ends it.
+# All processes must belong to one user. A fault of one of them ends the others on its GPU. If a process was killed, end the service yourself:
 #   echo quit | CUDA_MPS_PIPE_DIRECTORY=$PWD/OUTPUT/mps nvidia-cuda-mps-control
-# RECIPE_PROCESSES: processes that will share the memory of a GPU, with those of later calls of `start`; default: those of this call.
+# RECIPE_PROCESSES: number of processes that will share the memory of a GPU, including later calls of `start`; default: those of this call.
 # RECIPE_SLOWDOWN: expected training time, divided by the time alone on the GPU; default: the number of processes on the GPU.
-# STEP_MS: milliseconds of a step measured alone (python -m jaxunet.benchmark), or a file with those of each case (python -m jaxunet.compare.step_cost).
-# RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs, RECIPE_KNOWN rows whose times are left out.
-# The features are OUTPUT/features.npz, else features.npz beside the jobs, else the first process trains them with
+# STEP_MS: milliseconds of a step measured alone (python -m jaxunet.benchmark), or a file with a number for each case (python -m jaxunet.compare.step_cost).
+# RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs; RECIPE_KNOWN names a file of rows that are not measured again.
+# The feature network is OUTPUT/features.npz, or else features.npz beside the jobs; if neither exists, the first process trains it with
 # RECIPE_FEATURES, flags of train_features (default: those of docs/results/recipes/jobs.py).
 # Example, two processes on each of two GPUs with 16 cores each: start data out 1200 5.8 0:0-7 1:16-23 0:8-15 1:24-31
 set -euo pipefail

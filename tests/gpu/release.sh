@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What a release must show on GPUs: tests, sanitizers, step times, starts and a long run, in one go.
+# Runs everything that a release must pass on GPUs: tests, sanitizers, step times, starts and a long run.
 #   IMAGES=elephants64.zip tests/gpu/release.sh OUTPUT [MINUTES] [PART ...]
-# MINUTES: 28 by default, in which all parts end. PARTS: scaling steps starts tests sanitizers soak; all by default.
-# The exit status is 1 if a part failed or the time was too short for it.
+# MINUTES: time limit for all parts together, 28 by default. PARTS: scaling steps starts tests sanitizers soak; all by default.
+# The exit status is 1 if a part failed or had too little time.
 # The checkout must be built (tests/gpu/build.sh). IMAGES: a set that configs/elephants64.py reads.
-# The long run (soak) has the last GPU and six CPU cores to itself; the other parts run on the first, one after another:
-# those that measure times alone, then the sanitizers beside the tests. One GPU has no scaling and no long run.
+# The long run (soak) has the last GPU and six CPU cores to itself. The other parts run on the first GPU: those that measure
+# times one after another, then sanitizers and tests at the same time. With a single GPU, scaling and soak are left out.
 # Writes to OUTPUT:
 #   scaling/ amp/       sweeps of one and all GPUs, and of the precisions
-#   turns.jsonl         steps of xla and auto in turns, bfloat16 and float32
+#   turns.jsonl         step times of xla and auto, measured in turns, bfloat16 and float32
 #   starts.jsonl        time to the first step and the first picture
 #   tests.log           pytest -m gpu; tests_all_gpus.log: training on all GPUs
 #   sanitizer.jsonl     docs/results/sanitizer/rows.jsonl and the rows of the cases that it lacks; sanitizer.log
@@ -34,12 +34,12 @@ failed=0
 sweep=(python3 -m jaxunet.sweep --config configs/elephants64.py "--config.data.path=$images" --noplot)
 
 wanted() { [[ $parts == *" $1 "* ]]; }
-# Says how a part ended.
+# Prints how a part ended.
 ended() {
   echo "[$SECONDS s] $1: exit status $2"
   (($2 == 0)) || failed=1
 }
-# Runs a command for as long as time is left; `timeout` gives a command that it stops the status 124.
+# Runs a command until the time is up; `timeout` then stops it, with the status 124.
 within() {
   local name=$1 left=$((end - SECONDS))
   shift
@@ -63,7 +63,7 @@ fi
 trap 'kill $(jobs -p) 2>/dev/null' EXIT
 soak=
 if wanted soak && ((gpus > 1)); then
-  # Ends a quarter of a minute before the rest, to write its results.
+  # Ends 15 seconds before the other parts, to have time to write its results.
   left=$(python3 -c "print(($end - $SECONDS - 15) / 60)")
   CUDA_VISIBLE_DEVICES=$((gpus - 1)) taskset -c 0-5 python3 tests/soak/run.py --minutes "$left" --output "$out/soak" -- \
     --config=configs/elephants64.py "--config.data.path=$images" --config.backend=cuda --config.train.steps=10000000 \

@@ -1,5 +1,4 @@
-"""Runs the small cases of every kernel under compute-sanitizer, with the kernels for this GPU and
-with the portable ones.
+"""Runs the small cases of every kernel under compute-sanitizer: this GPU's and portable kernels.
 
     python3 tests/gpu/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck]
       [--ops 'cuda conv3x3,pallas attention'] [--kernels fastest,portable] [--seconds 3600]
@@ -8,35 +7,38 @@ with the portable ones.
     python3 tests/gpu/sanitize.py --table docs/results/sanitizer/rows.jsonl
     python3 tests/gpu/sanitize.py --check docs/results/sanitizer/rows.jsonl
 
-Appends a row for each piece of at most `--size` tests to `--output`, and prints the table of all
-its rows at the end. No piece begins after `--seconds`, and none takes more than `--limit`. The same
-command goes on where an earlier one ended: cases that have a row of the same code are left out,
-unless `--again`. The code is a digest of the sources that the op's tests run, and of the device and
-versions, so a commit that changes none of these keeps its rows. Pieces begin in the order of the
-seconds that the rows of `--output` and `--times` have for them, longest first; those without a row
-come before, and those that took too long, crashed or stalled come last. Pieces of which the GPU's
-memory was too small are not done: the next run tries them again, best with fewer `--processes`.
-What the tool printed of a piece with errors stands before its line. Pieces at the same time have
-ports of their own, and so have those of another run on the same machine. The exit status is 1 if
-the newest row of a case says that a tool found an error, that a test failed, or that its piece did
-not end by itself.
+A piece is at most `--size` tests that run in one process. Each piece appends a row to `--output`,
+and the table of all its rows is printed at the end. No piece begins after `--seconds`, and none
+takes longer than `--limit`. The same command continues where an earlier one ended: it skips cases
+that have a row of the same code, unless `--again` is given. The code is a digest of the sources
+that the op's tests run, of the device and of the versions, so rows stay valid after a commit that
+changes none of these.
 
-A piece stalls if a test takes more than `--stall`, if the first has not begun after `--start`, or
-if the process goes on for `--stall` after the last. Its Python stacks and its busiest threads are
-printed, and it is stopped. The test gets a row that says `stalled`, and those before and after it
-run again as pieces of their own; it is not tried again before the next run, which tries it last.
+Pieces without an earlier row run first. The others follow in the order of the seconds that they
+took in the rows of `--output` and `--times`, longest first. Pieces that took too long, crashed or
+stalled run last. If the GPU's memory was too small for a piece, the next run tries it again; use
+fewer `--processes` then. For a piece with errors, the tool's reports are printed before its line.
+Simultaneous pieces use different ports, also those of another run on the same machine. The exit
+status is 1 if the newest row of a case says that a tool found an error, that a test failed, or that
+its piece did not end by itself.
+
+A piece stalls if a test takes longer than `--stall`, if the first test has not begun after
+`--start`, or if the process goes on for `--stall` after the last test. Its Python stacks and its
+busiest threads are printed, and it is stopped. The test gets a row with the status `stalled`, and
+the tests before and after it run again as separate pieces. The stalled test is tried again only in
+the next run, and last.
 
 A piece crashes if the tool or pytest ends without its summary, and the tool counted no errors. The
-end of its output and its exit status are printed. The test in which it was gets a row that says
-`crashed`, and those before and after it run again, as above. Once nothing else waits, that test is
-tried once more, alone; its newest row counts. If no test was running, all of this holds for the
-whole piece.
+end of its output and its exit status are printed. The test that was running gets a row with the
+status `crashed`, and the tests before and after it run again, as above. After all other pieces, the
+crashed test is tried once more, alone; its newest row counts. If no test was running, all of this
+holds for the whole piece.
 
-`--check` prints which cases have no row of the sources as they are now, or one with errors; the
-exit status is 1 if there are any. `--tools`, `--ops` and `--kernels` limit what it looks at.
+`--check` prints which cases have no row for the current sources, or a row with errors; the exit
+status is 1 if there are any. `--tools`, `--ops` and `--kernels` limit what it looks at.
 
-Needs compute-sanitizer of the CUDA toolkit on PATH, and a checkout built from the sources as they
-are (tests/gpu/build.sh). `--table` and `--check` need neither, and no GPU.
+Needs compute-sanitizer of the CUDA toolkit on PATH, and a checkout built from its current sources
+(tests/gpu/build.sh). `--table` and `--check` need neither, and no GPU.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = sanitizer.pieces(options.tools, options.ops, options.kernels, options.size)
     left = sanitizer_rows.left(wanted, known, {} if options.again else codes, options.times)
     waiting = sanitizer_rows.in_order(left, options.times + known)
-    states: dict[tuple[str, str, str, int], str] = {}  # the newest of each case
+    states: dict[tuple[str, str, str, int], str] = {}  # newest status of each case
     for piece, found, seconds in run_all(waiting, options, stop):
         row = {
             'kind': 'sanitizer',
@@ -117,10 +119,10 @@ def run_all(
 ) -> Iterator[Result]:
     """Runs pieces, and the parts of those that stall or crash; yields each result as it comes.
 
-    Takes the pieces that begin out of `waiting`, and leaves there those that the time is too short
-    for. The tests before and after one that stalled or crashed are the next pieces. If that happens
-    in a piece of tests after another, those after it come last: perhaps it happens in all tests of
-    the op. What crashed is tried once more when no other piece waits.
+    Removes the pieces that begin from `waiting`; pieces for which there is no time stay there. The
+    tests before and after one that stalled or crashed are the next pieces. If a test in the second
+    of these pieces stalls or crashes, too, the tests after it come last, because all tests of the
+    op may do so. A crashed test is tried once more when no other piece waits.
     """
     running: set[concurrent.futures.Future[Result]] = set()
     after_another: set[sanitizer.Piece] = set()
@@ -159,7 +161,7 @@ def run_all(
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints what rows lack for the sources as they are now; returns the exit status."""
+    """Prints the gaps in rows for the current sources; returns the exit status."""
     # A piece for each tool, op and set of kernels, with all cases.
     wanted = list(sanitizer.pieces(options.tools, options.ops, options.kernels, sys.maxsize))
     if found := sanitizer_rows.gaps(wanted, options.check):
@@ -230,7 +232,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def provenance() -> rows.Row:
-    """Returns where rows come from."""
+    """Returns the fields that describe the origin of rows."""
     version = subprocess.run(
         [sanitizer.SANITIZER, '--version'], capture_output=True, text=True, check=False
     )

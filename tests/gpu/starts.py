@@ -4,15 +4,15 @@
     python tests/gpu/starts.py --table docs/results/start/commands.jsonl
     python tests/gpu/starts.py --fit docs/results/start/commands.jsonl
 
-Every case runs its command twice with a cache folder of its own: cold, with nothing in it, then
-warm. Training stops at the first row of its metrics.csv, that of the first call: 20 steps. Sampling
-draws 256 images; its first picture is the first batch of 64 that it stores. Weights and images are
-random, of the size of configs/elephants64.py. The weights are a .bin file, and once each a .pt
-file, a .safetensors file and the workdir of a run in bfloat16.
+Every case runs its command twice with its own cache folder: cold, with an empty folder, then warm.
+Training stops at the first row of metrics.csv, after the first call (20 steps). Sampling draws 256
+images; the first picture is there once the first batch of 64 is stored. Weights and images are
+random, with the sizes of configs/elephants64.py. Most cases sample from a .bin file; one each uses
+a .pt file, a .safetensors file and the workdir of a run in bfloat16.
 
 Most of a start is work of the host, so `--lanes` cases run at a time, each on its share of the CPU
-cores; the rows say how many. Cases begin in the order of `CASES` while less than `--seconds` have
-passed, and all end at `--seconds`, with an error in the row of a command that did not finish.
+cores; the rows say how many. Cases begin in the order of `CASES` until `--seconds` have passed. Any
+that still run then are stopped, and their rows get an error.
 
 `--fit` writes jaxunet/ops/sampling_costs.json, by which backend=auto chooses for short jobs.
 """
@@ -46,7 +46,7 @@ from jaxunet.runtime.rows import Row  # noqa: E402
 
 COSTS = ROOT / 'jaxunet/ops/sampling_costs.json'
 IMAGES, BATCH, EVALUATIONS = 256, 64, 50
-POLL = 0.005  # seconds between two looks at what a command has written
+POLL = 0.005  # seconds between two checks of what a command has written
 WEIGHTS = """
 import sys
 import pathlib
@@ -72,7 +72,7 @@ print(forward_flops(config))
 
 
 class Case(NamedTuple):
-    """One command; `backend` None leaves the choice to it."""
+    """One command; with `backend` None, the command chooses the backend."""
 
     task: str  # train or sample
     precision: str
@@ -137,7 +137,7 @@ def arguments(case: Case, folders: Folders, out: pathlib.Path) -> list[str]:
 
 
 def environment(case: Case, folders: Folders, lanes: int) -> dict[str, str]:
-    """Returns the environment of a case: caches of its own and a share of the GPU's memory."""
+    """Returns the environment of a case, with its own caches and a share of the GPU's memory."""
     caches = {'XDG_CACHE_HOME': 'cache', 'CUDA_CACHE_PATH': 'cuda', 'TRITON_CACHE_DIR': 'triton'}
     kept = {k: v for k, v in os.environ.items() if k != 'JAX_COMPILATION_CACHE_DIR'}
     return kept | {
@@ -154,7 +154,7 @@ def python_path() -> str:
 
 
 def first_output(case: Case, out: pathlib.Path) -> bool:
-    """Returns whether the first step's row or the first picture is there."""
+    """Returns True once the first step's row or the first picture is there."""
     if case.task == 'train':
         table = out / 'metrics.csv'
         return table.exists() and table.read_bytes().count(b'\n') > 1
@@ -225,7 +225,7 @@ def _step_ms(table: pathlib.Path) -> float:
 
 
 def script(text: str, *arguments: str, **variables: str) -> str:
-    """Returns what a Python program prints."""
+    """Runs a Python program; returns what it prints."""
     done = subprocess.run(
         [sys.executable, '-c', text, *arguments],
         cwd=ROOT,

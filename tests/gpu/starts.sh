@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Measures what backend=auto follows beside its table: starts and short jobs, and this machine's quickest backends.
+# Measures starts, short jobs and this machine's fastest backends: what backend=auto follows in addition to its table.
 #   tests/gpu/starts.sh OUTPUT_FOLDER [SECONDS_OF_STARTS]
 # The checkout must be built (tests/gpu/build.sh). Writes to OUTPUT_FOLDER:
 #   commands.jsonl        training and sampling of every kind of checkpoint, cold and warm (tests/gpu/starts.py)
 #   sampling_costs.json   the costs by which auto chooses for short jobs, also in this checkout's jaxunet/ops/
-#   auto.jsonl            what leaves the backend to auto, again, now that it has these costs
-#   choices.json          the quickest backend of every op (jaxunet.benchmark --choose), with all times
-#   followed.jsonl        xla, what auto takes by its table, and what it takes by choices.json, in turns
+#   auto.jsonl            the cases that leave the backend to auto, measured again with these costs
+#   choices.json          the fastest backend of every op (jaxunet.benchmark --choose), with all times
+#   followed.jsonl        step times in turns: xla, auto by its table, and auto by choices.json
 set -euo pipefail
 mkdir -p "$1"
 out=$(realpath "$1")

@@ -1,16 +1,18 @@
-"""Times whole training steps of several checkouts, backends or sets of kernels in turns, so that a
-drift of the machine's speed affects all alike.
+"""Times whole training steps of several checkouts, backends or sets of kernels, in turns.
+
+A drift of the machine's speed then affects all equally.
 
     python3 tests/gpu/steps.py OLD NEW [MORE ...] [--config configs/elephants64.py]
       [--batch_sizes 32,256] [--backends auto] [--kernels fastest] [--precision float32]
       [--rounds 8] [--output rows.jsonl]
     python3 tests/gpu/steps.py . --backends xla,auto,cuda --kernels fastest,fastest,portable
 
-A side is a checkout, a backend and a value of JAXUNET_KERNELS (`--kernels`). Each of these has a
-value for every side, or one for all. Each checkout must be built (tests/gpu/build.sh). One process
-for each side, with random images; all compile at the same time, then one runs while the others
-wait. Without `--precision`, it is that of the config. Prints a line for each batch size with the
-medians and their ratios to the first side; `--output` takes the rows.
+A side is a checkout, a backend and a value of JAXUNET_KERNELS (`--kernels`). Give each of these
+either one value for all sides, or one value for every side. Each checkout must be built
+(tests/gpu/build.sh). Each side has its own process, with random images; all compile at the same
+time, then one runs while the others wait. The default of `--precision` is that of the config.
+Prints a line for each batch size with the medians and their ratios to the first side; rows are
+appended to the file of `--output`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def sides(checkouts: list[pathlib.Path], backends: list[str], kernels: list[str]
 
 
 def labels(found: list[Side]) -> list[str]:
-    """Returns the names of the sides: that in which they differ, or their checkout."""
+    """Returns the names of the sides: the properties in which they differ, or their checkout."""
     differing = [i for i in range(len(Side._fields)) if len({side[i] for side in found}) > 1]
     return [' '.join(str(side[i]) for i in differing or [0]) for side in found]
 
@@ -104,11 +106,11 @@ def main() -> None:
 
 
 def provenance(found: list[Side]) -> dict[str, object]:
-    """Returns what rows say of their origin: device, versions, command and each side's commit.
+    """Returns the origin of rows: device, versions, command and each side's commit.
 
-    `git` is the last side's.
+    `git` is the commit of the last side.
     """
-    # Not in a worker, which has the modules of its checkout.
+    # Imported here, because a worker must have the modules of its own checkout.
     sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
     from support.origin import origin  # noqa: PLC0415
 
@@ -119,7 +121,7 @@ def provenance(found: list[Side]) -> dict[str, object]:
 
 
 def start(side: Side, config: str, precision: str | None) -> subprocess.Popen[str]:
-    """Starts the process of a side, which has the modules of its checkout."""
+    """Starts the process of a side with the modules of its checkout."""
     root = str(side.checkout.resolve())
     path = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))
     flags = ['--worker', '--config', config, '--backend', side.backend]
@@ -144,7 +146,7 @@ def measure(workers: list[subprocess.Popen[str]], size: int, rounds: int) -> lis
     for worker in workers:
         ask(worker, 'batch', size)
     seconds = [answer(worker) for worker in workers]
-    # The same number of calls for all; the first of them only heats the device up.
+    # The same number of calls for all; each turn begins with one that warms up and is not timed.
     calls = max(1, round(TURN_SECONDS / min(seconds)))
     times: list[list[float]] = [[] for _ in workers]
     for turn in range(rounds):
@@ -163,7 +165,7 @@ def ask(worker: subprocess.Popen[str], what: str, number: int) -> None:
 
 
 def answer(worker: subprocess.Popen[str]) -> float:
-    """Waits for the worker's number; ends the program if the worker has ended."""
+    """Waits for the worker's answer, a number; exits if the worker has ended."""
     assert worker.stdout is not None
     for line in worker.stdout:
         if line.startswith('answer '):
@@ -172,10 +174,10 @@ def answer(worker: subprocess.Popen[str]) -> float:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Answers `batch N` with the seconds of a call, and `run CALLS` with the ms of a step."""
+    """Runs a worker: it answers `batch N` with seconds per call, `run CALLS` with ms per step."""
     import time  # noqa: PLC0415
 
-    # Those of the checkout that is timed, so not before this process is its own.
+    # Imported only in a worker, because they must be the modules of the checkout that is timed.
     from jaxunet.benchmark.cases import benchmark_config  # noqa: PLC0415
     from jaxunet.benchmark.jax_side import JaxSide, synthetic_source  # noqa: PLC0415
     from jaxunet.checkpoint.state import fresh_state  # noqa: PLC0415

@@ -15,8 +15,8 @@ class Bench:
     """A compiled step with its state and the resident digits.
 
     Args:
-      shared: as in a run, so that `support.shared_steps` may return the step of another one. Not
-        for a test that replaces what a step is made from.
+      shared: compile as in a run, so that `support.shared_steps` may return the step of another
+        run. Do not use it in a test that replaces parts of a step.
     """
 
     def __init__(self, config, source, *, shared=True):

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 
 from jaxunet.runtime.errors import UserError
 
-SECONDS = 5.0  # time of this process
-MEBIBYTES = 400  # more than before the file was read
-LONGEST = 3000  # characters of a message
+SECONDS = 5.0  # processor time of this process
+MEBIBYTES = 400  # growth of memory while the file is read
+LONGEST = 3000  # most characters of a message
 
 
 class TooLong(BaseException):
-    """A reader that took more than its time; no reader catches it."""
+    """Raised when a reader takes longer than its limit; no reader catches it."""
 
 
 def memory(field: str) -> float:
@@ -49,7 +49,7 @@ def bounded(seconds: float = SECONDS, mebibytes: float = MEBIBYTES) -> Iterator[
 
 
 def outcome(read: Callable[[pathlib.Path], object], path: pathlib.Path) -> str:
-    """Reads a file; returns '' if it was read, or the one message that refused it."""
+    """Reads a file; returns '' if that worked, or the message of the error that refused it."""
     with bounded():
         try:
             read(path)

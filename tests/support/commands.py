@@ -1,4 +1,4 @@
-"""The commands of the project as processes of their own."""
+"""Runs the commands of the project in their own processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping
 from support.settings import QUICK
 
 ROOT = pathlib.Path(__file__).parents[2]
-SECONDS = 400  # limit of a command: one that should stop at a mistake could train for ever
-CHILDREN_SECONDS = 5  # that children of a command have to print their last words
+SECONDS = 400  # limit of a command; without it, one that misses a mistake could train for ever
+CHILDREN_SECONDS = 5  # time for a command's children to print their last messages
 # The environment of this process without what a cluster's launcher sets.
 NO_LAUNCHER = {
     name: value
@@ -32,8 +32,9 @@ NO_LAUNCHER = {
 
 
 def python_path() -> str:
-    """Returns PYTHONPATH for a command of this checkout, wherever it works: the checkout, then the
-    folders that this process has.
+    """Returns PYTHONPATH for a command of this checkout in any working folder.
+
+    It has the folders of the checkout first, then those of this process.
     """
     given = os.environ.get('PYTHONPATH', '').split(os.pathsep)
     return os.pathsep.join([str(ROOT), *(os.path.abspath(folder) for folder in given if folder)])
@@ -87,7 +88,7 @@ class Forks:
 
 @functools.cache
 def forks(platform: str) -> Forks:
-    """Returns the forks of this process, which all that it starts on a platform share.
+    """Returns the `Forks` that all commands of this process on a platform share.
 
     Args:
       platform: JAX_PLATFORMS, which JAX reads while it is imported.
@@ -98,10 +99,10 @@ def forks(platform: str) -> Forks:
 
 
 class Fork:
-    """`python -m ARGUMENTS`, by a process that has its imports already; used like a `Popen`.
+    """`python -m ARGUMENTS`, forked from a process that has done its imports; used like a `Popen`.
 
     Attributes:
-      pid: number of the process.
+      pid: id of the process.
       returncode: exit code, or None before the process was found to have ended.
       stdout, stderr: files with what it has printed so far.
     """
@@ -115,8 +116,9 @@ class Fork:
         """Starts the command.
 
         Args:
-          env: default: `environment()`.
-          folder: where the command works; default: here.
+          arguments: those of `python -m`.
+          env: environment variables; default: `environment()`.
+          folder: working folder of the command; default: that of this process.
         """
         env = dict(environment() if env is None else env)
         self._forks = forks(env['JAX_PLATFORMS'])
@@ -140,7 +142,7 @@ class Fork:
         """Waits until the process ends; returns what it printed to stdout and stderr.
 
         Raises:
-          subprocess.TimeoutExpired: it goes on for longer than `timeout` seconds.
+          subprocess.TimeoutExpired: it runs for longer than `timeout` seconds.
         """
         if self.returncode is None:
             self.returncode = self._forks.ask(wait=self.pid, seconds=timeout)
@@ -150,9 +152,9 @@ class Fork:
         return self.stdout.read_text(), self.stderr.read_text()
 
     def _wait_for_children(self) -> None:
-        """Waits until the children that share stderr have ended, for some seconds.
+        """Waits up to `CHILDREN_SECONDS` for the children that share stderr to end.
 
-        Only a child can say that its parent was killed.
+        If a command is killed, only a child of it can print a message about that.
         """
         end = time.monotonic() + CHILDREN_SECONDS
         with self.stderr.open() as file:
@@ -184,12 +186,13 @@ def call(
     Args:
       arguments: those of `python -m`.
       code: the exit code that it must have.
-      variables: more of its environment.
-      folder: where it works; default: here.
-      fresh: it imports what it needs, as for a user, instead of being a `Fork`.
+      devices: number of CPU devices that JAX emulates.
+      variables: further environment variables.
+      folder: working folder of the command; default: that of this process.
+      fresh: start a new Python process, as a user does, instead of a `Fork`.
 
     Returns:
-      its stdout, or its stderr where `code` is not 0.
+      its stdout, or its stderr if `code` is not 0.
     """
     env = environment(devices) | (variables or {})
     process = (
@@ -214,7 +217,7 @@ def call(
 
 
 def call_each(commands, folder):
-    """Runs each of the commands in a `Fork` and a folder of its own.
+    """Runs each of the commands in its own `Fork` and its own folder.
 
     Args:
       commands: lists of arguments of `python -m`.
@@ -241,7 +244,7 @@ def free_port():
 
 
 def gone(pid, seconds=10):
-    """True if a process ends soon; one that nobody has waited for yet has ended too."""
+    """Returns True if a process ends within `seconds`; a zombie counts as ended."""
     stat = pathlib.Path('/proc', pid, 'stat')
     for _ in range(seconds * 10):
         try:

@@ -1,6 +1,8 @@
-"""Source text without what cannot change what it does: comments, docstrings, blank lines and spaces
-at the end of a line; in C++, it does not say either how many spaces there are elsewhere. The result
-is for comparing, not for running, and the same in all versions of Python.
+"""Source text without the parts that do not change what the code does.
+
+These are comments, docstrings, blank lines and spaces at the end of a line; in C++, also repeated
+spaces elsewhere. The result is for comparing, not for running. It is the same in all versions of
+Python.
 """
 
 from __future__ import annotations
@@ -9,13 +11,13 @@ import ast
 import functools
 import re
 
-# Literals are found too, since what begins a comment does not inside of one. Of Python's, the
-# quotes in an f-string's expressions are taken to be others than its own, as before Python 3.12.
+# Literals are matched too, because a comment cannot begin inside of one. For Python, expressions in
+# an f-string are assumed to use other quotes than the f-string, as Python before 3.12 requires.
 _STRINGS = r'"(?:\\.|[^"\\\n])*"' + r"|'(?:\\.|[^'\\\n])*'"
 _TRIPLE = r'"""(?:\\.|[^\\])*?"""' + r"|'''(?:\\.|[^\\])*?'''"
 _RAW = r'\b(?:u8|[uUL])?R"(?P<end>[^()\\\s]*)\(.*?\)(?P=end)"'
-_NUMBER = r"\b\d(?:'?\w)*"  # its ' separates digits
-# To C++ a comment is a space, and many are one.
+_NUMBER = r"\b\d(?:'?\w)*"  # a ' in it separates digits
+# For C++, a comment is a space, and several spaces are one.
 _SPACES = r'(?:[ \t]|//(?:\\\n|[^\n])*|/\*.*?\*/)+'
 
 
@@ -31,10 +33,11 @@ _LANGUAGES = {'.py': _PYTHON, '.txt': _CMAKE} | dict.fromkeys(('.cu', '.cuh', '.
 
 @functools.cache
 def without(text: str, suffix: str) -> str:
-    """Returns the text of a Python, C++, CUDA or CMake file without comments; others as they are.
+    """Returns the text of a Python, C++, CUDA or CMake file without comments; others unchanged.
 
     Args:
-      suffix: of the file's name, with its dot.
+      text: content of the file.
+      suffix: suffix of the file's name, with its dot.
     """
     if suffix not in _LANGUAGES:
         return text
@@ -43,7 +46,7 @@ def without(text: str, suffix: str) -> str:
 
     def keep(found: re.Match[str]) -> str:
         literal = found['literal']
-        # A literal's own line breaks are hidden from what follows: its blank lines count.
+        # Hide line breaks inside a literal from the next steps, because its blank lines count.
         return ' ' if literal is None else literal.replace('\n', '\0')
 
     lines = _LANGUAGES[suffix].sub(keep, text).split('\n')
@@ -51,8 +54,8 @@ def without(text: str, suffix: str) -> str:
 
 
 def _without_docstrings(text: str) -> str:
-    """Returns the text of a module without docstrings, with the code on their lines."""
-    lines = text.encode().splitlines(keepends=True)  # where ast counts columns
+    """Returns the text of a module without docstrings; keeps other code on the same lines."""
+    lines = text.encode().splitlines(keepends=True)  # bytes, in which ast counts columns
     found = [_docstring(node) for node in ast.walk(ast.parse(text))]
     for node in sorted(filter(None, found), key=lambda node: node.lineno, reverse=True):
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1

@@ -34,7 +34,7 @@ def inputs(case: Case, dtype: str, batch: int):
 def op(module, case: Case, copies: int = 0):
     """Returns the op of a module as a function of named arrays.
 
-    With `copies` it is the variant that also returns so many copies of x.
+    With `copies` above 0 it is the variant that also returns this number of copies of x.
     """
 
     def call(**arrays):

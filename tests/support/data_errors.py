@@ -1,4 +1,4 @@
-"""Damages to data files, and the check of the error that they end in."""
+"""Damages to data files, and the check of the error that they cause."""
 
 from __future__ import annotations
 

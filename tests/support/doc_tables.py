@@ -20,7 +20,7 @@ from support.sharing_table import sharing
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / 'docs/results'
-CACHES = ('empty', 'kept')  # before a start
+CACHES = ('empty', 'kept')  # state of the compilation cache before a start
 WEIGHTS = {  # the files of tests/gpu/starts.py
     'model.bin': "unet.cu's `.bin`",
     'model.pt': "guided-diffusion's `.pt`",
@@ -28,7 +28,7 @@ WEIGHTS = {  # the files of tests/gpu/starts.py
     'workdir': 'a run',
 }
 SPANS = ((1, 500), (501, 1000), (1001, 1500), (1501, 2000))  # steps of the loss curves
-# The sides of the README's table, by their name in the rows.
+# Side in the rows -> its name in the README's table.
 SIDES = {
     'pytorch-eager': 'PyTorch, eager',
     'pytorch-compiled': 'PyTorch, `torch.compile`',
@@ -39,7 +39,7 @@ SIDES = {
 }
 BATCHES = (32, 256)
 SLOW = 0.9
-# Purposes of the kernels in a profiled step: the first pattern found in "NAME PHASE" decides.
+# Purpose of a kernel in a profiled step: the first pattern that matches "NAME PHASE" decides.
 
 
 def read_lines(path: str) -> list[Row]:
@@ -48,10 +48,11 @@ def read_lines(path: str) -> list[Row]:
 
 
 def step_summary() -> str:
-    """Milliseconds of a training step of elephants64 by side, and what was measured how.
+    """Milliseconds of a training step of elephants64 by side, and how they were measured.
 
-    Of each side and batch the newest row that ran several steps per call, else the newest. Rows
-    with concurrent kernels are left out but for `auto`, which has them by default where they help.
+    For each side and batch, the newest row with several steps per call counts, or else the newest
+    row. Rows with concurrent kernels are left out, except for `auto`, which uses them by default
+    where they help.
     """
     chosen: dict[tuple[str, int], Row] = {}
     for row in read_lines('step/rows.jsonl'):
@@ -103,7 +104,7 @@ def steps() -> str:
 
 
 def overlap() -> str:
-    """Steps with their kernels one after another and at once, by batch."""
+    """Steps with their kernels one after another, and with concurrent kernels, by batch."""
     return markdown.table(
         (
             'config',
@@ -134,7 +135,7 @@ def overlap() -> str:
 def portable_steps() -> str:
     """Steps on a Hopper GPU with both sets of portable kernels beside XLA's, by config.
 
-    Of each config and batch the newest row counts, and of a row the last side of each kind.
+    For each config and batch the newest row counts, with the last side of each kind in it.
     """
     newest = {
         (pathlib.Path(row['config']).stem, row['batch_size']): row
@@ -231,7 +232,7 @@ def starts() -> str:
 
 
 def fuzz() -> str:
-    """Cases that the fuzzing by hand tried, by part; the newest row of each reader counts."""
+    """Cases that fuzzing runs by hand have tried, by part; the newest row of each reader counts."""
     newest = {row['case']: row for row in read_lines('fuzz/rows.jsonl')}
     parts: dict[str, list[Row]] = {}
     for case, row in newest.items():
@@ -293,7 +294,7 @@ def matrix() -> str:
 
 
 def golden() -> str:
-    """Losses of 200 steps by version of JAX, and their distance from those of the first one."""
+    """Losses of 200 steps by version of JAX, and their distance from those of the first version."""
     first: dict[tuple[str, str], Row] = {}
     lines = []
     for (network, backend, precision, jax), row in trajectories.recorded().items():
@@ -358,7 +359,7 @@ def where_the_time_goes() -> str:
 
 
 def totals(path: str) -> list[Row]:
-    """The rows of whole classes, of elephants64."""
+    """The rows of a file that sum up whole classes of kernels, for elephants64."""
     rows = read_lines(path)
     return [row for row in rows if row['level'] is None and row['config'] == 'elephants64']
 

@@ -1,8 +1,8 @@
-"""Runs a command with dropout as it was up to 22e3724, when every block drew from JAX's generator.
+"""Runs a command with dropout from JAX's generator in every block, as in commits up to 22e3724.
 
     python tests/support/earlier_dropout.py jaxunet.train FLAGS
 
-So a run of that time goes on to the numbers that it would have had.
+A run that began with such a commit then continues with the numbers that it would have had.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jaxunet.ops.group_norm import reference
 
 
 def block_dropout(words, rate, path):
-    """As `jaxunet.model.dropout.block_dropout`, but the words are those of a key per sample."""
+    """Like `jaxunet.model.dropout.block_dropout`, but the words are those of a key per sample."""
     keys = jax.random.wrap_key_data(words)
     keys = jax.vmap(lambda key: jax.random.fold_in(key, zlib.crc32('/'.join(path).encode())))(keys)
     return Dropout(jax.random.key_data(keys), rate)
 
 
 def drop(x, dropout):
-    """As `jaxunet.ops.dropout.drop`, with the keys of `block_dropout`."""
+    """Like `jaxunet.ops.dropout.drop`, with the keys of `block_dropout`."""
     keys, rate = jax.random.wrap_key_data(dropout.seeds), dropout.rate
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
     return jnp.where(keep, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))

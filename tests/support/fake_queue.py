@@ -2,9 +2,9 @@
 
     python -m support.fake_queue --output=FOLDER ...
 
-It writes its flags and variables to FOLDER/called.json, and does what FAKE_QUEUE says: `end` with
-0, `fail` as for a wrong flag, be `partial`, or `wait` for a signal, after which it writes
-FOLDER/saved.
+It writes its flags and variables to FOLDER/called.json, and then does what the environment variable
+FAKE_QUEUE says: `end` exits with 0, `fail` as for a wrong flag, `partial` as for unfinished runs;
+`wait` waits for a signal and then writes FOLDER/saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 
 
 def main() -> None:
-    """Acts as the variable says."""
+    """Acts as FAKE_QUEUE says."""
     flags = dict(argument[2:].split('=', 1) for argument in sys.argv[1:])
     folder = pathlib.Path(flags['output'])
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,8 @@ from support import sanitizer, sanitizer_run
 from support.sanitizer import Piece
 
 LINEAR = 'xla_ffi/linear/parity_test.py'
-# Runs no tests, but tells of them as pytest_progress does: at once, so that no busy machine makes
-# it look like one that hangs. Its ports are taken while it runs.
+# Runs no tests, but reports them as pytest_progress does. It reports them all at once, so that a
+# slow machine does not make it look like a program that hangs. It holds its ports while it runs.
 FAKE = """\
 #!{python}
 import os, pathlib, signal, socket, sys, time
@@ -123,7 +123,7 @@ class World:
         return [json.loads(line) for line in self.output.read_text().splitlines()]
 
     def calls(self) -> list[str]:
-        """Returns the calls since the last time: tool, kernels and number of tests."""
+        """Returns the sanitizer's calls since the last time: tool, kernels and number of tests."""
         found = self.log.read_text().split('\n')[:-1] if self.log.exists() else []
         self.log.write_text('')
         return found
@@ -134,16 +134,19 @@ class World:
         return [range(first, first + most) for first, most in calls]
 
     def wait_for(self, calls: int) -> None:
-        """Lets the first calls go on when so many have begun, after a minute in any case."""
+        """Makes calls wait until this number of them have begun, or for a minute."""
         self.wanted.write_text(str(calls))
 
     def hang(self, *where: str) -> None:
-        """Lets these tests hang, or 'start', or 'end', or the end of a tool; without any, none."""
+        """Makes these tests hang; 'start' or 'end' hang a piece there, a tool's name at its end.
+
+        Without arguments, nothing hangs any more.
+        """
         self.hangs.write_text(' '.join(where))
 
     def crash(self, *where: str) -> None:
-        """Lets a signal end the program in these tests, or at its 'end', as often as each is named.
+        """Makes a signal end the program in these tests, or at its 'end'.
 
-        For one piece at a time.
+        Each crashes as often as it is named. Only for one piece at a time.
         """
         self.crashes.write_text(' '.join(where))

@@ -1,14 +1,15 @@
 """Starts commands as forks of one process that has imported what they need.
 
-A command is then what `python -m` makes of it, with its own exit code, but without the second or
-two of imports. `support.commands.Fork` asks for them:
+A command behaves as with `python -m`, with its own exit code, but saves a second or two of imports.
+`support.commands.Fork` sends requests to this process:
 
     python tests/support/forks.py
 
 Every line of stdin is a request in JSON, and gets a line of JSON as the answer:
-  {"start": ARGUMENTS, "folder", "environment", "stdout", "stderr"}: the number of the process.
-    ARGUMENTS are those of `python -m`, and `folder` is where it works; the last two are files.
-  {"wait": PROCESS, "seconds"}: its exit code, or null if it goes on for longer.
+  {"start": ARGUMENTS, "folder", "environment", "stdout", "stderr"}: starts a command; the answer is
+    its process id. ARGUMENTS are those of `python -m`, `folder` is the working folder, and stdout
+    and stderr are paths of files.
+  {"wait": PROCESS, "seconds"}: the answer is the exit code, or null if the process still runs then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import signal
 import sys
 import time
 
-# Imported for the forks. A thread would be lost, but only OpenBLAS starts one, and replaces it.
+# Imported for the forks. A fork loses threads, but of these imports only OpenBLAS starts threads,
+# and it replaces them.
 import jaxunet.checkpoint.load
 import jaxunet.checkpoint.snapshots
 import jaxunet.config.cli
@@ -32,12 +34,12 @@ import jaxunet.sampling.generator
 import jaxunet.sampling.partial_output
 import jaxunet.training.loop  # noqa: F401
 
-SECONDS = 400  # limit of a command: one that should stop at a mistake could train for ever
+SECONDS = 400  # limit of a command; without it, one that misses a mistake could train for ever
 
 
 def main() -> None:
     gc.collect()
-    gc.freeze()  # a fork would look through all that is imported when it ends, for half a second
+    gc.freeze()  # otherwise a fork scans all imported objects when it ends, for half a second
     while line := sys.stdin.readline():
         request = json.loads(line)
         if 'wait' in request:
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def wait(process: int, seconds: float) -> int | None:
-    """Returns the exit code of a fork, or None if it has not ended after so many seconds."""
+    """Returns the exit code of a fork, or None if it still runs after this number of seconds."""
     end = time.monotonic() + seconds
     while not (ended := os.waitpid(process, os.WNOHANG))[0]:
         if time.monotonic() >= end:
@@ -58,7 +60,7 @@ def wait(process: int, seconds: float) -> int | None:
 
 
 def become(request: dict) -> None:
-    """Makes this process the command; it ends as Python does."""
+    """Turns this process into the command, which ends as a Python process does."""
     files = (os.devnull, request['stdout'], request['stderr'])
     for descriptor, (path, flags) in enumerate(
         zip(files, (os.O_RDONLY, *[os.O_WRONLY | os.O_APPEND] * 2), strict=True)
@@ -66,7 +68,7 @@ def become(request: dict) -> None:
         file = os.open(path, flags)
         os.dup2(file, descriptor)
         os.close(file)
-    fcntl.flock(2, fcntl.LOCK_SH)  # until all that print there have ended
+    fcntl.flock(2, fcntl.LOCK_SH)  # held until all processes that print there have ended
     os.environ.clear()
     os.environ.update(request['environment'])
     os.chdir(request['folder'])

@@ -1,4 +1,4 @@
-"""Devices that run out of memory, for real: JAX asks them for more than any has."""
+"""Makes devices really run out of memory: JAX asks for more than any device has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ BYTES = 2**47
 
 
 def exhaust(*_: object, **__: object) -> None:
-    """Raises JAX's error of a device without memory, as an array of 128 TiB does."""
+    """Raises JAX's error for a device without memory, by asking for an array of 128 TiB."""
     jax.block_until_ready(jnp.zeros(BYTES, jnp.uint8))
 
 
 def exhausting(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a training step that takes its state as `step` does, and runs out of memory."""
+    """Returns a training step that consumes its state like `step`, and then runs out of memory."""
 
     def failing(state: Any, data: Any) -> tuple[Any, dict[str, Any]]:
         del data

@@ -1,9 +1,9 @@
-"""Number of cases that the tests of `tests/fuzz` try, and the rows that a run by hand writes.
+"""Runs the fuzz tests of `tests/fuzz`; environment variables change how much they try.
 
-JAXUNET_FUZZ_TIMES: how many times the suite's cases to try; failures are made smaller then.
+JAXUNET_FUZZ_TIMES: multiplies the number of cases; failing cases are then also minimized.
 JAXUNET_FUZZ_SEED: a whole number; other numbers try other cases.
-JAXUNET_FUZZ_STEPS: how many configs to train a step with; the suite trains none.
-JAXUNET_FUZZ_ROWS: a file to which each test appends what it tried and found.
+JAXUNET_FUZZ_STEPS: number of configs to train one step with; without it, none.
+JAXUNET_FUZZ_ROWS: a file to which each test appends a row with what it tried and found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from jaxunet.runtime import rows
 
-# Without hypothesis, as on a GPU machine that has no extra `test`, the tests that import this skip.
+# Without hypothesis (a GPU machine may lack the extra `test`), tests that import this are skipped.
 MISSING = 'needs hypothesis: pip install -e ".[test]"'
 hypothesis = pytest.importorskip('hypothesis', reason=MISSING)
 st = pytest.importorskip('hypothesis.strategies', reason=MISSING)
@@ -36,12 +36,13 @@ def fuzz(
     strategy: st.SearchStrategy[Case],
     check: Callable[[Case], str],
 ) -> None:
-    """Tries a check on drawn cases; appends a row if a run by hand asks for it.
+    """Tries a check on random cases; appends a row if JAXUNET_FUZZ_ROWS is set.
 
     Args:
-      name: what is tried, in the row.
-      cases: tried in the suite; always the same ones.
-      check: returns the message that refused a case, or ''; raises where it found a fault.
+      name: name of the check in the row.
+      cases: number of cases in the default suite, which are always the same.
+      strategy: draws a case.
+      check: returns the message that refused a case, or ''; raises if it finds a fault.
     """
     times, seed = (int(os.environ.get(name, default)) for name, default in ((TIMES, 1), (SEED, 0)))
     told: collections.Counter[bool] = collections.Counter()

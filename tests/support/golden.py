@@ -1,4 +1,4 @@
-"""Recorded loss trajectories, and how far two of them are from each other."""
+"""Recorded loss trajectories, and the distance between two of them."""
 
 import pathlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Right calls of every FFI handler, of random sizes, and the same calls with mistakes."""
+"""Valid calls of every FFI handler with random sizes, and the same calls with a mistake."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Call(NamedTuple):
     operands: list[Shape]
     results: list[Shape]
     attributes: Attributes
-    in_place: int = -1  # the operand whose place the first result takes, and so on
+    in_place: int = -1  # operand whose memory the first result reuses; further results follow it
 
     @property
     def has_workspace(self) -> bool:
-        """The last result is memory for partial results."""
+        """True if the last result is a workspace, memory for partial results."""
         return any(name in self.target for name in ('weight_gradient', 'conv3x3_norm_gradient'))
 
     def __call__(self, device: jax.Device = CPU) -> list[jax.Array]:
@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
 
 def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case per handler)
-    """A call that fits, of random sizes; numbers one after another go through all handlers."""
+    """A valid call of random sizes; consecutive numbers go through all handlers."""
     kind = draw.choice([jnp.float32, jnp.float16, jnp.bfloat16])
     batch, height, width, features = (draw.randint(1, 3) for _ in range(4))
     parts = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
@@ -129,7 +129,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         )
 
     def enlarged() -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # Draws what GPUs take: the small image and the large one, without channels.
+        # Shapes that GPUs take: the small image and the large one, without channels.
         nonlocal kind, batch, features, channels
         kind = draw.choice([jnp.float16, jnp.bfloat16])
         channels, features = (64 * draw.randint(1, 2) for _ in range(2))
@@ -157,7 +157,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         return Call('conv3x3_upsampled_weight_gradient', operands, results, {})
 
     def through_norm() -> Call:
-        # On a GPU only such images, channels and types.
+        # A GPU takes only such images, channels and types.
         nonlocal kind, batch, height, width, features, parts, channels, image
         kind, features = draw.choice([jnp.float16, jnp.bfloat16]), 8 * draw.randint(2, 4)
         batch, height, width = draw.randint(1, 3), draw.randint(4, 9), draw.randint(5, 9)
@@ -234,7 +234,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         return norm('group_norm_statistics', [], {})
 
     def gradient(alone: bool = False) -> Call:
-        """`alone`: without act(z), and without further gradients."""
+        """The backward call; `alone` leaves out act(z) and further gradients."""
         flags, added = (
             {name: draw.random() < 0.5 for name in ('silu', 'activation', 'samples')},
             0 if alone else draw.randint(0, 2),
@@ -362,13 +362,13 @@ MISTAKES = ['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unk
 def spoil(call: Call, mistake: str, draw: random.Random) -> Call:
     """The call with one thing wrong."""
     operands, results, attributes = list(call.operands), list(call.results), dict(call.attributes)
-    # The image of which only statistics are wanted may have any height and width, what is summed
-    # any shape.
+    # An image whose statistics alone are wanted may have any height and width; an array to sum may
+    # have any shape.
     free = mistake in ('size', 'rank') and any(
         name in call.target for name in ('statistics', 'sum_of_squares')
     )
     arrays = results if free else draw.choice([operands, results])
-    # So has a workspace, the last result.
+    # So may a workspace, the last result.
     at = draw.randrange(
         len(arrays) - (mistake == 'size' and arrays is results and call.has_workspace)
     )

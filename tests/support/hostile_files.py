@@ -1,4 +1,4 @@
-"""Small files that once took endless time or memory, or ended a reader in a traceback."""
+"""Small files that could take endless time or memory, or end a reader with a traceback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tar_header(size: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
 
 
 def binary(size: int) -> bytes:
-    """A size as GNU tar writes those that octal digits do not hold."""
+    """A size in GNU tar's binary form, for sizes too large for its octal digits."""
     return (b'\x80' if size >= 0 else b'\xff') + (size % 2**88).to_bytes(11, 'big')
 
 
@@ -44,7 +44,7 @@ def members(*blocks: bytes) -> bytes:
 
 
 def zip_of(names: list[str]) -> bytes:
-    """A zip of empty entries, whose names zipfile would refuse or warn of."""
+    """A zip of empty entries with names that zipfile would refuse to write or warn about."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, 'w') as target:
         for name in names:
@@ -86,19 +86,19 @@ def encrypted(data: bytes) -> bytes:
 
 
 def with_text(name: str, text: str) -> bytes:
-    """The file of a classifier with another text."""
+    """The file of a classifier with the array `name` replaced by a text."""
     return archive(classifier_parts() | npz(**{name: np.array(text)}))
 
 
 def sweep_with(**changes: object) -> bytes:
-    """A sweep whose first row has other fields; those that are None are missing."""
+    """A sweep whose first row has changed fields; a field that is None is removed."""
     parts = sweep_parts()
     row = {k: v for k, v in (json.loads(parts['a.json']) | changes).items() if v is not None}
     return b'\n'.join([parts['sweep.json'], json.dumps(row).encode(), parts['b.json']])
 
 
 def batch_with(key: bytes) -> bytes:
-    """A batch of CIFAR-10 with one more key, of these opcodes."""
+    """A batch of CIFAR-10 with a further key that these pickle opcodes make."""
     whole = python2_batch(random_pixels(0, (1, 32, 32, 3)), [1])
     assert whole[:3] == b'\x80\x02}'
     assert whole[-2:] == b'u.'
@@ -106,19 +106,19 @@ def batch_with(key: bytes) -> bytes:
 
 
 def shape_with(shape: bytes) -> bytes:
-    """A batch of CIFAR-10 whose array has a shape of these opcodes."""
+    """A batch of CIFAR-10 whose array has a shape that these pickle opcodes make."""
     whole = python2_batch(random_pixels(0, (1, 32, 32, 3)), [1])
     usual = b'K\x01M\x00\x0c\x86'
     assert whole.count(usual) == 1
     return whole.replace(usual, shape)
 
 
-ZEROS = np.zeros(2**23, np.uint8)  # 8 MiB, which deflate packs a thousandfold
+ZEROS = np.zeros(2**23, np.uint8)  # 8 MiB, which deflate compresses a thousandfold
 MU = {'mu': np.zeros(2), 'sigma': np.eye(2)}
 TENSOR = {'dtype': 'F32', 'shape': [1], 'data_offsets': [0, 4]}
 SCRIPT = FIXTURES / 'torch_jit_save.pt'
 
-# Reader, file, message. Files that are large or take long to make are made when they are tried.
+# Reader, file, expected message. Files that are large or slow to make are made only when tried.
 Hostile = tuple[str, Callable[[], bytes], str]
 HOSTILE: dict[str, Hostile] = {
     'tar size of 2^70': ('tar', lambda: members(tar_header(binary(2**70))), 'impossible size'),
@@ -260,7 +260,7 @@ HOSTILE: dict[str, Hostile] = {
         "us_xla: expected a number, found 'a'",
     ),
 }
-# Reader, file: what expands to more than a limit of 4 MiB.
+# Reader and file, for files that expand to more than a limit of 4 MiB.
 EXPANDING: dict[str, tuple[str, Callable[[], bytes]]] = {
     'npz': ('compressed npz', lambda: archive(npz(images=ZEROS[None, None]), zipfile.ZIP_DEFLATED)),
     'labels': (

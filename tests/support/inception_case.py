@@ -1,8 +1,8 @@
-"""Weights and images by which two implementations of FID's Inception are compared, the same on
-every machine.
+"""Weights and images to compare two implementations of FID's Inception; the same on every machine.
 
-python tests/inception_case.py      # writes the golden numbers anew; needs torch and pytorch_fid
-beside the package
+This command writes the golden numbers again; besides the package it needs torch and pytorch_fid:
+
+    python tests/support/inception_case.py
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ def random_state(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def images() -> np.ndarray:
-    """uint8 (2, 40, 56, 3): no square, so that height and width cannot change places."""
+    """uint8 (2, 40, 56, 3); not square, so that swapped height and width are noticed."""
     return np.random.default_rng(1).integers(0, 256, (2, 40, 56, 3), dtype=np.uint8)
 
 
 def summary(activations: np.ndarray) -> np.ndarray:
-    """Six numbers of a (2, height, width, channels) activation: mean, deviation, largest, and three
-    of the values.
+    """Six numbers for a (2, height, width, channels) activation.
+
+    They are the mean, the deviation, the largest, and three of the values.
     """
     flat = activations.astype(np.float64).reshape(-1)
     return np.array([flat.mean(), flat.std(), flat.max(), *flat[[0, len(flat) // 3, -1]]])
 
 
 def of_pytorch_fid(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns every layer's output by name, NHWC, `features` and `logits`, of pytorch-fid's network
-    with these weights on `images`.
+    """Returns every layer's output (NHWC), `features` and `logits` by name.
+
+    They are those of pytorch-fid's network with these weights on `images`.
     """
-    # in none of the extras: its torch is larger than all the rest
+    # Not in any of the extras, because torch is larger than everything else.
     import pytorch_fid.inception as theirs  # noqa: PLC0415
     import torch  # noqa: PLC0415
 

@@ -37,13 +37,13 @@ def toy(name: str, pallas: Side | None = None, flops: int | None = 2_000_000) ->
 def fake_trace(
     programs: Mapping[str, Callable[[int], PyTree]], *, rounds: int
 ) -> dict[str, timing.Times]:
-    """Runs everything; XLA's side takes 30 us a call, the kernels' 8 to 10."""
+    """Runs every program, and returns made-up times: 30 µs a call for XLA, 8 to 10 for kernels."""
     found = {}
     for name, program in programs.items():
         outputs = [jax.block_until_ready(program(number)) for number in range(rounds)]
         assert (
             np.asarray(outputs[0]['y']) != np.asarray(outputs[1]['y'])
-        ).any()  # calls take sets of inputs in turn
+        ).any()  # calls alternate among sets of inputs
         np.testing.assert_array_equal(outputs[0]['y'], outputs[2]['y'])
         each = (
             (30.0,) * rounds

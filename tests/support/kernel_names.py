@@ -1,4 +1,4 @@
-"""The kernels of a lowered program, by name."""
+"""Counts the kernels of a lowered program by name."""
 
 import collections
 import re
@@ -12,11 +12,10 @@ NAME = re.compile(
 
 
 def count(lowered: jax.stages.Lowered) -> collections.Counter[str]:
-    """Counts the launches of each of our kernels in a call of the program; and its stride-1 3×3
-    convolutions as 'convolution'.
+    """Counts the launches of each of our kernels in one call of the program.
 
-    A function that is called from several places counts as often as it is called. Other custom
-    calls count under their target.
+    XLA's 3×3 convolutions of stride 1 count as 'convolution', other custom calls under their
+    target. A function that is called from several places counts once for each call.
     """
     functions = {
         f.operation.attributes['sym_name'].value: f.operation
@@ -50,7 +49,7 @@ def count(lowered: jax.stages.Lowered) -> collections.Counter[str]:
             assert len(names) <= 1, names
             found[names.pop() if names else operation.attributes['call_target_name'].value] += 1
         elif operation.name == 'stablehlo.convolution':
-            kernel = operation.operands[1].type.shape  # HWIO, as all of ours
+            kernel = operation.operands[1].type.shape  # HWIO, the layout of all our kernels
             strides = operation.attributes.get('window_strides', [1])
             if kernel[:2] == [3, 3] and set(strides) == {1}:
                 found['convolution'] += 1

@@ -1,4 +1,4 @@
-"""Flags and variables with which launchers start two processes: functions of (port, rank)."""
+"""Flags and variables of two processes that a launcher starts, as functions of (port, rank)."""
 
 
 def by_hand(port, rank):
@@ -6,7 +6,7 @@ def by_hand(port, rank):
 
 
 def slurm(port, rank):
-    """Variables that srun -n 2 sets; JAX derives the port from the job's number, unless told."""
+    """Variables that srun -n 2 sets, and the port, which the job's number would otherwise give."""
     step = {
         'SLURM_JOB_ID': '7',
         'SLURM_STEP_NODELIST': 'localhost',

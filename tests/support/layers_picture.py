@@ -38,7 +38,7 @@ def layers() -> list[list[str]]:
 
 
 def layers_picture() -> str:
-    """The SVG: a row of boxes a layer, arrows down, and the kernel packages beside `ops`."""
+    """The SVG: one row of boxes per layer, arrows down, and the kernel packages beside `ops`."""
     rows = layers()
     height = ROW * len(rows) + 20
     parts = []

@@ -1,13 +1,13 @@
-"""Digests and kernel launches of the lowered training step, to show what changes its program.
+"""Digests and kernel launches of the lowered training step, to notice changes of its program.
 
     python tests/support/lowered_step.py                       # compares all with `RECORDED`
     python tests/support/lowered_step.py --write               # records all
-    python tests/support/lowered_step.py small pallas [FILE]   # prints one, and keeps its text
+    python tests/support/lowered_step.py small pallas [FILE]   # prints one; writes its text to FILE
 
-The step is lowered for an H200 on any machine. The text that is hashed has no locations, and names
-no Python module or function: functions are numbered in the order of their calls. The kernels of
-Pallas, which lie in the program as MLIR bytecode, are treated alike. The CUDA kernels count by name
-and attributes; their machine code has digests of its own.
+The step is lowered for an H200 on any machine. The text that is hashed has no locations, and no
+names of Python modules or functions: functions are numbered in the order of their calls. The same
+holds for the Pallas kernels, which are MLIR bytecode in the program. CUDA kernels are in the text
+only by name and attributes; their machine code has separate digests.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ NOT_THE_PROGRAM = ('jax.result_info', 'jax.arg_info')  # attributes that name pa
 
 
 def lower(name: str, backend: str) -> jax.stages.Lowered:
-    """The training step of a config with the kernels of a backend.
+    """The lowered training step of a config with the kernels of a backend.
 
-    All that is imported from the project is here.
+    All imports from the project are in this function.
     """
     from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
     from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
@@ -85,8 +85,9 @@ def lower(name: str, backend: str) -> jax.stages.Lowered:
 
 
 def text(lowered: jax.stages.Lowered) -> str:
-    """The program without locations and names from Python's sources, and with a digest in place of
-    every kernel in bytecode.
+    """The program's text without locations and names from Python's sources.
+
+    A digest replaces every kernel in bytecode.
     """
     module = lowered.compiler_ir('stablehlo')
     with module.context:
@@ -97,7 +98,7 @@ def text(lowered: jax.stages.Lowered) -> str:
             if op.name == 'func.func'
         }
         order = ['main']
-        for name in order:  # grows while it is walked
+        for name in order:  # grows during the loop
             for op in _descendants(functions[name]):
                 _clean(op)
                 if (
@@ -133,17 +134,19 @@ def _children(op: ir.Operation) -> list[ir.Operation]:
 
 
 def _assembly(op: ir.Operation) -> str:
-    # Not in the module's scope, which would be numbered anew for each of its functions.
+    # In local scope: otherwise the whole module would be numbered again for each of its functions.
     return op.get_asm(enable_debug_info=False, use_local_scope=True)
 
 
 def _descendants(op: ir.Operation) -> list[ir.Operation]:
-    """An operation and all inside it, in the order of the text."""
+    """An operation and all operations inside it, in the order of the text."""
     return [op, *(inner for child in _children(op) for inner in _descendants(child))]
 
 
 def _clean(op: ir.Operation) -> None:
-    """Removes the names of pytrees from a function, and replaces the kernel of a custom call by its
+    """Cleans an operation for the text that is hashed.
+
+    It removes the names of pytrees from a function, and replaces the kernel of a custom call by its
     digest.
     """
     for attribute in ('arg_attrs', 'res_attrs'):
@@ -157,7 +160,7 @@ def _clean(op: ir.Operation) -> None:
             op.attributes[attribute] = ir.ArrayAttr.get(kept)
     if op.name == 'stablehlo.custom_call' and 'mhlo.backend_config' in op.attributes:
         config = {a.name: a.attr for a in ir.DictAttr(op.attributes['mhlo.backend_config'])}
-        config.pop('kernel_hash', None)  # hashes the bytecode with its locations
+        config.pop('kernel_hash', None)  # a hash of the bytecode including locations
         for key, value in config.items():
             if isinstance(value, ir.StringAttr) and value.value_bytes.startswith(BYTECODE):
                 config[key] = ir.StringAttr.get(_kernel_digest(value.value_bytes))
@@ -186,7 +189,7 @@ class Program(NamedTuple):
 
 
 def program(name: str, backend: str) -> Program:
-    """Lowers the step in a process of its own, so that nothing traced before is shared."""
+    """Lowers the step in a separate process, so that it shares nothing that was traced before."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(('JAX_', 'XLA_'))}
     environment |= {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     command = [sys.executable, __file__, name, backend]
@@ -199,13 +202,13 @@ def program(name: str, backend: str) -> Program:
 
 
 def recorded() -> tuple[str, dict[str, Program]]:
-    """The version of JAX that lowered the recorded programs, and these by 'CONFIG BACKEND'."""
+    """The version of JAX of the recorded programs, and the programs by 'CONFIG BACKEND'."""
     found = json.loads(RECORDED.read_text(encoding='utf-8'))
     return found['jax'], {key: Program(**value) for key, value in found['programs'].items()}
 
 
 def record(programs: Mapping[str, Program]) -> None:
-    """Writes these programs in place of the recorded ones of the same names."""
+    """Replaces the recorded programs of the same names by these."""
     with RECORDED.open('r+', encoding='utf-8') as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # several workers of a test run may come at once
         merged = json.load(file)['programs']
@@ -217,7 +220,7 @@ def record(programs: Mapping[str, Program]) -> None:
 
 
 def differences(old: Program, new: Program) -> str:
-    """Names the kernels that are launched more or less often; '' if none is."""
+    """Returns text with the kernels that are launched more or less often; '' if there are none."""
     return ', '.join(
         f'{name} {old.launches.get(name, 0)} -> {new.launches.get(name, 0)}'
         for name in sorted(old.launches.keys() | new.launches.keys())

@@ -13,7 +13,7 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float, digits: int) -> str:
-    """Returns a number with so many significant digits, more before the point, and no exponent."""
+    """Returns a number with `digits` significant digits (all before the point) and no exponent."""
     if not value or not math.isfinite(value):
         return f'{value:g}'
     after = max(digits - 1 - math.floor(math.log10(abs(value))), 0)

@@ -6,15 +6,15 @@ import sys
 
 import jax
 
-STEPS: dict[str, jax.stages.Compiled] = {}  # those of `shared_steps`
+STEPS: dict[str, jax.stages.Compiled] = {}  # the compiled steps of `shared_steps`
 
 
 def drop_compiled_programs() -> None:
     """Frees compiled programs that no test holds; the cache on disk keeps them."""
     STEPS.clear()
     jax.clear_caches()
-    gc.unfreeze()  # objects that were frozen alive, compiled programs among them
+    gc.unfreeze()  # frozen objects, such as compiled programs, can then be collected
     gc.collect()
     gc.freeze()
     if sys.platform == 'linux':
-        getattr(ctypes.CDLL(None), 'malloc_trim', lambda _: 0)(0)  # glibc keeps what is freed
+        getattr(ctypes.CDLL(None), 'malloc_trim', lambda _: 0)(0)  # glibc keeps freed memory

@@ -46,7 +46,7 @@ def damages(draw: st.DrawFn) -> list[tuple]:
 
 
 def damage(contents: Contents, pack: Callable[[Contents], bytes], changes: list[tuple]) -> bytes:
-    """Applies damages to the parts of a file, or to the packed file where their part is None."""
+    """Applies damages to the parts of a file; a damage whose part is None, to the packed file."""
     contents = dict(contents)
     late = []
     for change in changes:
@@ -95,7 +95,7 @@ def changed(data: bytes, change: tuple) -> bytes:
 
 
 def replaced(tree: Json, place: float, value: Json) -> Json:
-    """Returns a JSON value with the one at a place of it replaced, or taken away."""
+    """Returns a JSON value in which the value at one place is replaced or removed."""
     spots: list[tuple[dict | list, str | int]] = []
     todo = [tree]
     while todo:

@@ -1,4 +1,4 @@
-"""The origin of rows, for scripts whose own process uses no GPU."""
+"""The origin of rows, for scripts whose own process does not use the GPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ PROGRAM = 'import json; from jaxunet.runtime import rows; print(json.dumps(rows.
 
 
 def origin(checkout: pathlib.Path, **variables: str) -> Row:
-    """Returns `jaxunet.runtime.rows.provenance` of a checkout, asked in a process of its own.
+    """Returns `jaxunet.runtime.rows.provenance` of a checkout, from a separate process.
 
     Args:
-      variables: of its environment, beside this process's.
+      checkout: the folder of the checkout.
+      variables: environment variables of the process, besides those of this process.
     """
     done = subprocess.run(
         [sys.executable, '-c', PROGRAM],
-        cwd=checkout,  # whose modules it imports
+        cwd=checkout,  # so that it imports the modules of the checkout
         env=os.environ | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'} | variables,
         stdout=subprocess.PIPE,
         text=True,

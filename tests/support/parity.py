@@ -1,15 +1,14 @@
-"""The one tolerance for kernels: a kernel may err at most twice as much as the plain op does in the
-same type.
+"""The one tolerance for kernels: at most twice the error of the plain op in the same type.
 
-Both are held against the reference in float64, on inputs that every type represents exactly. The
-plain op's error is measured on the CPU, with the products that JAX takes by default on this
-machine's device (`support.products`), so that no choice of XLA's GPU autotuner moves the bound;
-and over several draws of the inputs, so that no single lucky draw does. If a kernel exceeds the
-bound a little, more draws are made before it fails: the largest error of three numbers, such as the
-gradient of a bias of three features, may be small by luck in a few draws. The plain op's error
-counts as no less than what rounding a result to its type can cost: where the largest value is just
-above a power of two, few values are rounded as coarsely as it, and the plain op may have luck with
-all of them.
+Both are compared with the reference in float64, on inputs that every type represents exactly. The
+plain op's error is measured on the CPU, with the products that JAX uses by default on this
+machine's device (`support.products`), so that XLA's GPU autotuner cannot change the bound. It is
+the largest error over several draws of the inputs, so that one lucky draw cannot change the bound
+either. If a kernel exceeds the bound a little, more draws are made before it fails, because the
+largest error of few numbers, such as the gradient of a bias of three features, may be small by
+luck. The plain op's error counts at least as much as rounding a result to its type can cost. If
+the largest value is just above a power of two, few values are rounded as coarsely as that one, and
+the plain op may round all of these well by luck.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from support.turns import in_turn
 
 Inputs = dict[str, tuple[np.ndarray, str]]
 Results = dict[str, np.ndarray]
-Run = Callable[[Arrays, PyTree], Both]  # results and gradients of arguments and a cotangent
+Run = Callable[[Arrays, PyTree], Both]  # (arguments, cotangent) -> results and gradients
 DTYPES = ('float32', 'bfloat16')
-# Draws from which the plain op's largest error is taken. The largest error of few elements varies
-# more from draw to draw than that of many.
+# Number of draws over which the plain op's largest error is taken. The largest error of few
+# elements varies more from draw to draw than that of many.
 DRAWS_OF_FEW, FEW, DRAWS, DRAWS_OF_MANY, MANY = 32, 2**10, 8, 2, 2**16
-NEAR = 3.0  # a larger error, as a share of what is allowed, fails without more draws
+NEAR = 3.0  # an error above this share of the allowed one fails at once, without more draws
 
 
 class Named(Protocol):
@@ -48,7 +47,7 @@ class Named(Protocol):
 def draw(
     shape: tuple[int, ...], dtype: str, *, scale: float = 1.0, offset: float = 0.0
 ) -> np.ndarray:
-    """Fresh normal numbers, float64, rounded so that `dtype` holds them exactly."""
+    """Returns fresh normal numbers in float64, rounded so that `dtype` holds them exactly."""
     values = offset + scale * np.random.default_rng().standard_normal(shape)
     return _rounded(values, dtype).astype(np.float64)
 
@@ -56,19 +55,22 @@ def draw(
 def assert_parity(
     kernel: Op, reference: Op, inputs: Inputs, *, gradients: bool = True
 ) -> dict[str, float]:
-    """Values, and the gradient of every input under a random cotangent, of `kernel` against
-    `reference`.
+    """Compares values and gradients of `kernel` with those of `reference`.
+
+    The gradients are those of every input under a random cotangent.
 
     Args:
       kernel, reference: functions of keyword arrays, with the same results.
       inputs: name -> (float64 values, type in which the op receives them). The float64 oracle gets
-        them all in float64. The further draws are their values in another order.
+        them all in float64. Further draws permute these values.
+      gradients: False to compare values only.
 
-    Returns: for each output and gradient, its error as a share of what is allowed.
+    Returns: for each output and gradient, its error as a share of the allowed error.
 
     Raises:
-      AssertionError: an error above 2 × the largest of the plain op, or of rounding max|exact|,
-        + 4 · eps_f32 · max|exact|; a NaN, or another shape or type.
+      AssertionError: an error exceeds 2 × m + 4 · eps_f32 · max|exact|, where m is the plain op's
+        largest error or the error of rounding max|exact|, whichever is larger; or there is a NaN,
+        or another shape or type.
     """
     device, cpu = jax.devices()[0], jax.local_devices(backend='cpu')[0]
     typed = _as_types(inputs, device)
@@ -110,21 +112,21 @@ def assert_parity(
 
 
 def types_in_turn(cases: Sequence[Named], dtypes: Sequence[str] = DTYPES) -> list[object]:
-    """Returns the parameters `case` and `dtype`, as `in_turn`, of cases with a name."""
+    """Returns test parameters (case, dtype) for named cases; see `turns.in_turn`."""
     return in_turn({case.name: case for case in cases}, *((dtype,) for dtype in dtypes))
 
 
 class _Run:
-    """An op and, unless told otherwise, its gradients: compiled once, called with each draw."""
+    """An op, with its gradients unless told otherwise; compiled once, called with each draw."""
 
     def __init__(self, op: Op, gradients: bool | None):
-        """`gradients`: None = `op` takes (arguments, cotangent) and returns both already."""
+        """`gradients`: None = `op` takes (arguments, cotangent) and returns gradients, too."""
 
         def both(arguments: Arrays, cotangent: PyTree) -> Both:
             return with_gradients(op, arguments, cotangent, gradients=bool(gradients))
 
-        # Without leave to keep more precision than the types say, which would make "the same type"
-        # mean nothing for the plain op.
+        # Forbids XLA to compute in more precision than the types have. Otherwise the plain op would
+        # not really compute in the same type.
         self._call = jax.jit(
             op if gradients is None else both,
             compiler_options={'xla_allow_excess_precision': False},
@@ -144,7 +146,7 @@ class _Run:
 def _runs(reference: Op, gradients: bool) -> tuple[_Run, _Run]:
     """Returns the oracle and the plain op of a reference.
 
-    They are kept for the next types and the next kernel of the same function and the same shapes.
+    They are cached for the next types and kernels with the same function and shapes.
     """
     oracle = plain = _Run(reference, gradients)
     if jax.devices()[0].platform == 'gpu':
@@ -153,7 +155,7 @@ def _runs(reference: Op, gradients: bool) -> tuple[_Run, _Run]:
 
 
 def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    # By numpy: JAX would compile a program for every shape.
+    # With numpy, because JAX would compile a program for every shape.
     return np.asarray(values, np.float32).astype(jnp.dtype(dtype))
 
 
@@ -187,7 +189,7 @@ def _errors(found: Results, exact: Results) -> dict[str, float]:
 
 
 def _rounding(exact: np.ndarray, dtype: np.dtype) -> float:
-    """Returns the most that rounding to a type changes the largest value, as a share of it."""
+    """Returns the largest error of rounding the largest value to a type, as a share of it."""
     scale = np.abs(exact).max(initial=0)
     if not scale:
         return 0.0
@@ -198,7 +200,7 @@ def _rounding(exact: np.ndarray, dtype: np.dtype) -> float:
 def assert_runs_are_identical(
     kernel: Op, inputs: dict[str, tuple[np.ndarray, str]], runs: int = 5
 ) -> None:
-    """Values and gradients of several runs, bit for bit; inputs as `assert_parity` takes them."""
+    """Checks that values and gradients of several runs agree bit for bit; see `assert_parity`."""
 
     def both(arguments: Arrays) -> Both:
         out, pull = jax.vjp(lambda a: kernel(**a), arguments)
@@ -225,7 +227,7 @@ def _check_outlines(got: Results, expected: Results) -> None:
 
 
 def _shares(got: Results, exact: Results, largest: dict[str, float]) -> dict[str, float]:
-    """Returns the error of each result as a share of what the plain op's `largest` allows."""
+    """Returns the error of each result as a share of the error that `largest` allows."""
     return {
         name: _share(
             np.asarray(got[name], np.float64),
@@ -246,8 +248,9 @@ def _share(got: np.ndarray, exact: np.ndarray, plain: float) -> float:
 
 
 def _poison(*trees: PyTree) -> None:
-    """Leaves NaN in the memory that the next results are likely to get, so that what a kernel does
-    not write shows.
+    """Leaves NaN in memory that the next results are likely to get.
+
+    Elements that a kernel does not write are then noticed.
     """
     filled = [
         jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), may_alias=False)
@@ -259,5 +262,5 @@ def _poison(*trees: PyTree) -> None:
 
 
 def kernel_target() -> contextlib.AbstractContextManager[None]:
-    """Kernels of this machine's GPU, or interpreted ones where there is none."""
+    """Chooses the kernels of this machine's GPU, or interpreted ones if there is none."""
     return contextlib.nullcontext() if jax.default_backend() == 'gpu' else use(Target.INTERPRET)

@@ -1,4 +1,4 @@
-"""Inputs of the networks of other programs, made as `fixtures/peers_golden.py` made theirs."""
+"""Inputs for the networks of other programs, made as in `fixtures/peers_golden.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxunet.config.schema import Fields
 from jaxunet.weights import ddpm_torch
 from jaxunet.weights.names import Entry
 
-# Options that neither a file of ddpm-torch nor one of an ADM network states.
+# Options that files of ddpm-torch and of ADM networks do not state.
 LINEAR: Fields = {
     'image_size': (SIDE,),
     'schedule': 'linear',
@@ -40,12 +40,12 @@ QUICK = {'xla_backend_optimization_level': 0}
 
 
 def state_of(table: list[Entry]) -> dict[str, np.ndarray]:
-    """The formula's weights under the names of a program."""
+    """The weights that the formula gives, under the names of a program."""
     return formula_state({entry.name: entry.shape for entry in table})
 
 
 def pictures(scale: float) -> jax.Array:
-    """The images, NHWC."""
+    """The input images, NHWC."""
     return jnp.asarray(images(scale).transpose(0, 2, 3, 1))
 
 

@@ -1,4 +1,4 @@
-"""Processes and their threads, as Linux's /proc shows them; elsewhere, nothing but the process."""
+"""Processes and their threads from Linux's /proc; on other systems, only the process itself."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Stat(NamedTuple):
 
 
 def family(pid: int) -> list[int]:
-    """Returns a process and all that descend from it."""
+    """Returns the ids of a process and of all its descendants."""
     children: dict[int, list[int]] = {}
     for path in PROC.glob('[0-9]*'):
         with contextlib.suppress(OSError):  # it has ended
             children.setdefault(_stat(path).parent, []).append(int(path.name))
     found = [pid]
-    for parent in found:  # grows
+    for parent in found:  # grows during the loop
         found += children.get(parent, [])
     return found
 
 
 def busiest_threads(pid: int, most: int = 8) -> list[str]:
-    """Returns a line for each of the threads of a family that used most of the CPU."""
+    """Returns a line for each of the `most` threads of a family that used most CPU time."""
     found: list[tuple[float, str]] = []
     for process in family(pid):
         for path in (PROC / str(process) / 'task').glob('[0-9]*'):
@@ -47,10 +47,10 @@ def busiest_threads(pid: int, most: int = 8) -> list[str]:
 
 
 def assert_ended(pid: int, seconds: float = 30) -> None:
-    """Waits for the end of a process that need not be a child of this one.
+    """Waits for the end of a process, which need not be a child of this one.
 
     Raises:
-      AssertionError: it goes on for that many seconds; it is killed.
+      AssertionError: it still runs after `seconds`; it is then killed.
     """
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:
@@ -65,7 +65,7 @@ def assert_ended(pid: int, seconds: float = 30) -> None:
 
 
 def _stat(path: pathlib.Path) -> Stat:
-    """Returns what the file `stat` of a process or thread says (proc_pid_stat(5))."""
+    """Reads the file `stat` of a process or thread (proc_pid_stat(5))."""
     text = (path / 'stat').read_text(encoding='utf-8', errors='replace')
     name, _, rest = text.partition('(')[2].rpartition(')')  # a name may have parentheses
     fields = rest.split()

@@ -1,7 +1,7 @@
-"""A function on the CPU with the matrix products of an NVIDIA GPU: float32 operands as TF32.
+"""Runs a function on the CPU with the matrix products of an NVIDIA GPU: float32 operands as TF32.
 
-XLA rounds them so by default on GPUs from Ampere on, except where its autotuner takes an algorithm
-that does not. Here every product is rounded, whatever the machine.
+On GPUs since Ampere, XLA rounds float32 operands to TF32 by default, unless its autotuner chooses
+an algorithm that does not. Here the operands of every product are rounded on any machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Op = Callable[..., PyTree]  # arrays in, one array or a tree of arrays out
 Both = tuple[PyTree, Arrays | None]  # results, and gradients if they are asked for
 
 PRODUCTS = ('dot_general', 'conv_general_dilated')
-# Primitives that stand for the function that they hold, and the parameter that holds it.
+# Primitive that only calls a function -> the parameter that holds this function.
 INLINED = {
     'jit': 'jaxpr',
     'pjit': 'jaxpr',
@@ -31,7 +31,7 @@ INLINED = {
 
 
 def with_gradients(op: Op, arguments: Arrays, cotangent: PyTree, *, gradients: bool) -> Both:
-    """Returns the results of `op(**arguments)` and, if asked, its gradients by the arguments."""
+    """Returns the results of `op(**arguments)` and, if asked, gradients of its arguments."""
     if not gradients:
         return op(**arguments), None
     out, pull = jax.vjp(lambda a: op(**a), arguments)
@@ -39,7 +39,7 @@ def with_gradients(op: Op, arguments: Arrays, cotangent: PyTree, *, gradients: b
 
 
 def with_tf32_products(op: Op, *, gradients: bool) -> Callable[[Arrays, PyTree], Both]:
-    """Returns `with_gradients` of `op`, its float32 products, forward and backward, as TF32."""
+    """Returns `with_gradients` of `op`, with all float32 products (also backward) as TF32."""
 
     def both(arguments: Arrays, cotangent: PyTree) -> Both:
         def plain(arguments: Arrays, cotangent: PyTree) -> Both:

@@ -1,4 +1,4 @@
-"""A made-up trace of a GPU, and the program that it is of."""
+"""A made-up trace of a GPU, and the traced program."""
 
 from jaxunet.profile.events import Event, build_trace
 from jaxunet.profile.hlo import Instruction, Program
@@ -15,8 +15,10 @@ PROGRAM = Program('jit_whole', INSTRUCTIONS, list(INSTRUCTIONS))
 
 
 def gpu_events(shift=0.0):
-    """One step, microseconds: 0-10 forward, 10-30 backward, all-reduce 20-40 beside it, idle until
-    44, 44-50 optimizer, 50-51 copy.
+    """Returns the events of one step, times in microseconds.
+
+    0-10 forward, 10-30 backward, 20-40 all-reduce at the same time, idle until 44, 44-50 optimizer,
+    50-51 copy.
     """
     compute = [
         ('sm90_xmma_fprop', 0, 10, 'conv.1'),

@@ -1,4 +1,4 @@
-"""Settings of published models in their own programs: flags of their READMEs, their configs."""
+"""Settings of published models as their own programs state them: flags in READMEs, and configs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ DDPM_TORCH = {
     'ddpm_torch_celeba': (128, (1, 2, 2, 2), (2,), 0.0, 64),
     'ddpm_torch_celebahq': (128, (1, 1, 2, 2, 4, 4), (4,), 0.0, 256),
 }
-# Its configs/cifar10.json, and what its train.py adds.
+# ddpm-torch's configs/cifar10.json, and what its train.py adds.
 CIFAR10_RUN = {
     'dataset': 'cifar10',
     'diffusion': {

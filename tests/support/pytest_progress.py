@@ -1,8 +1,8 @@
-"""A plugin of pytest for `sanitizer_run`, which watches another process from outside: it writes the
-begin and the end of each test to a file, and the Python stacks when asked by a signal.
+"""A pytest plugin with which `sanitizer_run` watches the tests of another process.
 
-The variable SANITIZER_PROGRESS names the folder of these files; without it, nothing is written.
-Loaded through PYTEST_PLUGINS.
+It writes the begin and the end of each test to a file, and on a signal the Python stacks. The
+environment variable SANITIZER_PROGRESS names the folder of these files; without it, nothing is
+written. PYTEST_PLUGINS loads the plugin.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import signal
 
 VARIABLE = 'SANITIZER_PROGRESS'
 TESTS, STACKS, PROCESS = 'tests', 'stacks', 'process'  # files of the folder
-# Without the variable, no process that a test starts writes to the same files.
+# Removed, so that processes that a test starts do not write to the same files.
 _folder = os.environ.pop(VARIABLE, '')
 
 if _folder:
-    # C code writes the stacks, at once, even if a thread in C++ holds the interpreter's lock. The
-    # file stays open: pytest would catch what goes to stderr.
+    # C code writes the stacks at once, even if a thread in C++ holds the interpreter's lock. They
+    # go to a file that stays open, because pytest captures stderr.
     _stacks = (pathlib.Path(_folder) / STACKS).open('w', encoding='utf-8')
     faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)
-    # Last: it says that the signal may be sent.
+    # Written last, because this file shows that the signal may be sent.
     (pathlib.Path(_folder) / PROCESS).write_text(str(os.getpid()), encoding='utf-8')
 
 

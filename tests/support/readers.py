@@ -1,6 +1,6 @@
-"""Every reader of files from strangers, with a small valid file in its parts.
+"""Every reader of untrusted files, each with the parts of a small valid file.
 
-A part can be damaged before it is packed, so that checksums of the package do not hide the damage.
+A part can be damaged before it is packed, so that the checksums of the package fit the damage.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader.
+    """A reader of one kind of file.
 
     Fields:
-      file: the name of its file.
+      file: name of its file.
       parts: returns the contents of a valid file.
-      pack: packs them.
-      read: reads a file; raises UserError if it refuses it.
-      cases: damages in the suite.
+      pack: packs contents to the bytes of a file.
+      read: reads a file; raises UserError if it refuses the file.
+      cases: number of damages that the default suite tries.
     """
 
     file: str
@@ -97,7 +97,7 @@ class Reader:
 
 
 def alone(contents: Contents) -> bytes:
-    """Returns the one part of a file that has no package."""
+    """Returns the only part of a file that is not a package of several."""
     (content,) = contents.values()
     return content
 

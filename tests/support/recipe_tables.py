@@ -16,10 +16,10 @@ from support import markdown
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/recipes'
 DIGITS = FOLDER.parent / 'digits'
-LIMITS = (50, 20)  # evaluations of the network a sample
+LIMITS = (50, 20)  # most evaluations of the network for a sample
 BASELINE = 'epsilon-linear'
 NOTHING = 'Nothing is measured yet.'
-GRIDS = {  # by the data that they are of
+GRIDS = {  # data set -> caption of its grids
     'objects64': 'Samples of the 9,000 photographs, not selected:',
     'elephants64': 'Samples of the 500 elephants, not selected '
     '([in one picture](results/recipes/elephants.jpg)):',
@@ -28,7 +28,7 @@ Find = Callable[[Row], float]
 
 
 def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
-    """The rows, of which a later one replaces an earlier one of the same checkpoint and sampler."""
+    """The rows of a file; later ones replace earlier ones of the same checkpoint and sampler."""
     path = folder / name
     lines = path.read_text().splitlines() if path.exists() else []
     found = {}
@@ -38,14 +38,14 @@ def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
 
 
 def earlier() -> list[Row]:
-    """The rows of runs whose processes had the GPU alone, with features that are not kept."""
+    """The rows of runs that had the GPU alone; the features they used are not kept."""
     return read(name='earlier.jsonl')
 
 
 def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
     """The rows of the sampler with the smallest mean metric within a number of evaluations.
 
-    A sampler counts if it has drawn from as many seeds as any other.
+    Only samplers with rows for the largest number of seeds count.
     """
     by_sampler: dict[str, list[Row]] = {}
     for row in found:
@@ -63,7 +63,7 @@ def groups(found: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]
     """Rows by (case, seconds), in the order of the cases and then of time.
 
     Raises:
-      ValueError: they have distances of several features, which cannot be compared.
+      ValueError: the distances come from several feature networks, so they do not compare.
     """
     mine = [row for row in found if row['data'] == data]
     features = {row['features'] for row in mine}
@@ -80,7 +80,7 @@ def groups(found: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]
 
 
 def value(reference: str, metric: str) -> Find:
-    """Reads a metric of a row."""
+    """Returns a function that reads a metric of a row."""
     return lambda row: row['values'].get(reference, {}).get(metric, np.nan)
 
 
@@ -158,9 +158,9 @@ def samplers(found: Sequence[Row]) -> str:
 
 
 def sampling_times(found: Sequence[Row]) -> str:
-    """Milliseconds a sample by sampler, of the rows whose process had the device alone.
+    """Milliseconds per sample by sampler, from rows whose process had the device alone.
 
-    Rows of the part `alone` count before those of training runs.
+    Rows of the part `alone` take precedence over those of training runs.
     """
     timed = [r for r in found if 'seconds_per_sample' in r]
     mine = [r for r in timed if r['data'] == 'alone']
@@ -211,9 +211,9 @@ def digits(found: Sequence[Row]) -> str:
 
 
 def sooner(found: Sequence[Row]) -> str:
-    """Seconds that each objective needs for the quality of the baseline's last checkpoint.
+    """Seconds in which each objective reaches the quality of the baseline's last checkpoint.
 
-    Only the seeds of that checkpoint count, so that no curve is of other seeds at other times.
+    Only the seeds of that checkpoint count, so that all points of a curve have the same seeds.
     """
     grouped = groups(found, 'objects64')
     ends = [key for key in grouped if key[0] == BASELINE]
@@ -270,7 +270,7 @@ def elephants(found: Sequence[Row]) -> str:
 
 
 def pictures(folder: pathlib.Path = FOLDER) -> str:
-    """Markdown of the plots and grids that are there, each with the run that it is of."""
+    """Markdown of the existing plots and grids, each with the run that it shows."""
     kept = origins(folder)
     found = []
     if (folder / 'quality.png').exists():
@@ -289,13 +289,13 @@ def pictures(folder: pathlib.Path = FOLDER) -> str:
 
 
 def origins(folder: pathlib.Path = FOLDER) -> list[Row]:
-    """The runs of the grids and logs that are kept, by file."""
+    """The runs of the grids and logs that are kept, a row for each file."""
     path = folder / 'pictures.jsonl'
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def grids(kept: Sequence[Row]) -> str:
-    """Grids by case and seconds, each with its sampler, steps and commit; '' without any."""
+    """Grids by case and seconds, each with its sampler, steps and commit; '' if there are none."""
     cases = list(dict.fromkeys(row['case'] for row in kept))
     if BASELINE in cases:
         cases.insert(0, cases.pop(cases.index(BASELINE)))
@@ -312,7 +312,7 @@ def grids(kept: Sequence[Row]) -> str:
 
 
 def recipe_picture(folder: pathlib.Path = FOLDER) -> str:
-    """Markdown of README's picture, and what it shows."""
+    """Markdown of README's picture with its caption."""
     (run,) = [row for row in origins(folder) if row['file'] == 'images.jpg']
     own = 'this recipe' if run['case'] == 'images' else f'`{run["case"]}` with the same network'
     return (
@@ -327,7 +327,7 @@ def recipe_picture(folder: pathlib.Path = FOLDER) -> str:
 def with_origin(
     head: Sequence[str], body: Sequence[Sequence[str]], found: Sequence[Row], data: str
 ) -> str:
-    """A table and a line that says what its rows were measured with."""
+    """A table, and a line that says with what its rows were measured."""
     if not body:
         return NOTHING
     mine = [row for row in found if row['data'] == data]

@@ -83,7 +83,7 @@ def read_task(path: pathlib.Path) -> object:
 
 
 def read_choices(path: pathlib.Path) -> object:
-    """Reads them as `backend=auto` does, which ignores a damaged file with a warning."""
+    """Reads choices as `backend=auto` does; a damaged file is ignored with a warning."""
     choices.ignore.cache_clear()
     with unittest.mock.patch.dict(os.environ, {choices.VARIABLE: str(path)}):
         return choices.read('H200', 'float32') or choices._entries(path)
@@ -111,7 +111,7 @@ def read_finished(path: pathlib.Path) -> object:
 
 
 def results(path: str) -> Callable[[], Contents]:
-    """Returns the first and last row of committed measurements."""
+    """Returns a function that returns the first and last row of committed measurements."""
     measured = (RESULTS / path).read_bytes().splitlines()
     return lambda: {'first': measured[0], 'last': measured[-1]}
 

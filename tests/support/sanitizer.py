@@ -1,7 +1,8 @@
-"""The small cases of every kernel for compute-sanitizer, in pieces that fit into a limited time,
-and the digest of what they run. `sanitizer_run` runs a piece, `sanitizer_output` reads what the
-tool prints, and `sanitizer_rows` what the rows say. `sanitizer_ports` keeps runs at the same time
-apart; `tests/gpu/sanitize.py` is the command.
+"""The small cases of every kernel for compute-sanitizer, in pieces that fit into a limited time.
+
+It also computes the digest of what they run. `sanitizer_run` runs a piece, `sanitizer_output` reads
+the output of the tool, and `sanitizer_rows` reads rows. `sanitizer_ports` gives simultaneous runs
+different ports. `tests/gpu/sanitize.py` is the command.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from support import tested_sources
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SANITIZER = 'compute-sanitizer'
 TOOLS = ('memcheck', 'racecheck', 'synccheck', 'initcheck')
-KERNELS = {'fastest': 'fastest', 'portable': 'portable'}  # JAXUNET_KERNELS, its name in the table
+KERNELS = {'fastest': 'fastest', 'portable': 'portable'}  # JAXUNET_KERNELS -> name in the table
 FLAGS = (
     *('--print-limit', '20', '--target-processes', 'all'),
     *('--kernel-name-exclude', 'kernel_substring=xla'),
@@ -76,9 +77,9 @@ class Piece(NamedTuple):
     """Tests that run in one process.
 
     Fields:
-      first: the number of its first test among all of the op.
-      of: tests of the op.
-      digest: of the names of all tests of the op, so that rows of other tests do not count.
+      first: index of its first test among all tests of the op.
+      of: number of tests of the op.
+      digest: digest of the names of all tests of the op, so that rows of other tests do not count.
     """
 
     tool: str
@@ -90,20 +91,20 @@ class Piece(NamedTuple):
     digest: str
 
     def row(self) -> Row:
-        """Returns the fields of a row that name the piece."""
+        """Returns the fields of a row that identify the piece."""
         return self._asdict() | {'tests': len(self.tests)}
 
     def title(self) -> str:
-        """Returns its name for messages, which counts cases from 1."""
+        """Returns the name of the piece for messages, which count cases from 1."""
         cases = f'cases {self.first + 1} to {self.first + len(self.tests)} of {self.of}'
         return f'{self.tool}, {self.op}, {self.kernels}, {cases}'
 
     def cases(self) -> range:
-        """Returns the numbers of its tests among all of the op."""
+        """Returns the indices of its tests among all tests of the op."""
         return range(self.first, self.first + len(self.tests))
 
     def part(self, begin: int, end: int) -> Piece:
-        """Returns the piece of the tests from number `begin` in this one to before `end`."""
+        """Returns the piece with the tests from index `begin` up to but not including `end`."""
         return self._replace(first=self.first + begin, tests=self.tests[begin:end])
 
 
@@ -111,7 +112,7 @@ def collect(op: Op) -> list[str]:
     """Returns the names of an op's small cases.
 
     Raises:
-      RuntimeError: pytest selects none.
+      RuntimeError: pytest selects no test.
     """
     command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', '-n', '0', '-m', '']
     done = subprocess.run(
@@ -147,14 +148,15 @@ def pieces(
 
 
 def code(op: str, origin: Row) -> str:
-    """Returns a digest of all that decides what the tests of an op run.
+    """Returns a digest of everything that determines what the tests of an op run.
 
     It covers the files that `tested_sources.files` finds by imports and #include lines, the flags
-    of the tools, and the origin's device and versions of jax, nvcc and compute-sanitizer, where it
-    has them.
+    of the tools, and, as far as the origin has them, the device and the versions of jax, nvcc and
+    compute-sanitizer.
 
     Args:
-      origin: a row, or the fields of rows that say where they come from.
+      op: name of the op.
+      origin: a row, or the fields that describe the origin of rows.
     """
     versions = [origin.get('versions', {}).get('jax')]
     versions += [origin.get(name) for name in ('device', 'nvcc', 'sanitizer')]

@@ -1,4 +1,4 @@
-"""Reads what compute-sanitizer around pytest prints."""
+"""Reads the output of compute-sanitizer that runs pytest."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import re
 import signal
 from typing import NamedTuple
 
-KEPT = 5  # reports of a row
-IN_A_TEST = ('crashed', 'stalled')  # the others of the piece run again without this test
+KEPT = 5  # most reports in a row
+IN_A_TEST = ('crashed', 'stalled')  # statuses of one test; the rest of its piece runs again
 
 
 class Found(NamedTuple):
     """The result of a run.
 
     Fields:
-      errors: those that the tool counted; None if it ended without its summary.
+      errors: number of errors that the tool counted; None if it ended without its summary.
       status: clean; errors: the tool found some; failed: a test failed, or none passed; no memory:
         the GPU had too little for the test or the tool; crashed: the tool or pytest ended without
-        its summary, and the tool counted no errors; timeout: it took longer than it may; stalled:
-        for too long no test ended.
-      reports: the beginnings of the tool's reports; of a run that was stopped, the innermost lines
-        of its main thread's Python stack.
-      where: the test in which a run was when it was stopped or crashed, or 'before the first test',
-        or 'after' and the last test; '' for others.
-      exit_status: of the tool's process; -N if signal N ended it; None if the run was stopped.
+        its summary, and the tool counted no errors; timeout: the run exceeded its time limit;
+        stalled: no test ended for too long.
+      reports: first lines of the tool's reports; for a run that was stopped, the innermost lines of
+        its main thread's Python stack.
+      where: the test that was running when the run was stopped or crashed, or 'before the first
+        test', or 'after' and the last test; '' for other runs.
+      exit_status: exit status of the tool's process; -N if signal N ended it; None if the run was
+        stopped.
     """
 
     passed: int
@@ -36,7 +37,7 @@ class Found(NamedTuple):
     exit_status: int | None = None
 
     def ending(self) -> str:
-        """Returns the status for messages; of a run that ended early, also where and how."""
+        """Returns the status for messages; for a run that ended early, also where and how."""
         return ', '.join(filter(None, [self.status, self.where, self._exit()]))
 
     def _exit(self) -> str:
@@ -51,16 +52,16 @@ SUMMARY = re.compile(
     r'^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed .*)$',
     re.MULTILINE,
 )
-# Every report begins with a line that is indented by one space; those of its details by more.
+# A report begins with a line that is indented by one space; its further lines are indented more.
 REPORT = re.compile(r'^========= (?! )(?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(.+)$')
-OTHER_SIDE = re.compile(r'^========= {2,}(and .+)$')  # of a race: its other access
-PROGRESS = re.compile(r'^[.sFExX]+(?========== )', re.MULTILINE)  # pytest's, on a line of the tool
+OTHER_SIDE = re.compile(r'^========= {2,}(and .+)$')  # the other access of a race
+PROGRESS = re.compile(r'^[.sFExX]+(?========== )', re.MULTILINE)  # pytest's dots on a tool's line
 NO_MEMORY = re.compile(
     r'Unable to allocate enough memory|CUDA_ERROR_OUT_OF_MEMORY|RESOURCE_EXHAUSTED: Out of memory'
     r'|no supported devices found'
 )
 COUNT = re.compile(r'(\d+) (passed|failed|skipped|errors?)\b')
-# The last line of pytest. A program's own lines can tell of seconds, too.
+# The last line of pytest. Lines of other programs can mention seconds, too.
 END = re.compile(
     r'\b(?:\d+ (?:passed|failed|skipped|deselected|xfailed|xpassed|warnings?|errors?)'
     r'|no tests ran)\b.* in [\d.:]+s\b'
@@ -70,14 +71,15 @@ END = re.compile(
 def parse(
     output: str, *, stopped: str = '', where: str = '', exit_status: int | None = None
 ) -> Found:
-    """Returns what the output of compute-sanitizer around pytest says.
+    """Reads the output of compute-sanitizer that runs pytest.
 
-    Processes that the tool follows have a summary each; their errors are added.
+    The tool prints a summary for each process that it follows; their errors are added up.
 
     Args:
-      stopped: timeout or stalled, if the run was stopped.
-      where: the test in which it was when it ended.
-      exit_status: of the tool's process.
+      output: what the tool and pytest printed.
+      stopped: 'timeout' or 'stalled' if the run was stopped.
+      where: see `Found.where`.
+      exit_status: exit status of the tool's process.
     """
     output = PROGRESS.sub('', output)
     summaries = [int(a or b) for a, b in SUMMARY.findall(output)]
@@ -114,9 +116,9 @@ def lines(output: str) -> list[str]:
 
 
 def _reports(output: str) -> list[str]:
-    """Returns the first line of each report; of a race, with the lines of its other accesses."""
+    """Returns the first line of each report; for a race, with the lines of its other accesses."""
     found: list[str] = []
-    race = False  # whether the lines before belong to the report of a race
+    race = False  # True if the lines before belong to the report of a race
     for line in output.splitlines():
         if report := REPORT.match(line):
             found.append(report[1])

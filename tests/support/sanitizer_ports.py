@@ -1,7 +1,7 @@
-"""Ports of one run of compute-sanitizer, which no other run uses at the same time.
+"""Reserves ports for a run of compute-sanitizer, so that no other run uses them at the same time.
 
-The tool and the processes that it follows connect on localhost: without flags, those of all runs on
-the same 10 ports, from 49152 on.
+The tool and the processes that it follows connect on localhost. Without flags, all runs use the
+same 10 ports, from 49152 on.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import pathlib
 import socket
 from collections.abc import Iterator
 
-PORTS = 32  # of a run: one for each process that uses CUDA, and some still closing
-FIRST = 20000  # services tend to listen below
-BLOCK = 1 + PORTS  # the first port is held for as long as the others are taken
+PORTS = 32  # ports of a run: one for each process that uses CUDA, and some that still close
+FIRST = 20000  # services usually listen below
+BLOCK = 1 + PORTS  # the first port of a block is held while the others are in use
 EPHEMERAL = pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range')
 
 
 @contextlib.contextmanager
 def reserved() -> Iterator[int]:
-    """Yields the first of `PORTS` free ports; until the end, no other caller gets any of them.
+    """Yields the first of `PORTS` free ports; during the block, no other caller gets any of them.
 
-    A bound socket on the port before them keeps them from other callers, also in other processes:
-    whoever wants the same ports binds that one first. They are outside of the range from which the
-    system takes ports for outgoing connections, as long as some there are free.
+    A socket bound to the port before them reserves them, also against other processes: every caller
+    binds that port first. If possible, the ports are outside of the range from which the system
+    takes ports for outgoing connections.
 
     Raises:
       RuntimeError: no such block of ports is free.
@@ -40,14 +40,14 @@ def reserved() -> Iterator[int]:
 
 
 def flags(first: int) -> list[str]:
-    """Returns the tool's flags for the ports from `first` on; they change no result."""
+    """Returns the tool's flags for the ports from `first` on; they do not change results."""
     return ['--port', str(first), '--max-connections', str(PORTS)]
 
 
 def _blocks() -> list[int]:
-    """Returns the first port of each block; those that avoid the ephemeral ports come first.
+    """Returns the first port of each block; blocks outside of the ephemeral ports come first.
 
-    All callers use the same blocks, whatever their order, so that no two overlap.
+    All callers have the same blocks, in any order, so that no two blocks overlap.
     """
     low, high = 32768, 60999  # Linux's default
     with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ def _is_free(port: int) -> bool:
 
 
 def _bound(socket_: socket.socket, port: int) -> bool:
-    """Binds a socket to a port of localhost; returns whether the port was free."""
+    """Binds a socket to a port of localhost; returns False if the port is in use."""
     try:
         socket_.bind(('127.0.0.1', port))
     except OSError:

@@ -1,6 +1,4 @@
-"""Reads the rows of `sanitizer_run`: which pieces they leave, in which order these run, what is
-missing or bad, and the table.
-"""
+"""Reads the rows of sanitizer runs: finds pieces to run and their order, gaps, and the table."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from support import markdown, sanitizer
 from support.sanitizer import KERNELS, TOOLS, Piece
 from support.sanitizer_output import IN_A_TEST
 
-DONE = ('clean', 'errors', 'failed')  # states that are not tried again
-LAST = ('timeout', *IN_A_TEST)  # states that are tried again after all others, in this order
+DONE = ('clean', 'errors', 'failed')  # cases with these statuses do not run again
+LAST = ('timeout', *IN_A_TEST)  # cases with these statuses run again last, in this order
 
 
 def left(
@@ -23,19 +21,22 @@ def left(
     codes: dict[str, str],
     times: Sequence[Row] = (),
 ) -> list[Piece]:
-    """Returns what rows leave of pieces: the cases that no row of the op's code shows done.
+    """Returns the pieces of the cases that still have to run.
 
-    Cases that stalled or crashed are pieces of their own, so that they stop no other.
+    A case is done if a row with the code of its op says so. A case that stalled or crashed before
+    is a piece by itself, so that it does not stop others.
 
     Args:
-      codes: of each op; rows of other codes, or without one, do not count. With no codes at all,
-        nothing is done.
-      times: older rows, which say only what stalled or crashed.
+      pieces: all pieces.
+      rows: the rows so far.
+      codes: code of each op (`sanitizer.code`); rows with another code, or without one, do not
+        count. With no codes at all, no case is done.
+      times: older rows, which only show what stalled or crashed.
     """
     newest = _newest([*times, *rows])
 
     def together(piece: Piece, case: int, done: set[int]) -> int | None:
-        """Returns None for a case that is done, its number for one alone, -1 for others."""
+        """Returns None for a case that is done, its number if it runs alone, -1 for others."""
         row = newest.get(_key(piece, case))
         alone = row is not None and row['status'] in IN_A_TEST and row['tests'] == 1
         return None if case in done else case if alone else -1
@@ -58,12 +59,12 @@ def left(
 
 
 def in_order(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
-    """Returns the pieces in the order in which they run, so that no long one is left for the end,
-    and none that hangs keeps others from beginning.
+    """Returns the pieces in the order in which they run.
 
-    Those without a row of their cases come first, then those that took longest in any row, of
-    whatever sources. If the newest row of a case says that it took too long, crashed or stalled,
-    its piece comes after all others: in the order of these states, then the shortest first.
+    No long piece is left for the end, and no piece that hangs delays the start of others. Pieces
+    without a row for their cases come first, then those that took longest in any row, of any
+    sources. If the newest row of a case says that it took too long, crashed or stalled, its piece
+    comes after all others: in the order of these statuses, then the shortest first.
     """
     seconds: dict[tuple[object, ...], float] = {}
     for row in rows:
@@ -87,15 +88,15 @@ def in_order(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
 
 
 def gaps(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each piece that rows of the sources as they are now do not show clean.
+    """Returns a line for each piece that is not clean by the rows of the current sources.
 
-    A row counts whatever device and versions it names. Of rows with the same ones, the newest of
-    a case counts; those of pieces that ended early, stalled or crashed show nothing.
+    Rows of any device and versions count. Among rows with the same device and versions, the newest
+    row of a case counts; rows of pieces that ended early, stalled or crashed prove nothing.
     """
     lines = []
     for piece in pieces:
         newest: dict[tuple[str, int], str] = {}
-        ended: dict[int, str] = {}  # the state of those that show nothing
+        ended: dict[int, str] = {}  # status of cases whose rows prove nothing
         for row in rows:
             if row['status'] in (*DONE, *IN_A_TEST) and _same(row, piece) and _is_current(row):
                 if row['status'] in DONE:
@@ -135,7 +136,7 @@ def _key(piece: Piece, case: int) -> tuple[object, ...]:
 
 
 def _newest(rows: Sequence[Row]) -> dict[tuple[object, ...], Row]:
-    """Returns the newest row of each case, of whatever sources, that says how long it takes."""
+    """Returns for each case the newest row, of any sources, that says how long it takes."""
     return {
         (row['tool'], row['op'], row['kernels'], case): row
         for row in rows
@@ -147,8 +148,8 @@ def _newest(rows: Sequence[Row]) -> dict[tuple[object, ...], Row]:
 def table(rows: Sequence[Row]) -> str:
     """Returns Markdown: a line for each op and set of kernels, a column for each tool.
 
-    A cell counts the tests of the newest code with a row there; a row without a code stands for
-    its commit.
+    A cell counts the tests of the newest code that has a row for it; for a row without a code, the
+    commit takes its place.
     """
     body = []
     used: list[Row] = []

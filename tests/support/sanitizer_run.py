@@ -1,8 +1,8 @@
-"""Runs a piece under compute-sanitizer, stops it where it hangs, and tells where it crashed.
+"""Runs a piece under compute-sanitizer, stops it if it hangs, and finds the test that crashed.
 
-A process that hangs would keep a GPU's time for nothing, so the piece must tell of each test that
-ends. `pytest_progress` does that; environment variables load it, because the flags of pytest are
-part of `sanitizer.code`, and rows would not count any more if they changed.
+A process that hangs would waste GPU time, so the piece must report each test that ends.
+`pytest_progress` does that. Environment variables load it, because pytest's flags are part of
+`sanitizer.code`: if they changed, earlier rows would no longer count.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from support.sanitizer import FLAGS, PYTEST_FLAGS, ROOT, SANITIZER, XLA_FLAGS, P
 from support.sanitizer_output import Found
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
-TOLD_LINES = 80  # of a tool's reports that are printed
-TOLD_CHARACTERS = 4000  # of the end of the output
+TOLD_LINES = 80  # most printed lines of a tool's reports
+TOLD_CHARACTERS = 4000  # most printed characters from the end of the output
 POLL = 0.2  # seconds
 BEFORE = 'before the first test'
-PYTEST_FRAMES = ('/_pytest/', '/pluggy/')  # left out of the stacks
+PYTEST_FRAMES = ('/_pytest/', '/pluggy/')  # frames that printed stacks leave out
 
 
 class Limits(NamedTuple):
-    """The seconds that a piece may take.
+    """Time limits of a piece, in seconds.
 
     Fields:
-      all: from its beginning to its end.
-      stall: of a test, and from the end of the last one to that of the process.
-      start: until its first test begins.
+      all: for the whole piece.
+      stall: for one test, and from the end of the last test to the end of the process.
+      start: until the first test begins.
     """
 
     all: float
@@ -47,8 +47,9 @@ class Limits(NamedTuple):
 def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
     """Runs a piece; returns what was found, and the seconds that it took.
 
-    A piece that reaches a limit is stopped with all processes that it started, after its Python
-    stacks and its busiest threads were printed. Of one that crashes, the end of the output is.
+    If a piece reaches a limit, its Python stacks and its busiest threads are printed, and it is
+    stopped with all processes that it started. If a piece crashes, the end of its output is
+    printed.
     """
     began = time.monotonic()
     with (
@@ -57,7 +58,7 @@ def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
     ):
         folder = pathlib.Path(name)
         command = [SANITIZER, '--tool', piece.tool, *FLAGS, *sanitizer_ports.flags(port)]
-        # A file, not a pipe, which a process that outlives the others could keep open.
+        # A file, because a process that outlives the others could keep a pipe open.
         with (folder / 'output').open('wb') as file:
             process = subprocess.Popen(
                 [*command, sys.executable, '-m', 'pytest', *PYTEST_FLAGS, *piece.tests],
@@ -94,10 +95,11 @@ def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
 
 
 def divide(piece: Piece, found: Found) -> tuple[Piece, Piece | None, Piece | None]:
-    """Returns the piece that a result stands for, and those of the tests before and after it.
+    """Returns the piece that a result is about, and pieces of the tests before and after it.
 
-    If a test stalled or crashed, that is a piece of this test alone: the tool says nothing of the
-    tests before, whose process did not reach its end. Otherwise, it is the whole piece.
+    If a test stalled or crashed, the result is about this test alone: the tool reports nothing on
+    the tests before, because their process did not reach its end. Otherwise it is about the whole
+    piece.
     """
     if found.status not in sanitizer_output.IN_A_TEST or found.where not in piece.tests:
         return piece, None, None
@@ -110,17 +112,17 @@ def divide(piece: Piece, found: Found) -> tuple[Piece, Piece | None, Piece | Non
 def tell_end(
     piece: Piece, how: str, output: str, stacks: str = '', threads: Sequence[str] = ()
 ) -> None:
-    """Prints how and where a piece ended early, in one go, since others print too."""
+    """Prints how and where a piece ended early; in one call, because others print too."""
     parts = [f'{piece.title()}: {how}', output[-TOLD_CHARACTERS:].strip(), stacks]
     parts += ['Threads that used most of the CPU:\n' + '\n'.join(threads)] if threads else []
     print('\n\n'.join(filter(None, parts)), flush=True)
 
 
 def environment(kernels: str, folder: pathlib.Path) -> dict[str, str]:
-    """Returns the environment of a run, which tells of its tests in the folder.
+    """Returns the environment of a run that reports its tests to files in `folder`.
 
-    XLA's autotuner is off: its own candidates make racecheck fail before a kernel of ours has run.
-    The tools need most of the GPU's memory for themselves.
+    XLA's autotuner is off, because its own candidates make racecheck fail before any kernel of ours
+    has run. JAX does not preallocate memory, because the tools need most of the GPU's.
     """
     path = ['.', os.environ.get('PYTHONPATH'), str(TESTS)]
     plugins = [os.environ.get('PYTEST_PLUGINS'), pytest_progress.__name__]
@@ -141,7 +143,7 @@ def environment(kernels: str, folder: pathlib.Path) -> dict[str, str]:
 def _watch(
     process: subprocess.Popen[bytes], folder: pathlib.Path, limits: Limits, began: float
 ) -> str:
-    """Waits for the end of a process; returns the limit that it reached before, or ''."""
+    """Waits for the end of a process; returns the limit that stopped it, or ''."""
     events: list[str] = []
     changed = began
     while True:
@@ -164,7 +166,7 @@ def _events(folder: pathlib.Path) -> list[str]:
 
 
 def _where(events: list[str]) -> str:
-    """Returns the test that has begun and not ended, or the one after which nothing has begun."""
+    """Returns the test that has begun and not ended, or 'after' and the last test that ended."""
     if not events:
         return BEFORE
     event, _, test = events[-1].partition(' ')
@@ -195,7 +197,7 @@ def _innermost(stacks: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and all that it started: pytest goes on where the tool crashed."""
+    """Ends a process and all that it started, because pytest goes on if only the tool crashes."""
     if process.poll() is None:
         for pid in processes.family(process.pid):  # some may have left the group
             with contextlib.suppress(ProcessLookupError):
@@ -204,5 +206,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     try:
         process.wait(30)
-    except subprocess.TimeoutExpired:  # inside of a driver, perhaps for ever
+    except subprocess.TimeoutExpired:  # it may hang in a driver, perhaps for ever
         print(f'process {process.pid} does not end', flush=True)

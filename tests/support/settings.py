@@ -2,7 +2,7 @@
 
 import jaxlib.version
 
-# Quick compiling, as most of the time goes there.
+# Compile quickly, because tests spend most of their time compiling.
 QUICK = '--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1'
 if jaxlib.version.__version_info__ < (0, 11):
-    QUICK += ' --xla_cpu_use_fusion_emitters=false'  # halves it; later versions have no such choice
+    QUICK += ' --xla_cpu_use_fusion_emitters=false'  # halves it; later versions lack this flag

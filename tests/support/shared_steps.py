@@ -18,10 +18,10 @@ from support.memory import STEPS
 
 @contextlib.contextmanager
 def shared_steps() -> Iterator[None]:
-    """Takes the steps of `jaxunet.training.loop.train` from `STEPS` and keeps them there.
+    """Makes `jaxunet.training.loop.train` take compiled steps from `STEPS`, and keep them there.
 
-    They are found by what `compiled_cache` finds them by on GPUs. With a constant learning rate
-    the length of the run does not matter, either.
+    The key of a step is that of `compiled_cache` on GPUs, except that with a constant learning rate
+    the number of steps of the run does not matter.
     """
     compile_step = Parallel.compile
 

@@ -15,7 +15,7 @@ def table(rows: Sequence[Row]) -> str:
     """Step times and throughput by number of processes, with and without NVIDIA's service.
 
     Args:
-      rows: one for each process, with its median step time in ms and its quartiles.
+      rows: one row for each process, with median and quartiles of its step time in ms.
     """
     groups: dict[tuple[int, bool], list[Row]] = {}
     for row in rows:
@@ -43,6 +43,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def sharing() -> str:
-    """The table of the rows that are kept, whose step times are those of the processes' logs."""
+    """The table of the committed rows; their step times come from the logs of the processes."""
     text = (recipe_tables.FOLDER / 'sharing.jsonl').read_text()
     return table([json.loads(line) for line in text.splitlines()])

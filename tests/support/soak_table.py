@@ -18,7 +18,7 @@ QUANTITIES = {
 
 
 def table() -> str:
-    """Returns every quantity once the run had settled, and at its end; then versions, commands."""
+    """Returns a table of every quantity after the run settled and at its end, and the versions."""
     body, notes = [], []
     for row in rows.read(ROWS):
         shown = [

@@ -1,5 +1,6 @@
-"""Stands in for `jaxunet.sweep.measure` in tests of the runner: does what the point's batch size
-says, without JAX.
+"""Stands in for `jaxunet.sweep.measure` in tests of the runner, without JAX.
+
+The batch size of a point chooses what it does.
 """
 
 import json
@@ -22,13 +23,13 @@ match batch:
         sys.exit(3)
     case 13:
         os.kill(os.getpid(), signal.SIGKILL)
-    case 14:  # hangs, with a worker that would go on without it
+    case 14:  # hangs, together with a child that would outlive it
         worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
         with open(os.environ['SWEEP_WORKER'], 'w') as file:
             file.write(str(worker.pid))
         time.sleep(60)
     case 15:
-        sys.exit(0)  # says nothing
+        sys.exit(0)  # prints nothing
 with open(os.environ['SWEEP_CALLS'], 'a') as file:
     file.write(f'{batch} {"compile" if task["compile_only"] else "time"}\n')
 print('chatter of a library')

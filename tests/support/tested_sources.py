@@ -1,5 +1,6 @@
-"""A digest of the source files that decide what a kernel's tests run. It needs neither git nor a
-build, and is the same on every machine.
+"""A digest of the source files that determine what a kernel's tests run.
+
+It needs neither git nor a build, and is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from support import comments
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NATIVE = ('.cu', '.cuh', '.cc', '.h')
-SHARED = ('binding', 'build_tools')  # folders of xla_ffi that every op is built with
-COMMON = 'common'  # the one of which an op uses some headers
+SHARED = ('binding', 'build_tools')  # folders of xla_ffi that belong to the build of every op
+COMMON = 'common'  # the folder from which an op includes only some headers
 CPU_MODULE = 'binding/cpu_module.cc'  # exports the rules of tilings to tests on a CPU
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 # conftest.py imports it for a fixture of training steps, which no kernel test asks for.
@@ -28,15 +29,15 @@ VERSIONED, VERSION = 'jaxunet/__init__.py', re.compile(r'^__version__ = .*$', re
 
 
 def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
-    """Returns the files that decide what a test file runs, sorted, relative to the root.
+    """Returns the files that determine what a test file runs, sorted, relative to the root.
 
-    These are the test file, conftest.py, all modules of the project that they import, directly or
-    not, and, for each folder of xla_ffi among them, its C++ and CUDA sources, those of the folders
-    that these include, and what every op's CUDA kernels are built with, but of common only the
-    headers included and their sources; and the tables of measured tiles for a test that reads them.
+    These are the test file, conftest.py, and all modules of the project that they import directly
+    or indirectly. For each folder of xla_ffi among these modules, its C++ and CUDA sources count,
+    the sources of folders that these include, and `SHARED`; from `COMMON`, only included headers
+    and their sources count. For a test that reads tables of measured tiles, the tables count, too.
 
     Raises:
-      ValueError: an import is relative, so that its file is not known.
+      ValueError: an import is relative, so its file is unknown.
     """
     found: set[str] = set()
     left = {'conftest.py', *_module_files(test.removesuffix('.py').replace('/', '.'), root)}

@@ -15,7 +15,7 @@ TINY: dict[str, dict[str, object]] = {
     },
     'diffusion': {'steps': 40},
     'data': {'batch_size': 8},
-    # Constant, so that runs of any length are one program, which is compiled once.
+    # Constant, so that runs of any length share one program, which is compiled once.
     'optimizer': {'warmup_steps': 2, 'schedule': 'constant'},
     'train': {
         'steps': 6,
@@ -29,7 +29,7 @@ TINY: dict[str, dict[str, object]] = {
 
 
 def tiny_config(**changes: object) -> Config:
-    """The tiny config with fields changed, as `Config.replace`."""
+    """The tiny config with changed fields; arguments as for `Config.replace`."""
     return resolve(to_dict(Config().replace(**TINY).replace(**changes)))
 
 

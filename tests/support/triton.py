@@ -13,7 +13,7 @@ from pallas_kernels import jax_modules
 
 @contextlib.contextmanager
 def lacking_triton() -> Iterator[None]:
-    """Reports that JAX lacks Triton, inside; a call that needs it is then an error."""
+    """Makes JAX seem to lack Triton in the block; a call that needs it is then an error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             jax_modules, 'missing', lambda part: 'none here' if part is jax_modules.TRITON else None
@@ -25,7 +25,7 @@ def lacking_triton() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_hopper() -> Iterator[None]:
-    """Runs Hopper's kernels without Triton, inside; skips the test where they do not run."""
+    """Runs Hopper's kernels without Triton in the block; skips the test if they cannot run here."""
     if jax_modules.missing(jax_modules.MOSAIC) or not jax_modules.runs_hopper():
         pytest.skip("needs Hopper's kernels")
     with lacking_triton():

@@ -1,4 +1,4 @@
-"""Combinations of which the default tests run a few."""
+"""Test parameters for combinations; the default tests run only a few of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 def in_turn(cases: Mapping[str, object], *others: tuple[object, ...]) -> list[object]:
     """Returns the parameters of a test for all combinations of named cases and other values.
 
-    Every case is tested with one of the others, which take turns; the rest is long.
+    In the default tests, every case runs with one combination of the other values, which take
+    turns. All other combinations are marked `long`.
     """
     return [
         pytest.param(

@@ -1,4 +1,4 @@
-"""A file of features that nobody trained, for tests of what uses one."""
+"""A file with an untrained feature network, for tests of code that uses such a file."""
 
 import pathlib
 

@@ -1,6 +1,4 @@
-"""Small configs, deterministic weights and files made by hand, which the tests of weight files
-share.
-"""
+"""Small configs, deterministic weights and hand-made files, for the tests of weight files."""
 
 from __future__ import annotations
 
@@ -77,8 +75,9 @@ STATED: Stated = {
 
 
 def random_params(config: Config, seed: int = 0) -> Tree:
-    """Numbers of every leaf, so that no two leaves or places are alike; signs mixed, about the size
-    of trained weights.
+    """Returns random weights about the size of trained ones, with both signs.
+
+    No two leaves or elements are alike, so that swapped ones are noticed.
     """
     leaves = {}
     for path, shape in parameter_shapes(config).items():
@@ -118,7 +117,7 @@ def torch_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str] | None 
 
 
 def nested_torch_bytes(tree: dict[str, object]) -> bytes:
-    """A file as torch.save writes it of dicts, lists, tuples, numbers, None and arrays."""
+    """The file that torch.save writes for dicts, lists, tuples, numbers, None and arrays."""
     arrays: list[np.ndarray] = []
 
     def pickled(value: object) -> bytes:

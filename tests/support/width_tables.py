@@ -22,13 +22,13 @@ METRICS = {
 
 
 def read(folder: pathlib.Path = FOLDER) -> list[Row]:
-    """The rows; none without a file."""
+    """The rows of the file; none if it does not exist."""
     path = folder / 'rows.jsonl'
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def errors(found: Sequence[Row]) -> str:
-    """Relative error of reconstructed averages by width, a column a run."""
+    """Relative error of reconstructed averages by width, one column for each run."""
     mine = [row for row in found if 'relative_error' in row]
     if not mine:
         return NOTHING

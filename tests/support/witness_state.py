@@ -1,6 +1,4 @@
-"""Checkpoints as orbax reads them, without the project's own code, and a summary of them that is
-small enough to keep.
-"""
+"""Reads checkpoints with orbax alone, without the project's code, and makes small summaries."""
 
 from __future__ import annotations
 
