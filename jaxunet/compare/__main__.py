@@ -89,20 +89,20 @@ DATA = flags.DEFINE_string('data', '.', 'With --file: folder of the archives of 
 LIMIT = flags.DEFINE_float(
     'limit',
     24 * 3600.0,
-    'With --file: seconds from the start after which no training goes on.',
+    'With --file: time limit of the command in seconds; training stops before it.',
     lower_bound=1,
 )
 RESERVE = flags.DEFINE_float(
     'reserve',
     30.0,
-    'With --file: seconds of the limit that are left for compiling, and for saving or measuring.',
+    'With --file: seconds of the limit to reserve for compiling, and for saving or measuring.',
     lower_bound=0,
 )
 RESUME = flags.DEFINE_bool(
     'resume', True, 'With --file: save runs on the way, and go on with those that are not done.'
 )
 ADD = flags.DEFINE_list(
-    'add', [], 'With --file and --plot_only: folders of more rows, as of other machines.'
+    'add', [], 'With --file and --plot_only: folders of further results, as from other machines.'
 )
 DEVICES = flags.DEFINE_list(
     'devices',

@@ -57,14 +57,14 @@ LIMIT = flags.DEFINE_float(
 RESERVE = flags.DEFINE_float(
     'reserve',
     30.0,
-    'Seconds of the limit that a job leaves for compiling, and for saving or measuring.',
+    'Seconds of the limit to reserve for compiling, and for saving or measuring.',
     lower_bound=0,
 )
 STEP_MS = flags.DEFINE_string(
     'step_ms',
     '0',
-    'Milliseconds that a step counts, such as its time measured alone, so that processes can share '
-    'a GPU: a number, or a file of rows of jaxunet.compare.step_cost, which has one for each case; '
+    'Milliseconds to count for each step, its time measured alone, so that processes can share a '
+    'GPU: a number, or a file of rows of jaxunet.compare.step_cost, with a number for each case; '
     '0 = measure training time.',
 )
 SHARED_BY = flags.DEFINE_integer(
@@ -80,7 +80,7 @@ SLOWDOWN = flags.DEFINE_float(
     lower_bound=0,
 )
 KNOWN = flags.DEFINE_string(
-    'known', '', 'rows.jsonl of earlier queues with the same features: its times are left out.'
+    'known', '', 'rows.jsonl of earlier queues, same features: what it has is not measured again.'
 )
 CLAIMS = flags.DEFINE_string(
     'claims', '', 'Folder in which processes with the same jobs mark those that they take.'

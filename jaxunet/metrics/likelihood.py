@@ -202,8 +202,8 @@ def check_has_bound(config: Config) -> None:
     objective = config.diffusion.objective
     if config.model.low_res_size:
         raise UserError(
-            'nll: a super-resolution network (model.low_res_size) models images beside pictures '
-            'of them, not images alone; it needs a model that draws from noise alone'
+            'nll: a super-resolution network (model.low_res_size) models images given '
+            'low-resolution pictures, not images alone; give a model that draws from noise alone'
         )
     if config.diffusion.continuous:
         raise UserError(
