@@ -135,6 +135,7 @@ def test_checkpoints_keep_the_state_which_has_no_moments_of_adam(state, tmp_path
     assert not any(leaf.any() for leaf in jax.tree.leaves(get_moments(started.opt_state)))
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize('finite', [True, False])
 def test_kernels_of_adamw_give_the_same_update(state, finite):
     """They take the norm and the weights that AdamW updates; Muon's part is XLA's."""
