@@ -22,8 +22,8 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
   p->a = plan.a;
   p->b = plan.b;
   cudaError_t error = cudaSuccess;
-  // The maps of weights: features or channels, whichever are contiguous, then the others, then
-  // taps.
+  // Weight maps, innermost dimension first: features or channels, whichever is contiguous, then the
+  // other, then taps.
   const auto map = [&](CUtensorMap* to, const void* data, std::initializer_list<int64_t> dimensions,
                        std::initializer_list<int> box) {
     if (error == cudaSuccess) error = tensor_map(to, plan.type, data, dimensions, box);

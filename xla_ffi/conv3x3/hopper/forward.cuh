@@ -9,11 +9,12 @@
 // boxes of 64 channels × samples × 6 columns × 6 rows, and their groups of eight pixels are
 // contiguous.
 //
-// A shortcut extends K: the centre tap of its own input (`projected`), with its weights. Without
-// the nine taps, a shortcut alone computes a linear layer. The input gradient is the same
-// convolution with the kernel flipped (kFlipped).
+// A shortcut extends K: the centre tap of its own input (`projected`), with its weights. A linear
+// layer is a shortcut without the nine taps. The input gradient is the same convolution with the
+// kernel flipped (kFlipped).
 //
-// By phases (phases.h), it convolves an upsampled image: four taps a chunk instead of nine.
+// With Traits::kPhases (phases.h), the kernel convolves an upsampled image, with four taps per
+// chunk instead of nine.
 //
 // The grid is persistent: block b computes the output tiles b, b + gridDim.x, ... One output tile
 // is one strip for each consumer × `features` output channels.
@@ -34,9 +35,10 @@
 //     residual      ---TMA--->  output buffer c  <--stmatrix
 //     y             <--TMA----  output buffer c             (both copies by thread 0 of consumer c)
 //
-// Barriers (mbarrier). A phase completes after the given arrivals and, for "+ bytes", once TMA has
-// written what was announced. Parities alternate from 0; a wait for parity 1 passes at once in the
-// first round. [c]: consumer; [2]: slot of the strip ring; [s]: stage of the weight ring.
+// Barriers (mbarrier). A phase completes after the given number of arrivals and, for "+ bytes",
+// once TMA has written the bytes that the arrival announced. Parities alternate from 0; a wait for
+// parity 1 returns at once in the first round. [c]: consumer; [2]: slot of the strip ring; [s]:
+// stage of the weight ring.
 //
 //     barrier           waits                  arrives (arrivals)           parity waited for
 //     strip_full[c][2]  activation c, else     producer (1 + bytes of       0, flips when the ring
@@ -56,16 +58,16 @@
 //                                              at the start, consumer 1
 //                                              arrives at turn[0]
 //
-// If all weights fit the weight ring, they are resident: loaded for the first tile, they stay.
-// `turn` is used if two consumers share resident weights: they alternate chunk by chunk
-// (ping-pong), so that the epilogue of one overlaps the products of the other. A consumer releases
-// a strip or a stage one step late, after it has issued the next wgmmas, so that the tensor cores
-// always have work.
+// If all weights fit in the weight ring, they are resident: they are loaded for the first tile and
+// stay. Two consumers with resident weights alternate chunk by chunk (ping-pong, barrier `turn`),
+// so that the epilogue of one overlaps the wgmmas of the other. A consumer releases a strip or a
+// stage one step late, after it has issued the next wgmmas, so that the tensor cores always have
+// work.
 //
 // Named barrier 1 + c, the 128 threads of consumer c: (1) before the epilogue writes the output
 // buffer, thread 0 has waited until the last TMA store has read it (with a residual, thread 0 waits
-// before it loads the residual there, and residual_full tells the others); (2) before the next TMA
-// store, all threads have written.
+// before it loads the residual into the buffer, and residual_full signals the others); (2) before
+// the next TMA store, all threads have written.
 //
 // Shared memory, in this order; all but the barriers begin at multiples of 1024 bytes:
 //
@@ -75,8 +77,8 @@
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,
 //                                     weights_full, weights_empty
 //
-// With Traits::kSums, the epilogue is that of norm_gradient_epilogue.cuh; with Traits::kWide, that
-// of wide_epilogue.cuh.
+// norm_gradient_epilogue.cuh replaces the epilogue with Traits::kSums, wide_epilogue.cuh with
+// Traits::kWide.
 #pragma once
 
 #include "common/launch.cuh"
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == Traits::kThreads - 1) block.prefetch_maps();
   __syncthreads();
   const int warpgroup = threadIdx.x / kWarpgroup;
-  // With two warpgroups, each thread has as many registers at launch as it can use.
+  // With two warpgroups, each thread starts with as many registers as it can use.
   constexpr bool kMovesRegisters = Traits::kWarpgroups > 2;
   if (warpgroup < Traits::kConsumers) {
     if constexpr (kMovesRegisters) set_registers<Traits::kConsumerRegisters, true>();
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     activate(block, warpgroup - Traits::kConsumers - 1);
   }
 #else
-  __trap();  // the host does not launch it (common/device.h)
+  __trap();  // never launched: common/device.h
 #endif
 }
 

@@ -25,30 +25,32 @@ struct Parameters {
   Rows shift, a, b;
 };
 
-// That of the input gradient with norm_gradient_epilogue.cuh.
+// Parameters of the kernel with norm_gradient_epilogue.cuh, for the input gradient.
 struct NormGradientParameters : Parameters {
   CUtensorMap normed[kMaxParts];  // boxes: 64 channels of a strip of the norm's input
   int normed_parts, normed_channels[kMaxParts];
-  // Of the norm, for the epilogue. They hide those of Parameters, which are null: this convolution
-  // has no activation.
+  // The norm's affine map, for the epilogue. These hide Parameters::a and b, which are null because
+  // this convolution has no activation.
   Rows a, b;
   float* partial_sums;  // (strips, 2, features)
 };
 
-// That of convolutions with float32 results, which have no maps of y and of the residual.
+// Parameters of the kernel for float32 results, which uses no tensor maps for y and the residual.
 struct WideParameters : Parameters {
   float* wide_y;
   const float* wide_residual;  // null: none
 };
 
-// Fills the parameters; encodes the tensor maps. For all instances, so it is compiled once.
+// Fills in the parameters and encodes the tensor maps. Not a template, so that it is compiled once
+// for all instances.
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p);
 cudaError_t parameters(const Tile& tile, const Conv3x3NormGradient& plan,
                        NormGradientParameters* p);
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, WideParameters* p);
 
-// The launch functions of one type, in the order of kTiles; null where an activated tile would be
-// flipped, or a packed one would sum. `forward`: those of the kernel as it is (unflipped).
+// The launch functions for one type, in the order of kTiles. `forward`: not flipped. Null where
+// there is no instance: activated tiles have no flipped kernel, and packed tiles have no norm
+// gradient.
 struct Launches {
   using Run = cudaError_t (*)(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
   using NormGradientRun = cudaError_t (*)(const Conv3x3NormGradient& plan, int multiprocessors,
@@ -58,7 +60,7 @@ struct Launches {
 };
 extern const Launches kLaunchesBfloat16, kLaunchesFloat16;
 
-// Those of bfloat16 images with float32 results; null for activated tiles.
+// The launch functions for bfloat16 images with float32 results; null for activated tiles.
 struct WideLaunches {
   Launches::Run forward[kTileCount], flipped[kTileCount];
 };

@@ -11,10 +11,11 @@
 
 namespace jaxunet::cuda::forward {
 
-// The shifts that a thread reads before the mainloop, which hides their latency. Transposed: those
-// of its two accumulator rows (features) and, packed, of the samples of its two columns in each
-// group of eight: at[row][column]. Else a thread needs those of many columns; it reads one or two
-// of the tile's here, which only brings them into the L1 cache, and all again in the epilogue.
+// The shifts that a thread reads before the mainloop, which hides the latency. In a transposed
+// tile, a thread keeps the shifts of its two accumulator rows (features), in a packed tile for each
+// sample of its two columns per group of eight: at[row][column]. In other tiles a thread needs the
+// shifts of many columns. Here it reads one or two of the tile's shifts only to bring them into the
+// L1 cache; the epilogue reads all that it needs.
 template <class Traits>
 struct Shifts {
   static constexpr int kColumns = Traits::kPacked ? 2 : 1;
@@ -28,9 +29,9 @@ struct Block {
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kConsumers = Traits::kConsumers, kTaps = Traits::kTaps;
   static constexpr int kLoads =
-      Traits::kKernelTaps / kTaps;  // stages of weights for a chunk of 64 channels
+      Traits::kKernelTaps / kTaps;  // weight stages per chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
-  using Accumulator = float[Traits::kWgmmaN / 2];  // of a thread
+  using Accumulator = float[Traits::kWgmmaN / 2];  // one thread's part
   // The kernel's parameter.
   using Given = std::conditional_t<Traits::kSums, NormGradientParameters,
                                    std::conditional_t<Traits::kWide, WideParameters, Parameters>>;
@@ -39,7 +40,7 @@ struct Block {
   unsigned char *strips, *outputs, *weights;
   Barrier *strip_full, *strip_ready, *strip_empty, *weights_full, *weights_empty, *residual_full,
       *turn;
-  float* sums;  // norm_gradient_epilogue.cuh
+  float* sums;  // for norm_gradient_epilogue.cuh
 
   __device__ Block(const Given& parameters, unsigned char* shared) : p(parameters) {
     strips = shared;
@@ -70,7 +71,7 @@ struct Block {
     }
   }
 
-  // The maps that the first copies use.
+  // Prefetches the tensor maps that the first copies use.
   __device__ void prefetch_maps() const {
     prefetch_tensor_map(p.x_parts > 0 ? &p.maps.x[0] : &p.maps.projected[0]);
     prefetch_tensor_map(p.x_parts > 0 ? &p.maps.kernel : &p.maps.shortcut);
@@ -82,7 +83,7 @@ struct Block {
     return strips + (consumer * kStripStages + slot) * Traits::kStripBytes;
   }
 
-  // The place of a strip in the images.
+  // Where a strip lies in the images.
   __device__ Strip strip_at(int strip) const {
     const int each = p.schedule.strips_down * p.schedule.strips_across, sample = strip / each,
               rest = strip - sample * each;
@@ -96,15 +97,15 @@ struct Block {
     return kFlipped ? chunk / (p.x_channels[0] / kChunk) : feature / p.y_channels[0];
   }
 
-  // The first output channel of a tile in its image; by phases, the features of the four images
-  // are counted one after the other.
+  // The first output channel of a tile in its image. With phases, `feature` counts the features of
+  // the four phase images one after the other.
   __device__ int channel_of(int feature) const {
     if constexpr (Traits::kPhases && !kFlipped) return feature % p.y_channels[0];
     return feature;
   }
 
   // The tile scheduler: body(first strip, first output channel) for each tile of this block.
-  // Neighbouring blocks share pixels, which L2 then serves.
+  // Neighbouring blocks read the same pixels, which are then in L2.
   template <class Body>
   __device__ void for_each_tile(Body body) const {
     for (int tile = blockIdx.x; tile < p.schedule.tiles; tile += gridDim.x) {

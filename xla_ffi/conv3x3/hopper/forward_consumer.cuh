@@ -9,10 +9,10 @@
 
 namespace jaxunet::cuda::forward {
 
-// Starts accumulator (+)= one tap of 64 channels; without `add`, the accumulator's old values are
-// not read. `strip` and `weights` are shared addresses. The accumulator is pixels × features, or
-// features × pixels if kTransposed, which exchanges wgmma's operands. Pixels are always K-major, as
-// channels are contiguous; so are the weights of a flipped kernel.
+// Issues the wgmmas of one tap of 64 channels; without `add`, they overwrite the accumulator.
+// `strip` and `weights` are shared-memory addresses. The accumulator is pixels × features, or
+// features × pixels if kTransposed, which exchanges wgmma's operands. Pixels are always K-major,
+// because their channels are contiguous; so are the weights of a flipped kernel.
 template <class Block>
 __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, uint32_t strip,
                                     int tap, uint32_t weights, bool add) {
@@ -45,7 +45,8 @@ __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, ui
   }
 }
 
-// From the pixels that phase (0, 0) reads at a tap to those of another phase (phases.h), in bytes.
+// Bytes from the pixels that phase (0, 0) reads at a tap to the pixels that another phase
+// (phases.h) reads.
 template <class Block>
 __device__ inline int phase_bytes(int image_phase) {
   using Traits = typename Block::Traits;
@@ -54,7 +55,7 @@ __device__ inline int phase_bytes(int image_phase) {
   return Block::kFlipped ? -rows : rows;
 }
 
-// What the epilogue needs for each channel, read before the mainloop.
+// Reads the per-channel operands of the epilogue before the mainloop.
 template <class Block>
 __device__ inline auto read_ahead(const Block& block, const Strip& at, int feature) {
   if constexpr (Block::Traits::kSums) {
@@ -66,8 +67,8 @@ __device__ inline auto read_ahead(const Block& block, const Strip& at, int featu
   }
 }
 
-// A consumer warpgroup: one strip of every tile. One long function, because ptxas compiles the same
-// steps in functions of their own to other code, whose time would have to be measured.
+// A consumer warpgroup: one strip of every tile. One long function, because splitting it changes
+// the code that ptxas generates, and its speed would have to be measured again.
 template <class Block>
 __device__ inline void consume(const Block& block, int consumer) {
   using Traits = typename Block::Traits;
@@ -78,8 +79,8 @@ __device__ inline void consume(const Block& block, int consumer) {
   const bool elected = thread % 32 == 0;  // arrives for its warp
   Barrier* ready =
       (Traits::kActivated ? block.strip_ready : block.strip_full) + consumer * kStripStages;
-  // The next slot of the strip ring and stage of the weight ring, and the parities to wait for at
-  // their full barriers. tile_phase: the parity of residual_full.
+  // The next slot of the strip ring and stage of the weight ring, and the parities of their full
+  // barriers to wait for. tile_phase: the parity of residual_full.
   int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0, tile_phase = 0;
   if (ping_pong && consumer == 1) block.turn[0].arrive();
   int turn_phase = 0;
@@ -96,8 +97,8 @@ __device__ inline void consume(const Block& block, int consumer) {
     const auto ahead = read_ahead(block, at, feature);
     if (p.schedule.weights_resident) stage = stage_phase = 0;
 
-    // The slot and stage that the last products read. They are released one step late, when the
-    // products after them have been issued, so that the tensor cores always have products waiting.
+    // The slot and stage that the last wgmmas read. They are released one step late, after the next
+    // wgmmas have been issued, so that the tensor cores always have queued work.
     int held_slot = -1, held_stage = -1;
     const auto release_stage = [&](int next) {
       if (held_stage >= 0 && elected && !p.schedule.weights_resident)

@@ -10,8 +10,8 @@
 
 namespace jaxunet::cuda::forward {
 
-// One thread, before the mainloop: loads the residual to the output buffer, where the epilogue adds
-// to it.
+// One thread, before the mainloop: loads the residual into the output buffer, where the epilogue
+// adds to it.
 template <class Block>
 __device__ inline void load_residual(const Block& block, int consumer, const Strip& at, int feature,
                                      unsigned char* output) {
@@ -24,7 +24,8 @@ __device__ inline void load_residual(const Block& block, int consumer, const Str
   }
 }
 
-// The shift of an output channel; 0 past the last. A strip past the last image reads any sample's.
+// The shift of an output channel; 0 past the last. For a strip past the last image, any sample's
+// shift will do.
 template <class Block>
 __device__ inline float shift_of(const Block& block, int sample, int feature) {
   const Parameters& p = block.p;
@@ -32,7 +33,7 @@ __device__ inline float shift_of(const Block& block, int sample, int feature) {
   return p.shift.data && feature < p.features ? p.shift.data[row * p.shift.stride + feature] : 0.0f;
 }
 
-// Before the mainloop (Shifts in forward_block.cuh).
+// Called before the mainloop; see Shifts in forward_block.cuh.
 template <class Block>
 __device__ inline Shifts<typename Block::Traits> prefetch_shifts(const Block& block,
                                                                  const Strip& at, int feature) {
@@ -74,12 +75,12 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
   const int channel = channel_of(feature);
 #pragma unroll
   for (int j = 0; j < Traits::kKeptGroups; j += 2) {
-    // Two groups of eight columns: 16 pixels, or 16 output channels. Of each, a thread has two
-    // neighbouring columns in two rows, eight apart (wgmma.cuh).
+    // Two groups of eight columns: 16 pixels, or 16 output channels. In each group, a thread holds
+    // two adjacent columns of two rows, eight rows apart (wgmma.cuh).
     const float* columns = accumulator + 4 * Traits::kept_group(j);
-    // stmatrix stores four 8 × 8 matrices: rows 0-7 and 8-15 of the warp's 16, of groups j and j +
-    // 1. This lane gives the address of one row of matrix `matrix`: eight output channels of a
-    // pixel.
+    // stmatrix stores four 8 × 8 matrices: rows 0-7 and 8-15 of the warp's 16 rows, in groups j and
+    // j + 1. This lane provides the address of one row of matrix `matrix`: eight output channels of
+    // a pixel.
     const int pixel = Traits::kTransposed ? (j + matrix / 2) * 8 + lane % 8
                                           : 16 * warp + matrix % 2 * 8 + lane % 8;
     const int eight =

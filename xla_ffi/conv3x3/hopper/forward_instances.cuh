@@ -1,4 +1,4 @@
-// The instances of hopper_forward_kernel for one type: every tile of kTiles, flipped and not.
+// The instances of hopper_forward_kernel for one type: every tile of kTiles, flipped and unflipped.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// The producer of hopper_forward_kernel, and the warpgroups that activate its strips in place.
+// The producer of hopper_forward_kernel, and the warpgroups that activate the loaded strips in
+// place.
 #pragma once
 
 #include "conv3x3/activation.cuh"
@@ -11,15 +12,15 @@ template <class Block>
 __device__ inline void produce(const Block& block) {
   using Traits = typename Block::Traits;
   const auto& p = block.p;
-  // The slot of the strip rings and the stage of the weight ring that are filled next.
+  // The slot of the strip rings and the stage of the weight ring to fill next.
   int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0;
   bool first_tile = true;
 
-  // A chunk of the strip of each consumer.
+  // Loads one chunk of each consumer's strip.
   const auto load_strips = [&](const CUtensorMap* map, int channel, int first_strip) {
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       const int n = consumer * kStripStages + slot;
-      block.strip_empty[n].wait(slot_phase ^ 1);  // at once the first time round
+      block.strip_empty[n].wait(slot_phase ^ 1);  // returns at once in the first round
       block.strip_full[n].arrive_expect(Traits::kBoxBytes);
       load_strip<Traits::kPacked>(block.strip(consumer, slot), map, &block.strip_full[n], channel,
                                   block.strip_at(first_strip + consumer), 1);
@@ -27,8 +28,9 @@ __device__ inline void produce(const Block& block) {
     slot = (slot + 1) % kStripStages;
     slot_phase ^= slot == 0;
   };
-  // A chunk's weights of `taps` taps. A row of shared memory is 64 contiguous weights: 64 channels
-  // of a flipped kernel, which come as one box; else 64 features, one box for each 64 of the tile.
+  // Loads one chunk's weights for `taps` taps. A row of shared memory is 64 contiguous weights.
+  // With a flipped kernel these are 64 channels, and one box holds the whole stage; otherwise they
+  // are 64 features, with one box for each 64 features of the tile.
   const auto load_weights = [&](const CUtensorMap* map, int channel, int feature, int tap,
                                 int taps) {
     if (p.schedule.weights_resident && !first_tile) return;
@@ -50,7 +52,7 @@ __device__ inline void produce(const Block& block) {
   };
 
   block.for_each_tile([&](int first_strip, int feature) {
-    int channel = 0;  // of all parts
+    int channel = 0;  // counted over all parts
     for (int part = 0; part < p.x_parts; ++part) {
       for (int c = 0; c < p.x_channels[part]; c += kChunk) {
         load_strips(&p.maps.x[part], c, first_strip);
@@ -78,9 +80,9 @@ __device__ inline void produce(const Block& block) {
   });
 }
 
-// A warpgroup's thread: SiLU(a · x + b) of its eighth of a strip's pixels, in place in shared
-// memory, once for the nine taps that read it. `coefficients`: of channels 8 · eighth to 8 · eighth
-// + 7.
+// One thread of a warpgroup: applies SiLU(a · x + b) in place in shared memory, once for the nine
+// taps that read the result. Of each pixel's 64 channels, the thread takes the eight from 8 ·
+// eighth on, whose a and b `coefficients` holds.
 template <class T, int kRows>
 __device__ inline void activate_strip(unsigned char* pixels, const Strip& at, int height, int width,
                                       int thread, const ActivationCoefficients& coefficients) {
@@ -98,14 +100,13 @@ __device__ inline void activate_strip(unsigned char* pixels, const Strip& at, in
   }
 }
 
-// A warpgroup: activates the strips of one consumer. The input of a shortcut is passed on
-// unchanged.
+// A warpgroup: activates the strips of one consumer. It hands a shortcut's input on unchanged.
 template <class Block>
 __device__ inline void activate(const Block& block, int consumer) {
   using Traits = typename Block::Traits;
   const auto& p = block.p;
   const int thread = threadIdx.x % kWarpgroup,
-            eighth = thread % 8;  // eight of a pixel's 64 channels
+            eighth = thread % 8;  // which eight of a pixel's 64 channels
   int slot = 0, phase = 0;
   block.for_each_tile([&](int first_strip, int) {
     const Strip at = block.strip_at(first_strip + consumer);

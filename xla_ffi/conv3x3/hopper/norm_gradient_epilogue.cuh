@@ -1,22 +1,23 @@
 // The epilogue of an input gradient that continues through the SiLU and the affine map of the norm
-// before the convolution. With the accumulator dactive and z = a · x + b, it stores
+// before the convolution. With dactive, the gradient in the accumulator, and z = a · x + b, it
+// stores
 //
 //   dz = dactive · SiLU'(z)
 //
-// and, for each strip and channel, the sums over its pixels of dz and of dz · x, which the norm's
-// own gradient needs (norm_sums.cu adds them over the strips of a sample). So no other kernel reads
-// dactive, and only one more reads x and dz.
+// and, for each strip and channel, the sums of dz and of dz · x over the strip's pixels, which the
+// norm's gradient needs (norm_sums.cu adds them over the strips of a sample). So dactive never goes
+// to global memory, and only one later kernel reads x and dz.
 //
-// x arrives in the output buffer by TMA while the mainloop runs, as a residual does.
+// TMA loads x into the output buffer during the mainloop, as it does a residual.
 //
-// Sums, in an order that is always the same. Transposed: a warp has all pixels of 16 channels, so a
-// thread adds up its pixels, then the four lanes of a channel add theirs. Else a warp has 16 pixels
-// of all channels: for each 16 channels, the eight lanes of a channel add up, and the four warps
-// meet in shared memory:
+// The order of the sums is fixed. In a transposed tile, a warp has all pixels of 16 channels: each
+// thread sums its pixels, then the four lanes of a channel are summed. In other tiles, a warp has
+// 16 pixels of all channels: for each 16 channels, the eight lanes of a channel are summed, then
+// the four warps through shared memory:
 //
 //     sums      C x 4 x 2 x features   floats, behind the barriers: both sums of each warp
 //
-// Named barrier 1 + c as in forward.cuh, and once more before the sums of the last tile are
+// Named barrier 1 + c is used as in forward.cuh, and once more before the previous tile's sums are
 // overwritten.
 #pragma once
 
@@ -29,7 +30,7 @@
 
 namespace jaxunet::cuda::forward {
 
-// One thread, before the mainloop: loads x to the output buffer.
+// One thread, before the mainloop: loads x into the output buffer.
 template <class Block>
 __device__ inline void load_normed(const Block& block, int consumer, const Strip& at, int feature,
                                    unsigned char* output) {
@@ -45,13 +46,13 @@ __device__ inline void load_normed(const Block& block, int consumer, const Strip
   }
 }
 
-// a and b of a channel, halved (`silu_slope`).
+// a and b of a channel, halved because silu_slope takes z / 2.
 struct HalfAffine {
   float a, b;
 };
 
-// Those of a channel, or of an even one and the next; zeros past the last. A strip past the last
-// image reads any sample's.
+// The halved map of one channel, or of an even channel and the next one; zeros past the last
+// channel. For a strip past the last image, any sample's map will do.
 template <class Block>
 __device__ inline HalfAffine half_affine(const Block& block, int sample, int feature) {
   const auto& p = block.p;
@@ -73,9 +74,10 @@ __device__ inline void half_affines(const Block& block, int sample, int feature,
   to[1] = {0.5f * a.y, 0.5f * b.y};
 }
 
-// The affine maps that a thread reads before the mainloop, which hides their latency. Transposed:
-// those of its two accumulator rows. Else a thread needs those of many channels; it reads one or
-// two of the tile's here, which only brings them into the L1 cache, and all again in the epilogue.
+// The affine maps that a thread reads before the mainloop, which hides the latency. In a transposed
+// tile, a thread keeps the maps of its two accumulator rows. In other tiles a thread needs the maps
+// of many channels. Here it reads one or two of the tile's maps only to bring them into the L1
+// cache; the epilogue reads all that it needs.
 struct Affines {
   HalfAffine at[2];
 };
@@ -97,14 +99,15 @@ __device__ inline Affines prefetch_affines(const Block& block, const Strip& at, 
 
 // SiLU'(z), with half = z / 2. With t = tanh(half): sigmoid(z) = (1 + t) / 2, so SiLU'(z) =
 // sigmoid(z) · (1 + z · (1 - sigmoid(z))) = (1 + t + half · (1 - t²)) / 2. The absolute error of
-// fast_tanh, at most 2^-11, is that of the result times (1 - 2 · t · half) / 2.
+// the result is that of fast_tanh, at most 2^-11, times |1 - 2 · t · half| / 2.
 __device__ inline float silu_slope(float half) {
   const float t = fast_tanh(half);
   return 0.5f * ((1.0f + t) + half * (1.0f - t * t));
 }
 
-// Adds up kCount values of each lane over the lanes that differ in bits kLowest, 2 · kLowest, ...
-// of their number, kCount of them; returns the total of value number (lane / kLowest % kCount).
+// Sums kCount values over the kCount lanes whose numbers differ only in the bits kLowest, 2 ·
+// kLowest, ..., kCount / 2 · kLowest. Each lane gets one total: that of value lane / kLowest %
+// kCount.
 template <int kCount, int kLowest>
 __device__ inline float sum_and_share(float (&values)[kCount]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -141,7 +144,7 @@ __device__ inline void norm_gradient_epilogue(const Block& block,
                "f"(affines.at[1].b));
   block.residual_full[consumer].wait(phase);
   if constexpr (!kTransposed) named_barrier_sync(1 + consumer, kWarpgroup);
-  float row_sums[4] = {};  // transposed: of dz in both rows, then of dz · x
+  float row_sums[4] = {};  // transposed: dz of both rows, then dz · x
 #pragma unroll
   for (int j = 0; j < Traits::kKeptGroups; j += 2) {
     // Two groups of eight columns, as in Block::epilogue.
@@ -154,7 +157,7 @@ __device__ inline void norm_gradient_epilogue(const Block& block,
                          ((eight % 8 ^ pixel % 8) << 4);
     uint32_t packed[4];
     ldmatrix_x4<kTransposed>(packed, row);
-    float column_sums[8] = {};  // else: of dz in four columns, then of dz · x
+    float column_sums[8] = {};  // otherwise: dz of four columns, then dz · x
     HalfAffine of_columns[2][2];
     if constexpr (!kTransposed) {
 #pragma unroll
@@ -190,7 +193,7 @@ __device__ inline void norm_gradient_epilogue(const Block& block,
     stmatrix_x4<kTransposed>(row, packed);
     if constexpr (!kTransposed) {
       const float total = sum_and_share<8, 4>(column_sums);
-      const int n = lane / 4;  // the number of the value
+      const int n = lane / 4;  // which value this lane has the total of
       warp_sums[n / 4 * Traits::kFeatures + 8 * (j + n / 2 % 2) + lane % 4 * 2 + n % 2] = total;
     }
   }

@@ -6,7 +6,7 @@
 
 namespace jaxunet::cuda {
 
-// `small`: the dimensions of one phase. The box is that of a strip of it.
+// `small`: the dimensions of one phase. `box`: a strip of it.
 inline cudaError_t phase_maps(CUtensorMap* maps, Type type, const void* large, const Nhwc& small,
                               const NhwcBox& box, bool packed) {
   constexpr int kElementBytes = 2;

@@ -1,13 +1,13 @@
-// Tiles of the Hopper convolution of upsampled images, by phases (plan.h).
+// Tiles of the Hopper convolution of upsampled images, which is computed by phases (plan.h).
 //
-// A strip holds pixels of the small images with a halo of one pixel, as ever. Tap (u, v) of phase
-// (a, b) reads the strip at tap (u + a, v + b) of the 3 × 3 taps; flipped, at tap (2 - u - a,
-// 2 - v - b). The kernel has 16 taps, four for each phase.
+// As in tile.h, a strip has a halo of one pixel; its pixels are those of the small image. Tap (u,
+// v) of phase (a, b) reads the pixels under tap (u + a, v + b) of a 3 × 3 convolution; flipped, at
+// tap (2 - u - a, 2 - v - b). The kernel has 16 taps, four for each phase.
 //
-// The phases are four images of every second row and column of the large ones: four tensor maps.
-// Forward, these are the parts of y: the output channels count the features of the four phases one
-// after the other, and no tile has channels of two. Flipped, they are the parts of x, so K runs
-// over the phases.
+// Each phase is an image of every second row and column of the large image, with a tensor map of
+// its own. Forward, the phases are the parts of y: the output channels count the features of the
+// four phases one after the other, and no tile crosses from one phase into the next. Flipped, the
+// phases are the parts of x, so K runs over them.
 #pragma once
 
 #include "conv3x3/hopper/tile.h"
@@ -38,7 +38,7 @@ constexpr Tile kPhaseTiles[] = {
 // clang-format on
 constexpr int kPhaseTileCount = sizeof(kPhaseTiles) / sizeof(Tile);
 
-// The traits of a tile of kTiles, by phases.
+// A tile's traits for the convolution by phases.
 template <class Traits>
 struct WithPhases : Traits {
   static_assert(!Traits::kActivated, "the activation comes before the upsampling");

@@ -2,9 +2,9 @@
 // rows, samples), or for a packed strip (tile.h) (channels, samples, columns, rows), innermost
 // first.
 //
-// In shared memory, a pixel is a row of 128 bytes, in eighths of 16 bytes: eight channels. TMA's
-// 128-byte swizzle puts eighth e of pixel p at eighth e ^ (p % 8), so that the same channels of
-// eight pixels lie in different banks.
+// In shared memory, a pixel is a row of 128 bytes, divided into eighths of 16 bytes, eight channels
+// each. TMA's 128-byte swizzle puts eighth e of pixel p at eighth e ^ (p % 8), so that the same
+// channels of eight pixels lie in different banks.
 #pragma once
 
 #include "common/tma.cuh"
@@ -12,7 +12,7 @@
 
 namespace jaxunet::cuda {
 
-// `halo`: pixels around the strip that are loaded with it.
+// `halo`: the width in pixels of the border that is loaded around the strip.
 template <bool kPacked>
 __device__ inline void load_strip(void* to, const CUtensorMap* map, Barrier* barrier, int channel,
                                   const Strip& at, int halo) {

@@ -1,10 +1,10 @@
-// Tiles of the Hopper forward convolution: the list that kernels are compiled for, and the choice
-// among them. Plain numbers, shared by the host, the kernel and tile_choices_test.cc.
+// Tiles of the Hopper forward convolution: the list of tiles that kernels are compiled for, and the
+// choice among them. Plain arithmetic, shared by the host, the kernel and tile_choices_test.cc.
 //
 // An image is cut into strips of 8 columns × `rows` rows, which are loaded with a halo of one
 // pixel. A block computes one output tile at a time: one strip for each consumer warpgroup ×
 // `features` output channels. The mainloop runs over the input in chunks of 64 channels, nine taps
-// each, then over the chunks that a shortcut projects (centre tap only).
+// each, then over the chunks of a shortcut's input (`projected`), centre tap only.
 //
 // A strip of a 4 × 4 image would be mostly empty, so a packed strip holds 4 or 8 whole images, the
 // samples of a pixel side by side: in shared memory, pixel (row, column) of sample n is row (row ·
@@ -22,29 +22,30 @@
 namespace jaxunet::cuda {
 
 constexpr int kChunk = 64;             // channels of a chunk
-constexpr int kRowBytes = 2 * kChunk;  // of a pixel's chunk: a swizzled row of shared memory
+constexpr int kRowBytes = 2 * kChunk;  // one pixel's chunk: a swizzled row of shared memory
 constexpr int kStripColumns = 8;       // pixels
 constexpr int kHaloColumns = kStripColumns + 2;
 constexpr int kStripStages = 2;              // strips in flight for each consumer
-constexpr int kMaxSharedBytes = 227 * 1024;  // that one block of compute capability 9.0 can use
+constexpr int kMaxSharedBytes = 227 * 1024;  // limit per block, compute capability 9.0
 constexpr int kBarrierBytes = 1024;          // reserved for all barriers of a block
-constexpr int kMaxWeightStages = 16;         // of the weight ring
-constexpr int kWarpgroup = 128;              // threads
+constexpr int kMaxWeightStages = 16;         // limit of the weight ring
+constexpr int kWarpgroup = 128;              // threads per warpgroup
 
 // The shape of an output tile, and of the block that computes it. forward.cuh shows the block.
 struct Tile {
-  int rows;       // image rows of a strip
+  int rows;       // image rows per strip
   int features;   // output channels
   int consumers;  // consumer warpgroups, one strip each
-  int taps;       // kernel taps in one stage of the weight ring: 1 or 3, by phases 1 or 2
-  // Computes (features, pixels) instead of (pixels, features): less shared-memory traffic where
-  // features = 64, as M of wgmma is 64 and N the pixels. Otherwise the pixels of a strip are 64.
+  int taps;       // kernel taps per stage of the weight ring: 1 or 3; with phases 1 or 2
+  // Computes (features, pixels) instead of (pixels, features). M of wgmma is 64: a transposed tile
+  // has 64 features, and the pixels of its strip are N; in any other tile a strip has 64 pixels.
+  // For 64 features, transposing reduces shared-memory traffic.
   bool transposed;
-  bool activated;     // one more warpgroup for each consumer applies SiLU(a · x + b) to its strips
-  int samples = 1;    // images of a strip; more than one: packed
-  bool sums = false;  // for norm_gradient_epilogue.cuh
-  bool wide = false;  // for wide_epilogue.cuh
-  bool phases = false;  // for phases.h
+  bool activated;       // an extra warpgroup per consumer applies SiLU(a · x + b) to its strips
+  int samples = 1;      // images per strip; more than one: packed
+  bool sums = false;    // uses norm_gradient_epilogue.cuh
+  bool wide = false;    // uses wide_epilogue.cuh
+  bool phases = false;  // convolves by phases (phases.h)
 
   constexpr int kernel_taps() const { return phases ? 4 : 9; }
   constexpr bool packed() const { return samples > 1; }
@@ -56,18 +57,19 @@ struct Tile {
   constexpr int pixels() const { return rows * strip_columns() * samples; }  // of all samples
   // The TMA box of a strip: the strip and one pixel around it.
   constexpr int box_bytes() const { return (rows + 2) * halo_columns() * samples * kRowBytes; }
-  // The box rounded up to a multiple of 1024 bytes, where the swizzle pattern starts again.
+  // The box rounded up to a multiple of 1024 bytes, the period of the swizzle pattern.
   constexpr int strip_bytes() const {
     return packed() ? box_bytes() : (rows + 2 + 3) / 4 * 4 * halo_columns() * kRowBytes;
   }
-  // Rows of shared memory (pixels) from one group of eight pixels that wgmma reads to the next.
+  // Distance between the groups of eight pixels that wgmma reads, in rows of shared memory
+  // (pixels).
   constexpr int group_stride_rows() const { return packed() ? 8 : halo_columns(); }
-  // Weights of one stage: 64 channels of `taps` taps.
+  // One stage of weights: 64 channels of `taps` taps.
   constexpr int stage_bytes() const { return taps * features * kRowBytes; }
-  // The output buffer. Float32 results are stored from registers.
+  // The output buffer; none for float32 results, which are stored from registers.
   constexpr int output_bytes() const { return wide ? 0 : pixels() * features * 2; }
-  // Both sums of each warp over its pixels. If it is transposed, a warp has all pixels of a
-  // channel.
+  // Both sums of each of the four warps. A transposed tile needs no such buffer: there a warp has
+  // all pixels of a channel.
   constexpr int sum_bytes() const {
     return sums && !transposed ? 4 * 2 * features * static_cast<int>(sizeof(float)) : 0;
   }
@@ -81,7 +83,7 @@ struct Tile {
   }
   // Groups of eight accumulator columns that are outputs, not halo.
   constexpr int kept_groups() const { return packed() ? pixels() / 8 : wgmma_n() / 8; }
-  // Shared memory beside the weight ring, and the stages that fit the rest.
+  // Shared memory other than the weight ring, and the number of weight stages that fit in the rest.
   constexpr int fixed_bytes() const {
     return consumers * (kStripStages * strip_bytes() + output_bytes() + sum_bytes()) +
            kBarrierBytes;
@@ -89,9 +91,9 @@ struct Tile {
   constexpr int max_stages() const {
     return std::min((kMaxSharedBytes - fixed_bytes()) / stage_bytes(), kMaxWeightStages);
   }
-  // Registers of a thread at launch: a multiprocessor has 65536; ptxas allocates them in eights, up
-  // to 255 per thread. Afterwards setmaxnreg moves those that the producer and the activation do
-  // not need to the consumers.
+  // Registers per thread at launch: a multiprocessor has 65536, allocated in multiples of eight, at
+  // most 255 per thread. setmaxnreg then moves the registers that the producer and the activation
+  // warpgroups do not need to the consumers.
   constexpr int launch_registers() const { return std::min(65536 / threads() / 8 * 8, 248); }
   constexpr int producer_registers() const { return 40; }
   constexpr int activation_registers() const { return 80; }
@@ -130,12 +132,12 @@ struct TileTraits {
                 "the swizzle pattern repeats every 1024 bytes");
   static_assert(kTile.max_stages() >= 2, "a stage is released only when the next one is in use");
 
-  // The first pixel that a tap (0 to 8, row by row) reads, as a row of the haloed strip in shared
+  // The first pixel that a tap (0 to 8, row-major) reads, as a row of the haloed strip in shared
   // memory.
   JAXUNET_HOST_DEVICE static constexpr int tap_row(int tap) {
     return (tap / 3 * kHaloColumns + tap % 3) * samples;
   }
-  // The place in the 3 × 3 taps of the `n`-th tap of the kernel.
+  // The index among the 3 × 3 taps of the kernel's `n`-th tap.
   JAXUNET_HOST_DEVICE static constexpr int kernel_tap(int n) { return n; }
   // The `n`-th kept group of eight accumulator columns.
   JAXUNET_HOST_DEVICE static constexpr int kept_group(int n) {
@@ -144,7 +146,7 @@ struct TileTraits {
   }
 };
 
-// The same tile for the input gradient that continues through SiLU and the norm's affine map.
+// The same tile with norm_gradient_epilogue.cuh.
 template <class Traits>
 struct WithSums : Traits {
   static_assert(!Traits::kPacked && !Traits::kActivated, "a strip has the pixels of one image");
@@ -155,7 +157,7 @@ struct WithSums : Traits {
   static_assert(kTile.max_stages() >= 2, "a stage is released only when the next one is in use");
 };
 
-// The same tile for float32 results, without an activation.
+// The same tile with wide_epilogue.cuh, without an activation.
 template <class Traits>
 struct WithWideResults : Traits {
   static_assert(!Traits::kActivated, "the terms of a float32 image are taken after its activation");
@@ -166,32 +168,34 @@ struct WithWideResults : Traits {
   static constexpr int kOutputBytes = kTile.output_bytes();
 };
 
-// Constants of `Schedule::cycles`: a fit to times on an H200. To refit: force each tile in turn
+// Constants of `Schedule::cycles`, fitted to times on an H200. To refit: force each tile in turn
 // (`hopper_forward` in forward.cu), time the cases of the benchmark's kernels, and minimize the
 // squared relative error of the estimate over all pairs of a case and a tile.
 namespace fit {
-// Ratio: the rate of wgmma to its peak.
+// Achieved fraction of wgmma's peak rate.
 constexpr double kTensorCoreRate = 0.89;
-// Ratio: the time to read the operands of a wgmma to 16 + n / 4 cycles.
+// Measured time to read the operands of a wgmma, relative to 16 + n / 4 cycles.
 constexpr double kOperandReadSlowdown = 1.15;
-// Numbers that the warpgroup of one consumer activates in a cycle.
+// Elements that one activation warpgroup processes per cycle.
 constexpr double kActivatedPerCycle = 2.8;
-// Cycles that a projected chunk takes beside its products: a single tap does not hide its loads.
+// Cycles that a projected chunk takes in addition to its wgmmas, because a single tap does not hide
+// the loads.
 constexpr double kShortcutChunkCycles = 500;
-// Cycles at the end of a tile: to drain the pipeline, divided by the consumers; and to write
+// Cycles at the end of a tile: to drain the pipeline (shared by the consumers), and to write
 // `kEpilogueOutputs` outputs of a strip.
 constexpr double kDrainCycles = 440, kEpilogueCycles = 1270;
 constexpr int kEpilogueOutputs = 8192;
 }  // namespace fit
 
-// A tile applied to one shape: the output tiles that the blocks share, and their weight ring.
+// A tile applied to one shape: the output tiles to distribute among the blocks, and the weight
+// ring.
 struct Schedule {
   int batch = 0, height = 0, width = 0;
-  int chunks = 0, shortcut_chunks = 0;  // of 64 channels: of x, and of what the shortcut projects
-  int strips_down = 0, strips_across = 0;  // of an image
-  int strips = 0, feature_tiles = 0;       // of the batch; of all output channels
+  int chunks = 0, shortcut_chunks = 0;     // 64-channel chunks of x, and of `projected`
+  int strips_down = 0, strips_across = 0;  // per image
+  int strips = 0, feature_tiles = 0;       // in the batch; in all output channels
   int tiles = 0;                           // strips / consumers × feature_tiles
-  int stages = 0;                          // of the weight ring
+  int stages = 0;                          // stages of the weight ring
   bool weights_resident = false;           // the ring holds all weights; they are loaded once
 
   Schedule() = default;
@@ -207,10 +211,10 @@ struct Schedule {
     strips = static_cast<int>(ceil_div(batch_, tile.samples)) * strips_down * strips_across;
     feature_tiles = static_cast<int>(ceil_div(features, tile.features));
     tiles = static_cast<int>(ceil_div(strips, tile.consumers)) * feature_tiles;
-    // The stages that a tile reads.
+    // The stages of weights that one tile reads.
     const int loads = chunks * tile.kernel_taps() / tile.taps + shortcut_chunks;
     weights_resident = feature_tiles == 1 && loads <= tile.max_stages();
-    // Six stages at most. To refit: time the kernels with other limits.
+    // At most six stages. To refit: time the kernels with other limits.
     stages = weights_resident ? loads : std::min(tile.max_stages(), 6);
   }
 
@@ -219,8 +223,8 @@ struct Schedule {
   }
 
   // Estimated cycles of the block that runs longest. A wgmma of 64 × n outputs takes n / 2 cycles
-  // on the tensor cores and about 16 + n / 4 to read its operands; four of them are one tap of a
-  // chunk.
+  // on the tensor cores and about 16 + n / 4 to read its operands; one tap of a chunk is four
+  // wgmmas.
   constexpr double cycles(const Tile& tile, int multiprocessors) const {
     const double n = tile.wgmma_n();
     const double tap = 4 / fit::kTensorCoreRate * tile.consumers *
@@ -237,7 +241,8 @@ struct Schedule {
 };
 
 // The tiles that kernels are compiled for. For 4 × 4 images, a separate kernel applies the
-// activation; they are packed four at a time if eight would leave multiprocessors without a tile.
+// activation. Strips of four such images serve batches for which strips of eight would leave
+// multiprocessors idle.
 // clang-format off: one tile a line
 constexpr Tile kTiles[] = {
     // rows, features, consumers, taps, transposed, activated, samples
@@ -285,8 +290,8 @@ constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, 
                      features);
 }
 
-// The first pixel of a strip, without its halo. A strip past the last, and the samples past the
-// last of a packed one, lie outside of the images: TMA reads zeros there and stores nothing.
+// The first pixel of a strip, without its halo. A strip past the last, and the samples of a packed
+// strip past the last sample, lie outside of the images: TMA reads zeros there and stores nothing.
 struct Strip {
   int sample, row, column;
 };

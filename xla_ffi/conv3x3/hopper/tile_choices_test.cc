@@ -11,7 +11,7 @@ namespace {
 
 constexpr float kSomewhere = 0;
 
-// An H200, and the part of it that each set of kernels may use.
+// An H200, and the capabilities of it that each set of kernels may use.
 constexpr Device kH200{132, 227 * 1024, true};
 static_assert(limited(kH200, KernelSet::kFastest).hopper);
 static_assert(!limited(kH200, KernelSet::kPortable).hopper &&
@@ -57,7 +57,7 @@ static_assert(forward_kernel(convolution(64, 64, false, true, 64), true) == Kern
 static_assert(forward_kernel(convolution(64, 64, false, true, 64), false) == Kernel::kImplicitGemm);
 static_assert(forward_kernel(convolution(64, 64, false, true, 64),
                              limited(kH200, KernelSet::kPortable).hopper) == Kernel::kImplicitGemm);
-// Float32 results: only Hopper's kernel writes them, also of few channels and features.
+// Float32 results: only the Hopper kernel writes them, even for few channels or features.
 constexpr Conv3x3 wide(int64_t channels, int64_t features, bool activation = false) {
   Conv3x3 plan = convolution(channels, features, false, activation, 0);
   plan.wide = true;
@@ -74,7 +74,7 @@ static_assert(weight_gradient_kernel(weight_gradient(64, 3), true) == Kernel::kF
 static_assert(weight_gradient_kernel(weight_gradient(64, 64), true) == Kernel::kHopper);
 static_assert(weight_gradient_kernel(weight_gradient(20, 3), true) == Kernel::kImplicitGemm);
 
-// 64 channels, projected to `first` + `second`: the gradient of what a shortcut projects.
+// The gradient of a shortcut's input: 64 channels, projected to `first` + `second`.
 constexpr Conv3x3 projection(int64_t first, int64_t second) {
   Conv3x3 plan = convolution(0, first + second, true, false, 0);
   plan.x = {};
@@ -118,18 +118,18 @@ constexpr bool keeps_pixels() {
 }
 static_assert(keeps_pixels<4>() && keeps_pixels<8>());
 
-// The samples that a convolution of 4 × 4 pixels packs on a GPU of 132 multiprocessors, for shapes
-// of PACKED in parity_test.py: those tests run both packed tiles.
+// The samples per strip of a convolution of 4 × 4 images on a GPU with 132 multiprocessors. The
+// shapes of PACKED in parity_test.py must cover both packed tiles.
 constexpr int samples_at_4x4(int64_t batch, int chunks, int shortcut_chunks, int64_t features) {
   return kTiles[quickest_tile(false, 132, batch, 4, 4, chunks, shortcut_chunks, features)].samples;
 }
 static_assert(samples_at_4x4(19, 2, 0, 520) == 4 && samples_at_4x4(59, 2, 3, 520) == 8);
 static_assert(samples_at_4x4(59, 2, 0, 520) == 8);
-// docs/cuda.md says so: one wave of tiles of one sample, then packed ones.
+// As docs/cuda.md says: up to one wave of tiles with one sample each, then packed tiles.
 static_assert(samples_at_4x4(33, 4, 0, 256) == 1 && samples_at_4x4(34, 4, 0, 256) == 4);
 static_assert(samples_at_4x4(256, 4, 0, 256) == 8);
 
-// By phases, a tap of a phase reads the pixels that `UpsampledConv3x3` says.
+// Each tap of a phase reads the pixels in the formula of `UpsampledConv3x3` (plan.h).
 template <class Traits>
 constexpr bool reads_taps() {
   for (int tap = 0; tap < 16; ++tap) {
@@ -163,7 +163,8 @@ static_assert(!takes_upsampled(upsampled(Type::kFloat32, 4, 128), true));
 static_assert(!takes_upsampled(upsampled(Type::kBfloat16, 3, 128), true));
 static_assert(!takes_upsampled(upsampled(Type::kBfloat16, 4, 72), true));
 
-// The tiles by phases of the shapes of TILES in test_upsampled.py: those tests run them all.
+// The phase tiles chosen for the shapes of TILES in test_upsampled.py, which must cover all of
+// them.
 struct PhaseChoice {
   bool flipped;
   int tile;

@@ -30,7 +30,7 @@ cudaError_t parameters(const Tile& tile, const UpsampledConv3x3& plan, Parameter
   const NhwcBox of_x = box_of(tile, 2), of_y = box_of(tile, 0);  // x with one pixel on either side
   static_assert(kPhases <= kMaxParts, "a phase is a part");
   const bool packed = tile.packed();
-  constexpr int64_t kTaps = 16;  // of all phases
+  constexpr int64_t kTaps = 16;  // 2 × 2 for each of four phases
   cudaError_t error;
   if (plan.flipped) {
     error = phase_maps(p->maps.x, plan.type, plan.x, x, of_x, packed);

@@ -7,10 +7,10 @@
 
 namespace jaxunet::cuda::forward {
 
-// Fills the parameters; encodes the tensor maps.
+// Fills in the parameters and encodes the tensor maps.
 cudaError_t parameters(const Tile& tile, const UpsampledConv3x3& plan, Parameters* p);
 
-// The launch functions of one type, in the order of kPhaseTiles.
+// The launch functions for one type, in the order of kPhaseTiles.
 struct UpsampledLaunches {
   using Run = cudaError_t (*)(const UpsampledConv3x3& plan, int multiprocessors,
                               cudaStream_t stream);

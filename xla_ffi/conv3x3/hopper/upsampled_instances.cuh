@@ -1,9 +1,9 @@
-// The instances of hopper_forward_kernel by phases for one type: every tile of kPhaseTiles, flipped
-// and not.
+// The instances of hopper_forward_kernel with phases for one type: every tile of kPhaseTiles,
+// flipped and unflipped.
 #pragma once
 
 #include "conv3x3/hopper/upsampled.h"
-// after upsampled.h, whose `parameters` its `run` calls
+// Must follow upsampled.h, which declares the `parameters` that `run` calls.
 #include "conv3x3/hopper/forward_instances.cuh"
 
 namespace jaxunet::cuda::forward {

@@ -28,18 +28,18 @@ cudaError_t run(const UpsampledParameters& p, cudaStream_t stream) {
   return p.samples == kPackedSamples ? run<T, true>(p, stream) : run<T, false>(p, stream);
 }
 
-// Floats of the partial results.
+// Number of floats in the partial results.
 int64_t partial_floats(const UpsampledWeightGradient& plan, const SplitK& split_k) {
   return 16 * plan.channels * plan.features * split_k.splits +
          2 * plan.batch * plan.features * split_k.slots();
 }
 
-// The splits with the least estimated time for which the workspace has room.
+// The number of splits with the least estimated time among those that fit in the workspace.
 SplitK quickest_split(const UpsampledWeightGradient& plan, int64_t tiles, int64_t strips,
                       int64_t strips_of_sample, int multiprocessors) {
   // Microseconds to multiply a strip, to start a block and store its partial results, and to reduce
-  // those. The first is an estimate of the time to read a strip from L2, the others are those of
-  // weight_gradient.cc, which tells how to fit them; here they have not been fitted.
+  // those. The first estimates the time to read a strip from L2. The other two are taken from
+  // weight_gradient.cc, which says how to fit them; they have not been fitted to this kernel.
   constexpr double kStripTime = 0.9, kBlockTime = 5, kReduceTime = 0.03;
   const auto splits_of = [&](int64_t splits) {
     return SplitK{static_cast<int>(strips), static_cast<int>(strips_of_sample),

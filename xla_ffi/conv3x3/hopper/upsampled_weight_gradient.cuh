@@ -3,22 +3,22 @@
 //   dW'[a, b, u, v, c, f] = sum over pixels (i, j) of the small image of
 //                           x[i + u + a - 1, j + v + b - 1, c] · dy[2i + a, 2j + b, f]
 //
-// These are the gradients of the taps of the phases, each of which is a sum of rows and columns of
-// the kernel. So the gradient of a row and column of the kernel is the sum of those of the taps
-// that it is part of, which upsampled_weight_gradient_fold.cu adds.
+// These are the gradients of the taps of the phases. Each such tap is a sum of taps of the 3 × 3
+// kernel, so the gradient of a kernel tap is the sum of the gradients of the phase taps that
+// contain it; upsampled_weight_gradient_fold.cu adds them.
 //
-// The kernel is built as that of weight_gradient.cuh, whose mainloop, helpers, strips and split-K
-// it shares. What differs:
+// The kernel has the structure of weight_gradient.cuh and shares its mainloop, helpers, strips and
+// split-K. The differences:
 //
 // A block owns 64 input × 64 output channels and the eight taps of two phases, (a, 0) and (a, 1).
-// So a haloed strip of x is read once for two strips of dy: reads through L2 limit this kernel. A
-// stage of the ring has both, the dy of each phase in a box of its own.
+// So a haloed strip of x is read once for two strips of dy, because L2 bandwidth limits this
+// kernel. A stage of the ring holds x and, in a box for each phase, dy.
 //
 // Each of four consumers owns a row of taps, (b, u): a wgmma of 64 × 128 multiplies the dy of its
-// phase by the two taps v.
+// phase by x at the two taps v.
 //
-// The helpers sum both boxes of dy. The blocks of a = 0 and of a = 1 have slots of their own for
-// the sums.
+// The helpers sum both boxes of dy. The blocks of a = 0 and those of a = 1 store these sums in
+// separate slots.
 #pragma once
 
 #include "common/fast_divmod.h"
@@ -54,7 +54,7 @@ struct UpsampledBlock : StripLayout<kPacked_>, Share<UpsampledParameters> {
   static constexpr int kConsumers = UpsampledTile::kConsumers;
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr int kXBytes = Layout::kXBytes, kStageDyBytes = 2 * kDyBytes;
-  static constexpr int kTaps = 2;  // of a consumer
+  static constexpr int kTaps = 2;  // per consumer
   static constexpr int kStages =
       (kMaxSharedBytes - kBarrierBytes - kScratchBytes) / (kXBytes + kStageDyBytes);
   static constexpr int kRingBytes = kStages * (kXBytes + kStageDyBytes);
@@ -70,11 +70,11 @@ struct UpsampledBlock : StripLayout<kPacked_>, Share<UpsampledParameters> {
     full = reinterpret_cast<Barrier*>(dy + kStages * kStageDyBytes);
     empty = full + kStages;
     scratch = reinterpret_cast<float*>(dy + kStages * kStageDyBytes + kBarrierBytes);
-    // Neighbouring blocks share pixels, which L2 then serves.
+    // Neighbouring blocks read the same pixels, which are then in L2.
     const int at = static_cast<int>(blockIdx.x);
     split = p.kernel.by_tiles.quotient(at);
     tile = at - split * p.kernel.tiles;
-    const int row = p.feature_blocks.quotient(tile);  // of tiles: a, then x_block
+    const int row = p.feature_blocks.quotient(tile);  // row of tiles: a, then x_block
     feature = p.feature_blocks.remainder(tile, row) * kChunk;
     a = p.x_blocks.quotient(row);
     x_block = p.x_blocks.remainder(row, a);
@@ -93,13 +93,13 @@ struct UpsampledBlock : StripLayout<kPacked_>, Share<UpsampledParameters> {
   __device__ void init_barriers() const {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(1);
-      // One for each warp of the consumers, and for each helper warp that reads dy.
+      // One arrival for each consumer warp, and for each helper warp if the helpers read dy.
       empty[i].init(4 * kConsumers + (sums_dy ? kHelpers / 32 : 0));
     }
   }
 
-  // The block as a consumer (b, u) sees it: dy begins with its phase, and x with the pixel that
-  // tap (0, 0) reads.
+  // The block as consumer (b, u) sees it: dy points to the consumer's phase, and x to the pixel
+  // that tap (0, 0) of this phase reads.
   __device__ UpsampledBlock of_phase(int b) const {
     UpsampledBlock block = *this;
     block.x += a * Layout::kBelow + b * Layout::kRight;
@@ -107,7 +107,7 @@ struct UpsampledBlock : StripLayout<kPacked_>, Share<UpsampledParameters> {
     return block;
   }
 
-  // For the helpers, as in Block.
+  // For the helpers, as in weight_gradient_block.cuh.
   __device__ const unsigned char* first_dy() const { return dy; }
   __device__ int bytes_to_next_dy() const { return kStageDyBytes; }
   __device__ int ring_stages() const { return kStages; }
@@ -128,7 +128,7 @@ __device__ inline void epilogue(const Block& block, int, const float (&accumulat
       threadIdx.x / kWarpgroup, accumulator);
 }
 
-// Fills the ring: the dy of both phases, and haloed x.
+// Fills the ring with haloed x and the dy of both phases.
 template <class Block>
 __device__ inline void produce_phases(const Block& block) {
   const UpsampledParameters& p = block.p;
@@ -138,7 +138,7 @@ __device__ inline void produce_phases(const Block& block) {
     const int stage = i % Block::kStages;
     const Strip from = block.for_tma(at);
     Barrier* full = &block.full[stage];
-    block.empty[stage].wait(i / Block::kStages % 2 ^ 1);  // at once the first time round
+    block.empty[stage].wait(i / Block::kStages % 2 ^ 1);  // returns at once in the first round
     full->arrive_expect(bytes);
     for (int b = 0; b < 2; ++b) {
       load_strip<Block::kPacked>(block.dy + stage * Block::kStageDyBytes + b * kDyBytes,
@@ -149,8 +149,8 @@ __device__ inline void produce_phases(const Block& block) {
   }
 }
 
-// Registers of a thread: at launch all have 96; the fifth warpgroup gives up 40 of them, of which
-// the consumers take what comes in eights.
+// Registers per thread. All threads start with 96. The fifth warpgroup gives up 40, and each of the
+// four consumers takes eight more, because setmaxnreg counts in eights.
 constexpr int kPhaseConsumerRegisters = 104, kPhaseHelperRegisters = 56;
 
 template <class T, bool kPacked>
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(UpsampledBlock<T, kPacked>::kThreads, 1)
     if (thread >= kWarpgroup - kHelpers && block.sums_dy) help(block);
   }
 #else
-  __trap();  // the host does not launch it (common/device.h)
+  __trap();  // never launched: common/device.h
 #endif
 }
 

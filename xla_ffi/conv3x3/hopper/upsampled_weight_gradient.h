@@ -1,6 +1,5 @@
-// The partial results of the weight gradient by phases, between the kernel that writes them
-// (upsampled_weight_gradient.cuh) and the one that adds and folds them
-// (upsampled_weight_gradient_fold.cu).
+// The layout of the partial results of the weight gradient by phases: upsampled_weight_gradient.cuh
+// writes them, upsampled_weight_gradient_fold.cu adds and folds them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,9 +11,10 @@
 namespace jaxunet::cuda::weight_gradient {
 
 // A tile: 64 input × 64 output channels of the eight taps [b, u, v] of the phases (a, 0), (a, 1).
-// Each of the four consumers (b, u) of a block has the 64 features as rows and two taps v × 64
-// channels as columns of its accumulator, so each of its 128 threads holds 64 registers, in fours:
-// two features × two channels, as in accumulator_tile.h. float[4 consumers][16 fours][128][4].
+// The accumulator of each of a block's four consumers (b, u) has the 64 features as rows and two
+// taps v × 64 channels as columns. Each of the consumer's 128 threads holds 64 registers, in fours
+// of two features × two channels, as in accumulator_tile.h. A tile is float[4 consumers][16
+// fours][128][4].
 struct UpsampledTile {
   static constexpr int kConsumers = 4, kFours = 16, kThreads = 128;
   static constexpr int kEntries = kConsumers * kFours * kThreads * 4;
@@ -31,7 +31,7 @@ struct UpsampledPartials {
   int splits, slots;
 };
 
-// Writes plan.dkernel and plan.dshift. Zeros without splits.
+// Writes plan.dkernel and plan.dshift: zeros if there are no splits.
 cudaError_t fold_upsampled(const UpsampledWeightGradient& plan, const UpsampledPartials& partials,
                            cudaStream_t stream);
 

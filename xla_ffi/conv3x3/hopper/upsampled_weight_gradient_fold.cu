@@ -1,10 +1,11 @@
 // Adds the partial results of the weight gradient by phases in a fixed order, folds the gradients
 // of the 16 taps of the phases into those of the kernel's nine, and adds the sums of dy.
 //
-// A block has 32 lanes × 16 taps × kSplitRows rows. A lane has four entries of every tap, of which
-// a warp's are 16 features × eight channels (accumulator_tile.h); row r adds them over splits r, r
-// + kSplitRows, ... Then each thread adds the taps of four neighbouring features. Other blocks add
-// the sums of dy: a lane has four neighbours, and all rows and taps share the parts.
+// A block has 32 lanes × 16 taps × kSplitRows rows. A lane holds four entries of each tap, so a
+// warp holds 16 features × eight channels (accumulator_tile.h). Row r adds them over splits r, r +
+// kSplitRows, ... Then each thread adds the phase taps of one kernel tap, for four adjacent
+// features. Other blocks add the sums of dy: a lane has four adjacent entries, and the parts to add
+// are divided among all rows and taps.
 //
 // __syncthreads: the sums of the rows have been written to shared memory.
 #include <algorithm>
@@ -23,7 +24,7 @@ namespace {
 constexpr int kLanes = 32, kTaps = 16, kSplitRows = 2, kRows = kTaps * kSplitRows;
 constexpr int kThreads = kLanes * kRows;
 constexpr int kAhead = 4;                                      // reads in flight
-constexpr int kGroups = UpsampledTile::kThreads / kLanes * 8;  // of lanes, in a tap of a tile
+constexpr int kGroups = UpsampledTile::kThreads / kLanes * 8;  // warps per tap of a tile
 
 struct Fold {
   const float *partials, *shift;
@@ -56,7 +57,7 @@ __device__ float4 summed(const float* from, int64_t stride, int first, int step,
   return total;
 }
 
-// Writes four neighbouring entries of a result, the first a multiple of four.
+// Writes four adjacent entries of a result; `entry` is a multiple of four.
 __device__ void put(const Result& to, int64_t entry, const float (&values)[4]) {
   const auto write = [&](auto* data) {
     using T = std::remove_reference_t<decltype(*data)>;
@@ -75,21 +76,21 @@ __device__ void put(const Result& to, int64_t entry, const float (&values)[4]) {
   }
 }
 
-// A tap (a, u) of the rows of a phase, or (b, v) of its columns, is a sum of rows of the kernel:
-// (0, 0) of row 0, (0, 1) of rows 1 and 2, (1, 0) of rows 0 and 1, (1, 1) of row 2. So a row of the
-// kernel is part of two taps; these are they, as 2 a + u.
+// Tap row u of the phases (a, b) is a sum of kernel rows: (a, u) = (0, 0) of row 0, (0, 1) of rows
+// 1 and 2, (1, 0) of rows 0 and 1, (1, 1) of row 2; columns (b, v) likewise. So each kernel row is
+// part of two tap rows. Returns the first (n = 0) or the second (n = 1) as 2 a + u.
 __device__ int tap_of(int row, int n) { return n == 0 ? row > 0 : row < 2 ? 2 : 3; }
 
 __device__ void fold(const Fold& p, float4* sums) {
   const int lane = threadIdx.x % kLanes, tap = threadIdx.x / kLanes % kTaps,
             row = threadIdx.x / (kLanes * kTaps);
-  // The lanes' place in a tile: its chunks, eight of its channels and 16 of its features.
+  // The group's place: the tile, and in it eight channels and 16 features.
   const int tile = blockIdx.x / kGroups, group = blockIdx.x % kGroups, eight = group / 4,
             sixteen = group % 4;
   const int x_block = p.feature_blocks.quotient(tile),
             feature_block = p.feature_blocks.remainder(tile, x_block);
   const int tiles = p.x_blocks * static_cast<int>(p.feature_blocks.divisor);
-  // A tap is 8 a + 4 u + 2 b + v.
+  // tap = 8 a + 4 u + 2 b + v
   const int a = tap / 8, u = tap / 4 % 2, b = tap / 2 % 2, v = tap % 2;
   const float* from = p.partials +
                       static_cast<int64_t>(a * tiles + tile) * UpsampledTile::kEntries +
@@ -160,7 +161,7 @@ cudaError_t fold_upsampled(const UpsampledWeightGradient& plan, const UpsampledP
   p.splits = partials.splits;
   p.x_blocks = p.channels / kChunk;
   p.feature_blocks = FastDivmod(p.features / kChunk);
-  // If all samples share a row of the shift, a slot has one part for each of them.
+  // If all samples share one shift, each sample's sum in a slot is a part to add.
   const int64_t parts_of_slot = plan.shifts == 1 ? plan.batch : 1;
   p.shift_parts = static_cast<int>(2 * partials.slots * parts_of_slot);
   p.shift_count = static_cast<int>(plan.shifts * plan.features);

@@ -29,15 +29,15 @@ cudaError_t run(const Parameters& p, cudaStream_t stream) {
   return p.samples == kPackedSamples ? run<T, true>(p, stream) : run<T, false>(p, stream);
 }
 
-// Projected chunks of a block, at most `max` and as even as they can be.
+// Projected chunks per block: at most `max`, divided as evenly as possible.
 int chunks_of_block(int64_t chunks, int max) {
   return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, ceil_div(chunks, max)));
 }
 
-// TMA boxes that are read in the time in which a strip of the kernel's gradient is multiplied. A
-// strip of the shortcut's gradient is bound by reading its boxes: dy, and one for each chunk.
-// Fitted on an H200; to refit, time convolutions with a shortcut of 1 to 6 chunks while the
-// shortcut's share of the multiprocessors varies.
+// TMA boxes that are read in the time in which one strip of the kernel's gradient is multiplied.
+// The shortcut's gradient is bound by reading its boxes: dy, and one for each chunk. Fitted on an
+// H200; to refit, time convolutions with a shortcut of 1 to 6 chunks while the shortcut's share of
+// the multiprocessors varies.
 constexpr int kBoxesOfStrip = 5;
 
 }  // namespace
@@ -55,7 +55,7 @@ WeightGradientTiling hopper_weight_gradient_tiling(const Conv3x3WeightGradient& 
   tiling.block_chunks = chunks_of_block(chunks, max_block_chunks);
   tiling.shortcut_tiles = ceil_div(chunks, max_block_chunks) * across;
   tiling.shortcut_time = static_cast<double>(1 + tiling.block_chunks) / kBoxesOfStrip;
-  tiling.shortcut_size = static_cast<double>(tiling.block_chunks) / 9;  // a chunk is like a tap
+  tiling.shortcut_size = static_cast<double>(tiling.block_chunks) / 9;  // a chunk is one tap
   return tiling;
 }
 

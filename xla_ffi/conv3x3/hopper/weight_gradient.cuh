@@ -3,28 +3,28 @@
 //   dW[i, j, c, f] = sum over pixels of x[pixel shifted by (i - 1, j - 1), c] · dy[pixel, f]
 //
 // A block owns 64 input × 64 output channels and all nine taps: 147 KB of float32 accumulators in
-// registers. K runs over pixels, of which the block has a share (split-K, split_k.h). Strips of 8 ×
-// 8 pixels pass through a ring in shared memory: dy, and x with one pixel of halo. Both operands of
-// wgmma are MN-major, as channels are contiguous and pixels are K. Each consumer owns a row of
-// taps. Tap (i, j) is the haloed x starting at a shifted row, and the descriptor's leading stride,
-// from 64 columns of B to the next, is one pixel: a single wgmma of 64 × 192 multiplies dy by the
-// three taps of a row.
+// registers. K runs over pixels, and a block has one split of them (split-K, split_k.h). Strips of
+// 8 × 8 pixels pass through a ring in shared memory: dy, and x with one pixel of halo. Both
+// operands of wgmma are MN-major, because channels are contiguous and pixels are K. Each consumer
+// owns a row of taps. For tap (i, j), the operand is the haloed x starting at a shifted row. The
+// descriptor's leading stride, from 64 columns of B to the next 64, is one pixel: a single wgmma of
+// 64 × 192 multiplies dy by the three taps of a row.
 //
-// Images of at most four rows: a strip has two samples, one below the other: dy's 2 · 4 × 8 pixels,
-// x's 2 · 6 × 10. 4 × 4 images: a strip has four samples, packed (tile.h): dy's 4 × 4 · 4 pixels,
-// x's 6 × 6 · 4; 16 steps of K are one image row.
+// For images of at most four rows, a strip holds two samples, one below the other: 2 · 4 × 8 pixels
+// of dy, 2 · 6 × 10 of x. For 4 × 4 images, a strip holds four packed samples (tile.h): 4 × 4 · 4
+// pixels of dy, 6 × 6 · 4 of x; 16 steps of K are one image row.
 //
 // Helpers sum dy over the pixels, for the gradient of the shift. Blocks that load the same dy take
-// turns at this, sample by sample.
+// turns, sample by sample.
 //
 // The gradient of a shortcut, (its input)ᵀ · dy, comes from extra blocks of the same launch, so
-// that their reads overlap the products of the others. Such a block owns up to six chunks of 64
+// that their reads overlap the wgmmas of the others. Such a block owns up to six chunks of 64
 // projected channels × 64 output channels, two chunks for each consumer, and reads dy once for all
-// of them. In a linear layer these are the only blocks.
+// of them. A linear layer has only these blocks.
 //
 // split_k_reduce adds the partial results in a fixed order, without atomics, so every run gives the
-// same bits. If it is their only reader, they are stored in the accumulators' layout
-// (accumulator_tile.h), which is faster.
+// same bits. If no other kernel reads the partial results, they are stored in the accumulators'
+// layout (accumulator_tile.h), which is faster.
 //
 // Warp roles: four warpgroups of 128 threads, one block on a multiprocessor
 //
@@ -39,9 +39,9 @@
 //                                 v                              partial results
 //                               partial sums of dy               (both to global memory)
 //
-// Barriers (mbarrier). A phase completes after the given arrivals and, for "+ bytes", once TMA has
-// written what was announced. Parities alternate from 0; a wait for parity 1 passes at once in the
-// first round.
+// Barriers (mbarrier). A phase completes after the given number of arrivals and, for "+ bytes",
+// once TMA has written the bytes that the arrival announced. Parities alternate from 0; a wait for
+// parity 1 returns at once in the first round.
 //
 //     barrier   waits                       arrives (arrivals)                parity waited for
 //     full[8]   consumers; helpers, if the  producer (1 + bytes of the boxes) 0, flips when the
@@ -52,7 +52,7 @@
 //                                           each helper warp (3)
 //
 // A consumer releases a stage one step late, after it has issued the next wgmmas. Named barrier 1,
-// the 96 helpers: `scratch` has been written; `scratch` has been read.
+// the 96 helpers: after `scratch` has been written, and again after it has been read.
 //
 // Shared memory, in this order; the ring begins at a multiple of 1024 bytes:
 //
@@ -69,8 +69,8 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Registers of a thread. At launch all have 128; the fourth warpgroup gives up 72, which the three
-// consumers share.
+// Registers per thread. All threads start with 128. The fourth warpgroup gives up 72, and each of
+// the three consumers takes 24 more.
 constexpr int kConsumerRegisters = 152, kHelperRegisters = 56;
 
 template <class T, bool kPacked>
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread >= kWarpgroup - kHelpers && block.sums_dy) help(block);
   }
 #else
-  __trap();  // the host does not launch it (common/device.h)
+  __trap();  // never launched: common/device.h
 #endif
 }
 

@@ -12,7 +12,7 @@ namespace jaxunet::cuda::weight_gradient {
 
 constexpr int kConsumers = 3;  // warpgroups: one for each row of taps
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-constexpr int kChunksOfConsumer = 2;  // projected chunks
+constexpr int kChunksOfConsumer = 2;  // projected chunks per consumer
 static_assert(kMaxBlockChunks == kChunksOfConsumer * kConsumers,
               "the consumers divide the chunks of a block");
 
@@ -21,8 +21,8 @@ struct Block : StripLayout<kPacked_>, Share<Parameters> {
   using T = T_;
   using Layout = StripLayout<kPacked_>;
   static constexpr int kXBytes = Layout::kXBytes;
-  static constexpr int kStages = 8;  // of the ring, at most
-  static constexpr int kTaps = 3;    // of a consumer
+  static constexpr int kStages = 8;  // most stages of the ring
+  static constexpr int kTaps = 3;    // per consumer
   static constexpr int kStageDyBytes = kDyBytes;
   static constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
   static constexpr int kBytes = kRingBytes + kBarrierBytes + kScratchBytes;
@@ -37,7 +37,7 @@ struct Block : StripLayout<kPacked_>, Share<Parameters> {
     full = reinterpret_cast<Barrier*>(dy + kStages * kDyBytes);
     empty = full + kStages;
     scratch = reinterpret_cast<float*>(dy + kStages * kDyBytes + kBarrierBytes);
-    // Neighbouring blocks share pixels, which L2 then serves.
+    // Neighbouring blocks read the same pixels, which are then in L2.
     const int kernel_blocks = p.kernel.blocks(), index = static_cast<int>(blockIdx.x);
     const bool projected = index >= kernel_blocks;
     const int at = projected ? index - kernel_blocks : index;
@@ -56,14 +56,14 @@ struct Block : StripLayout<kPacked_>, Share<Parameters> {
               sample * static_cast<int>(p.strips_of_sample.divisor) < first + count;
   }
 
-  // A stage of a block of the shortcut's gradient: dy, then the chunks, boxes of one size.
+  // Shortcut's gradient: a stage holds dy, then the projected chunks, in boxes of equal size.
   __device__ int stage_bytes() const { return (1 + chunks) * kDyBytes; }
   __device__ int stages() const {
     const int fit = kRingBytes / stage_bytes();
     return fit < kStages ? fit : kStages;
   }
 
-  // The maps that the first copies use.
+  // Prefetches the tensor maps that the first copies use.
   __device__ void prefetch_maps() const {
     const Image& image = chunks ? p.projected : p.x;
     prefetch_tensor_map(&p.dy);
@@ -74,15 +74,16 @@ struct Block : StripLayout<kPacked_>, Share<Parameters> {
   __device__ void init_barriers() const {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(1);
-      // One for each warp of the consumers that have work, and for each helper warp that reads dy.
+      // One arrival for each warp of a consumer that has work, and for each helper warp if the
+      // helpers read dy.
       empty[i].init(
           4 * (chunks ? (chunks + kChunksOfConsumer - 1) / kChunksOfConsumer : kConsumers) +
           (sums_dy ? kHelpers / 32 : 0));
     }
   }
 
-  // For the helpers: the first stage's dy, the bytes from one stage to the next, the stages, the
-  // first split that meets a sample, and the place of the sums.
+  // For the helpers: dy of the first stage, the bytes from one stage to the next, the number of
+  // stages, the first split that meets a sample, and where the sums go.
   __device__ const unsigned char* first_dy() const { return chunks ? x : dy; }
   __device__ int bytes_to_next_dy() const { return chunks ? stage_bytes() : kDyBytes; }
   __device__ int ring_stages() const { return chunks ? stages() : kStages; }

@@ -1,5 +1,5 @@
-// The consumers of hopper_weight_gradient_kernel: the products of a row of taps, or of chunks that
-// a shortcut projects.
+// The consumers of hopper_weight_gradient_kernel. Each multiplies dy by x at a row of taps, or by
+// chunks of a shortcut's input.
 #pragma once
 
 #include "conv3x3/accumulator_tile.h"
@@ -9,9 +9,9 @@
 namespace jaxunet::cuda::weight_gradient {
 
 // Stores the accumulators of one tap or chunk, 64 features × 64 channels, as (channels, features).
-// Eight lanes hold eight neighbours along the features: a sector of 32 bytes. Channels and features
-// are multiples of eight, so that the eight rows and columns of a warp exist as a whole or not at
-// all.
+// Eight lanes hold eight adjacent features: a sector of 32 bytes. Channels and features are
+// multiples of eight, so each group of eight is either entirely inside or entirely outside of the
+// result.
 template <class Block>
 __device__ inline void store(const Block& block, const float* accumulator, const Image& image,
                              const Place& place, float* to) {
@@ -57,8 +57,8 @@ __device__ inline void epilogue(const Block& block, int tap_row, const float (&a
   }
 }
 
-// A consumer of a block of the shortcut's gradient: kCount projected chunks, from the block's
-// `first` on.
+// A consumer of a block of the shortcut's gradient: multiplies kCount projected chunks, starting
+// with chunk `first` of the block.
 template <int kCount, class Block>
 __device__ inline void consume_chunks(const Block& block, int first) {
   using T = typename Block::T;
@@ -71,7 +71,7 @@ __device__ inline void consume_chunks(const Block& block, int first) {
   for (int i = 0, stage = 0, phase = 0; i < block.count; ++i) {
     block.full[stage].wait(phase);
     const uint32_t from = shared_address(block.x + stage * bytes);
-    // The same with the chunks as B: the next 64 columns are the next chunk.
+    // As in `consume`, but B is the chunks: the next 64 columns are the next chunk.
     const uint64_t left = smem_descriptor(from, 8 * kRowBytes);
     const uint64_t right = smem_descriptor(from + (1 + first) * kDyBytes, 8 * kRowBytes, kDyBytes);
     wgmma_fence();
@@ -100,7 +100,7 @@ __device__ inline void consume_chunks(const Block& block, int first) {
   }
 }
 
-// Two projected chunks, or the last one alone.
+// Multiplies two projected chunks, or only the last one if their number is odd.
 template <class Block>
 __device__ inline void consume_projected(const Block& block, int consumer) {
   const int first = kChunksOfConsumer * consumer, rest = block.chunks - first;

@@ -1,6 +1,6 @@
-// The helpers of the Hopper weight gradients: three warps that sum dy while the consumers
-// multiply. Eight threads read a pixel's 64 features, eight each, so 12 pixels are read at a time.
-// Where a sample's strips in this split end, the helpers add their sums through `scratch`.
+// The helpers of the Hopper weight gradients: three warps that sum dy while the consumers multiply.
+// Eight threads read a pixel's 64 features, eight each, so 12 pixels are read at a time. After a
+// sample's last strip in this split, the helpers add up their sums through `scratch`.
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -9,9 +9,9 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Adds a strip's dy to the eight sums of a thread. Where a strip has two samples, each has half of
-// the threads. Four packed samples alternate from pixel to pixel; as 12 is a multiple of 4, a
-// thread meets only one of them.
+// Adds a strip's dy to the eight sums of a thread. If a strip has two samples, half of the threads
+// read each. Four packed samples alternate from pixel to pixel; because 12 is a multiple of 4, a
+// thread reads only one of them.
 template <class Block>
 __device__ inline void add_dy(const Block& block, float (&totals)[8], const unsigned char* strip,
                               int thread) {
@@ -41,8 +41,9 @@ __device__ inline void add_dy(const Block& block, float (&totals)[8], const unsi
   }
 }
 
-// All helpers: adds their sums over a sample (or over each sample of a strip) in a fixed order and
-// stores them. kernel.split_k serves the shortcut's blocks too: its strips_of_sample are the same.
+// All helpers: adds up their sums for a sample (or for each sample of a strip) in a fixed order and
+// stores the totals. The shortcut's blocks can use kernel.split_k too: its strips_of_sample is the
+// same.
 template <class Block>
 __device__ inline void store_shift(const Block& block, const float (&totals)[8], int thread,
                                    int sample, int slot) {
@@ -72,7 +73,7 @@ __device__ inline void store_shift(const Block& block, const float (&totals)[8],
   named_barrier_sync(1, kHelpers);
 }
 
-// A helper: walks over the strips of the block's split.
+// A helper thread: goes through the strips of the block's split.
 template <class Block>
 __device__ inline void help(const Block& block) {
   const auto& p = block.p;

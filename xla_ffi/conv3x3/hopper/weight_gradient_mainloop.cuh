@@ -1,4 +1,4 @@
-// The mainloop of the Hopper weight gradients: the products of neighbouring taps.
+// The mainloop of the Hopper weight gradients: multiplies dy by x at adjacent taps.
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -7,7 +7,7 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Stores the accumulators of a thread of a consumer as entries of a tile of partial results.
+// Stores one consumer thread's accumulators as entries of a tile of partial results.
 template <class Tile>
 __device__ inline void store_entries(float* tile, int consumer, const float* accumulator) {
   float* to = tile + Tile::entry(consumer, 0, threadIdx.x % kWarpgroup);
@@ -18,8 +18,8 @@ __device__ inline void store_entries(float* tile, int consumer, const float* acc
   }
 }
 
-// A consumer of a block of a kernel's gradient: kTaps taps of a row, 32 registers for each. The
-// kernel's `epilogue` stores them.
+// A consumer of the kernel's gradient: kTaps taps of a row, with 32 registers per tap, which the
+// block's `epilogue` stores.
 template <class Block>
 __device__ inline void consume(const Block& block, int tap_row) {
   using T = typename Block::T;
@@ -28,15 +28,16 @@ __device__ inline void consume(const Block& block, int tap_row) {
   float accumulator[32 * Block::kTaps];
 #pragma unroll
   for (int i = 0; i < 32 * Block::kTaps; ++i) accumulator[i] = 0;
-  constexpr int kStepsOfSample = kRows / 2 / kPairedSamples;  // of 16 pixels, in one of two samples
-  // Bytes of the halo between two samples, the last row of one and the first of the other.
+  constexpr int kStepsOfSample = kRows / 2 / kPairedSamples;  // 16 pixels each, in a paired sample
+  // Bytes of the halo between two samples: the last row of the first and the first row of the
+  // second.
   const int between = Block::kPacked || p.samples == 1 ? 0 : 2 * Block::kBelow;
   int held = -1;  // the stage that the last wgmma read, not yet released
   for (int i = 0; i < block.count; ++i) {
     const int stage = i % Block::kStages;
     block.full[stage].wait(i / Block::kStages % 2);
-    // A = dyᵀ, 64 features × pixels. B = x, pixels × the taps of 64 channels: from one tap to the
-    // next, a step of `leading` bytes leads to the pixel on the right.
+    // A = dyᵀ, 64 features × pixels. B = x, pixels × the taps of 64 channels: `leading` is one
+    // pixel, so that the next 64 columns are the tap to the right.
     const uint64_t left =
         smem_descriptor(shared_address(block.dy + stage * Block::kStageDyBytes), 8 * kRowBytes);
     const uint64_t right =

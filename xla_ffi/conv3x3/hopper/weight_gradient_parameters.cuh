@@ -20,11 +20,11 @@ struct Image {
   int parts, channels[kMaxParts], total;  // total: channels of all parts
 };
 
-// The work on one of the two gradients: tiles × splits, one block for each. `first` and `count` are
-// those of SplitK, without its divisions.
+// The work of one of the two gradients: tiles × splits, one block each. `first` and `count` are the
+// same as in SplitK, without the divisions.
 struct Work {
   int tiles = 0;
-  int size, longer;  // strips of a split, and how many splits have one more
+  int size, longer;  // strips per split, and how many splits have one more
   FastDivmod by_tiles;
   SplitK split_k;
 
@@ -47,11 +47,11 @@ struct Work {
 struct Parameters {
   Image x, projected;
   CUtensorMap dy;
-  int samples;  // of a strip: 1, two one below the other, or four packed
+  int samples;  // per strip: 1, 2 (one below the other) or 4 (packed)
   int features;
-  FastDivmod feature_blocks, x_blocks;  // chunks of dy's channels, and of those of x (at least 1)
+  FastDivmod feature_blocks, x_blocks;  // chunks of dy and of x (at least 1)
   Work kernel, shortcut;                // tiles of 64 × 64 channels, and of block_chunks · 64 × 64
-  int shortcut_chunks, block_chunks;    // chunks that are projected; of a tile, at most
+  int shortcut_chunks, block_chunks;    // projected chunks: all; at most per tile
   int height, width;
   FastDivmod strips_of_sample, strips_across;
   // (splits, 3, 3, channels, features), or if `accumulator_tiles`: (splits, tiles) of

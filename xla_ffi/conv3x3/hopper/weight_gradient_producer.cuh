@@ -5,8 +5,8 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// For a block of the kernel's gradient: dy, and haloed x. Boxes of less than kRows rows and packed
-// ones leave the rest of a stage unused.
+// Kernel's gradient: loads dy and haloed x. Packed boxes, and boxes of fewer than kRows rows, leave
+// part of a stage unused.
 template <class Block>
 __device__ inline void produce(const Block& block) {
   const Parameters& p = block.p;
@@ -16,7 +16,7 @@ __device__ inline void produce(const Block& block) {
   for (int i = 0; i < block.count; ++i, block.step(at)) {
     const int stage = i % Block::kStages;
     const Strip from = block.for_tma(at);
-    block.empty[stage].wait(i / Block::kStages % 2 ^ 1);  // at once the first time round
+    block.empty[stage].wait(i / Block::kStages % 2 ^ 1);  // returns at once in the first round
     block.full[stage].arrive_expect(bytes);
     load_strip<Block::kPacked>(block.dy + stage * kDyBytes, &p.dy, &block.full[stage],
                                block.feature, from, 0);
@@ -25,7 +25,7 @@ __device__ inline void produce(const Block& block) {
   }
 }
 
-// For a block of the shortcut's gradient: dy, and its projected chunks.
+// Shortcut's gradient: loads dy and the block's projected chunks.
 template <class Block>
 __device__ inline void produce_projected(const Block& block) {
   const Parameters& p = block.p;
@@ -33,7 +33,7 @@ __device__ inline void produce_projected(const Block& block) {
   const int bytes = block.stage_bytes(), stages = block.stages();
   Strip at = block.strip_at(block.first);
   for (int i = 0, stage = 0, phase = 1; i < block.count; ++i, block.step(at)) {
-    block.empty[stage].wait(phase);  // at once the first time round
+    block.empty[stage].wait(phase);  // returns at once in the first round
     block.full[stage].arrive_expect(bytes);
     const Strip from = block.for_tma(at);
     unsigned char* to = block.x + stage * bytes;

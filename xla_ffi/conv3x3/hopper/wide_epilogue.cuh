@@ -1,6 +1,6 @@
 // The epilogue of hopper_forward_kernel for float32 results: adds shift and residual to the
-// accumulator of a strip and stores the sums from registers. At each store, a warp writes whole
-// sectors of 32 bytes: eight neighbouring output channels of a pixel.
+// accumulator of a strip and stores the sums from registers. Each store of a warp writes whole
+// sectors of 32 bytes: eight adjacent output channels of a pixel.
 #pragma once
 
 #include "conv3x3/hopper/forward_epilogue.cuh"
@@ -19,7 +19,7 @@ __device__ inline void wide_epilogue(const Block& block,
   float* __restrict__ y = p.wide_y;
   const float* __restrict__ residual = p.wide_residual;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
-  // The place in y of an output of the tile; -1 outside of the images and past the last channel.
+  // The index in y of an output of the tile; -1 outside of the images and past the last channel.
   const auto place = [&](int pixel, int f) -> int64_t {
     const int sample = at.sample + pixel % Traits::kSamples;
     const int in_strip = pixel / Traits::kSamples;
@@ -30,7 +30,8 @@ __device__ inline void wide_epilogue(const Block& block,
   };
 #pragma unroll
   for (int j = 0; j < Traits::kKeptGroups; ++j) {
-    // Of eight columns, a thread has two neighbouring ones in two rows, eight apart (wgmma.cuh).
+    // In a group of eight columns, a thread holds two adjacent columns of two rows, eight rows
+    // apart (wgmma.cuh).
     const float* values = accumulator + 4 * Traits::kept_group(j);
     const int column = 8 * j + lane % 4 * 2;
 #pragma unroll
