@@ -1,6 +1,7 @@
-// Clusters of blocks (compute capability 9.0): their barrier, and the shared memory of their other
-// blocks, the peers. Code for other architectures must not call `store_peer`, `arrive_peer` or
-// `fence_async_proxy_cluster`: ptxas refuses their instructions there.
+// Thread block clusters (compute capability 9.0): the cluster barrier, and access to the shared
+// memory of the cluster's other blocks, the peers. Code for other architectures must not call
+// `store_peer`, `arrive_peer` or `fence_async_proxy_cluster`: ptxas rejects their instructions
+// there.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +13,7 @@
 namespace jaxunet::cuda {
 
 // The cluster's barrier, in two halves: after cluster_wait, a thread sees what every thread of the
-// cluster wrote before its cluster_arrive. Every thread calls both, in turn.
+// cluster wrote before its cluster_arrive. Every thread calls both, one after the other.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -29,7 +30,8 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-// The address that `here`, of this block's shared memory, has in block `rank` of the cluster.
+// Maps `here`, an address in this block's shared memory, to the same place in block `rank` of the
+// cluster.
 __device__ inline uint32_t peer_address(uint32_t here, int rank) {
   uint32_t there = 0;
 #if __CUDA_ARCH__ >= 900
@@ -40,8 +42,8 @@ __device__ inline uint32_t peer_address(uint32_t here, int rank) {
   return there;
 }
 
-// Writes to the shared memory of a peer, at an address from `peer_address`; four words to a
-// multiple of 16 bytes.
+// Writes to a peer's shared memory, at an address from `peer_address`. Four words need an address
+// that is a multiple of 16 bytes.
 __device__ inline void store_peer(uint32_t there, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
@@ -51,14 +53,14 @@ __device__ inline void store_peer(uint32_t there, const uint32_t (&words)[4]) {
                : "memory");
 }
 
-// Arrives at the barrier of block `rank` that has the place of `here` in this block.
+// Arrives at the barrier of block `rank` that corresponds to `here` in this block.
 __device__ inline void arrive_peer(const Barrier* here, int rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    peer_address(shared_address(here), rank))
                : "memory");
 }
 
-// fence_async_proxy (mbarrier.cuh) for writes to the shared memory of all blocks of the cluster.
+// fence_async_proxy (mbarrier.cuh) for writes to the shared memory of any block of the cluster.
 __device__ inline void fence_async_proxy_cluster() {
   asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
 }

@@ -1,5 +1,5 @@
-// The properties of the current device and of this build on which the choice of a kernel depends.
-// No other file asks the device for its capability or its shared memory.
+// The properties of the current device and of this build that decide which kernels can run. No
+// other file queries the device's compute capability or shared memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,15 +9,15 @@
 namespace jaxunet::cuda {
 
 // CMake defines JAXUNET_BUILT_FOR_SM90A if it compiles code for sm_90a, which wgmma and setmaxnreg
-// need. In code for other architectures the Hopper kernels only trap (launch.cuh).
+// need. Compiled for other architectures, the Hopper kernels only trap (launch.cuh).
 #ifdef JAXUNET_BUILT_FOR_SM90A
 constexpr bool kBuiltForSm90a = true;
 #else
 constexpr bool kBuiltForSm90a = false;
 #endif
 
-// Describes what kernels of a set may use of this thread's current device, which is that of the
-// handler's stream: XLA activates its context before it runs a program.
+// Describes this thread's current device as far as kernels of a set may use it. The current device
+// is that of the handler's stream, because XLA activates its context before it runs a program.
 inline cudaError_t describe(KernelSet kernels, Device* device) {
   int id = 0, major = 0, sms = 0, smem_bytes = 0;
   cudaError_t error = cudaGetDevice(&id);

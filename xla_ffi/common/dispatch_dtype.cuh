@@ -8,7 +8,8 @@
 
 namespace jaxunet::cuda {
 
-// Calls run(zero) with a zero of the type; `decltype(zero)` selects the kernel.
+// Calls run(zero) with a zero of the given type, so that `run` can select a kernel by
+// `decltype(zero)`.
 template <class Run>
 auto dispatch_dtype(Type type, const Run& run) {
   switch (type) {

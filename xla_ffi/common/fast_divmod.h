@@ -1,4 +1,4 @@
-// Division in a kernel by a divisor that the host knows.
+// Fast division in a kernel by a divisor that the host knows before the launch.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ struct FastDivmod {
       : divisor(static_cast<uint32_t>(by)),
         inverse(static_cast<uint32_t>(std::min<int64_t>((int64_t{1} << 32) / by, 0xFFFFFFFF))) {}
 
-  // `low` is the quotient or one less: rounding the inverse down takes less than dividend / 2^32 <
-  // 1 / 2 off the product, before it is rounded down itself.
+  // `low` is the quotient or one less: rounding the inverse down reduces the product by less than
+  // dividend / 2^32 < 1 / 2, and then the product is rounded down.
   JAXUNET_HOST_DEVICE int quotient(int dividend) const {
     const uint32_t n = static_cast<uint32_t>(dividend),
                    low = static_cast<uint32_t>((uint64_t{n} * inverse) >> 32);

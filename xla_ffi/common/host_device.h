@@ -1,5 +1,5 @@
-// JAXUNET_HOST_DEVICE: marks functions that both the host and the device call. Empty for a C++
-// compiler.
+// JAXUNET_HOST_DEVICE: marks functions that both the host and the device call. Empty for a plain
+// C++ compiler.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,4 +1,4 @@
-// Arithmetic of sizes.
+// Integer arithmetic for sizes.
 #pragma once
 
 #include <cstdint>

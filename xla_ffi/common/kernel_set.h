@@ -10,15 +10,15 @@ namespace jaxunet {
 
 struct Device {
   int multiprocessors = 0;
-  int smem_bytes = 0;  // shared memory that a block may have
-  // True if the kernels for Hopper run: wgmma exists in compute capability 9.0 alone, and builds
-  // have code with clusters for no other.
+  int smem_bytes = 0;  // most shared memory per block
+  // True if the Hopper kernels can run: only compute capability 9.0 has wgmma, and code with
+  // clusters is compiled for it alone.
   bool hopper = false;
 };
 
-constexpr int kAdaSmemBytes = 99 * 1024;  // of a block, in compute capability 8.6 and 8.9
+constexpr int kAdaSmemBytes = 99 * 1024;  // per block, compute capability 8.6 and 8.9
 
-// The device as kernels of this set may use it.
+// The device, reduced to what kernels of this set may use.
 constexpr Device limited(Device device, KernelSet kernels) {
   if (kernels != KernelSet::kFastest) device.hopper = false;
   if (kernels == KernelSet::kAda) device.smem_bytes = std::min(device.smem_bytes, kAdaSmemBytes);

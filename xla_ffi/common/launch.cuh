@@ -1,5 +1,5 @@
-// Launches, dynamic shared memory, and the architecture that is being compiled; only nvcc can
-// compile this file.
+// Kernel launches, dynamic shared memory, and the architecture that is being compiled for. Only
+// nvcc can compile this file.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +8,8 @@
 
 #include "common/shared_memory.h"
 
-// Defined while nvcc compiles device code for sm_90a, the only architecture with wgmma. In code for
-// any other architecture the kernels that need it trap; the host does not launch them there
+// Defined while nvcc compiles device code for sm_90a, the only architecture with wgmma. Compiled
+// for any other architecture, kernels that need wgmma trap; the host never launches them there
 // (common/device.h).
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define JAXUNET_SM90A_PASS
@@ -17,11 +17,10 @@
 
 namespace jaxunet::cuda {
 
-// Launches a kernel and returns the error of this launch: cudaGetLastError() would also return one
-// that an earlier call on this thread left behind. Takes the arguments by reference: by value,
-// parameters aligned to 64 bytes, such as tensor maps, would make every frame up to the launch move
-// its stack pointer by an amount known only at run time, which some tools that walk the stack
-// cannot follow.
+// Launches a kernel and returns the error of this launch; cudaGetLastError() could return one that
+// an earlier call on this thread left behind. Takes the arguments by reference: passed by value,
+// parameters aligned to 64 bytes, such as tensor maps, make every stack frame up to the launch
+// realign its stack pointer at run time, which some stack unwinders cannot follow.
 template <class... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
                    cudaStream_t stream, const std::common_type_t<Parameters>&... arguments) {
@@ -30,7 +29,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int sha
                           shared_bytes, stream);
 }
 
-// The same for a kernel whose blocks form clusters: `cluster` neighbours along x each.
+// Launches a kernel with clusters of `cluster` consecutive blocks along x.
 template <class... Parameters>
 cudaError_t launch_clusters(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
                             int shared_bytes, cudaStream_t stream,
@@ -50,8 +49,8 @@ cudaError_t launch_clusters(void (*kernel)(Parameters...), dim3 grid, int cluste
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), addresses);
 }
 
-// The dynamic shared memory of the block. It begins at a multiple of 1024 bytes, where the pattern
-// of TMA's and wgmma's 128-byte swizzle starts.
+// The block's dynamic shared memory. It is aligned to 1024 bytes, the period of the 128-byte
+// swizzle of TMA and wgmma.
 __device__ inline unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char jaxunet_shared_memory[];
   return jaxunet_shared_memory;

@@ -1,5 +1,5 @@
-// Synchronization inside a block on Hopper: mbarriers in shared memory, fences of the async proxy,
-// named barriers, and the division of registers among warpgroups.
+// Synchronization inside a block on Hopper: mbarriers in shared memory, async-proxy fences, named
+// barriers, and the reallocation of registers among warpgroups.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,9 +10,9 @@
 
 namespace jaxunet::cuda {
 
-// An mbarrier in shared memory. A phase completes when as many threads have arrived as `init` says
-// and all bytes that were announced have been copied. Phases alternate between parity 0 and 1, and
-// the first has parity 0: a wait for parity 1 on a fresh barrier returns at once.
+// An mbarrier in shared memory. A phase completes after as many arrivals as `init` was given, and
+// once all announced bytes have been copied. Phases alternate between parity 0 and 1, and the first
+// has parity 0: a wait for parity 1 on a fresh barrier returns at once.
 struct Barrier {
   uint64_t state;
 
@@ -24,14 +24,14 @@ struct Barrier {
   __device__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
-  // Arrives, and announces copies of so many bytes.
+  // Arrives and announces that this phase will also receive `bytes` bytes.
   __device__ void arrive_expect(int bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
         "r"(bytes)
         : "memory");
   }
-  // Waits until the phase of this parity has completed.
+  // Waits until the phase with this parity has completed.
   __device__ void wait(int parity) {
     uint32_t done;
     do {
@@ -45,22 +45,23 @@ struct Barrier {
   }
 };
 
-// Makes initialized barriers visible to the other threads and to TMA; a __syncthreads() follows.
+// Makes initialized barriers visible to the other threads and to TMA. A __syncthreads() must
+// follow.
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Orders this thread's accesses to shared memory before those that wgmma and TMA issue afterwards.
+// Orders this thread's accesses to shared memory before later ones by wgmma and TMA.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Named barrier `number` (1 to 15) of `threads` threads; number 0 is __syncthreads().
+// Synchronizes `threads` threads at named barrier `number`, 1 to 15; number 0 is __syncthreads().
 __device__ inline void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Sets the registers of each thread of this warpgroup from here on (setmaxnreg); all of its warps
+// Changes the number of registers per thread of this warpgroup (setmaxnreg). All of its warps must
 // call it.
 template <int kRegisters, bool kIncrease>
 __device__ inline void set_registers() {

@@ -1,4 +1,4 @@
-// Addresses of shared memory for PTX instructions.
+// Shared-memory addresses as PTX instructions take them.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -5,9 +5,8 @@
 
 namespace jaxunet::cuda {
 
-// Permits launches of a kernel on the current device with this much dynamic shared memory; 48 KB
-// need no permission. The limit is only raised, so any thread may call this at any time without
-// taking shared memory from another thread's launch.
+// Allows launches of a kernel on the current device with this much dynamic shared memory; up to 48
+// KB need no call. It never lowers a kernel's limit, so it cannot break another thread's launch.
 cudaError_t allow_shared_memory(const void* kernel, int bytes);
 
 template <class... Parameters>

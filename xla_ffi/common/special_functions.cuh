@@ -1,4 +1,4 @@
-// Approximate functions of the special-function units.
+// Approximate functions that the special function units (SFUs) compute.
 #pragma once
 
 namespace jaxunet::cuda {

@@ -10,12 +10,12 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// Looks the driver's function up at run time: a module linked against libcuda does not load on a
-// machine without a driver.
+// Looks up the driver's function at run time, because a module linked against libcuda does not load
+// on a machine without a driver.
 Encode encode_function() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  constexpr unsigned kVersion = 12000;  // CUDA 12.0: the function as the type `Encode` declares it
+  constexpr unsigned kVersion = 12000;  // CUDA 12.0, whose signature `Encode` declares
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
                                                              kVersion, cudaEnableDefault, &found);
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess
@@ -30,14 +30,14 @@ cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data,
                        std::initializer_list<int64_t> strides) {
   static const Encode encode = encode_function();
   if (!encode) return cudaErrorSymbolNotFound;
-  constexpr int kMaxRank = 5, kBytes = 2;  // bytes of an element
+  constexpr int kMaxRank = 5, kBytes = 2;  // kBytes: per element
   cuuint64_t sizes[kMaxRank] = {}, byte_strides[kMaxRank] = {};
   cuuint32_t boxes[kMaxRank] = {}, element_steps[kMaxRank] = {};
   int rank = 0;
   cuuint64_t dense_stride = kBytes;
   for (const int64_t size : dimensions) {
     sizes[rank] = static_cast<cuuint64_t>(size);
-    byte_strides[rank] = dense_stride *= sizes[rank];  // of dimension rank + 1: 0 has none
+    byte_strides[rank] = dense_stride *= sizes[rank];  // stride of dimension rank + 1
     element_steps[rank] = 1;
     ++rank;
   }

@@ -1,4 +1,4 @@
-// Tensor maps: the arrays and boxes that TMA copies.
+// Tensor maps, which describe arrays, and the boxes of them that TMA copies.
 #pragma once
 
 #include <cuda.h>
@@ -11,19 +11,20 @@
 namespace jaxunet::cuda {
 
 // Encodes the map of an array of a 16-bit type. `dimensions`, `box` and `strides` count elements
-// and begin with the innermost dimension, which is a multiple of 8. The innermost dimension of the
-// box is 32 or 64 elements, a row of 64 or 128 bytes in shared memory, which is swizzled over its
-// length. `strides`: from one element to the next of each dimension but the innermost; without it
-// the array is dense.
+// and begin with the innermost dimension, whose size is a multiple of 8. The innermost dimension of
+// the box is 32 or 64 elements: a row of 64 or 128 bytes in shared memory, with the swizzle of that
+// width. `strides` has the stride of each dimension but the innermost; if empty, the array is
+// dense.
 //
 // Errors: cudaErrorSymbolNotFound if the driver lacks cuTensorMapEncodeTiled, cudaErrorInvalidValue
-// if it refuses.
+// if that function fails.
 cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data,
                        std::initializer_list<int64_t> dimensions, std::initializer_list<int> box,
                        std::initializer_list<int64_t> strides = {});
 
-// Encodes the map of NHWC images. A box lies in shared memory as [batch][height][width][channels];
-// packed, the samples of a pixel are side by side: [height][width][batch][channels].
+// Encodes the map of NHWC images. The layout of a box in shared memory is
+// [batch][height][width][channels], or if packed, with the samples of a pixel side by side,
+// [height][width][batch][channels].
 struct Nhwc {
   int64_t batch, height, width, channels;
 };

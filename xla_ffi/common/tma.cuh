@@ -12,9 +12,9 @@ __device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
 }
 
 // One thread starts a copy of the box whose first element is (c0, c1, ...), innermost dimension
-// first. Elements outside of the array read as zero; a store does not write them. A load counts its
-// bytes at the barrier, where `arrive_expect` has announced them; a store is waited for by
-// `tma_store_wait_read`, after `tma_store_commit`.
+// first. Elements outside of the array are loaded as zeros and not stored. A load counts its bytes
+// at the barrier, where `arrive_expect` announces them. After a store, call `tma_store_commit` and
+// then wait with `tma_store_wait_read`.
 __device__ inline void tma_load(void* to, const CUtensorMap* map, Barrier* barrier, int c0, int c1,
                                 int c2) {
   asm volatile(
@@ -32,8 +32,8 @@ __device__ inline void tma_load(void* to, const CUtensorMap* map, Barrier* barri
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// The same load for all blocks of the cluster in `blocks`, a bit each: the box goes to the place of
-// `to` in each of them, and its bytes count at the barrier there that has the place of `barrier`.
+// Multicasts one load to the blocks of the cluster whose bits are set in `blocks`. Each of them
+// receives the box at the place of `to` and counts its bytes at its own copy of `barrier`.
 __device__ inline void tma_load_multicast(void* to, const CUtensorMap* map, Barrier* barrier,
                                           int c0, int c1, int c2, int c3, uint16_t blocks) {
   asm volatile(
@@ -53,8 +53,7 @@ __device__ inline void tma_store(const CUtensorMap* map, const void* from, int c
 __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until the stores of this thread have read their shared memory, which may then be
-// overwritten.
+// Waits until this thread's stores have read their shared memory, so that it may be overwritten.
 __device__ inline void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

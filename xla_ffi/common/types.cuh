@@ -1,5 +1,5 @@
-// float32, float16 and bfloat16 in registers: conversions, and vectors of neighbours that are
-// loaded and stored at once.
+// float32, float16 and bfloat16 in registers: conversions, and vectors of adjacent elements that
+// one instruction loads or stores.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 namespace jaxunet::cuda {
 
-// To and from float32.
+// Conversions to and from float32.
 __device__ inline float wide(float x) { return x; }
 __device__ inline float wide(__half x) { return __half2float(x); }
 __device__ inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -29,14 +29,14 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Neighbours that one instruction loads or stores, from an address that is a multiple of their
-// size: at most 16 bytes.
+// Adjacent elements, at most 16 bytes, that one instruction loads or stores. The address is a
+// multiple of their size.
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth) AlignedArray {
   T at[kWidth];
 };
 
-// Eight neighbours: 16 bytes of a 16-bit type; 32 of float32, which take two instructions.
+// Eight adjacent elements: 16 bytes in 16-bit types; 32 bytes, and two instructions, in float32.
 template <class T>
 struct alignas(16) Eight {
   T at[8];
@@ -45,7 +45,7 @@ struct alignas(16) Eight {
 #pragma unroll
     for (int i = 0; i < 8; ++i) at[i] = narrow<T>(0.0f);
   }
-  // `from` and `to` are multiples of 16 bytes.
+  // `from` and `to` are aligned to 16 bytes.
   __device__ void load(const T* from) {
     const auto* source = reinterpret_cast<const uint4*>(from);
     auto* target = reinterpret_cast<uint4*>(at);

@@ -1,5 +1,6 @@
-// Instructions of a warp, compute capability 8.0 and later: ldmatrix, mma.sync of a 16 × K by a K ×
-// 8 matrix, and cp.async. PTX defines the layout of the fragments ("mma.m16n8k16", "mma.m16n8k8").
+// Warp-level instructions of compute capability 8.0 and later: ldmatrix, mma.sync of a 16 × K by a
+// K × 8 matrix, and cp.async. PTX defines the layout of the fragments ("mma.m16n8k16",
+// "mma.m16n8k8").
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +12,8 @@
 
 namespace jaxunet::cuda {
 
-// Four 8 × 8 matrices of 16-bit numbers from shared memory. Their rows lie at the addresses of
-// lanes 0-7, 8-15, 16-23 and 24-31 (`row`). kTransposed: each matrix is transposed on its way.
+// Loads four 8 × 8 matrices of 16-bit numbers from shared memory. Lanes 0-7, 8-15, 16-23 and 24-31
+// give the addresses (`row`) of the rows of one matrix each. kTransposed: transposes each matrix.
 template <bool kTransposed>
 __device__ inline void ldmatrix_x4(uint32_t (&out)[4], uint32_t row) {
   if constexpr (kTransposed) {
@@ -52,8 +53,8 @@ __device__ inline void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&le
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
 
-// Copies 16 bytes from global to shared memory, or writes 16 zero bytes. Both addresses are
-// multiples of 16; `from` is valid either way.
+// Starts to copy 16 bytes from global to shared memory, or writes 16 zero bytes unless `there`.
+// Both addresses are multiples of 16; `from` must be valid either way.
 __device__ inline void cp_async_16(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(there ? 16 : 0)
@@ -66,19 +67,19 @@ __device__ inline void cp_async_16(uint32_t to, const void* from, bool there) {
                : "memory");
 }
 
-// Waits for the copies of this thread; those of other threads are complete after the next barrier.
+// Waits for this thread's copies. A barrier afterwards makes every thread's copies visible.
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Ends this thread's group of copies, which may be empty.
+// Closes this thread's group of copies, which may be empty.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most the last kPending groups of this thread are incomplete.
+// Waits until at most kPending of this thread's groups, the latest ones, are incomplete.
 template <int kPending>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Copies 16 bytes from registers to global memory, in asm because nvcc 13.0 splits a plain store.
+// Stores 16 bytes to global memory; in asm, because nvcc 13.0 splits a plain store.
 __device__ inline void store_16(void* to, const void* from) {
   const uint4 words = *static_cast<const uint4*>(from);
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
@@ -86,7 +87,7 @@ __device__ inline void store_16(void* to, const void* from) {
                : "memory");
 }
 
-// Two and four neighbours in shared memory, at multiples of 8 and 16 bytes.
+// Stores two or four adjacent floats to shared memory, at a multiple of 8 or 16 bytes.
 __device__ inline void store_shared(uint32_t to, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
 }

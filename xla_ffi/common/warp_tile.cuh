@@ -1,14 +1,14 @@
-// A warp's 32 × 32 outputs of the product of two tiles in shared memory, 32 steps of K, by
-// mma.sync.
+// Multiplies two tiles in shared memory with mma.sync: each warp computes 32 × 32 outputs over 32
+// steps of K.
 //
-// A tile is K-major, [64][32 of K], or MN-major, [32 of K][64]. Its rows are padded so that the
-// reads of a warp have no bank conflicts.
+// A tile is K-major, [64][32 of K], or MN-major, [32 of K][64]. Its rows are padded so that a
+// warp's reads have no bank conflicts.
 //
 // float32 numbers are split into two tf32 numbers, x = high + low, and multiplied as high · high +
 // high · low + low · high; the relative error of a product is 2^-22. Tensor cores truncate their
 // sums instead of rounding them, so the error grows with the number of products instead of its
-// square root. So they sum only one tile, and float32 additions, which round, sum the tiles: the
-// result is as accurate as that of float32 arithmetic.
+// square root. Therefore tensor cores sum only within a tile, and float32 additions, which round,
+// sum over the tiles: the result is as accurate as float32 arithmetic.
 #pragma once
 
 #include <cstring>
@@ -18,13 +18,13 @@
 namespace jaxunet::cuda {
 
 constexpr int kTile = 64;   // rows and columns of a block's output; a side of a tile
-constexpr int kDepth = 32;  // steps of K of a tile, its other side
+constexpr int kDepth = 32;  // steps of K of a tile: its other side
 
-// Elements from one row of a tile to the next: 8 of padding if MN-major, else 16 bytes.
+// Elements from one row of a tile to the next, with padding: 8 elements if MN-major, else 16 bytes.
 template <class T, bool kMnMajor>
 constexpr int kStride = kMnMajor ? kTile + 8 : kDepth + 16 / sizeof(T);
 
-// Elements that hold a tile of either layout.
+// Elements of a buffer that fits a tile of either layout.
 template <class T>
 constexpr int kTileEntries =
     kTile * kStride<T, false> > kDepth* kStride<T, true> ? kTile * kStride<T, false>
@@ -34,7 +34,7 @@ constexpr int kTileEntries =
 using Accumulator = float[2][4][4];
 
 // accumulator += left · right. `left` holds 64 rows of A, `right` 64 columns of B; the warp
-// multiplies the 32 from `row` and from `column` on.
+// multiplies the 32 rows from `row` on by the 32 columns from `column` on.
 template <bool kLeftMnMajor, bool kRightMnMajor, class T>
 __device__ void multiply_tiles(Accumulator& accumulator, const T* left, const T* right, int row,
                                int column) {
@@ -82,9 +82,9 @@ __device__ void multiply_tiles(Accumulator& accumulator, const float* left, cons
                                int row, int column) {
   constexpr int left_stride = kStride<float, kLeftMnMajor>,
                 right_stride = kStride<float, kRightMnMajor>;
-  // As PTX names them: the group of four lanes, and the thread in the group.
+  // In PTX's terms: groupID and threadID_in_group.
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  Accumulator tile{};  // the sums of this tile alone
+  Accumulator tile{};  // sums over this tile only
 #pragma unroll
   for (int k = 0; k < kDepth; k += 8) {
     uint32_t high[2][4], low[2][4];
@@ -127,8 +127,8 @@ __device__ void multiply_tiles(Accumulator& accumulator, const float* left, cons
   }
 }
 
-// Calls visit(row, column, value, value of the next column) for the outputs of this lane. `row`,
-// `column`: those of the warp's first output.
+// Calls visit(row, column, value, value of the next column) for this lane's outputs. `row`,
+// `column`: position of the warp's first output.
 template <class Visit>
 __device__ void each_pair(const Accumulator& accumulator, int row, int column, Visit visit) {
   const int lane = threadIdx.x % 32;

@@ -1,10 +1,10 @@
-// wgmma: D (64 × N, float32 in the registers of a warpgroup) += A (64 × 16) · B (16 × N), both of
-// 16-bit numbers in shared memory, A also in registers; and stmatrix, which writes the 8 × 8
-// matrices of an accumulator to shared memory.
+// wgmma: D (64 × N, float32 in the registers of a warpgroup) += A (64 × 16) · B (16 × N), where A
+// and B are 16-bit numbers in shared memory, or A is in registers; and stmatrix, which writes the 8
+// × 8 matrices of an accumulator to shared memory.
 //
-// Warp w of the warpgroup holds rows 16 w to 16 w + 15: accumulator[4 j] and [4 j + 1] are row lane
-// / 4, columns 8 j + 2 (lane % 4) and the next; [4 j + 2] and [4 j + 3] are the same columns eight
-// rows further down.
+// Warp w of the warpgroup holds rows 16 w to 16 w + 15. In these, accumulator[4 j] and [4 j + 1]
+// are row lane / 4, columns 8 j + 2 (lane % 4) and the next; [4 j + 2] and [4 j + 3] are the same
+// columns eight rows further down.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,14 +18,14 @@ namespace jaxunet::cuda {
 
 // The descriptor of a matrix in shared memory with the 128-byte swizzle: atoms of 8 rows of 128
 // bytes. The swizzle XORs bits 7-9 of an address, the row in its atom, into bits 4-6, the 16 bytes
-// in the row. It depends on the address alone, so a matrix may start at any row of an atom. PTX
-// promises this only with the row in bits 49-51, the base offset, which is 0 here;
-// tests/gpu/harness/wgmma/canary.cu checks that it holds all the same.
+// in the row. It depends only on the address, so a matrix may start at any row of an atom. PTX
+// guarantees this only if the base offset (bits 49-51) is that row; here it is 0, and
+// tests/gpu/harness/wgmma/canary.cu checks that the hardware still reads the right rows.
 //
-// K-major (kMnMajor = false): a row holds 64 steps of K; `stride` bytes lead to the next 8 rows of
-// the matrix; 16 steps of K are 32 bytes further on. MN-major (kMnMajor = true): a row holds 64
-// rows (of A; columns of B) at one step of K; `stride` bytes lead to the next 8 steps of K,
-// `leading` bytes to the next 64 rows (columns).
+// K-major (kMnMajor = false): a row holds 64 steps of K; the next 8 rows of the matrix are `stride`
+// bytes further on, the next 16 steps of K 32 bytes. MN-major (kMnMajor = true): a row holds 64
+// rows of A (columns of B) at one step of K; the next 8 steps of K are `stride` bytes further on,
+// the next 64 rows (columns) `leading` bytes.
 //
 // Bits of a descriptor: 0-13 the address, 16-29 `leading`, 32-45 `stride`, all in units of 16
 // bytes; 62-63 the swizzle.
@@ -35,14 +35,14 @@ __device__ inline uint64_t smem_descriptor(uint32_t address, int stride, int lea
          static_cast<uint64_t>(stride >> 4) << 32 | swizzle128 << 62;
 }
 
-// The same matrix, so many bytes further on.
+// The descriptor of the same matrix, moved by `bytes`.
 __device__ inline uint64_t advance(uint64_t descriptor, int bytes) {
   return descriptor + (bytes >> 4);
 }
 
 // accumulator = add ? accumulator + a · b : a · b; a and b are descriptors. Asynchronous: between
-// `wgmma_fence` and the wait nothing else may touch the accumulator. kN: columns of B, of which a
-// thread holds kN / 2 numbers.
+// `wgmma_fence` and the wait nothing else may touch the accumulator. kN: columns of B; a thread
+// holds kN / 2 numbers of the accumulator.
 template <class T, bool kMnMajorA, bool kMnMajorB, int kN>
 struct Wgmma;
 
@@ -101,8 +101,8 @@ struct Wgmma;
   JAXUNET_REGISTERS_120, JAXUNET_REGISTERS_2(120, 121), JAXUNET_REGISTERS_2(122, 123), \
       JAXUNET_REGISTERS_2(124, 125), JAXUNET_REGISTERS_2(126, 127)
 
-// A, B, ADD, MN_MAJOR_A, MN_MAJOR_B: the numbers of the operands that follow COUNT registers. The
-// instruction's "1, 1": neither A nor B is negated.
+// A, B, ADD, MN_MAJOR_A, MN_MAJOR_B: the asm operand numbers that follow the COUNT registers. The
+// "1, 1" in the instruction scale A and B by 1: neither is negated.
 #define JAXUNET_WGMMA(TYPE, NAME, N, COUNT, A, B, ADD, MN_MAJOR_A, MN_MAJOR_B)                     \
   template <bool kMnMajorA, bool kMnMajorB>                                                        \
   struct Wgmma<TYPE, kMnMajorA, kMnMajorB, N> {                                                    \
@@ -127,13 +127,13 @@ struct Wgmma;
 JAXUNET_WGMMAS(__nv_bfloat16, "bf16.bf16")
 JAXUNET_WGMMAS(__half, "f16.f16")
 
-// The same with A (64 × 16) in registers, laid out as the accumulator of a product whose columns
-// are the steps of K: registers 0 and 2 hold row lane / 4 at K = 2 (lane % 4) and 8 further on, 1
+// The same with A (64 × 16) in registers, laid out like an accumulator whose columns are the steps
+// of K: registers 0 and 2 hold row lane / 4 at K = 2 (lane % 4) and 8 steps further on, registers 1
 // and 3 the row eight further down. They may not change before the wait.
 template <class T, bool kMnMajorB, int kN>
 struct WgmmaRegisters;
 
-// A0 to A3, B, ADD, MN_MAJOR_B: the numbers of the operands that follow COUNT registers.
+// A0 to A3, B, ADD, MN_MAJOR_B: the asm operand numbers that follow the COUNT registers.
 #define JAXUNET_WGMMA_REGISTERS(TYPE, NAME, N, COUNT, A0, A1, A2, A3, B, ADD, MN_MAJOR_B)         \
   template <bool kMnMajorB>                                                                       \
   struct WgmmaRegisters<TYPE, kMnMajorB, N> {                                                     \
@@ -155,8 +155,8 @@ struct WgmmaRegisters;
 JAXUNET_WGMMAS_REGISTERS(__nv_bfloat16, "bf16.bf16")
 JAXUNET_WGMMAS_REGISTERS(__half, "f16.f16")
 
-// Before the first wgmma, and whenever other code touched the accumulator, or registers of A, since
-// the last one.
+// Required before the first wgmma, and again after other code has touched the accumulator or the
+// registers of A.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Closes a group of wgmmas.
@@ -164,14 +164,14 @@ __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `kGroups` groups of this warp are unfinished.
+// Waits until at most `kGroups` of this warp's groups are unfinished.
 template <int kGroups>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
-// Keeps the compiler from reading the accumulator ahead of the last `wgmma_wait`, which it must
-// follow.
+// Keeps the compiler from reading the accumulator before the last `wgmma_wait`. Call it right after
+// that wait.
 template <int kCount>
 __device__ inline void fence_accumulator(float (&accumulator)[kCount]) {
 #pragma unroll
