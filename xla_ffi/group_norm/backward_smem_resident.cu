@@ -1,22 +1,22 @@
-// GroupNorm backward in one launch, all gradients but those of scale and offset:
+// GroupNorm backward in one launch, except for the gradients of scale and offset:
 //   n = (x - mean) * inverse,   z = scale * n + offset,   dz = dy * act'(z),
 //   sums = (sum of dz, sum of dz * n) over the pixels, for each channel,
 //   dx = inverse * (scale * dz - (S0 + n * S1) / N) + added,
-// where S0 and S1 are the sums over the group of scale * dz and of scale * dz * n, and N its
-// elements. parameter_gradients.cu adds `sums` over the batch. dispatch.cu tells which calls take
-// this kernel; the others take backward_streaming.cu.
+// where S0 and S1 are the sums of scale * dz and of scale * dz * n over the group, and N is the
+// number of its elements. parameter_gradients.cu adds `sums` over the batch. dispatch.cu says which
+// calls take this kernel; the others take backward_streaming.cu.
 //
-// A block owns some channels of a sample, whole groups, and all pixels or a cluster's share of them
-// (backward_smem_resident_tiling.h). `value` is x, in float32 x - mean.
+// A block owns some channels of a sample, always whole groups, and all pixels, or the blocks of a
+// cluster share the pixels (backward_smem_resident_tiling.h). `value` is x for 16-bit types, x -
+// mean for float32.
 // - Prologue: start to copy x and dy to shared memory in kBackwardStages chunks; prefetch the added
-//   tensors to L2; load the channels' coefficients by way of shared memory to registers.
-// - Mainloop: chunk by chunk, add up dz and dz * value of each of the thread's channels;
-//   write act(z) where it is wanted. With tiling.keep, dz replaces dy in shared memory, so that the
-//   epilogue computes no sigmoid; otherwise a later chunk is copied into the stage that became
-//   free.
+//   tensors to L2; load the channels' coefficients through shared memory into registers.
+// - Mainloop: chunk by chunk, sum dz and dz * value for each of the thread's channels; write act(z)
+//   if requested. With tiling.keep, dz replaces dy in shared memory, so that the epilogue computes
+//   no sigmoid; otherwise a later chunk is copied into the stage that became free.
 // - Reduction: over the rows of the block (partial sums in shared memory, added by teams of lanes,
-//   first those of dz, then those of dz * value); the cluster (distributed shared memory); the
-//   group.
+//   first dz, then dz * value); over the cluster (distributed shared memory); over the channels of
+//   the group.
 // - Epilogue: dx, from the last chunk backwards. Chunks that left shared memory are copied again.
 // With kDrops, dy goes through dropout whenever it is read (StagedDropout).
 //
@@ -36,33 +36,34 @@
 //     added   ----------------------------------------------->  dz, the group's terms and `added`
 //     dx      <-----------------------------------------------
 //
-// With SiLU in 16 bits, z is kept as -log2(e) * z, which is the argument of ex2; factor is scaled
-// likewise (scale_of_z). A dz that the epilogue computes again comes out as -ln(2) * dz, so that
-// the product factor * dz is right.
+// For SiLU in 16-bit types, z is kept as -log2(e) * z, the argument of ex2, and factor is scaled in
+// the same way (scale_of_z). Where the epilogue recomputes dz, it gets -ln(2) * dz, so that the
+// product factor * dz is right.
 //
 // Shared memory: the staged chunks (Staged), stage_bytes; BackwardScratch, scratch_bytes.
 //
-// Synchronisation: staged copies need none beyond cp_async_wait. __syncthreads orders the
-// coefficients' way through shared memory and the levels of the reduction. A cluster arrives at its
-// barrier when its sums are written and waits before it reads those of its peers; it arrives again
-// when it has read them and waits at the end, so that no block leaves while others read its memory.
+// Synchronisation: staged copies need only cp_async_wait. __syncthreads orders the writes and reads
+// of the coefficients in shared memory, and the levels of the reduction. In a cluster, a block
+// arrives at the cluster barrier after it has written its sums and waits before it reads those of
+// its peers; it arrives again after reading them and waits at the end, so that no block exits while
+// others read its memory.
 #include "backward_smem_resident.cuh"
 #include "common/dispatch_dtype.cuh"
 
 namespace jaxunet::cuda {
 namespace {
 
-// Registers of a thread, so that three blocks of 256 threads share a multiprocessor, or two of 384.
+// Registers per thread that let three blocks of 256 threads, or two of 384, share a multiprocessor.
 constexpr int kRegisters = 80;
 
-// The factor by which z is scaled, and with it ChannelAffine's coefficients.
+// The factor by which z, and so ChannelAffine's coefficients, are scaled.
 template <class T>
 __device__ float scale_of_z(bool silu) {
   return sizeof(T) == 2 && silu ? -kLog2e : 1.0f;
 }
 
-// Turns dy, in `dz`, to dz, and writes act(z) to `active`: the mainloop's call, kFirst. The
-// epilogue's call turns dy to dz / scale_of_z and writes no act(z). `norm`: scaled coefficients.
+// In the mainloop (kFirst), replaces dy, passed in `dz`, by dz, and writes act(z) to `active`. In
+// the epilogue, replaces it by dz / scale_of_z and writes no act(z). `norm`: scaled coefficients.
 template <class T, int V, bool kFirst>
 __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
                               float (&dz)[V], float (&active)[V]) {
@@ -88,7 +89,7 @@ __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const 
   }
 }
 
-// Writes the coefficients of the block's channel c, scaled, to scratch memory.
+// Writes the scaled coefficients of the block's channel c to scratch memory.
 template <class T>
 __device__ void put_coefficients(const BackwardScratch& scratch, int c, const ChannelRows& rows,
                                  bool silu) {
@@ -100,13 +101,13 @@ __device__ void put_coefficients(const BackwardScratch& scratch, int c, const Ch
   scratch.inverse[c] = rows.inverse;
 }
 
-// Turns a channel's sums of dz and dz * value over all pixels to g.operands.sums and
-// scratch.products.
+// Computes g.operands.sums and scratch.products from a channel's sums of dz and dz * value over all
+// pixels.
 template <class T>
 __device__ void finish_channel(const Backward& g, const BackwardScratch& scratch, int c,
                                float dz_sum, float product_sum) {
   if constexpr (!kUsesPivot<T>) product_sum -= scratch.mean[c] * dz_sum;
-  product_sum *= scratch.inverse[c];  // of dz * n
+  product_sum *= scratch.inverse[c];  // now the sum of dz * n
   if (blockIdx.x == 0) {
     const int block_channels = g.tiling.channels / g.tiling.channel_blocks;
     float* const to = g.operands.sums + 2 * static_cast<int64_t>(blockIdx.z) * g.tiling.channels +
@@ -118,7 +119,7 @@ __device__ void finish_channel(const Backward& g, const BackwardScratch& scratch
   scratch.products[1][c] = scratch.factor[c] * product_sum;
 }
 
-// The sum of channel c's rows of partial sums, to every lane of its team.
+// Returns the sum of channel c's rows of partial sums to every lane of its team.
 __device__ inline float sum_rows(const BackwardTiling& tiling, const BackwardScratch& scratch,
                                  int c, bool there) {
   const int team = 1 << tiling.team_bits, member = static_cast<int>(threadIdx.x) & (team - 1);
@@ -133,8 +134,8 @@ __device__ inline float sum_rows(const BackwardTiling& tiling, const BackwardScr
 }
 
 // Adds up the threads' sums of dz and dz * value over the block and the cluster, and finishes the
-// channels. The caller synchronises the block afterwards, and with several ranks calls cluster_wait
-// before the block ends.
+// channels. Afterwards the caller synchronises the block and, if there are several ranks, calls
+// cluster_wait before the block ends.
 template <class T, int V>
 __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const StreamingTile& tile,
                        const float (&dz_sum)[V], const float (&product_sum)[V]) {
@@ -146,7 +147,7 @@ __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const 
   float* const mine = scratch.partial + tile.row * scratch.stride + tile.local;
   if (tile.row < tiling.rows) store_floats(mine, dz_sum);
   __syncthreads();
-  // All lanes run the loop equally often, because the shuffles need them all.
+  // All lanes run the same number of iterations, because the shuffles need every lane.
 #pragma unroll 1
   for (int base = 0; base < block_channels; base += teams) {
     const int c = base + team;
@@ -184,7 +185,7 @@ __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const 
   cluster_arrive();  // this thread has read its peers; the wait is at the end
 }
 
-// Computes what dx subtracts for the group: scratch.group_terms of each channel.
+// Computes scratch.group_terms of each channel: what dx subtracts for its group.
 template <class T>
 __device__ void finish_groups(const Backward& g, const BackwardScratch& scratch,
                               int block_channels) {
@@ -208,9 +209,10 @@ __device__ void finish_groups(const Backward& g, const BackwardScratch& scratch,
   }
 }
 
-// kAdded: tensors that are added to dx. kKeep: tiling.keep as a constant, so that the loops have
-// the code and registers of one case only. kDrops: dy goes through dropout first; silu, and no
-// act(z) is written. One long function, because its phases share addresses and registers.
+// kAdded: number of tensors added to dx. kKeep: tiling.keep as a constant, so that the loops
+// contain the code and registers of only one case. kDrops: dy goes through dropout first; requires
+// silu, and act(z) is not written. One long function, because its phases share addresses and
+// registers.
 template <class T, int V, int kAdded, bool kKeep, bool kDrops = false>
 __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constant__ Backward g) {
   const BackwardTiling& tiling = g.tiling;
@@ -257,7 +259,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   }
   dropout.prepare(staged, tile.steps);
 
-  // The place that the epilogue writes, and the tensors that it adds there, loaded a step ahead.
+  // Where the epilogue writes, and the tensors that it adds there, which are loaded one step ahead.
   T* dx = reinterpret_cast<T*>(g.operands.dx.data[place.part]) + place.first +
           static_cast<int64_t>(tile.steps - 1) * place.step;
   const char* next = reinterpret_cast<const char*>(dx);
@@ -352,7 +354,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
           value[j] = norm.factor[j] * dz[j] - (constant[j] + value[j] * slope[j]);
 #pragma unroll
         for (int k = 0; k < kAdded; ++k) {
-          unpack(now[k], dz);  // no longer needed: an array of its own changes the registers
+          unpack(now[k], dz);  // reuses `dz`: another array would change the register count
 #pragma unroll
           for (int j = 0; j < V; ++j) value[j] += dz[j];
         }

@@ -1,7 +1,7 @@
 // The parts of backward_smem_resident.cu: a thread's vectors of x and dy in global memory and their
-// staged copies in shared memory, what dropout takes of dy, the channels' rows, the block's scratch
-// memory, and vectors to and from float32. The threads' pixels are those of StreamingTile
-// (streaming.cuh).
+// staged copies in shared memory, dropout of dy, the channels' rows, the block's scratch memory,
+// and conversions of vectors to and from float32. StreamingTile (streaming.cuh) divides the pixels
+// among the threads.
 #pragma once
 
 #include "backward_smem_resident_tiling.h"
@@ -19,7 +19,7 @@ struct Backward {
   Dropout dropout;
 };
 
-// Vector::to_floats, but bfloat16 by integer instructions: they cost less.
+// Vector::to_floats, but with cheaper integer instructions for bfloat16.
 template <class T, int V>
 __device__ void unpack(const Vector<T, V>& from, float (&to)[V]) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && V % 2 == 0) {
@@ -48,12 +48,12 @@ __device__ void store_floats(float* to, const float (&from)[V]) {
   }
 }
 
-// The place of a thread's vectors in global memory: in tensors of the parts of x, and in tensors
-// that have all channels in one array (dy, act(z)).
+// Where a thread's vectors lie in global memory: in tensors that have the parts of x, and in
+// tensors that have all channels in one array (dy, act(z)).
 struct Place {
   int part;             // the part of x that has the thread's channels
-  int64_t first, flat;  // elements before the first vector: in the part; in one array
-  int step, flat_step;  // elements from one step to the next: in the part; in one array
+  int64_t first, flat;  // elements before the first vector, in the part and in one array
+  int step, flat_step;  // elements from one step to the next, in the part and in one array
   __device__ Place(const BackwardTiling& tiling, const StreamingTile& tile, const TensorParts& x,
                    int sample) {
     int begin = 0;
@@ -69,11 +69,11 @@ struct Place {
   }
 };
 
-// A thread's staged x and dy, and dz once it replaces dy. A thread reads only what it copied
-// itself, so cp_async_wait suffices and no barrier is needed.
+// A thread's staged copies of x and dy, or dz after it has replaced dy. A thread reads only what it
+// copied itself, so cp_async_wait suffices and no barrier is needed.
 //
 // Layout: two or three arrays (staged_arrays), each [stage][step of the chunk][thread]: x; dy, or
-// the first 4 channels of dz; in 16 bits with `keep`, the other 4 channels of dz.
+// the first 4 channels of dz; for 16-bit types with `keep`, the other 4 channels of dz.
 template <class T, int V>
 struct Staged {
   Vector<T, V>* slots;  // of x
@@ -113,20 +113,21 @@ struct Staged {
   }
 };
 
-// What is dropped of a thread's dy, a vector's bits at a time. Where shared memory has a third
-// array for dz, the bits of all steps wait there until dz takes their place: the hash is computed
-// while x and dy are on their way. Elsewhere each step computes its own.
+// Tells which elements of a thread's dy are dropped, as one bit per element of a vector. If shared
+// memory has a third array for dz, the hash of all steps is computed while x and dy are being
+// copied, and its bits are stored there until dz overwrites them. Otherwise each step computes its
+// own.
 template <class T, int V, bool kKeep, bool kDrops>
 struct StagedDropout {
   static constexpr bool kAhead = kDrops && kKeep && V * sizeof(float) == 32;
   SampleDropout<T, V, kDrops> sample;
-  uint32_t first, stride;  // position of the thread's first vector, and from one to the next
+  uint32_t first, stride;  // position of the thread's first vector; distance to the next
 
   __device__ StagedDropout(const Backward& g, const StreamingTile& tile)
       : sample(g.dropout, blockIdx.z),
         first(sample.position(tile.pixel, g.tiling.channels, tile.channel)),
         stride(sample.position(tile.stride, g.tiling.channels, 0)) {}
-  // Computes the bits of all steps, none of which has left shared memory.
+  // Computes the bits of all steps; each of them has a slot of its own in shared memory.
   __device__ void prepare(const Staged<T, V>& staged, int steps) const {
     if constexpr (kAhead) {
 #pragma unroll 1
@@ -134,7 +135,7 @@ struct StagedDropout {
         *place(staged, staged.slot(0, step)) = sample.bits(first + step * stride);
     }
   }
-  // The bits of a step, before dz replaces dy in its slot.
+  // The bits of a step. Call before dz replaces dy in the step's slot.
   __device__ uint32_t bits(const Staged<T, V>& staged, Vector<T, V>* slot, int step) const {
     if constexpr (kAhead) return *place(staged, slot);
     return sample.bits(first + step * stride);
@@ -173,7 +174,7 @@ struct Source {
     x += static_cast<int64_t>(steps) * x_step;
     dy += static_cast<int64_t>(steps) * dy_step;
   }
-  // Starts to copy the steps that the chunk has, of `steps` in all.
+  // Starts to copy the steps of a chunk. `steps`: of all chunks.
   __device__ void fetch(const Staged<T, V>& staged, int chunk, int steps) {
     const int count = min(steps - chunk * staged.chunk_steps, staged.chunk_steps);
     Vector<T, V>* to = staged.slot(chunk, 0);
@@ -193,7 +194,7 @@ struct Source {
   }
 };
 
-// Starts to copy a chunk that is not the next one.
+// Starts to copy a chunk again, which is not the next one in order.
 template <class T, int V>
 __device__ void fetch_again(const Backward& g, const StreamingTile& tile, const Place& place,
                             const Staged<T, V>& staged, int chunk) {
@@ -202,7 +203,7 @@ __device__ void fetch_again(const Backward& g, const StreamingTile& tile, const 
   from.fetch(staged, chunk, tile.steps);
 }
 
-// The rows of one channel of the sample.
+// One channel's entries in the rows of the sample.
 struct ChannelRows {
   float scale, offset, mean, inverse;
   __device__ ChannelRows(const GradientOperands& operands, int sample, int channel)
@@ -214,11 +215,11 @@ struct ChannelRows {
 
 // The block's scratch memory, in this order; [channels] each, but for `partial`.
 struct BackwardScratch {
-  float4* totals;  // .x, .y: sums of dz and of dz * value over the block's pixels, for the cluster
-  float *factor, *shift, *mean, *inverse;  // z = value * factor + shift, up to scale_of_z
-  float* products[2];     // factor times the sums of dz and of dz * n over all pixels
+  float4* totals;  // .x, .y: the block's sums of dz and of dz * value, for the cluster to read
+  float *factor, *shift, *mean, *inverse;  // z * scale_of_z = value * factor + shift
+  float* products[2];                      // factor times the sums of dz and dz * n over all pixels
   float* group_terms[2];  // what dx subtracts for the group: group_terms[0] + value * [1]
-  float* partial;         // [rows][stride]: one sum of each thread
+  float* partial;         // [rows][stride]: one sum per thread
   int stride;
 
   __device__ BackwardScratch(int channels, char* memory) {

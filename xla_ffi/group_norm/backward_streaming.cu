@@ -1,37 +1,38 @@
-// GroupNorm backward of large samples in two launches (streaming_tiling.h). The formulas, and the
-// meaning of `value`, are those of backward_smem_resident.cu.
+// GroupNorm backward of large samples in two launches (streaming_tiling.h).
+// backward_smem_resident.cu has the formulas and the meaning of `value`.
 //
 // group_norm_sums adds up dz and dz * n over the pixels. Grid: (ranks, channel blocks, batch). With
 // kCluster, the 8 ranks are a cluster that owns some channels of a sample, and its blocks take the
-// pixels in turns. Without, a block owns them alone: that needs no clusters, so any GPU can do it.
+// pixels in turns. Without kCluster, a single block owns the channels, which works on any GPU.
 // - Prologue: start the copies of the first kStages steps of x and dy.
-// - Mainloop: wait for the oldest step, start the copy of a later one, update the thread's sums.
+// - Mainloop: wait for the oldest step, start the copy of a later one, add to the thread's sums.
 // - Epilogue: reduce over the block (shared memory) and the cluster (distributed shared memory),
-//   whose blocks write a share of the channels each.
+//   where each block writes a share of the channels.
 //
-// Its shared memory with kCluster: the pipelines of x and dy; the sums of the block, float4
-// [channels]; the sums of each row of threads, float [rows][2][channels]. Synchronisation: one
-// __syncthreads; two cluster barriers, one before peers' memory is read and one before a block
-// whose memory they read may end.
+// Shared memory with kCluster: the pipelines of x and dy; the sums of the block, float4 [channels];
+// the sums of each row of threads, float [rows][2][channels]. Synchronisation: one __syncthreads;
+// two cluster barriers, one before a block reads its peers' memory, one before a block that peers
+// read may exit.
 //
-// Without kCluster: the pipelines; the sums of the rows take their place, so that three blocks fit
-// the 100 KiB of a multiprocessor of compute capability 8.6 or 8.9. Synchronisation: one
-// __syncthreads after all threads have read their last step, one after they have written the sums.
+// Shared memory without kCluster: the pipelines, later overwritten by the sums of the rows, so that
+// three blocks fit in the 100 KiB of a multiprocessor of compute capability 8.6 or 8.9.
+// Synchronisation: one __syncthreads after all threads have read their last step, one after they
+// have written the sums.
 //
-// group_norm_dx reads x and dy once more and writes dx, and act(z) if it is wanted. Grid: (ranks,
-// channel blocks, reduce_layers + batch), no clusters. It walks the samples and the pixels
-// backwards, because the end of x and dy is still in the L2 cache. Blocks of z < reduce_layers
-// add up the gradients of scale and offset over the batch instead.
+// group_norm_dx reads x and dy once more and writes dx, and act(z) if requested. Grid: (ranks,
+// channel blocks, reduce_layers + batch), no clusters. It processes samples and pixels in reverse
+// order, because the end of x and dy is still in the L2 cache. Blocks of z < reduce_layers add up
+// the gradients of scale and offset over the batch instead.
 //
-// Its shared memory: the pipelines of x, dy and the added tensors; four floats per channel.
-// Synchronisation: two __syncthreads, while the group's terms are computed.
+// Shared memory: the pipelines of x, dy and the added tensors; four floats per channel.
+// Synchronisation: two __syncthreads around the computation of the groups' terms.
 #include "backward_streaming.cuh"
 #include "common/dispatch_dtype.cuh"
 
 namespace jaxunet::cuda {
 namespace {
 
-// Adds up the block's rows, for number i of their [2][channels].
+// Adds up entry i of the [2][channels] sums of the block's rows.
 __device__ inline float sum_of_rows(const StreamingTiling& tiling, int block_channels,
                                     const float* partial, int i) {
   float total = 0;
@@ -40,8 +41,8 @@ __device__ inline float sum_of_rows(const StreamingTiling& tiling, int block_cha
   return total;
 }
 
-// Adds up the sums of the block's rows, and writes them: the block has all pixels of its channels.
-// The caller synchronises the block before.
+// Adds up the sums of the block's rows and writes the totals; for a block that has all pixels of
+// its channels. The caller synchronises the block beforehand.
 __device__ inline void write_sums(const Gradient& g, int first_channel, int block_channels,
                                   const float* partial) {
 #pragma unroll 1
@@ -56,8 +57,8 @@ __device__ inline void write_sums(const Gradient& g, int first_channel, int bloc
   }
 }
 
-// Adds up the sums of the block's rows, then those of the cluster's blocks, and writes them.
-// The caller synchronises the block before, and the cluster before the block ends.
+// Adds up the sums of the block's rows, then those of the cluster's blocks, and writes the totals.
+// The caller synchronises the block beforehand, and the cluster before the block ends.
 __device__ inline void reduce_sums(const Gradient& g, int first_channel, int block_channels,
                                    const float* partial, float4* totals) {
   const StreamingTiling& tiling = g.tiling;
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
                : reinterpret_cast<float*>(dynamic_smem());
   {
     const auto norm = affine_of<T, V>(g, tile, blockIdx.z);
-    float dz_sum[V] = {}, product_sum[V] = {};  // of dz, and of dz * value
+    float dz_sum[V] = {}, product_sum[V] = {};  // sums of dz and of dz * value
 #pragma unroll 1
     for (int step = 0; step < tile.steps; ++step) {
       float value[V], dz[V], active[V];
@@ -117,9 +118,9 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
         product_sum[j] += dz[j] * value[j];
       }
     }
-    if constexpr (!kCluster) __syncthreads();  // `partial` takes the place of the pipelines
+    if constexpr (!kCluster) __syncthreads();  // `partial` overwrites the pipelines
     if (tile.row < tiling.rows) {
-      if constexpr (!kUsesPivot<T>) {  // of dz * x to that of dz * (x - mean)
+      if constexpr (!kUsesPivot<T>) {  // from dz * x to dz * (x - mean)
         float mean[V];
         load_floats(channel_entry(g.operands.mean, blockIdx.z, tile.channel), mean);
 #pragma unroll
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   __syncthreads();
   if constexpr (kCluster) {
     reduce_sums(g, first_channel, block_channels, partial, totals);
-    cluster_arrive();  // so that no block ends while others read its memory
+    cluster_arrive();  // no block may exit while others read its memory
     cluster_wait();
   } else {
     write_sums(g, first_channel, block_channels, partial);
@@ -160,7 +161,7 @@ cudaError_t launch_sums(const Gradient& g, int64_t batch, cudaStream_t stream) {
                 kPipelines + sums_bytes, stream, g);
 }
 
-// kSummed: g.operands.dy is dz. kDrops: dy goes through dropout first; act(z) is not wanted.
+// kSummed: g.operands.dy is dz. kDrops: dy goes through dropout first; act(z) is not written.
 template <class T, int V, int kAdded, bool kSummed, bool kDrops>
 __device__ __forceinline__ void write_dx(const Gradient& g) {
   const StreamingTiling& tiling = g.tiling;
@@ -176,7 +177,7 @@ __device__ __forceinline__ void write_dx(const Gradient& g) {
   const SampleDropout<T, V, kDrops> dropout(g.dropout, sample);
   Pipelines<T, V, kAdded> pipelines(g, tile, sample);
 
-  // While the copies arrive, find what dx subtracts for each group.
+  // While the copies arrive, compute what dx subtracts for each group.
   const GroupTerms terms(reinterpret_cast<float*>(pipelines.scratch()), block_channels);
   terms.load(g, sample, first_channel, block_channels);
   const auto norm = affine_of<T, V>(g, tile, sample);
@@ -190,7 +191,7 @@ __device__ __forceinline__ void write_dx(const Gradient& g) {
   load_floats(terms.slopes + tile.local, slope);
   VectorIterator<T, V> dx(tiling, tile, g.operands.dx, sample),
       active_to(tiling, tile, g.operands.active, sample);
-  dx.stride = pipelines.x.from.stride;  // equal, which the compiler cannot know: saves registers
+  dx.stride = pipelines.x.from.stride;  // already equal, unknown to the compiler: saves registers
   active_to.stride = pipelines.dy.from.stride;
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   write_dx<T, V, kAdded, true, false>(g);
 }
 
-// The launch of `kernel`, a group_norm_dx or group_norm_summed_dx.
+// Launches `kernel`, a group_norm_dx or group_norm_summed_dx.
 template <class T, int V, int kAdded>
 cudaError_t launch_dx(void (*kernel)(Gradient), const Gradient& g, int64_t layers,
                       cudaStream_t stream) {

@@ -14,17 +14,16 @@ struct Gradient {
   StreamingTiling tiling;
   GradientOperands operands;
   ParameterGradients parameters;
-  int reduce_layers;  // layers of the grid, 0 or 1, that reduce the gradients of scale and offset
+  int reduce_layers;  // grid layers, 0 or 1, that reduce the gradients of scale and offset
   Dropout dropout;
 };
 
-// Steps of each tensor in flight. To refit them, time both kernels with half and with twice as
-// many.
+// Steps in flight per tensor. To refit, time both kernels with half and with twice as many.
 constexpr int kStages = 4;
 
-// The pipelines of x, dy and the kAdded tensors that are added to dx; with kAdded > 0 each `read`
-// is followed by an `add`. The added tensors have the layout of x: one offset from x's iterator
-// finds each of them.
+// The pipelines of x, dy and the kAdded tensors that are added to dx. With kAdded > 0, each `read`
+// must be followed by an `add`. The added tensors have the layout of x, so each is at a constant
+// distance from x's iterator.
 template <class T, int V, int kAdded = 0>
 struct Pipelines {
   using One = Pipeline<T, V, kStages>;
@@ -50,8 +49,8 @@ struct Pipelines {
       if constexpr (kAdded > 0) fetch_added(tile, step);
     }
   }
-  // Waits for `step`, reads its x and its dy after dropout, and starts to copy the step that takes
-  // its place. The hash is computed before the wait.
+  // Waits for `step`, reads its x, and its dy with dropout applied, and starts to copy the step
+  // that reuses its stage. The hash is computed before the wait.
   template <bool kDrops>
   __device__ void read(const Gradient& g, const StreamingTile& tile,
                        const SampleDropout<T, V, kDrops>& dropout, int step, float (&value)[V],
@@ -81,7 +80,7 @@ struct Pipelines {
     }
   }
 
-  // The scratch memory behind the pipelines, aligned as float4 are.
+  // The scratch memory behind the pipelines, aligned for float4.
   __device__ static float4* scratch() { return reinterpret_cast<float4*>(dynamic_smem() + kBytes); }
 
  private:
@@ -95,7 +94,7 @@ struct Pipelines {
     }
     if constexpr (kAdded == 0) cp_async_commit();
   }
-  // After `fetch` of the same step, whose group it completes.
+  // Call after `fetch` of the same step: this commits the step's group of copies.
   __device__ void fetch_added(const StreamingTile& tile, int step) {
     if (step < tile.steps) {
 #pragma unroll
@@ -112,7 +111,7 @@ struct Pipelines {
   }
 };
 
-// The normalisation of a thread's channels; zeros if it has no pixels.
+// The normalisation of a thread's channels; zeros if the thread has no pixels.
 template <class T, int V>
 __device__ ChannelAffine<T, V> affine_of(const Gradient& g, const StreamingTile& tile,
                                          int64_t sample) {
@@ -126,7 +125,7 @@ __device__ ChannelAffine<T, V> affine_of(const Gradient& g, const StreamingTile&
   return norm;
 }
 
-// Turns dy, in `dz`, to dz, and writes act(z) to `active`.
+// Replaces dy, passed in `dz`, by dz, and writes act(z) to `active`.
 template <class T, int V>
 __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
                               float (&dz)[V], float (&active)[V]) {
@@ -150,8 +149,8 @@ __device__ void activate(const ChannelAffine<T, V>& norm, bool silu, const float
   }
 }
 
-// Adds up the gradients of scale and offset over the batch; the blocks of a layer of the grid share
-// the channels.
+// Adds up the gradients of scale and offset over the batch; the blocks of one grid layer divide the
+// channels among them.
 __device__ inline void reduce_over_batch(const Gradient& g) {
   static_assert(kReduceChannels * kReduceSlices == kStreamingThreads, "all threads reduce");
   const StreamingTiling& tiling = g.tiling;
@@ -165,11 +164,11 @@ __device__ inline void reduce_over_batch(const Gradient& g) {
   }
 }
 
-// The terms that dx subtracts for the group of each channel: constant + value * slope. In scratch
-// memory, [channels] each.
+// What dx subtracts for each channel's group: constant + value * slope. All arrays are [channels]
+// in scratch memory.
 struct GroupTerms {
   float *dz_products, *product_products;  // scale times the sample's sums of dz and of dz * n
-  float *constants, *slopes;  // before finish(): inverse and mean, kept for the same thread
+  float *constants, *slopes;  // until finish(): inverse and mean, which the same thread reads again
 
   __device__ GroupTerms(float* memory, int block_channels)
       : dz_products(memory),

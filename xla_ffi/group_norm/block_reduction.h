@@ -1,9 +1,9 @@
 // Shared by statistics_tiling.h and forward_register_resident_tiling.h: blocks whose threads load
-// vectors straight to registers and reduce them to moments (moments.cuh).
+// vectors directly into registers and reduce them to moments (moments.cuh).
 //
-// A block takes `vectors` neighbouring vectors of each of its pixels, whole groups. Its threads lie
-// along the vectors of a pixel, then along the next pixel; a *row* is the threads of one pixel. The
-// last few threads of the block's last warp may idle.
+// A block takes `vectors` adjacent vectors of each of its pixels, always whole groups. Threads are
+// numbered along the vectors of a pixel, then along the next pixel; a *row* is the threads of one
+// pixel. The last few threads of the block's last warp may idle.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,16 @@
 
 namespace jaxunet {
 
-// Neighbouring channels that share an accumulator of a thread: two, which leaves registers for many
-// loads. Kernels for odd groups and for vectors of one channel have an accumulator per channel.
+// Adjacent channels that share one accumulator of a thread. Pairing leaves registers for more loads
+// in flight. Kernels for odd groups and for vectors of one channel have one accumulator per
+// channel.
 constexpr int kPair = 2;
 
-// The reduction of a block: from the moments of its threads to those of its groups.
+// How a block reduces the moments of its threads to the moments of its groups.
 struct BlockReduction {
-  int vectors, rows;  // of a block
-  int group;          // channels of a group
-  int groups;         // of a block
+  int vectors, rows;  // per block
+  int group;          // channels per group
+  int groups;         // per block
   int piece_bits;     // log2 of the channels of a piece (tiling.h)
   int row_entries;    // entries of a row in shared memory, one a piece; made odd, so that the rows
                       // of a piece lie in different banks

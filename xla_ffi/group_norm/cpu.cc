@@ -1,5 +1,5 @@
 // GroupNorm on the CPU: plain loops with float64 sums, for tests and for machines without a GPU.
-// The formulas are those of plan.h.
+// plan.h has the formulas.
 #include "binding/cpu.h"
 
 namespace jaxunet::cpu {
@@ -10,7 +10,7 @@ struct GroupStatistics {
   std::vector<double> mean, inverse;
 };
 
-// Reduces the batch * groups groups in parallel, in two passes: the mean, then the variance.
+// Reduces all batch * groups groups in parallel, in two passes: the mean, then the variance.
 GroupStatistics statistics_of(const NormInput& plan, const std::vector<float>& x, Pool& pool) {
   const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups;
   GroupStatistics found{std::vector<double>(plan.batch * channels),
@@ -56,7 +56,8 @@ uint32_t mix_bits(uint32_t word) {
   return word ^ (word >> 16);
 }
 
-// Dropout of (batch, pixels, channels), which are rounded to the type before and afterwards.
+// Applies dropout to (batch, pixels, channels); values are rounded to the type before and
+// afterwards.
 void apply_dropout(const Dropout& dropout, Type type, int64_t batch, std::vector<float>& values) {
   std::vector<char> rounded(values.size() * sizeof(float));
   narrow(values, type, rounded.data());
@@ -107,7 +108,7 @@ void norm_statistics(const NormStatistics& plan, Pool& pool) {
 
 namespace {
 
-// One group of a sample: both walks over its elements, the first to reduce, the second to write dx.
+// One group of a sample, in two passes over its elements: the first reduces, the second writes dx.
 void group_gradient(const NormGradient& plan, int64_t sample, int64_t group,
                     const std::vector<float>& x, const std::vector<float>& dy,
                     const std::vector<std::vector<float>>& added, std::vector<float>& dx,
@@ -141,7 +142,7 @@ void group_gradient(const NormGradient& plan, int64_t sample, int64_t group,
       plan.sums[(2 * sample + 1) * channels + c] = static_cast<float>(sum_dz_n);
     }
   };
-  double constant = 0, slope = 0;  // sums over the group of scale * dz and of scale * dz * n
+  double constant = 0, slope = 0;  // sums of scale * dz and of scale * dz * n over the group
   if (plan.summed) {
     for (int64_t c = start; c < start + size; ++c) {
       const float* sums = plan.sums + 2 * sample * channels + c;
@@ -163,7 +164,7 @@ void group_gradient(const NormGradient& plan, int64_t sample, int64_t group,
   });
 }
 
-// The gradient of offset (which = 0) or scale (1), whose rows are `rows`, from plan.sums.
+// Computes the gradient of offset (which = 0) or scale (1) from plan.sums. `rows`: that parameter.
 void parameter_gradient(const NormGradient& plan, const Rows& rows, int64_t which, float* to) {
   const int64_t channels = plan.x.total;
   for (int64_t c = 0; c < channels; ++c) {

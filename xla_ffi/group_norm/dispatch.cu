@@ -1,7 +1,8 @@
-// Chooses the GroupNorm kernels of a call: the first line of its kind whose kernels take it. The
-// rules are the functions *_tiling() of the headers *_tiling.h, which return nothing if a kernel
-// does not take a call, and faster_than_streaming(): one for the register-resident forward kernel,
-// one for the smem-resident backward kernel. A sample is large if it has a streaming_tiling().
+// Chooses the GroupNorm kernels of a call. Each kind of call takes the first line below whose
+// kernels accept it. The rules are the functions *_tiling() in the headers *_tiling.h, which return
+// nothing if a kernel does not accept a call, and faster_than_streaming(), of which there is one
+// for the register-resident forward kernel and one for the smem-resident backward kernel. A sample
+// is large if streaming_tiling() returns a tiling.
 //
 //   statistics alone   statistics.cu
 //                      forward_smem_resident.cu, which then writes no y: no pixels
@@ -25,7 +26,7 @@
 namespace jaxunet::cuda {
 namespace {
 
-// Kernels use clusters on Hopper alone: builds have code with them for no other GPU
+// Kernels use clusters only on Hopper, because builds contain code with clusters for no other GPU
 // (common/kernel_set.h).
 cudaError_t device_limits(KernelSet kernels, DeviceLimits* limits) {
   Device device;

@@ -1,8 +1,8 @@
-// Dropout inside of the GroupNorm kernels: which elements of a vector are dropped, and the factor
-// of the others. It is that of jaxunet/ops/dropout.py, bit for bit: a number is rounded to its type
-// before it is multiplied by the factor, and once more afterwards.
+// Dropout inside the GroupNorm kernels: which elements of a vector are dropped, and the factor of
+// the others. The results equal those of jaxunet/ops/dropout.py bit for bit: a number is rounded to
+// its type before it is multiplied by the factor, and again afterwards.
 //
-// Kernels take it as a template argument, so that those without dropout have no code for it.
+// Kernels take dropout as a template argument, so that kernels without it contain no code for it.
 #pragma once
 
 #include "vector.cuh"
@@ -16,19 +16,19 @@ __device__ inline uint32_t mix_bits(uint32_t word) {
   return word ^ (word >> 16);
 }
 
-// What one sample loses, for vectors of V channels. Without kDrops it does nothing.
+// Dropout of one sample, in vectors of V channels. Does nothing without kDrops.
 template <class T, int V, bool kDrops>
 struct SampleDropout {
   uint32_t first, second, threshold;
-  float factor;  // one that T represents
+  float factor;  // exactly representable in T
 
   __device__ SampleDropout(const Dropout& dropout, int64_t sample)
       : first(__ldg(dropout.seeds + 2 * sample)),
         second(__ldg(dropout.seeds + 2 * sample + 1)),
         threshold(dropout.threshold),
         factor(dropout.factor) {}
-  // Bit j says that channel j of a vector is dropped. `position`: of the vector in its sample,
-  // pixel * channels + channel, a multiple of V.
+  // Returns a mask whose bit j says that channel j of a vector is dropped. `position`: the vector's
+  // position in its sample, pixel * channels + channel, a multiple of V.
   //
   // Pair j has position / 2 ^ j, which first ^ and >> 16 leave as it is.
   __device__ uint32_t bits(uint32_t position) const {
@@ -56,7 +56,7 @@ struct SampleDropout {
       if (bits >> j & 1u) value[j] = 0.0f;
     }
   }
-  // Multiplies the vector at `of`, V channels of T, by the factor.
+  // Multiplies the V channels at `of` by the factor.
   __device__ void scale(T* of) const {
     if constexpr (Vector<T, V>::kPairs) {
       using Pair = typename PairOf<T>::Type;

@@ -1,19 +1,19 @@
 // GroupNorm forward in one launch, from registers: mean and inverse = 1 / sqrt(variance + eps) of
 // each group, z = scale * (x - mean) * inverse + offset, y = act(z).
 //
-// A block owns some channels of a sample, whole groups, and all pixels
-// (forward_register_resident_tiling.h). dispatch.cu tells which calls take this kernel.
+// A block owns some channels of a sample, always whole groups, and all pixels
+// (forward_register_resident_tiling.h). dispatch.cu says which calls take this kernel.
 // - Loads: each thread loads all of its vectors, at most kPixels of 16 bytes; scale, offset and
 //   pivots are copied to shared memory.
-// - Moments: mean, then m2, of each thread's numbers, from registers.
+// - Moments: the mean, then m2, of each thread's numbers, from registers.
 // - Reduction: each thread writes the moments of its pieces to shared memory, where a team of lanes
 //   merges those of each group (moments.cuh). The team writes the group's mean and inverse, and
-//   replaces scale and offset of its channels by a and b of y = act(a * (x - pivot) + b).
+//   replaces its channels' scale and offset by a and b of y = act(a * (x - pivot) + b).
 // - Epilogue: y from registers.
 //
-// With kDrops, each thread finds out which of its elements are dropped (dropout.cuh) while the
-// pixels are on their way, so that the hash takes no time of its own. A bit an element waits in two
-// registers for the epilogue.
+// With kDrops, each thread computes which of its elements are dropped (dropout.cuh) while its loads
+// are in flight, which hides the time of the hash. Two registers keep one bit per element for the
+// epilogue.
 //
 // Two __syncthreads: before the teams read the pieces, and before the threads read a and b.
 //
@@ -38,7 +38,7 @@ struct Forward {
   Dropout dropout;
 };
 
-// The mean and m2 of a thread's `steps` vectors, in accumulators of kPair channels.
+// Computes the mean and m2 of a thread's `steps` vectors, in accumulators of kPair channels.
 template <class T, int V, int kPixels>
 __device__ void thread_moments(const Packed<T, V> (&x)[kPixels], int steps,
                                float (&mean)[V / kPair], float (&m2)[V / kPair]) {
@@ -66,8 +66,8 @@ __device__ void thread_moments(const Packed<T, V> (&x)[kPixels], int steps,
   }
 }
 
-// Merges the groups of the block and writes their statistics. Replaces scale and offset by a and b
-// of y = act(a * (x - pivot) + b).
+// Merges the moments of the block's groups and writes their statistics. Replaces scale and offset
+// by a and b of y = act(a * (x - pivot) + b).
 template <class T>
 __device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int first_channel,
                                 int64_t sample, const float2* entries,
@@ -94,7 +94,8 @@ __device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int f
   }
 }
 
-// Returns what is dropped of a thread's `steps` vectors: bit i * V + j of channel j of vector i.
+// Returns which elements of a thread's `steps` vectors are dropped: bit i * V + j for channel j of
+// vector i.
 template <class T, int V, bool kDrops>
 __device__ uint64_t dropped_bits(const Forward& f, const SampleDropout<T, V, kDrops>& dropout,
                                  const BlockThread& thread, int channel, int steps) {
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
   const int steps = thread.present ? pixels.of(thread.row) : 0;
 
   // Loads.
-  const SampleDropout<T, V, kDrops> dropout(f.dropout, sample);  // its words before the pixels
+  const SampleDropout<T, V, kDrops> dropout(f.dropout, sample);  // its words load before the pixels
   Packed<T, V> x[kPixels];
   int stride;
   const T* from = find_channel<T>(f.x, channel, sample, tiling.pixels, &stride);

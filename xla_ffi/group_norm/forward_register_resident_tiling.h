@@ -1,6 +1,6 @@
-// Tiling of forward_register_resident.cu: a GroupNorm forward in one launch, for samples of which
-// one block can hold all pixels of some groups. Each thread loads all of its pixels at once, at
-// most kMaxThreadPixels vectors, and keeps them in registers until y is written. Grid:
+// Tiling of forward_register_resident.cu: GroupNorm forward in one launch, for samples so small
+// that one block can hold all pixels of some groups. Each thread loads all of its pixels at once,
+// at most kMaxThreadPixels vectors, and keeps them in registers until y is written. Grid:
 // (channel_blocks, batch).
 #pragma once
 
@@ -11,20 +11,20 @@
 
 namespace jaxunet {
 
-constexpr int kRegisterResidentThreads = 512;  // of a block, at most: the kernel's launch bounds
-constexpr int kMaxThreadPixels = 8;            // pixels of a thread, at most
+constexpr int kRegisterResidentThreads = 512;  // most per block: the kernel's launch bounds
+constexpr int kMaxThreadPixels = 8;            // most pixels per thread
 
 struct RegisterResidentTiling {
-  int pixels, channels;  // of a sample
-  int thread_pixels;     // of a thread, at most: the kernel's 2, 4 or 8
+  int pixels, channels;  // per sample
+  int thread_pixels;     // most per thread: the kernel's 2, 4 or 8
   int channel_blocks;    // blocks side by side along the channels
-  int each, rest;        // pixels of a row of threads; rows that have one more
+  int each, rest;        // pixels per row of threads; how many rows have one more
   BlockReduction block;
-  int64_t entry_bytes;  // shared memory of the block's entries
+  int64_t entry_bytes;  // shared memory for the block's entries
   int64_t smem_bytes;   // shared memory of the block
 };
 
-// A tiling of given blocks; nothing where a block would be too large.
+// The tiling for given blocks; nothing if a block would be too large.
 inline std::optional<RegisterResidentTiling> register_resident_tiling_of(
     int64_t vectors, int64_t thread_pixels, int64_t pixels, int64_t channels, int64_t group,
     int vector) {
@@ -43,19 +43,19 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling_of(
   return to;
 }
 
-// The tiling; nothing where the kernel does not take the call: vectors of one channel, groups of an
+// The tiling; nothing if the kernel does not accept the call: vectors of one channel, groups of an
 // odd number of channels, no pixels, or more pixels than one block can hold.
 //
-// - Pixels of a thread: 8 if the grid then has 16 warps for every multiprocessor, or 8 warps and
-//   blocks of at least 16 rows; else 4 if with 8 it would have 4 warps; else 2. Twice as many, up
-//   to 8, while a block would have more than 384 threads.
-// - Channels of a block: the fewest with which its row (its channels of one pixel) is 64 bytes or
-//   more of whole sectors, and it has two or more warps, all of them full. Fewer if more would
-//   leave over 1/8 of the multiprocessors without a block (but at least one sector), or would take
-//   more than 384 threads where the row has 64 bytes already.
+// - Pixels per thread: 8 if the grid then has 16 warps per multiprocessor, or 8 warps and blocks of
+//   at least 16 rows; otherwise 4 if 8 pixels would give 4 warps per multiprocessor; otherwise 2.
+//   Doubled, up to 8, while a block would have more than 384 threads.
+// - Channels per block: the fewest for which a row (the block's channels of one pixel) is at least
+//   64 bytes of whole sectors, and the block has two or more warps, all of them full. Fewer (but at
+//   least one sector) if that many would leave more than 1/8 of the multiprocessors without a
+//   block, or would need more than 384 threads although the row already has 64 bytes.
 //
 // The numbers were fitted on an H200, bfloat16, batch 1 to 256, images of 4x4 to 32x32 with 128 to
-// 512 channels: the tiling takes at most 3% longer than the fastest. To refit them, time all
+// 512 channels: the chosen tiling takes at most 3% longer than the fastest. To refit them, time all
 // tilings (FIT=1, tests/gpu/harness/gnfwd).
 inline std::optional<RegisterResidentTiling> register_resident_tiling(const DeviceLimits& limits,
                                                                       int64_t batch, int64_t pixels,
@@ -66,7 +66,7 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
   constexpr int64_t kRowBytes = 64;
   if (vector == 1 || group % kPair != 0 || pixels == 0) return std::nullopt;
   const int64_t unit = std::lcm<int64_t>(group, vector) / vector, all = channels / vector;
-  const int64_t warps = batch * all * pixels / 8 / 32;  // of the grid, with 8 pixels a thread
+  const int64_t warps = batch * all * pixels / 8 / 32;  // in the grid, with 8 pixels per thread
   const bool eight = warps >= 16 * limits.sms || (warps >= 8 * limits.sms && pixels >= 16 * 8);
   const int64_t fewest = eight ? 8 : warps >= 4 * limits.sms ? 4 : 2;
   std::optional<RegisterResidentTiling> best;
@@ -88,11 +88,12 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
   return best;
 }
 
-// True if one launch of this kernel should run instead of the two streaming launches, for samples
-// that have both tilings. With clusters, kStreamingMinElements alone decides. Without, it should
-// unless two blocks would read each sector, because a block holds one vector of a pixel (64x64
-// pixels). Not fitted: whole steps were timed with this rule (docs/cuda.md), but not both kernels;
-// time them with JAXUNET_KERNELS=portable, and on a GPU without clusters.
+// True if one launch of this kernel should replace the two streaming launches, for samples that
+// have both tilings. With clusters, the answer is always false: kStreamingMinElements has decided
+// already. Without clusters, it is true unless two blocks would read each sector because a block
+// holds only one vector of a pixel (64x64 pixels). Not fitted: whole training steps were timed with
+// this rule (docs/cuda.md), but the two kernels were not compared; time them with
+// JAXUNET_KERNELS=portable, and on a GPU without clusters.
 inline bool faster_than_streaming(const RegisterResidentTiling& tiling, const DeviceLimits& limits,
                                   int vector, int element) {
   return !has_clusters(limits) && tiling.block.vectors * vector * element >= kSectorBytes;

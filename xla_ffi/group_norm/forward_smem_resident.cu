@@ -1,24 +1,24 @@
 // GroupNorm forward in one launch: mean and inverse = 1 / sqrt(variance + eps) of each group,
 //   z = scale * (x - mean) * inverse + offset,
-// and y = act(z) where it is wanted. For calls that no other kernel takes (dispatch.cu).
+// and y = act(z) if requested. For calls that no other kernel accepts (dispatch.cu).
 //
-// A block owns some channels of a sample, whole groups, and all pixels or a cluster's share of them
-// (forward_smem_resident_tiling.h).
+// A block owns some channels of a sample, always whole groups, and all pixels, or the blocks of a
+// cluster share the pixels (forward_smem_resident_tiling.h).
 // - Prologue: start to copy the first kChunkStages chunks of x to shared memory; load scale, offset
 //   and pivots.
 // - Mainloop: chunk by chunk, update each thread's mean and m2; copy a later chunk into the stage
 //   that became free.
 // - Reduction: thread, warp (shuffles), block (shared memory), cluster (distributed shared memory).
 // - Epilogue: write the statistics; then, from the last chunk backwards, y from the staged copies.
-//   Chunks that left shared memory are copied once more.
+//   Chunks that are no longer in shared memory are copied again.
 //
 // Shared memory: stage_bytes of staged chunks, [stage][step][thread] vectors of 16 bytes, then
 // StatisticsScratch.
 //
 // Synchronisation: a thread reads only its own staged copies, so cp_async_wait suffices.
-// __syncthreads separates the levels of the reduction. merge_groups arrives at the cluster's
-// barrier a second time when this block has read its peers; the kernel waits for it at the end, so
-// that no block leaves while others read its shared memory.
+// __syncthreads separates the levels of the reduction. merge_groups arrives at the cluster barrier
+// a second time after this block has read its peers; the kernel waits at that barrier at the end,
+// so that no block exits while others read its shared memory.
 #include "common/dispatch_dtype.cuh"
 #include "dropout.cuh"
 #include "forward_smem_resident.cuh"
@@ -38,8 +38,8 @@ struct Forward {
   Dropout dropout;
 };
 
-// Reduces a thread's pixels to the mean and m2 of each of its channels. Each chunk gets two passes
-// over shared memory, its mean and then its m2, and is merged with those before it.
+// Reduces a thread's pixels to the mean and m2 of each of its channels. Each chunk takes two passes
+// over shared memory, for its mean and then its m2, and is then merged with the chunks before it.
 template <class T, int V>
 __device__ void reduce_thread(const SmemResidentTiling& tiling, const ThreadTile& tile,
                               const ThreadVectors<T, V>& x, const ChunkStages<T, V>& stages,
@@ -86,8 +86,8 @@ __device__ void reduce_thread(const SmemResidentTiling& tiling, const ThreadTile
   }
 }
 
-// Merges the lanes of a warp that have the same channels, into the warp's row of `partial`, one
-// entry a piece.
+// Merges the lanes of a warp that have the same channels into the warp's row of `partial`, one
+// entry per piece.
 template <int V>
 __device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& tile,
                             int block_channels, float (&mean)[V], float (&m2)[V], float4* partial) {
@@ -132,7 +132,8 @@ __device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& 
   }
 }
 
-// One long function: if its phases are functions, nvcc 13.0 gives them other registers.
+// One long function: nvcc 13.0 allocates registers differently if its phases are separate
+// functions.
 template <class T, int V, bool kDrops>
 __global__ void __launch_bounds__(kSmemResidentThreads, 2)
     group_norm_forward(const __grid_constant__ Forward f) {
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kSmemResidentThreads, 2)
   for (int c = threadIdx.x; c < present_channels; c += threads) {
     scratch.scale[c] = sample_row(f.scale)[first_channel + c];
     scratch.offset[c] = sample_row(f.offset)[first_channel + c];
-    if constexpr (kUsesPivot<T>) {  // the first number of the group
+    if constexpr (kUsesPivot<T>) {  // the group's first number
       int stride;
       const int group_start = first_channel + c / tiling.group * tiling.group;
       scratch.pivot[c] =
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kSmemResidentThreads, 2)
     }
     const ThreadVectors<T, V> y(tiling, tile, f.y);
     const SampleDropout<T, V, kDrops> dropout(f.dropout, blockIdx.z);
-    constexpr int kUnroll = kDrops ? 1 : 2;  // the hash leaves no registers for two steps
+    constexpr int kUnroll = kDrops ? 1 : 2;  // with the hash, two steps need too many registers
 #pragma unroll 1
     for (int chunk = tiling.chunks - 1; chunk >= 0; --chunk) {
       cp_async_wait<kChunkStages - 1>();

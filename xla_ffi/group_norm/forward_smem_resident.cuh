@@ -1,6 +1,6 @@
 // The parts of forward_smem_resident.cu: a thread's vectors in global memory and their staged
-// copies in shared memory; the block's scratch memory; and the reduction of moments from rows of
-// warps to groups of the cluster.
+// copies in shared memory; the block's scratch memory; and the reduction of moments, from the
+// warps' rows to the cluster's groups.
 //
 // Moments (moments.cuh) are float4 {count, mean, m2, unused} here, because threads and blocks may
 // have different numbers of pixels.
@@ -14,13 +14,13 @@ namespace jaxunet::cuda {
 
 // The work of a thread: one vector of channels, and `steps` pixels, 1 << row_bits apart.
 struct ThreadTile {
-  int lane, warp_row;  // lane of the warp; which of the warps with the same channels
+  int lane, warp_row;  // lane in the warp; index among the warps with the same channels
   int local;           // first channel of the vector, counted from the block's first
   int channel, pixel;  // first channel and first pixel, counted from the sample's first
   int steps;  // pixels of the thread; 0 if it has no channels, or its pixels lie beyond the block's
               // share
-  bool present;        // the vector is one of the block's
-  bool first_of_warp;  // this is the first lane of the warp with these channels
+  bool present;        // the vector belongs to the block
+  bool first_of_warp;  // the first lane of the warp with these channels
 
   __device__ ThreadTile(const SmemResidentTiling& tiling, int vector) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -81,7 +81,7 @@ struct ChunkStages {
   __device__ Vector<T, V>* slot(int chunk, int i) const {
     return slots + ((chunk & (kChunkStages - 1)) * chunk_steps + i) * blockDim.x + threadIdx.x;
   }
-  // Starts to copy the steps that the chunk has; none beyond `steps`.
+  // Starts to copy the steps of a chunk, but none beyond `steps`.
   __device__ void fetch(const ThreadVectors<T, V>& from, int chunk, int steps) const {
     const int start = chunk * chunk_steps, end = min(start + chunk_steps, steps);
 #pragma unroll 1
@@ -95,18 +95,18 @@ struct ChunkStages {
   }
 };
 
-// Lanes that merge the moments of one group: at least the blocks of a cluster.
+// Lanes that merge the moments of one group: at least as many as a cluster has blocks.
 constexpr int kTeam = 8;
 
-// Sums over a team's lanes, to each of them.
+// Returns the sum over a team's lanes to each of them.
 __device__ inline float team_sum(float x) {
 #pragma unroll
   for (int step = kTeam / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
 }
 
-// Returns the union of a team's moments; visit(take) calls take(moments) for each of this lane's,
-// and is called twice.
+// Returns the union of a team's moments. visit(take) calls take(moments) for each of this lane's
+// moments; it is called twice.
 template <class Visit>
 __device__ float4 merge_team(const Visit& visit) {
   float count = 0, sum = 0, m2 = 0;
@@ -124,8 +124,8 @@ __device__ float4 merge_team(const Visit& visit) {
   return make_float4(count, mean, team_sum(m2), 0);
 }
 
-// The input of a block's reduction: `rows` rows of moments, one for each piece of its `channels`;
-// `ranks` blocks of the cluster.
+// The input of a block's reduction: `rows` rows of moments, one for each piece of the block's
+// `channels`, in each of the cluster's `ranks` blocks.
 struct ReductionShape {
   int channels, group, piece_bits, rows, ranks;
 };
@@ -134,8 +134,8 @@ struct ReductionShape {
 struct StatisticsScratch {
   float4* partial;                // [rows][pieces]: moments
   float4* groups;                 // [groups]: moments of the block's share, for the cluster to read
-  float *scale, *offset, *pivot;  // [channels]; in the end y = (x - pivot) * scale + offset
-  float *mean, *inverse;          // [groups]; mean: less the pivot
+  float *scale, *offset, *pivot;  // [channels]; finally y = (x - pivot) * scale + offset
+  float *mean, *inverse;          // [groups]; mean: minus the pivot
 
   __device__ StatisticsScratch(const ReductionShape& shape, char* memory) {
     const int channels = shape.channels;
@@ -149,9 +149,10 @@ struct StatisticsScratch {
   }
 };
 
-// Merges the rows of `partial` to the groups of the block, then of the cluster: scratch.mean and
-// scratch.inverse. The caller synchronises the block before and after; with several ranks it calls
-// cluster_wait before the block ends, as others read its shared memory until then.
+// Merges the rows of `partial` into the moments of the block's groups, then of the cluster's:
+// scratch.mean and scratch.inverse. The caller synchronises the block before and after. If there
+// are several ranks, it also calls cluster_wait before the block ends, because peers read the
+// block's shared memory until then.
 __device__ inline void merge_groups(const ReductionShape& shape, float eps,
                                     const StatisticsScratch& scratch) {
   const int groups = shape.channels / shape.group, pieces = shape.group >> shape.piece_bits;
@@ -163,7 +164,7 @@ __device__ inline void merge_groups(const ReductionShape& shape, float eps,
     scratch.mean[group] = all.y;
     scratch.inverse[group] = rsqrtf(all.z / all.x + eps);
   };
-  // All lanes go round as often, as the shuffles need them all.
+  // All lanes run the same number of iterations, because the shuffles need every lane.
 #pragma unroll 1
   for (int start = 0; start < groups; start += teams) {
     const int group = start + team;
@@ -201,7 +202,8 @@ struct Coefficients {
 };
 
 // Computes the coefficients of the block's channel c, and writes them at index `channel` of the
-// outputs from the first block of a cluster. `pivot`: whether the means are less a pivot.
+// outputs from the first block of a cluster. `pivot`: true if a pivot has been subtracted from the
+// means.
 __device__ inline Coefficients write_coefficients(const StatisticsOutputs& to,
                                                   const StatisticsScratch& scratch,
                                                   const ReductionShape& shape, bool pivot, int c,

@@ -1,16 +1,16 @@
 // Tiling of forward_smem_resident.cu, which normalises in one launch: a block reads its tile once,
 // keeps it in shared memory while the statistics are computed, and writes y from there.
 //
-// A block owns neighbouring channels of one sample, whole groups, and all pixels. If these do not
-// fit, the blocks of a cluster take a share of the pixels each and combine their statistics through
-// distributed shared memory; on devices without clusters, the block reads twice what does not fit.
-// Grid: (cluster_size, channel_blocks, batch).
+// A block owns adjacent channels of one sample, always whole groups, and all pixels. If these do
+// not fit, each block of a cluster takes a share of the pixels, and the blocks combine their
+// statistics through distributed shared memory; on devices without clusters, the block reads the
+// part that does not fit twice. Grid: (cluster_size, channel_blocks, batch).
 //
-// Within a block, 1 << lane_bits lanes of a warp lie side by side along the channels, one vector
-// each, and `warp_columns` such warps beside each other. The other lanes and warps take other
-// pixels: the block reads 1 << row_bits pixels at a time, one *step*. Steps are copied to shared
-// memory in chunks of `chunk_steps`. The last kChunkStages chunks stay there; earlier ones are
-// copied again for the epilogue.
+// Within a block, 1 << lane_bits lanes of a warp cover adjacent vectors of channels, one vector
+// each, and so do `warp_columns` warps side by side. The other lanes and warps take other pixels:
+// the block reads 1 << row_bits pixels at a time, one *step*. Steps are copied to shared memory in
+// chunks of `chunk_steps`. The last kChunkStages chunks stay there; earlier ones are copied again
+// for the epilogue.
 #pragma once
 
 #include <algorithm>
@@ -21,42 +21,41 @@
 
 namespace jaxunet {
 
-// Chunks that a thread has in shared memory or on their way there. A power of two.
+// Chunks of a thread in shared memory or being copied there. A power of two.
 constexpr int kChunkStages = 4;
 
 struct SmemResidentTiling {
-  int pixels, channels;                // of a sample
-  int group;                           // channels of a group
-  int vectors;                         // vectors of a pixel in a block
+  int pixels, channels;                // per sample
+  int group;                           // channels per group
+  int vectors;                         // vectors per pixel in a block
   int lane_bits, warp_columns;         // log2 of the lanes side by side; warps side by side
-  int row_bits;                        // log2 of the pixels that a block reads in a step
+  int row_bits;                        // log2 of the pixels that a block reads per step
   int piece_bits;                      // log2 of the channels of a piece (tiling.h)
-  int block_pixels, cluster_size;      // pixels of a block; blocks of a cluster: `ranks` elsewhere
-  int chunk_steps, chunks;             // steps of a chunk; chunks of a block
-  int channel_blocks, threads;         // blocks side by side along the channels; threads of a block
+  int block_pixels, cluster_size;      // pixels per block; blocks per cluster: `ranks` elsewhere
+  int chunk_steps, chunks;             // steps per chunk; chunks per block
+  int channel_blocks, threads;         // blocks side by side along the channels; threads per block
   int64_t stage_bytes, scratch_bytes;  // shared memory of the staged chunks, and of everything else
 };
 
-// Scratch bytes of the kernel for each channel (StatisticsScratch): its moments for each row of
-// warps; once, those of its group and five floats.
+// Scratch bytes per channel (StatisticsScratch): moments for each row of warps, and once the
+// group's moments and five floats.
 constexpr int64_t kMomentsBytes = 16, kChannelBytes = 16 + 5 * 4;
 
-constexpr int kSmemResidentThreads = 512;  // of a block, at most: the kernel's launch bounds
+constexpr int kSmemResidentThreads = 512;  // most threads of a block: the kernel's launch bounds
 
-// Shared memory that a block aims at, in bytes: two blocks then fit the 227 KiB of a Hopper
+// Target for a block's shared memory, in bytes, so that two blocks fit in the 227 KiB of a Hopper
 // multiprocessor.
 constexpr int64_t kBlockSmemBytes = 100 * 1024;
 
-// Channels of a block: a multiple of `unit`, the lcm of group and vector. `lanes`, `cluster_size`:
-// functions of the channels of a block, which return its lanes side by side and the blocks of its
-// cluster.
+// Chooses the channels of a block: a multiple of `unit`, the lcm of group and vector. `lanes` and
+// `cluster_size` are functions of the channels of a block; they return its lanes side by side and
+// its number of blocks per cluster.
 //
 // Global memory is read in sectors of 32 bytes, so wider rows (a block's channels of one pixel) are
-// better. A row of less than 32 bytes is widened even if this takes a larger cluster, one of less
-// than 64 bytes only if it takes a cluster already, and a wider one, up to a whole line (128
-// bytes), only if the cluster stays as large. A wider row must not leave more lanes idle, and there
-// must remain blocks for 7/8 of the multiprocessors, or two for each where the row has 64 bytes
-// already.
+// better. A row of less than 32 bytes is widened even if this needs a larger cluster; a row of less
+// than 64 bytes only if it needs a cluster already; and a wider row, up to a whole line (128
+// bytes), only if the cluster does not grow. A wider row must not leave more lanes idle, and 7/8 of
+// the multiprocessors must still have a block, or two blocks each if the row already has 64 bytes.
 template <class Lanes, class ClusterSize>
 int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t channels,
                               int64_t unit, int element, const Lanes& lanes,
@@ -81,12 +80,12 @@ int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t
   return block_channels;
 }
 
-// log2 of the rows of warps of a block. A thread takes at least two steps. At most half of the
-// warps that a block may have are used while this takes a thread no more than eight steps, because
-// fewer rows are reduced sooner; all of them beyond that.
+// log2 of the rows of warps in a block. A thread takes at least two steps. As long as a thread
+// needs at most eight steps, a block uses at most half of its possible warps, because fewer rows
+// are faster to reduce; beyond that it uses all of them.
 inline int choose_warp_row_bits(const SmemResidentTiling& tiling, int warp_pixel_bits) {
   const int64_t rows =
-      ceil_div(tiling.block_pixels, int64_t{1} << warp_pixel_bits);  // for one step a thread
+      ceil_div(tiling.block_pixels, int64_t{1} << warp_pixel_bits);  // for one step per thread
   const int64_t half = std::max(kSmemResidentThreads / 64 / tiling.warp_columns, 1);
   int bits = ceil_log2(rows <= 8 * half ? std::min(ceil_div(rows, 2), half) : 2 * half);
   while (bits > 0 && (32 * tiling.warp_columns << bits) > kSmemResidentThreads) --bits;
@@ -112,8 +111,8 @@ inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, bool 
   const int64_t unit = std::lcm<int64_t>(group, vector);
   const int64_t block_channels =
       choose_block_channels(limits, batch, channels, unit, element, lanes, cluster_size);
-  // Few samples: larger clusters, while a block keeps 256 pixels and every block still gets its own
-  // multiprocessor.
+  // Few samples: larger clusters, as long as a block keeps at least 256 pixels and every block has
+  // a multiprocessor of its own.
   int64_t cluster = std::min<int64_t>(cluster_size(block_channels), limits.max_cluster);
   while (cluster < limits.max_cluster && pixels / cluster >= 512 &&
          batch * ceil_div(channels, block_channels) * cluster * 2 <= limits.sms) {
@@ -136,8 +135,8 @@ inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, bool 
   tiling.row_bits = warp_row_bits + warp_pixel_bits;
   tiling.threads = 32 * tiling.warp_columns << warp_row_bits;
   tiling.scratch_bytes = ((kMomentsBytes << warp_row_bits) + kChannelBytes) * block_channels;
-  // Few steps make one chunk; more make kChunkStages chunks, each reduced while later ones arrive.
-  // Where these do not fit shared memory, there are more chunks of as many steps as do.
+  // A few steps make one chunk; more make kChunkStages chunks, each reduced while later ones
+  // arrive. If these do not fit in shared memory, there are more chunks, each as large as fits.
   const int64_t steps = ceil_div(tiling.block_pixels, int64_t{1} << tiling.row_bits);
   const int64_t step_bytes = static_cast<int64_t>(tiling.threads) * vector * element;
   const int64_t stage_steps =

@@ -1,9 +1,9 @@
 // GroupNorm forward of large samples in two launches: statistics.cu, then group_norm_finish, which
-// reads x once more and writes y = act(z). The formula is that of forward_smem_resident.cu.
+// reads x once more and writes y = act(z), with the formula in forward_smem_resident.cu.
 //
 // Grid of group_norm_finish: (ranks, channel blocks, batch), no clusters (streaming_tiling.h). It
-// walks the samples and the pixels backwards, because the end of x is still in the L2 cache. Its
-// shared memory: the pipeline alone; it needs no barriers.
+// processes samples and pixels in reverse order, because the end of x is still in the L2 cache. Its
+// shared memory is only the pipeline, and it needs no barriers.
 #include "common/dispatch_dtype.cuh"
 #include "dropout.cuh"
 #include "launch.h"
@@ -12,8 +12,8 @@
 namespace jaxunet::cuda {
 namespace {
 
-// Steps in flight for each block, 4 KiB each: a vector of each thread. To refit it, time the kernel
-// with half and with twice as many.
+// Steps in flight per block. A step is one vector per thread, 4 KiB. To refit, time the kernel with
+// half and with twice as many.
 constexpr int kFinishStages = 4;
 
 struct Finish {

@@ -9,7 +9,7 @@
 
 namespace jaxunet::cuda {
 
-// Returns dz = dy * act'(z) of act = SiLU, and writes act(z).
+// Returns dz = dy * act'(z) for act = SiLU, and writes act(z).
 template <class T>
 __device__ float silu_gradient(float dy, float z, float* active) {
   const float s = sigmoid<T>(z);
@@ -18,7 +18,7 @@ __device__ float silu_gradient(float dy, float z, float* active) {
 }
 
 // Calls run(count) with the number of tensors to add to dx as a type, so that kernels that add none
-// have no code for it.
+// contain no code for it.
 template <class Run>
 auto with_added_count(int count, const Run& run) {
   static_assert(kMaxAdded == 2, "one case below for each count");
@@ -26,7 +26,7 @@ auto with_added_count(int count, const Run& run) {
   return count == 1 ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, 2>());
 }
 
-// NormGradient as a kernel takes it, without its tiling.
+// NormGradient in the form that a kernel takes, without the tiling.
 struct GradientOperands {
   TensorParts x, dx, added[kMaxAdded];
   void* dy;
@@ -50,8 +50,8 @@ inline GradientOperands operands_of(const NormGradient& plan) {
           plan.active};
 }
 
-// The gradients of offset (index 0) and scale (1): the sums of each sample, or their sum over the
-// batch where all samples share a row.
+// The gradients of offset (index 0) and scale (1): each sample's sums, or their total over the
+// batch if all samples share a row.
 struct ParameterGradients {
   const float* sums;  // (batch, 2, channels)
   int batch, channels;
@@ -59,7 +59,7 @@ struct ParameterGradients {
   float* to[2];
 };
 
-// The threads of a block that reduces them: channels side by side, times slices of the batch.
+// Threads of a block that reduces these gradients: adjacent channels × slices of the batch.
 constexpr int kReduceChannels = 32, kReduceSlices = 8;
 
 inline ParameterGradients parameter_gradients_of(const NormGradient& plan) {
@@ -70,9 +70,9 @@ inline ParameterGradients parameter_gradients_of(const NormGradient& plan) {
           {plan.doffset, plan.dscale}};
 }
 
-// Reduces kReduceChannels channels, those from kReduceChannels * tile on, of offset (which = 0) or
-// scale (1). Called by all kReduceChannels * kReduceSlices threads of a block; samples are added in
-// the same order in every run.
+// Reduces kReduceChannels channels, from kReduceChannels * tile on, of offset (which = 0) or scale
+// (1). Called by all kReduceChannels * kReduceSlices threads of a block; samples are added in the
+// same order in every run.
 __device__ inline void reduce_parameter_gradients(const ParameterGradients& p, int tile,
                                                   int which) {
   __shared__ float partial[kReduceSlices][kReduceChannels];

@@ -1,6 +1,6 @@
-// Launches, and the PTX that CUDA C++ has no function for: asynchronous copies to shared memory
-// (cp.async, compute capability 8.0 and later), and reads of a peer's shared memory in a cluster
-// (9.0).
+// Kernel launches, and PTX instructions for which CUDA C++ has no function: asynchronous copies to
+// shared memory (cp.async, compute capability 8.0 and later), and reads of a peer's shared memory
+// in a cluster (9.0).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,8 +14,8 @@
 
 namespace jaxunet::cuda {
 
-// Launches `kernel` with `smem_bytes` of dynamic shared memory. With `clusters`, the blocks of the
-// same y and z form a cluster, if the grid has more than one along x.
+// Launches `kernel` with `smem_bytes` of dynamic shared memory. With `clusters`, all blocks with
+// the same y and z form a cluster, if the grid has more than one block along x.
 template <class Plan>
 cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes,
                    cudaStream_t stream, const Plan& plan, bool clusters = true) {
@@ -58,12 +58,12 @@ __device__ inline void cp_async_16(void* to, const void* from) {
                : "memory");
 }
 
-// Starts to bring a line of global memory to the L2 cache.
+// Starts to load a line of global memory into the L2 cache.
 __device__ inline void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// Reads the shared memory of block `rank` of the cluster, at the address that `here` has in this
+// Reads the shared memory of block `rank` of the cluster, at the same place as `here` in this
 // block.
 __device__ inline float4 read_peer(const float4* here, int rank) {
   float4 found{};

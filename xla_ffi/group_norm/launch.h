@@ -1,5 +1,5 @@
-// The implementations that dispatch.cu chooses between, and what they write. `vector`: channels of
-// a load, 16 bytes of them or one.
+// The implementations that dispatch.cu chooses from, and their outputs. `vector`: channels per
+// load.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ namespace jaxunet::cuda {
 
 inline int element_bytes(Type type) { return type == Type::kFloat32 ? 4 : 2; }
 
-// Channels of a load: 16 bytes of them if every part's channels are a multiple of that, else one.
+// Channels per load: 16 bytes of them if that divides the channels of every part, else one.
 inline int vector_of(const Parts& x, Type type) {
   const int vector = 16 / element_bytes(type);
   const bool aligned = std::all_of(x.channels.begin(), x.channels.begin() + x.count,
@@ -25,13 +25,13 @@ inline int vector_of(const Parts& x, Type type) {
   return aligned ? vector : 1;
 }
 
-// The outputs of the statistics, each (batch, channels): z = a * x + b. a and b are null if only y
-// is wanted.
+// The outputs of the statistics, each (batch, channels), with z = a * x + b. a and b are null if
+// only y is needed.
 struct StatisticsOutputs {
   float *a, *b, *mean, *inverse;
 };
 
-// The output of a forward launch beside its input's statistics: y = act(z), unless y is null.
+// The outputs of a forward launch: its input's statistics and, unless null, y = act(z).
 struct ForwardOutputs {
   StatisticsOutputs statistics;
   bool silu;
@@ -49,14 +49,14 @@ cudaError_t statistics(const NormInput& plan, const StatisticsTiling& tiling, in
 // forward_smem_resident.cu: one launch. Throws std::runtime_error if a block cannot hold one group.
 cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
                                   const ForwardOutputs& to, cudaStream_t stream);
-// backward_smem_resident.cu: all gradients but those of scale and offset, in one launch.
+// backward_smem_resident.cu: all gradients except those of scale and offset, in one launch.
 cudaError_t smem_resident_gradient(const NormGradient& plan, const BackwardTiling& tiling,
                                    int vector, cudaStream_t stream);
 // forward_streaming.cu: two launches, statistics() and then y.
 cudaError_t streaming_forward(const NormInput& plan, const StatisticsTiling& first,
                               const StreamingTiling& second, int vector, const ForwardOutputs& to,
                               cudaStream_t stream);
-// backward_streaming.cu: all gradients, those of scale and offset included, in two launches.
+// backward_streaming.cu: all gradients, including those of scale and offset, in two launches.
 cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling,
                                const DeviceLimits& limits, int vector, cudaStream_t stream);
 // backward_streaming.cu: the second launch alone, from dz and the sums. 16-bit types, in vectors.

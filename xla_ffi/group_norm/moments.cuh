@@ -1,15 +1,15 @@
-// Reduction to statistics by blocks of threads that hold their numbers in registers
-// (block_reduction.h). statistics.cu and forward_register_resident.cu reduce like this;
-// forward_smem_resident.cu takes merge_neighbours alone.
+// Reduction to statistics in blocks whose threads hold their numbers in registers
+// (block_reduction.h), for statistics.cu and forward_register_resident.cu. forward_smem_resident.cu
+// uses only merge_neighbours.
 //
 // A set of numbers is described by its *moments*: count, mean, and m2, the sum of squared
-// differences from the mean. The moments of a union are the weighted mean, and the sum of all m2
-// plus the squared distances of the means, weighted by their counts (Chan, Golub & LeVeque 1979):
-// no large numbers are subtracted. Counts follow from the tiling, so only float2 {mean, m2} are
-// kept.
+// differences from the mean. The mean of a union is the weighted mean of its sets; its m2 is the
+// sum of their m2 plus the squared distances of their means from the new mean, weighted by their
+// counts (Chan, Golub & LeVeque 1979). This never subtracts large numbers. Counts follow from the
+// tiling, so only float2 {mean, m2} are kept.
 //
 // The levels: accumulators of a thread -> pieces of its vector (merge_neighbours) -> entries [row]
-// [piece] in shared memory (write_entries) -> groups of the block, each by a team of lanes
+// [piece] in shared memory (write_entries) -> groups of the block, one team of lanes per group
 // (merge_group).
 #pragma once
 
@@ -20,10 +20,11 @@
 namespace jaxunet::cuda {
 
 // Counts the pixels of a block's rows. The rows of all blocks that share an image take its pixels
-// in turns: row r of the image has pixels r, r + stride, ...; stride is the number of these rows.
+// in turns: row r has pixels r, r + stride, ..., where stride is the number of rows in all of these
+// blocks.
 struct RowPixels {
   int each, rest;  // pixels / stride, pixels % stride
-  int first;       // the image's row that is row 0 of the block
+  int first;       // number of the block's row 0 among all of these rows
 
   __device__ int of(int row) const { return each + (first + row < rest ? 1 : 0); }
   __device__ int of_block(int rows) const { return each * rows + max(min(rest - first, rows), 0); }
@@ -41,8 +42,8 @@ struct BlockThread {
   }
 };
 
-// Merges the accumulators of each piece, all of `count` numbers, into the piece's first one. An
-// accumulator holds kWidth neighbouring channels.
+// Merges the accumulators of each piece into the piece's first one. Each accumulator has kWidth
+// adjacent channels and `count` numbers.
 template <int kWidth, int A>
 __device__ void merge_neighbours(int piece_bits, float count, float (&mean)[A], float (&m2)[A]) {
 #pragma unroll
@@ -57,8 +58,8 @@ __device__ void merge_neighbours(int piece_bits, float count, float (&mean)[A], 
   }
 }
 
-// Writes the moments of a thread's pieces to their entries. `mean`, `m2`: of the thread's
-// accumulators, of kWidth neighbouring channels and `count` numbers each; overwritten.
+// Writes the moments of a thread's pieces to their entries. `mean`, `m2`: the thread's
+// accumulators, with kWidth adjacent channels and `count` numbers each; overwritten.
 template <int kWidth, int A>
 __device__ void write_entries(const BlockReduction& block, const BlockThread& thread, float count,
                               float (&mean)[A], float (&m2)[A], float2* entries) {
@@ -82,7 +83,7 @@ struct Team {
     member = static_cast<int>(threadIdx.x) & (size - 1);
     teams = static_cast<int>(blockDim.x) >> block.team_bits;
   }
-  // Sums over the lanes of each team, to each of them. All lanes of a warp call it.
+  // Returns the sum over each team's lanes to each of them. All lanes of a warp must call it.
   __device__ float sum(float x) const {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
@@ -93,7 +94,8 @@ struct Team {
 };
 
 // Returns mean and m2 of a group of the block to all lanes of its team; zeros if the block has no
-// such group. All lanes of a warp call it. `total`: numbers of the group in this block.
+// such group. All lanes of a warp must call it. `total`: how many numbers of the group this block
+// has.
 __device__ inline float2 merge_group(const BlockReduction& block, const Team& team,
                                      const RowPixels& pixels, int group, float total,
                                      const float2* entries) {
@@ -129,17 +131,17 @@ __device__ inline void cp_async_4(float* to, const float* from) {
                : "memory");
 }
 
-// The channels' operands in shared memory, copied while the pixels are on their way.
+// The channels' operands in shared memory, copied while the loads of the pixels are in flight.
 struct ChannelOperands {
-  float *scale, *offset;  // [channels]; multiples of 16 bytes
-  float* pivot;           // [groups]: the first number of each group, where kUsesPivot
+  float *scale, *offset;  // [channels]; aligned to 16 bytes
+  float* pivot;           // [groups]: the first number of each group, if kUsesPivot
 
   __device__ ChannelOperands(const BlockReduction& block, int channels, char* memory) {
     scale = reinterpret_cast<float*>(memory);
     offset = scale + channels;
     pivot = offset + channels;
   }
-  // Starts the copies; cp_async_wait<0> and a barrier of the block show them.
+  // Starts the copies. They are visible to the block after cp_async_wait<0> and a barrier.
   template <class T>
   __device__ void fetch(const BlockReduction& block, int channels, const TensorParts& x, int pixels,
                         const Rows& scales, const Rows& offsets, int64_t sample,
@@ -165,7 +167,7 @@ struct ChannelOperands {
   }
 };
 
-// Loads the pivots of a thread's accumulators, of kWidth channels each.
+// Loads the pivots of a thread's accumulators, which have kWidth channels each.
 template <class T, int kWidth, int A>
 __device__ void load_pivots(const TensorParts& x, int channel, int group, int64_t sample,
                             int pixels, float (&pivot)[A]) {

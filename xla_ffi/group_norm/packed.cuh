@@ -1,5 +1,6 @@
-// Packed: vectors of channels that stay in registers for long, as 32-bit words. nvcc 13.0 keeps
-// arrays of Vector<__nv_bfloat16> (vector.cuh) with a register per channel, and spills them.
+// Packed: vectors of channels as 32-bit words, for values that stay in registers for a long time.
+// nvcc 13.0 gives each channel of an array of Vector<__nv_bfloat16> (vector.cuh) a register of its
+// own, and spills.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +9,7 @@
 
 namespace jaxunet::cuda {
 
-// V neighbouring channels of one pixel: 16 bytes of them, or one.
+// V adjacent channels of one pixel: 16 bytes of them, or one.
 template <class T, int V>
 struct Packed {
   static_assert(V * sizeof(T) == 16, "four words");

@@ -1,9 +1,9 @@
-// The gradients of scale and offset from the sums of each sample: dscale = sum of dz * n, doffset =
-// sum of dz, added over the batch where all samples share one row.
+// The gradients of scale and offset from each sample's sums: dscale = sum of dz * n, doffset = sum
+// of dz, added over the batch if all samples share one row.
 //
 // Grid: (tiles of 32 channels, 2): y = 0 is offset, 1 is scale. A block's 256 threads are 32
-// channels times 8 slices of the batch, whose sums meet in static shared memory. The streaming
-// backward pass does the same inside its second kernel.
+// channels × 8 slices of the batch, whose sums are combined in static shared memory. The streaming
+// backward pass does the same in its second kernel.
 #include "gradient.cuh"
 #include "launch.h"
 

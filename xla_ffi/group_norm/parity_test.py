@@ -1,6 +1,6 @@
 """The GroupNorm handlers against the float64 oracle.
 
-The CPU's handlers run the awkward cases; the GPU's run all cases.
+The CPU handlers run the awkward cases, the GPU handlers all cases.
 """
 
 import concurrent.futures
@@ -44,7 +44,7 @@ def test_every_case(case, dtype):
 
 
 def check_copies(case: Case, dtype: str, copies: int):
-    """The gradients of the copies, random cotangents, are added to x's own."""
+    """Random cotangents of the copies are added to x's own gradient."""
     ops = (
         op(group_norm, case, copies=copies)
         for group_norm in (vjp.group_norm_and_input, XLA.group_norm_and_input)
@@ -59,13 +59,14 @@ def test_gradients_of_other_readers_are_added(case, dtype, copies):
     check_copies(case, dtype, copies)
 
 
-STREAMING = (  # large enough, and enough of them, to take two kernels
+STREAMING = (  # large enough, and with enough samples, to take two kernels
     Case(64, 64, (64,), batch=16),
     Case(33, 35, (128, 64), batch=13, silu=False),
     Case(57, 57, (33, 30), groups=9, batch=16),
     Case(34, 33, (256, 192), batch=15, per_sample=True),
     Case(48, 45, (96,), batch=16, mean=1000.0),
-    # Without clusters, too: 128 blocks of some channels, in vectors of eight channels and of one.
+    # Two kernels even without clusters: 128 blocks of some of the channels, in vectors of eight
+    # channels or one.
     Case(64, 64, (64,), batch=32),
     Case(57, 57, (34, 30), groups=8, batch=32),
 )
@@ -83,7 +84,7 @@ def test_large_images(case, dtype):
 
 
 def check_parts(side: int, channels: int, batch: int, parts: int):
-    """The gradients of a batch are those of its parts; parameters get their sum."""
+    """A batch has the same dx as its parts, and its parameter gradients are the sums of theirs."""
     shape = (batch, side, side, channels)
     x, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
     scale, offset = (1 + jax.random.normal(jax.random.key(i), (1, channels)) for i in (2, 3))
@@ -103,16 +104,16 @@ def check_parts(side: int, channels: int, batch: int, parts: int):
     for found, want, limit in zip(whole, wanted, (1e-3, 1e-5, 1e-5), strict=True):
         difference = found.astype(jnp.float32) - want
         assert jnp.linalg.norm(difference) <= limit * jnp.linalg.norm(want)
-        assert jnp.abs(difference).max() <= 2**-7 * jnp.abs(want).max()  # dx rounded otherwise
+        assert jnp.abs(difference).max() <= 2**-7 * jnp.abs(want).max()  # dx may round differently
 
 
 @pytest.mark.gpu
 def test_a_batch_beyond_l2_has_the_gradients_of_its_parts():
-    """The batch takes one launch; its parts, which are tested above, stream."""
+    """The batch takes one launch; its parts, which are tested above, take the streaming kernels."""
     check_parts(64, 64, 256, 8)
 
 
-# Blocks that keep 2, 4 and 8 pixels a thread in registers, also where threads have fewer.
+# Blocks that keep 2, 4 and 8 pixels per thread in registers, including threads that have fewer.
 IN_REGISTERS = (
     Case(8, 8, (256, 192), batch=2),
     Case(13, 15, (64, 32), batch=7, silu=False),
@@ -130,11 +131,11 @@ def test_small_images_in_registers(case, dtype):
 
 
 def check_dropout(case: Case, dtype: str, batch: int):
-    """Against the reference; then against dropout of the op's result.
+    """Compares with the reference, and with dropout applied to the op's result.
 
-    There the CPU's handlers have equal bits. On a GPU the same elements are zero, and the others
-    almost equal: the kernels round the same numbers as often, but the compiler may join other
-    multiplications and additions.
+    In the second comparison, the CPU handlers' results have equal bits. On a GPU the same elements
+    are zero and the others almost equal: the kernels round at the same places, but the compiler may
+    fuse other multiplications and additions.
     """
     drawn = inputs(case, dtype, case.batch or batch)
     inside, plain, after = (
@@ -175,8 +176,9 @@ def test_dropout_of_awkward_shapes(case, dtype):
     check_dropout(case, dtype, 2)
 
 
-# Second norms of the blocks of configs/cifar10.py, and every kernel with dropout: in registers,
-# streaming and resident ones, with clusters and without, and groups of an odd number of channels.
+# Second norms of the blocks of configs/cifar10.py, then cases for every kernel with dropout:
+# register-resident, streaming and smem-resident, with and without clusters, and groups of an odd
+# number of channels.
 DROPPING = (
     *(
         Case(side, side, (channels,))
@@ -213,7 +215,7 @@ def test_dropout_inside_of_every_kernel(case, dtype):
     ids=lambda c: c.name if isinstance(c, Case) else None,
 )
 def test_which_calls_have_dropout_inside(case, inside):
-    """In bfloat16: SiLU, one part, and vectors of eight channels."""
+    """Dropout is inside for bfloat16 with SiLU, one part, and vectors of eight channels."""
     shapes = {
         name: jax.ShapeDtypeStruct(value.shape, kind)
         for name, (value, kind) in inputs(case, 'bfloat16', 2).items()
@@ -231,8 +233,8 @@ def test_which_calls_have_dropout_inside(case, inside):
             assert names[name] == (drops == inside), names
 
 
-# The mean is compared as the number one deviation above it: an error in it counts by the size of
-# the numbers, not by that of their mean, which may be next to zero.
+# The mean is compared as mean + deviation, so that its error is relative to the size of the numbers
+# and not to the mean itself, which may be close to zero.
 def _statistics(x, scale, offset, *, groups, silu):
     a, b, mean, inverse = vjp.statistics(x, scale, offset, groups=groups, eps=1e-5)
     return a, b, mean + 1 / inverse, inverse
@@ -246,8 +248,8 @@ def _plain_statistics(x, scale, offset, *, groups, silu):
     return a, b, (1 - shift) / inverse, inverse
 
 
-# Clusters of 8 and of 2 blocks, blocks of their own; all channels of a sample or some; groups of an
-# odd number of channels, and vectors of one channel.
+# Clusters of 8 and 2 blocks, and single blocks; blocks with all or some channels of a sample;
+# groups of an odd number of channels, and vectors of one channel.
 STATISTICS = (
     Case(64, 64, (64,), batch=1),
     Case(64, 64, (64,), batch=8),
@@ -298,7 +300,7 @@ def test_runs_are_identical(case, dtype):
 
 @pytest.mark.gpu
 def test_threads_launch_one_kernel_with_different_shared_memory():
-    """A launch never finds a limit that another thread has set lower since."""
+    """No thread lowers the shared-memory limit that another thread has raised for its launch."""
 
     def run(side):
         x = jax.random.normal(jax.random.key(side), (2, side, side, 64), jnp.bfloat16)
@@ -313,7 +315,7 @@ def test_threads_launch_one_kernel_with_different_shared_memory():
 
 @pytest.mark.parametrize('case', AWKWARD[:4], ids=lambda c: c.name)
 def test_the_backward_pass_writes_the_activation_again(case):
-    """The same numbers as forward, to a rounding or two: both compute in float32 or more."""
+    """Equal to the forward result up to a rounding or two: both compute in float32 or more."""
     drawn = {
         name: jnp.asarray(value, dtype)
         for name, (value, dtype) in inputs(case, 'float32', case.batch or 2).items()
@@ -341,7 +343,7 @@ def test_the_backward_pass_writes_the_activation_again(case):
     ids=lambda c: c.name,
 )
 def test_the_gradient_from_sums(case, dtype):
-    """From the rounded gradient of SiLU's input, and the sums of the whole backward pass."""
+    """From the rounded gradient of SiLU's input and the sums of the whole backward pass."""
     drawn = {
         name: jnp.asarray(value, kind)
         for name, (value, kind) in inputs(case, dtype, case.batch).items()

@@ -1,8 +1,8 @@
-// The calls of the GroupNorm handlers, after their operands were checked.
+// The calls of the GroupNorm handlers, after their operands have been checked.
 //
 // Tensors are NHWC, given as one or more parts along their channels (binding/plan.h); `pixels` is
-// height x width. A group is channels / groups neighbouring channels of a sample, over all of its
-// pixels. Its mean and variance give
+// height x width. A group is channels / groups adjacent channels of a sample, at all pixels. With
+// the mean and variance of x's group,
 //   inverse = 1 / sqrt(variance + eps),  n = (x - mean) * inverse,  z = scale * n + offset,
 //   y = act(z),
 // with act = SiLU or the identity. Wu & He 2018, arXiv 1803.08494.
@@ -14,9 +14,9 @@ namespace jaxunet {
 
 class Reader;
 
-// Largest number of samples of a call: each is a layer of the grid.
+// Most samples of a call: each is a layer of the grid.
 constexpr int64_t kMaxSamples = 65535;
-// Largest number of gradients of other readers of x that one call can add to dx.
+// Most tensors that one call can add to dx: gradients that come from other readers of x.
 constexpr int kMaxAdded = 2;
 
 // The tensor to normalise and the affine map that follows. `scale`, `offset`: (1 or batch,
@@ -29,12 +29,12 @@ struct NormInput {
   Rows scale, offset;
 };
 
-// Dropout of y: an element is zero where its 16 bits of two rounds of a hash are below `threshold`;
-// the others are multiplied by `factor` (jaxunet/ops/dropout.py). The hash is of the position of
-// two elements, (pixel * channels + channel) / 2, and of their sample's words; the element at the
-// even position takes the low bits. Results are rounded to the type of x before they are
-// multiplied, too. The kernels have it for SiLU, and for x of one part whose vectors of 16 bytes
-// hold whole channels.
+// Dropout of y: an element is zero if its 16 bits of a hash are below `threshold`; the others are
+// multiplied by `factor` (jaxunet/ops/dropout.py). The hash, of two rounds, takes the position of a
+// pair of elements, (pixel * channels + channel) / 2, and the sample's words; the element at the
+// even position uses the low 16 bits. Results are rounded to the type of x before the
+// multiplication as well as after it. The kernels implement it for SiLU, and for x of one part
+// whose pixels are a multiple of 16 bytes.
 struct Dropout {
   const uint32_t* seeds = nullptr;  // (batch, 2); null: no dropout
   uint32_t threshold = 0;
@@ -49,8 +49,8 @@ struct NormForward : NormInput {
   Dropout dropout;
 };
 
-// The normalisation as a map of each channel, z = a * x + b: a = scale * inverse, b = offset - mean
-// * a.
+// The normalisation as an affine map of each channel, z = a * x + b, with a = scale * inverse and b
+// = offset - mean * a.
 struct NormStatistics : NormInput {
   float *a, *b, *mean, *inverse;  // (batch, channels)
 };
@@ -60,7 +60,7 @@ struct NormStatistics : NormInput {
 //   dx = inverse * (scale * dz - (sum of scale * dz + n * sum of scale * dz * n) / N) + the tensors
 //   in `added`,
 // where the sums in dx run over the N elements of the group. The gradients of offset and scale are
-// `sums`, added over the batch where all samples share one row.
+// `sums`, added over the batch if all samples share one row.
 struct NormGradient {
   Type type;
   int64_t batch, pixels, groups;
@@ -68,16 +68,16 @@ struct NormGradient {
   const void* dy;                     // (batch, pixels, channels), the type of x
   Rows scale, offset, mean, inverse;  // mean and inverse as the forward pass wrote them
   bool silu;
-  // Only for norm_input_gradient, which is given dz, in place of dy, and the sums.
+  // True only for norm_input_gradient, which is given the sums, and dz in place of dy.
   bool summed;
   float* sums;                         // (batch, 2, channels): first of dz, then of dz * n
-  bool parameter_gradients;            // dscale and doffset are written, too
+  bool parameter_gradients;            // write dscale and doffset, too
   float *dscale, *doffset;             // the shapes of scale and offset
   Parts dx;                            // the parts of x
   int added_count;                     // tensors in `added`, 0 to kMaxAdded
-  std::array<Parts, kMaxAdded> added;  // the parts of x: gradients that other readers of x give
-  void* active;                        // y once more, for a weight gradient that reads it; or null
-  // Of dy, before it goes through act. Then there are no `added` and no `active`.
+  std::array<Parts, kMaxAdded> added;  // the parts of x: gradients from other readers of x
+  void* active;                        // y again, for a weight gradient that reads it; or null
+  // Applied to dy before it goes through act. Excludes `added` and `active`.
   Dropout dropout;
 };
 
@@ -88,7 +88,7 @@ NormForward read_norm_dropout_forward(Reader& call);
 NormStatistics read_norm_statistics(Reader& call);
 NormGradient read_norm_gradient(Reader& call);
 NormGradient read_norm_dropout_gradient(Reader& call);
-// The rest of a gradient whose dz and sums the convolution before it computed.
+// The rest of a backward pass for which a convolution's epilogue has computed dz and the sums.
 NormGradient read_norm_input_gradient(Reader& call);
 
 }  // namespace jaxunet

@@ -6,7 +6,8 @@
 namespace jaxunet {
 namespace {
 
-// The parts of x, whose shapes give type, batch and pixels. Returns x as one array of all channels.
+// Reads the parts of x, whose shapes give type, batch and pixels. Returns x as one array of all
+// channels.
 template <class Plan>
 Array read_image(Reader& call, Plan& plan) {
   Array first;
@@ -29,7 +30,7 @@ void read_groups(Reader& call, Plan& plan) {
   }
 }
 
-// The first operands of norm_forward and norm_statistics: x, groups, eps, scale, offset.
+// Reads the first operands of norm_forward and norm_statistics: x, groups, eps, scale, offset.
 template <class Plan>
 Array read_input(Reader& call, Plan& plan) {
   const Array x = read_image(call, plan);
@@ -40,13 +41,13 @@ Array read_input(Reader& call, Plan& plan) {
   return x;
 }
 
-// The next result, (batch, channels) of float32.
+// Reads the next result, a float32 (batch, channels).
 float* per_channel(Reader& call, const char* name, const NormInput& plan) {
   return static_cast<float*>(
       call.result(name, ffi::DataType::F32, {plan.batch, plan.x.total}).data);
 }
 
-// A backward pass from dy, or `summed`: from dz and the sums.
+// Reads a backward pass from dy or, if `summed`, from dz and the sums.
 NormGradient read_gradient(Reader& call, bool summed) {
   NormGradient plan{};
   plan.summed = summed;
@@ -93,7 +94,8 @@ NormGradient read_gradient(Reader& call, bool summed) {
   return plan;
 }
 
-// The last operand: the samples' words. Checks that the kernels have dropout for the call.
+// Reads the last operand, the samples' words. Checks that the kernels implement dropout for the
+// call.
 template <class Plan>
 Dropout read_dropout(Reader& call, const Plan& plan) {
   const int64_t bytes = plan.type == Type::kFloat32 ? 4 : 2;

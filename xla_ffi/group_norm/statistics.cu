@@ -1,10 +1,9 @@
 // Statistics of a GroupNorm in one launch: mean and inverse = 1 / sqrt(variance + eps) of each
-// group, and where it is wanted the channels' map z = a * x + b. A block, or a cluster of blocks,
-// owns some channels of a sample (statistics_tiling.h). dispatch.cu tells which calls take this
-// kernel.
+// group and, if requested, each channel's map z = a * x + b. A block, or a cluster of blocks, owns
+// some channels of a sample (statistics_tiling.h). dispatch.cu says which calls take this kernel.
 //
-// - Mainloop: each thread loads batches of kBatch vectors straight to registers, the next batch
-//   while it sums x - first and (x - first)^2 of the one before (ThreadSums).
+// - Mainloop: each thread loads batches of kBatch vectors directly into registers. The loads of one
+//   batch overlap the sums of x - first and (x - first)^2 over the batch before it (ThreadSums).
 // - Reduction: the moments of a thread's pieces go to shared memory, where a team of lanes merges
 //   those of each group (moments.cuh). The blocks of a cluster send their groups' moments to block
 //   0, whose teams merge them. The teams write the results.
@@ -31,7 +30,7 @@
 //     mbarrier `full`   block 0, before it reads    its thread 0, once it has sent (1 + the bytes
 //                       the slots (parity 0)        of all moments); used once
 //
-// The other blocks may end before block 0, as nobody accesses their shared memory.
+// The other blocks may exit before block 0, because no block accesses their shared memory.
 //
 // Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands; at slots_at, float2
 // [block of the cluster][group]. The mbarrier is static shared memory.
@@ -53,17 +52,17 @@ struct Statistics {
   StatisticsOutputs to;
 };
 
-// Vectors of a batch: with two batches, 4 to 8 loads of 16 bytes are in flight for each thread. To
-// refit it, time half and twice as many.
+// Vectors per batch: with two batches, each thread has 4 to 8 loads of 16 bytes in flight. To
+// refit, time half and twice as many.
 constexpr int kBatch = 4;
 
 // A thread's vectors in global memory.
 template <class T, int V>
 struct VectorReader {
   const T* at;
-  int stride;  // bytes from one to the next
+  int stride;  // bytes from one vector to the next
 
-  // Loads a batch, of which the first `count` vectors exist.
+  // Loads the first `count` vectors of a batch; the others do not exist.
   __device__ void load(Packed<T, V> (&to)[kBatch], int count) {
     const char* const from = reinterpret_cast<const char*>(at);
 #pragma unroll
@@ -78,7 +77,7 @@ struct VectorReader {
 // Sums of x - first and (x - first)^2 of a thread's numbers, in A accumulators of kWidth channels;
 // `first` is the first number of each. finish() subtracts count * (mean - first)^2 from the sum of
 // squares to get m2. This loses few bits, because `first` is one of the numbers: its squared
-// distance from the mean is no more than m2, and as a rule about m2 / count.
+// distance from the mean is at most m2, and typically about m2 / count.
 template <class T, int V, int kWidth>
 struct ThreadSums {
   static constexpr int A = V / kWidth;
@@ -94,9 +93,9 @@ struct ThreadSums {
 #pragma unroll
     for (int j = 0; j < V; j += kWidth) first[j / kWidth] = centred(value[j], j);
   }
-  // Adds the first `count` vectors of a batch. They are summed by themselves first: a long running
-  // sum would round more squares of 16-bit numbers down than up, because the squares of odd
-  // integers all end in the bits 001.
+  // Adds the first `count` vectors of a batch. A batch is summed separately and then added to the
+  // total. One long running sum would round more squares of 16-bit numbers down than up, because
+  // the squares of odd integers all end in the bits 001.
   __device__ void add(const Packed<T, V> (&x)[kBatch], int count) {
     float batch_sum[A] = {}, batch_squares[A] = {};
 #pragma unroll
@@ -117,7 +116,8 @@ struct ThreadSums {
       squares[j] += batch_squares[j];
     }
   }
-  // Turns the sums of `count` numbers each to their mean, in `first`, and m2, in `squares`.
+  // Turns each accumulator's sums of `count` numbers into their mean, in `first`, and m2, in
+  // `squares`.
   __device__ void finish(float count) {
     const float share = count > 0 ? 1.0f / count : 0.0f;
 #pragma unroll
@@ -134,7 +134,7 @@ struct Mailbox {
   Barrier* full;  // completes when all moments have arrived
   float2* slots;  // [block of the cluster][group]
 
-  // Prepares the receiver. All threads of the cluster call it, and wait_open before they send.
+  // Prepares the receiver. All threads of the cluster call it, and then wait_open before they send.
   __device__ void open(bool receiver) const {
 #if __CUDA_ARCH__ >= 900
     if (receiver && threadIdx.x == 0) {
@@ -164,9 +164,9 @@ struct Mailbox {
     __trap();
 #endif
   }
-  // Waits for `bytes` of moments. They may come before thread 0 announces them: `full` cannot
-  // complete until it has. It does so here and not in open, because racecheck needs a barrier
-  // between init and the arrival. All threads of the receiver call it.
+  // Waits for `bytes` of moments. The moments may arrive before thread 0 announces them, because
+  // `full` cannot complete until it has. Thread 0 does so here and not in open, because racecheck
+  // needs a barrier between init and the arrival. All threads of the receiver call it.
   __device__ void wait_full(int bytes) const {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) full->arrive_expect(bytes);
@@ -185,7 +185,7 @@ struct Mailbox {
   }
 };
 
-// Returns mean and m2 of a group from those of the cluster's blocks. All lanes of a warp call it.
+// Merges the cluster's blocks into the mean and m2 of a group. All lanes of a warp must call it.
 __device__ inline float2 merge_ranks(const StatisticsTiling& tiling, const Team& team, int group,
                                      float total, const float2* sent) {
   const BlockReduction& block = tiling.block;
@@ -199,7 +199,7 @@ __device__ inline float2 merge_ranks(const StatisticsTiling& tiling, const Team&
   return make_float2(mean, team.sum(part.y + count * delta * delta));
 }
 
-// Writes the statistics of a group's channels, which the team's lanes divide. `all`: mean less the
+// Writes the statistics of a group's channels, which the team's lanes divide. `all`: mean minus the
 // pivot, and m2, of the group's `total` numbers.
 template <class T>
 __device__ void write_statistics(const Statistics& f, const Team& team,
@@ -221,8 +221,8 @@ __device__ void write_statistics(const Statistics& f, const Team& team,
   }
 }
 
-// Merges the entries of the block's groups, and in a cluster those of all blocks; block 0 writes
-// the statistics. `rank`: of the block in its cluster.
+// Merges the entries of the block's groups and, in a cluster, the moments of all blocks; block 0
+// writes the statistics. `rank`: the block's rank in its cluster.
 template <class T>
 __device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, int rank,
                                 int first_channel, int64_t sample, const float2* entries,
@@ -256,8 +256,8 @@ __device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, in
   }
 }
 
-// kWidth: channels of an accumulator, kPair or 1. A multiprocessor holds two blocks, but one where
-// a vector of several channels takes as many accumulators (odd groups).
+// kWidth: channels of an accumulator, kPair or 1. A multiprocessor holds two blocks, but only one
+// if each channel of a vector has its own accumulator (odd groups).
 template <class T, int V, int kWidth>
 __global__ void __launch_bounds__(kStatisticsThreads, kWidth == V || kWidth > 1 ? 2 : 1)
     group_norm_statistics(const __grid_constant__ Statistics f) {

@@ -1,7 +1,7 @@
 // Tiling of statistics.cu, which reduces x to the statistics of its groups in one read: a cluster
-// of `ranks` blocks owns some channels of a sample, whole groups and all channels if possible, and
-// the rows of its blocks (block_reduction.h) take the pixels in turns. On devices without clusters
-// it is one block. Grid: (ranks, channel_blocks, batch).
+// of `ranks` blocks owns whole groups of a sample, all of them if possible, and the rows of its
+// blocks (block_reduction.h) take the pixels in turns. On devices without clusters, ranks = 1.
+// Grid: (ranks, channel_blocks, batch).
 #pragma once
 
 #include <algorithm>
@@ -12,20 +12,20 @@
 
 namespace jaxunet {
 
-constexpr int kStatisticsThreads = 512;  // of a block, at most: the kernel's launch bounds
+constexpr int kStatisticsThreads = 512;  // most threads of a block: the kernel's launch bounds
 
 struct StatisticsTiling {
-  int pixels, channels;  // of a sample
-  int ranks;             // blocks of a cluster
+  int pixels, channels;  // per sample
+  int ranks;             // blocks per cluster
   int channel_blocks;    // clusters side by side along the channels
-  int each, rest;        // pixels of a row of threads; rows that have one more
+  int each, rest;        // pixels per row of threads; how many rows have one more
   BlockReduction block;
-  int64_t entry_bytes;  // shared memory of the block's entries
-  int64_t slots_at;     // bytes at which the moments of the cluster's blocks start
+  int64_t entry_bytes;  // shared memory for the block's entries
+  int64_t slots_at;     // byte offset of the moments of the cluster's blocks
   int64_t smem_bytes;   // shared memory of the block
 };
 
-// The tiling of given blocks.
+// The tiling for given blocks.
 inline StatisticsTiling statistics_tiling_of(int64_t vectors, int64_t threads, int64_t ranks,
                                              int64_t pixels, int64_t channels, int64_t group,
                                              int vector) {
@@ -44,20 +44,20 @@ inline StatisticsTiling statistics_tiling_of(int64_t vectors, int64_t threads, i
   return to;
 }
 
-// Predicts the time of a tiling, in steps. A step is the time in which a multiprocessor's 512
-// threads read a vector each. The busiest multiprocessor decides. `width`: bytes of a vector.
+// Predicts the time of a tiling on the busiest multiprocessor, in steps. A step is the time in
+// which 512 threads of a multiprocessor read one vector each. `width`: bytes of a vector.
 //
 // The numbers were fitted on an H200, bfloat16, batch 8 to 256, images of 32x32 and 64x64 with 64
-// to 384 channels: the tiling of least time takes 1% longer than the fastest on average, 3% at most
-// from batch 32 on and 9% at batch 8. Devices without clusters use the same numbers. To refit them,
-// time all tilings (FIT=1, tests/gpu/harness/gnfwd).
+// to 384 channels: the tiling with the least predicted time takes on average 1% longer than the
+// fastest, at most 3% from batch 32 on and at most 9% at batch 8. Devices without clusters use the
+// same numbers. To refit them, time all tilings (FIT=1, tests/gpu/harness/gnfwd).
 inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int64_t sms,
                               int64_t width) {
-  constexpr double kFullThreads = 512;    // threads; more read no faster
-  constexpr double kNarrow = 1.5;         // slowdown of rows of less than 64 bytes, two sectors
+  constexpr double kFullThreads = 512;    // threads beyond which reads get no faster
+  constexpr double kNarrow = 1.5;         // slowdown of rows shorter than 64 bytes, two sectors
   constexpr double kThread = 24 / 512.0;  // steps to start a thread
   constexpr double kRow = 1 / 32.0;       // steps to merge a row of a block
-  constexpr double kTwoBlocks = 12, kMoreBlocks = 16;  // steps for the blocks of a cluster to meet
+  constexpr double kTwoBlocks = 12, kMoreBlocks = 16;  // steps to synchronise a cluster
   const BlockReduction& block = tiling.block;
   const auto blocks =
       static_cast<double>(ceil_div(batch * tiling.channel_blocks * tiling.ranks, sms));
@@ -71,9 +71,9 @@ inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int
                               : kMoreBlocks);
 }
 
-// The tiling of least predicted time, of blocks with all channels, half of them and so on, as far
-// as they are whole groups. Nothing for images without pixels, where even the smallest block has
-// more vectors of a pixel than threads, or where the grid's z could not hold the batch.
+// The tiling with the least predicted time, among blocks with all channels, half of them and so on,
+// as long as these are whole groups. Nothing for images without pixels, if even the smallest block
+// has more vectors per pixel than threads, or if the batch exceeds the grid's z.
 inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& limits, int64_t batch,
                                                          int64_t pixels, int64_t channels,
                                                          int64_t group, int vector, int element) {

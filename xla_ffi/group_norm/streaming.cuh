@@ -1,6 +1,6 @@
-// A streaming block's threads (streaming_tiling.h): which pixels they take, their vectors in global
-// memory, the pipeline of a few stages in shared memory through which they read them, and the
-// channels' normalisation.
+// The threads of a streaming block (streaming_tiling.h): their pixels, their vectors in global
+// memory, the shared-memory pipeline through which they read these, and the channels'
+// normalisation.
 #pragma once
 
 #include "streaming_tiling.h"
@@ -9,7 +9,7 @@
 namespace jaxunet::cuda {
 
 // The work of a thread: one vector of channels, and `steps` pixels, `stride` apart. The blocks of a
-// sample take rows of pixels in turns, so that all of them together walk through the image.
+// sample take rows of pixels in turns, so that all of them together move through the image.
 struct StreamingTile {
   int row;             // pixel of the block's first step
   int local, channel;  // first channel of the vector, counted from the block's first, and from the
@@ -26,7 +26,7 @@ struct StreamingTile {
     steps =
         row < tiling.rows && pixel < tiling.pixels ? (tiling.pixels - 1 - pixel) / stride + 1 : 0;
   }
-  // The same walk from the last pixel of the image backwards.
+  // The same pixels in reverse order, from the last pixel of the image backwards.
   __device__ void reverse(const StreamingTiling& tiling) {
     pixel = tiling.pixels - 1 - pixel;
     stride = -stride;
@@ -37,7 +37,7 @@ struct StreamingTile {
 template <class T, int V>
 struct VectorIterator {
   T* at = nullptr;
-  int64_t stride = 0;  // elements from one to the next
+  int64_t stride = 0;  // elements from one vector to the next
 
   __device__ VectorIterator(const StreamingTiling& tiling, const StreamingTile& tile,
                             const TensorParts& of, int64_t sample) {
@@ -70,7 +70,7 @@ struct VectorIterator {
 template <class T, int V, int kStages>
 struct Pipeline {
   static constexpr int64_t kBytes =
-      static_cast<int64_t>(kStages) * kStreamingThreads * V * sizeof(T);  // of a block
+      static_cast<int64_t>(kStages) * kStreamingThreads * V * sizeof(T);  // per block
   VectorIterator<T, V> from;
   Vector<T, V>* slots;
 
@@ -79,7 +79,7 @@ struct Pipeline {
   __device__ Vector<T, V>* slot(int step) const {
     return slots + (step & (kStages - 1)) * kStreamingThreads;
   }
-  // Starts to copy the next vector, which is that of `step`.
+  // Starts to copy the next vector, which belongs to `step`.
   __device__ void fetch(int step) {
     if constexpr (V * sizeof(T) == 16) {
       cp_async_16(slot(step), from.next());
@@ -87,7 +87,7 @@ struct Pipeline {
       *slot(step) = *from.next();
     }
   }
-  // The vector of `step`, once it has arrived.
+  // Reads the vector of `step`, which must have arrived.
   __device__ void read(int step, float (&to)[V]) const {
     const Vector<T, V> here = *slot(step);
     here.to_floats(to);
@@ -100,7 +100,8 @@ template <class T, int V>
 struct ChannelAffine {
   float factor[V] = {}, shift[V] = {}, mean[kUsesPivot<T> ? V : 1] = {};
 
-  // Computes them from the rows of the sample, each starting at the thread's first channel.
+  // Computes the coefficients from the sample's rows; each pointer is at the thread's first
+  // channel.
   __device__ void load(const float* scale, const float* offset, const float* means,
                        const float* inverses) {
     float inverse[V], channel_mean[V];
@@ -118,7 +119,7 @@ struct ChannelAffine {
       }
     }
   }
-  // x to value.
+  // Turns x into value.
   __device__ void centre(float (&value)[V]) const {
     if constexpr (kUsesPivot<T>) {
 #pragma unroll

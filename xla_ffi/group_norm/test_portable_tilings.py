@@ -1,6 +1,6 @@
 """The GroupNorm kernels of GPUs without clusters, for every norm of the configs.
 
-Which ones run, and that they cover all channels and fit the shared memory of any such GPU.
+Tests which ones run, and that they cover all channels and fit in the shared memory of any such GPU.
 """
 
 import itertools
@@ -19,7 +19,7 @@ DEVICES = {
     'RTX4090': (128, 99 * 1024, 1),
     'L4': (58, 99 * 1024, 1),
 }
-SMALLEST = 99 * 1024  # bytes of shared memory that a block of every GPU may have
+SMALLEST = 99 * 1024  # bytes of shared memory that a block has on every GPU
 STAGES, THREADS = 4, 256  # of the streaming kernels
 LARGE = 192 * 1024  # kStreamingMinElements
 # Height -> channels of the norms of a training step; groups are always 32.
@@ -97,14 +97,14 @@ def test_every_norm_of_the_configs_has_valid_tilings(device, side, channels):
 
 def check_streaming(large, batch, side, channels, element, processors):
     vector = 16 // element
-    stage = STAGES * THREADS * vector * element  # bytes of one tensor's pipeline
-    # The first launch: the sums of the rows take the place of the pipelines of x and dy.
+    stage = STAGES * THREADS * vector * element  # one tensor's pipeline, in bytes
+    # The first launch: the sums of the rows overwrite the pipelines of x and dy.
     assert large['rows'] * large['channels'] // vector <= THREADS
     assert 8 * large['rows'] * large['channels'] <= 2 * stage <= SMALLEST
     assert batch * large['channel_blocks'] >= processors * 3 // 4
     assert large['channels'] * element >= 32
-    # The second: whole pixels, side by side in memory; with two added tensors, and four floats of
-    # each channel.
+    # The second launch: whole pixels, contiguous in memory; two added tensors, and four floats per
+    # channel.
     assert large['second_pass_channels'] == channels or channels // vector > THREADS
     assert 1 <= large['second_pass_ranks'] <= 128
     assert 4 * stage + 16 * large['second_pass_channels'] <= SMALLEST
@@ -127,9 +127,9 @@ def test_images_of_64x64_pixels_stream(device, batch):
 @pytest.mark.parametrize('batch', [32, 128, 256])
 @pytest.mark.parametrize('device', DEVICES)
 def test_images_up_to_32x32_pixels_take_one_launch(device, batch):
-    """The backward pass reads from L2 what a block could not keep.
+    """The backward pass reads again, from L2, what a block could not keep.
 
-    Forward, 320 channels have groups of 10, of which registers cannot hold 32x32 pixels.
+    Forward, 320 channels have groups of 10, and registers cannot hold 32x32 pixels of those.
     """
     for side, channels in SHAPES:
         if side > 32 or channels > 512:
@@ -144,7 +144,7 @@ def test_images_up_to_32x32_pixels_take_one_launch(device, batch):
     [  # bytes of a row, blocks of the first backward launch
         (32, 64, 32, 128),  # short rows, for enough blocks
         (128, 64, 64, 256),
-        (256, 64, 128, 256),  # two blocks for each multiprocessor, of whole lines
+        (256, 64, 128, 256),  # two blocks per multiprocessor, with whole lines
         (32, 192, 96, 128),
         (256, 192, 192, 512),
     ],
@@ -156,7 +156,7 @@ def test_first_launches_of_64x64_pixels(batch, channels, row, blocks):
 
 
 def test_with_clusters_large_samples_stream():
-    """On Hopper, registers keep small samples alone."""
+    """On Hopper, only small samples take the register-resident kernel."""
     shape = (32, 1024, 256, 8, 8, 2, 132, 227 * 1024, 8)
     assert not xla_ffi._cpu.group_norm_register_resident(*shape)['faster_than_streaming']
     assert xla_ffi._cpu.group_norm_streaming(LARGE, *shape)['ranks'] == 8

@@ -1,5 +1,5 @@
-"""Tilings of the GPU's normalisation kernels: they cover everything, and none asks for more than a
-multiprocessor has.
+"""Tilings of the GPU's normalisation kernels: they cover every pixel and channel, and none asks for
+more than a multiprocessor has.
 """
 
 import functools
@@ -15,7 +15,7 @@ H200 = {'processors': 132, 'shared': 227 * 1024, 'cluster': 8}
 A100 = {'processors': 108, 'shared': 163 * 1024, 'cluster': 1}
 L4 = {'processors': 58, 'shared': 99 * 1024, 'cluster': 1}
 STAGES = 4  # chunks in shared memory: kChunkStages, kBackwardStages
-THREADS = 512  # at most, in a block
+THREADS = 512  # most in a block
 
 pytestmark = pytest.mark.extension
 
@@ -122,7 +122,7 @@ def test_the_backward_pass_covers_every_pixel_and_channel(case, device):
 @pytest.mark.parametrize(
     ('side', 'channels', 'writes_y', 'own', 'ranks', 'read_once'),
     [
-        (64, 64, True, 32, 4, True),  # rows of 64 bytes, shared by clusters
+        (64, 64, True, 32, 4, True),  # rows of 64 bytes, pixels divided among a cluster
         (64, 192, True, 48, 8, True),
         (64, 64, False, 16, 1, False),  # statistics: nothing is read twice
         (32, 128, True, 32, 1, True),
@@ -134,7 +134,7 @@ def test_forward_tilings_of_an_h200(side, channels, writes_y, own, ranks, read_o
     assert (found['channels'], found['ranks'], found['chunks'] <= STAGES) == (own, ranks, read_once)
     assert (
         32 * found['channel_blocks'] * found['ranks'] >= 128
-    )  # a block for about every multiprocessor
+    )  # about one block per multiprocessor
     assert 2 * found['bytes'] <= 227 * 1024  # and room for two
 
 
@@ -142,7 +142,7 @@ def test_forward_tilings_of_an_h200(side, channels, writes_y, own, ranks, read_o
     ('batch', 'side', 'channels', 'expected'),
     [  # channels, cluster, rows
         (32, 64, 64, (32, 8, 64)),
-        (32, 32, 64, (32, 2, 128)),  # a block for every multiprocessor: as large as it can be
+        (32, 32, 64, (32, 2, 128)),  # one block per multiprocessor: as large as possible
         (256, 32, 64, (32, 1, 128)),  # one large block instead of a cluster of two
         (256, 32, 192, (48, 4, 64)),
         (32, 16, 192, (48, 1, 64)),
@@ -158,7 +158,7 @@ def test_backward_tilings_of_an_h200(batch, side, channels, expected):
     assert tuple(found[k] for k in ('channels', 'ranks', 'rows')) == expected
     assert found['keep']  # x and dy are read once, dz is computed once
     blocks = batch * found['channel_blocks'] * found['ranks']
-    size = found['stage_bytes'] + found['scratch_bytes'] + 1024  # the driver's share
+    size = found['stage_bytes'] + found['scratch_bytes'] + 1024  # reserved by the driver
     assert blocks <= 132 or found['threads'] == THREADS or 2 * size <= 228 * 1024  # room for two
 
 
@@ -171,7 +171,7 @@ def test_backward_tilings_of_an_h200(batch, side, channels, expected):
         (256, 64, 64, 1, 2, False),
         (256, 64, 64, 2, 2, False),
         (256, 64, 128, 1, 2, False),
-        (256, 64, 192, 0, 2, False),  # one block for each multiprocessor
+        (256, 64, 192, 0, 2, False),  # one block per multiprocessor
         (256, 64, 64, 0, 4, False),
         (32, 32, 256, 2, 2, True),  # one block holds all pixels of its channels
         (256, 32, 256, 1, 2, True),
@@ -211,7 +211,7 @@ def test_groups_beyond_a_block_are_an_error(tiling):
 
 
 def test_a_block_never_has_more_threads_than_the_kernels_are_compiled_for():
-    """An odd group is loaded one channel at a time, a thread each."""
+    """An odd group is loaded one channel per thread."""
     for tiling in (functools.partial(forward, writes_y=False), forward, backward):
         _, found = tiling(H200, 1, 4, 511, 511, element=4)
         assert found['threads'] == THREADS
@@ -267,7 +267,7 @@ def test_streaming_tilings_of_an_h200():
 
 
 def tiling(name, device, batch, case, element):
-    """The vector of a case, and its tiling by one of the kernels that load to registers."""
+    """Returns a case's vector, and its tiling for one of the kernels that load into registers."""
     vector = vector_of(element, case.parts)
     shape = (batch, case.height * case.width, case.channels, case.channels // case.groups)
     found = getattr(xla_ffi._cpu, f'group_norm_{name}')(*shape, vector, element, *device.values())
@@ -275,7 +275,7 @@ def tiling(name, device, batch, case, element):
 
 
 def check_block(case, vector, found, sharing):
-    """A block has whole groups, rows for all pixels, and what it needs of a multiprocessor.
+    """A block has whole groups and rows for all pixels, and fits on a multiprocessor.
 
     Args:
       sharing: blocks that share the pixels of a sample.
@@ -329,7 +329,7 @@ def test_statistics_read_every_pixel(case):
         (32, 32, 128, 32, 256, 1),
         (64, 32, 128, 64, 512, 1),
         (128, 64, 64, 64, 512, 1),
-        (256, 64, 64, 64, 256, 1),  # a block for each sample, two for each multiprocessor
+        (256, 64, 64, 64, 256, 1),  # one block per sample, two per multiprocessor
         (256, 32, 320, 320, 256, 1),
     ],
 )

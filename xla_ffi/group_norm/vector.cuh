@@ -14,7 +14,7 @@
 
 namespace jaxunet::cuda {
 
-// Two numbers of 16 bits, to and from float32.
+// Converts two 16-bit numbers to and from float32.
 __device__ inline float2 wide(__half2 x) { return __half22float2(x); }
 __device__ inline float2 wide(__nv_bfloat162 x) { return __bfloat1622float2(x); }
 __device__ inline void narrow(float x, float y, __half2* to) { *to = __floats2half2_rn(x, y); }
@@ -33,8 +33,8 @@ struct PairOf<__nv_bfloat16> {
   using Type = __nv_bfloat162;
 };
 
-// V neighbouring channels of one pixel: 16 bytes, or one channel where some part's channels are not
-// a multiple of that.
+// V adjacent channels of one pixel: 16 bytes, or one channel if some part's channels are not a
+// multiple of that.
 template <class T, int V>
 struct alignas(V * sizeof(T)) Vector {
   static constexpr bool kPairs = sizeof(T) == 2 && V % 2 == 0;
@@ -67,7 +67,7 @@ struct alignas(V * sizeof(T)) Vector {
 };
 
 // Loads a vector that nobody writes while the kernel runs, so that the compiler may move the load
-// before a store.
+// ahead of a store.
 template <class T, int V>
 __device__ Vector<T, V> load_read_only(const Vector<T, V>* from) {
   Vector<T, V> found;
@@ -80,7 +80,7 @@ __device__ Vector<T, V> load_read_only(const Vector<T, V>* from) {
   return found;
 }
 
-// Loads V floats, one for each channel of a vector; `from` is aligned as vectors of channels are.
+// Loads V floats, one per channel of a vector; `from` is aligned for such vectors.
 template <int V>
 __device__ void load_floats(const float* from, float (&to)[V]) {
   if constexpr (V % 4 == 0) {
@@ -107,13 +107,13 @@ __device__ float sigmoid(float z) {
 }
 
 // float32 numbers are centred before they are summed: forward by a pivot, the first number of their
-// group, and backward by the mean. So a large mean costs no bits. 16-bit numbers need no pivot:
-// their mean is at most a few hundred standard deviations, for which float32 sums have bits to
-// spare.
+// group, and backward by the mean. So a large mean costs no precision. 16-bit numbers need no
+// pivot: their mean is at most a few hundred standard deviations, for which float32 sums have bits
+// to spare.
 template <class T>
 constexpr bool kUsesPivot = sizeof(T) == 4;
 
-// `Parts` as a kernel takes them: the parts of a tensor along its channels.
+// `Parts` in the form that a kernel takes: the parts of a tensor along its channels.
 struct TensorParts {
   int count;
   char* data[kMaxParts];
@@ -130,7 +130,7 @@ inline TensorParts tensor_parts(const Parts& parts) {
 }
 
 // Returns the address of a channel in the first pixel of a sample. `stride`: elements from one
-// pixel to the next, which are the channels of the part that has this channel.
+// pixel to the next: the number of channels of the part with this channel.
 template <class T>
 __device__ T* find_channel(const TensorParts& from, int channel, int64_t sample, int pixels,
                            int* stride) {
@@ -142,7 +142,7 @@ __device__ T* find_channel(const TensorParts& from, int channel, int64_t sample,
   return reinterpret_cast<T*>(from.data[part]) + sample * pixels * *stride + (channel - first);
 }
 
-// The row of sample blockIdx.z, one float for each channel.
+// The row of sample blockIdx.z, one float per channel.
 __device__ inline const float* sample_row(const Rows& rows) {
   return rows.data + blockIdx.z * rows.stride;
 }

@@ -1,8 +1,8 @@
-"""GroupNorm, optionally followed by SiLU and dropout: the FFI handlers, differentiable.
+"""Differentiable calls of the GroupNorm handlers: GroupNorm, optionally with SiLU and dropout.
 
 Forward is one handler, which also returns each group's mean and inverse deviation. Backward is one
-handler too, which sums over the pixels and then writes dx. A fused convolution calls `statistics`
-before it applies the norm to its tiles, and `gradient` in its backward pass.
+handler as well, which sums over the pixels and then writes dx. A fused convolution calls
+`statistics` before it applies the norm to its tiles, and `gradient` in its backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
 from xla_ffi.call import ffi_call
 
-Copies = tuple[tuple[Array, ...], ...]  # the parts of every copy of x
+Copies = tuple[tuple[Array, ...], ...]  # the parts of each copy of x
 
 
 class Norm(NamedTuple):
@@ -52,8 +52,8 @@ def group_norm(
 ) -> Float[Array, 'batch height width channels']:
     """act(norm(x) · scale + offset), act = SiLU or identity, then dropout.
 
-    See `jaxunet.ops.group_norm.reference.group_norm`. Wu & He 2018, arXiv 1803.08494. Dropout
-    happens inside the kernels, forward and backward, for the calls that networks make; in other
+    See `jaxunet.ops.group_norm.reference.group_norm`. Wu & He 2018, arXiv 1803.08494. In the calls
+    that our networks make, the kernels apply dropout themselves, forward and backward; in other
     calls XLA applies it to the result.
 
     Raises:
@@ -69,7 +69,9 @@ def group_norm(
 
 
 def _drops_inside(x: Activation, silu: bool) -> bool:
-    """Returns True if the kernels have dropout for a call: SiLU, and vectors of one part."""
+    """Returns True if the kernels implement dropout for a call: with SiLU, and x of one part, in
+    vectors.
+    """
     return silu and len(x.parts) == 1 and x.channels * x.dtype.itemsize % 16 == 0
 
 
@@ -83,7 +85,7 @@ def group_norm_and_input(
     silu: bool = False,
     copies: int = 1,
 ) -> WithInput[Array]:
-    """`group_norm` and copies of x for its other readers.
+    """Returns the result of `group_norm`, and copies of x for its other readers.
 
     The backward kernel adds the gradients of the copies to its own before it rounds dx. A copy that
     nobody reads has a gradient of zeros, which still costs the kernel a read.
@@ -112,7 +114,7 @@ def statistics(x: Activation, scale: Array, offset: Array, *, groups: int, eps: 
 def _dropout_operands(
     dropout: Dropout | None, dtype: jnp.dtype
 ) -> tuple[str, tuple[Array, ...], dict[str, Any]]:
-    """Returns what dropout adds to a call: to the handler's name, the operands, the attributes."""
+    """Returns what dropout adds to a call's handler name, operands and attributes."""
     if dropout is None:
         return '', (), {}
     attributes = {
@@ -159,19 +161,20 @@ def gradient(
     sums: Float[Array, 'batch 2 channels'] | None = None,
     dropout: Dropout | None = None,
 ) -> Gradient:
-    """Returns the gradients of a normalisation, given that of its result.
+    """Returns the gradients of a normalisation, given the gradient of its result.
 
     Args:
-      dy: the gradient of the result; with `sums`, that of act's input.
+      dy: the gradient of the result or, with `sums`, of act's input.
       mean, inverse: as in `Norm`.
       activation: also write act(norm(x) · scale + offset) again, from the same read of x, for a
         weight gradient to read.
       added: further gradients of every part of x, at most `MAX_COPIES`; the kernel adds them to dx.
       samples: also return the gradients of scale and offset, which takes another launch. Without
         it, the caller adds the sums over the samples in a launch that it needs anyway.
-      sums: `Gradient.sums`, if the convolution that computed dy has added them up. Only for 16-bit
-        types, and parts whose channels are multiples of 8, at most 2048 in all.
-      dropout: that of the result, without `activation`, `added` and `sums`; see `_drops_inside`.
+      sums: `Gradient.sums`, if the convolution that computed dy has computed them, too. Only for
+        16-bit types, and parts whose channels are multiples of 8, at most 2048 in all.
+      dropout: the dropout of the result; not with `activation`, `added` or `sums`. See
+        `_drops_inside`.
     """
     batch, *_, channels = dy.shape
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
