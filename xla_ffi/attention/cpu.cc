@@ -1,5 +1,5 @@
 // Attention on the CPU: plain loops with float64 sums, for tests and for machines without a GPU.
-// One task per head; the formulas are those of plan.h and flash_backward.cuh.
+// One task per head; plan.h and flash_backward.cuh have the formulas.
 #include "binding/cpu.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ struct Head {
   float* operator()(int64_t token) const { return data + token * stride; }
 };
 
-// A head of q, k or v of the packed array.
+// A head of q, k or v in the packed array.
 template <class Plan>
 Head packed(const Plan& plan, std::vector<float>& qkv, int64_t sample, int64_t head, Qkv which) {
   const int64_t channels = plan.heads * plan.width;

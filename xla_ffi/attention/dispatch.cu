@@ -1,4 +1,4 @@
-// Chooses the attention kernels of a call: the first of these that take it.
+// Chooses the attention kernels of a call: the first in this list that accept it.
 //   hopper/     wgmma and TMA: GPUs of compute capability 9.0, unless the kernel set excludes them;
 //               16-bit types, the heads in hopper/shapes.cuh
 //   flash_*     mma.sync: heads of at most 256 channels, a multiple of 8 (flash_takes), whose tiles
@@ -32,7 +32,7 @@ auto dispatch_type(Type type, Visit visit) {
 }
 
 // Calls hopper(type, multiprocessors), flash(type, bytes of shared memory) and simple() in this
-// order until one takes the plan; the first two return nothing if they do not. An empty plan
+// order until one accepts the plan; the first two return nothing if they do not. An empty plan
 // launches nothing.
 template <class Plan, class Hopper, class Flash, class Simple>
 cudaError_t dispatch(const Plan& plan, KernelSet kernels, Hopper hopper, Flash flash,

@@ -10,9 +10,8 @@
 
 namespace jaxunet::cuda {
 
-// Launch the flash kernels. Return nothing where they do not take the shape (flash_shapes.cuh), or
-// where their tiles need more than `shared_bytes`, the shared memory that a block may have on this
-// device.
+// Launch the flash kernels. Return nothing if they do not accept the shape (flash_shapes.cuh), or
+// if their tiles need more than `shared_bytes`, the most shared memory per block on this device.
 template <Type type>
 std::optional<cudaError_t> flash_forward(const AttentionForward& plan, int shared_bytes,
                                          cudaStream_t stream);

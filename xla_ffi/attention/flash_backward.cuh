@@ -3,43 +3,44 @@
 // and delta = sum over the keys of p * dp = sum over the channels of dO * O, for each query:
 //   p = exp(s - lse),  dp = dO * v^T,  ds = p * (dp - delta),
 //   dv = p^T * dO,  dk = ds^T * q / sqrt(width),  dq = ds * k / sqrt(width).
-// flash_shapes.cuh has the shapes in use, and dispatches to them.
+// flash_shapes.cuh lists the shapes in use and dispatches to them.
 //
 // A block *owns* kRows rows of one head, either queries or keys: they stay in shared memory, and
-// the block computes their gradients. All rows of the other kind are *streamed* past them, in tiles
-// of kStreamRows. Both kinds of block run the same code, with a and b for the owned rows, c and d
-// for the streamed ones, da and db for the results (factors left out):
+// the block computes their gradients. All rows of the other kind are *streamed* through shared
+// memory, in tiles of kStreamRows. Both kinds of block run the same code, in which a and b are the
+// owned rows, c and d the streamed rows, and da and db the results (factors left out):
 //
 //   owned     a  b    streamed  c  d    two products                     results
 //   queries   q  dO   keys      k  v    s   = a * c^T   dp   = b * d^T   da = dq = ds * c
 //   keys      k  v    queries   q  dO   s^T = a * c^T   dp^T = b * d^T   da = dk = ds^T * c
 //                                                                        db = dv = p^T * d
 //
-// s and dp are computed twice, once for each kind of block, so that no block adds to another's
-// results: nothing is summed by atomics, and results are the same in every run. If a head has so
-// few tokens that one block owns all its keys, this block computes dq as well: its warps exchange
-// ds through shared memory (Owned::kAllKeys).
+// Both kinds of block compute s and dp, so that no block adds to another's results: there are no
+// atomics, and results are the same in every run. If a head has so few tokens that one block owns
+// all keys, this block also computes dq, for which its warps exchange ds through shared memory
+// (Owned::kAllKeys).
 //
-// kRowWarps warps divide the owned rows, kWarpTiles * 16 each. For wide heads, kColumnWarps warps
-// share these rows and divide the columns of the results. For p and ds there are two ways:
-// - kExchanges: each of these warps computes them for a part of the streamed rows, and the warps
-//   exchange them through shared memory.
-// - kRecomputes: each computes all of them. For tiles of fewer than kColumnWarps * 16 streamed
-//   rows.
+// kRowWarps groups of kColumnWarps warps divide the owned rows, kWarpTiles * 16 rows per group. The
+// warps of a group, more than one for wide heads, divide the columns of the results. They get p and
+// ds in one of two ways:
+// - kExchanges: each warp computes p and ds for a part of the streamed rows, and the warps exchange
+//   them through shared memory.
+// - kRecomputes: each warp computes all of p and ds. For tiles of fewer than kColumnWarps * 16
+//   streamed rows.
 //
 // Phases:
 // - Prologue: start the copies of a, b and the first tile; load lse and delta.
-// - Mainloop: wait for a tile, start the copy of the next one; then both products, the gradient of
-//   the softmax, and the products of the results.
-// - Epilogue: write the results by way of the shared memory of a and b.
+// - Mainloop: wait for a tile, start the copy of the next one; then compute both products, the
+//   gradient of the softmax, and the products that give the results.
+// - Epilogue: write the results through the shared memory of a and b.
 //
 // Shared memory: lse and delta, float [kSegment] each; a, b [kRows][kWidth]; `stages` (1 or 2)
-// times {c, d} [kStreamRows][kWidth]; ds and p [kRows][kStreamRows], where they are exchanged.
+// times {c, d} [kStreamRows][kWidth]; ds and p [kRows][kStreamRows], if exchanged.
 //
 // Synchronisation: one __syncthreads per tile, after which the tile has arrived and no warp reads
-// the one before; one more where p and ds are exchanged; one more with a single stage, before its
-// next copy. Blocks that own keys have one more before each later segment of lse and delta. In the
-// epilogue there are two: before the results overwrite a and b, and before they are read there.
+// the previous tile; one more if p and ds are exchanged; one more with a single stage, before its
+// next copy. Blocks that own keys have one more before each segment of lse and delta but the first.
+// The epilogue has two: before the results overwrite a and b, and before they are read there.
 #pragma once
 
 #include <optional>
@@ -52,8 +53,8 @@
 
 namespace jaxunet::cuda {
 
-// All of a block's work. `first`: its first owned row. `deltas_ready`: flash_delta_kernel has
-// written the deltas to dq's memory; otherwise this block computes those that it needs.
+// Does all work of a block. `first`: the first owned row. `deltas_ready`: flash_delta_kernel has
+// written the deltas to dq's memory; otherwise this block computes the deltas that it needs.
 template <class S, Owned kOwned>
 __device__ void process_block(const AttentionBackward& plan, const Head<AttentionBackward>& head,
                               int first, int stages, bool deltas_ready) {
@@ -89,11 +90,11 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
   fetch<S::kRows, S::kThreads>(a, kOwnsQueries ? q : k, first);
   fetch<S::kRows, S::kThreads>(b, kOwnsQueries ? grad : v, first);
   load(0);
-  // lse and delta of the owned queries, or of the first segment of streamed ones.
+  // lse and delta of the owned queries, or of the first segment of streamed queries.
   const int first_query = kOwnsQueries ? first : 0,
             queries = kOwnsQueries ? S::kRows : min(steps * S::kStreamRows, S::kSegment);
   load_row_statistics<S>(lse, dq, deltas_ready, first_query, queries, lses, deltas);
-  if (!deltas_ready)  // then one segment holds all queries
+  if (!deltas_ready)  // in this case one segment holds all queries
     compute_deltas<S>(out, grad, first_query, queries, deltas);
   Backward<S, kOwned> state(a, b, exchange, lses, deltas, tokens, static_cast<int>(plan.width),
                             first);
@@ -105,7 +106,7 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
                              min((steps - step) * S::kStreamRows, S::kSegment), lses, deltas);
     }
     cp_async_wait_all();
-    __syncthreads();  // the tile has arrived, and no warp reads the one before
+    __syncthreads();  // the tile has arrived; no warp reads the previous one
     if (stages > 1 && step + 1 < steps) load(step + 1);
     if (step == 0) state.load_owned();
     if (start + S::kStreamRows <= tokens && (!kAll || tokens == S::kRows)) {
@@ -125,11 +126,11 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
   if (!kOwnsQueries) write<S::kRows, S::kThreads>(b, dv, first);
 }
 
-// The rows that the blocks of a launch own: half of the blocks keys and half queries, in a single
-// launch; or all blocks the same, after a launch of flash_delta_kernel.
+// What the blocks of a launch own. kBoth: half of the blocks own keys and half queries, in a single
+// launch. Otherwise all blocks own the same kind, and flash_delta_kernel runs first.
 enum class Owners { kBoth, kKeys, kQueries };
 
-// Grid: (batch * heads * blocks of kRows rows), twice as many with Owners::kBoth: then those that
+// Grid: (batch * heads * blocks of kRows rows), twice as many with Owners::kBoth. The blocks that
 // own keys come first, because they take longer.
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   }
 }
 
-// Few tokens: one block owns all keys of a head. Grid: (batch * heads).
+// For few tokens: one block owns all keys of a head. Grid: (batch * heads).
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
     flash_backward_few_kernel(const AttentionBackward plan, const int stages) {
@@ -155,8 +156,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
                                     false);
 }
 
-// Returns the stages that fit the device's shared memory, at most as many as there are tiles; 0 if
-// not even one fits. `all_keys`: one block owns all keys of a head.
+// Returns how many stages fit in the device's shared memory, at most as many as there are tiles; 0
+// if none fits. `all_keys`: one block owns all keys of a head.
 template <class S>
 int fitting_stages(int64_t tokens, bool all_keys, int shared_bytes) {
   for (int stages = tokens > S::kStreamRows ? 2 : 1; stages; --stages) {
@@ -165,7 +166,7 @@ int fitting_stages(int64_t tokens, bool all_keys, int shared_bytes) {
   return 0;
 }
 
-// Launches the kernel for few tokens, at most S::kRows; nothing if its tiles do not fit
+// Launches the kernel for few tokens, at most S::kRows; returns nothing if its tiles do not fit in
 // `shared_bytes`.
 template <class S>
 std::optional<cudaError_t> launch_backward_few(const AttentionBackward& plan, int shared_bytes,
@@ -180,10 +181,11 @@ std::optional<cudaError_t> launch_backward_few(const AttentionBackward& plan, in
                 bytes, stream, plan, stages);
 }
 
-// Launches the general kernels; nothing if their tiles do not fit `shared_bytes`. Each block that
-// owns keys needs the deltas of all queries. Where up to two blocks own the keys of a head, each
-// computes them itself, and one launch does everything. Where more do, a first launch writes the
-// deltas to dq's memory, a second computes dk and dv, and a third overwrites the deltas with dq.
+// Launches the general kernels; returns nothing if their tiles do not fit in `shared_bytes`. Each
+// block that owns keys needs the deltas of all queries. If at most two blocks own the keys of a
+// head, each computes these deltas itself, and one launch does everything. Otherwise a first launch
+// writes the deltas to dq's memory, a second computes dk and dv, and a third overwrites the deltas
+// with dq.
 template <class S>
 std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int shared_bytes,
                                            cudaStream_t stream) {

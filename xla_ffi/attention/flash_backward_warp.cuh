@@ -1,40 +1,40 @@
 // A warp's share of the flash backward pass: the products of a tile and the gradient of the
-// softmax. flash_backward.cuh has the formulas, and what a block does around it.
+// softmax. flash_backward.cuh has the formulas and the rest of the block's work.
 #pragma once
 
 #include "flash_tile.cuh"
 
 namespace jaxunet::cuda {
 
-// Tile sizes and warp roles of a backward kernel; flash_shapes.cuh has those in use.
+// Tile sizes and warp roles of a backward kernel; flash_shapes.cuh lists those in use.
 template <class T_, int kWidth_, int kWarpTiles_, int kRowWarps_, int kColumnWarps_,
           int kStreamRows_, int kBlocksPerSm_ = 1>
 struct BackwardShape {
   using T = T_;
-  static constexpr int kWidth = kWidth_;          // of a head, padded
-  static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles of owned rows of a warp
+  static constexpr int kWidth = kWidth_;          // channels of a head, padded
+  static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles of owned rows per warp
   static constexpr int kRowWarps = kRowWarps_;    // warps that divide the owned rows
   // Warps that divide the columns of the results.
   static constexpr int kColumnWarps = kColumnWarps_;
   static constexpr int kStreamRows = kStreamRows_;  // rows of a streamed tile
-  // Concurrent blocks of a multiprocessor, which bounds the registers.
+  // Concurrent blocks per multiprocessor; bounds the registers per thread.
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kRecomputes = kStreamRows < 16 * kColumnWarps,
                         kExchanges = kColumnWarps > 1 && !kRecomputes;
   static constexpr int kWarps = kRowWarps * kColumnWarps, kThreads = 32 * kWarps,
                        kRows = 16 * kWarpTiles * kRowWarps;
-  // Streamed rows whose lse and delta are in shared memory at a time, 4 KB of it.
+  // Streamed rows whose lse and delta are in shared memory at one time: 4 KB.
   static constexpr int kSegment = 512;
-  // a and b stay in registers, 16 * kWarpTiles of a lane's.
+  // True if a and b stay in registers, at most 16 * kWarpTiles per lane.
   static constexpr bool kKeepsOwned = sizeof(T) == 2 && kWidth <= 32;
 
   static_assert(kStreamRows % (kRecomputes ? 16 : 16 * kColumnWarps) == 0,
                 "a warp takes streamed rows 16 at a time");
   static_assert(kSegment % kStreamRows == 0 && kSegment >= kRows,
                 "a segment holds whole tiles, and all owned rows");
-  // Bytes of shared memory; `all_keys`: of a block that owns all keys, which always exchanges ds.
+  // Bytes of shared memory. `all_keys`: for a block that owns all keys, which always exchanges ds.
   static constexpr int bytes(int stages, bool all_keys) {
-    const int exchanges = kExchanges + (kExchanges || all_keys);  // of p, and of ds
+    const int exchanges = kExchanges + (kExchanges || all_keys);  // arrays exchanged: p, ds
     return 2 * kSegment * 4 +
            (2 * (kRows + stages * kStreamRows) * kWidth + exchanges * kRows * kStreamRows) *
                sizeof(T);
@@ -52,7 +52,7 @@ class Backward {
   using SmemTile = Tile<T, S::kWidth>;
   using Exchange = Tile<T, S::kStreamRows>;
   static constexpr bool kOwnsQueries = kOwned == Owned::kQueries, kExchanges = S::kExchanges;
-  // Rows of a streamed tile for which a warp computes p and ds, and its columns of the results.
+  // Rows of a streamed tile for which a warp computes p and ds, and the columns of its results.
   static constexpr int kWarpRows =
       S::kRecomputes ? S::kStreamRows : S::kStreamRows / S::kColumnWarps;
   static constexpr int kWarpColumns = S::kWidth / S::kColumnWarps;
@@ -68,8 +68,8 @@ class Backward {
   const float scale_;
   Fragment<T> owned_fragments_[2][S::kKeepsOwned ? S::kWarpTiles : 1]
                               [S::kKeepsOwned ? S::kWidth / 16 : 1];
-  float da_[S::kWarpTiles][kWarpColumns / 8][4] = {};                     // of a: dq or dk
-  float db_[kOwnsQueries ? 1 : S::kWarpTiles][kWarpColumns / 8][4] = {};  // of b: dv
+  float da_[S::kWarpTiles][kWarpColumns / 8][4] = {};                     // gradient of a: dq or dk
+  float db_[kOwnsQueries ? 1 : S::kWarpTiles][kWarpColumns / 8][4] = {};  // gradient of b: dv
   float lse_[S::kWarpTiles][2], delta_[S::kWarpTiles][2];                 // of owned queries
 
  public:
@@ -93,8 +93,8 @@ class Backward {
 
   __device__ bool has_rows() const { return first_ + row_ < tokens_; }
 
-  // Copies owned rows and row statistics to registers, if they are kept there; after their copies
-  // have arrived.
+  // Loads owned rows and row statistics into registers, if they are kept there. Call after their
+  // copies have arrived.
   __device__ void load_owned() {
     if constexpr (S::kKeepsOwned) {
 #pragma unroll
@@ -119,8 +119,9 @@ class Backward {
     }
   }
 
-  // Adds the tile of streamed rows c and d, whose first is `first`, to the results. kWhole: neither
-  // they nor, if the block owns all keys, its own rows are padding. All threads come here.
+  // Adds a tile of streamed rows c and d, starting at row `first`, to the results. kWhole: there is
+  // no padding among these rows nor, if the block owns all keys, among its own rows. All threads
+  // must call this.
   template <bool kWhole>
   __device__ void step(const SmemTile& c, const SmemTile& d, int first, const HeadRows<T>& dq) {
     float p[S::kWarpTiles][kWarpRows / 8][4] = {}, ds[S::kWarpTiles][kWarpRows / 8][4] = {};
@@ -152,7 +153,7 @@ class Backward {
     if constexpr (kOwned == Owned::kAllKeys) compute_dq(first, dq);
   }
 
-  // Writes the results to the shared memory of the owned rows, which nobody reads any more.
+  // Writes the results to the shared memory of the owned rows, which no warp reads any more.
   __device__ void store() {
     if (!has_rows()) return;
 #pragma unroll
@@ -188,8 +189,8 @@ class Backward {
     }
   }
 
-  // Turns logits p to weights, and gradients ds of the weights to those of the logits; zero where a
-  // key is padding.
+  // Turns the logits in p into weights, and the gradients of the weights in ds into gradients of
+  // the logits; both are zero for keys that are padding.
   template <bool kWhole>
   __device__ void softmax_gradient(float (&p)[S::kWarpTiles][kWarpRows / 8][4],
                                    float (&ds)[S::kWarpTiles][kWarpRows / 8][4], int first) {
@@ -222,8 +223,8 @@ class Backward {
     }
   }
 
-  // accumulators += weights * other, for columns [8 n, 8 n + 16) of the weights (p or ds), from
-  // registers or from the exchange.
+  // accumulators += weights * other, for columns [8 n, 8 n + 16) of the weights (p or ds), which
+  // come from registers or from the exchange.
   template <class Accumulators>
   __device__ void accumulate(Accumulators& accumulators,
                              const float (&weights)[S::kWarpTiles][kWarpRows / 8][4],

@@ -1,4 +1,4 @@
-// The flash kernels of bfloat16.
+// The flash kernels for bfloat16.
 #include "flash_shapes.cuh"
 
 namespace jaxunet::cuda {

@@ -1,10 +1,11 @@
-// Two numbers of each query that the backward pass needs: lse, the log-sum-exp of its logits in
-// base two, and delta, the sum of dO * O over its row (Dao 2023, arXiv 2307.08691).
+// Two numbers per query that the backward pass needs: lse, the base-two log-sum-exp of the query's
+// logits, and delta, the sum of dO * O over the query's row (Dao 2023, arXiv 2307.08691).
 //
-// flash_delta_kernel computes the deltas of all queries in a launch of its own. Without it, each
-// block of flash_backward.cuh computes those that it needs. kWidth / 8 lanes divide a row, eight
-// columns each. No shared memory, no barriers. It writes each delta to the first four bytes of the
-// query's row of dq, where later launches read it before they write dq.
+// flash_delta_kernel computes the deltas of all queries in a launch of its own. Without this
+// launch, each block of flash_backward.cuh computes the deltas that it needs. kWidth / 8 lanes
+// divide a row, eight columns each. The kernel uses neither shared memory nor barriers. It writes
+// each delta to the first four bytes of the query's row of dq, where later launches read it before
+// they write dq.
 #pragma once
 
 #include <cmath>
@@ -16,7 +17,7 @@
 
 namespace jaxunet::cuda {
 
-// The product of a row of O and one of dO, divided among neighbouring lanes, eight columns each.
+// The dot product of a row of O and a row of dO, divided among adjacent lanes, eight columns each.
 template <class T>
 struct RowProduct {
   Eight<T> out, grad;
@@ -30,7 +31,7 @@ struct RowProduct {
     out.load(from.at(row, column));
     grad.load(other.at(row, column));
   }
-  // The sum over kLanes lanes, to each of them.
+  // Returns the sum over kLanes lanes to each of them.
   template <int kLanes>
   __device__ float sum() const {
     float total = 0;
@@ -45,7 +46,7 @@ struct RowProduct {
   }
 };
 
-// Loads the lse of `rows` rows from `first`, in base two, and if `deltas_ready` their deltas from
+// Loads the base-two lse of `rows` rows from `first` on and, if `deltas_ready`, their deltas from
 // dq's memory. Rows beyond the tokens get an infinite lse, which makes their weights zero.
 template <class S, class T>
 __device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, bool deltas_ready,
@@ -58,7 +59,7 @@ __device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, boo
   }
 }
 
-// Computes the deltas of `rows` rows from `first`.
+// Computes the deltas of `rows` rows from `first` on.
 template <class S, class T>
 __device__ void compute_deltas(const HeadRows<const T>& out, const HeadRows<const T>& grad,
                                int first, int rows, float* deltas) {
@@ -79,7 +80,7 @@ __device__ void compute_deltas(const HeadRows<const T>& out, const HeadRows<cons
   }
 }
 
-constexpr int kDeltaThreads = 256;  // of a block of flash_delta_kernel
+constexpr int kDeltaThreads = 256;  // per block of flash_delta_kernel
 
 // Grid: (rows of all heads / rows of a block).
 template <class T, int kWidth>
@@ -100,14 +101,14 @@ __global__ void __launch_bounds__(kDeltaThreads) flash_delta_kernel(const Attent
   }
 }
 
-// Blocks of flash_delta_kernel.
+// Number of blocks of flash_delta_kernel.
 template <int kWidth>
 int64_t delta_blocks(const AttentionBackward& plan) {
-  constexpr int kRows = kDeltaThreads / (kWidth / 8);  // of a block
+  constexpr int kRows = kDeltaThreads / (kWidth / 8);  // per block
   return ceil_div(plan.batch * plan.heads * plan.tokens, kRows);
 }
 
-// The caller checks that the blocks fit a grid.
+// The caller checks that the number of blocks fits in a grid.
 template <class T, int kWidth>
 cudaError_t launch_delta(const AttentionBackward& plan, cudaStream_t stream) {
   return launch(flash_delta_kernel<T, kWidth>,

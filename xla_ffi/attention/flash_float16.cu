@@ -1,4 +1,4 @@
-// The flash kernels of float16.
+// The flash kernels for float16.
 #include "flash_shapes.cuh"
 
 namespace jaxunet::cuda {

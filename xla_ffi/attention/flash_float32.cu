@@ -1,4 +1,4 @@
-// The flash kernels of float32.
+// The flash kernels for float32.
 #include "flash_shapes.cuh"
 
 namespace jaxunet::cuda {

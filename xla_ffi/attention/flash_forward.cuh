@@ -1,28 +1,28 @@
 // Flash attention forward on the tensor cores: out = softmax(q * k^T / sqrt(width)) * v and the
 // log-sum-exp of each row, without storing the weights. Dao et al. 2022, arXiv 2205.14135; Dao
-// 2023, arXiv 2307.08691.
-// flash_shapes.cuh has the shapes in use, and dispatches to them.
+// 2023, arXiv 2307.08691. flash_shapes.cuh lists the shapes in use and dispatches to them.
 //
-// A block owns kRows queries of one head of one sample and walks over tiles of kTileKeys keys and
-// values. Grid: (batch * heads * blocks of queries), the blocks of one head side by side. Its warps
-// divide the work:
+// A block owns kRows queries of one head of one sample and iterates over tiles of kTileKeys keys
+// and values. Grid: (batch * heads * blocks of queries), the blocks of one head side by side. Its
+// warps divide the work:
 // - kRowWarps warps take kWarpTiles * 16 rows each.
 // - kKeySplits = 2: a second set of warps takes the other half of each tile's keys, and the two
-//   partial softmaxes are merged at the end (split-K). This keeps a multiprocessor busy if heads
-//   are wide and few.
-// - kColumnWarps > 1: so many warps compute the same weights and multiply them by different columns
-//   of v. This gives more warps to few queries.
+//   partial softmaxes are merged at the end (split-K). This keeps the multiprocessors busy if there
+//   are few and wide heads.
+// - kColumnWarps > 1: this many warps compute the same weights and multiply them by different
+//   columns of v, which gives a block more warps if there are few queries.
 //
 // Phases:
 // - Prologue: start the copies of q and of the first tile.
-// - Mainloop: wait for a tile, start the copy of the next one; then logits = q * k^T, online
-//   softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), out += weights * v.
-// - Epilogue: merge the splits, divide by the sums, and write out by way of q's shared memory.
+// - Mainloop: wait for a tile, start the copy of the next one; then compute logits = q * k^T,
+//   online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), out += weights * v.
+// - Epilogue: merge the splits, divide by the sums, and write out through q's shared memory.
 //
 // Shared memory: q[kRows][kWidth], then `stages` (1 or 2) times {k, v}[kTileKeys][kWidth], all
-// swizzled (flash_tile.cuh). With two splits the same memory passes the second split's results. One
-// __syncthreads per tile: after it the tile has arrived and no warp reads the one before, whose
-// stage the next copy takes; with one stage, another before that copy.
+// swizzled (flash_tile.cuh). With two splits, the same memory later carries the second split's
+// results. One __syncthreads per tile: after it the tile has arrived, and no warp reads the
+// previous tile, whose stage the next copy reuses. With a single stage, there is another
+// __syncthreads before that copy.
 #pragma once
 
 #include <cmath>
@@ -40,19 +40,19 @@ template <class T_, int kWidth_, int kWarpTiles_, int kRowWarps_, int kKeySplits
           int kBlocksPerSm_ = 1, int kColumnWarps_ = 1>
 struct ForwardShape {
   using T = T_;
-  static constexpr int kWidth = kWidth_;          // of a head, padded
-  static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles of a warp
+  static constexpr int kWidth = kWidth_;          // channels of a head, padded
+  static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles per warp
   static constexpr int kRowWarps = kRowWarps_;    // warps that divide the rows
   static constexpr int kKeySplits = kKeySplits_;  // warps that divide a tile's keys
-  static constexpr int kTileKeys = kTileKeys_;    // keys of a tile
-  // Concurrent blocks of a multiprocessor, which bounds the registers.
+  static constexpr int kTileKeys = kTileKeys_;    // keys per tile
+  // Concurrent blocks per multiprocessor; bounds the registers per thread.
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr int kColumnWarps = kColumnWarps_;  // warps that divide the columns of v
   static constexpr int kThreads = 32 * kRowWarps * kKeySplits * kColumnWarps,
                        kRows = 16 * kWarpTiles * kRowWarps;
   static constexpr int kWarpColumns = kWidth / kColumnWarps;  // columns of out that a warp computes
   static constexpr int kWarpKeys = kTileKeys / kKeySplits;    // keys of a tile that a warp takes
-  // q stays in registers if it takes at most 32 of a lane's.
+  // q stays in registers if it needs at most 32 per lane.
   static constexpr bool kKeepsQueries = sizeof(T) == 2 && kWarpTiles * kWidth <= 128;
 
   // Bytes of shared memory.
@@ -65,14 +65,14 @@ struct ForwardShape {
                 "the second split's output, max and sum pass through the memory of one stage");
 };
 
-// One warp's share of the block's work. Accumulators have the layout of mma.sync: a lane holds, of
-// each 16 x 8 block, two neighbouring columns of row lane / 4 and of the row 8 below it (`half` =
-// 0, 1).
+// One warp's share of the block's work. Accumulators have the layout of mma.sync: in each 16 x 8
+// block, a lane holds two adjacent columns of row lane / 4 and of the row 8 below it (`half` = 0,
+// 1).
 template <class S>
 class Forward {
   using T = typename S::T;
   using SmemTile = Tile<T, S::kWidth>;
-  static constexpr int kKeyBlocks = S::kWarpKeys / 8;  // 8-key blocks of logits of a warp
+  static constexpr int kKeyBlocks = S::kWarpKeys / 8;  // 8-key blocks of a warp's logits
 
   const SmemTile q_;
   const int tokens_;
@@ -90,8 +90,8 @@ class Forward {
       : q_(q),
         tokens_(tokens),
         row_(static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles),
-        // Constants where the warps divide nothing, so that addresses within a tile are constants
-        // too.
+        // Constants if the warps do not divide the dimension, so that addresses within a tile are
+        // constants too.
         first_key_(S::kKeySplits > 1
                        ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * S::kWarpKeys
                        : 0),
@@ -108,7 +108,8 @@ class Forward {
     }
   }
 
-  // Copies q from shared memory to registers, if it is kept there; after its copy has arrived.
+  // Loads q from shared memory into registers, if it is kept there. Call after its copy has
+  // arrived.
   __device__ void load_queries() {
     if constexpr (S::kKeepsQueries) {
 #pragma unroll
@@ -124,7 +125,7 @@ class Forward {
   // padding.
   template <bool kWhole>
   __device__ void step(const SmemTile& keys, const SmemTile& values, int first) {
-    const int rest = tokens_ - first - first_key_;  // keys left for this warp
+    const int rest = tokens_ - first - first_key_;  // remaining keys for this warp
     if (!kWhole && rest <= 0) return;
     float logits[S::kWarpTiles][kKeyBlocks][4] = {};
 #pragma unroll kUnrolled < T, S::kWidth / 16>
@@ -164,8 +165,8 @@ class Forward {
     }
   }
 
-  // Merges the second split's output into the first's, by way of `buffer`, [kRows][kWidth + 2]:
-  // max, sum, output. All threads come here.
+  // Merges the second split's output into the first's through `buffer`, [kRows][kWidth + 2]: max,
+  // sum, output. All threads must call this.
   __device__ void merge_splits(float* buffer) {
     const int lane = threadIdx.x % 32;
     if (first_key_ > 0)
@@ -228,14 +229,14 @@ class Forward {
     }
   }
 
-  // Sums over the four lanes that hold a row.
+  // Returns the sum over the four lanes that hold a row.
   static __device__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);
   }
 
-  // Online softmax: turns logits to weights relative to the largest logit so far, and rescales what
-  // was summed before to it. `rest`: keys that are not padding.
+  // Online softmax: turns logits into weights relative to the largest logit so far, and rescales
+  // the earlier sums accordingly. `rest`: keys that are not padding.
   template <bool kWhole>
   __device__ void online_softmax(float (&logits)[kKeyBlocks][4],
                                  float (&out)[S::kWarpColumns / 8][4], float (&max)[2],
@@ -257,7 +258,7 @@ class Forward {
       new_max =
           fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 2));  // finite: each tile has a key
       const float base = new_max * scale2_, rescale = power_of_two(max[half] * scale2_ - base);
-      float sum = 0;  // of this tile alone first, which rounds less
+      float sum = 0;  // over this tile only, which reduces rounding error
       max[half] = new_max;
 #pragma unroll
       for (int j = 0; j < kKeyBlocks; ++j) {
@@ -307,7 +308,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   load(0);
   for (int step = 0; step < steps; ++step) {
     cp_async_wait_all();
-    __syncthreads();  // the tile has arrived, and no warp reads the one before
+    __syncthreads();  // the tile has arrived; no warp reads the previous one
     if (stages > 1 && step + 1 < steps) load(step + 1);
     if (has_rows) {
       if (step == 0) state.load_queries();
@@ -333,8 +334,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   write<S::kRows, S::kThreads>(q, head.unpacked(static_cast<T*>(plan.out)), first);
 }
 
-// Launches the kernel with as many stages as fit; nothing if its tiles do not fit `shared_bytes`,
-// or the grid is too large.
+// Launches the kernel with as many stages as fit; returns nothing if its tiles do not fit in
+// `shared_bytes`, or if the grid is too large.
 template <class S>
 std::optional<cudaError_t> launch_forward(const AttentionForward& plan, int shared_bytes,
                                           cudaStream_t stream) {

@@ -10,29 +10,29 @@
 
 namespace jaxunet::cuda {
 
-// Shapes of kernels for few tokens, those with the fewest rows first: one block has all rows of a
-// head. The backward ones compute all gradients in it.
+// Shapes of kernels for few tokens, ordered from fewest rows to most. One block has all rows of a
+// head; in the backward pass, this block computes all gradients.
 template <class... Shape>
 struct Few {};
 
-// Shapes of kernels for any number of tokens, the fastest first; those after it need less shared
-// memory.
+// Shapes of kernels for any number of tokens, ordered from the fastest to the one that needs the
+// least shared memory.
 template <class... Shape>
 struct Any {};
 
-// No kernels for few tokens, for widths that hardly any network has.
+// For widths that hardly any network has: no kernels for few tokens.
 struct NoFew {
   using FewForward = Few<>;
   using FewBackward = Few<>;
 };
 
-// The kernels for heads padded to kWidth channels; the numbers are, in this order:
+// The kernels for heads padded to kWidth channels. The template arguments after the type are:
 // - ForwardShape: kWidth, kWarpTiles (16-row tiles per warp), kRowWarps, kKeySplits, kTileKeys,
 //   kBlocksPerSm, kColumnWarps (1 if left out);
 // - BackwardShape: kWidth, kWarpTiles, kRowWarps, kColumnWarps, kStreamRows, kBlocksPerSm.
-// The 16-bit ones that configs/elephants64.py and configs/cifar10.py use are the fastest on an H200
-// by the geometric mean of the times at batch 32 and 256; later ones of an Any, for less shared
-// memory, are not among them. To refit them, change a shape and run `python -m
+// The 16-bit shapes that configs/elephants64.py and configs/cifar10.py use are the fastest on an
+// H200, by the geometric mean of the times at batch 32 and 256. This does not hold for the later
+// shapes of an Any, which need less shared memory. To refit them, change a shape and run `python -m
 // jaxunet.benchmark.kernels` on the cases of attention.
 template <class T, int kWidth>
 struct Shapes;
@@ -59,7 +59,7 @@ template <class T>
 struct Shapes<T, 256> {
   using Forward = ForwardShape<T, 256, 1, 4, 1, 32, 2>;
   using FewForward = Few<ForwardShape<T, 256, 1, 1, 1, 16, 1, 4>>;
-  // The second, of 72 KiB, fits the 99 KiB of a block of compute capability 8.6 and 8.9.
+  // The second, with 72 KiB, fits in the 99 KiB per block of compute capability 8.6 and 8.9.
   using Backward =
       Any<BackwardShape<T, 256, 2, 2, 4, 64, 1>, BackwardShape<T, 256, 1, 2, 2, 32, 1>>;
   using FewBackward = Few<BackwardShape<T, 256, 1, 1, 4, 16, 1>>;
@@ -86,7 +86,7 @@ struct Shapes<float, 256> : NoFew {
   using Backward = Any<BackwardShape<float, 256, 1, 2, 4, 64, 1>>;
 };
 
-// Calls visit(Shapes of the width).
+// Calls visit with the Shapes of the width.
 template <class T, class Visit>
 auto dispatch_width(int64_t width, Visit visit) {
   if (width <= 32) return visit(Shapes<T, 32>());
@@ -95,17 +95,17 @@ auto dispatch_width(int64_t width, Visit visit) {
   return visit(Shapes<T, 256>());
 }
 
-// True if the flash kernels take this plan: heads of at most 256 channels, a multiple of 8, so that
-// rows are aligned to 16 bytes, as the arrays are (kAlignment in binding/reader.h); and offsets
-// within a sample that fit 32 bits.
+// True if the flash kernels accept this plan: heads of at most 256 channels, a multiple of 8, so
+// that rows are aligned to 16 bytes, as the arrays are (kAlignment in binding/reader.h); and
+// offsets within a sample that fit in 32 bits.
 template <class Plan>
 bool flash_takes(const Plan& plan) {
   return plan.width % 8 == 0 && plan.width <= 256 &&
          3 * plan.tokens * plan.heads * plan.width <= INT32_MAX;
 }
 
-// Both call run(shape) with the first shape that fits the device's shared memory and, if it is for
-// few tokens, has a row for each; they return nothing where none does.
+// Both overloads call run(shape) for one shape after another, until one fits in the device's shared
+// memory and, if the shape is for few tokens, has enough rows. They return nothing if none does.
 template <class... Shape, class Run>
 std::optional<cudaError_t> run_first_fit(Any<Shape...>, Run run) {
   std::optional<cudaError_t> done;
@@ -120,7 +120,7 @@ std::optional<cudaError_t> run_first_fit(Few<Shape...>, int64_t tokens, Run run)
   return done;
 }
 
-// Launch the kernels for the plan; return nothing if none takes it.
+// Launch the kernels for the plan; return nothing if none accepts it.
 template <class T>
 std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int shared_bytes,
                                             cudaStream_t stream) {

@@ -2,15 +2,15 @@
 // (mma.sync m16n8k16, or m16n8k8 in tf32).
 //
 // A tile holds rows of one head, padded with zeros to a width of 32, 64, 128 or 256. Its 16-byte
-// chunks are permuted within a row (swizzled), so that the loads of a warp have no bank conflicts.
+// chunks are permuted within a row (swizzled), so that a warp's loads have no bank conflicts.
 //
 // An operand is K-major if K of the product runs along a row of its tile, and MN-major if K runs
-// from row to row: in q * k^T both operands are K-major, in p * v the right one is MN-major.
+// from row to row: in q * k^T both operands are K-major, in p * v the right operand is MN-major.
 //
-// float32 is multiplied as three tf32 products (warp_tile.cuh). ldmatrix cannot transpose float32,
-// so MN-major operands take K in the order 0 2 4 6 1 3 5 7. Accumulators of one product have
-// this order already and become the left operand of the next as they are. A left operand that is
-// loaded from memory for such a product must take the same order (kPaired).
+// A float32 product is computed as three tf32 products (warp_tile.cuh). ldmatrix cannot transpose
+// float32, so MN-major operands take K in the order 0 2 4 6 1 3 5 7. A product's accumulators are
+// already in this order, so they can be the left operand of the next product without a change. A
+// left operand that is loaded from memory for such a product must use the same order (kPaired).
 #pragma once
 
 #include "common/special_functions.cuh"
@@ -20,20 +20,20 @@
 
 namespace jaxunet::cuda {
 
-// Unroll factor of loops over K whose indices need not be constants: float32 has long bodies and is
-// not unrolled.
+// Unroll factor of loops over K whose indices need not be constants. For float32 the loop bodies
+// are long and not unrolled.
 template <class T, int kSteps>
 constexpr int kUnrolled = sizeof(T) == 2 ? kSteps : 1;
 
-// A swizzled tile, [rows][kWidth]. Chunk c of row r lies at place c ^ (r / kRowsPerWay % kWays) of
-// its row: the eight rows that ldmatrix reads at one column then begin in eight different groups of
-// four banks.
+// A swizzled tile, [rows][kWidth]. Chunk c of row r is stored at chunk c ^ (r / kRowsPerWay %
+// kWays) of its row, so that the eight rows that ldmatrix reads at one column begin in eight
+// different groups of four banks.
 template <class T, int kWidth>
 struct Tile {
-  static constexpr int kChunk = 16 / sizeof(T);            // elements of a chunk
-  static constexpr int kChunks = kWidth / kChunk;          // chunks of a row
-  static constexpr int kWays = kChunks < 8 ? kChunks : 8;  // different permutations
-  // Consecutive rows with the same permutation: if rows are short, so many fill the 32 banks.
+  static constexpr int kChunk = 16 / sizeof(T);            // elements per chunk
+  static constexpr int kChunks = kWidth / kChunk;          // chunks per row
+  static constexpr int kWays = kChunks < 8 ? kChunks : 8;  // number of permutations
+  // Consecutive rows with the same permutation: as many short rows as fill the 32 banks.
   static constexpr int kRowsPerWay = 8 / kWays;
   T* data;
 
@@ -70,7 +70,7 @@ __device__ Fragment<T> left_k_major(const Tile<T, kWidth>& tile, int row, int k)
   return out;
 }
 
-// The same from an MN-major tile: its rows [k, k + 16), columns [row, row + 16).
+// The same from an MN-major tile, where they are rows [k, k + 16) and columns [row, row + 16).
 template <class T, int kWidth>
 __device__ Fragment<T> left_mn_major(const Tile<T, kWidth>& tile, int row, int k) {
   Fragment<T> out;
@@ -87,7 +87,7 @@ __device__ Fragment<T> left_mn_major(const Tile<T, kWidth>& tile, int row, int k
 }
 
 // Loads the right operand, columns [column, column + 16) and K [k, k + 16), from a K-major tile,
-// whose rows are the columns.
+// whose rows are the operand's columns.
 template <class T, int kWidth>
 __device__ Fragment<T> right_k_major(const Tile<T, kWidth>& tile, int column, int k) {
   Fragment<T> out;
@@ -103,7 +103,8 @@ __device__ Fragment<T> right_k_major(const Tile<T, kWidth>& tile, int column, in
   return out;
 }
 
-// The same from an MN-major tile: its rows [k, k + 16), columns [column, column + 16).
+// The same from an MN-major tile, where they are rows [k, k + 16) and columns [column, column +
+// 16).
 template <class T, int kWidth>
 __device__ Fragment<T> right_mn_major(const Tile<T, kWidth>& tile, int column, int k) {
   Fragment<T> out;
@@ -120,7 +121,7 @@ __device__ Fragment<T> right_mn_major(const Tile<T, kWidth>& tile, int column, i
   return out;
 }
 
-// Rounds two numbers to the type of the last argument.
+// Rounds two numbers to the type of the last argument and packs them.
 __device__ inline uint32_t pack(float a, float b, __nv_bfloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
   uint32_t out;
@@ -134,8 +135,8 @@ __device__ inline uint32_t pack(float a, float b, __half) {
   return out;
 }
 
-// Makes two accumulators, 16 x 8 and the next 8 columns, the left operand of a product with an
-// MN-major operand.
+// Turns two accumulators, 16 x 8 and the next 8 columns, into the left operand of a product whose
+// right operand is MN-major.
 template <class T>
 __device__ Fragment<T> left_from_accumulators(const float (*accumulators)[4]) {
   Fragment<T> out;
@@ -160,7 +161,7 @@ __device__ void multiply(float (*accumulators)[4], const Fragment<T>& left,
   for (int j = 0; j < 2; ++j)
     mma_m16n8k16(accumulators[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
 }
-// float32: tensor cores truncate their sums, so they add up 16 steps of K only; additions that
+// float32: tensor cores truncate their sums, so they add up only 16 steps of K; additions that
 // round do the rest.
 template <>
 __device__ inline void multiply(float (*accumulators)[4], const Fragment<float>& left,
@@ -192,7 +193,7 @@ __device__ inline void multiply(float (*accumulators)[4], const Fragment<float>&
   }
 }
 
-// Stores two neighbours, the first at an even column.
+// Stores two adjacent elements, the first at an even column.
 template <class T>
 __device__ void store_pair(T* to, float a, float b) {
   if constexpr (sizeof(T) == 2) {
@@ -202,8 +203,8 @@ __device__ void store_pair(T* to, float a, float b) {
   }
 }
 
-// Stores accumulators at rows [row, row + 16) and columns from `column`, the first 8 rows times
-// `top`, the others times `bottom`.
+// Stores accumulators at rows [row, row + 16) and columns from `column` on, with the first 8 rows
+// multiplied by `top` and the others by `bottom`.
 template <int kBlocks, class T, int kWidth>
 __device__ void store_accumulators(const Tile<T, kWidth>& tile,
                                    const float (&accumulators)[kBlocks][4], int row, int column,
@@ -252,8 +253,8 @@ struct Head {
   }
 };
 
-// Calls visit(row, column) for this thread's share of the 16-byte chunks of kRows rows; its column
-// is always the same.
+// Calls visit(row, column) for this thread's share of the 16-byte chunks of kRows rows; a thread's
+// column is the same in every call.
 template <int kRows, int kThreads, class TileType, class Visit>
 __device__ void each_chunk(Visit visit) {
   constexpr int step = kThreads / TileType::kChunks;
@@ -265,8 +266,8 @@ __device__ void each_chunk(Visit visit) {
   for (int i = 0; i < kRows; i += step) visit(row + i, column);
 }
 
-// Starts to copy rows [first, first + kRows), with zeros beyond the tokens and the width. Where 16
-// rows are all beyond the tokens nothing is copied, as no product reads them.
+// Starts to copy rows [first, first + kRows), with zeros beyond the tokens and the width. 16 rows
+// that are all beyond the tokens are not written at all, because no product reads them.
 template <int kRows, int kThreads, class T, int kWidth>
 __device__ void fetch(const Tile<T, kWidth>& tile, const HeadRows<const T>& from, int first) {
   each_chunk<kRows, kThreads, Tile<T, kWidth>>([&](int row, int column) {
@@ -276,7 +277,7 @@ __device__ void fetch(const Tile<T, kWidth>& tile, const HeadRows<const T>& from
   });
 }
 
-// Writes rows [first, first + kRows), as far as there are tokens.
+// Writes rows [first, first + kRows), except those beyond the tokens.
 template <int kRows, int kThreads, class T, int kWidth>
 __device__ void write(const Tile<T, kWidth>& tile, const HeadRows<T>& to, int first) {
   each_chunk<kRows, kThreads, Tile<T, kWidth>>([&](int row, int column) {

@@ -1,7 +1,6 @@
 """The attention handlers against the float64 oracle.
 
-The CPU's handlers run the awkward cases; the GPU's run all cases, and those of the kernels for
-Hopper.
+The CPU handlers run the awkward cases, the GPU handlers all cases and those of the Hopper kernels.
 """
 
 import re
@@ -17,8 +16,8 @@ from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
 from jaxunet.runtime import device, gpu_time
 from xla_ffi.attention.vjp import attention
 
-# Heads that the kernels for Hopper take (hopper/shapes.cuh), one and several, and just more of them
-# than an H200 runs at once.
+# Heads that the Hopper kernels accept (hopper/shapes.cuh): one, several, and slightly more than an
+# H200 runs at once.
 HOPPER = (
     Case(64, 3, 32, batch=1),
     Case(64, 3, 32, batch=177),
@@ -35,7 +34,7 @@ HOPPER = (
     Case(256, 1, 256, batch=1),
     Case(256, 2, 256, batch=3),
     Case(256, 3, 256, batch=13),
-    Case(384, 1, 256, batch=2),  # the backward pass is a flash kernel's
+    Case(384, 1, 256, batch=2),  # a flash kernel computes the backward pass
 )
 
 # The backward kernel of some of them, and its launches.

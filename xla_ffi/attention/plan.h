@@ -1,5 +1,5 @@
-// The calls of the attention handlers, after their operands were checked: multi-head self-attention
-// on packed qkv,
+// The calls of the attention handlers, after their operands have been checked: multi-head
+// self-attention on packed qkv,
 //   out = softmax(q * k^T / sqrt(width)) * v for each head,
 // with qkv (batch, tokens, 3 * heads * width): all of q, then k, then v, each with its heads side
 // by side.
@@ -11,7 +11,7 @@ namespace jaxunet {
 
 class Reader;
 
-// The arrays in qkv, and so in its gradient, in their order.
+// The arrays in qkv and in its gradient, in order.
 enum Qkv : int { kQ, kK, kV };
 
 struct AttentionForward {
@@ -22,7 +22,7 @@ struct AttentionForward {
   float* lse;  // (batch, heads, tokens): log-sum-exp of the scaled logits of a query
 };
 
-// The gradient of qkv, given `grad`, that of out.
+// The gradient of qkv, given `grad`, the gradient of out.
 struct AttentionBackward {
   Type type;  // of qkv, out, grad and dqkv
   int64_t batch, tokens, heads, width;

@@ -6,7 +6,7 @@
 namespace jaxunet {
 namespace {
 
-// qkv, (..., tokens, 3 * heads * width); all leading dimensions count as batch.
+// Reads qkv, (..., tokens, 3 * heads * width); all leading dimensions count as batch.
 template <class Plan>
 Array read_qkv(Reader& call, Plan& plan) {
   const Array qkv = call.floating("qkv", 3);
@@ -19,7 +19,7 @@ Array read_qkv(Reader& call, Plan& plan) {
               std::to_string(plan.heads) + " heads");
   }
   plan.width = packed / (3 * plan.heads);
-  constexpr int64_t kMaxWidth = 256;  // of a head: what one warp of simple.cu holds
+  constexpr int64_t kMaxWidth = 256;  // per head: what one warp of simple.cu holds
   if (plan.width > kMaxWidth)
     call.fail("qkv: heads of width " + std::to_string(plan.width) + "; expected at most 256");
   plan.tokens = qkv.dims[rank - 2];
@@ -30,7 +30,7 @@ Array read_qkv(Reader& call, Plan& plan) {
   return qkv;
 }
 
-// `dims` with its last two dimensions replaced.
+// Returns `dims` with its last two dimensions replaced.
 Dims with_last(Dims dims, std::initializer_list<int64_t> last) {
   dims.resize(dims.size() - 2);
   dims.insert(dims.end(), last);

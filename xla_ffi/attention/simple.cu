@@ -1,11 +1,11 @@
 // Attention forward and backward in ordinary float32 arithmetic, for heads of width 1 to 256 that
-// the flash kernels do not take (dispatch.cu), such as those whose width is no multiple of 8. The
-// formulas are those of plan.h and flash_backward.cuh.
+// the flash kernels do not accept (dispatch.cu), such as those whose width is not a multiple of 8.
+// plan.h and flash_backward.cuh have the formulas.
 //
-// A warp takes one row of one head: a query, for out and for dq; a key, for dk and dv. It walks
-// over all rows of the other kind, and its lanes divide the head's width: lane + 32 * i. A block
-// has kWarps independent warps. Grid: (rows of all heads / kWarps). No shared memory, no barriers,
-// no atomics: results are the same in every run.
+// A warp takes one row of one head: a query, for out and for dq; a key, for dk and dv. The warp
+// iterates over all rows of the other kind, and its lanes divide the head's width: lane + 32 * i. A
+// block has kWarps independent warps. Grid: (rows of all heads / kWarps). No shared memory, no
+// barriers, no atomics: results are the same in every run.
 #include "common/dispatch_dtype.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
@@ -15,8 +15,8 @@
 namespace jaxunet::cuda {
 namespace {
 
-constexpr int kWarps = 4;    // of a block
-constexpr int kPerLane = 8;  // channels of a lane: 32 * 8 = 256, the widest head
+constexpr int kWarps = 4;    // per block
+constexpr int kPerLane = 8;  // channels per lane: 32 * 8 = 256, the widest head
 
 __device__ float warp_sum(float x) {
   for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
@@ -55,7 +55,7 @@ struct Row {
   }
 };
 
-// The row of this warp, and where the rows of its head lie.
+// This warp's row, and where the rows of its head lie.
 struct RowPlace {
   int64_t head, sample, own_row;
   int tokens, heads, width;
@@ -88,8 +88,8 @@ struct RowPlace {
   __device__ int64_t lse(int64_t token) const { return (sample * heads + head) * tokens + token; }
 };
 
-// out and lse of one query: online softmax in one walk over the keys (Milakov & Gimelshein 2018,
-// arXiv 1805.02867).
+// Computes out and lse of one query, with online softmax in one pass over the keys (Milakov &
+// Gimelshein 2018, arXiv 1805.02867).
 template <class T>
 __global__ void __launch_bounds__(32 * kWarps) forward_kernel(const AttentionForward plan) {
   const RowPlace place(plan);

@@ -1,5 +1,5 @@
-// Attention without tensor cores, for heads of width 1 to 256, whose rows need no alignment:
-// simple.cu.
+// Attention without tensor cores (simple.cu), for heads of width 1 to 256 with rows of any
+// alignment.
 #pragma once
 
 #include <cuda_runtime_api.h>

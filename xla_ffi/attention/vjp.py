@@ -1,4 +1,4 @@
-"""Multi-head self-attention on the packed qkv projection: the FFI handlers, differentiable."""
+"""Differentiable calls of the attention handlers: self-attention on the packed qkv projection."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-// Attention backward on Hopper for heads that lie whole in shared memory: 256 tokens and 32 or 64
-// channels, or 64 tokens and 64 channels. shapes.cuh dispatches; streaming.cuh takes larger heads.
-// The formulas are those of flash_backward.cuh:
+// Attention backward on Hopper for heads that fit in shared memory as a whole: 256 tokens and 32 or
+// 64 channels, or 64 tokens and 64 channels. shapes.cuh dispatches; streaming.cuh takes larger
+// heads. The formulas, as in flash_backward.cuh:
 //   p = exp(s - lse),  dp = dO * v^T,  ds = p * (dp - delta),
 //   dv = p^T * dO,  dk = ds^T * q / sqrt(width),  dq = ds * k / sqrt(width).
 //
 // All gradients of a head come from one block, which computes p and ds once. (Blocks that own
-// queries or keys, as in flash_backward.cuh, compute them twice.) A block takes one head after
-// another (it is persistent). Heads of 256 tokens have blocks of four warpgroups, one on a
-// multiprocessor; heads of 64 tokens blocks of one warpgroup, four on a multiprocessor.
+// queries or keys, as in flash_backward.cuh, compute them twice.) Blocks are persistent and process
+// one head after another. For heads of 256 tokens, a block has four warpgroups and a multiprocessor
+// one block; for heads of 64 tokens, a block has one warpgroup and a multiprocessor four blocks.
 //
-// Warpgroup i owns 64 keys and keeps their dk and dv in registers. It walks over the tiles of 64
-// queries, kStepQueries at a time. Both products are transposed, so that their results are the left
-// operands of the next ones:
+// Warpgroup i owns 64 keys and keeps their dk and dv in registers. It iterates over the tiles of 64
+// queries, kStepQueries queries at a time. Both products are transposed, so that their results are
+// the left operands of the next products:
 //   s^T = k * q^T,  dp^T = v * dO^T    (wgmma)  ->  p^T, ds^T  ->  dv += p^T * dO,  dk += ds^T * q
 // ds^T also goes to a *slot* of shared memory, which holds one tile of queries and all keys. Once
 // all warpgroups have written it, one of them computes the tile's dq from it:
@@ -27,14 +27,14 @@
 //     dq, by warpgroup      0      1      2      3        a column is a slot; kSlots = 2 in flight
 //
 // Each sum is over one warpgroup's products in a fixed order, without atomics, so results are the
-// same in every run. Thread 0 also issues the TMA loads, with kStages = 2 those of the next head
-// before this one is computed, otherwise those of this head. Before the products of a head, all
-// threads compute its deltas: dO * out of each row.
+// same in every run. Thread 0 also issues the TMA loads: with kStages = 2 it loads the next head
+// before the current one is computed, otherwise the current head. Before the products of a head,
+// all threads compute its deltas, the sum of dO * out over each row.
 //
 // Shared memory: kStages x {q, k, v, dO, out} [kTokens][kWidth]; kSlots x ds^T [keys][64 queries],
 // swizzled; lse (base two) and delta, float [kTokens] each; barriers.
 //
-// Barriers (mbarrier). Parities alternate from 0; a wait for parity 1 passes at once in the first
+// Barriers (mbarrier). Parities alternate from 0; a wait for parity 1 returns at once in the first
 // round. [t]: stage; [s]: slot.
 //
 //     barrier     waits                  arrives (arrivals)           parity waited for
@@ -45,8 +45,8 @@
 //     read[s]     all threads, before    the warpgroup that has       1, flips when the slots wrap
 //                 they store ds^T        computed dq (128)
 //
-// __syncthreads: before the loads of the next head, as no warp then reads the one before; after the
-// deltas.
+// __syncthreads: before the loads of the next head, so that no warp still reads the previous head;
+// and after the deltas.
 #pragma once
 
 #include <cmath>
@@ -62,23 +62,22 @@ struct BackwardParameters {
   CUtensorMap qkv, out, grad;  // boxes of one head's tokens
   const float* lse;
   void* dqkv;
-  int heads, all_heads;  // of a sample; of all samples
+  int heads, all_heads;  // per sample; in the batch
 };
 
-// The options are the fastest ones on an H200; to refit one, change it and run
-// tests/gpu/harness/attn.
+// The fastest options on an H200; to refit one, change it and run tests/gpu/harness/attn.
 template <class T_, int kWidth_, int kTokens_>
 struct BackwardTraits {
   using T = T_;
   static constexpr int kWidth = kWidth_, kTokens = kTokens_;
-  static constexpr int kTiles = kTokens / kTileRows;  // of 64 queries; warpgroups of a block
-  // k and v of a warpgroup stay in registers, which saves reading them again for each product.
+  static constexpr int kTiles = kTokens / kTileRows;  // tiles of 64 queries; warpgroups per block
+  // True if a warpgroup keeps its k and v in registers, which saves reading them for each product.
   static constexpr bool kKeepsKeys = kWidth == 32;
   static constexpr int kStages = kWidth == 32 ? 2 : 1;        // heads in shared memory
-  static constexpr int kStepQueries = kTiles == 1 ? 64 : 32;  // queries of a step of the mainloop
-  static constexpr int kBlocksPerSm = 4 / kTiles;  // concurrent blocks of a multiprocessor
+  static constexpr int kStepQueries = kTiles == 1 ? 64 : 32;  // queries per mainloop step
+  static constexpr int kBlocksPerSm = 4 / kTiles;  // concurrent blocks per multiprocessor
   static constexpr int kThreads = kTiles * kWarpgroup;
-  static constexpr int kSlots = kTiles > 1 ? 2 : 1;  // of ds^T
+  static constexpr int kSlots = kTiles > 1 ? 2 : 1;  // for ds^T
   static constexpr int kArrayBytes = kTokens * kWidth * 2, kStageBytes = 5 * kArrayBytes,
                        kSlotBytes = kTokens * kTileRows * 2;
   static constexpr int kBytes =
@@ -136,13 +135,13 @@ struct BackwardBlock {
     tma_load(array(stage, kOut), &p.out, full + stage, at.channel, 0, at.sample);
   }
 
-  // The lse of this thread's row of a head; two threads share a row.
+  // Returns the lse of this thread's row of a head; two threads share a row.
   __device__ float load_lse(int head) const {
     return head < p.all_heads ? p.lse[head * kTokens + static_cast<int>(threadIdx.x) / 2] : 0.0f;
   }
 
   // Writes the lse and delta of all rows of a head to shared memory; two threads share a row. dO
-  // and out are swizzled alike, so the chunks of a row need not be put in order.
+  // and out have the same swizzle, so the dot product can ignore the order of a row's chunks.
   __device__ void row_statistics(int stage, float lse) const {
     const int row = threadIdx.x / 2, half = threadIdx.x % 2;
     const auto* grad = reinterpret_cast<const Eight<T>*>(array(stage, kGrad)) + row * (kWidth / 8) +
@@ -176,20 +175,20 @@ struct BackwardConsumer {
                        kStepQueries = Traits::kStepQueries, kSteps = kWidth / 16;
 
   const Block& block;
-  const int warpgroup;  // and its tile: of the keys, and of the queries whose dq it computes
+  const int warpgroup;  // and index of its tile of keys, and of the queries whose dq it computes
   const float scale;
   float dk[kWidth / 2], dv[kWidth / 2];
 
   __device__ BackwardConsumer(const Block& of, int which)
       : block(of), warpgroup(which), scale(1 / sqrtf(static_cast<float>(kWidth))) {}
 
-  // The shared address of an array of a stage.
+  // The shared-memory address of an array of a stage.
   __device__ uint32_t address(int stage, int which) const {
     return shared_address(block.array(stage, which));
   }
 
-  // Starts sums = own * others^T. `own`: address of the warpgroup's rows of k or v, which are in
-  // `kept` with kKeepsKeys; `others`: address of kStepQueries rows of q or dO.
+  // Starts sums = own * others^T. `own`: address of the warpgroup's rows of k or v; with kKeepsKeys
+  // they come from `kept` instead. `others`: address of kStepQueries rows of q or dO.
   __device__ void product(float (&sums)[kStepQueries / 2], const uint32_t (&kept)[kSteps][4],
                           uint32_t own, uint32_t others) const {
     const uint64_t right = Tile::descriptor(others);
@@ -207,8 +206,8 @@ struct BackwardConsumer {
     wgmma_commit();
   }
 
-  // Computes and writes the gradients of a head. `count`: heads that the block took before. `dqkv`:
-  // the head's first row of dq; rows are `stride` elements apart.
+  // Computes and writes the gradients of a head. `count`: heads that the block has processed
+  // before. `dqkv`: the head's first row of dq; rows are `stride` elements apart.
   __device__ void run(int stage, int count, T* dqkv, int stride) {
     const uint32_t q = address(stage, kQ), grad = address(stage, kGrad),
                    k = address(stage, kK) + warpgroup * kTileRows * Tile::kRowBytes,
@@ -269,7 +268,7 @@ struct BackwardConsumer {
     write_rows<kWidth>(own + kV * channels, stride, dv, 1, 1);
   }
 
-  // Waits for s and dp; turns them to the left operands p^T and ds^T. `row`: the first query.
+  // Waits for s and dp and turns them into the left operands p^T and ds^T. `row`: the first query.
   __device__ void softmax_gradient(float (&s)[kStepQueries / 2], float (&dp)[kStepQueries / 2],
                                    uint32_t (&weights)[kStepQueries / 16][4],
                                    uint32_t (&ds)[kStepQueries / 16][4], int row) const {
@@ -307,7 +306,7 @@ struct BackwardConsumer {
       stmatrix_x4<false>(HeadTile<64>::chunk(slot_rows, row, first / 8 + 2 * i + lane / 16), ds[i]);
   }
 
-  // dq = ds * k of the 64 queries of a slot, over all keys of the head.
+  // Computes dq = ds * k for the 64 queries of a slot, over all keys of the head.
   __device__ void compute_dq(float (&dq)[kWidth / 2], uint32_t slot_rows, uint32_t keys) const {
     const uint64_t left = HeadTile<64>::descriptor(slot_rows), right = Tile::descriptor(keys);
     wgmma_fence();
@@ -343,7 +342,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   if (kAhead > 0 && threadIdx.x == 0) block.load(blockIdx.x, 0);
   int count = 0;
   for (int head = blockIdx.x; head < p.all_heads; head += gridDim.x, ++count) {
-    __syncthreads();  // no warp reads the head before
+    __syncthreads();  // no warp reads the previous head
     const int ahead = head + kAhead * gridDim.x, stage = count % Traits::kStages;
     if (threadIdx.x == 0 && ahead < p.all_heads)
       block.load(ahead, (count + kAhead) % Traits::kStages);
@@ -359,7 +358,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     consumer.run(stage, count, dqkv, stride);
   }
 #else
-  __trap();  // the host does not launch it (dispatch.cu)
+  __trap();  // never launched: dispatch.cu
 #endif
 }
 

@@ -1,4 +1,4 @@
-// The attention kernels for Hopper of bfloat16.
+// The Hopper attention kernels for bfloat16.
 #include "attention/hopper/shapes.cuh"
 
 namespace jaxunet::cuda {

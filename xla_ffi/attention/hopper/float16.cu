@@ -1,4 +1,4 @@
-// The attention kernels for Hopper of float16.
+// The Hopper attention kernels for float16.
 #include "attention/hopper/shapes.cuh"
 
 namespace jaxunet::cuda {

@@ -1,10 +1,11 @@
-// Attention forward on Hopper for heads that lie whole in shared memory: 64 tokens and 32 or 64
-// channels, or 256 tokens and 32 channels. shapes.cuh dispatches; streaming.cuh takes larger heads.
+// Attention forward on Hopper for heads that fit in shared memory as a whole: 64 tokens and 32 or
+// 64 channels, or 256 tokens and 32 channels. shapes.cuh dispatches; streaming.cuh takes larger
+// heads.
 //   out = softmax(q * k^T / sqrt(width)) * v, and the log-sum-exp of each row.
 //
 // A *unit* is 128 queries: half a head of 256 tokens, or two heads of 64 tokens. A block has two
-// warpgroups and takes one unit after another (it is persistent). It shares its multiprocessor with
-// a second block, so that the softmax of one overlaps the products of the other.
+// warpgroups, is persistent and processes one unit after another. Two blocks share a
+// multiprocessor, so that the softmax of one overlaps the wgmmas of the other.
 //
 //     global memory             shared memory                 registers
 //
@@ -14,15 +15,15 @@
 //                                                               out += p * v    (wgmma; p is its
 //     out, lse  <--------------------------------------         left operand, from registers)
 //
-// The mainloop walks over all keys of the head, kStepKeys at a time.
+// The mainloop iterates over all keys of the head, kStepKeys at a time.
 //
 // Barriers (mbarrier), whose parities alternate from 0:
 //
 //     barrier  waits        arrives (arrivals)                       parity waited for
 //     full[2]  all threads  thread 0 (1 + bytes of the unit's boxes) 0, flips when the ring wraps
 //
-// There is no empty barrier: after the __syncthreads of a unit no warp reads the stage that the
-// next loads overwrite.
+// There is no empty barrier: one __syncthreads per unit ensures that no warp still reads the stage
+// that the next loads overwrite.
 //
 // Shared memory: 2 stages of {q [128], k, v [kKeyRows]} [kWidth], swizzled; barriers.
 #pragma once
@@ -37,30 +38,29 @@
 namespace jaxunet::cuda::hopper_attention {
 
 struct ForwardParameters {
-  CUtensorMap queries, keys;  // of qkv; boxes of 64 rows, and of one head's tokens
+  CUtensorMap queries, keys;  // maps of qkv; boxes of 64 rows, and of one head's tokens
   void* out;
   float* lse;
-  int heads, all_heads;  // of a sample; of all samples
-  int units;             // of all heads
+  int heads, all_heads;  // per sample; in the batch
+  int units;             // in the batch
 };
 
-// The options are the fastest ones on an H200; to refit one, change it and run
-// tests/gpu/harness/attn.
+// The fastest options on an H200; to refit one, change it and run tests/gpu/harness/attn.
 template <class T_, int kWidth_, int kTokens_>
 struct ForwardTraits {
   using T = T_;
   static constexpr int kWidth = kWidth_, kTokens = kTokens_;
-  // Keys of a step of the mainloop. With 128, ptxas has too few registers to overlap the products
-  // (its message C7512); with 64 it overlaps them, and 256 tokens take 1.09 times as long.
+  // Keys per mainloop step. With 128, ptxas has too few registers to overlap the wgmmas (its
+  // message C7512). With 64 it overlaps them, but 256 tokens take 1.09 times as long.
   static constexpr int kStepKeys = kTokens < 128 ? kTokens : 128;
   static constexpr int kStages = 2;       // units in shared memory
-  static constexpr int kBlocksPerSm = 2;  // concurrent blocks of a multiprocessor
+  static constexpr int kBlocksPerSm = 2;  // concurrent blocks per multiprocessor
   static constexpr int kWarpgroups = 2, kThreads = kWarpgroups * kWarpgroup,
                        kQueryRows = kWarpgroups * kTileRows;
-  // Heads of a unit, and units of a head: one of the two is 1.
+  // Heads per unit and units per head: one of the two is 1.
   static constexpr int kUnitHeads = kTokens < kQueryRows ? kQueryRows / kTokens : 1;
   static constexpr int kHeadUnits = kTokens < kQueryRows ? 1 : kTokens / kQueryRows;
-  static constexpr int kKeyRows = kUnitHeads * kTokens;  // of k, and of v, in a stage
+  static constexpr int kKeyRows = kUnitHeads * kTokens;  // rows of k, and of v, per stage
   static constexpr int kQueryBytes = kQueryRows * kWidth * 2, kKeyBytes = kKeyRows * kWidth * 2,
                        kStageBytes = kQueryBytes + 2 * kKeyBytes;
   static constexpr int kBytes = kStages * kStageBytes + kStages * 8;
@@ -128,9 +128,9 @@ struct ForwardBlock {
     wgmma_commit();
   }
 
-  // One warpgroup: 64 queries from `row` of a head. q: the address of these rows; k, v: of the
-  // head's first row. The product with v runs until the logits of the next step have been issued,
-  // too.
+  // One warpgroup: computes 64 queries from `row` of a head on. q: address of these rows; k, v:
+  // addresses of the head's first row. The product with v is still running when the logits of the
+  // next step are issued.
   __device__ void compute(uint32_t q, uint32_t k, uint32_t v, int head, int row) const {
     float out[kWidth / 2], max[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 #pragma unroll
@@ -154,7 +154,7 @@ struct ForwardBlock {
     write(out, max, sum, head, row);
   }
 
-  // Divides by the sums; writes 64 rows of the output and their log-sum-exp.
+  // Divides by the sums, and writes 64 rows of the output and their log-sum-exp.
   __device__ void write(const float (&out)[kWidth / 2], const float (&max)[2], float (&sum)[2],
                         int head, int row) const {
     const int stride = p.heads * kWidth;
@@ -182,12 +182,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
   if (threadIdx.x == 0) block.load(blockIdx.x, 0);
   int count = 0;
   for (int unit = blockIdx.x; unit < p.units; unit += gridDim.x, ++count) {
-    if (count > 0) __syncthreads();  // no warp reads the unit before
+    if (count > 0) __syncthreads();  // no warp reads the previous unit
     const int next = unit + gridDim.x, stage = count % Traits::kStages;
     if (threadIdx.x == 0 && next < p.units) block.load(next, (count + 1) % Traits::kStages);
     __syncwarp();
     block.full[stage].wait(count / Traits::kStages & 1);
-    constexpr int kOwnHead = Traits::kUnitHeads > 1 ? 1 : 0;  // a warpgroup: else both share one
+    constexpr int kOwnHead = Traits::kUnitHeads > 1 ? 1 : 0;  // one per warpgroup, else shared
     const int head = unit / Traits::kHeadUnits * Traits::kUnitHeads + kOwnHead * warpgroup,
               row = unit % Traits::kHeadUnits * Traits::kQueryRows +
                     (1 - kOwnHead) * warpgroup * kTileRows;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     }
   }
 #else
-  __trap();  // the host does not launch it (dispatch.cu)
+  __trap();  // never launched: dispatch.cu
 #endif
 }
 

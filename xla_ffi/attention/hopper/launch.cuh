@@ -57,7 +57,8 @@ cudaError_t run_backward(const AttentionBackward& plan, int multiprocessors, cud
                 Traits::kThreads, Traits::kBytes, stream, p);
 }
 
-// Encodes the map of an array as chunks of 64 channels: boxes of so many chunks x kTileRows rows.
+// Encodes the map of an array as chunks of 64 channels, with boxes of the given number of chunks x
+// kTileRows rows.
 template <class Plan>
 cudaError_t chunk_map(CUtensorMap* to, const Plan& plan, const void* data, int64_t channels,
                       int chunks) {
@@ -65,7 +66,7 @@ cudaError_t chunk_map(CUtensorMap* to, const Plan& plan, const void* data, int64
                     {64, kTileRows, chunks, 1}, {channels, 64, plan.tokens * channels});
 }
 
-// One block of a cluster for each 64 rows of a head.
+// Launches one cluster per head, with one block for each 64 rows.
 template <class T>
 cudaError_t run_cluster_backward(const AttentionBackward& plan, cudaStream_t stream) {
   using Traits = ClusterBackwardTraits<T>;
@@ -86,7 +87,7 @@ cudaError_t run_cluster_backward(const AttentionBackward& plan, cudaStream_t str
                          stream, p);
 }
 
-// One job (Role) of the streaming kernels.
+// Launches one job (Role) of the streaming kernels.
 template <class Traits, class Plan>
 cudaError_t run_streaming(const Plan& plan, StreamingParameters& p, int multiprocessors,
                           cudaStream_t stream) {

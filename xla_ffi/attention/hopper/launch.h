@@ -1,7 +1,7 @@
-// Attention with wgmma and TMA, for GPUs of compute capability 9.0 and 16-bit types: whole heads in
-// shared memory (forward.cuh, backward.cuh), heads that a cluster shares (backward_cluster.cuh), or
-// heads that stream through it (streaming.cuh). Each type is one source file (bfloat16.cu,
-// float16.cu), so that they compile in parallel.
+// Attention with wgmma and TMA, for GPUs of compute capability 9.0 and 16-bit types: heads that fit
+// in shared memory as a whole (forward.cuh, backward.cuh), heads that a cluster shares
+// (backward_cluster.cuh), or heads that stream through shared memory (streaming.cuh). Each type is
+// one source file (bfloat16.cu, float16.cu), so that they compile in parallel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@
 
 namespace jaxunet::cuda {
 
-// Launch the kernels for Hopper. Return nothing where they do not take the shape (shapes.cuh).
+// Launch the Hopper kernels. Return nothing if they do not accept the shape (shapes.cuh).
 template <Type type>
 std::optional<cudaError_t> hopper_attention_forward(const AttentionForward& plan,
                                                     int multiprocessors, cudaStream_t stream);

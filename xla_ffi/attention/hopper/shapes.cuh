@@ -11,18 +11,18 @@
 
 namespace jaxunet::cuda::hopper_attention {
 
-// True if offsets within a sample fit 32 bits. The reader has checked the rest: at most kMaxPixels
-// rows of all heads, and arrays aligned as TMA and wide stores need (kAlignment).
+// True if offsets within a sample fit in 32 bits. The reader has checked the other limits: at most
+// kMaxPixels rows over all heads, and arrays aligned as TMA and wide stores require (kAlignment).
 template <class Plan>
 bool takes(const Plan& plan) {
   return 3 * plan.tokens * plan.heads * plan.width <= INT32_MAX;
 }
 
-// Launch the kernels for the plan; return nothing for heads that are left to other kernels. The
-// heads below are those for which these kernels were faster than flash on an H200 at every batch
-// that was measured; to refit the choice, run tests/gpu/harness/attn. Heads of 64 tokens and 32
-// channels have no backward kernel here, because flash_backward.cuh is faster. The cluster kernel
-// was compared with the streaming ones on an H100, with 128 heads.
+// Launch the kernels for the plan; return nothing for heads that other kernels should take. The
+// list has the heads for which these kernels were faster than flash on an H200 at every measured
+// batch; to refit the choice, run tests/gpu/harness/attn. Heads of 64 tokens and 32 channels have
+// no backward kernel here, because flash_backward.cuh is faster. The cluster kernel was compared
+// with the streaming ones on an H100, with 128 heads.
 template <class T>
 std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int multiprocessors,
                                             cudaStream_t stream) {
@@ -51,7 +51,7 @@ std::optional<cudaError_t> dispatch_backward(const AttentionBackward& plan, int 
   if (is(64, 256)) return run_backward<BackwardTraits<T, 64, 256>>(plan, multiprocessors, stream);
   if (is(256, 256)) return run_cluster_backward<T>(plan, stream);
   if (plan.tokens % 128 != 0) return std::nullopt;
-  const auto fits = [&](auto width) {  // lse and delta of all queries fit shared memory
+  const auto fits = [&](auto width) {  // lse and delta of all queries fit in shared memory
     return plan.width == width &&
            plan.tokens <= StreamingTraits<T, width, Role::kQueries>::kMaxTokens;
   };

@@ -1,10 +1,10 @@
 // Attention on Hopper, forward and backward, for heads that stream through shared memory: 64 or 256
-// channels and a multiple of 128 tokens. The formulas are those of flash_backward.cuh. shapes.cuh
+// channels and a multiple of 128 tokens. flash_backward.cuh has the formulas; shapes.cuh
 // dispatches.
 //
 // A kernel does one job (Role). Its blocks *own* rows of a head, queries or keys, whose results
-// they compute; all rows of the other kind are *streamed* past them in tiles of kStreamRows. a and
-// b are the owned rows, c and d the streamed ones (factors left out):
+// they compute; all rows of the other kind are *streamed* through shared memory in tiles of
+// kStreamRows. a and b are the owned rows, c and d the streamed rows (factors left out):
 //
 //   role         a  b    c  d    products                          results
 //   forward      q       k  v    s   = a * c^T                     out = softmax(s) * d
@@ -13,17 +13,17 @@
 //   values       k       q  dO   s^T = a * c^T                     dv = p^T * d
 //   keys_values  k  v    q  dO   s^T = a * c^T,  dp^T = b * d^T    dk = ds^T * c,  dv = p^T * d
 //
-// dk and dv of 256 channels are different jobs, because both results together, 64 rows of 256
-// channels in float32 each, would take all of a thread's registers.
+// For 256 channels, dk and dv are separate jobs: the two accumulators, each 64 rows of 256 channels
+// in float32, would together take all of a thread's registers.
 //
-// The backward pass is three launches. The first one leaves delta, the sum of dO * out over each
-// row, in the first four bytes of rows of dqkv that a later launch overwrites:
-// - 256 channels: queries, which leaves delta in dv; keys; values.
-// - 64 channels: flash_delta_kernel, which leaves it in dq; keys_values; queries, which computes
+// The backward pass is three launches. The first stores delta, the sum of dO * out over each row,
+// in the first four bytes of rows of dqkv that a later launch overwrites:
+// - 256 channels: queries, which stores delta in dv; keys; values.
+// - 64 channels: flash_delta_kernel, which stores delta in dq; keys_values; queries, which computes
 //   delta itself.
 //
-// A *unit* is 128 owned rows, 64 for each of two consumer warpgroups. Blocks are persistent, one on
-// a multiprocessor, and take one unit after another:
+// A *unit* is 128 owned rows, 64 for each of two consumer warpgroups. Blocks are persistent, one
+// per multiprocessor, and process one unit after another:
 //
 //     global memory            shared memory                      registers
 //
@@ -41,7 +41,7 @@
 // keys are owned, float [kMaxTokens] each; barriers.
 //
 // Barriers (mbarrier), a pair for each of a, b, c[s] and d[s]. Parities alternate from 0; a wait
-// for parity 1 passes at once in the first round.
+// for parity 1 returns at once in the first round.
 //
 //     barrier  waits      arrives (arrivals)                  parity waited for
 //     full     consumers  producer (1 + bytes of the boxes)   0, flips when the ring wraps (a, b:
@@ -49,8 +49,8 @@
 //     empty    producer   lane 0 of each consumer warp (8),   1, flips likewise
 //                         after its last product with it
 //
-// Named barrier 1, the 256 threads of the consumers: no warp reads the lse and delta of the unit
-// before; those of this unit are written.
+// Named barrier 1, the 256 consumer threads: first, no warp still reads the lse and delta of the
+// previous unit; then, those of this unit have been written.
 #pragma once
 
 #include <cmath>
@@ -59,8 +59,8 @@
 
 namespace jaxunet::cuda::hopper_attention {
 
-// Registers of a thread after the warpgroups have divided them: 128 x 40 + 256 x 232 = 64,512,
-// which is what 384 threads of 168 have at the launch.
+// Registers per thread after setmaxnreg: 128 x 40 + 256 x 232 = 64,512, as many as 384 threads of
+// 168 have at launch.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // One consumer warpgroup.
@@ -73,10 +73,10 @@ struct StreamingConsumer {
 
   const Block& block;
   const int warpgroup;
-  float accumulator[kWidth / 2];  // of the result: out, dq, dk or dv; with kKeysValues of dk
+  float accumulator[kWidth / 2];  // the result: out, dq, dk or dv; with kKeysValues dk
   float dv[kRole == Role::kKeysValues ? kWidth / 2 : 1];
   float max[2], sum[2];            // forward
-  float row_lse[2], row_delta[2];  // of owned queries
+  float row_lse[2], row_delta[2];  // for owned queries
 
   __device__ StreamingConsumer(const Block& of, int which) : block(of), warpgroup(which) {}
 
@@ -87,8 +87,7 @@ struct StreamingConsumer {
 
   __device__ uint32_t address(int bytes) const { return shared_address(block.shared + bytes); }
 
-  // Starts s = own * other^T, 16 channels at a time. `own`, `other`: bytes at which the tiles
-  // begin.
+  // Starts s = own * other^T, 16 channels at a time. `own`, `other`: byte offsets of the tiles.
   __device__ void product(float (&s)[kStreamRows / 2], int own, int other) const {
     const uint64_t left = ChunkTile::descriptor(address(own)),
                    right = ChunkTile::descriptor(address(other));
@@ -103,7 +102,8 @@ struct StreamingConsumer {
     wgmma_commit();
   }
 
-  // Starts to += weights * other, or to = weights * other without `add`. `other`: a tile's address.
+  // Starts `to` += weights * other, or `to` = weights * other without `add`. `other`: a tile's
+  // address.
   static __device__ void accumulate(float (&to)[kWidth / 2],
                                     const uint32_t (&weights)[kStreamRows / 16][4], uint32_t other,
                                     bool add) {
@@ -114,8 +114,8 @@ struct StreamingConsumer {
           to, weights[i], advance(right, i * ChunkTile::kMnMajorStep), add || i > 0);
   }
 
-  // Backward: waits for the products; turns s to p = exp(s - lse), and dp, if there is a second
-  // product, to ds = p * (dp - delta). `row`: the first streamed row.
+  // Backward: waits for the products, turns s into p = exp(s - lse) and, if the role has dp, turns
+  // dp into ds = p * (dp - delta). `row`: the first streamed row.
   __device__ void softmax_gradient(float (&s)[kStreamRows / 2], float (&dp)[kStreamRows / 2],
                                    int row) const {
     const int column = row + static_cast<int>(threadIdx.x) % 4 * 2;
@@ -151,7 +151,7 @@ struct StreamingConsumer {
   }
 
   // Sets row_lse and row_delta of the owned queries, after b has arrived. Each warp computes the
-  // deltas of its own 16 rows, 8 channels a lane.
+  // deltas of its own 16 rows, 8 channels per lane.
   __device__ void load_owned_statistics(int head, int row) {
     const StreamingParameters& p = block.p;
     const Place place(head, p.heads, kWidth);
@@ -160,7 +160,7 @@ struct StreamingConsumer {
             static_cast<int64_t>(place.sample) * p.tokens * p.heads * kWidth + place.channel,
         p.heads * kWidth, p.tokens, kWidth};
     const HeadRows<T> deltas = result(head, Traits::kDeltaArray);
-    constexpr int kLanes = kWidth / 8, kRows = 32 / kLanes;  // of a row; of a warp's pass
+    constexpr int kLanes = kWidth / 8, kRows = 32 / kLanes;  // per row; per pass of a warp
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16, part = lane % kLanes;
     const uint32_t grad =
         Traits::kB + warpgroup * Traits::kTileBytes + part / 8 * Traits::kTileChunkBytes;
@@ -192,7 +192,7 @@ struct StreamingConsumer {
   // Copies the lse and delta of all queries to shared memory. `delta_rows`: the rows of dqkv in
   // which an earlier launch wrote the deltas.
   __device__ void load_streamed_statistics(int head, const HeadRows<T>& delta_rows) const {
-    named_barrier_sync(1, Traits::kConsumers * kWarpgroup);  // no warp reads the unit before
+    named_barrier_sync(1, Traits::kConsumers * kWarpgroup);  // no warp reads the previous unit
     for (int row = threadIdx.x; row < block.p.tokens; row += Traits::kConsumers * kWarpgroup) {
       block.lses[row] = kLog2e * block.p.lse[static_cast<int64_t>(head) * block.p.tokens + row];
       if (Traits::kHasDp)
@@ -201,7 +201,7 @@ struct StreamingConsumer {
     named_barrier_sync(1, Traits::kConsumers * kWarpgroup);
   }
 
-  // All units of the block.
+  // Processes all units of the block.
   __device__ void consume() {
     const StreamingParameters& p = block.p;
     const int head_units = p.tokens / Traits::kUnitRows, tiles = p.tokens / kStreamRows;
@@ -228,7 +228,7 @@ struct StreamingConsumer {
     return {data, kArrays * p.heads * kWidth, p.tokens, kWidth};
   }
 
-  // Before the first tile of a unit. `parity`: of the barriers of a and b.
+  // Called before the first tile of a unit. `parity`: for the barriers of a and b.
   __device__ void begin(int head, int row, int parity) {
     if constexpr (Traits::kColumnStatistics)
       load_streamed_statistics(head, result(head, Traits::kDeltaArray));
@@ -243,15 +243,15 @@ struct StreamingConsumer {
     if constexpr (kRole == Role::kQueries) load_owned_statistics(head, row);
   }
 
-  // Adds a streamed tile to the results. `stream`: tiles streamed before, of all units. Releases
-  // each buffer after its last product.
+  // Adds a streamed tile to the results. `stream`: number of tiles streamed before, over all units.
+  // Releases each buffer after its last product.
   __device__ void step(int tile, int stream, bool last) {
     const int stage_c = stream % Traits::kStagesC, stage_d = stream % Traits::kStagesD,
               at_c = Traits::kC + stage_c * Traits::kStreamBytes,
               at_d = Traits::kD + stage_d * Traits::kStreamBytes;
     const Buffer c = block.c(stage_c), d = block.d(stage_d);
     const int parity_d = stream / Traits::kStagesD & 1;
-    // True if some result is a product with c (dq, dk), or with d (out, dv).
+    // True if a result is a product with c (dq, dk), or with d (out, dv).
     constexpr bool kOfC = Traits::kHasDp, kOfD = !kOfC || kRole == Role::kKeysValues;
     float s[kStreamRows / 2], dp[kStreamRows / 2];
     c.full->wait(stream / Traits::kStagesC & 1);
@@ -292,7 +292,7 @@ struct StreamingConsumer {
     if (kOfD) release(d);
   }
 
-  // Scales the results of a unit, and writes them.
+  // Scales and writes the results of a unit.
   __device__ void write(int head, int row) {
     constexpr Qkv kResult = kRole == Role::kKeys || kRole == Role::kKeysValues ? kK
                             : kRole == Role::kValues                           ? kV
@@ -333,11 +333,11 @@ __device__ __forceinline__ void run_streaming_block(const StreamingParameters& p
     StreamingConsumer<Traits>(block, warpgroup).consume();
   }
 #else
-  __trap();  // the host does not launch it (dispatch.cu)
+  __trap();  // never launched: dispatch.cu
 #endif
 }
 
-// Two names, so that profiles tell the passes apart.
+// Two kernel names, so that profiles tell the passes apart.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     hopper_streaming_attention_forward_kernel(const __grid_constant__ StreamingParameters p) {

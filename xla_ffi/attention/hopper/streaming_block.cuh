@@ -13,14 +13,14 @@ enum class Role { kForward, kQueries, kKeys, kValues, kKeysValues };
 
 struct StreamingParameters {
   CUtensorMap qkv, grad;  // boxes of 64 rows of a head
-  const void* out;        // backward: the forward's output
-  float* lse;             // written by the forward
+  const void* out;        // backward: the output of the forward pass
+  float* lse;             // written by the forward pass
   void* result;           // out or dqkv
-  int heads, tokens;      // heads of a sample; tokens of a head
-  int units;              // units of all heads
+  int heads, tokens;      // heads per sample; tokens per head
+  int units;              // units in the batch
 };
 
-// Rows of 64 channels, of which a wider head has several side by side.
+// Rows of 64 channels; a wider head has several such tiles side by side.
 using ChunkTile = HeadTile<64>;
 
 template <class T_, int kWidth_, Role kRole_>
@@ -30,13 +30,14 @@ struct StreamingTraits {
   static constexpr int kWidth = kWidth_, kChunks = kWidth / 64, kConsumers = 2,
                        kThreads = (kConsumers + 1) * kWarpgroup, kUnitRows = kConsumers * kTileRows,
                        kStreamRows = kWidth == 64 ? 128 : 64;
-  // Most tokens of a head in the backward pass: lse and delta take 8 bytes of shared memory for
-  // each query. With 256 channels the tiles leave no room for more.
+  // Most tokens of a head in the backward pass: lse and delta take 8 bytes of shared memory per
+  // query, and with 256 channels the tiles leave room for no more tokens.
   static constexpr int kMaxTokens = kWidth == 64 ? 4096 : 256;
   static constexpr bool kBackward = kRole != Role::kForward;
-  // The job needs b, and dp = dO * v^T.
+  // True if the job needs b and dp = dO * v^T.
   static constexpr bool kHasDp = kBackward && kRole != Role::kValues;
-  // Keys are owned, so queries, with their lse and delta, are the columns of the products.
+  // True if keys are owned: then the queries, with their lse and delta, are the columns of the
+  // products.
   static constexpr bool kColumnStatistics = kBackward && kRole != Role::kQueries;
   static constexpr bool kWritesDeltas = kRole == Role::kQueries && kWidth == 256;
   // The array of dqkv through which deltas pass to later launches.
@@ -44,13 +45,14 @@ struct StreamingTraits {
   static_assert(
       kStreamRows == kTileRows || kChunks == 1,
       "a box of TMA has kTileRows rows of all chunks, so several make a tile of one chunk");
-  // A consumer's owned rows and a streamed tile: bytes, and bytes of a chunk of 64 channels.
+  // Bytes of a consumer's owned rows and of a streamed tile, as a whole and per chunk of 64
+  // channels.
   static constexpr int kTileBytes = kTileRows * kWidth * 2, kStreamBytes = kStreamRows * kWidth * 2;
   static constexpr int kTileChunkBytes = kTileRows * ChunkTile::kRowBytes,
                        kStreamChunkBytes = kStreamRows * ChunkTile::kRowBytes;
-  // Stages of the rings: one of d where a, b and c leave no room for two.
+  // Stages of the rings; d has only one if a, b and c leave no room for two.
   static constexpr int kStagesC = 2, kStagesD = kHasDp && kWidth == 256 ? 1 : 2;
-  // Bytes at which b, c and d begin and the tiles end.
+  // Byte offsets where b, c and d begin and the tiles end.
   static constexpr int kB = kConsumers * kTileBytes, kC = kB + (kHasDp ? kB : 0),
                        kD = kC + kStagesC * kStreamBytes, kTilesEnd = kD + kStagesD * kStreamBytes;
   static constexpr int kStatisticsBytes = kColumnStatistics ? 2 * kMaxTokens * 4 : 0;
@@ -93,7 +95,7 @@ struct StreamingBlock {
     }
   }
 
-  // Starts to load 64 rows of an array: Qkv or kGrad. `to`: bytes at which they go.
+  // Starts to load 64 rows of an array: Qkv or kGrad. `to`: byte offset of the destination.
   __device__ void load(int to, Barrier* full, int which, int head, int row) const {
     const int sample = head / p.heads, sample_head = head - sample * p.heads;
     const int chunk =
@@ -107,7 +109,7 @@ struct StreamingBlock {
     constexpr int a_array = kOwnsQueries ? kQ : kK, b_array = kOwnsQueries ? int{kGrad} : kV,
                   c_array = kOwnsQueries ? kK : kQ, d_array = kOwnsQueries ? kV : int{kGrad};
     const int tiles = p.tokens / Traits::kStreamRows, head_units = p.tokens / Traits::kUnitRows;
-    int count = 0, stream = 0;  // units and tiles loaded before, which give stages and parities
+    int count = 0, stream = 0;  // units and tiles loaded so far, which give stages and parities
     for (int unit = blockIdx.x; unit < p.units; unit += gridDim.x, ++count) {
       const int head = unit / head_units, row = unit % head_units * Traits::kUnitRows;
       const auto owned = [&](const Buffer& buffer, int first, int which) {

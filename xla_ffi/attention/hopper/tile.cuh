@@ -1,13 +1,13 @@
-// Shared by the Hopper attention kernels: rows of heads in shared memory as wgmma reads them, and
-// what a warpgroup does with its accumulators.
+// Shared by the Hopper attention kernels: rows of heads in shared memory in the layout that wgmma
+// reads, and operations on a warpgroup's accumulators.
 //
 // A tile holds rows of one head, kWidth 16-bit numbers each, as TMA writes them: rows of 64 or 128
-// bytes, whose 16-byte chunks are swizzled over the row. One descriptor serves both ways in which a
-// product reads it: K-major, with the channels as K, and MN-major, with the rows as K. Only the
-// flag of the instruction and the step along K differ.
+// bytes, whose 16-byte chunks are swizzled over the row. One descriptor serves both ways in which
+// wgmma can read it: K-major, with the channels as K, and MN-major, with the rows as K. Only a flag
+// of the instruction and the step along K differ.
 //
-// Accumulators have the layout of wgmma (common/wgmma.cuh): a thread holds, of each 64 x 8 block,
-// two neighbouring columns of row 16 * warp + lane / 4 and of the row 8 below it (`half` = 0, 1).
+// Accumulators have the layout of wgmma (common/wgmma.cuh): in each 64 x 8 block, a thread holds
+// two adjacent columns of row 16 * warp + lane / 4 and of the row 8 below it (`half` = 0, 1).
 #pragma once
 
 #include "attention/flash_tile.cuh"
@@ -16,20 +16,20 @@
 
 namespace jaxunet::cuda::hopper_attention {
 
-constexpr int kWarpgroup = 128;  // threads
+constexpr int kWarpgroup = 128;  // threads per warpgroup
 constexpr int kTileRows = 64;    // rows of a warpgroup's tile: wgmma's M
 
-// The arrays that the backward kernels load besides q, k and v (Qkv, plan.h).
+// The arrays that the backward kernels load in addition to q, k and v (Qkv, plan.h).
 enum Unpacked : int { kGrad = 3, kOut = 4 };
 
 // Rows of 32 or 64 channels. Wider heads are cut into tiles of 64.
 template <int kWidth>
 struct HeadTile {
   static_assert(kWidth == 32 || kWidth == 64, "rows of 64 or 128 bytes, as TMA swizzles them");
-  static constexpr int kRowBytes = 2 * kWidth, kAtomBytes = 8 * kRowBytes;  // of a swizzle atom
+  static constexpr int kRowBytes = 2 * kWidth, kAtomBytes = 8 * kRowBytes;  // atom: of the swizzle
 
-  // The descriptor of the rows at `address`, a multiple of kAtomBytes. Its bits are those of
-  // smem_descriptor (common/wgmma.cuh), which has the 128-byte swizzle alone.
+  // The descriptor of the rows at `address`, a multiple of kAtomBytes. The bits are as in
+  // smem_descriptor (common/wgmma.cuh), which has only the 128-byte swizzle.
   static __device__ uint64_t descriptor(uint32_t address) {
     constexpr uint64_t swizzle64 = 2, swizzle128 = 1;
     constexpr uint64_t swizzle = kWidth == 32 ? swizzle64 : swizzle128;
@@ -45,8 +45,7 @@ struct HeadTile {
   }
 };
 
-// Loads the left operands of a product over the channels: rows [row, row + 16), which are the
-// warp's.
+// Loads the left operands of a product over the channels: the warp's rows [row, row + 16).
 template <int kWidth>
 __device__ inline void load_left(uint32_t (&out)[kWidth / 16][4], uint32_t address, int row) {
   const int lane = threadIdx.x % 32;
@@ -56,7 +55,7 @@ __device__ inline void load_left(uint32_t (&out)[kWidth / 16][4], uint32_t addre
                        HeadTile<kWidth>::chunk(address, row + lane % 16, 2 * k + lane / 16));
 }
 
-// Rounds an accumulator to the left operands of a product over its columns.
+// Rounds an accumulator and turns it into the left operands of a product over its columns.
 template <class T, int kColumns>
 __device__ inline void left_from_accumulator(uint32_t (&out)[kColumns / 16][4],
                                              const float (&accumulator)[kColumns / 2]) {
@@ -68,8 +67,8 @@ __device__ inline void left_from_accumulator(uint32_t (&out)[kColumns / 16][4],
   }
 }
 
-// Transposes the 4 × 4 words of four neighbouring lanes: afterwards word i of lane q is what word q
-// of lane i was.
+// Transposes the 4 × 4 words of four adjacent lanes: afterwards word i of lane q is the former word
+// q of lane i.
 __device__ inline void transpose_quad(uint32_t (&words)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
@@ -92,9 +91,9 @@ __device__ inline void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Writes an accumulator, 64 rows of kWidth channels, to global memory, 16 bytes a thread and store.
-// `to`: the tile's first row; rows are `stride` elements apart. Rows 0-7 of each warp's 16 are
-// multiplied by `top`, the others by `bottom`.
+// Writes an accumulator, 64 rows of kWidth channels, to global memory, 16 bytes per thread and
+// store. `to`: the tile's first row; rows are `stride` elements apart. Rows 0-7 of each warp's 16
+// are multiplied by `top`, the others by `bottom`.
 template <int kWidth, class T>
 __device__ inline void write_rows(T* to, int stride, const float (&accumulator)[kWidth / 2],
                                   float top, float bottom) {
@@ -117,7 +116,7 @@ __device__ inline void write_rows(T* to, int stride, const float (&accumulator)[
   }
 }
 
-// log2(e) / sqrt(kWidth): q * k^T times this are the logits in base two.
+// log2(e) / sqrt(kWidth): the factor from q * k^T to the logits in base two.
 template <int kWidth>
 constexpr float kScale2 = kLog2e / (kWidth == 32   ? 5.656854249492381f
                                     : kWidth == 64 ? 8.0f
@@ -130,10 +129,10 @@ __device__ inline void scale_rows(float (&accumulator)[kCount], const float (&by
   for (int i = 0; i < kCount; ++i) accumulator[i] *= by[i / 2 % 2];
 }
 
-// Turns s = q * k^T, 64 rows of kColumns, to weights relative to the largest logit of their row so
-// far: `max`, in the unit of s. Adds this thread's weights to `sum`. The caller multiplies what it
-// summed before by `rescale`. max, sum and rescale are those of the thread's two rows. Milakov &
-// Gimelshein 2018, arXiv 1805.02867.
+// Turns s = q * k^T, 64 rows of kColumns, into weights relative to `max`, the largest s of the row
+// so far. Adds this thread's weights to `sum`. The caller multiplies its earlier sums by `rescale`.
+// max, sum and rescale belong to the thread's two rows. Milakov & Gimelshein 2018, arXiv
+// 1805.02867.
 template <int kColumns>
 __device__ inline void online_softmax(float (&s)[kColumns / 2], float scale2, float (&max)[2],
                                       float (&sum)[2], float (&rescale)[2]) {
@@ -173,7 +172,8 @@ __device__ inline void write_lse(float* lse, float scale2, const float (&max)[2]
   }
 }
 
-// The place of a head's rows: its sample, and its first channel in out, which is that in q, too.
+// Where a head's rows lie: its sample, and its first channel in out, which is also its first
+// channel in q.
 struct Place {
   int sample, channel;
 
