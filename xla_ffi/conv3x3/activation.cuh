@@ -9,17 +9,17 @@ namespace jaxunet::cuda {
 
 // a and b of eight channels, halved: SiLU(x) = x · sigmoid(x) = h + h · tanh(h) with h = x / 2.
 //
-// PTX bounds the relative error of tanh.approx by 2^-11, so the absolute error of SiLU(x) by |x| ·
-// 2^-12. For negative x the sum cancels: below -3.7 the bound is over 1% of the result, below -8.3
-// over the result itself, which is less than 0.0021 there. For normal x of deviation 1, the root
-// mean square of the bound is 0.16 of that of rounding the results to bfloat16, and 1.27 of that to
-// float16 (test_activation_error.py). GroupNorm's kernels use ex2 and rcp, whose errors of about
-// 2^-22 do not show after rounding, so the activation that they write again for the weight gradient
-// may differ from this one by as much.
+// PTX bounds the relative error of tanh.approx by 2^-11, so the absolute error of SiLU(x) is at
+// most |x| · 2^-12. For negative x the sum cancels: for x < -3.7 the bound exceeds 1% of the
+// result, and for x < -8.3 the result itself, which is below 0.0021 there. For normally distributed
+// x of deviation 1, the root mean square of the bound is 0.16 times that of rounding the results to
+// bfloat16, and 1.27 times that of rounding to float16 (test_activation_error.py). GroupNorm's
+// kernels use ex2 and rcp, whose errors of about 2^-22 vanish in the rounding. So the activation
+// that they recompute for the weight gradient may differ from this one by up to the bound.
 struct ActivationCoefficients {
   float a[8], b[8];
 
-  // `there`: the channels exist; else the coefficients are zeros.
+  // `there`: true if the channels exist; otherwise the coefficients are zeros.
   __device__ ActivationCoefficients(const Rows& of_a, const Rows& of_b, int64_t sample, int channel,
                                     bool there) {
 #pragma unroll
@@ -29,8 +29,8 @@ struct ActivationCoefficients {
     }
   }
 
-  // Activates eight values in place. Outside of the image they become zero: the convolution pads
-  // what the activation returns.
+  // Activates eight values in place. Outside of the image they become zero, because the convolution
+  // pads the activated image.
   template <class T>
   __device__ void apply(Eight<T>& values, bool inside) const {
 #pragma unroll

@@ -1,9 +1,9 @@
-"""The calls of the convolution's handlers that compute images: forward, and gradients of inputs.
+"""Calls of the convolution handlers that return images: forward, and input gradients.
 
-On Hopper, float32 products are sums of three bfloat16 products: with x = h + l and the kernel H + L
-of two terms each, x · kernel ≈ h · H + l · H + h · L, one convolution with three times the
-channels. It is accurate to about 16 bits. Elsewhere, and for channels that Hopper's kernels do not
-take, float32 products are sums of three tf32 products.
+On Hopper, a float32 convolution is the sum of three bfloat16 products. x = h + l and kernel = H + L
+are split into a high and a low bfloat16 term each, and x · kernel ≈ h · H + l · H + h · L is one
+convolution with three times the channels, accurate to about 16 bits. Elsewhere, and for channel
+counts that the Hopper kernels do not accept, it is the sum of three tf32 products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from xla_ffi.call import ffi_call
 def takes_terms(images: Parts, features: int) -> bool:
     """Returns True if the convolution of float32 `images` is computed from bfloat16 terms.
 
-    Hopper's kernels do that, for the shapes that they take (`forward_kernel` in dispatch.h).
+    Only the Hopper kernels do that, for the shapes that they accept (`forward_kernel` in
+    dispatch.h).
     """
     if images[0].dtype != jnp.float32 or device.family() is not device.Target.HOPPER:
         return False
@@ -45,7 +46,7 @@ def _image_terms(parts: Parts) -> Parts:
 
 
 def _weight_terms(weights: Array, axis: int) -> Array:
-    """Returns the terms that multiply those of `_image_terms`, one after the other on an axis."""
+    """Returns the weights' terms for those of `_image_terms`, concatenated along an axis."""
     high, low = bfloat16_terms(weights, 2)
     return jnp.concatenate([high, high, low], axis)
 
@@ -71,11 +72,11 @@ def convolve(
     weights: tuple[Array, ...] = (kernel.astype(dtype),)
     if shortcut is not None:
         weights += (shortcut.astype(dtype),)
-    # With an activation, terms would have to be taken after it.
+    # Not with an activation: the terms would have to be split after it.
     if affine is None and takes_terms((*parts, *extra), features):
         parts = _image_terms(parts)
         extra = extra if shortcut is None else _image_terms(extra)
-        # Products of x's high, low and high terms.
+        # They multiply the high, low and high terms of x.
         weights = tuple(_weight_terms(w, axis=w.ndim - (1 if flipped else 2)) for w in weights)
 
     def run(
@@ -107,7 +108,7 @@ def input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
 
 
 def shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
-    """Returns the gradient of each part that a shortcut projects: dy · shortcutᵀ."""
+    """Returns the gradient of each part of a shortcut's input: dy · shortcutᵀ."""
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in projected]
     call = ffi_call('jaxunet_conv3x3_shortcut_gradient', shapes)
     return tuple(call(dy, shortcut.astype(dy.dtype), residuals=np.int64(len(projected))))

@@ -1,5 +1,5 @@
-// An image in parts (Parts in binding/plan.h), as the kernels of portable/ and small_channels/ read
-// it: arrays side by side along their channels.
+// An image in parts (Parts in binding/plan.h): arrays joined along their channels, in the form that
+// the kernels of portable/ and small_channels/ read.
 #pragma once
 
 #include "common/types.cuh"
@@ -10,10 +10,9 @@ namespace jaxunet::cuda {
 struct Channels {
   const void* data[kMaxParts];
   int widths[kMaxParts];  // channels of each part
-  int count, total;       // parts, and the channels of all
+  int count, total;       // number of parts; channels of all parts
 
-  // The entry of `channel` at pixel `row`, counted through all images; channel is less than
-  // `total`.
+  // The address of `channel` at pixel `row`, counted over the whole batch; channel < total.
   template <class T>
   __device__ const T* at(int64_t row, int channel) const {
 #pragma unroll

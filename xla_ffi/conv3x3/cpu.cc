@@ -1,5 +1,5 @@
 // The convolution and its gradients on the CPU: plain loops with float64 sums, for tests and for
-// machines without a GPU. The formulas are those of plan.h.
+// machines without a GPU. plan.h has the formulas.
 #include "binding/cpu.h"
 
 namespace jaxunet::cpu {
@@ -22,7 +22,7 @@ std::vector<float> kernel_of(const Conv3x3& plan) {
   return turned;
 }
 
-// The shortcut as (projected channels, features), likewise.
+// The shortcut as (projected channels, features), flipped or not.
 std::vector<float> shortcut_of(const Conv3x3& plan) {
   if (!plan.shortcut) return {};
   const int64_t channels = plan.projected.total, features = plan.features;
@@ -57,7 +57,7 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, extra = plan.projected.total;
   const int64_t pixels = plan.batch * plan.height * plan.width;
   const auto x = input_of(plan, pool), kernel = kernel_of(plan);
-  const Type type = plan.wide ? Type::kFloat32 : plan.type;  // of y and the residual
+  const Type type = plan.wide ? Type::kFloat32 : plan.type;  // type of y and the residual
   const auto residual = join(plan.residual, type, pixels),
              projected = join(plan.projected, plan.type, pixels);
   const auto shortcut = shortcut_of(plan);
@@ -103,7 +103,7 @@ void conv3x3_upsampled(const UpsampledConv3x3& plan, Pool& pool) {
       }
     }
   }
-  // The place in the large image of pixel (i, j) of a phase.
+  // The index in the large image of pixel (i, j) of a phase.
   const auto large = [&](int64_t sample, int64_t i, int64_t j, int64_t phase) {
     return ((sample * height + i) * 2 + phase / 2) * 2 * width + 2 * j + phase % 2;
   };

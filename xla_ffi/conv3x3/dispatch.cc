@@ -1,5 +1,5 @@
-// The handlers' entries that compute images: each plan goes to the kernel that dispatch.h chooses.
-// The weight gradient's entry is in weight_gradient.cc.
+// Entry points of the handlers that return images: each plan goes to the kernel that dispatch.h
+// chooses. The entry point of the weight gradient is in weight_gradient.cc.
 
 #include "conv3x3/dispatch.h"
 

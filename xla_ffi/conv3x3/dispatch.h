@@ -1,5 +1,6 @@
-// Chooses the kernel of a convolution, by plain functions of the plan and of whether the GPU and
-// the build have the Hopper kernels (`hopper`). The first kernel that takes a call runs it:
+// Chooses the kernel of a convolution with plain functions of the plan and of `hopper`, which is
+// true if the GPU and the build have the Hopper kernels. The first kernel in this list that accepts
+// a call runs it:
 //
 //   kFewChannels   16-bit types; x is one array of at most 8 channels; features a multiple of 8; no
 //                  shortcut. Forward: no residual, no activation
@@ -23,12 +24,11 @@ namespace jaxunet::cuda {
 enum class Kernel { kImplicitGemm, kMultistage, kFewChannels, kFewFeatures, kHopper };
 
 constexpr int kFew = 8;  // channels or features
-// The most channels that a convolution to few features reads: few_features_forward holds all
-// weights in shared memory, and a block of compute capability 8.6 or 8.9 has 99 KiB.
+// Most channels of a convolution with few features: few_features_forward holds all weights in
+// shared memory, and a block of compute capability 8.6 or 8.9 has 99 KiB.
 constexpr int64_t kMaxChannelsToFew = 384;
 
-// True if eight channels from a multiple of eight on are always contiguous: 16 bytes of a 16-bit
-// type.
+// True if each aligned group of eight channels is contiguous: 16 bytes in a 16-bit type.
 constexpr bool in_eights(const Parts& parts) {
   for (int i = 0; i < parts.count; ++i) {
     if (parts.channels[i] % 8) return false;
@@ -40,8 +40,8 @@ constexpr bool few_channels(const Parts& x, int64_t features) {
   return x.count == 1 && x.total <= kFew && features % 8 == 0;
 }
 
-// Chunks of 64 channels, in which the kernels read an image; no chunk crosses from one part into
-// the next.
+// Number of chunks of 64 channels in which the kernels read an image; no chunk crosses from one
+// part into the next.
 constexpr int64_t chunks_of(const Parts& parts) {
   int64_t count = 0;
   for (int i = 0; i < parts.count; ++i) count += (parts.channels[i] + 63) / 64;
@@ -52,8 +52,8 @@ constexpr bool few_features(const Parts& x, int64_t features) {
   return in_eights(x) && features <= kFew && 64 * chunks_of(x) <= kMaxChannelsToFew;
 }
 
-// The multistage kernels count rows and columns of matrices, in whole tiles, in 32 bits. Pixels are
-// no more than this either (kMaxPixels in binding/reader.h).
+// The multistage kernels count rows and columns of matrices, rounded up to whole tiles, in 32 bits.
+// Pixels have the same limit (kMaxPixels in binding/reader.h).
 constexpr int64_t kMostRows = (int64_t{1} << 31) - 4096;
 
 constexpr bool takes_multistage(const Parts& x, const Parts& projected, int64_t features) {
@@ -84,7 +84,8 @@ constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
   return plan.width < 4 || plan.height < 4 ? portable : Kernel::kHopper;
 }
 
-// True if the Hopper kernel writes all parts of y in one launch: each part begins at a whole tile.
+// True if the Hopper kernel can write all parts of y in one launch: each part must begin at a whole
+// tile.
 constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
   for (int i = 0; i + 1 < plan.y.count; ++i) {
     if (plan.y.channels[i] % 64) return false;
@@ -92,8 +93,8 @@ constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
   return forward_kernel(plan, hopper) == Kernel::kHopper;
 }
 
-// True if the Hopper kernel computes the plan: chunks of 64 channels of x lie in one part, and no
-// strip is packed.
+// True if the Hopper kernel accepts the plan: each chunk of 64 channels of x lies in one part, and
+// no strip is packed.
 constexpr bool takes_norm_gradient(const Conv3x3NormGradient& plan, bool hopper) {
   for (int i = 0; i + 1 < plan.x.count; ++i) {
     if (plan.x.channels[i] % 64) return false;
@@ -102,7 +103,8 @@ constexpr bool takes_norm_gradient(const Conv3x3NormGradient& plan, bool hopper)
          plan.conv.height * plan.conv.width > 16;
 }
 
-// True if the Hopper kernels compute the plan by phases: whole chunks and tiles of every phase.
+// True if the Hopper kernels compute the plan by phases: each phase must have whole chunks and
+// tiles.
 template <class Plan>
 constexpr bool takes_upsampled(const Plan& plan, bool hopper) {
   return hopper && plan.type != Type::kFloat32 && plan.channels % 64 == 0 &&

@@ -9,29 +9,29 @@
 
 namespace jaxunet::cuda {
 
-// The handlers' entries: the best kernel of the set for the shape, the type and the device.
+// Entry points of the handlers: run the best kernel of the set for the shape, type and device.
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
 cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
-// Only for plans that the Hopper kernel takes; throws std::runtime_error for others.
+// Only for plans that the Hopper kernel accepts; throws std::runtime_error for others.
 cudaError_t conv3x3_norm_gradient(const Conv3x3NormGradient& plan, cudaStream_t stream,
                                   KernelSet kernels);
-// Only for plans that takes_upsampled of dispatch.h accepts; throws std::runtime_error for others.
+// Only for plans that takes_upsampled (dispatch.h) accepts; throws std::runtime_error for others.
 cudaError_t conv3x3_upsampled(const UpsampledConv3x3& plan, cudaStream_t stream, KernelSet kernels);
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
                                     KernelSet kernels);
-// Only for plans that takes_upsampled accepts, likewise.
+// Like conv3x3_upsampled, only for plans that takes_upsampled accepts.
 cudaError_t conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan,
                                               cudaStream_t stream, KernelSet kernels);
 
 // portable/: every shape and type, compute capability 8.0 and later. y has one part.
 cudaError_t implicit_gemm_forward(const Conv3x3& plan, cudaStream_t stream);
-// Writes the partial results of the splits: (splits, 3, 3, channels, features), and of a shortcut
+// Writes the partial results of the splits: (splits, 3, 3, channels, features), and for a shortcut
 // (splits, projected channels, features).
 cudaError_t implicit_gemm_weight_gradient(const Conv3x3WeightGradient& plan, int splits,
                                           float* partials, float* shortcut_partials,
                                           cudaStream_t stream);
 
-// The same for plans that takes_multistage of dispatch.h accepts. `tile`: an index of
+// The same for plans that takes_multistage (dispatch.h) accepts. `tile`: an index into
 // kMultistageTiles (portable/multistage.h).
 cudaError_t multistage_forward(const Conv3x3& plan, int tile, cudaStream_t stream);
 cudaError_t multistage_weight_gradient(const Conv3x3WeightGradient& plan, int tile, int splits,
@@ -47,35 +47,36 @@ cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaS
 // multiples of 64 channels.
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 
-// Plans that takes_upsampled of dispatch.h accepts.
+// For plans that takes_upsampled (dispatch.h) accepts.
 cudaError_t hopper_upsampled(const UpsampledConv3x3& plan, int multiprocessors,
                              cudaStream_t stream);
 cudaError_t hopper_upsampled_weight_gradient(const UpsampledWeightGradient& plan,
                                              int multiprocessors, cudaStream_t stream);
 
-// The same for the input gradient with norm_gradient_epilogue.cuh, then norm_sums. The parts of
-// plan.x begin at multiples of 64 channels.
+// The input gradient with norm_gradient_epilogue.cuh, followed by norm_sums. The parts of plan.x
+// begin at multiples of 64 channels.
 cudaError_t hopper_norm_gradient(const Conv3x3NormGradient& plan, int multiprocessors,
                                  cudaStream_t stream);
 
-// plan.sums from those of `strips` strips of every sample: (batch, strips, 2, features), of dz and
-// of dz · x, in plan.workspace.
+// Computes plan.sums from the sums of dz and of dz · x over each of the `strips` strips of every
+// sample: (batch, strips, 2, features) in plan.workspace.
 cudaError_t norm_sums(const Conv3x3NormGradient& plan, int strips, cudaStream_t stream);
 
 // Weight gradients of 16-bit types. Blocks = tiles × splits: a block computes one tile of a
 // gradient from the strips of pixels of one split (split_k.h). The shortcut's gradient has tiles
 // and splits of its own.
 struct WeightGradientTiling {
-  int64_t tiles;  // of the kernel's gradient; 0 without x
+  int64_t tiles;  // tiles of the kernel's gradient; 0 without x
   int64_t strips_of_sample;
-  // The samples that a strip holds: the same pixels of several images.
+  // Samples per strip, which then holds the same pixels of several images.
   int64_t samples = 1;
   int64_t shortcut_tiles = 0;  // of the shortcut's gradient
-  int block_chunks = 0;        // chunks of 64 projected channels of such a tile, at most
-  // For one tile of the shortcut's gradient, as a share of one of the kernel's: the time of a
-  // strip, and the size of the partial results.
+  int block_chunks = 0;        // most chunks of 64 projected channels in such a tile
+  // Time of a strip and size of the partial results for a tile of the shortcut's gradient, relative
+  // to a tile of the kernel's.
   double shortcut_time = 0, shortcut_size = 0;
-  // No tile reaches past the channels, so partial results may be accumulator tiles.
+  // True if no tile extends past the last channel, so that partial results may be accumulator
+  // tiles.
   bool whole_tiles = false;
 };
 
@@ -88,7 +89,7 @@ cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK&
 // hopper/: the same. With `accumulator_tiles`, which needs whole tiles, the partial results are
 // (splits, tiles) of accumulator_tile.h. The shortcut's partial results are (splits, projected
 // channels, features). Without x, the shortcut's blocks sum dy.
-constexpr int kMaxBlockChunks = 6;  // two for each of the kernel's three consumers
+constexpr int kMaxBlockChunks = 6;  // two for each of the three consumer warpgroups
 WeightGradientTiling hopper_weight_gradient_tiling(const Conv3x3WeightGradient& plan,
                                                    int max_block_chunks = kMaxBlockChunks);
 cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,
@@ -97,8 +98,8 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,
                                    const ShiftPartials& shift, const SplitK& shortcut_split_k,
                                    float* shortcut_partials, cudaStream_t stream);
 
-// Partial sums of dy for the weight gradients of portable/, over `segments` shares of each sample's
-// pixels: (segments, batch, features).
+// Partial sums of dy for the weight gradients of portable/: (segments, batch, features), where each
+// of the `segments` covers a share of every sample's pixels.
 cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float* partials,
                          cudaStream_t stream);
 
@@ -109,11 +110,11 @@ struct SplitKReduction {
   Result to{};                  // (count)
   int parts = 0;                // 0: the result is zeros
   int64_t count = 0;            // 0: nothing to do
-  // If the parts are the accumulator tiles of a weight gradient: its features; else 0.
+  // The features of the weight gradient if the parts are its accumulator tiles; else 0.
   int features = 0;
   int part_stride = 1;
 };
-constexpr int kReductions = 5;  // of one launch
+constexpr int kReductions = 5;  // per launch
 cudaError_t split_k_reduce(const SplitKReduction (&reductions)[kReductions], cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

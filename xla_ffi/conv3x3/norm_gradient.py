@@ -1,8 +1,8 @@
-"""The input gradient of a convolution that norms its input, as one call.
+"""The input gradient of a convolution of a normalised input, as one call.
 
-It continues through SiLU and adds up what the norm's own gradient needs, so that the norm's kernel
-reads x and the gradient once instead of twice. That pays for large images, of which no block or
-cluster can hold a sample.
+The convolution's epilogue continues the gradient through SiLU and computes the sums that the norm's
+gradient needs, so that the norm's kernel reads x and the gradient once instead of twice. This pays
+off for images so large that no block or cluster can hold a sample.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from jaxunet.ops.conv3x3.operands import Parts
 from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
 
-FEW = 8  # channels for which other kernels run, as kFew in dispatch.h
-# Smallest images, in pixels, for which the norm's kernel saves more than this epilogue costs. To
-# refit, compare the classes of `python -m jaxunet.benchmark.kernels --roofline` with 0 and this.
+FEW = 8  # up to this many channels, other kernels run: kFew in dispatch.h
+# Smallest images, in pixels, for which the norm's kernel saves more time than this epilogue costs.
+# To refit, run `python -m jaxunet.benchmark.kernels --roofline` with this number and with 0, and
+# compare the classes.
 MIN_PIXELS = 4096
-# What the call for the rest of the norm's gradient takes.
+# Limits of the call that computes the rest of the norm's gradient.
 MAX_CHANNELS, MAX_SAMPLES = 2048, 65534
 
 
@@ -39,10 +40,10 @@ class NormGradient(NamedTuple):
 
 
 def takes(parts: Parts, features: int) -> bool:
-    """Returns True if `norm_gradient` takes these parts of x and so many features of dy, and pays.
+    """Returns True if `norm_gradient` accepts these parts of x and features of dy, and pays off.
 
-    Only Hopper's kernels for 16-bit types compute it (`takes_norm_gradient` in dispatch.h). They
-    read each 64 channels of x from one part.
+    Only the Hopper kernels for 16-bit types compute it (`takes_norm_gradient` in dispatch.h). They
+    read each chunk of 64 channels of x from one part.
     """
     channels = [part.shape[3] for part in parts]
     whole = all(count % 64 == 0 for count in channels[:-1])
@@ -63,10 +64,10 @@ def norm_gradient(
     mean: Float[Array, 'batch channels'],
     inverse: Float[Array, 'batch channels'],
 ) -> NormGradient:
-    """Returns the gradient of the norm's result before SiLU, given that of the convolution's.
+    """Returns the gradient of the norm's result before SiLU, given dy, that of the convolution's.
 
     Args:
-      parts: x, the norm's input; `takes` says which.
+      parts: x, the norm's input, which `takes` must accept.
       affine: a and b.
       mean, inverse: mean and 1 / deviation of each channel's group.
     """

@@ -1,8 +1,8 @@
-// The sums of a norm's gradient over the pixels of each sample, from those of its strips
-// (hopper/norm_gradient_epilogue.cuh).
+// Computes the sums of a norm's gradient over the pixels of each sample from the sums over its
+// strips (hopper/norm_gradient_epilogue.cuh).
 //
-// Grid: a block for every 32 channels of a sample. Its 256 threads are 32 channels times 8 slices
-// of the strips, whose sums meet in static shared memory, in an order that is always the same.
+// Grid: one block for every 32 channels of a sample. Its 256 threads are 32 channels × 8 slices of
+// the strips, whose sums are combined in static shared memory in a fixed order.
 #include "common/launch.cuh"
 #include "conv3x3/kernels.h"
 
@@ -12,10 +12,10 @@ namespace {
 constexpr int kChannels = 32, kSlices = 8;
 
 struct NormSums {
-  const float* from;  // (batch, strips, 2, channels): of dz and of dz · x
-  float* to;          // (batch, 2, channels): of dz and of dz · n
+  const float* from;  // (batch, strips, 2, channels): sums of dz and dz · x
+  float* to;          // (batch, 2, channels): sums of dz and dz · n
   Rows mean, inverse;
-  int strips, channels, tiles;  // tiles: blocks of a sample
+  int strips, channels, tiles;  // tiles: blocks per sample
 };
 
 __global__ void __launch_bounds__(kChannels* kSlices) add_norm_sums(const NormSums p) {

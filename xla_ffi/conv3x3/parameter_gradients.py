@@ -1,7 +1,7 @@
-"""The calls of the convolution's handlers that compute gradients of parameters.
+"""Calls of the convolution handlers that compute the gradients of parameters.
 
-Float32 gradients from bfloat16 terms (`xla_ffi.conv3x3.calls`) are two calls: with x = h + l and dy
-= H + L, the products h · H and l · H are one call with twice the channels, h · L is another.
+Float32 gradients from bfloat16 terms (`xla_ffi.conv3x3.calls`) take two calls: with x = h + l and
+dy = H + L, one call with twice the channels computes h · H and l · H, another h · L.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xla_ffi.call import ffi_call
 from xla_ffi.conv3x3.calls import high_and_low, shortcut_gradient, takes_terms
 from xla_ffi.conv3x3.split_k import partial_sums, written
 
-PARTIAL_SUMS = 9 * 64 * 64  # of a block: 9 taps of 64 input channels by 64 features
+PARTIAL_SUMS = 9 * 64 * 64  # per block: 9 taps of 64 input channels by 64 features
 PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per sample
 
 
@@ -29,7 +29,7 @@ class ParameterGradients(NamedTuple):
     """The gradients of a convolution's parameters and residual.
 
     Fields:
-      norm: those of the norm's scale and offset; () unless asked for.
+      norm: the gradients of the norm's scale and offset; () unless requested.
     """
 
     norm: tuple[Array, ...]
@@ -47,7 +47,7 @@ class _Types(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The results of a call; `shortcut` and `norm` are () unless asked for."""
+    """The results of a call; `shortcut` and `norm` are () unless requested."""
 
     kernel: Float[Array, '3 3 channels features']
     shift: Float[Array, '#batch features']
@@ -66,7 +66,7 @@ def parameter_gradients(
     """Returns the gradients of kernel, shift and residual, and of the norm's parameters.
 
     Args:
-      parts: the convolution's input; that of `norm_silu_conv3x3` is the activation.
+      parts: the convolution's input; in `norm_silu_conv3x3` this is the activation.
       shift: its `outline`.
       added: what `kept_for_backward` kept of the residual.
       sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the
@@ -89,7 +89,7 @@ def parameter_gradients(
 def _call(
     parts: Parts, dy: Array, projected: Parts, rows: int, types: _Types, sums: Array | None
 ) -> _Found:
-    """Runs the handler. `rows`: of the gradient of the shift, 1 or batch; the rest as above."""
+    """Runs the handler. `rows`: rows of the shift's gradient, 1 or batch; the rest as above."""
     features = dy.shape[3]
     channels, extra = (sum(part.shape[3] for part in images) for images in (parts, projected))
     norm = () if sums is None else (sums,)
@@ -116,9 +116,10 @@ def _call(
 def _from_terms(
     parts: Parts, dy: Array, projected: Parts, rows: int, types: _Types, sums: Array | None
 ) -> _Found:
-    """As `_call`, with float32 images: adds the products of their bfloat16 terms.
+    """Does the same as `_call` for float32 images, by adding the products of their bfloat16 terms.
 
-    XLA sums dy for the gradient of the shift. It has no products, so every bit counts.
+    XLA sums dy for the gradient of the shift, in full float32 precision: a sum without products
+    needs no terms.
     """
     images = high_and_low(parts)
     others = high_and_low(projected) if projected else ()
@@ -128,7 +129,7 @@ def _from_terms(
     small = _call(images[:1], low, others[:1], rows, float32, sums)
 
     def total(large: Array, small: Array, t: DTypeLike) -> Array:
-        halves = jnp.split(large, 2, axis=-2)  # of the images' high and low terms
+        halves = jnp.split(large, 2, axis=-2)  # products of the high and the low terms
         return (halves[0] + (halves[1] + small)).astype(t)
 
     shift = jnp.sum(dy, axis=(0, 1, 2) if rows == 1 else (1, 2)).reshape(rows, -1)
@@ -141,6 +142,6 @@ def _from_terms(
 
 
 def _workspace(dy: Array, weights: int) -> int:
-    """Float32 elements of the split-K workspace for so many weights, and for sums of dy."""
+    """Float32 elements of the split-K workspace for `weights` weights, and for sums of dy."""
     of_weights = partial_sums(math.prod(dy.shape[:3]), weights, PARTIAL_SUMS)
     return of_weights + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]

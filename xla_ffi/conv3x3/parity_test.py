@@ -1,6 +1,6 @@
 """The convolution handlers against the float64 oracle.
 
-The CPU's handlers run the awkward cases; the GPU's run all cases.
+The CPU handlers run the awkward cases, the GPU handlers all cases.
 """
 
 import jax
@@ -19,9 +19,10 @@ from xla_ffi.conv3x3 import norm_gradient, vjp
 from xla_ffi.conv3x3.calls import convolve
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
 
-# Shortcuts of several parts. Parts begin at whole tiles of 64 channels, so that one launch writes
-# their gradients, or they do not. One shortcut has more channels than a block of the weight
-# gradient sums; others belong to convolutions that take the kernels of few channels and features.
+# Shortcuts of several parts. Some parts begin at whole tiles of 64 channels, so that one launch
+# writes all gradients; others do not. One shortcut has more channels than a block of the weight
+# gradient handles; others belong to convolutions that take the kernels for few channels or
+# features.
 SHORTCUTS = (
     Case(8, 12, (64,), 64, (128, 64, 40), batch=3),
     Case(6, 9, (16,), 24, (72, 8, 40), groups=4, batch=2),
@@ -31,10 +32,10 @@ SHORTCUTS = (
     Case(3, 4, (5,), 7, (3, 2, 4, 1), norm=False, batch=2),
 )
 
-# Images of four rows. The weight gradient sums two samples of them at a time, or four of 4 × 4;
-# these batches are no multiples of that. There are two strips across, channels that fill whole
-# tiles and channels that do not, and more samples of one strip than a block sums, so that several
-# blocks share the sums of dy.
+# Images of four rows. The weight gradient reads two samples at a time, or four of 4 × 4; these
+# batches are not multiples of that. The cases have two strips across, channels that fill whole
+# tiles and channels that do not, and so many samples of one strip that several blocks share the
+# sums of dy.
 SMALL = (
     Case(4, 4, (64, 64), 128, batch=7, per_sample=True),
     Case(4, 4, (64, 72), 72, (40, 64), norm=False, batch=3, per_sample=True),
@@ -43,8 +44,8 @@ SMALL = (
 )
 
 
-# Images smaller than a strip: on every GPU, the multistage kernels of portable/ take them. Channels
-# and features of 8 times an odd number end in the middle of tiles and of steps of K.
+# Images smaller than a strip, which the multistage kernels of portable/ compute on every GPU.
+# Channels and features of 8 times an odd number end in the middle of tiles and of steps of K.
 SMALLEST = (
     Case(1, 1, (8,), 24, (16,), norm=False, batch=3),
     Case(3, 5, (24, 40), 72, (8, 64), norm=False, batch=1),
@@ -53,9 +54,9 @@ SMALLEST = (
     Case(3, 3, (8, 24), 136, (40, 72), groups=4, batch=3, per_sample=True),
 )
 
-# Images of 4 × 4 with so many samples, and features or channels, that Hopper's kernel packs four
-# samples in a strip (19: the last strip has three) or eight (59: likewise). Some parts are no whole
-# chunks.
+# Images of 4 × 4 with so many samples, and features or channels, that the Hopper kernel packs four
+# samples in a strip (with 19, the last strip has three) or eight (with 59, it has three). Some
+# parts are not whole chunks.
 PACKED = (
     Case(4, 4, (40, 64), 520, (520,), norm=False, batch=19, per_sample=True),
     Case(4, 4, (40, 64), 520, (16, 72), norm=False, batch=59, per_sample=True),
@@ -64,8 +65,8 @@ PACKED = (
     Case(4, 4, (520,), 72, (64, 456), norm=False, batch=59),
 )
 
-# The input gradient adds up the norm's sums: every tile of the kernel, images that strips fill and
-# that they do not, channels that fill tiles and that do not, parts of one chunk and of several.
+# The input gradient computes the norm's sums. The cases cover every tile of the kernel, images that
+# are whole strips or not, channels that fill tiles or not, and parts of one chunk or several.
 SUMMED = (
     Case(32, 32, (64,), 64, (64,), batch=7, per_sample=True),
     Case(33, 35, (64, 64), 72, batch=3),
@@ -102,7 +103,7 @@ def test_awkward_shapes_of_the_smallest_images(case, dtype):
 @pytest.mark.parametrize('side', [3, 7])
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_awkward_parts_of_a_residual_are_added_where_they_lie(dtype, side, flipped):
-    """Also parts without channels. The ops join parts that no shortcut projects."""
+    """Includes parts without channels. The ops join parts that no shortcut projects."""
     shapes = {'x': 40, 'first': 24, 'second': 48}
     arrays = {
         name: jax.random.normal(jax.random.key(i), (3, side, side, channels), dtype)
@@ -218,7 +219,9 @@ def test_gradients_of_other_readers_are_added(case, dtype, copies):
 
 @pytest.mark.parametrize('rows', [('scale',), ('offset',), ('scale', 'offset')], ids='+'.join)
 def test_samples_with_scale_or_offset_of_their_own(rows):
-    """Their gradients come from the norm; those of shared rows come from the weight gradient."""
+    """Their gradients come from the norm; the gradients of shared rows come from the weight
+    gradient.
+    """
     case, batch = AWKWARD[1], 3
 
     again = [inputs(case, 'float32', batch) for _ in range(batch)]
@@ -267,7 +270,7 @@ def test_under_vmap_the_mapped_axis_joins_the_batch():
 
 @pytest.mark.gpu
 def test_more_samples_than_a_grid_has_blocks_in_y():
-    """The sums of dy take several launches then; those of one pixel are dy itself."""
+    """The sums of dy then take several launches; the sums over one pixel are dy itself."""
     x, dy = (jax.random.normal(jax.random.key(seed), (2 * 65535 + 1, 1, 1, 8)) for seed in range(2))
     kernel, shift = jnp.ones((3, 3, 8, 8)), jnp.ones((x.shape[0], 8))
     found = parameter_gradients((x,), kernel, shift, None, dy)

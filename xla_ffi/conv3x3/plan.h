@@ -8,15 +8,16 @@ namespace jaxunet {
 class Reader;
 
 // y = conv(act(x), kernel) + shift + residual + projected · shortcut. Every term but y is optional.
-// act(x) = SiLU(a · x + b) if a is given, else x. "Channels" are those of x, or of `projected`;
-// "features" are the output channels, those of y. A shortcut is a 1×1 convolution.
+// act(x) = SiLU(a · x + b) if a is given, else x. "Channels" are the channels of x or of
+// `projected`; "features" are the output channels, those of y. A shortcut is a 1×1 convolution of
+// `projected`.
 struct Conv3x3 {
-  Type type;  // of all arrays but shift, a and b
-  // y and the residual are float32, though x is bfloat16: x and the kernel are terms of float32
-  // arrays (jaxunet/ops/terms.py).
+  Type type;  // of all arrays except shift, a and b
+  // True if y and the residual are float32 although x is bfloat16, because x and the kernel are
+  // terms of float32 arrays (jaxunet/ops/terms.py).
   bool wide;
   int64_t batch, height, width, features;
-  Parts x;  // empty: the projection alone, a linear layer
+  Parts x;  // empty: only the projection, a linear layer
   // (3, 3, channels, features). Flipped: (3, 3, features, channels), read as kernel[::-1, ::-1]
   // with its last two dimensions exchanged; the input gradient.
   const void* kernel;
@@ -31,15 +32,15 @@ struct Conv3x3 {
 };
 
 // y = conv(nearest(x), w) + shift, where nearest(x) repeats every pixel in two rows and two
-// columns. The kernels compute it by phases. The pixels y[2i + a, 2j + b] of phase (a, b) are a
-// convolution of x with 2 × 2 taps, each the sum of the rows and columns of w that meet the same
-// pixel of x:
+// columns. The kernels compute it by phases, where phase (a, b) is the pixels y[2i + a, 2j + b].
+// They are a convolution of x with 2 × 2 taps, and each tap is the sum of the rows and columns of w
+// that read the same pixel of x:
 //   y[2i + a, 2j + b] = sum over u, v of x[i + u + a - 1, j + v + b - 1] · kernel[a, b, u, v].
-// Flipped, x is the gradient of y, and y that of x:
+// Flipped, x is the gradient of the output and y the gradient of the input:
 //   y[i, j] = sum over a, b, u, v of x[2(i - u - a + 1) + a, 2(j - v - b + 1) + b]
 //             · kernel[a, b, u, v] transposed.
 struct UpsampledConv3x3 {
-  Type type;                     // of all arrays but shift
+  Type type;                     // of all arrays except shift
   int64_t batch, height, width;  // of the small image: of x; flipped, of y
   int64_t channels, features;    // of x, of y
   const void *x, *kernel;        // kernel: (2, 2, 2, 2, channels, features), a, b, u, v first;
@@ -49,8 +50,8 @@ struct UpsampledConv3x3 {
   void* y;
 };
 
-// The input gradient of a convolution that norms its input, through SiLU and the norm's affine map:
-// with z = a · x + b and n = (x - mean) · inverse,
+// The input gradient of a convolution whose input is a normalised x, continued through SiLU and the
+// norm's affine map. With z = a · x + b and n = (x - mean) · inverse,
 //   y = dz = conv(dy, kernel) · SiLU'(z),
 //   sums[sample] = (sum of dz, sum of dz · n) over the pixels, for each channel.
 struct Conv3x3NormGradient {
@@ -58,7 +59,7 @@ struct Conv3x3NormGradient {
   Parts x;       // the norm's input; as many channels as features
   Rows a, b, mean, inverse;
   float* sums;  // (batch, 2, features)
-  // Uninitialized memory for the sums of each strip, at least `minimum_workspace`.
+  // Uninitialized memory for the sums of each strip, at least `minimum_workspace` floats.
   float* workspace;
 };
 
@@ -68,14 +69,14 @@ constexpr int64_t minimum_workspace(const Conv3x3NormGradient& plan) {
          plan.conv.features;
 }
 
-// An array of float32 or of the type of x.
+// An array whose type is float32 or the type of x.
 struct Result {
   void* data;
   Type type;
 };
 
-// dkernel[i, j] = sum over pixels of x shifted by (i - 1, j - 1), times dy; dshortcut = the
-// same of `projected`, not shifted; dshift = sums of dy over pixels. Either x or `projected` may be
+// dkernel[i, j] = sum over pixels of x shifted by (i - 1, j - 1), times dy; dshortcut = the same
+// for `projected`, not shifted; dshift = sums of dy over pixels. Either x or `projected` may be
 // empty.
 struct Conv3x3WeightGradient {
   Type type;
@@ -87,26 +88,26 @@ struct Conv3x3WeightGradient {
   Result dshift;     // (shifts, features)
   int64_t shifts;    // batch, or 1: the sum over all samples
   Result dshortcut;  // (projected channels, features)
-  // The gradient of the preceding norm leaves sums of each sample for the gradients of its offset
-  // (0) and scale (1); if `norm`, the last launch adds them over the samples.
+  // The preceding norm's gradient kernel writes each sample's gradients of offset (0) and scale (1)
+  // to norm_sums; if `norm`, the last launch adds them over the samples.
   bool norm;
   const float* norm_sums;       // (batch, 2, channels)
   float *of_scale, *of_offset;  // the gradients, (1, channels)
-  // Uninitialized memory for partial results, at least `minimum_workspace`. The smaller it is, the
-  // fewer blocks share the work.
+  // Uninitialized memory for partial results, at least `minimum_workspace` floats. The smaller it
+  // is, the fewer blocks share the work.
   float* workspace;
   int64_t workspace_floats;
 };
 
-// The room for the gradients of one split before they are narrowed, in floats.
+// Size in floats of the gradients of one split before they are narrowed.
 constexpr int64_t minimum_workspace(const Conv3x3WeightGradient& plan) {
   return (9 * plan.x.total + plan.projected.total + plan.batch) * plan.features;
 }
 
 // The same for y = conv(nearest(x), kernel) + shift: dkernel[r, s] = sum over pixels of nearest(x)
-// shifted by (r - 1, s - 1), times dy. By phases, the gradients of their taps are sums over the
-// pixels of the small image, and dkernel[r, s] adds those of the four taps that kernel[r, s] is
-// part of.
+// shifted by (r - 1, s - 1), times dy. By phases, the gradients of the phases' taps are sums over
+// the pixels of the small image, and dkernel[r, s] is the sum of the gradients of the four taps
+// that contain kernel[r, s].
 struct UpsampledWeightGradient {
   Type type;
   int64_t batch, height, width;  // of the small image
@@ -118,14 +119,14 @@ struct UpsampledWeightGradient {
   int64_t workspace_floats;
 };
 
-// The room for the gradients of one split: 16 taps, and two phases' sums of dy.
+// Size in floats of the gradients of one split: 16 taps, and two phases' sums of dy.
 constexpr int64_t minimum_workspace(const UpsampledWeightGradient& plan) {
   return (16 * plan.channels + 2 * plan.batch) * plan.features;
 }
 
 Conv3x3 read_conv3x3(Reader& call);
-// The gradient of projected · shortcut by `projected`: dy times the transposed shortcut, a plan
-// without x.
+// The gradient of projected · shortcut with respect to `projected`: dy times the transposed
+// shortcut, a plan without x.
 Conv3x3 read_conv3x3_shortcut_gradient(Reader& call);
 UpsampledConv3x3 read_conv3x3_upsampled(Reader& call);
 Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call);

@@ -7,7 +7,7 @@
 namespace jaxunet {
 namespace {
 
-// The image that is convolved, in `parts` arrays.
+// Reads the image to convolve, in `parts` arrays.
 template <class Plan>
 Array read_image(Reader& call, Plan& plan, const std::string& name, int64_t parts) {
   Array first;
@@ -25,7 +25,8 @@ Array read_image(Reader& call, Plan& plan) {
   return read_image(call, plan, "x", call.integer("parts", 1, kMaxParts));
 }
 
-// The small image, or if `upsampled` the large one. The plan has the size of the small image.
+// Reads the small image or, if `upsampled`, the large one. The plan gets the size of the small
+// image.
 template <class Plan>
 Array read_image_of_phases(Reader& call, Plan& plan, bool upsampled) {
   const Array x = call.floating("x", 4);

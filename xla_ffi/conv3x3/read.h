@@ -11,7 +11,7 @@ int64_t pixels(const Plan& plan) {
   return plan.batch * plan.height * plan.width;
 }
 
-// Reads the image of a layer without taps, in one array: what a shortcut projects.
+// Reads the input of a layer without taps, in one array, as `projected`.
 template <class Plan>
 Array read_projected(Reader& call, const char* name, Plan& plan) {
   Array image;
@@ -25,7 +25,7 @@ Array read_projected(Reader& call, const char* name, Plan& plan) {
 }
 
 // Reads the gradient of a parameter: float32 or `element`, the type of x. `rows` receives its first
-// dimension, for shapes in which that is free.
+// dimension if the shape leaves that open.
 inline Result read_gradient(Reader& call, const char* name, ffi::DataType element,
                             const Dims& shape, int64_t* rows = nullptr) {
   const Array found = call.result(name, element, ffi::DataType::F32, shape);
@@ -54,8 +54,9 @@ void read_workspace(Reader& call, Plan& plan) {
   }
 }
 
-// A layer without taps may take its pixels in any order. In images as wide as a strip the Hopper
-// kernels read no halo that they do not multiply, and small images fill whole strips.
+// A layer without taps may process its pixels in any order, as if they formed other images. If
+// these are as wide as a strip, the Hopper kernels read no unused columns, and small images fill
+// whole strips.
 constexpr int64_t kRegroupedColumns = 8;  // a strip
 constexpr int64_t kRegroupedRows = 16;    // the tallest strip
 

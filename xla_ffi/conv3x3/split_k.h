@@ -2,13 +2,13 @@
 // size) are divided among splits, each computed by its own blocks. Their partial results are added
 // afterwards (split_k_reduce.cu).
 //
-// The strips of all samples form one sequence, and a split is a contiguous part of it. It meets a
-// sample if it has strips of it. Some blocks also sum dy, one partial sum for each sample that
-// their split meets. It goes to an array (slots, batch, features): slot 0 for the first split that
-// meets the sample, slot 1 for the next, and so on. Unused slots are zeros, so that the reduction
-// can add all of them.
+// The strips of all samples form one sequence, and a split is a contiguous part of it. A split
+// meets a sample if it contains strips of that sample. Some blocks also compute a partial sum of dy
+// for each sample that their split meets. These sums go to an array (slots, batch, features): slot
+// 0 for the first split that meets the sample, slot 1 for the next, and so on. Unused slots are
+// zeros, so that the reduction can add all of them.
 //
-// Where a strip holds the same pixels of several samples, a "sample" here is that group of samples.
+// If a strip holds the same pixels of several samples, "sample" means that group of samples.
 #pragma once
 
 #include <algorithm>
@@ -43,8 +43,8 @@ struct SplitK {
     return split_of((sample + 1) * strips_of_sample - 1);
   }
 
-  // The most splits that meet one sample. Splits have `size` strips or more, so n strips reach past
-  // the end of at most ceil((n - 1) / size) splits.
+  // Most splits that meet one sample. A split has at least `size` strips, so n consecutive strips
+  // cross at most ceil((n - 1) / size) boundaries between splits.
   int slots() const {
     const int size = strips / splits;
     return std::min(splits, (strips_of_sample - 2 + size) / size + 1);
@@ -56,7 +56,7 @@ struct ShiftPartials {
   float* to;  // (slots, batch, features)
   int slots, batch, features;
 
-  // Stores the sum of one split over one sample.
+  // Stores one split's sum over one sample.
   JAXUNET_HOST_DEVICE void store(const SplitK& split_k, int split, int sample, int feature,
                                  float sum) const {
     store(split - split_k.first_split(sample), split == split_k.last_split(sample), sample, feature,

@@ -1,6 +1,6 @@
-"""The results of weight gradients' handlers: the gradients, and a workspace for their splits.
+"""Results of the weight gradients' handlers: the gradients, and a workspace for their splits.
 
-The pixels are divided among splits, whose partial sums lie in the workspace until they are added
+The pixels are divided among splits, whose partial sums stay in the workspace until they are added
 (`xla_ffi/conv3x3/split_k.h`). With a smaller workspace, a kernel splits the pixels less.
 """
 
@@ -14,18 +14,17 @@ from jax.typing import DTypeLike
 
 from jaxunet.runtime import device
 
-MULTIPROCESSORS = 132  # where the GPU is unknown: those of an H100 or H200 SXM
+MULTIPROCESSORS = 132  # assumed if the GPU is unknown: an H100 or H200 SXM
 
 
 def partial_sums(pixels: int, weights: int, of_block: int) -> int:
-    """Returns the float32 elements of the workspace for the gradients of so many weights.
+    """Returns the workspace size, in float32 elements, for the gradients of `weights` weights.
 
     It holds at least the gradients themselves, which stay float32 until the splits have been added.
     A block's share is at least 64 pixels.
 
     Args:
-      of_block: the elements that one block writes; there is room for a block on each
-        multiprocessor.
+      of_block: the elements that one block writes; the workspace fits one block per multiprocessor.
     """
     most = of_block * device.multiprocessors(MULTIPROCESSORS)
     return max(min(weights * -(-pixels // 64), most), weights)
@@ -34,7 +33,8 @@ def partial_sums(pixels: int, weights: int, of_block: int) -> int:
 def written(
     gradients: Iterable[tuple[tuple[int, ...], DTypeLike]], dtype: DTypeLike
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns what the kernels write of gradients: float32, or the type of x.
+    """Returns the shapes and types of the gradients as the kernels write them: float32 or the type
+    of x.
 
     XLA converts them to any other type of the parameters.
 

@@ -1,15 +1,16 @@
-// The reductions of a weight gradient, both in a fixed order and limited by memory bandwidth: a
-// thread has several reads of 16 bytes in flight.
+// The two reductions of a weight gradient. Both add in a fixed order and are limited by memory
+// bandwidth, so a thread keeps several reads of 16 bytes in flight.
 //
 // channel_sums: sums of dy over pixels. A block has a share of a sample's pixels and 8 vectors of
-// features. Eight lanes read a pixel's vectors, so 32 pixels are read at a time; shared memory
-// holds their sums, which one thread for each feature adds.
+// features. Eight lanes read a pixel's vectors, so 32 pixels are read at a time. The sums of these
+// 32 go through shared memory, where one thread per feature adds them.
 //
-// split_k_reduce: up to five sums of partial results, each by blocks of its own. A block's threads
-// are rows × lanes, powers of two. A lane has four neighbouring entries; row r adds them over parts
-// r, r + rows, r + 2 rows, ..., then row 0 adds the rows through shared memory. Results from
+// split_k_reduce: up to five sums of partial results, each with blocks of its own. A block's
+// threads are rows × lanes, powers of two. A lane has four adjacent entries; row r adds them over
+// parts r, r + rows, r + 2 rows, ..., then row 0 adds the rows through shared memory. Results from
 // accumulator tiles are also transposed in shared memory before they are written. __syncthreads:
-// the rows' sums have been written; they have been read; the transposed entries have been written.
+// after the rows' sums have been written, after they have been read, and after the transposed
+// entries have been written.
 
 #include <algorithm>
 
@@ -28,10 +29,10 @@ constexpr int kAhead = 8;  // reads in flight
 
 // --- sums of dy ---
 
-constexpr int kLanes = 8, kPixels = kThreads / kLanes;  // that a block reads at a time
+constexpr int kLanes = 8, kPixels = kThreads / kLanes;  // kPixels: read at a time by a block
 
-// kWidth: numbers of a vector. Grid: (groups of 8 vectors of features, samples, segments). `image`:
-// pixels of a sample.
+// kWidth: numbers per vector. Grid: (groups of 8 vectors of features, samples, segments). `image`:
+// pixels per sample.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     channel_sums_kernel(const T* dy, int image, int features, float* sums) {
@@ -81,7 +82,7 @@ cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, fl
   const int image = static_cast<int>(plan.height * plan.width),
             features = static_cast<int>(plan.features);
   constexpr int kFeatures = kLanes * kWidth;
-  // More samples than a grid has in y take several launches; each sample is one segment then.
+  // More samples than a grid can have in y take several launches, with one segment per sample.
   constexpr int64_t kMaxSamples = 65535;
   if (plan.batch > kMaxSamples && segments > 1) return cudaErrorInvalidValue;
   cudaError_t error = cudaSuccess;
@@ -95,7 +96,7 @@ cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, fl
   return error;
 }
 
-// Vectors of 16 bytes, or of one number if a pixel's features are not multiples of 16 bytes.
+// Uses vectors of 16 bytes, or of one number if a pixel's features are not a multiple of 16 bytes.
 template <class T>
 cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, float* sums,
                              cudaStream_t stream) {
@@ -106,7 +107,7 @@ cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, fl
 
 // --- partial results of splits ---
 
-// Writes four neighbouring entries of a result, those that exist, narrowed to its type.
+// Writes four adjacent entries of a result, as far as they exist, narrowed to its type.
 template <class T>
 __device__ void put(void* to, int64_t entry, int64_t count, float4 values) {
   T* at = static_cast<T*>(to) + entry;
@@ -122,8 +123,8 @@ __device__ void put(void* to, int64_t entry, int64_t count, float4 values) {
   }
 }
 
-// Returns four neighbours, the first `there` of which exist (at least one). Without kVectors they
-// are read one by one.
+// Returns four adjacent numbers, of which only the first `there`, at least one, exist. Without
+// kVectors they are read one by one.
 template <bool kVectors>
 __device__ float4 four(const float* from, int there) {
   if constexpr (kVectors) return *reinterpret_cast<const float4*>(from);
@@ -138,8 +139,8 @@ __device__ void add(float4& total, const float4& more) {
   total.w += more.w;
 }
 
-// The sum of four neighbouring entries over parts `part`, `part` + `step`, ... The reads have no
-// branches between them; otherwise issuing them would take longer than the memory does.
+// Sums four adjacent entries over parts `part`, `part` + `step`, ... There are no branches between
+// the reads; otherwise issuing them would take longer than the memory accesses.
 template <bool kVectors>
 __device__ float4 summed(const SplitKReduction& job, int entry, int part, int step) {
   const int there = static_cast<int>(job.count) - entry;
@@ -176,14 +177,14 @@ __device__ void put(const Result& to, int64_t entry, int64_t count, float4 value
   }
 }
 
-// Shared memory, in floats, for each 128 threads that hold fours of an accumulator tile: eight
+// Floats of shared memory for every 128 threads that hold fours of an accumulator tile: eight
 // channels × 64 features, padded.
 constexpr int kTransposedFloats = 8 * (64 + 4), kLogTileThreads = 7;
 static_assert(1 << kLogTileThreads == AccumulatorTile::kThreads, "its logarithm");
 
 // The accumulator tiles of a gradient (accumulator_tile.h), in rows of tiles along the features.
 struct Tiles {
-  FastDivmod across;  // tiles of a row
+  FastDivmod across;  // tiles per row
   int channels = 0;
 
   Tiles() = default;
@@ -191,19 +192,19 @@ struct Tiles {
       : across(job.features / 64), channels(static_cast<int>(job.count / (9 * job.features))) {}
 };
 
-// Writes what the first 2^log_lanes threads hold of accumulator tiles, from entry `first` of all
-// tiles on. It is transposed in shared memory, so that a thread writes neighbours along the
-// features. The fours of 128 threads are eight channels × 64 features; those of fewer threads have
-// fewer features.
+// Writes the entries of accumulator tiles that the first 2^log_lanes threads hold, from entry
+// `first` of all tiles on. They are transposed in shared memory, so that a thread writes adjacent
+// features. The fours of 128 threads are eight channels × 64 features; fewer threads have fewer
+// features.
 __device__ void put_tile(const SplitKReduction& job, const Tiles& tiles, int first, int log_lanes,
                          float4 total, float* transposed) {
-  // Threads that transpose together, at most the 128 of a consumer.
+  // Threads that transpose together: at most 128, as many as a consumer has.
   const int lanes = 1 << log_lanes,
             log_group = log_lanes < kLogTileThreads ? log_lanes : kLogTileThreads;
   const int group = 1 << log_group, thread = threadIdx.x & (group - 1);
   const int columns = group / 2;  // features of the group
-  // Neighbouring features that the lanes' first registers hold. Those of the third registers, eight
-  // features further on, are put behind them.
+  // Number of adjacent features in the lanes' first registers. The features of the third registers,
+  // eight further on, are stored behind them.
   const int run = columns < 16 ? columns / 2 : 8;
   const bool mine = static_cast<int>(threadIdx.x) < lanes;
   transposed += (threadIdx.x >> log_group) * kTransposedFloats;
@@ -228,16 +229,16 @@ __device__ void put_tile(const SplitKReduction& job, const Tiles& tiles, int fir
       job.count, *reinterpret_cast<const float4*>(transposed + row * (columns + 4) + column));
 }
 
-// The division of a reduction among blocks, and among a block's threads.
+// How a reduction is divided among blocks, and among a block's threads.
 struct Layout {
   int log_rows = 0;
   int64_t blocks;
 
   explicit Layout(const SplitKReduction& job) {
-    // More rows if there are too few entries to occupy a large GPU. To refit: time split_k_reduce
-    // for gradients of different sizes with this number halved and doubled.
+    // Use more rows if there are too few entries to occupy a large GPU. To refit: time
+    // split_k_reduce for gradients of different sizes with this number halved and doubled.
     constexpr int64_t kEnough = 128 * 1024;  // threads
-    // Of accumulator tiles, a block has at least eight features × eight channels.
+    // With accumulator tiles, a block has at least eight features × eight channels.
     const int most = job.features > 0 ? 4 : 6;
     while (log_rows < most && 1 << log_rows < job.parts / job.part_stride &&
            job.count / 4 << log_rows < kEnough)
@@ -247,10 +248,10 @@ struct Layout {
   }
 };
 
-// 32-bit indices leave the registers for a fifth block on a multiprocessor.
+// 32-bit indices save registers, so that a fifth block fits on a multiprocessor.
 constexpr int64_t kMaxEntries = 1 << 30;
 
-// All reductions of a launch; the blocks of one follow those of another.
+// All reductions of a launch, with consecutive ranges of blocks.
 struct Reductions {
   SplitKReduction job[kReductions];
   Tiles tiles[kReductions];
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(kThreads)
     split_k_reduce_kernel(const __grid_constant__ Reductions all) {
   constexpr int kFloats = kThreads / AccumulatorTile::kThreads * kTransposedFloats;
   __shared__ float4 totals[(kFloats > 4 * kThreads ? kFloats : 4 * kThreads) / 4];
-  int which = 0;  // this block's reduction; one without blocks begins where the next one does
+  int which = 0;  // this block's reduction; one without blocks begins where the next does
 #pragma unroll
   for (int i = 1; i < kReductions; ++i) which += static_cast<int>(blockIdx.x) >= all.first[i];
   const SplitKReduction& job = all.job[which];

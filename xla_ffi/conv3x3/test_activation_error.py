@@ -1,20 +1,20 @@
-"""The largest error of the activation inside of the convolutions, evaluated in float64 from PTX's
-bound of tanh.approx; the numbers are those of activation.cuh.
+"""The largest error of the activation inside the convolutions, evaluated in float64 from PTX's
+error bound for tanh.approx. The numbers are the ones in activation.cuh.
 """
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-TANH_ERROR = 2.0**-11  # of tanh.approx.f32, relative
+TANH_ERROR = 2.0**-11  # relative error of tanh.approx.f32
 Z = np.linspace(-16, 16, 64001)
 SILU = Z / (1 + np.exp(-Z))
-BOUND = np.abs(Z / 2 * np.tanh(Z / 2)) * TANH_ERROR  # of h + h * tanh(h), h = z / 2
+BOUND = np.abs(Z / 2 * np.tanh(Z / 2)) * TANH_ERROR  # error of h + h * tanh(h), h = z / 2
 NORMAL = np.exp(-(Z**2) / 2) / np.exp(-(Z**2) / 2).sum()
 
 
 def rms(error):
-    """Root mean square for normal z of deviation 1."""
+    """Root mean square for normally distributed z of deviation 1."""
     return np.sqrt(np.sum(NORMAL * error**2))
 
 
@@ -25,7 +25,7 @@ def test_the_formula_is_silu():
 
 def test_the_error_is_small_beside_the_input():
     assert np.all(np.abs(Z) * 2.0**-12 >= BOUND)
-    # The sum with the tanh that errs the most stays within the bound.
+    # With the largest possible error of tanh, the sum stays within the bound.
     h = Z / 2
     for sign in (-1, 1):
         off = h + h * np.tanh(h) * (1 + sign * TANH_ERROR) - SILU

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 XLA_FFI = pathlib.Path(__file__).parents[1]
-# Of each folder, and one of its assertions.
+# Each folder's test, and one of its assertions.
 SOURCES = {
     'hopper': 'samples_at_4x4(19, 2, 0, 520) == 4',
     'portable': 'multistage_choice(linear(), 108, 1).splits == 1',
@@ -48,7 +48,7 @@ def test_the_choices_hold(folder: str) -> None:
 
 @pytest.mark.parametrize(('folder', 'right'), SOURCES.items())
 def test_a_wrong_choice_is_an_error(folder: str, right: str, tmp_path: pathlib.Path) -> None:
-    """The assertions are compiled: one that is turned around fails."""
+    """The assertions are really compiled: a reversed one fails."""
     text = source(folder).read_text()
     assert right in text
     wrong = tmp_path / 'wrong.cc'

@@ -36,14 +36,14 @@ SMALL = (
     Case(3, 4, 4, 64, 128, per_sample=True),
     Case(2, 5, 7, 128, 64),
 )
-# Calls that convolve the upsampled image: channels of no whole chunk, few rows, float32.
+# Calls that convolve the upsampled image: channels that are not whole chunks, few rows, float32.
 COMPOSED = (
     (Case(2, 4, 4, 72, 64), 'bfloat16'),
     (Case(2, 4, 5, 64, 24, per_sample=True), 'float16'),
     (Case(1, 3, 8, 64, 64), 'bfloat16'),
     (Case(1, 4, 4, 64, 64), 'float32'),
 )
-# The shapes of our networks, and sizes that no strip divides.
+# The shapes of our networks, and sizes that are not multiples of a strip.
 OF_NETWORKS = (
     Case(5, 4, 4, 256, 256, per_sample=True),
     Case(3, 8, 8, 256, 256, per_sample=True),

@@ -1,11 +1,11 @@
-"""3×3 convolution of an image that nearest-neighbour upsampling doubles, without that image.
+"""3×3 convolution of a 2× nearest-neighbour upsampled image, without storing that image.
 
-Every 3×3 window of the upsampled image meets 2×2 pixels of the small one, so nine products of a
-pixel become four. Which rows and columns of the kernel meet the same pixel depends on the phase:
-the parity of the output's row and column. So there are four convolutions of the small image with
-2×2 taps, one for each phase (`UpsampledConv3x3` in plan.h).
+Every 3×3 window of the upsampled image covers 2×2 pixels of the small one, so an output pixel needs
+four products instead of nine. Which rows and columns of the kernel read the same small pixel
+depends on the phase: the parity of the output's row and column. So there are four convolutions of
+the small image with 2×2 taps, one for each phase (`UpsampledConv3x3` in plan.h).
 
-Only Hopper's kernels do that. Other calls convolve the upsampled image.
+Only the Hopper kernels do that. Other calls convolve the upsampled image.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from xla_ffi.conv3x3.parameter_gradients import PARTIAL_SHIFTS
 from xla_ffi.conv3x3.split_k import partial_sums, written
 
 CHUNK = 64  # channels of a chunk and of the narrowest tile, kChunk in hopper/tile.h
-LEAST_SIDE = 4  # of an image that Hopper's kernels take
-TAPS = 16  # of all phases
-PARTIAL_SUMS = 8 * CHUNK**2  # of a block: eight taps of 64 input channels by 64 features
+LEAST_SIDE = 4  # of an image that the Hopper kernels accept
+TAPS = 16  # over all phases
+PARTIAL_SUMS = 8 * CHUNK**2  # per block: eight taps of 64 input channels by 64 features
 
 PhaseKernels = Float[Array, '2 2 2 2 channels features']
 
@@ -82,7 +82,7 @@ def phase_kernels(kernel: Float[Array, '3 3 channels features']) -> PhaseKernels
 
 
 def _call(image: Array, taps: PhaseKernels, shift: Array | None) -> Array:
-    """Runs the handler: with a shift forward, without one the input gradient."""
+    """Runs the handler: forward with a shift, the input gradient without one."""
     flipped = shift is None
     features = taps.shape[4 if flipped else 5]
 
@@ -101,7 +101,7 @@ def _call(image: Array, taps: PhaseKernels, shift: Array | None) -> Array:
 
 
 def _weight_gradient(x: Array, dy: Array, kernel: Array, shift: Array) -> tuple[Array, Array]:
-    """Returns the gradients of the kernel and the shift, of which only the outlines are read."""
+    """Returns the gradients of the kernel and the shift, given as outlines."""
     features = dy.shape[3]
     wanted = [
         ((3, 3, x.shape[3], features), kernel.dtype),

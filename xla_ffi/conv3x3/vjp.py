@@ -1,7 +1,7 @@
-"""The convolution ops on the FFI handlers, with their gradients.
+"""The convolution ops as calls of the FFI handlers, with their gradients.
 
 Between forward and backward only raw convolution outputs are kept: the norm's gradient kernel
-recomputes the activation silu(norm(x)) for the weight gradient. `FUSED_PIXELS` decides if the
+recomputes the activation silu(norm(x)) for the weight gradient. `FUSED_PIXELS` decides whether the
 forward pass applies the norm inside the convolution or in a separate kernel before it.
 """
 
@@ -137,8 +137,8 @@ def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Ad
 def _fuses_activation(parts: Parts, features: int) -> bool:
     """Returns True if the convolution applies GroupNorm and SiLU to its input.
 
-    Only the kernels that read a tile once for its nine taps do: the implicit GEMM would apply them
-    once per tap. Where Hopper's kernels do not run, that leaves those for few features.
+    Only kernels that read a tile once for its nine taps do so; the implicit GEMM would apply them
+    once per tap. Without the Hopper kernels, only the kernel for few features is left.
     """
     if device.portable() and features > norm_gradient.FEW:
         return False
@@ -152,7 +152,7 @@ class _NormSaved(NamedTuple):
     Fields:
       shift: its `outline`.
       added: what `kept_for_backward` keeps of the residual.
-      mean, inverse: of each group, for every sample and channel.
+      mean, inverse: of the channel's group, for every sample and channel.
       affine: the norm as a · x + b, if the convolution applied it; else ().
     """
 
@@ -212,7 +212,7 @@ def _norm_conv_backward(
 ) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
     del eps, copies
     (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, affine) = given, saved
-    sums = None  # else dactive is the gradient before SiLU
+    sums = None  # otherwise dactive is the gradient before SiLU
     if affine and norm_gradient.takes(x.parts, kernel.shape[3]):
         dactive, sums = norm_gradient.norm_gradient(dy, kernel, x.parts, affine, mean, inverse)
     else:

@@ -1,9 +1,9 @@
-// The handler's entry of the weight gradient: the choice of the kernel and of the number of splits
-// of K (split_k.h), the place of partial results, and their reduction.
+// Entry point of the weight gradient's handler: chooses the kernel and the number of splits of K
+// (split_k.h), places the partial results, and reduces them.
 //
-// Two or three launches: channel_sums and the kernel of portable/, or that of hopper/ or
-// small_channels/, which also sums dy; then split_k_reduce, which also narrows the sums to the type
-// of the gradients.
+// It takes two or three launches: channel_sums and a kernel of portable/, or only a kernel of
+// hopper/ or small_channels/, which also sums dy; then split_k_reduce, which also narrows the sums
+// to the type of the gradients.
 
 #include <algorithm>
 
@@ -21,12 +21,12 @@ struct Splits {
   int64_t kernel, shortcut;
 };
 
-// The place of the partial results. With one split and nothing to narrow, they are the gradient
-// itself; else they are in the workspace, in this order: those of the kernel's gradient, of the
-// shortcut's, and of dy's sums, the gradient of the shift. All numbers count floats.
+// Where the partial results go. With one split and nothing to narrow, they are the gradient itself.
+// Otherwise they are in the workspace, in this order: the kernel's gradient, the shortcut's
+// gradient, and the sums of dy, which are the gradient of the shift. All sizes count floats.
 struct Partials {
   const Conv3x3WeightGradient& plan;
-  int64_t kernel, shortcut, shift;  // of one split (shift: of one slot)
+  int64_t kernel, shortcut, shift;  // per split (shift: per slot)
 
   explicit Partials(const Conv3x3WeightGradient& plan_)
       : plan(plan_),
@@ -38,7 +38,7 @@ struct Partials {
   static bool direct(const Result& gradient, int64_t splits) {
     return splits == 1 && gradient.type == Type::kFloat32;
   }
-  // Their size in the workspace; 0 if they are the gradient itself.
+  // Size of the partial results in the workspace; 0 if they are the gradient itself.
   int64_t kernel_floats(const Splits& splits) const {
     return direct(plan.dkernel, splits.kernel) ? 0 : splits.kernel * kernel;
   }
@@ -59,11 +59,11 @@ struct Partials {
     return plan.workspace + kernel_floats(splits) + shortcut_floats(splits);
   }
 
-  // Adds the partial results of all gradients in one launch, and the norm's sums.
+  // Adds the partial results of all gradients, and the norm's sums, in one launch.
   cudaError_t reduce(const Splits& splits, bool accumulator_tiles, int64_t slots,
                      cudaStream_t stream) const {
-    // If all samples share a row of the shift, its gradient is also the sum over the samples: a
-    // slot then has one part for each of them.
+    // If all samples share one shift, its gradient is also summed over the samples: each sample's
+    // sum in a slot is then a part to add.
     const int64_t parts_of_slot = plan.shifts == 1 ? plan.batch : 1;
     // The shift first: its many parts of few entries take longest.
     return split_k_reduce({{shift_at(splits), plan.dshift, static_cast<int>(slots * parts_of_slot),
@@ -78,7 +78,7 @@ struct Partials {
                           stream);
   }
 
-  // Without pixels or features: all gradients are zeros but those of the norm.
+  // Without pixels or features, all gradients except the norm's are zeros.
   cudaError_t reduce_nothing(cudaStream_t stream) const {
     return split_k_reduce({{nullptr, plan.dshift, 0, plan.shifts * plan.features},
                            norm_parameter(0, plan.of_offset),
@@ -89,8 +89,8 @@ struct Partials {
   }
 
  private:
-  // The sum over the samples of one of the norm's two sums, which norm_sums (batch, 2, channels)
-  // holds as every second part: 0 for the offset's gradient, 1 for the scale's.
+  // The reduction over the samples of one of the norm's two sums: `which` is 0 for the offset's
+  // gradient, 1 for the scale's. In norm_sums (batch, 2, channels) they are every second part.
   SplitKReduction norm_parameter(int which, float* to) const {
     if (!plan.norm) return {};
     SplitKReduction sum;
@@ -103,7 +103,7 @@ struct Partials {
   }
 };
 
-// Strips of the whole batch.
+// Number of strips in the batch.
 int64_t strips_of(const WeightGradientTiling& tiling, int64_t batch) {
   return ceil_div(batch, tiling.samples) * tiling.strips_of_sample;
 }
@@ -114,8 +114,8 @@ SplitK split_k_of(const WeightGradientTiling& tiling, int64_t batch, int64_t spl
 }
 
 // Estimated times of the Hopper weight gradient, in microseconds on an H200. To refit: time the
-// weight gradients of a training step with the numbers of splits forced around the chosen ones, and
-// solve for the three by least squares.
+// weight gradients of a training step with forced numbers of splits around the chosen ones, and
+// solve for the three constants by least squares.
 constexpr double kStripTime = 0.7;    // to multiply a strip of 64 pixels
 constexpr double kBlockTime = 5;      // to start a block and to store its partial results
 constexpr double kReduceTime = 0.03;  // to reduce the partial results of a block
@@ -132,8 +132,8 @@ Choice hopper_splits(const WeightGradientTiling& tiling, const Partials& partial
                      int multiprocessors) {
   const int64_t strips = strips_of(tiling, partials.plan.batch);
   const bool shortcut_alone = tiling.tiles == 0;  // a linear layer
-  // n splits of the kernel's gradient, and so many of the shortcut's that their blocks take equally
-  // long.
+  // n splits for the kernel's gradient, and as many for the shortcut's that blocks of both kinds
+  // take equally long.
   const auto balanced = [&](int64_t n) {
     if (shortcut_alone) return Splits{1, n};
     const double shortcut = static_cast<double>(n) * tiling.shortcut_time;
@@ -168,15 +168,15 @@ Choice hopper_choice(const Partials& partials, int multiprocessors) {
   Choice best = hopper_splits(tiling, partials, multiprocessors);
   for (int chunks = tiling.block_chunks - 1; tiling.tiles == 0 && chunks > 0; --chunks) {
     const WeightGradientTiling smaller = hopper_weight_gradient_tiling(partials.plan, chunks);
-    if (smaller.block_chunks < chunks) continue;  // the same as a later one
+    if (smaller.block_chunks < chunks) continue;  // same as a later iteration
     const Choice choice = hopper_splits(smaller, partials, multiprocessors);
     if (choice.microseconds < best.microseconds) best = choice;
   }
   return best;
 }
 
-// Two blocks for each multiprocessor, if the workspace has room. To refit it, time the first and
-// the last layer's weight gradients with half and with twice as many.
+// Two blocks per multiprocessor, if the workspace has room. To refit, time the first and the last
+// layer's weight gradients with half and with twice as many.
 Choice few_choice(const Partials& partials, int multiprocessors) {
   const WeightGradientTiling tiling = few_weight_gradient_tiling(partials.plan);
   const int64_t strips = strips_of(tiling, partials.plan.batch);
@@ -187,8 +187,8 @@ Choice few_choice(const Partials& partials, int multiprocessors) {
   return {tiling, {splits, 1}};
 }
 
-// The segments of a sample's pixels for channel_sums, which sums dy for the kernels of portable/:
-// they give each multiprocessor two blocks, of at least 256 pixels each, if the workspace has room.
+// The number of segments per sample for channel_sums, which sums dy for the kernels of portable/:
+// enough to give each multiprocessor two blocks of at least 256 pixels, if the workspace has room.
 int64_t segments_of(const Partials& partials, int multiprocessors) {
   const Conv3x3WeightGradient& plan = partials.plan;
   const int64_t segments =
@@ -197,17 +197,17 @@ int64_t segments_of(const Partials& partials, int multiprocessors) {
   return partials.fit({1, 1}, segments) ? segments : 1;
 }
 
-// The most splits, up to `most`, for which the workspace has room.
+// The largest number of splits, up to `most`, for which the workspace has room.
 int64_t splits_that_fit(const Partials& partials, int64_t most, int64_t segments) {
   const int64_t room = partials.plan.workspace_floats - segments * partials.shift,
                 of_one = partials.kernel + partials.shortcut;
   return std::clamp<int64_t>(room / of_one, 1, most);
 }
 
-// Four blocks of the implicit GEMM for each multiprocessor, of at least 256 pixels each.
+// Four blocks of the implicit GEMM per multiprocessor, with at least 256 pixels each.
 int64_t implicit_gemm_splits(const Partials& partials, int multiprocessors, int64_t segments) {
   const Conv3x3WeightGradient& plan = partials.plan;
-  constexpr int64_t kTile = 64, kMinPixels = 256;  // features and rows of a block; pixels
+  constexpr int64_t kTile = 64, kMinPixels = 256;  // features and rows per block; pixels per split
   const int64_t tiles = ceil_div(9 * plan.x.total + plan.projected.total, kTile) *
                         ceil_div(plan.features, kTile),
                 pixels = plan.batch * plan.height * plan.width;
@@ -216,8 +216,8 @@ int64_t implicit_gemm_splits(const Partials& partials, int multiprocessors, int6
       segments);
 }
 
-// The weight gradient by the kernels of portable/. To refit the numbers of blocks and pixels above,
-// time the weight gradients with JAXUNET_KERNELS=portable and half and twice as many.
+// Runs the weight gradient with the kernels of portable/. To refit the numbers of blocks and pixels
+// above, time the weight gradients with JAXUNET_KERNELS=portable and half and twice as many.
 cudaError_t run_portable(const Partials& partials, bool multistage, int multiprocessors,
                          cudaStream_t stream) {
   const Conv3x3WeightGradient& plan = partials.plan;
@@ -265,7 +265,7 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
   const ShiftPartials shift{partials.shift_at(splits),
                             (tiling.tiles > 0 ? split_k : shortcut_split_k).slots(),
                             static_cast<int>(plan.batch), static_cast<int>(plan.features)};
-  // Only if the reduction reads them; else the kernel writes the gradient itself.
+  // Only if there is a reduction to read them; otherwise the kernel writes the gradient itself.
   const bool accumulator_tiles = tiling.whole_tiles && partials.kernel_floats(splits) > 0;
   error = hopper ? hopper_weight_gradient(plan, tiling, split_k, partials.kernel_at(splits),
                                           accumulator_tiles, shift, shortcut_split_k,

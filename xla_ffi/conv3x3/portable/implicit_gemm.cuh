@@ -2,10 +2,10 @@
 // the matrices A and B. The weight gradient is Aᵀ · dY.
 //
 // A has a row for each pixel of the batch and a column for each (tap, channel): column = tap ·
-// channels + channel. For a 1×1 shortcut more columns follow, one for each channel that it
-// projects, at the pixel itself; in a linear layer they are the only ones. B has the columns of A
-// as its rows: it is the kernel (3, 3, channels, features) as it lies in memory, followed by the
-// shortcut (projected channels, features). Threads load eight neighbouring entries at a time.
+// channels + channel. A 1×1 shortcut adds a column for each projected channel, which reads the
+// pixel itself; a linear layer has only these columns. B has a row for each column of A: it is the
+// kernel (3, 3, channels, features) in its memory layout, followed by the shortcut (projected
+// channels, features). Threads load eight adjacent entries at a time.
 #pragma once
 
 #include "common/types.cuh"
@@ -16,7 +16,7 @@ namespace jaxunet::cuda {
 
 // A row of A.
 struct Pixel {
-  int64_t row;  // the same number, for arrays seen as (batch · height · width, channels)
+  int64_t row;  // its index, for arrays seen as (batch · height · width, channels)
   int sample, y, x;
 };
 
@@ -24,8 +24,8 @@ struct Pixel {
 struct MatrixA {
   Channels x, projected;
   int pixels, height, width, columns;
-  Rows a, b;     // SiLU(a · x + b); null data: no activation. A weight gradient has none
-  bool vectors;  // eight columns from a multiple of eight on are contiguous in memory
+  Rows a, b;     // SiLU(a · x + b); null data: no activation. Not in a weight gradient
+  bool vectors;  // aligned groups of eight columns are contiguous in memory
 
   __device__ Pixel pixel(int index) const {
     const int line = index / width, sample = line / height;
@@ -40,8 +40,8 @@ struct MatrixA {
                                 b.data[sample * b.stride + channel]));
   }
 
-  // The address that `column` reads at a pixel; null in the padding and past the last column.
-  // `channel`: of x, or -1 for a projected one, which has no activation.
+  // The address that `column` reads at a pixel; null in the padding and past the last column. Sets
+  // `channel` to the channel of x, or to -1 for a projected channel, which has no activation.
   template <class T>
   __device__ const T* entry(const Pixel& pixel, int column, int* channel) const {
     const int tap = column < 9 * x.total ? column / x.total : 9, down = pixel.y + tap / 3 - 1,
@@ -82,12 +82,14 @@ struct MatrixA {
   }
 };
 
-// The matrix B of the forward convolution. Its rows are named `column`, after those of A.
+// The matrix B of the forward convolution. A row of B is called `column`, after the column of A
+// that it multiplies.
 struct MatrixB {
   const void *kernel, *shortcut;
-  int channels, features, columns;  // of x; of y; of A
-  // The kernel lies as (3, 3, features, channels), read as kernel[::-1, ::-1] with its last two
-  // dimensions exchanged; the shortcut as (features, projected channels).
+  int channels, features, columns;  // channels of x, features of y, columns of A
+  // True if the kernel is stored as (3, 3, features, channels) and read as kernel[::-1, ::-1] with
+  // its last two dimensions exchanged, and the shortcut is stored as (features, projected
+  // channels).
   bool flipped;
   bool vectors;  // eight features (flipped: eight channels) are contiguous in memory
 
@@ -114,7 +116,7 @@ struct MatrixB {
     return static_cast<int64_t>(feature) * (columns - 9 * channels) + projected;
   }
 
-  // Features `feature` to `feature` + 7 of row `column`; not of a flipped kernel.
+  // Loads features `feature` to `feature` + 7 of row `column`, for a kernel that is not flipped.
   template <class T>
   __device__ void load_features(int column, int feature, Eight<T>& out) const {
     out.clear();
@@ -129,7 +131,7 @@ struct MatrixB {
     }
   }
 
-  // Rows `column` to `column` + 7 of a feature; of a flipped kernel.
+  // Loads rows `column` to `column` + 7 of a feature, for a flipped kernel.
   template <class T>
   __device__ void load_columns(int column, int feature, Eight<T>& out) const {
     const int projected = column - 9 * channels;

@@ -1,14 +1,14 @@
 // Forward 3×3 convolution, its input gradient and the linear layer as an implicit GEMM
 // (implicit_gemm.cuh): every shape and type, compute capability 8.0 and later.
 //
-// A block computes a tile of 64 pixels × 64 features, 32 × 32 for each of its four warps. The
-// mainloop takes 32 columns of A at a time: K. While the tensor cores multiply one stage of shared
-// memory, the next tiles of A and B are loaded to registers, where the activation is applied, and
-// then stored in the other stage.
+// A block computes a tile of 64 pixels × 64 features, 32 × 32 for each of its four warps. K runs
+// over the columns of A, 32 per step of the mainloop. While the tensor cores multiply one stage of
+// shared memory, the next tiles of A and B are loaded into registers, where the activation is
+// applied, and are then stored to the other stage.
 //
 // Shared memory: two stages of a tile of A, K-major, and one of B, MN-major (features are
-// contiguous; K-major if flipped). Layouts in common/warp_tile.cuh. Grid: (tiles of pixels, tiles
-// of features).
+// contiguous; K-major if flipped). common/warp_tile.cuh has the layouts. Grid: (tiles of pixels,
+// tiles of features).
 
 #include "common/dispatch_dtype.cuh"
 #include "common/launch.cuh"
@@ -20,7 +20,7 @@ namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kLoads = kTile * kDepth / 8 / kThreads;  // by a thread, of eight numbers, for a tile
+constexpr int kLoads = kTile * kDepth / 8 / kThreads;  // of eight numbers, per thread and tile
 
 // The kernel's only parameter.
 struct Parameters {
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads) implicit_gemm_forward_kernel(const P
   load(0);
   for (int k = 0, stage = 0; k < p.a.columns; k += kDepth, stage ^= 1) {
     store(stage);
-    // One barrier for each step is enough: a thread stores to this stage again only after the next
-    // barrier, which all threads reach after these products.
+    // One barrier per step is enough: a thread stores to this stage again only after the next
+    // barrier, which all threads reach after they have multiplied this stage.
     __syncthreads();
     if (k + kDepth < p.a.columns) load(k + kDepth);
     multiply_tiles<false, !kFlipped>(accumulator, a[stage], b[stage], row, column);

@@ -1,10 +1,10 @@
 // Weight gradient of the 3×3 convolution and of the linear layer as an implicit GEMM
 // (implicit_gemm.cuh): every shape and type, compute capability 8.0 and later.
 //
-// dW = Aᵀ · dy: rows are (tap, channel), then the projected channels, whose rows are the gradient
-// of a shortcut. A block computes a tile of 64 rows × 64 features over the pixels of its split (K),
-// 32 at a time, as implicit_gemm_forward.cu does; both operands are MN-major. split_k_reduce adds
-// the splits. Grid: (tiles of rows, tiles of features, splits).
+// dW = Aᵀ · dy. Its rows are (tap, channel), followed by the projected channels, which give the
+// gradient of a shortcut. A block computes a tile of 64 rows × 64 features over the pixels of its
+// split (K), 32 at a time, as implicit_gemm_forward.cu does; both operands are MN-major.
+// split_k_reduce adds the splits. Grid: (tiles of rows, tiles of features, splits).
 
 #include "common/dispatch_dtype.cuh"
 #include "common/launch.cuh"
@@ -22,7 +22,7 @@ struct Parameters {
   MatrixA a;
   const void* dy;
   int features;
-  int share;     // pixels of a split, a multiple of kDepth
+  int share;     // pixels per split, a multiple of kDepth
   bool vectors;  // eight features of dy are contiguous in memory
   float *partials, *shortcut_partials;
 };
@@ -73,13 +73,13 @@ __global__ void __launch_bounds__(kThreads)
   if (first < last) load(first);
   for (int pixel = first, stage = 0; pixel < last; pixel += kDepth, stage ^= 1) {
     store(stage);
-    __syncthreads();  // one for each step is enough, as in implicit_gemm_forward.cu
+    __syncthreads();  // one per step is enough, as in implicit_gemm_forward.cu
     if (pixel + kDepth < last) load(pixel + kDepth);
     multiply_tiles<true, true>(accumulator, a[stage], b[stage], row, column);
   }
 
-  // Row m goes to entry m of the kernel's gradient, or entry m - taps of the shortcut's, which
-  // `below` begins so many rows earlier.
+  // Row m goes to row m of the kernel's gradient, or to row m - taps of the shortcut's gradient;
+  // `below` points `taps` rows before the latter so that it can be indexed by m.
   const int projected = p.a.projected.total, taps = p.a.columns - projected;
   float* to = p.partials + static_cast<int64_t>(blockIdx.z) * taps * p.features;
   float* below =

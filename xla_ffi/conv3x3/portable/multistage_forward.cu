@@ -2,9 +2,10 @@
 // of stages (multistage_tile.cuh): 16-bit types, channels and features in multiples of 8, no
 // activation, compute capability 8.0 and later.
 //
-// K runs over the parts of x, in each over the taps, in each over chunks of channels; then over the
-// parts of the projection, which have one tap. So a thread only adds to its addresses, and computes
-// once the masks that say which of its pixels have neighbours inside of the image.
+// K runs over the parts of x, within a part over the taps, within a tap over chunks of channels;
+// then over the parts of `projected`, which have one tap. So a thread only increments its
+// addresses, and it computes only once the masks of its pixels that have neighbours inside of the
+// image.
 //
 // Shared memory: the ring; a stage holds a tile of A, K-major, and one of B, MN-major (K-major if
 // flipped). Grid: tiles of pixels × tiles of features, features first.
@@ -24,23 +25,23 @@ namespace {
 
 // A part of x or of the projection, and its weights.
 struct Section {
-  const void *image, *weights;  // weights: of the first tap and channel
+  const void *image, *weights;  // weights of the first tap and channel
   int width, taps;              // channels; 9 or 1
-  int row_stride;               // numbers from the weights of one feature to the next; only flipped
+  int row_stride;               // elements from one feature's weights to the next; if flipped
 };
 
 struct Parameters {
   Section sections[2 * kMaxParts];
-  int stages;          // of K
-  int64_t tap_stride;  // of the kernel, in numbers
+  int stages;          // of the ring, over all of K
+  int64_t tap_stride;  // of the kernel, in elements
   int pixels, features, feature_tiles;
-  FastDivmod width, height, image;  // image: pixels of one
+  FastDivmod width, height, image;  // image: pixels per image
   Channels residual;                // count = 0: none
   Rows shift;
   void* y;
 };
 
-// The rows of A that a thread copies, one bit each: which exist, and whose neighbours do.
+// One bit for each row of A that a thread copies: does the pixel exist, and does each neighbour?
 struct RowMasks {
   uint32_t inside = 0, up = 0, down = 0, left = 0, right = 0;
 
@@ -63,7 +64,7 @@ struct RowMasks {
   }
 };
 
-// Copies the tiles of A and B, stage after stage. Pointers and strides count bytes.
+// Copies the tiles of A and B, stage by stage. Pointers and strides are in bytes.
 template <class M, bool kFlipped>
 struct ForwardCopies {
   using CopyA = TileCopy<M::kThreads, M::kM, M::kDepth / 8>;
@@ -73,11 +74,11 @@ struct ForwardCopies {
   CopyA copy_a;
   CopyB copy_b;
   RowMasks masks;
-  int pixel, feature;  // of this thread's first copies
-  // Of the section: its index, channels, taps that are not complete, and row_stride.
+  int pixel, feature;  // for this thread's first copies
+  // The section's index, channels, remaining taps and row_stride.
   int section, width, taps, row_stride;
   int dy, dx, channel;  // the tap's offsets; the first channel of the stage
-  uint32_t rows;        // of A at this tap
+  uint32_t rows;        // of A that exist at this tap
   const char *a, *b;
 
   __device__ ForwardCopies(const Parameters& p_, int first_pixel, int first_feature)
@@ -108,7 +109,7 @@ struct ForwardCopies {
   }
 
   __device__ void operator()(uint32_t stage) {
-    // Where zeros are written instead of a copy, the address must be valid, too.
+    // The address must be valid even if zeros are written instead of a copy.
     const Section& first = p.sections[0];
     const uint32_t there = channel + 8 * copy_a.vector < width ? rows : 0;
 #pragma unroll
@@ -118,7 +119,7 @@ struct ForwardCopies {
       cp_async_16(stage + copy_a.place(i), valid ? from : first.image, valid);
     }
     if (copy_b.active) {
-      // The rows of this stage that exist, counted from the thread's first one.
+      // How many rows of this stage exist, counted from the thread's first one.
       const int channels = width - channel - (kFlipped ? 8 * copy_b.vector : copy_b.row),
                 features = p.features - feature;
       const int end = kFlipped ? (channels > 0 ? features : 0) : (features > 0 ? channels : 0);
@@ -151,12 +152,12 @@ struct ForwardCopies {
       dy += line_ends;
       rows = masks.of(dy, dx);
     } else if (section + 1 < 2 * kMaxParts) {
-      begin_section(section + 1);  // or, after the last one, an empty one, which nothing copies
+      begin_section(section + 1);  // after the last one, an empty section that copies nothing
     }
   }
 };
 
-// The shift of eight features. A thread loads it again when it comes to the next sample.
+// The shift of eight features. A thread reloads it when it reaches the next sample.
 struct ShiftVector {
   float at[8];
   int end = INT_MAX;  // the first pixel that needs another
@@ -176,14 +177,14 @@ struct ShiftVector {
   }
 };
 
-// Loads the residual of all vectors of this thread before any is used, so that it waits for memory
-// only once; the registers that held the mainloop's fragments are enough for them. Of the rows from
-// `pixel` on, `rows` exist.
+// Loads the residual for all vectors of this thread before it uses any, so that it waits for memory
+// only once; the registers of the mainloop's fragments are free to hold it. `rows` rows exist from
+// `pixel` on.
 template <class Vectors, class T>
 __device__ void load_residual(const Channels& residual, int pixel, int feature, int rows,
                               Eight<T> (&to)[Vectors::kCount]) {
   if (!residual.count) return;
-  // Eight features lie in one part, whose rows are `stride` numbers apart.
+  // The eight features lie in one part, whose rows are `stride` elements apart.
   const T* from = residual.at<T>(pixel, feature);
   const int64_t stride = residual.at<T>(pixel + 1, feature) - from;
 #pragma unroll
@@ -233,13 +234,13 @@ __global__ void __launch_bounds__(M::kThreads, M::kBlocks)
   if (add_slices<M>(accumulator)) write_outputs<M, T>(p, accumulator, first_pixel, first_feature);
 }
 
-// Appends the parts of an image whose weights lie as (taps, all channels, features), or flipped as
+// Appends the parts of an image. Its weights are (taps, all channels, features), or if flipped
 // (taps, features, all channels), read from the last tap to the first.
 Section* append(Section* to, const Parts& parts, const void* weights, int taps, int64_t features,
                 bool flipped) {
   int64_t first = flipped ? (taps - 1) * parts.total * features : 0;
   for (int i = 0; i < parts.count; ++i) {
-    if (parts.channels[i] == 0) continue;  // its taps would have no stage
+    if (parts.channels[i] == 0) continue;  // its taps have no stages
     *to++ = {parts.data[i], static_cast<const char*>(weights) + 2 * first,
              static_cast<int>(parts.channels[i]), taps, static_cast<int>(parts.total)};
     first += flipped ? parts.channels[i] : parts.channels[i] * features;

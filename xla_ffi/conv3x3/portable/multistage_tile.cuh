@@ -1,14 +1,14 @@
-// A block's tile of the product of two 16-bit matrices, by mma.sync from a ring of stages in shared
-// memory that cp.async fills; compute capability 8.0 and later.
+// One block's tile of the product of two 16-bit matrices: mma.sync reads a ring of stages in shared
+// memory that cp.async fills. Compute capability 8.0 and later.
 //
-// Each stage holds a tile of the left and of the right matrix, kDepth steps of K. A warp computes
-// kWarpM × kWarpN outputs. With slices, the warps of each slice compute the whole tile from their
-// own share of each stage's K, and the last step adds the slices in a fixed order: more warps hide
-// latency where a multiprocessor has only one block.
+// Each stage holds a tile of the left and a tile of the right matrix, kDepth steps of K. A warp
+// computes kWarpM × kWarpN outputs. With slices, the warps of each slice compute the whole tile
+// from their own share of each stage's K, and the slices are added at the end in a fixed order. The
+// additional warps hide latency if a multiprocessor has only one block.
 //
-// Synchronization: one __syncthreads for each stage. Before it, every thread has waited for its own
-// copies to the next stage and has read its last fragments of this one; so after it, the next stage
-// may be read and this one filled again.
+// Synchronization: one __syncthreads per stage. Before it, every thread has waited for its own
+// copies to the next stage and has read its last fragments of this stage. So after it, the next
+// stage may be read and this one refilled.
 #pragma once
 
 #include "common/launch.cuh"
@@ -24,9 +24,9 @@ template <int kM_, int kN_, int kDepth_, int kWarpM_, int kWarpN_, int kSlices_,
 struct Multistage {
   static constexpr int kM = kM_, kN = kN_, kDepth = kDepth_, kWarpM = kWarpM_, kWarpN = kWarpN_,
                        kSlices = kSlices_, kStages = kStages_;
-  static constexpr int kBlocks = kBlocks_;  // on a multiprocessor, which bounds the registers
+  static constexpr int kBlocks = kBlocks_;  // per multiprocessor; bounds the registers
   static constexpr int kWarps = kM / kWarpM * (kN / kWarpN), kThreads = 32 * kWarps * kSlices;
-  static constexpr int kSteps = kDepth / 16 / kSlices;  // of 16, of a warp in a stage
+  static constexpr int kSteps = kDepth / 16 / kSlices;  // of 16, per warp and stage
   static constexpr int kLeftBytes = kM * kDepth * 2, kStageBytes = kLeftBytes + kN * kDepth * 2;
   static constexpr int kSharedBytes = kStages * kStageBytes;
   static constexpr int kI = kWarpM / 16, kJ = kWarpN / 8;  // fragments of a warp's outputs
@@ -38,13 +38,13 @@ struct Multistage {
   using Accumulator = float[kI][kJ][4];
 };
 
-// The layout of a tile in shared memory: rows of kVectors vectors of 16 bytes. The vector's place
-// in the row is swizzled, so that the eight rows of a matrix that ldmatrix reads lie in different
+// The layout of a tile in shared memory: rows of kVectors vectors of 16 bytes. A vector's position
+// in its row is swizzled, so that the eight rows of a matrix that ldmatrix reads lie in different
 // banks: kVectors is a multiple of 8, or an odd multiple of 4, where two rows span all banks.
 template <int kVectors>
 struct SwizzledRows {
   static_assert(kVectors % 4 == 0);
-  static constexpr int kBytes = 16 * kVectors;  // of a row
+  static constexpr int kBytes = 16 * kVectors;  // per row
   static __device__ int swizzle(int row) { return kVectors % 8 ? row / 2 % 4 : row % 8; }
   static __device__ uint32_t offset(int row, int vector) {
     return row * kBytes + 16 * (vector ^ swizzle(row));
@@ -59,7 +59,7 @@ struct TileCopy {
   using Layout = SwizzledRows<kVectors>;
   static_assert(kTileRows % kRows == 0 && (kRows % 8 == 0 || kVectors % 8 == 0));
   int row, vector;
-  bool active;  // else the thread copies nothing
+  bool active;  // false: the thread copies nothing
   uint32_t offset;
 
   __device__ explicit TileCopy(int thread)
@@ -67,16 +67,16 @@ struct TileCopy {
         vector(thread % kVectors),
         active(row < kRows),
         offset(Layout::offset(row, vector)) {}
-  // The place in the tile of the vector of a pass. As `row` is less than kRows, a power of two, it
-  // has no bit of pass · kRows, and the two can be swizzled separately.
+  // Where a pass's vector goes in the tile. `row` is less than kRows, a power of two, so it shares
+  // no bit with pass · kRows, and the two can be swizzled separately.
   __device__ uint32_t place(int pass) const {
     return (offset ^ 16 * Layout::swizzle(pass * kRows)) + pass * kRows * Layout::kBytes;
   }
 };
 
-// A warp's reads of a tile, in kCount fragments: each has 16 rows of the product (kLeft), or 16
-// columns. A row of the tile in shared memory is a step of K (kMnMajor), or else one of these rows
-// or columns.
+// Reads a warp's kCount fragments of a tile. Each has 16 rows of the product (kLeft) or 16 columns.
+// A row of the tile in shared memory is a step of K (kMnMajor), or otherwise one of these rows or
+// columns.
 template <bool kLeft, bool kMnMajor, int kTileMn, int kDepth, int kSteps, int kCount>
 struct FragmentReader {
   using Layout = SwizzledRows<(kMnMajor ? kTileMn : kDepth) / 8>;
@@ -123,15 +123,15 @@ __device__ void multiply(typename M::Accumulator& accumulator, const uint32_t (&
   for (int i = 0; i < M::kI; ++i) {
 #pragma unroll
     for (int n = 0; n < M::kJ; ++n) {
-      const int j = i % 2 ? M::kJ - 1 - n : n;  // back and forth: neighbours share a fragment
+      const int j = i % 2 ? M::kJ - 1 - n : n;  // zigzag: shares a fragment
       mma_m16n8k16(accumulator[i][j], left[i], right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1],
                    T());
     }
   }
 }
 
-// Adds the products of `stages` stages. `copy(address)` issues the copies of the next stage to the
-// tiles from `address` on: the left one, then the right one.
+// Accumulates the products of `stages` stages. `copy(address)` issues the copies of the next stage
+// to `address`: the left tile, followed by the right tile.
 template <class M, class T, bool kLeftMnMajor, bool kRightMnMajor, class Copy>
 __device__ void multistage_mainloop(typename M::Accumulator& accumulator, int stages, Copy& copy) {
   const WarpPlace<M> warp;
@@ -147,7 +147,7 @@ __device__ void multistage_mainloop(typename M::Accumulator& accumulator, int st
   uint32_t a[2][M::kI][4], b[2][M::kJ / 2][4], filling = ring, reading = ring;
   const auto fill = [&](bool more) {
     if (more) copy(filling);
-    cp_async_commit();  // empty at the end, so that the count of groups is that of stages
+    cp_async_commit();  // empty at the end, so that groups and stages have the same count
     filling = next(filling);
   };
 #pragma unroll
@@ -166,8 +166,8 @@ __device__ void multistage_mainloop(typename M::Accumulator& accumulator, int st
         __syncthreads();
         reading = next(reading);
       }
-      // The fragments of the next step, while the tensor cores multiply those of this one. After
-      // the last step this reads a stage that nothing was copied to, and nothing multiplies it.
+      // Reads the next step's fragments while the tensor cores multiply this step's. After the last
+      // step this reads a stage that was not filled, but those fragments are never used.
       left.read(a[(step + 1) % 2], reading, (step + 1) % M::kSteps);
       right.read(b[(step + 1) % 2], reading + M::kLeftBytes, (step + 1) % M::kSteps);
       multiply<M, T>(accumulator, a[step % 2], b[step % 2]);
@@ -175,14 +175,15 @@ __device__ void multistage_mainloop(typename M::Accumulator& accumulator, int st
   }
 }
 
-// Adds the slices' accumulators to those of the first, in order. Returns true in the first slice.
+// Adds the slices' accumulators to those of the first slice, in order. Returns true in the first
+// slice.
 template <class M>
 __device__ bool add_slices(typename M::Accumulator& accumulator) {
   if constexpr (M::kSlices == 1) return true;
   const WarpPlace<M> warp;
   float* sums = reinterpret_cast<float*>(shared_memory()) + threadIdx.x % (32 * M::kWarps);
-  constexpr int kStride = 32 * M::kWarps;  // from one of a thread's numbers to the next
-  __syncthreads();  // no warp reads the ring any more, and no copy to it is under way
+  constexpr int kStride = 32 * M::kWarps;  // from one number of a thread to the next
+  __syncthreads();  // no warp reads the ring any more, and no copy is in flight
 #pragma unroll
   for (int n = 0; n < M::kI * M::kJ * 4; ++n) {
     if (warp.slice > 0)
@@ -201,8 +202,8 @@ __device__ bool add_slices(typename M::Accumulator& accumulator) {
   return true;
 }
 
-// For each row of the tile of which this lane has outputs, calls begin(row), and if that returns
-// true, visit(column, value, value of the next column) for these.
+// Calls begin(row) for each row of the tile in which this lane has outputs and, if that returns
+// true, visit(column, value, value of the next column) for each pair of them.
 template <class M, class Begin, class Visit>
 __device__ void each_row(const typename M::Accumulator& accumulator, Begin begin, Visit visit) {
   const WarpPlace<M> warp;
@@ -219,27 +220,27 @@ __device__ void each_row(const typename M::Accumulator& accumulator, Begin begin
 }
 
 // Rearranges the outputs of a warp into rows. In an accumulator, a lane holds pairs of columns;
-// here it gets vectors of eight columns, which are 16 bytes of a 16-bit type, and the lanes beside
-// it get the rest of the row. The outputs go through shared memory in pieces of 16 rows. Each warp
-// has room for two pieces, which it uses in turn, so that it waits for no other warp.
+// here it gets vectors of eight columns, 16 bytes in a 16-bit type, and the lanes beside it get the
+// rest of the row. The outputs go through shared memory in pieces of 16 rows. Each warp has its own
+// buffer for two pieces, which it uses in turn, so that it need not wait for other warps.
 //
 // To avoid bank conflicts, rows are padded by eight numbers, and the halves of a vector are
 // exchanged if bit 2 of row · kLanes + vector is set. Then the eight lanes that read 16 bytes each
 // at once use different banks, and so do the sixteen that write 8 bytes each.
 template <class M>
 struct RowVectors {
-  static constexpr int kLanes = M::kWarpN > 32 ? 8 : 4;  // for a row; with 48 columns, two are idle
-  static constexpr int kRows = 32 / kLanes;              // that a warp reads at once
-  static constexpr int kPasses = 16 / kRows;             // of reading for a piece
-  static constexpr int kCount = M::kI * kPasses;         // vectors of a lane
+  static constexpr int kLanes = M::kWarpN > 32 ? 8 : 4;  // per row; with 48 columns, two are idle
+  static constexpr int kRows = 32 / kLanes;              // rows that a warp reads at once
+  static constexpr int kPasses = 16 / kRows;             // read passes per piece
+  static constexpr int kCount = M::kI * kPasses;         // vectors per lane
   static constexpr int kRowBytes = 4 * (M::kWarpN + 8), kPieceBytes = 16 * kRowBytes;
   // With slices, other warps may still be reading the sums that add_slices put there.
   static constexpr int kFirstByte = (M::kSlices - 1) * M::kM * M::kN * 4;
   static_assert(M::kWarpN >= 32 && M::kWarpN <= 8 * kLanes && kRowBytes % 32 == 0);
   static_assert(kFirstByte + 2 * M::kWarps * kPieceBytes <= M::kSharedBytes);
 
-  int row, column;  // of the lane's first vector, in the tile; the others are kRows rows apart
-  bool active;      // else the lane has no vectors
+  int row, column;  // of the lane's first vector in the tile; the next are kRows rows apart
+  bool active;      // false: the lane has no vectors
   uint32_t pieces, from;
 
   __device__ RowVectors() {
@@ -254,18 +255,18 @@ struct RowVectors {
            16 * (lane / 4 % 2);
   }
 
-  // Calls visit(n, values) for n from 0 to kCount - 1, in lanes that are not active with values of
-  // no meaning. Only warps for which add_slices returned true call this.
+  // Calls visit(n, values) for n from 0 to kCount - 1; in lanes that are not active, the values are
+  // meaningless. Only warps for which add_slices returned true call this.
   template <class Visit>
   __device__ void each(const typename M::Accumulator& accumulator, Visit visit) const {
-    // No warp reads the ring any more. With slices, add_slices has waited for that.
+    // Waits until no warp reads the ring any more. With slices, add_slices has already waited.
     if constexpr (M::kSlices == 1) __syncthreads();
 #pragma unroll
     for (int i = 0; i < M::kI; ++i) {
       const uint32_t piece = i % 2 * kPieceBytes;
       write(accumulator[i], pieces + piece);
-      // Also orders the reads of the piece before this one before the writes of the one after it,
-      // which take its place.
+      // Also orders the reads of the previous piece before the writes of the next one, which use
+      // the same buffer.
       __syncwarp();
       float values[kPasses][8];
 #pragma unroll

@@ -2,10 +2,10 @@
 // stages (multistage_tile.cuh): 16-bit types, channels and features in multiples of 8, compute
 // capability 8.0 and later.
 //
-// dW = Aᵀ · dy: rows are (tap, channel), then the projected channels, whose rows are the gradient
-// of a shortcut; K runs over the pixels of the block's split. A thread copies the same eight
-// channels of one tap to every stage. So it only adds to its addresses and to the line and column
-// of its pixel, without dividing. split_k_reduce adds the splits.
+// dW = Aᵀ · dy. Its rows are (tap, channel), followed by the projected channels, which give the
+// gradient of a shortcut; K runs over the pixels of the block's split. A thread copies the same
+// eight channels of one tap to every stage. So it only increments its addresses and the line and
+// column of its pixel, without divisions. split_k_reduce adds the splits.
 //
 // Shared memory: the ring; both tiles of a stage are MN-major. Grid: (tiles of rows × tiles of
 // features, features first; splits).
@@ -25,15 +25,15 @@ struct Parameters {
   Channels x, projected;
   const void* dy;
   int pixels, features, feature_tiles;
-  int share;  // pixels of a split, a multiple of kDepth
+  int share;  // pixels per split, a multiple of kDepth
   FastDivmod width, height;
-  // From one row that a thread copies to its next: lines of an image (modulo its height), and
-  // pixels of a line.
+  // Distance from one row that a thread copies to the next: lines of an image (modulo its height),
+  // and pixels within a line.
   int lines, columns;
   float *partials, *shortcut_partials;
 };
 
-// Copies the tiles of A and dy, stage after stage. Pointers count bytes.
+// Copies the tiles of A and dy, stage by stage. Pointers are in bytes.
 template <class M>
 struct WeightGradientCopies {
   using CopyA = TileCopy<M::kThreads, M::kDepth, M::kM / 8>;
@@ -42,7 +42,7 @@ struct WeightGradientCopies {
   CopyA copy_a;
   CopyB copy_b;
   int left;  // pixels from this stage's first to the end of the split
-  // In A: channels of the part, and the tap's offsets. `width` is 0 past the last row of dW.
+  // For A: the channels of the part, and the tap's offsets. `width` is 0 past the last row of dW.
   int width = 0, dy = 0, dx = 0;
   int x, y;  // of the next pixel that this thread copies
   bool feature_there;
@@ -61,7 +61,8 @@ struct WeightGradientCopies {
         2 * (static_cast<int64_t>(first_pixel + copy_b.row) * p.features + feature);
   }
 
-  // The address of A's eight columns from `row` of dW on, at a pixel; sets width, dy and dx.
+  // The address at a pixel of the eight columns of A that begin with row `row` of dW; sets width,
+  // dy and dx.
   __device__ const char* begin_of(int row, int pixel) {
     const Channels* image = &p.x;
     if (row < 9 * p.x.total) {

@@ -72,7 +72,7 @@ static_assert(portable(varied([](Conv3x3& p) { p.a.data = &kSomewhere; })) ==
 static_assert(portable(varied([](Conv3x3& p) { p.wide = true; })) == Kernel::kImplicitGemm);
 static_assert(portable(varied([](Conv3x3& p) { p.type = Type::kFloat32; })) ==
               Kernel::kImplicitGemm);
-// More rows or columns of a matrix than the kernels count.
+// More rows or columns of a matrix than the kernels can count.
 static_assert(portable(varied([](Conv3x3& p) { p.x = parts(int64_t{1} << 28); })) ==
               Kernel::kImplicitGemm);
 static_assert(portable(weight_gradient(1, 1, parts(64), int64_t{1} << 31)) ==
@@ -85,8 +85,8 @@ constexpr const MultistageTile& tile_of(const Conv3x3& plan, int multiprocessors
   return kMultistageTiles[multistage_tile(plan, multiprocessors)];
 }
 
-// Large images fill every multiprocessor with large tiles, no wider than the features; of one small
-// image, small tiles occupy more of them.
+// Large images fill every multiprocessor with large tiles, which are no wider than the features;
+// for one small image, small tiles occupy more multiprocessors.
 constexpr bool large_tiles_for_large_images() {
   for (const int multiprocessors : kMultiprocessors) {
     const MultistageTile wide = tile_of(forward(256, 64, parts(128), 128), multiprocessors),
@@ -100,8 +100,8 @@ constexpr bool large_tiles_for_large_images() {
 }
 static_assert(large_tiles_for_large_images());
 
-// The splits are at least one, and at most what the workspace holds; each has pixels that fill the
-// ring.
+// There is at least one split, there are at most as many as fit in the workspace, and each has
+// enough pixels to fill the ring.
 constexpr bool valid(const Conv3x3WeightGradient& plan) {
   const int64_t pixels = plan.batch * plan.height * plan.width;
   for (const int multiprocessors : kMultiprocessors) {
@@ -119,7 +119,7 @@ static_assert(valid(weight_gradient(3, 5, parts(24, 40), 72)));
 static_assert(valid(weight_gradient(32, 8, parts(256, 192), 256)));
 static_assert(valid(weight_gradient(256, 64, parts(128, 64), 64)));
 
-// No other number of splits is estimated to be faster, though few are tried.
+// Only a few numbers of splits are tried, but no other number has a lower estimated time.
 constexpr bool fastest(const Conv3x3WeightGradient& plan, int multiprocessors) {
   const int64_t pixels = plan.batch * plan.height * plan.width;
   for (int tile = 0; tile < kMultistageTileCount; ++tile) {
@@ -136,7 +136,7 @@ static_assert(fastest(weight_gradient(256, 32, parts(192, 128), 128), 132));
 static_assert(fastest(weight_gradient(3, 40, parts(24, 40), 72), 46));
 static_assert(fastest(weight_gradient(7, 13, parts(16), 16), 82));
 
-// A linear layer of 192 channels: few tiles, so that blocks share its pixels.
+// A linear layer of 192 channels has so few tiles that several blocks must share its pixels.
 constexpr Conv3x3WeightGradient linear() {
   auto plan = weight_gradient(32, 16, {}, 576);
   plan.projected = parts(192);

@@ -1,7 +1,7 @@
 // Shared by the kernels for at most eight channels or features: 16-bit types, compute capability
-// 8.0 and later (mma.sync.m16n8k16). Such a convolution is limited by memory bandwidth. All of them
-// read or write the larger of its two images, x and y (or dy), once, 16 bytes at a time. "Small" is
-// the image of at most eight channels, "large" the other.
+// 8.0 and later (mma.sync.m16n8k16). Memory bandwidth limits such a convolution. Of its two images,
+// x and y (or dy), "small" is the one with at most eight channels and "large" the other. Each
+// kernel reads or writes the large image once, 16 bytes at a time.
 #pragma once
 
 #include "conv3x3/channels.cuh"
@@ -9,7 +9,7 @@
 
 namespace jaxunet::cuda {
 
-constexpr int kWide = 64;  // channels of the large image in a chunk: 128 bytes of a pixel
+constexpr int kWide = 64;  // channels per chunk of the large image: 128 bytes of a pixel
 
 // The kernel, in the layout of the plan.
 struct Weights {
@@ -32,8 +32,8 @@ struct Tiling {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kHaloColumns = kColumns + 2,
                        kHaloPixels = (kRows + 2) * kHaloColumns, kPixels = kRows * kColumns;
   int height, width;
-  int down, across;  // tiles of an image
-  int tiles;         // of the batch
+  int down, across;  // tiles per image
+  int tiles;         // in the batch
 
   template <class Plan>
   explicit Tiling(const Plan& plan)
@@ -44,7 +44,7 @@ struct Tiling {
         tiles(static_cast<int>(plan.batch) * down * across) {}
 
   struct At {
-    int sample, row, column;  // of a tile's first pixel, without its halo
+    int sample, row, column;  // a tile's first pixel, without the halo
   };
   __device__ At at(int tile) const {
     const int each = down * across, sample = tile / each, rest = tile - sample * each;
@@ -53,7 +53,7 @@ struct Tiling {
   __device__ bool inside(int row, int column) const {
     return row >= 0 && row < height && column >= 0 && column < width;
   }
-  // The row of an array (batch · height · width, channels).
+  // The row of a pixel in an array (batch · height · width, channels).
   __device__ int64_t index(int sample, int row, int column) const {
     return (static_cast<int64_t>(sample) * height + row) * width + column;
   }
@@ -62,7 +62,7 @@ struct Tiling {
 // 64 channels of an image in parts.
 struct Chunk {
   int part, channel;  // the first channel, in a part
-  int first;          // the same channel, counted through all parts
+  int first;          // the same channel, counted over all parts
   int width;          // channels of the part
 
   __device__ static Chunk of(const Channels& all, int number) {
@@ -77,8 +77,8 @@ struct Chunk {
   }
 };
 
-// The offset in bytes, in shared memory, of channels 8 · eighth to 8 · eighth + 7 of a pixel of 64
-// channels. The same channels of eight pixels lie in different banks.
+// The byte offset in shared memory of channels 8 · eighth to 8 · eighth + 7 in a tile of 64-channel
+// pixels. The same channels of eight pixels lie in different banks.
 __device__ inline int swizzled(int pixel, int eighth) {
   return pixel * kWide * 2 + ((eighth ^ pixel % 8) << 4);
 }

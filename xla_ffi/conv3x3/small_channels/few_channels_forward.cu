@@ -1,15 +1,16 @@
-// Forward 3×3 convolution of at most eight channels, which is also the input gradient of one with
-// at most eight features.
+// Forward 3×3 convolution of at most eight channels, which is also the input gradient of a
+// convolution with at most eight features.
 //
-// The product is A · B by mma.sync: A has pixels as rows and (tap, channel) as columns, which are
-// K; B, the weights, has features as columns. Channels are padded with zeros to four or eight, in
-// shared memory too. The order of K is free as long as A and B agree: here the four numbers of a
-// row that a lane holds are four channels of one tap, a single load. The order of the features is
-// free as well: here a lane gets eight neighbours and stores them as 16 bytes.
+// mma.sync computes A · B: A has pixels as rows and (tap, channel), which is K, as columns; B, the
+// weights, has features as columns. Channels are padded with zeros to four or eight, also in shared
+// memory. K may be in any order that A and B share: here the four numbers of a row that a lane
+// holds are four channels of one tap, so they are a single load. The features may be in any order
+// as well: here a lane gets eight adjacent features and stores them as 16 bytes.
 //
-// A block has a chunk of 64 features and keeps their weights in registers. It takes one tile of 32
-// × 8 pixels after another (it is persistent): each of its eight warps computes four rows of eight
-// pixels, two at a time. While it multiplies a tile, the next is loaded to registers.
+// A block has a chunk of 64 features and keeps their weights in registers. It is persistent and
+// processes one tile of 32 × 8 pixels after another: each of its eight warps computes four rows of
+// eight pixels, two rows at a time. While it multiplies a tile, it loads the next one into
+// registers.
 //
 // Shared memory: two stages of haloed pixels and of the shift; the weights, before the first tile.
 // One __syncthreads per tile: its stage has been written, and the stage that the next tile
@@ -26,8 +27,8 @@ namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Concurrent blocks of a multiprocessor, which bounds the registers: the weights of eight channels
-// take too many for a second block.
+// Concurrent blocks per multiprocessor, which bounds the registers. The weights of eight channels
+// take too many registers for a second block.
 template <int kChannels>
 constexpr int kBlocks = kChannels == 4 ? 2 : 1;
 using Tiles = Tiling<32, 8>;
@@ -43,13 +44,13 @@ struct Parameters {
 
 template <class T, int kChannels>
 struct Block {
-  static constexpr int kTapsOfStep = 16 / kChannels;  // a step is 16 of K
+  static constexpr int kTapsOfStep = 16 / kChannels;  // a step is 16 columns of K
   static constexpr int kSteps = (9 + kTapsOfStep - 1) / kTapsOfStep;
-  // Pixels that a thread loads.
+  // Pixels that one thread loads.
   static constexpr int kLoads = (Tiles::kHaloPixels + kThreads - 1) / kThreads;
-  // A feature's weights in shared memory, padded: the reads of a warp meet no bank twice.
+  // A feature's weights in shared memory, padded so that a warp's reads have no bank conflicts.
   static constexpr int kColumns = 16 * kSteps + 4;
-  static constexpr int kGroups = kWide / 32;  // of 32 features: four fragments of eight
+  static constexpr int kGroups = kWide / 32;  // groups of 32 features: four fragments of eight
 
   struct Shared {
     SmallPixel<T, kChannels> pixels[2][Tiles::kHaloPixels];
@@ -68,7 +69,7 @@ struct Block {
   __device__ Block(const Parameters& parameters, Shared& memory)
       : p(parameters), shared(memory), first_feature(blockIdx.y * kWide) {}
 
-  // The next tile, to registers.
+  // Loads the next tile into registers.
   __device__ void load(int tile) {
     const auto at = p.tiling.at(tile);
 #pragma unroll
@@ -85,7 +86,7 @@ struct Block {
       next_shift = p.shift.data[at.sample * p.shift.stride + feature];
   }
 
-  // Stores what `load` loaded in a stage of shared memory.
+  // Stores the registers that `load` filled to a stage of shared memory.
   __device__ void store(int stage) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -95,7 +96,7 @@ struct Block {
     if (threadIdx.x < kWide) shared.shift[stage][threadIdx.x] = next_shift;
   }
 
-  // B, through shared memory: a block reads each weight from global memory once.
+  // Loads B through shared memory, so that a block reads each weight from global memory once.
   __device__ void load_weights() {
     if (threadIdx.x < 4) shared.zeros.at[threadIdx.x] = narrow<T>(0.0f);
     const int feature = threadIdx.x % kWide;
@@ -175,8 +176,8 @@ struct Block {
     int stage = 0;
     for (int tile = blockIdx.x; tile < p.tiling.tiles; tile += gridDim.x, stage ^= 1) {
       store(stage);
-      // One barrier for each tile is enough: a thread stores to this stage again after the next
-      // one.
+      // One barrier per tile is enough: a thread stores to this stage again only after the next
+      // barrier.
       __syncthreads();
       if (tile + static_cast<int>(gridDim.x) < p.tiling.tiles) load(tile + gridDim.x);
       multiply(stage, tile);

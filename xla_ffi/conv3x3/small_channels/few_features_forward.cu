@@ -1,15 +1,15 @@
-// Forward 3×3 convolution to at most eight features, which is also the input gradient of one of at
-// most eight channels.
+// Forward 3×3 convolution to at most eight features, which is also the input gradient of a
+// convolution of at most eight channels.
 //
-// The product is pixels × features by mma.sync, N = 8; K runs over taps and channels. A tile of 16
-// × 16 pixels with its halo lies in shared memory, 64 channels at a time. Each of four warps
-// computes four rows of 16 pixels from six rows of the tile: a fragment of 16 pixels, loaded at one
-// of three column offsets, serves the output rows above, at and below it. A pixel is thus loaded
-// from shared memory three times instead of nine.
+// mma.sync computes pixels × features with N = 8; K runs over taps and channels. A tile of 16 × 16
+// pixels with its halo lies in shared memory, 64 channels at a time. Each of four warps computes
+// four rows of 16 pixels from six rows of the tile: a fragment of 16 pixels, loaded at one of three
+// column offsets, serves the output rows above, at and below it. A pixel is thus loaded from shared
+// memory three times instead of nine.
 //
-// A block takes one tile after another (it is persistent). There is no pipeline; four blocks on a
-// multiprocessor overlap the copies of one with the products of another. Two __syncthreads per
-// chunk: it has been copied (and activated); it has been read.
+// Blocks are persistent and process one tile after another. There is no pipeline: the four blocks
+// on a multiprocessor overlap the copies of one with the products of another. Two __syncthreads per
+// chunk: one after it has been copied (and activated), one after it has been read.
 //
 // Shared memory: a haloed tile of 64 channels, swizzled (common.cuh); all weights, as fragments.
 
@@ -29,7 +29,7 @@ constexpr int kThreads = 128, kBlocks = 4;  // blocks on a multiprocessor
 using Tiles = Tiling<16, 16>;
 constexpr int kWarpRows = 4, kSteps = kWide / 16;  // a step is 16 channels
 constexpr int kTileBytes = Tiles::kHaloPixels * kWide * 2;
-constexpr int kWeightBytes = 9 * kSteps * 32 * 8;  // of a chunk: 8 bytes a lane
+constexpr int kWeightBytes = 9 * kSteps * 32 * 8;  // per chunk; 8 bytes per lane
 static_assert(kTileBytes + kMaxChannelsToFew / kWide * kWeightBytes <= kAdaSmemBytes,
               "a tile and the weights of the most channels fit a block of every GPU");
 
@@ -84,8 +84,8 @@ struct Block {
     }
   }
 
-  // Stores the weights as mma.sync's right fragments, [chunk][tap][step][lane]: of feature lane /
-  // 4, a lane has channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the step, t = lane % 4.
+  // Stores the weights as right fragments of mma.sync, [chunk][tap][step][lane]: a lane has
+  // channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the step for feature lane / 4, where t = lane % 4.
   __device__ void load_weights() const {
     for (int number = 0; number < p.chunks; ++number) {
       const Chunk chunk = Chunk::of(p.x, number);

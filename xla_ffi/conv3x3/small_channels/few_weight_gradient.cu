@@ -1,23 +1,23 @@
 // Weight gradient of a 3×3 convolution of at most eight channels, or to at most eight features.
 //
 // One of the images x and dy is small (few channels), the other large. The gradient of a weight is
-// the sum over pixels of the large image times a neighbour in the small one: x at + tap if x is
-// small, dy at - tap if dy is. The product has (tap, small channel) as rows and a chunk of 64
-// channels of the large image as columns; K runs over pixels and is split (split_k.h). A block runs
-// through the strips of its split, 8 columns × 16 rows of pixels, and multiplies by mma.sync. Each
-// of its eight warps has a quarter of a strip (four rows: two steps of 16 pixels) and half of the
-// columns. At the end the quarters are added in a fixed order. While a strip is multiplied, the
-// next is loaded to registers.
+// the sum over the pixels of the large image of pixel times neighbour in the small image, which
+// lies at + tap if x is small, at - tap if dy is small. The product has (tap, small channel) as
+// rows and a chunk of 64 channels of the large image as columns; K runs over pixels and is split
+// (split_k.h). A block iterates over the strips of its split, 8 columns × 16 rows of pixels, and
+// multiplies with mma.sync. Each of its eight warps has a quarter of a strip (four rows: two steps
+// of 16 pixels) and half of the columns. At the end the quarters are added in a fixed order. While
+// a strip is multiplied, the next one is loaded into registers.
 //
 // Sums of dy need no separate pass: if x is small, a plane of ones adds a row to the product; if dy
 // is small, the rows of the centre tap are also multiplied by ones.
 //
-// Shared memory: two stages of a strip: the large image pixel by pixel, swizzled (common.cuh), the
-// small one with its halo as one plane for each channel, and the plane of ones. Later, in their
-// place, the sums. One __syncthreads per strip: its stage has been written, and the stage that the
-// next strip overwrites has been read. Two more after the last strip of a sample, as its sums of dy
-// pass through shared memory; at the end, one before the first quarter is added and one after each.
-// Grid: splits × chunks.
+// Shared memory: two stages of a strip: the large image pixel by pixel, swizzled (common.cuh); the
+// small one with its halo, one plane per channel; and the plane of ones. At the end, the sums
+// overwrite the stages. One __syncthreads per strip: its stage has been written, and the stage that
+// the next strip overwrites has been read. Two more after the last strip of a sample, whose sums of
+// dy go through shared memory; at the end, one before the first quarter is added and one after
+// each. Grid: splits × chunks.
 
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
@@ -30,8 +30,8 @@ namespace {
 constexpr int kThreads = 256;
 using Strips = Tiling<16, 8>;
 constexpr int kQuarters = 4, kHalves = 2;
-constexpr int kColumns = kWide / kHalves, kFragments = kColumns / 8;  // of a warp
-constexpr int kLoads = Strips::kPixels * 8 / kThreads;  // of 16 bytes, by each thread for a strip
+constexpr int kColumns = kWide / kHalves, kFragments = kColumns / 8;  // per warp
+constexpr int kLoads = Strips::kPixels * 8 / kThreads;  // of 16 bytes, per thread and strip
 constexpr int kOnes = kFew;                             // the plane of ones
 
 struct Parameters {
@@ -39,7 +39,7 @@ struct Parameters {
   const void* small;
   int few;                 // channels of the small image
   int chunks;              // of the large image
-  int channels, features;  // of x and of dy
+  int channels, features;  // channels of x, features of dy
   Strips tiling;
   SplitK split_k;
   float* partials;
@@ -69,9 +69,9 @@ struct Block {
   const Parameters& p;
   Shared& shared;
   Chunk chunk;
-  int split, first, count;        // the split, its first strip and their number
-  int warp, lane, quarter, half;  // of the strip's pixels, and of the columns
-  int small_at[kRowTiles][2];     // offsets of this lane's rows in the planes, from a pixel
+  int split, first, count;        // the split, its first strip, its number of strips
+  int warp, lane, quarter, half;  // quarter of the strip's pixels, half of the columns
+  int small_at[kRowTiles][2];     // offsets in the planes of this lane's rows, relative to a pixel
   Eight<T> next_large[kLoads];
   T next_small[kMaxFew];
   float sums[kRowTiles][kFragments][4], small_sums[kRowTiles][4];
@@ -103,7 +103,7 @@ struct Block {
           narrow<T>(1.0f);
   }
 
-  // The offset in the planes of what a row multiplies at the first pixel of a strip; rows past the
+  // The offset in the planes of the operand of a row at the first pixel of a strip. Rows past the
   // last compute numbers that nothing reads.
   __device__ int entry_of(int row) const {
     const int tap = row / p.few, plane = row - tap * p.few;
@@ -112,7 +112,7 @@ struct Block {
     return plane * Strips::kHaloPixels + down * Strips::kHaloColumns + right;
   }
 
-  // A strip, to registers.
+  // Loads a strip into registers.
   __device__ void load(int strip) {
     const auto at = p.tiling.at(strip);
     const int channel = chunk.channel + threadIdx.x % 8 * 8;
@@ -135,7 +135,7 @@ struct Block {
       next_small[i] = there && i < p.few ? small[i] : narrow<T>(0.0f);
   }
 
-  // Stores what `load` loaded in a stage of shared memory.
+  // Stores the registers that `load` filled to a stage of shared memory.
   __device__ void store(Strip& to) {
     const int eighth = threadIdx.x % 8;
 #pragma unroll
@@ -148,7 +148,7 @@ struct Block {
     }
   }
 
-  // Two neighbours, which need not begin at a multiple of four bytes.
+  // Loads two adjacent numbers from an address that need not be a multiple of four bytes.
   __device__ static uint32_t pair(const T* from) {
     const T both[2] = {from[0], from[1]};
     uint32_t out;
@@ -163,7 +163,7 @@ struct Block {
     memcpy(&ones, one, 4);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-      const int row = 4 * quarter + 2 * step;  // and the next: 16 pixels
+      const int row = 4 * quarter + 2 * step;  // and the next row: 16 pixels
       uint32_t right[kFragments / 2][4];
 #pragma unroll
       for (int j = 0; j < kFragments / 2; ++j) {
@@ -194,7 +194,7 @@ struct Block {
     for (int n = 0; n < 4; ++n) small_sums[i][n] = 0;
   }
 
-  // Stores the sums of dy over a sample whose strips end here; all threads.
+  // All threads: stores the sums of dy over a sample whose last strip has been added.
   __device__ void store_shift(int sample) {
     const int first_row = kSmallX ? 9 * p.few : 4 * p.few, rows = kSmallX ? 1 : p.few;
 #pragma unroll
@@ -268,8 +268,8 @@ struct Block {
     for (int i = 0; i < count; ++i) {
       Strip& strip = shared.strips[i % 2];
       store(strip);
-      // One barrier for each strip is enough: a thread stores to this stage again after the next
-      // one.
+      // One barrier per strip is enough: a thread stores to this stage again only after the next
+      // barrier.
       __syncthreads();
       if (i + 1 < count) load(first + i + 1);
       const int sample = p.tiling.at(first + i).sample;
