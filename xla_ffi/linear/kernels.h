@@ -1,4 +1,4 @@
-// The handlers' entries of the linear layer.
+// Entry points of the linear layer's handlers.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,6 +1,6 @@
 """The linear layer's handlers against the float64 oracle.
 
-The CPU's handlers run the awkward cases; the GPU's run all cases.
+The CPU handlers run the awkward cases, the GPU handlers all cases.
 """
 
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_awkward_shapes(case, dtype):
 
 
 def test_gradients_have_the_type_of_their_parameter():
-    """A weight in float32 gets its gradient unrounded, even where x has 16 bits."""
+    """A float32 weight gets an unrounded gradient even if x has 16 bits."""
     assert_parity(vjp.linear, reference.linear, inputs(AWKWARD[1], 'bfloat16', 5, 'float32'))
 
 
@@ -54,7 +54,7 @@ def test_every_case(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize('case', ELEPHANTS64, ids=lambda c: c.name)
 def test_a_batch_of_32(case):
-    """Training has more strips of pixels than one block sums."""
+    """As in training, there are more strips of pixels than one block sums."""
     check(case, 'bfloat16', 32)
 
 

@@ -1,8 +1,8 @@
 // A linear layer over the channels of an image: y = x · kernel + bias [+ residual].
 //
-// It is a convolution without taps: a Conv3x3 whose x is empty and whose shortcut is the kernel. So
-// it runs on the convolution's kernels (wgmma on Hopper, else the implicit GEMM), and K is only the
-// projected channels.
+// It is a convolution without taps: a Conv3x3 with an empty x, whose `projected` is the layer's
+// input and whose shortcut is its kernel. So it runs on the convolution's kernels, with only the
+// projected channels as K.
 #pragma once
 
 #include "conv3x3/plan.h"

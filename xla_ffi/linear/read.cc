@@ -41,7 +41,7 @@ Conv3x3WeightGradient read_linear_weight_gradient(Reader& call) {
   plan.features = dy.dims[3];
   plan.dshortcut = read_gradient(call, "dkernel", x.element, {plan.projected.total, plan.features});
   plan.dshift = read_gradient(call, "dbias", x.element, {1, plan.features}, &plan.shifts);
-  // One sample, as dbias is the sum over all of them.
+  // One sample, because dbias is the sum over all samples.
   regroup(plan, pixels(plan) / kRegroupedColumns);
   read_workspace(call, plan);
   return plan;

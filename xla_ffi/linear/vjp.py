@@ -1,7 +1,7 @@
-"""The linear layer on the FFI handlers: a shortcut of a convolution that has no taps (plan.h).
+"""The linear layer as calls of the FFI handlers: a convolution without taps (plan.h).
 
-The kernels are those of `xla_ffi/conv3x3`: Hopper's, or the portable ones. The input gradient is a
-product of two plain matrices, for which XLA's GEMM is faster than theirs, so XLA computes it.
+It runs on the kernels of `xla_ffi/conv3x3`. The input gradient is a product of two plain matrices,
+for which XLA's GEMM is faster than these kernels, so XLA computes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxunet.ops.transformations import joins_batch
 from xla_ffi.call import ffi_call
 from xla_ffi.conv3x3.split_k import partial_sums, written
 
-PARTIAL_SUMS = 6 * 64 * 64  # of a block: at most six chunks of 64 input channels by 64 features
+PARTIAL_SUMS = 6 * 64 * 64  # per block: at most six chunks of 64 input channels by 64 features
 PARTIAL_BIASES = 512  # rows of partial sums of the bias, one per block
 
 
@@ -51,7 +51,7 @@ def _linear(x: Array, kernel: Array, bias: Array, residual: Array | None) -> Arr
     return joins_batch(run)(images, (kernel.astype(x.dtype), bias.astype(jnp.float32)))
 
 
-# Saved for the backward pass: x, kernel, the outline of the bias, and whether there is a residual.
+# Saved for the backward pass: x, kernel, the outline of the bias, True if there is a residual.
 Saved = tuple[Array, Array, Array, bool]
 
 
@@ -62,8 +62,8 @@ def _forward(x: Array, kernel: Array, bias: Array, residual: Array | None) -> tu
 def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | None]:
     x, kernel, bias, adds = saved
     pixels, weights, features = math.prod(x.shape[:3]), math.prod(kernel.shape), kernel.shape[1]
-    # XLA makes multiplications and a sum of a product with a single row or column, and would round
-    # each product to the type of dy.
+    # XLA turns a product with a single row or column into multiplications and a sum, and would
+    # round each term to the type of dy.
     single = 1 in (pixels, x.shape[3])
     dx = jax.lax.dot_general(
         dy,
