@@ -1,5 +1,5 @@
 // AdamW, sums of squares and 16-bit copies on the CPU: plain loops, for tests and for machines
-// without a GPU. The formulas are those of plan.h.
+// without a GPU. plan.h has the formulas.
 #include "binding/cpu.h"
 
 #include <algorithm>

@@ -1,13 +1,14 @@
 // AdamW, sums of squares and 16-bit copies of many tensors in one launch (formulas in plan.h).
 //
-// The sizes and pointers of the tensors are in the kernel's parameter, TensorList, so that nothing
-// is copied to the device. Each block takes one chunk of one tensor, which it finds by bisection:
-// the entries have the number of their first block. Grid: all chunks of all tensors in a list; more
-// tensors than a list holds take another launch. Blocks are independent. Arrays begin at multiples
-// of 16 bytes (kAlignment in binding/reader.h, kPackedAlignment), so a thread loads four or eight
-// elements at once, and single ones at a tensor's end; sum_of_squares_kernel also where a chunk of
-// the caller's size begins elsewhere. Only that kernel has shared memory, one float for each warp,
-// and a barrier before it is summed.
+// The sizes and pointers of the tensors are passed in the kernel's parameter, TensorList, so that
+// nothing is copied to the device. Each block processes one chunk of one tensor. It finds the
+// tensor by bisection, because each entry has the number of its first block. Grid: all chunks of
+// all tensors in a list; tensors that do not fit in one list take another launch. Blocks are
+// independent. Arrays are aligned to 16 bytes (kAlignment in binding/reader.h, kPackedAlignment),
+// so a thread loads four or eight elements at once, and single elements at a tensor's end.
+// sum_of_squares_kernel also loads single elements if its chunk, whose size the caller chooses, is
+// not aligned. Only that kernel has shared memory, one float per warp, and a barrier before these
+// are summed.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -22,14 +23,14 @@
 namespace jaxunet::cuda {
 namespace {
 
-constexpr int kThreads = 256;  // of a block
+constexpr int kThreads = 256;  // per block
 
-// An entry of a list, one tensor, in words of 64 bits: elements of the tensor, its first block, the
-// type of its first array, then the addresses of its arrays.
+// The 64-bit words of a list entry, which describes one tensor: its number of elements, its first
+// block, the type of its first array, then the addresses of its arrays.
 enum EntryWord : int { kSize, kFirstBlock, kType, kAddresses };
 
-// Words of a list, all entries together. With the other arguments they stay below the 32,764 bytes
-// that the parameters of a kernel may have from CUDA 12.1 and compute capability 7.0 on.
+// Words in a list, over all entries. With the other arguments, this stays below the limit for
+// kernel parameters: 32,764 bytes from CUDA 12.1 and compute capability 7.0 on.
 constexpr int kListWords = 3968;
 
 // The tensors of a launch, as a kernel's parameter: `count` entries of `stride` words.
@@ -54,7 +55,7 @@ struct TensorList {
   }
 };
 
-// The address in a word of an entry.
+// Returns the address in a word of an entry.
 __device__ inline float* pointer(unsigned long long word) { return reinterpret_cast<float*>(word); }
 
 // The first array of an entry, from element `start` on, read as float32 whatever its type.
@@ -123,14 +124,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The arguments of AdamW beside its tensors.
+// The arguments of AdamW other than its tensors.
 struct Rule {
   float b1, b2, rest1, rest2, eps, decay;
   int averages;
   const float* scalars;
 };
 
-// Vectors of four elements that a thread of adamw_kernel or narrow_kernel works on.
+// Vectors of four elements per thread of adamw_kernel or narrow_kernel.
 constexpr int kVectors = 4;
 constexpr long long kBlockElements = kThreads * kVectors * 4LL;
 
@@ -144,7 +145,7 @@ __device__ inline void step(const Rule& rule, const float* s, float g, float& p,
        (m / s[kCorrection1] / (sqrtf(v / s[kCorrection2]) + rule.eps) + rule.decay * p);
 }
 
-// One step of AdamW on the block's elements, and of the averages of the weights.
+// Does one step of AdamW, and of the averages of the weights, for the block's elements.
 __global__ void __launch_bounds__(kThreads)
     adamw_kernel(const __grid_constant__ TensorList tensors, const __grid_constant__ Rule rule) {
   if (rule.scalars[kApplied] == 0) return;
@@ -231,12 +232,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Calls run(list, blocks, blocks of earlier launches), which launches a kernel, for as many tensors
-// at a time as a list holds. Tensor i has `arrays` arrays, whose addresses are at pointers(i), the
-// first of type(i); a block takes `chunk` elements.
+// at a time as a list holds. Tensor i has `arrays` arrays, whose addresses are at pointers(i) and
+// the first of which has type(i). A block processes `chunk` elements.
 template <class Types, class Pointers, class Run>
 cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_t chunk,
                        const Types& type, const Pointers& pointers, const Run& run) {
-  static thread_local TensorList tensors;  // 31 KiB: kept off the stack; a launch copies it
+  static thread_local TensorList tensors;  // 31 KiB, too large for the stack; a launch copies it
   tensors.count = 0;
   tensors.stride = static_cast<int>(kAddresses + arrays);
   const int max_count = kListWords / tensors.stride;

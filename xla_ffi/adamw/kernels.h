@@ -1,6 +1,6 @@
 // The CUDA side of the handlers. The functions enqueue kernels on `stream`, allocate nothing, and
-// return the first launch error. Their kernels are the same on every GPU, so any KernelSet has
-// them.
+// return the first launch error. The kernels are the same on every GPU, so they belong to every
+// KernelSet.
 #pragma once
 
 #include <cuda_runtime_api.h>

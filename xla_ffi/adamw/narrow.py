@@ -18,7 +18,7 @@ NARROW = (jnp.dtype('bfloat16'), jnp.dtype('float16'))
 def narrow(arrays: Sequence[Array], dtype: DTypeLike) -> tuple[Array, ...]:
     """Converts float32 arrays of any shapes to bfloat16 or float16, rounding to nearest even.
 
-    Same values as `astype`. Not differentiable.
+    The values equal those of `astype`. Not differentiable.
 
     Raises:
       ValueError: another dtype, no arrays, or an array that is not float32.

@@ -14,12 +14,12 @@ from xla_ffi.adamw.narrow import narrow
 from xla_ffi.adamw.update import CHUNK, adamw, sum_of_squares
 
 RULE = Rule(0.9, 0.999, 1e-8, 0.01)
-SHARES = (0.0005, 0.25)  # of the new weights in each average
+SHARES = (0.0005, 0.25)  # share of the new weights in each average
 assert SIZES[-1][-1] == CHUNK + 3
 
 
 def inputs(case: Case):
-    """The arrays of a step, by the name of their tree and their number."""
+    """Returns the arrays of a step, by the name of their tree and their number."""
     arrays = {}
     for i, (shape, kind) in enumerate(zip(case.shapes, case.gradient_types(), strict=True)):
         arrays[f'gradient{i}'] = draw(shape, kind), kind
@@ -31,7 +31,7 @@ def inputs(case: Case):
 
 
 def step(module, case: Case, steps: int):
-    """A step of a module as a function of named arrays, after so many others."""
+    """Returns a module's step after `steps` earlier ones, as a function of named arrays."""
 
     def call(**arrays):
         def tree(name):
@@ -92,7 +92,7 @@ def trees(count: int, sizes=SIZES, seed=0):
 
 
 def narrowed(tree):
-    """Every type that gradients may have, in turns, next to each other in a launch."""
+    """Gives the gradients every allowed type in turn, so that all types occur in one launch."""
     return [leaf.astype(('bfloat16', 'float32', 'float16')[i % 3]) for i, leaf in enumerate(tree)]
 
 
@@ -136,7 +136,7 @@ def test_packed_gradients_give_the_same_bits(full, where, monkeypatch):
 
 
 def test_arguments_that_are_kept_are_not_overwritten():
-    """XLA decides what is updated in place: it copies what the caller still needs."""
+    """XLA decides what is updated in place; it copies arrays that the caller still needs."""
     g, p, mu, nu = trees(4)
     before = jax.tree.map(np.array, (p, mu, nu))
     fused(g, p, mu, nu, [], 0, 0.1, 1.0, ())

@@ -11,8 +11,8 @@ namespace jaxunet {
 
 class Reader;
 
-// partial[i] = sum of squares of the i-th chunk of `chunk` elements. The chunks of all tensors
-// follow each other; the last of each tensor may be shorter.
+// partial[i] = sum of squares of the i-th chunk of `chunk` elements. The chunks of all tensors form
+// one sequence; the last chunk of each tensor may be shorter.
 struct SumOfSquares {
   int64_t chunk;               // elements
   std::vector<int64_t> sizes;  // elements of each tensor
@@ -21,13 +21,13 @@ struct SumOfSquares {
   float* partial;
 };
 
-// Packed gradients (jaxunet/ops/adamw/packed.py) begin at multiples of so many elements.
+// Packed gradients (jaxunet/ops/adamw/packed.py) begin at multiples of this many elements.
 constexpr int64_t kPackedAlignment = 32;
 
 // The arrays of a tensor: indices within its entry of AdamW::arrays.
 enum AdamWArray : int { kGradient, kParameter, kFirstMoment, kSecondMoment, kFirstAverage };
 
-// Indices within AdamW::scalars. From kFirstFollow on there is one for each average: `follow` in
+// Indices within AdamW::scalars. From kFirstFollow on there is one scalar per average: `follow` in
 // the formulas below.
 enum AdamWScalar : int { kApplied, kGradientFactor, kLearningRate, kCorrection1, kCorrection2 };
 constexpr int64_t kFirstFollow = kCorrection2 + 1;
@@ -40,13 +40,14 @@ constexpr int64_t kFirstFollow = kCorrection2 + 1;
 //   average += follow * (p - average)  for each average of the weights.
 struct AdamW {
   float b1, b2;
-  // 1 - b1 and 1 - b2 of the unrounded b's: from a float32 b they would be inexact.
+  // 1 - b1 and 1 - b2, computed before b1 and b2 are rounded to float32; afterwards they would be
+  // inexact.
   float rest1, rest2;
   float eps, decay;
   int64_t averages;
   std::vector<int64_t> sizes;  // elements of each tensor
-  std::vector<Type> types;     // of the gradients: float32, or that of the 16-bit copies
-  // [tensors][arrays_per_tensor()], in the order of AdamWArray; float32 but for the gradients.
+  std::vector<Type> types;     // of the gradients: float32, or the type of the 16-bit copies
+  // [tensors][arrays_per_tensor()], in the order of AdamWArray; all float32 except the gradients.
   std::vector<void*> arrays;
   const float* scalars;  // (kFirstFollow + averages), in the order of AdamWScalar
 

@@ -8,18 +8,18 @@
 namespace jaxunet {
 namespace {
 
-// Elements of an array.
+// Number of elements of an array.
 int64_t size_of(const Dims& dims) {
   int64_t size = 1;
   for (const int64_t dim : dims) size *= dim;
   return size;
 }
 
-// Elements of all tensors of a call: the kernels count blocks of 4096 elements as int.
+// Most elements over all tensors of a call: the kernels count blocks of 4096 elements as int.
 constexpr int64_t kMaxElements = int64_t{1} << 40;
 
-// The attribute `tensors`: how many tensors a call has. Memory is reserved for so many before their
-// operands are read, so it is bounded.
+// Reads the attribute `tensors`, the number of tensors of a call. It is bounded, because memory is
+// reserved for that many tensors before their operands are read.
 int64_t read_tensors(Reader& call) {
   constexpr int64_t kMaxTensors = 1 << 16;
   return call.integer("tensors", 1, kMaxTensors);
@@ -36,7 +36,8 @@ std::string numbered(const std::string& name, int64_t i) {
   return name + "[" + std::to_string(i) + "]";
 }
 
-// Gradients that fill the float32 arrays `packed` in the order of the tensors.
+// Sets the pointers of gradients that fill the float32 arrays `packed`, in the order of the
+// tensors.
 void place_packed(Reader& call, const std::vector<Array>& packed, AdamW& plan) {
   size_t array = 0;
   int64_t at = 0;  // in that array
@@ -100,7 +101,7 @@ AdamW read_adamw(Reader& call) {
   };
   std::vector<Dims> shapes;
   plan.arrays.resize(count * arrays);
-  const int64_t packed = call.integer("packed", 0);  // arrays of gradients; 0: one for each tensor
+  const int64_t packed = call.integer("packed", 0);  // arrays of gradients; 0: one per tensor
   std::vector<Array> gradients;
   for (int64_t i = 0; i < packed; ++i)
     gradients.push_back(call.operand(name(kGradient, i), ffi::DataType::F32, {kAny}));

@@ -21,8 +21,8 @@ AVERAGES = {'rates': (0.9, 0.99), 'widths': (0.05, 0.1)}
 
 
 def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
-    """The state after a few updates with given gradients, and the last norm; optax gets those of
-    `narrowed` kernels widened.
+    """Returns the state after a few updates with given gradients, and the last norm. With
+    `narrowed`, optax gets the kernels' gradients widened.
     """
     config = tiny_config(
         backend=backend,
@@ -74,7 +74,7 @@ def test_the_fused_update_is_that_of_optax(options):
     (fused, norm), (plain, plain_norm) = (
         states(backend, 3, **options) for backend in ('cuda', 'xla')
     )
-    assert jax.tree.structure(fused) == jax.tree.structure(plain)  # checkpoints know no difference
+    assert jax.tree.structure(fused) == jax.tree.structure(plain)  # checkpoints are interchangeable
     np.testing.assert_allclose(norm, plain_norm, rtol=1e-5)
     for got, want in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
         assert got.dtype == want.dtype
@@ -110,8 +110,8 @@ def test_a_norm_that_is_not_finite_changes_nothing():
     ids=str,
 )
 def test_weights_narrowed_at_once_are_those_narrowed_one_by_one(options):
-    """Bit for bit, predictions and gradients; were a weight narrowed that should not be, or not
-    narrowed, they would differ or say so.
+    """Predictions and gradients are equal bit for bit. If a wrong weight were narrowed, or one left
+    out, they would differ or raise an error.
     """
     config = tiny_config(
         precision='bfloat16', model={'zero_init': False, **options}, data={'classes': ('a', 'b')}
@@ -140,4 +140,4 @@ def test_weights_narrowed_at_once_are_those_narrowed_one_by_one(options):
         value_and_grad(params),
     )
     kernels = [path for path, _ in jax.tree.leaves_with_path(params) if path[-1].key == 'kernel']
-    assert len(seen) == len(kernels) - 2  # the time embedding's stay
+    assert len(seen) == len(kernels) - 2  # the time embedding's are not narrowed

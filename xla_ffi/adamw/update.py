@@ -1,8 +1,8 @@
 """AdamW over all parameters in one launch, and the gradients' sum of squares in another.
 
-Both handlers take a list of tensors (`tensors` of each kind), so that a UNet's several hundred
-parameters need one launch instead of one each. AdamW updates its operands in place if XLA allows
-it.
+Both handlers take a list of tensors (`tensors` of each kind), so that the several hundred
+parameters of a UNet need one launch instead of one each. AdamW updates its operands in place if XLA
+allows it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ CHUNK = 1 << 14  # elements that one block sums; the handler receives it as an a
 def sum_of_squares(tree: Tree) -> Float[Array, '']:
     """Sums the squares of all elements of a tree of float32, bfloat16 and float16 arrays.
 
-    In float32. Each block sums one chunk and XLA sums the chunks, in the same order in every run.
+    The sum is float32. Each block sums one chunk and XLA sums the chunks, in the same order in
+    every run.
 
     Raises:
       ValueError: an array of another type, or no arrays.
@@ -57,7 +58,7 @@ def adamw(
     corrections: tuple[Array, Array],
     follow: Sequence[Array],
 ) -> AdamWResult:
-    """One step of AdamW, then of the averages; see `jaxunet.ops.adamw.operands.AdamW`.
+    """Does one step of AdamW, then of the averages; see `jaxunet.ops.adamw.operands.AdamW`.
 
     Raises:
       ValueError: the trees differ in shapes, or an array has another type.
@@ -73,8 +74,8 @@ def adamw(
     packed = isinstance(gradients, Packed)
     leaves = list(gradients.arrays) if packed else gradient_leaves(gradients)
     if not packed and all(leaf.dtype == jnp.float32 for leaf in leaves):
-        # Without this, XLA's copy insertion takes minutes for hundreds of gradients of the types of
-        # the weights that are updated in place (jax 0.11.2).
+        # Without this barrier, XLA's copy insertion takes minutes if hundreds of gradients have the
+        # types of the weights that are updated in place (jax 0.11.2).
         leaves = jax.lax.optimization_barrier(leaves)
     trees = state_leaves(None if packed else leaves, params, mu, nu, averages)
     order = gradients.order if packed else range(len(leaves))
@@ -83,7 +84,7 @@ def adamw(
     scalars = jnp.stack(
         [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
     )
-    first = 1 + len(leaves)  # operands: the scalars, the gradients, then what is updated in place
+    first = 1 + len(leaves)  # operands: the scalars, gradients, then the arrays updated in place
     call = ffi_call(
         'jaxunet_adamw',
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat],
