@@ -1,4 +1,4 @@
-// The helpers of the CPU kernels: conversion of numbers, and a loop over the threads of XLA.
+// The helpers of the CPU kernels: conversions of numbers, and a parallel loop on XLA's threads.
 #include "binding/cpu.h"
 
 #include <atomic>
@@ -11,7 +11,7 @@
 namespace jaxunet::cpu {
 namespace {
 
-// The same bits as another type.
+// Returns the same bits as another type.
 template <class To, class From>
 To bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "the types have as many bits");
@@ -33,7 +33,8 @@ uint16_t to_half(float x) {
   if (std::isnan(x)) return sign | 0x7e00;
   const float size = std::fabs(x);
   if (size >= 65520.0f) return sign | 0x7c00;  // rounds to infinity; the largest is 65504
-  // Numbers of exponent e are multiples of 2^(e - 10), those below 2^-14 and zero of 2^-24.
+  // Numbers with exponent e are multiples of 2^(e - 10); zero and numbers below 2^-14 are multiples
+  // of 2^-24.
   int exponent;
   std::frexp(size, &exponent);
   const int step = size < 0x1p-14f ? -24 : exponent - 11;
@@ -64,11 +65,11 @@ void store(float x, Type type, void* to, int64_t i) {
   }
 }
 
-// The work of one call of `parallel`, shared by all threads that look at it.
+// The work of one call of `parallel`, shared by all threads that take part.
 struct Work {
   std::atomic<int64_t> next{0};
-  int64_t count = 0, running = 0;                      // indices in all; threads that run `body`
-  const std::function<void(int64_t)>* body = nullptr;  // valid while an index is left or one runs
+  int64_t count = 0, running = 0;                      // total indices; threads that run `body`
+  const std::function<void(int64_t)>* body = nullptr;  // valid while an index is left or running
   std::exception_ptr failure;
   std::mutex mutex;
   std::condition_variable idle;
@@ -94,8 +95,8 @@ struct Work {
 }  // namespace
 
 void parallel(Pool& pool, int64_t count, const std::function<void(int64_t)>& body) {
-  // The calling thread works too and waits only for helpers that have begun: a pool whose threads
-  // all wait here does not deadlock.
+  // The calling thread works too and waits only for helpers that have begun, so that a pool whose
+  // threads all wait here does not deadlock.
   auto work = std::make_shared<Work>();
   work->count = count;
   work->body = &body;

@@ -19,8 +19,7 @@ namespace jaxunet::cpu {
 
 using Pool = ::xla::ffi::ThreadPool;
 
-// Calls body(i) for each i in [0, count), on the calling thread and on threads of the pool that are
-// free.
+// Calls body(i) for each i in [0, count), on the calling thread and on free threads of the pool.
 void parallel(Pool& pool, int64_t count, const std::function<void(int64_t)>& body);
 
 // Convert `count` numbers to float32, and back with rounding to nearest even.

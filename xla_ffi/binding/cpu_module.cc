@@ -11,8 +11,7 @@
 namespace jaxunet {
 namespace {
 
-// The handler of one target. Its binding is made at the first call, and lives as long as the
-// process.
+// The handler of one target. Its binding is created at the first call and never destroyed.
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   const auto call = [](ffi::ThreadPool pool, ffi::RemainingArgs operands,
@@ -44,8 +43,8 @@ pybind11::dict registrations() {
   return all;
 }
 
-// The tilings below take a device's multiprocessors (sms), shared memory of a block (smem_bytes)
-// and largest cluster, 1 if it has none.
+// The functions below take a device's multiprocessors (sms), shared memory per block (smem_bytes)
+// and largest cluster, 1 if it has no clusters.
 
 // The tiling of the smem_resident GroupNorm kernel of the forward pass.
 pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t channels,
@@ -94,7 +93,8 @@ pybind11::dict group_norm_backward(int64_t batch, int64_t pixels, int64_t channe
   return found;
 }
 
-// True if the backward pass takes the smem_resident kernel where the streaming ones could run, too.
+// True if the backward pass takes the smem_resident kernel although the streaming kernels could
+// run, too.
 bool group_norm_faster_than_streaming(int64_t batch, int64_t pixels, int64_t channels,
                                       int64_t group, int vector, int element, int64_t sms,
                                       int64_t smem_bytes, int max_cluster, int added) {
@@ -104,7 +104,7 @@ bool group_norm_faster_than_streaming(int64_t batch, int64_t pixels, int64_t cha
       added, element);
 }
 
-// The tiling of the streaming GroupNorm kernels; None where they are not taken.
+// The tiling of the streaming GroupNorm kernels; None if they are not used.
 pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64_t pixels,
                                       int64_t channels, int64_t group, int vector, int element,
                                       int64_t sms, int64_t smem_bytes, int max_cluster) {
@@ -125,7 +125,7 @@ pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64
   return found;
 }
 
-// The fields of a block that loads to registers.
+// The fields of a block that loads into registers.
 pybind11::dict found_block(const BlockReduction& block, int vector) {
   pybind11::dict found;
   found["channels"] = block.vectors * vector;
@@ -138,7 +138,7 @@ pybind11::dict found_block(const BlockReduction& block, int vector) {
   return found;
 }
 
-// The tiling of the register_resident GroupNorm kernel; None where it is not taken.
+// The tiling of the register_resident GroupNorm kernel; None if it is not used.
 pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int64_t channels,
                                               int64_t group, int vector, int element, int64_t sms,
                                               int64_t smem_bytes, int max_cluster) {
@@ -156,7 +156,7 @@ pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int
   return found;
 }
 
-// The tiling of the GroupNorm statistics kernel; None where it is not taken.
+// The tiling of the GroupNorm statistics kernel; None if it is not used.
 pybind11::object group_norm_statistics(int64_t batch, int64_t pixels, int64_t channels,
                                        int64_t group, int vector, int element, int64_t sms,
                                        int64_t smem_bytes, int max_cluster) {

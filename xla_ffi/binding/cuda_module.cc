@@ -1,4 +1,4 @@
-// The Python module _cuda: handlers that launch the CUDA kernels, and what the build needs of a
+// The Python module _cuda: handlers that launch the CUDA kernels, and what this build requires of a
 // machine.
 #include <cuda_runtime_api.h>
 
@@ -12,10 +12,10 @@
 namespace jaxunet {
 namespace {
 
-// The statically linked CUDA runtime works with drivers of its own major version and later.
+// The statically linked CUDA runtime works with drivers for its own major version or later.
 constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
 
-// Turns the status of a launch to the result of the call.
+// Turns the status of a launch into the result of the call.
 ffi::Error status(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   std::string message = std::string(op) + ": CUDA: " + cudaGetErrorString(error);
@@ -28,8 +28,8 @@ ffi::Error status(const char* op, cudaError_t error) {
   return ffi::Error::Internal(message);
 }
 
-// The handler of one target. Its binding is made at the first call, and lives as long as the
-// process. Compatible with command buffers: a call only launches kernels on the given stream.
+// The handler of one target. Its binding is created at the first call and never destroyed. It is
+// compatible with command buffers, because a call only launches kernels on the given stream.
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   const auto call = [](cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
@@ -74,8 +74,8 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
   module.def("driver_version", &jaxunet::driver_version,
              "The CUDA version that the driver supports, as 13000 for 13.0; 0 without one.");
-  // The lowest version of the driver that these handlers run with.
+  // The lowest driver version that these handlers run with.
   module.attr("needed_driver") = jaxunet::kNeededDriver;
-  // As CMake names them, joined by commas.
+  // In CMake's notation, joined by commas.
   module.attr("architectures") = JAXUNET_ARCHITECTURES;
 }

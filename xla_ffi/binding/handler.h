@@ -1,6 +1,6 @@
 // Shared by the handlers of both Python modules (cpu_module.cc, cuda_module.cc). A handler is the
-// function that XLA calls for one custom call of a program: it reads and checks the call, then runs
-// it.
+// function that XLA runs for a custom call of a program: it reads and checks the call, then
+// executes it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,7 +13,8 @@
 namespace jaxunet {
 
 // Runs one call of `op`: plan = read(reader), then run(plan, kernels), which returns an ffi::Error.
-// Every failure becomes an XLA error: a Mistake of the caller InvalidArgument, others Internal.
+// Every failure becomes an XLA error: InvalidArgument for a Mistake of the caller, Internal for all
+// others.
 template <class Read, class Run>
 ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
                    const ffi::RemainingRets& results, const ffi::Dictionary& attributes, Read read,
@@ -31,8 +32,8 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   }
 }
 
-// Every handler: ENTRY(target, NAME). `target` is its name in XLA; read_NAME reads the calls, into
-// the plan of OP/plan.h; cpu::NAME and cuda::NAME run them.
+// The list of all handlers: ENTRY(target, NAME). `target` is the handler's name in XLA; read_NAME
+// reads a call into a plan (OP/plan.h); cpu::NAME and cuda::NAME run it.
 #define JAXUNET_HANDLERS(ENTRY)                                                       \
   ENTRY(jaxunet_sum_of_squares, sum_of_squares)                                       \
   ENTRY(jaxunet_adamw, adamw)                                                         \
@@ -54,7 +55,7 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_group_norm_dropout_gradient, norm_dropout_gradient)                   \
   ENTRY(jaxunet_group_norm_input_gradient, norm_input_gradient)
 
-// A handler as jax.ffi.register_ffi_target takes it.
+// A handler in the form that jax.ffi.register_ffi_target takes.
 inline pybind11::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return pybind11::capsule(reinterpret_cast<void*>(handler));
 }

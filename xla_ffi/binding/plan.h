@@ -1,5 +1,5 @@
-// The checked operands of a call, which the readers pass to the kernels: plain data, the same for
-// CPU and CUDA. It does not include ffi.h, which nvcc compiles slowly.
+// The checked operands of a call, which the readers pass to the kernels. They are plain data, the
+// same for CPU and CUDA. It does not include ffi.h, which nvcc compiles slowly.
 #pragma once
 
 #include <array>
@@ -9,16 +9,16 @@ namespace jaxunet {
 
 enum class Type { kFloat32, kFloat16, kBfloat16 };
 
-// The kernels that a call may run, its attribute `kernels` (jaxunet/runtime/device.py).
+// The kernels that a call may run, from its attribute `kernels` (jaxunet/runtime/device.py).
 enum class KernelSet {
   kFastest,   // no attribute: the fastest for this GPU
-  kPortable,  // "portable": none of those for Hopper
-  kAda,       // "ada": the same, within the shared memory of a block of an Ada GPU
+  kPortable,  // "portable": no Hopper kernels
+  kAda,       // "ada": portable, within an Ada GPU's shared memory per block
 };
 
-constexpr int kMaxParts = 4;  // arrays whose channels one tensor joins
+constexpr int kMaxParts = 4;  // most arrays that form one tensor
 
-// An NHWC tensor whose channels are those of one or more arrays, in order.
+// An NHWC tensor given as one or more arrays, joined along their channels.
 struct Parts {
   int count = 0;
   std::array<void*, kMaxParts> data{};

@@ -20,7 +20,7 @@ std::string text(const Dims& dims) {
   return out + "]";
 }
 
-// True if the dimensions are those expected; kAny fits all.
+// True if the dimensions are as expected; kAny fits any size.
 bool fits(const Dims& found, const Dims& expected) {
   if (found.size() != expected.size()) return false;
   for (size_t i = 0; i < found.size(); ++i) {

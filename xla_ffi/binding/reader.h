@@ -24,12 +24,12 @@ using Dims = std::vector<int64_t>;
 
 constexpr int64_t kAny = -1;  // a dimension of any size
 
-// Largest number of pixels of an image, or of a batch of images, and of the queries of all heads:
-// the kernels count them as int, rounded up to whole tiles. jaxunet/ops/checks.py has it too.
+// Most pixels of a batch of images, and most queries over all heads: the kernels count them as int,
+// rounded up to whole tiles. jaxunet/ops/checks.py has the same limit.
 constexpr int64_t kMaxPixels = (int64_t{1} << 31) - 4096;
 
-// Operands and results begin at multiples of this many bytes: kernels load 16 bytes at once, and
-// TMA takes no other addresses.
+// Operands and results are aligned to this many bytes: kernels load 16 bytes at once, and TMA
+// requires it.
 constexpr uintptr_t kAlignment = 16;
 
 struct Array {
@@ -46,7 +46,7 @@ class Reader {
          ffi::Dictionary attributes)
       : op_(op), operands_(operands), results_(results), attributes_(attributes) {}
 
-  // The next operand: float32, float16 or bfloat16, at least `rank` dimensions.
+  // The next operand: float32, float16 or bfloat16, with at least `rank` dimensions.
   Array floating(const std::string& name, size_t rank);
   // The next operand or result, of this type and shape (kAny: any size).
   Array operand(const std::string& name, ffi::DataType element, const Dims& expected);
@@ -64,7 +64,7 @@ class Reader {
   // The next operand: float32, (1 or batch, channels).
   Rows rows(const std::string& name, int64_t batch, int64_t channels);
 
-  // The attribute of this name: an integer from `low` to `high`, a float32, a bool.
+  // The attribute of this name: an integer from `low` to `high`, a float32, or a bool.
   int64_t integer(const char* name, int64_t low,
                   int64_t high = std::numeric_limits<int32_t>::max());
   float number(const char* name);
@@ -72,10 +72,10 @@ class Reader {
   // The attribute `kernels`, which any call may have.
   KernelSet kernels();
 
-  // Checks that the call has no more operands, results and attributes than were taken.
+  // Checks that the call has no operands, results or attributes that have not been read.
   void finish();
 
-  // Checks that `name` has at most `most` of what `unit` names.
+  // Checks that `name` has at most `most` of `unit`, such as pixels.
   void at_most(const std::string& name, const std::string& unit, int64_t found, int64_t most) const;
 
   [[noreturn]] void fail(const std::string& message) const;

@@ -1,5 +1,5 @@
 // Calls that no test in Python can make: images of more pixels than a machine has memory for, and
-// addresses that XLA never passes. Prints the reader's message about each, for
+// addresses that XLA never passes. Prints the reader's message for each, for
 // xla_ffi/test_reader.py.
 
 #include "binding/reader.h"
@@ -64,7 +64,7 @@ template <class Read>
 void tell(const char* op, Read read, std::vector<Tensor> operands, std::vector<Tensor> results,
           std::vector<Attribute> attributes) {
   Buffers given(operands), wanted(results);
-  // XLA sorts them by name, and finds them by bisection.
+  // XLA expects attributes sorted by name, because it finds them by bisection.
   std::sort(attributes.begin(), attributes.end(),
             [](const Attribute& a, const Attribute& b) { return a.name < b.name; });
   std::vector<XLA_FFI_ArgType> arg_types(operands.size(), XLA_FFI_ArgType_BUFFER);
