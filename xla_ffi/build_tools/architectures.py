@@ -12,7 +12,7 @@ import sys
 import gpus
 
 VARIABLE = 'JAXUNET_CUDA_ARCHITECTURES'
-# Code for 8.x, its PTX for newer GPUs, and wgmma and TMA for 9.0.
+# Machine code for 8.x, PTX for newer GPUs, and code with wgmma and TMA for 9.0.
 ALL = '80;90a-real'
 _ENTRY = re.compile(r'(?P<code>\d{2,3}a?)(-real|-virtual)?')
 
@@ -39,7 +39,7 @@ def choose(asked: str, found: list[str], name: str = VARIABLE) -> str:
 
 
 def supported(capability: str) -> bool:
-    """Returns True for a GPU that the kernels run on: compute capability 8.0 or later."""
+    """Returns True if the kernels run on a GPU: compute capability 8.0 or later."""
     return capability == gpus.UNKNOWN or int(capability.split('.', maxsplit=1)[0]) >= 8
 
 
@@ -54,7 +54,7 @@ def _of_gpu(capability: str) -> str:
     major, minor = capability.split('.')
     if capability == '9.0':
         return '90a-real'
-    return f'8{minor}-real' if major == '8' else '80-virtual'  # the driver compiles PTX for newer
+    return f'8{minor}-real' if major == '8' else '80-virtual'  # the driver compiles it for newer
 
 
 def _check(entry: str, given: str) -> None:

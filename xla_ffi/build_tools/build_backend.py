@@ -1,7 +1,7 @@
 """The PEP 517 build backend: scikit-build-core, which compiles what `plan` decides.
 
-A build that compiles nothing needs no compiler and no further package. The others need the headers
-of jaxlib and pybind11, and nvcc from PyPI if the machine has none.
+A build that compiles nothing needs neither a compiler nor further packages. Other builds need the
+headers of jaxlib and pybind11, and nvcc from PyPI if the machine has none.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = [
     'prepare_metadata_for_build_wheel',
 ]
 
-# jaxlib for its FFI headers. An old version, because a runtime refuses handlers built with newer
-# headers.
+# jaxlib provides the FFI headers. It is an old version, because a runtime rejects handlers built
+# with newer headers.
 HEADERS = ('pybind11>=3', 'jaxlib==0.7.2')
-# The metapackage keeps the parts of one release together; nvcc alone would bring newer parts that
-# it cannot work with.
+# The metapackage pins all parts to one release; nvcc alone would pull in newer parts that it is not
+# compatible with.
 TOOLKIT = 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2'
 
 
@@ -110,7 +110,7 @@ def _has_compiler() -> bool:
 def _requires(decided: plan.Plan) -> list[str]:
     if decided.part is plan.Part.NOTHING:
         return []
-    # PyPI has nvcc for Linux alone.
+    # PyPI has nvcc only for Linux.
     wanted = decided.part is plan.Part.CUDA and sys.platform == 'linux' and nvcc.machine() is None
     return [*HEADERS, *([TOOLKIT] if wanted else [])]
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 UNKNOWN = 'unknown'
-DRIVER = pathlib.Path('/proc/driver/nvidia/gpus')  # one folder a GPU
+DRIVER = pathlib.Path('/proc/driver/nvidia/gpus')  # one folder per GPU
 
 
 def find() -> list[str]:

@@ -34,7 +34,7 @@ ARCHITECTURE = re.compile(r'^\s*code for (\S+)')
 FUNCTION = re.compile(r'^\s*Function : (\S+)')
 WORD = re.compile(r'/\* (0x[0-9a-f]{16}) \*/\s*$')
 COMPILER = re.compile(rb'Cuda compilation tools, release [\d.]+, V([\d.]+)')
-DIGITS = 12  # hexadecimal; two of a few hundred kernels share one with a probability below 1e-9
+DIGITS = 12  # hexadecimal; a collision among a few hundred kernels has a probability below 1e-9
 
 
 class Kernel(NamedTuple):
@@ -102,7 +102,9 @@ def by_architecture(found: Iterable[Kernel]) -> dict[str, list[str]]:
 
 
 def differences(found: list[Kernel], recorded: dict[str, list[str]]) -> list[str]:
-    """One line for each kernel that the record lacks; one for the digests without a kernel."""
+    """Returns one line for each kernel that the record lacks, and one for the digests without a
+    kernel.
+    """
     lines = []
     present = by_architecture(found)
     for architecture in sorted(present.keys() | recorded.keys()):

@@ -1,6 +1,6 @@
-"""Prints the path of nvcc: of this machine, else of the NVIDIA wheels beside the running Python.
+"""Prints the path of nvcc: this machine's, else that of the NVIDIA wheels in this Python.
 
-Prints an empty line where there is none.
+Prints an empty line if there is none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 
 
 def machine() -> str | None:
-    """Returns nvcc of CUDACXX, PATH, CUDA_HOME, CUDA_PATH or the usual folder, in this order."""
+    """Returns nvcc from CUDACXX, PATH, CUDA_HOME, CUDA_PATH or the usual folder, in this order."""
     roots = [os.environ.get('CUDA_HOME'), os.environ.get('CUDA_PATH'), '/usr/local/cuda']
     found = [
         os.environ.get('CUDACXX'),
@@ -23,7 +23,7 @@ def machine() -> str | None:
 
 
 def wheels() -> str | None:
-    """Returns nvcc of the wheels from PyPI, which unpack into the namespace package nvidia.cu13."""
+    """Returns nvcc from the PyPI wheels, which unpack into the namespace package nvidia.cu13."""
     try:
         spec = importlib.util.find_spec('nvidia.cu13')
     except ModuleNotFoundError:
