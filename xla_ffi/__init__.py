@@ -33,7 +33,7 @@ _cuda, _cuda_error = _register('_cuda', 'CUDA')
 
 
 def unavailable() -> str | None:
-    """Returns a line that says what this process lacks to run the CUDA kernels; None if they run.
+    """Returns a line that says what this process lacks for the CUDA kernels; None if they can run.
 
     Checks the installation, the driver, JAX's default device, its compute capability, and the
     architectures that the kernels were built for, in this order.
@@ -96,7 +96,7 @@ def _runs_on(architectures: str, capability: str, *, fastest: bool = True) -> bo
     Args:
       architectures: entries of CMake's CUDA_ARCHITECTURES with commas between them.
       capability: 8.0 or later, such as '9.0'.
-      fastest: False if Hopper's kernels are not wanted, which only code for 90a has.
+      fastest: False if the Hopper kernels, which only code for 90a contains, are not needed.
     """
     major, minor = map(int, capability.split('.'))
     for entry in architectures.split(','):

@@ -19,8 +19,8 @@ def ffi_call(
     JAX assumes that the results of a custom call are the same on every device. Here they vary over
     the mesh axes over which an operand varies.
 
-    Where `device.kernels` excludes kernels, an attribute tells the handler so, which every dispatch
-    obeys (`xla_ffi/common/device.h`). It is a part of the lowered program.
+    If `device.kernels` excludes kernels, an attribute of the call tells the handler, and every
+    dispatch obeys it (`xla_ffi/common/device.h`). The attribute is part of the lowered program.
     """
     call = jax.ffi.ffi_call(target, results, vmap_method=vmap_method, **options)
 

@@ -1,4 +1,4 @@
-"""Wrong calls of the FFI handlers are XLA errors with a message; never a crash, never a result."""
+"""Wrong calls of the FFI handlers raise XLA errors with a message; they never crash or succeed."""
 
 import itertools
 import random
@@ -30,11 +30,11 @@ def test_right_calls_run(device):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('seed', [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
 def test_wrong_calls_are_errors(seed, device):
-    """Every handler refuses every mistake."""
+    """Every handler rejects every mistake."""
     draw = random.Random(seed)
     for mistake, number in itertools.product(MISTAKES, range(len(HANDLERS))):
         call = spoil(right(number, draw), mistake, draw)
-        print(mistake, number, call)  # shown where a call runs that should not
+        print(mistake, number, call)  # shown if a wrong call runs
         with pytest.raises(jax.errors.JaxRuntimeError) as error:
             call(device())
         assert call.target in str(error.value), (call, error.value)

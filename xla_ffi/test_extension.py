@@ -111,7 +111,7 @@ def test_an_installation_without_sources_says_where_to_build(monkeypatch, tmp_pa
         ('90a-real', ['9.0'], ['8.0', '10.0']),
         ('90a-virtual', ['9.0'], ['8.0', '10.0']),
         ('86-real', ['8.6', '8.9'], ['8.0', '9.0', '12.0']),
-        ('80', ['8.0', '8.9', '12.0'], ['9.0']),  # without 90a, Hopper's kernels are empty
+        ('80', ['8.0', '8.9', '12.0'], ['9.0']),  # without 90a, the Hopper kernels are empty
         ('100-real', ['10.0', '10.3'], ['9.0', '12.0']),
     ],
 )
@@ -144,7 +144,7 @@ def test_split_over_devices_as_in_training():
 
 
 def test_no_launch_returns_the_error_of_an_earlier_call():
-    """cudaGetLastError() may, and a launch by <<<...>>> leaves its error to it."""
+    """cudaGetLastError() may do so, and a launch with <<<...>>> reports errors only through it."""
     sources = [path for path in (ROOT / 'xla_ffi').rglob('*') if path.suffix in ('.cu', '.cuh')]
     assert any(path.name == 'launch.cuh' for path in sources)
     for path in sources:

@@ -53,7 +53,7 @@ def test_a_difference_names_the_kernel():
 
 
 def test_the_kernels_have_the_recorded_machine_code():
-    """Refactoring keeps it; `machine_code.py --write` records a change that is meant."""
+    """Refactoring keeps the code; `machine_code.py --write` records an intended change."""
     modules = list((ROOT / 'xla_ffi').glob('_cuda*.so'))
     if len(modules) != 1:
         pytest.skip(f'expected one built xla_ffi/_cuda*.so, found {len(modules)}')

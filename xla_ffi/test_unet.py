@@ -1,5 +1,5 @@
-"""The UNet with backend=cuda: what a training step of elephants64 leaves to XLA's products; that a
-small one is that of XLA.
+"""The UNet with backend=cuda: which products a training step of elephants64 leaves to XLA, and a
+comparison of a small UNet with XLA's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.extension
 
 
 def products(operation: ir.Operation, found: collections.Counter[str]) -> collections.Counter[str]:
-    """Counts the products of matrices by layer: the name of a scope without numbers."""
+    """Counts the matrix products by layer, the name of a scope without numbers."""
     for region in operation.regions:
         for block in region.blocks:
             for child in block.operations:
@@ -73,11 +73,11 @@ def test_what_is_left_to_xla() -> None:
     found = products(lowered.compiler_ir('stablehlo').operation, collections.Counter())
     linear = [found.pop(name) for name in list(found) if 'attention' in name]
     assert sum(linear) == 2 * attentions, linear
-    # Forward, by the input and by the weights; the time itself needs no gradient. Those of all
-    # blocks are one.
+    # Forward, and the gradients by input and weights, except that the time itself needs no
+    # gradient. All blocks share one product.
     assert found == {'embed': 3, 'time_embed_': 5}, found
-    # The gradients of scale and offset are added by the weight gradient of the convolution that the
-    # norm is before, if one is.
+    # If a convolution follows the norm, its weight gradient also sums the gradients of scale and
+    # offset.
     text = lowered.as_text()
     fused = 2 * blocks + 1
     assert len(re.findall('jaxunet_conv3x3_weight_gradient.*?norm = true', text)) == fused
@@ -85,24 +85,24 @@ def test_what_is_left_to_xla() -> None:
         re.findall(r'jaxunet_group_norm_(?:input_)?gradient.*?samples = (\w+)', text)
     )
     assert samples == {'false': fused, 'true': attentions}
-    # For images of 64×64, the input gradient of the convolution adds up the norm's sums;
-    # not for the convolution to the three channels of the image.
+    # For images of 64×64, the input gradient of the convolution computes the norm's sums, except in
+    # the convolution to the three channels of the image.
     large = 2 * sum('conv_1' in block for name, block in parameters.items() if large_level(name))
     assert kernels['jaxunet_conv3x3_norm_gradient'] == large
     assert kernels['jaxunet_group_norm_input_gradient'] == large
-    # A norm's gradient takes those of a residual and of a skip connection with it. XLA adds where
-    # the image is halved next.
+    # A norm's gradient kernel also adds the gradients of a residual and a skip connection. XLA adds
+    # them if the image is halved next.
     halved = len(resolved.model.channel_mult) - 1
     added = collections.Counter(
         re.findall(r'jaxunet_group_norm_(?:input_)?gradient.*?added = (\d)', text)
     )
-    down = resolved.model.num_res_blocks * (halved + 1) + 1  # with the first in the middle
+    down = resolved.model.num_res_blocks * (halved + 1) + 1  # including the first in the middle
     assert added == {'2': down, '1': blocks - down + attentions, '0': blocks + 1}
     assert len(re.findall(rf'stablehlo.add .*: tensor<{BATCH}x\d+x\d+x\d+xbf16>', text)) == halved
 
 
 def test_dropout_is_inside_of_the_norms() -> None:
-    """Counts the launches of configs/cifar10.py: one each way for each block."""
+    """Counts the launches of configs/cifar10.py: one forward and one backward per block."""
     resolved = config.resolve(runpy.run_path(str(CONFIG.with_name('cifar10.py')))['get_config']())
     model = build_unet(resolved, ops_of('cuda'))
     x, t = (
