@@ -1,4 +1,4 @@
-"""The check of the surrounding `jax.shard_map`, which every op of the package makes."""
+"""Checks the surrounding `jax.shard_map`; every op of the package calls this."""
 
 from __future__ import annotations
 

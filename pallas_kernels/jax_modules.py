@@ -31,7 +31,7 @@ class Part:
 
     Fields:
       kernels: which ones; messages say "the Pallas kernels {kernels}".
-      advice: what to do without it, if not to install another version of JAX.
+      advice: what to do without it, other than installing another version of JAX.
       names: the source, MODULE or MODULE:NAME, of each name that this file exports.
     """
 
@@ -62,7 +62,7 @@ MOSAIC = Part(
 
 
 def runs_hopper() -> bool:
-    """Returns True if this process's device runs Hopper's kernels, which need Mosaic GPU.
+    """Returns True if this process's device runs the Hopper kernels, which need Mosaic GPU.
 
     Raises:
       UserError: it does, but this version of JAX lacks what they need.
@@ -75,12 +75,12 @@ def runs_hopper() -> bool:
 
 
 def on_hopper(op: str, problem: Callable[[], str | None], *, interpret: bool = False) -> bool:
-    """Returns True if a call runs on Hopper's kernel, False if on the Triton kernel.
+    """Returns True if a call runs on the Hopper kernel, False if on the Triton kernel.
 
     Args:
       op: the name in errors.
-      problem: returns why Hopper's kernel does not take the call; None if it does. Called only
-        where Hopper's kernels run.
+      problem: returns why the Hopper kernel does not accept the call; None if it does. Called only
+        on devices that run the Hopper kernels.
       interpret: take the Triton kernel, which the caller interprets.
 
     Raises:
@@ -99,7 +99,7 @@ def on_hopper(op: str, problem: Callable[[], str | None], *, interpret: bool = F
 
 @functools.cache
 def missing(part: Part) -> str | None:
-    """Returns a line that says what this version of JAX lacks of a part; None if it has all."""
+    """Returns a line that says what this version of JAX lacks of a part; None if nothing."""
     for source in part.names.values():
         try:
             _load(source)

@@ -1,4 +1,4 @@
-"""A version of JAX that lacks a module: what is said, and what still runs."""
+"""A version of JAX that lacks a module: the messages, and the calls that still run."""
 
 import importlib.util
 import pathlib
@@ -71,7 +71,7 @@ def test_this_version_has_all():
 
 @pytest.fixture
 def fresh(without, monkeypatch):
-    """Imports the Pallas backend anew, and makes it that of `load_ops`, without some modules."""
+    """Imports the Pallas backend anew without some modules, and makes `load_ops` use it."""
 
     def make(*names):
         without(*names)
@@ -155,13 +155,13 @@ def test_without_triton_a_network_of_supported_shapes_runs(fresh):
 
 
 def test_without_triton_zeros_fill_up_the_channels_of_an_image(fresh):
-    """Large images activate inside the convolutions, small ones before; skips are parts."""
+    """Large images are activated inside the convolutions, small ones before; skips are parts."""
     fresh('jax.experimental.pallas.triton')
     model = {'image_channels': 3, 'channel_mult': (1, 1), 'attention_resolutions': ()}
     kernels = kernel_names.count(lower_network('pallas', image_size=32, **model))
     assert not [name for name in kernels if 'triton' in name or name == 'convolution']
     convolutions = kernels['jaxunet_conv3x3_weight_gradient']
-    # Nothing asks for the gradient by the image, or for the sum of the predictions.
+    # Nothing needs the gradient of the image, or the sum of the predictions.
     assert kernels['jaxunet_conv3x3_forward'] == 2 * (convolutions - 1)
     assert kernels['jaxunet_group_norm_channel_sums'] == convolutions
 

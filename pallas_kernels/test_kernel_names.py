@@ -1,6 +1,4 @@
-"""The UNet of elephants64 with backend=pallas runs on our kernels and nothing else: none falls back
-silently.
-"""
+"""The UNet of elephants64 with backend=pallas runs only on our kernels; none falls back quietly."""
 
 from __future__ import annotations
 
@@ -94,8 +92,8 @@ def test_every_op_runs_on_its_kernels(lowered: Lowered) -> None:
     hopper = [c for c in convs if c not in images]
     assert (len(convs), len(images), len(hopper)) == (46, 2, 44)
     fused = [c for c in convs if c[0] == 'norm_silu_conv3x3']
-    # Large images are activated inside the convolution, so those have their statistics taken by
-    # kernels of their own. Triton's GroupNorm of small images is one launch.
+    # Large images are activated inside the convolution, so separate kernels compute their
+    # statistics. Triton's GroupNorm of small images is one launch.
     inside = [c for c in fused if c[1][1] * c[1][2] >= 1024]
     attention = [c for c in calls if c[0] == 'attention']
     norms = [c for c in calls if c[0] == 'group_norm']
@@ -103,7 +101,7 @@ def test_every_op_runs_on_its_kernels(lowered: Lowered) -> None:
     assert kernels == {
         'jaxunet_conv3x3_forward': 2 * len(hopper),  # forward, and the input gradient
         'jaxunet_conv3x3_weight_gradient': len(hopper),
-        # as above, but for the gradient by the image, which nothing asks for
+        # as above, except for the gradient of the image, which nothing needs
         'jaxunet_conv3x3_triton_forward': 3,
         # the last convolution, forward: products first, then the sums over taps
         'jaxunet_conv3x3_triton_products': 1,
@@ -151,7 +149,7 @@ def test_a_fallback_would_be_seen() -> None:
 
 def test_equal_calls_share_one_lowering() -> None:
     """A network calls a kernel with the same shapes many times; tracing and lowering each call
-    would take most of a start's time.
+    would take most of the start-up time.
     """
 
     def network(x: jax.Array, kernel: jax.Array, vector: jax.Array, packed: jax.Array) -> jax.Array:
@@ -181,7 +179,7 @@ def test_equal_calls_share_one_lowering() -> None:
     )  # forward and input gradient, of two convolutions, three times
     assert min(launches.values()) == 3
     written = re.findall(r'custom_call @\S*(mosaic|triton)', program.as_text())
-    # Not quite one for each name: the input gradient is a kernel apart, and without a GPU the first
+    # Not exactly one per name: the input gradient is a separate kernel, and without a GPU the first
     # and last calls get other types.
     assert len(launches) < len(written) <= len(launches) + 3
     assert 3 * len(written) < sum(launches.values())

@@ -1,5 +1,5 @@
-"""The tables of measured tiles: what is in them is chosen and valid, what is not gets a default,
-and tuning updates them.
+"""The tables of measured tiles: their tiles are chosen and valid, other shapes get a default, and
+tuning updates the tables.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def chosen(key: Key) -> tuple[DataclassInstance, str]:
 
 
 def test_committed_tables() -> None:
-    """Every file is a known device's, in the order in which it is written."""
+    """Every file belongs to a known device and is sorted as `save` writes it."""
     assert {path.name for path in tile_table.FOLDER.iterdir()} == set(KINDS.values())
     for kind, name in KINDS.items():
         path = tile_table.path(kind)
@@ -114,7 +114,7 @@ def test_a_tile_of_the_table_is_chosen_and_valid(kind: str, key: Key, entry: Ent
 
 
 def test_another_device_takes_defaults(caplog: pytest.LogCaptureFixture) -> None:
-    """It says so, and only shapes of the table differ from what an H200 takes."""
+    """It says so, and only shapes in the table get other tiles than on an H200."""
     kind = 'NVIDIA A100-SXM4-80GB'
     tile_table.load.cache_clear()
     with caplog.at_level(logging.INFO), device.use(device.Target.TRITON, kind):
@@ -132,8 +132,8 @@ def test_another_device_takes_defaults(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_update(folder: pathlib.Path) -> None:
-    """A tile that is clearly faster takes the place of the one that is chosen now; another does
-    not, nor one timed without that.
+    """A tile that is clearly faster replaces the one that is chosen now; others do not, nor does a
+    tile that was timed without the chosen one.
     """
     kind, tile = 'Some GPU', group_norm.Tile
     default, fast, even, other = tile(), tile(channels=64), tile(channels=128), tile(rows=16)

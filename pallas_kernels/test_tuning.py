@@ -1,4 +1,4 @@
-"""The tuning programs, with times made up: what they time, print and write into a device's table of
+"""The tuning programs, with made-up times: what they time, print and write into a device's table of
 tiles.
 """
 

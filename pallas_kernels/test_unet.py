@@ -41,7 +41,7 @@ def loss(network, params, x, t):
 
 
 def assert_close(got, want):
-    """Trees of float32, up to sums in another order."""
+    """Compares trees of float32, up to a different order of sums."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(want):
         other = dict(jax.tree_util.tree_leaves_with_path(got))[path]
         np.testing.assert_allclose(

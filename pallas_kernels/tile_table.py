@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FOLDER = pathlib.Path(__file__).parent / 'tiles'
-# A tile replaces the one in the table if it takes at most this share of its time. Smaller gains are
-# within the noise between runs.
+# A tile replaces the one in the table if its time is at most this share of that tile's time.
+# Smaller gains are within the noise between runs.
 FASTER = 0.97
 T = TypeVar('T')
 Tile = TypeVar('Tile', bound='DataclassInstance')
@@ -92,7 +92,7 @@ def _entry(kernel: str, dtype: DTypeLike, shape: str) -> Entry | None:
 
 
 def measured(make: type[T], kernel: str, dtype: DTypeLike, shape: str) -> T | None:
-    """Returns the tile in the table of this process's device, built by `make`, or None."""
+    """Returns the tile from the table of this process's device, built by `make`, or None."""
     entry = _entry(kernel, dtype, shape)
     return None if entry is None else make(**entry.tile)
 
@@ -106,8 +106,8 @@ def time(kernel: str, dtype: DTypeLike, shape: str) -> float | None:
 def update(kind: str, timed: Mapping[Key, Mapping[Tile, float]], chosen: Mapping[Key, Tile]) -> str:
     """Puts tiles into a device's table.
 
-    For each key: the fastest, if it takes at most `FASTER` of the time of the tile that is chosen
-    now, else that one.
+    Each key gets the fastest tile if its time is at most `FASTER` times that of the tile chosen
+    now; otherwise it keeps the latter.
 
     Args:
       timed: microseconds of each tile, a dataclass, that was timed for a key.

@@ -1,7 +1,7 @@
-"""Chooses attention's kernels for this device and shape, and gives Hopper's a rule for `jax.vmap`.
+"""Chooses attention's kernels for this device and shape; gives Hopper's a rule for `jax.vmap`.
 
-It takes the Mosaic GPU kernels on Hopper where `hopper_plan.supports` them, else the Triton
-kernels, which support all shapes.
+It takes the Mosaic GPU kernels on Hopper for the shapes that `hopper_plan.supports`, else the
+Triton kernels, which support all shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kept = tuple[Array, Array, Array]  # qkv, and what `backward` needs of a forward
 
 
 def choose(qkv: Shaped, num_heads: int, *, interpret: bool) -> Tiles | None:
-    """Returns the tiles of the Triton kernels; None for Hopper's kernels.
+    """Returns the tiles of the Triton kernels; None if the Hopper kernels run.
 
     Args:
       interpret: take the Triton kernels, which the caller interprets.
@@ -77,7 +77,7 @@ def backward(
     *,
     interpret: bool,
 ) -> Float[Array, 'batch tokens packed']:
-    """Returns the gradient of qkv, given that of the output."""
+    """Returns the gradient of qkv, given the gradient of the output."""
     if tiles is None:
         return batched(hopper.backward)(*kept, grad)
     return triton_backward.backward(*kept, grad, tiles.backward, interpret=interpret)

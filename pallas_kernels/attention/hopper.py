@@ -1,7 +1,7 @@
-"""Attention on Hopper (sm_90) as functions of arrays, on the kernels of `hopper_kernels`.
+"""Attention on Hopper (sm_90) as functions of arrays, using the kernels of `hopper_kernels`.
 
-The results are those of `triton.forward` and `triton_backward.backward`. `hopper_plan.supports`
-says which shapes the kernels take.
+The functions return the same as `triton.forward` and `triton_backward.backward`.
+`hopper_plan.supports` says which shapes the kernels accept.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def forward_for_training(
     Float[Array, 'batch heads 2 tokens'],
     Float[Array, 'batch tokens channels'],
 ]:
-    """Returns the outputs, and for `backward` the two terms of the log-sum-exp (`triton`) and the
-    outputs once more, both float32.
+    """Returns the outputs and, for `backward`, two float32 arrays: the two terms of the log-sum-exp
+    (`triton`), and the outputs again.
     """
     p = plan(qkv, num_heads)
     matrix = (p.batch * p.tokens, p.heads * p.width)
@@ -64,7 +64,7 @@ def backward(
     lse: Float[Array, 'batch heads 2 tokens'],
     grad: Float[Array, 'batch tokens channels'],
 ) -> Float[Array, 'batch tokens packed']:
-    """Returns the gradient of qkv, given that of the output.
+    """Returns the gradient of qkv, given the gradient of the output.
 
     Args:
       exact, lse: from `forward_for_training`.

@@ -1,7 +1,7 @@
 """The attention kernels of Hopper (sm_90) in Pallas Mosaic GPU; `triton` has the formulas.
 
 A program is one warpgroup. It owns a block of 64 tokens of one head, holds it in shared memory, and
-streams the blocks of the other side through a ring of slots:
+streams the blocks that it needs of the same head through a ring of slots:
 
     kernel           role   holds    streams   from registers      writes
     forward                 q        k, v      P                   out, lse
@@ -9,21 +9,21 @@ streams the blocks of the other side through a ring of slots:
     backward         dq     q, dO    k, v      dS                  dq
                      dkv    k, v     q, dO     Pᵀ, dSᵀ             dk, dv
 
-Each block is one TMA box of 64 rows of a head, at most a swizzle wide, and serves wgmma as it is or
-transposed. P and dS are 16-bit left operands in registers; the role dkv computes the logits
-transposed, K·Qᵀ, so that Pᵀ and dSᵀ come in the registers that wgmma wants. Sums over the streamed
-blocks are kept in float32 registers. Both roles run in one launch. Each result is written by one
-program, so results are identical from run to run.
+Each block is one TMA box of 64 rows of a head, at most one swizzle wide, which wgmma can read as it
+is or transposed. P and dS are 16-bit left operands in registers; the role dkv computes the logits
+transposed, K·Qᵀ, so that Pᵀ and dSᵀ are already in the registers where wgmma needs them. Sums over
+the streamed blocks are kept in float32 registers. Both roles run in one launch. Each result is
+written by one program, so results are identical from run to run.
 
     barrier  of       arrives (arrivals)              waits
     ready    held     TMA (1 for each block)          the program, once
     full     a slot   TMA (1 for each of two blocks)  the program
 
-A slot is loaded again once the program has read it: Pallas puts a barrier of the warpgroup before
-each TMA load, and wgmma has ended by then, as its results have been read.
+A slot is refilled after the program has read it: Pallas puts a warpgroup barrier before each TMA
+load, and wgmma has finished by then, because its results have been read.
 
-The arrays are matrices here: packed ones (batch · tokens, 3 · heads · width), outputs and their
-gradient (batch · tokens, heads · width). Rows of numbers (the terms of the log-sum-exp, delta) are
+The arrays are matrices here: packed arrays (batch · tokens, 3 · heads · width), outputs and their
+gradient (batch · tokens, heads · width). Numbers per row (the terms of the log-sum-exp, delta) are
 (batch, heads, …, tokens).
 """
 
@@ -69,13 +69,13 @@ class Head:
         """Returns a block of the head's rows in device memory.
 
         Args:
-          part: Q, K or V of packed arrays; 0 of outputs and their gradient.
+          part: Q, K or V for packed arrays; 0 for outputs and their gradient.
         """
         rows = pl.ds(self.sample * self.plan.tokens + block * BLOCK, BLOCK)
         return ref.at[rows, pl.ds(self.plan.column(self.head, part), self.plan.width)]
 
     def numbers(self, ref: Ref, block: Index, *term: int) -> Ref:
-        """Returns one number for each row of a block."""
+        """Returns the reference to one number for each row of a block."""
         return ref.at[(self.sample, self.head, *term, pl.ds(block * BLOCK, BLOCK))]
 
     def keys_and_values(self, qkv: Ref) -> Callable[[Index], tuple[Ref, Ref]]:
@@ -91,7 +91,7 @@ class Head:
         return largest, log_sum, d
 
     def weights(self, logits: Square, largest: Row, log_sum: Row, axis: int) -> Square:
-        """Recomputes the softmax; `axis` is that of the queries in the logits."""
+        """Recomputes the softmax; `axis` is the axis of the queries in the logits."""
         shifted = (logits - across(largest, axis)) * self.plan.scale2
         return jnp.exp2(shifted - across(log_sum, axis))
 
@@ -107,7 +107,7 @@ class Head:
 
         Args:
           blocks: returns the pair of block n in device memory.
-          slots: the ring of each of the two.
+          slots: the rings of the first and of the second blocks.
           full: a barrier for each slot of the rings.
 
         Returns: the last carry.
@@ -134,7 +134,7 @@ class Head:
         return lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)
 
     def store(self, values: Block, staged: Ref, target: Ref) -> None:
-        """Rounds a block and stores it through `staged`, which nothing reads any more."""
+        """Rounds a block and stores it through `staged`, whose contents are no longer needed."""
         staged[...] = values.astype(staged.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged, target)
@@ -182,7 +182,7 @@ def _columns() -> Layout:
 
 
 def forward(plan: Plan, training: bool, qkv: Ref, out: Ref, *refs: Ref) -> None:
-    """Computes the outputs of a block of queries; for training also the log-sum-exp, and the
+    """Computes the outputs of a block of queries and, for training, also the log-sum-exp and the
     outputs in float32.
     """
     kept, (q, keys, values, ready, full) = refs[:-5], refs[-5:]
@@ -321,8 +321,8 @@ def launch(
 
     Args:
       body: a function of the references: operands, results, scratch.
-      held: blocks that a program holds; 0: it uses no shared memory.
-      roles: how many roles programs have, see the table above.
+      held: number of blocks that a program holds; 0: it uses no shared memory.
+      roles: number of roles in the table above.
     """
     scratch: list[Any] = []
     if held:
@@ -351,6 +351,6 @@ def launch(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
-    # Under x64, Python's integers would become int64 beside the device's int32 indices.
+    # Under x64, Python's integers would become int64 and clash with the device's int32 indices.
     with jax.enable_x64(False):
         return kernel(*operands)

@@ -11,9 +11,9 @@ from jax import lax
 from pallas_kernels.types import Index, Shaped
 
 BLOCK = 64  # tokens that a program owns, and that it streams at a time: the rows of a wgmma
-WIDTHS = (32, 64)  # of a head; a row is 64 or 128 bytes, a whole swizzle
+WIDTHS = (32, 64)  # head widths: a row is 64 or 128 bytes, a whole swizzle
 Q, K, V = range(3)  # thirds of the packed arrays
-MAX_PROGRAMS = 2**31 - 1  # of a grid
+MAX_PROGRAMS = 2**31 - 1  # in a grid
 
 
 def supports(qkv: Shaped, num_heads: int) -> str | None:
@@ -72,7 +72,7 @@ class Plan:
     def place(self, program: Index, roles: int) -> tuple[Index, Index, Index, Index]:
         """Returns the role, block, head and sample of a program.
 
-        Programs of a head follow each other, so that its keys and values stay in the L2 cache.
+        The programs of a head are consecutive, so that its keys and values stay in the L2 cache.
         """
         rest, block = _divided(program, self.blocks)
         rest, role = _divided(rest, roles)

@@ -1,7 +1,7 @@
 """The attention kernels against the float64 oracle.
 
-A CPU interprets the awkward cases on the Triton kernels; a GPU runs all cases, Hopper on its own
-kernels where those support the shape.
+A CPU interprets the awkward cases on the Triton kernels. A GPU runs all cases; Hopper uses its own
+kernels for the shapes that they support.
 """
 
 import jax
@@ -60,7 +60,7 @@ def test_cases_for_hopper(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize('case', [*ELEPHANTS64, *ADM[:2]], ids=lambda c: c.name)
 def test_cases_on_triton(case):
-    """The kernels that other GPUs run, on Hopper too."""
+    """Runs the kernels of other GPUs on Hopper, too."""
     with use(Target.TRITON):
         check(case, 'bfloat16', 3)
 
@@ -69,8 +69,8 @@ def test_cases_on_triton(case):
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('width', [32, 64])
 def test_gradients_of_large_logits(width, dtype):
-    """Whole numbers whose exponentials overflow: gradients are finite, and as exact as the type at
-    the scale of what is summed.
+    """Whole numbers whose exponentials overflow: gradients are finite, and as exact as the type
+    allows at the scale of the summands.
     """
     values = np.round(draw((2, 128, 3 * width), 'bfloat16', scale=10))
 

@@ -1,5 +1,5 @@
-"""Attention's Hopper kernels: in JAX's interpreter of Mosaic GPU, lowered for CUDA, under vmap, and
-what they do not take.
+"""Attention's Hopper kernels: in JAX's interpreter of Mosaic GPU, lowered for CUDA, and under vmap;
+and the shapes that they do not accept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def interpreted(monkeypatch):
     params = pytest.importorskip('jax._src.pallas.mosaic_gpu.interpret.params')
 
     def products(*operands):
-        # The interpreter's wgmma has no left operands in registers, JAX 0.10's no transposes.
+        # The interpreter's wgmma takes no left operands from registers, and in JAX 0.10 no
+        # transposes.
         found = []
         for kind, left, right in operands:
             a = (left if isinstance(left, jax.Array) else left[...]).astype(jnp.float32)
@@ -45,7 +46,7 @@ def interpreted(monkeypatch):
         # JAX 0.10's interpreter has no layouts.
         monkeypatch.setattr(hopper_views, 'load', lambda ref, _: ref[...])
         monkeypatch.setattr(plgpu, 'layout_cast', lambda x, _: x)
-    jax.clear_caches()  # of functions that were traced for CUDA, and below for the interpreter
+    jax.clear_caches()  # drops functions that were traced for CUDA, and below for the interpreter
     with params.force_gpu_interpret_mode():
         yield
     jax.clear_caches()
@@ -78,8 +79,9 @@ def test_kernels_interpreted(interpreted, shape, dtype):
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_large_logits_interpreted(interpreted, dtype):
-    """Whole numbers whose exponentials overflow: gradients are finite, and as exact as the type at
-    the scale of what is summed. Where one key has all weight, the sums cancel to almost nothing.
+    """Whole numbers whose exponentials overflow: gradients are finite, and as exact as the type
+    allows at the scale of the summands. If one key has all the weight, the sums cancel almost
+    completely.
     """
     values = np.round(draw((1, 128, 96), 'bfloat16', scale=10))
 
@@ -201,6 +203,6 @@ def test_programs_cover_every_block_once(blocks):
     with jax.ensure_compile_time_eval():
         found = [tuple(map(int, p.place(jnp.int32(n), 2))) for n in range(2 * blocks * 3 * 2)]
     assert sorted(found) == sorted(np.ndindex(2, blocks, 3, 2))
-    # Heads of all parts follow each other in a row of the packed array.
+    # The heads of all parts are consecutive in a row of the packed array.
     columns = [p.column(h, part) for part in range(3) for h in range(3)]
     assert columns == list(range(0, 3 * 3 * 32, 32))

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
 )
 
-# Several blocks of queries and of keys whatever the size, so that every loop and every tail runs.
+# Small tiles, so that every size has several blocks of queries and keys, and every loop and tail
+# runs.
 SMALL = Tile(32, 16, 4), (Tile(16, 32, 4), Tile(32, 16, 4))
 
 
@@ -143,8 +144,8 @@ def test_large_logits(dtype):
     ),
 )
 def test_gradients_of_large_logits(backward, dtype):
-    """Finite, and as exact as the type at the scale of what is summed: where one key has all
-    weight, the sums cancel to almost nothing.
+    """Gradients are finite, and as exact as the type allows at the scale of the summands: if one
+    key has all the weight, the sums cancel almost completely.
     """
     values = large(40, 16)
     op = functools.partial(attention, num_heads=1, interpret=True, tiles=Tiles(SMALL[0], backward))
@@ -164,8 +165,8 @@ def test_gradients_of_large_logits(backward, dtype):
 
 @pytest.mark.parametrize('one_kernel', [True, False], ids=['one_kernel', 'two_kernels'])
 def test_very_negative_logits_and_padding(one_kernel):
-    """Every logit far below zero, where padded keys (of logit zero) would take over: weights must
-    stay uniform.
+    """Every logit is far below zero, so padded keys (with logit zero) would dominate if they were
+    not masked: weights must stay uniform.
     """
     q, v = np.ones((1, 20, 16)), draw((1, 20, 16), 'float32')
     qkv = jnp.asarray(np.concatenate([30 * q, -30 * q, v], axis=-1), jnp.float32)
@@ -208,7 +209,7 @@ def test_vmap(one_kernel):
 
 
 def test_scan_and_checkpoint():
-    """Two layers, each rematerialised, in a scan over weights: as the plain op does."""
+    """Two layers, each rematerialised, in a scan over weights, give the same as the plain op."""
     weights, x = example(2, 16, 48) / 4, example(1, 20, 16)
 
     def deep(weights, op):
@@ -233,8 +234,8 @@ def test_identical_from_run_to_run():
 
 
 def kernels_in(function, *shapes):
-    """Counts the calls of each kernel in the program for an H200, outside of which nothing is
-    transposed or multiplied.
+    """Counts the calls of each kernel in the program for an H200, and checks that nothing is
+    transposed or multiplied outside of them.
     """
     unchecked = [jax.export.DisabledSafetyCheck.custom_call('__gpu$xla.gpu.triton')]
     with device.use(device.Target.TRITON):
@@ -309,7 +310,7 @@ def test_lowers_for_a_gpu_under_vmap():
     ids=str,
 )
 def test_tiles(kernel, tokens, width, dtype):
-    """Every default is a legal tile of its kernel, and so are the candidates."""
+    """Every default, and every candidate, is a valid tile of its kernel."""
     for tile in [
         default_tile(kernel, tokens, width, dtype),
         *candidates(kernel, tokens, width, dtype),

@@ -25,7 +25,7 @@ class Tile:
       warps: of a program.
       stages: depth of the load pipeline.
       split: 2 = two programs of `backward_dkv` share a block of keys, one for dk and one for dv.
-        Both compute the logits, but wide heads leave registers for one result only.
+        Both compute the logits, but with wide heads the registers hold only one result.
 
     Raises:
       ValueError: a field is out of its range.
@@ -65,9 +65,10 @@ class Tiles:
     backward: Tile | tuple[Tile, Tile]
 
 
-# (widest head, most tokens, tile), for sizes that the device's table lacks. They are the fastest on
-# an H200 in bfloat16 at batch 32, at tokens × width of 64×32, 256×32, 256×64, 1024×64, 1024×128 and
-# 256×256; other sizes take the next larger entry. To refit, run `pallas_kernels.attention.tune`.
+# (widest head, most tokens, tile), for sizes that are not in the device's table. They are the
+# fastest on an H200 in bfloat16 at batch 32, at tokens × width of 64×32, 256×32, 256×64, 1024×64,
+# 1024×128 and 256×256; other sizes take the next larger entry. To refit, run
+# `pallas_kernels.attention.tune`.
 DEFAULTS: dict[str, tuple[tuple[int, int, Tile], ...]] = {
     'forward': (
         (32, 64, Tile(64, 64, 4)),
@@ -101,7 +102,7 @@ def power_of_two(n: int) -> int:
 def shared_memory() -> int:
     """Returns the bytes of shared memory that a program may use on this process's device.
 
-    Without a GPU, those of Hopper. Source: CUDA C++ Programming Guide, technical specifications
+    Without a GPU, returns Hopper's. Source: CUDA C++ Programming Guide, technical specifications
     per compute capability.
     """
     capability = str(getattr(jax.devices()[0], 'compute_capability', '9.0'))
@@ -120,7 +121,7 @@ def _held_and_streamed(kernel: str, tile: Tile) -> tuple[int, int]:
 def _shared_bytes(kernel: str, tile: Tile, width: int, dtype: DTypeLike) -> int:
     """Returns an upper bound of the shared memory that the compiler allocates, in bytes.
 
-    A float32 product is three products of parts, which triple the operands.
+    A float32 product is computed as three products of terms, which triples the operands.
     """
     held, streamed = _held_and_streamed(kernel, tile)
     size = jnp.dtype(dtype).itemsize
@@ -132,7 +133,9 @@ def _shared_bytes(kernel: str, tile: Tile, width: int, dtype: DTypeLike) -> int:
 
 
 def _fit(kernel: str, tile: Tile, tokens: int, width: int, dtype: DTypeLike, shared: int) -> Tile:
-    """Limits a tile to the number of tokens, then its stages or rows to fit `shared` bytes."""
+    """Limits a tile to the number of tokens, then reduces its stages or rows to fit in `shared`
+    bytes.
+    """
     most = power_of_two(tokens)
     tile = dataclasses.replace(
         tile,
@@ -160,10 +163,10 @@ def shape_class(tokens: int, width: int) -> str:
 def default_tile(
     kernel: str, tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None
 ) -> Tile:
-    """Returns the tile of one of KERNELS: the device's measured one, else that of `DEFAULTS`.
+    """Returns the tile of one of KERNELS: the one measured on this device, else from `DEFAULTS`.
 
     Args:
-      shared: bytes of shared memory that it must fit into; None = those of this process's device.
+      shared: bytes of shared memory that it must fit in; None = those of this process's device.
 
     Raises:
       ValueError: `kernel` is not one of KERNELS.
@@ -182,8 +185,8 @@ def default_tile(
 def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None) -> Tiles:
     """Returns the tiles of a call; arguments as `default_tile`.
 
-    Backward takes one kernel or two, whichever is faster in the device's table. Sizes that are not
-    in it take one kernel up to 64 tokens, if all keys of a head fit.
+    Backward takes one kernel or two, whichever is faster in the device's table. Sizes without an
+    entry take one kernel up to 64 tokens, if all keys of a head fit.
     """
     forward, one, dq, dkv = (
         default_tile(name, tokens, width, dtype, shared=shared) for name in KERNELS
@@ -203,7 +206,7 @@ def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | No
 def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[Tile]:
     """Returns the tiles worth timing for one of KERNELS at this size.
 
-    Their accumulators fit the registers, and their operands the shared memory of this device.
+    Their accumulators fit in the registers, and their operands in the shared memory of this device.
 
     Raises:
       ValueError: `kernel` is not one of KERNELS.

@@ -4,16 +4,16 @@ FlashAttention: Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4; Dao 2023,
 §3.1. `tiles` chooses the tiles, and one or two kernels for the backward pass.
 
 Forward, O = softmax(Q·Kᵀ/√d)·V: a program owns a block of queries of one head (grid: query blocks ×
-heads × batch). It walks over blocks of keys, keeps the largest logit and the sum of weights of each
-row so far, and rescales its float32 accumulator when the largest logit grows. Triton pipelines the
-loads of K and V over `stages` steps.
+heads × batch). It iterates over blocks of keys, keeps the largest logit and the sum of weights of
+each row so far, and rescales its float32 accumulator when the largest logit grows. Triton pipelines
+the loads of K and V over `stages` steps.
 
 Backward recomputes the weights P from the saved log-sum-exp of each row. With dO the gradient of O:
 
     dP = dO·Vᵀ,  delta = Σ P·dP = Σ dO·O over each row,  dS = P·(dP − delta),
     dV = Pᵀ·dO,  dK = dSᵀ·Q/√d,  dQ = dS·K/√d
 
-Short sequences take one kernel: a program holds all keys of a head and walks over blocks of
+Short sequences take one kernel: a program holds all keys of a head and iterates over blocks of
 queries. Longer ones take two:
 
     kernel         a program owns    walks over    reads (and lse)   writes
@@ -24,7 +24,7 @@ queries. Longer ones take two:
 
 Exponents have base two, and the scale 1/√d is applied to the float32 logits. The log-sum-exp (lse)
 is kept as its two terms, the largest logit q·k and log₂ Σ 2^(logit − largest): their sum would lose
-digits where logits are large.
+precision if logits are large.
 
 Arrays keep the projection's layout, (batch, tokens, 3, heads, width): every kernel reads q, k and
 v, and writes dq, dk and dv, in place, without transposes. Each result is written by one program, so
@@ -115,8 +115,8 @@ def forward(
     Args:
       exact: return the outputs for `backward` in float32, see `triton_backward.wants_exact`.
 
-    Returns: the heads' outputs; the two terms of the log-sum-exp of each row of logits, base two,
-      float32; the outputs for `backward`, which without `exact` are the outputs.
+    Returns: the heads' outputs; the two terms of the base-two log-sum-exp of each row of logits,
+      float32; the outputs for `backward`, which without `exact` are the same array.
 
     Raises:
       ValueError: channels that the heads do not divide, heads wider than 256, or another type.

@@ -1,4 +1,4 @@
-"""The backward kernels of attention in Triton; `triton` has the formulas and the work split."""
+"""The backward kernels of attention in Triton; `triton` has the formulas and work division."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _weights(head: Head, logits: Array, lse: tuple[Array, Array], keys: Array | 
 def _transposed_weights(
     head: Head, k: Array, q: Array, lse: tuple[Array, Array], keys: Array | None
 ) -> Array:
-    """Returns Pᵀ of tiles of keys and queries; `keys`: the mask of the keys, None: all exist."""
+    """Returns Pᵀ for tiles of keys and queries. `keys`: the mask of the keys; None: all exist."""
     largest, log_sum = lse
     return _weights(
         head,
@@ -72,8 +72,8 @@ def _dq_kernel(
     q = head.read(qkv_ref, start, tile.queries, Q)
     grad = head.read(grad_ref, start, tile.queries)
     largest, log_sum = head.read_lse(lse_ref, start, tile.queries)
-    # delta = Σ P·dP = Σ dO·O. Summing P·dP itself avoids the rounding of O, which matters where one
-    # key has nearly all the weight, but needs all keys at once.
+    # delta = Σ P·dP = Σ dO·O. Summing P·dP avoids the rounding error of O, which matters if one key
+    # has nearly all the weight, but needs all keys at once.
     delta = None
     if head.tokens > tile.keys:
         out = head.read(out_ref, start, tile.queries)
@@ -110,9 +110,10 @@ def _dkv_kernel(
     head: Head,
     tile: Tile,
 ) -> None:
-    """Computes dk and dv of a block of keys, or with `tile.split` = 2 one of them.
+    """Computes dk and dv of a block of keys, or only one of them with `tile.split` = 2.
 
-    The logits are computed transposed, so that Pᵀ and dSᵀ enter the products as they are.
+    The logits are computed transposed, so that Pᵀ and dSᵀ can be operands of the products without a
+    transpose.
     """
     program = pl.program_id(0)
     start = (program if tile.split == 1 else lax.div(program, 2)) * tile.keys
@@ -183,8 +184,8 @@ def _backward_kernel(
 def wants_exact(tile: Tile | tuple[Tile, Tile], tokens: int, dtype: DTypeLike) -> bool:
     """Returns True if `backward` needs the outputs in float32.
 
-    It does if it computes Σ p·dp from 16-bit outputs: where one key has most of the weight, their
-    rounding is large relative to the result.
+    It does if it computes Σ p·dp from 16-bit outputs: if one key has most of the weight, their
+    rounding error is large relative to the result.
     """
     return not isinstance(tile, Tile) and tile[0].keys < tokens and jnp.dtype(dtype) != jnp.float32
 
@@ -199,11 +200,11 @@ def backward(
     *,
     interpret: bool = False,
 ) -> Float[Array, 'batch tokens packed']:
-    """Returns the gradient of qkv, given that of the output.
+    """Returns the gradient of qkv, given the gradient of the output.
 
     Args:
       out, lse: what `triton.forward` returned for `backward`.
-      tile: one kernel's tile, or those of two kernels (dq; dk and dv).
+      tile: one kernel's tile, or the tiles of two kernels (dq; dk and dv).
 
     Raises:
       ValueError: as `triton.forward`, or a one-kernel tile that does not hold all keys.

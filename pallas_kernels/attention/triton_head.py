@@ -21,8 +21,8 @@ from pallas_kernels.types import Index, Ref
 Axes = tuple[tuple[int], tuple[int]]  # the axes that a product contracts
 Carry = TypeVar('Carry')
 
-# Slots of the packed arrays, and of the log-sum-exp. NumPy's type, as the interpreter cannot index
-# with a plain int.
+# Slots of the packed arrays, and of the log-sum-exp. NumPy integers, because the interpreter cannot
+# index with a plain int.
 Q, K, V = (np.int32(slot) for slot in range(3))
 LARGEST, LOG_SUM = (np.int32(slot) for slot in range(2))
 # The products by BLAS's names: T, an operand is transposed; N, it is not.
@@ -45,7 +45,7 @@ class Head:
         self.dtype, self.interpret = dtype, interpret
         self.scale = width**-0.5
         self.scale2 = self.scale * math.log2(math.e)
-        # One tf32 product would lose float32's accuracy; three of them keep it. Products of 16-bit
+        # A single tf32 product would lose float32's accuracy; three keep it. Products of 16-bit
         # numbers are exact in float32.
         self.precision: lax.Precision | lax.DotAlgorithmPreset = lax.Precision.DEFAULT
         if dtype == jnp.float32:
@@ -116,7 +116,7 @@ class Head:
 
 
 def unpack(qkv: Array, num_heads: int) -> tuple[Array, int]:
-    """Returns qkv as (batch, tokens, 3, heads, width), the same bytes; and the width."""
+    """Returns a view of qkv as (batch, tokens, 3, heads, width), and the width."""
     width = check_kernel_operands(qkv, num_heads)
     return qkv.reshape(*qkv.shape[:2], 3, num_heads, width), width
 

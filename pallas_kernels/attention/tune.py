@@ -1,10 +1,10 @@
-"""Times the attention kernels' tiles on this machine's GPU, and the op beside XLA's.
+"""Times the attention kernels' tiles on this machine's GPU, and the op in comparison with XLA's.
 
     python -m pallas_kernels.attention.tune [--batch 32] [--shapes 256:6:32,64:8:32]
         [--kernels both,forward] [--seconds 60] [--write]
 
-A shape is tokens:heads:width[:batch]. `both` times the op on the kernels that it runs on this GPU,
-on XLA, and on the Triton kernels if those are others: forward alone, and with its gradient. The
+A shape is tokens:heads:width[:batch]. `both` times the op on the kernels that it takes on this GPU,
+on XLA, and on the Triton kernels if the op takes others: forward alone, and with its gradient. The
 other names are Triton kernels, whose tiles it times. Times are sums of GPU kernel time per call
 from a profiler trace, without launch overhead. Prints one JSON line per result. `--write` puts the
 fastest tiles into the device's table (`tile_table.update`).
@@ -41,10 +41,10 @@ from pallas_kernels.attention.tiles import (
 from pallas_kernels.attention.vjp import attention
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
-SIDES = ('ours', 'triton', 'xla')  # the op: on the chosen kernels, Triton's, the reference
-SETS = 2  # sets of inputs that a program runs through
+SIDES = ('ours', 'triton', 'xla')  # the op on the chosen kernels, on Triton's, on XLA
+SETS = 2  # sets of inputs that a program processes
 Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
-JobTiles = Tile | tuple[Tile, Tile] | None  # of one kernel, of both backward kernels, of the op
+JobTiles = Tile | tuple[Tile, Tile] | None  # for one kernel, for both backward kernels, for the op
 Job = tuple[Shape, str, JobTiles]  # shape, what, tiles
 
 
@@ -113,7 +113,7 @@ def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
             for direction in ('forward', 'both')
         ]
     tiles = {}
-    for name in KERNELS:  # the chosen tile first
+    for name in KERNELS:  # begins with the chosen tile
         if found := candidates(name, tokens, width, dtype):
             tiles[name] = [
                 *dict.fromkeys(
@@ -166,7 +166,7 @@ def described(shape: Shape, dtype: jnp.dtype) -> dict[str, object]:
 
 
 def report_op(shape: Shape, dtype: jnp.dtype, results: list[Result]) -> None:
-    """Prints the times of the op beside XLA's, in microseconds."""
+    """Prints the times of the op and of XLA, in microseconds."""
     batch, tokens, heads, width = shape
     row = described(shape, dtype)
     totals = {what: sum(us.values()) for what, _, us in results if what.startswith(SIDES)}
@@ -220,7 +220,8 @@ def report_tiles(shape: Shape, dtype: jnp.dtype, results: list[Result], top: int
             ),
             flush=True,
         )
-    # A tile that was timed in several pairs keeps its last time here, which is the shortest.
+    # A tile that was timed in several pairs keeps the last of its times here, which is the
+    # shortest.
     return {
         keyed(kernel, shape, dtype): {tile: us for us, tile in sorted(rows, reverse=True)}
         for kernel, rows in timed.items()
@@ -249,7 +250,7 @@ def main() -> None:
         tokens, heads, width, *batch = map(int, text.split(':'))
         shapes.append((batch[0] if batch else args.batch, tokens, heads, width))
     arrays = {shape: inputs(shape, dtype) for shape in shapes}
-    # Shapes take turns, so that each has had its share when time is up; the op itself comes first.
+    # Shapes take turns, so that each gets its share before time is up; the op itself comes first.
     queues = [jobs_for(shape, args.kernels.split(','), dtype) for shape in shapes]
     jobs = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
 

@@ -35,12 +35,12 @@ def attention(
 
     Raises:
       ValueError: channels that the heads do not divide, heads wider than 256, another type, more
-        samples, heads or queries than the kernels take, or a checked `shard_map`.
+        samples, heads or queries than the kernels accept, or a checked `shard_map`.
       UserError: this version of JAX lacks what the kernels need.
     """
     check_shard_map('attention')
     check_kernel_operands(qkv, num_heads)
-    for unit, count in (('samples', qkv.shape[0]), ('heads', num_heads)):  # z and y of the grid
+    for unit, count in (('samples', qkv.shape[0]), ('heads', num_heads)):  # the grid's z and y
         check_count('attention', 'qkv', unit, count, MAX_SAMPLES)
     return _attention(
         qkv, num_heads, interpret, tiles or dispatch.choose(qkv, num_heads, interpret=interpret)

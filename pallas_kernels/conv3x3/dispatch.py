@@ -1,7 +1,7 @@
-"""Chooses a convolution's kernels for this device and shape, and gives them a rule for `jax.vmap`.
+"""Chooses a convolution's kernels for this device and shape; gives them a rule for `jax.vmap`.
 
-It takes the Hopper kernel where that supports the shape, else the Triton kernel, which supports
-all. Where JAX has no Triton, zeros fill up the channels for the Hopper kernel (`padding`).
+It takes the Hopper kernel for the shapes that it supports, else the Triton kernel, which supports
+all. If JAX lacks Triton, channels are padded with zeros for the Hopper kernel (`padding`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if jax_modules.missing(jax_modules.MOSAIC) is None:
 # `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024  # the fewest pixels of an image on Hopper
 FUSED_FEATURES = 16  # the most output channels on Triton
-EXACT_PIXELS = 2048  # of a batch; with fewer, float32 weight gradients need the Triton kernel
+EXACT_PIXELS = 2048  # per batch; with fewer, float32 weight gradients need the Triton kernel
 
 
 def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 features channels']:
-    """Returns the kernel with which dy is convolved for the input gradient."""
+    """Returns the kernel to convolve dy with for the input gradient."""
     return jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
 
 
@@ -81,7 +81,7 @@ def forward(
 def weight_gradient(
     parts: Parts, dy: Float[Array, 'batch height width features']
 ) -> Float[Array, '3 3 channels features']:
-    """Returns the gradient of the kernel, given that of the output, in float32.
+    """Returns the gradient of the kernel in float32, given the gradient of the output.
 
     Args:
       parts: x, joined along channels.
@@ -103,7 +103,7 @@ def input_gradient(
     kernel: Float[Array, '3 3 channels features'],
     widths: tuple[int, ...],
 ) -> Parts:
-    """Returns the gradient of each part of x, given that of the output.
+    """Returns the gradient of each part of x, given the gradient of the output.
 
     These are convolutions with the flipped kernel.
 
@@ -123,7 +123,7 @@ def fuses_activation(parts: Sequence[Shaped], kernel: Shaped) -> bool:
     """Returns True if GroupNorm and SiLU are faster inside the convolution than before it.
 
     The Hopper kernel activates a tile once for its nine taps, which is faster for large images. The
-    Triton kernel fuses them for few output channels, where reading x takes most of its time.
+    Triton kernel fuses both for few output channels, when reading x takes most of its time.
     """
     if jax_modules.runs_hopper() and (padding.wanted() or hopper.supports(parts, kernel) is None):
         return parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
@@ -178,8 +178,8 @@ def _weight_gradient(parts: Parts, dy: Array) -> Array:
         dy = padding.append(dy, multiple)
 
     def problem() -> str | None:
-        # Over few pixels XLA computes float32 in full rather than as tf32. Triton's three tf32
-        # products are as accurate as that; Hopper's three bfloat16 products are not.
+        # For few pixels, XLA computes in full float32 instead of tf32. Triton's three tf32 products
+        # match that accuracy; Hopper's three bfloat16 products do not.
         if dy.dtype == jnp.float32 and math.prod(dy.shape[:3]) < EXACT_PIXELS:
             return f'dy: expected {EXACT_PIXELS} pixels or more in float32, found {dy.shape[:3]}'
         return hopper_weight_gradient.supports(parts, dy)

@@ -1,6 +1,6 @@
 """The forward 3×3 convolution on Hopper (sm_90): supported shapes, tiles, the kernel's operands.
 
-`hopper_kernel` is the kernel and explains its pipeline.
+`hopper_kernel` contains the kernel and explains its pipeline.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def supports(
         return f'x and residual: expected parts that agree in all but channels, found {found}'
     if kernel.shape != expected or kernel.dtype != dtype:
         return f'kernel: expected {expected} in {dtype}, found {kernel.shape} in {kernel.dtype}'
-    # A tensor map's rows must be whole 16 bytes; a float32 is read as its bfloat16 terms.
+    # A tensor map's rows must be multiples of 16 bytes; a float32 is read as its bfloat16 terms.
     if any(c % 8 for c in (*channels, *_channels(others), features)):
         return (
             f'channels: expected multiples of 8, found {channels} and {_channels(others)} '
@@ -142,7 +142,9 @@ def shape_class(
 
 
 def choose_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Tile:
-    """Returns the device's measured tile of these operands, else `default_tile`; same arguments."""
+    """Returns the tile measured on this device for these operands, else `default_tile`; same
+    arguments.
+    """
     tile = tile_table.measured(
         Tile, 'conv3x3/hopper', parts[0].dtype, shape_class(parts, kernel, **options)
     )
@@ -221,7 +223,7 @@ def _forward(
 ) -> Array:
     dtype, features = parts[0].dtype, kernel.shape[-2 if flipped else -1]
     if affine is not None and dtype == jnp.float32:
-        # The bfloat16 terms of a float32 must be taken after the activation.
+        # A float32 must be split into bfloat16 terms after the activation.
         parts, affine = _activated(parts, affine), None
     p = _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype)
 
@@ -300,10 +302,11 @@ def _weights(
     wanted_first: bool,
     split: bool,
 ) -> Array:
-    """Returns the weights in the order that the kernel reads.
+    """Returns the weights in the order in which the kernel reads them.
 
     Args:
-      outputs_first, wanted_first: output channels come first, now and in the kernel's order.
+      outputs_first, wanted_first: True if output channels come first: in `weights`, and in the
+        order that the kernel needs.
       split: concatenate them for the high, high and low halves of x.
     """
     if wanted_first and not outputs_first:

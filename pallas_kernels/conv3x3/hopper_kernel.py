@@ -1,15 +1,15 @@
-"""3×3 convolution on Hopper (sm_90): an implicit GEMM that reads an input strip once for nine taps.
+"""3×3 convolution on Hopper (sm_90): an implicit GEMM that reads a strip once for all nine taps.
 
 A strip is 8 columns wide. Its TMA box of 10 columns × (rows + 2) × 64 channels starts one pixel
-above and to the left of it; pixels outside the image read as zeros. In shared memory a pixel is one
-swizzled row of 128 bytes. So tap (dy, dx) is the same buffer with wgmma's descriptor moved by dy ·
-10 + dx rows, and its stride between groups of 8 pixels set to 10 rows: the input is read from L2
-once instead of nine times.
+above and to the left of the strip; pixels outside the image are loaded as zeros. In shared memory a
+pixel is one swizzled row of 128 bytes. So for tap (dy, dx), wgmma reads the same buffer: its
+descriptor starts dy · 10 + dx rows later, with a stride of 10 rows between groups of 8 pixels. The
+input is read from L2 once instead of nine times.
 
-A program is persistent and computes one tile after the other: `groups` strips × `features` output
-channels. Its mainloop walks over chunks of 64 input channels, nine taps each. A residual, or its
-1×1 shortcut, is extra K: the centre tap of its own chunks, times the identity or the shortcut's
-weights. The epilogue adds the shift, rounds, and stores through shared memory by TMA.
+A program is persistent and computes one tile after another: `groups` strips × `features` output
+channels. Its mainloop iterates over chunks of 64 input channels, nine taps each. A residual extends
+K by its own chunks, with only the centre tap; their weights are the identity or a 1×1 shortcut. The
+epilogue adds the shift, rounds, and stores through shared memory by TMA.
 
 Warpgroups: first the consumers, then the producer, then the activators.
 
@@ -24,8 +24,8 @@ Warpgroups: first the consumers, then the producer, then the activators.
       producer (1)                                                v
     y            <--TMA--   staged  <-----------------------------+
 
-Barriers. Pallas counts their phases; the producer waits for an empty one only from the second use
-of a slot on.
+Barriers. Pallas counts their phases; the producer waits for an empty barrier only from the second
+use of a slot on.
 
     barrier        of                     arrives (arrivals)              waits
     strip_full     a consumer's slot      TMA (1)                         activators, else consumer
@@ -36,8 +36,8 @@ of a slot on.
     turn           each of two consumers  the other consumer (1)          the consumer (ping-pong)
 
 Without activators, `strip_ready` is `strip_full`. With resident weights, `weights_full` has one
-barrier, at which TMA arrives once for each step, and `weights_empty` is not used. `schedule` holds
-the arithmetic of tiles and slots, and says when consumers take turns.
+barrier, at which TMA arrives once per step, and `weights_empty` is not used. `schedule` holds the
+arithmetic of tiles and slots, and says when consumers take turns.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def consume(program: Program, me: Index) -> None:  # noqa: PLR0915
             plgpu.barrier_arrive(program.weights_empty.at[slot])
 
     def mainloop(i: Index, accumulators: Ref) -> Array:
-        # Buffers are released one load late, so that the tensor cores always have products waiting.
+        # Buffers are released one load late, so that the tensor cores always have queued work.
         def chunk(step: Index) -> None:
             strip = s.strip_number(i, step)
             slot = begin(strip)
@@ -240,12 +240,12 @@ def call(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Safe, because threads read others' writes to shared memory only after commit_smem or a
-            # barrier.
+            # Safe, because threads read other threads' writes to shared memory only after
+            # commit_smem or a barrier.
             unsafe_no_auto_barriers=True,
         ),
     )
-    # Under x64, Python's integers would become int64 beside the device's int32 indices.
+    # Under x64, Python's integers would become int64 and clash with the device's int32 indices.
     with jax.enable_x64(False):
         return kernel(*operands)
 

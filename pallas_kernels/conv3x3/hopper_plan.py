@@ -33,8 +33,8 @@ class Plan:
     Fields:
       sources: inputs of the nine-tap steps.
       extras: inputs of the residual's steps.
-      arrays: the number of inputs: the parts (split: their high, then their low halves), then those
-        of the residual in the same way (split and without shortcut: its three terms).
+      arrays: the number of inputs: the parts (split: their high, then their low halves), then the
+        parts of the residual in the same way (split and without shortcut: its three terms).
       outputs_first: weights are stored as (taps, output channels, input channels) instead of (taps,
         input channels, output channels).
       flipped: the last tap comes first.
@@ -65,10 +65,11 @@ def plan(
 
     Args:
       image: batch, height, width.
-      residual: channels of the parts that a shortcut projects, or of one array of `features`
-        channels, which the identity copies. It is added as the centre tap of its own chunks.
-      split: float32 as bfloat16 terms, x = high + low: high · high + high · low + low · high, with
-        the weights in the order high, low, high. Three terms hold a residual exactly.
+      residual: channels of the parts that a shortcut projects, or (features,) for one array that is
+        added unchanged. It becomes the centre tap of its own chunks.
+      split: float32 operands as bfloat16 terms, x = high + low. The products are high · high + high
+        · low + low · high, with the weights in the order high, low, high. A residual without
+        shortcut has three terms, which represent it exactly.
       flipped: compute the input gradient of the convolution with this kernel.
       activated: apply SiLU(a · x + b) to the parts.
       itemsize: bytes of an output value.
@@ -97,7 +98,8 @@ def plan(
             )
             step, arrays = step + extras[-1].steps, arrays + 1
     schedule = Schedule(*image, chunks, step - chunks, features, itemsize, tile, activated)
-    # wgmma reads a matrix either way, but boxes of (input, output) channels are whole 64s of both.
+    # wgmma can read either order, but boxes of (input, output) channels need multiples of 64 of
+    # both.
     whole = features % 64 == 0 and tile.features % 64 == 0
     return Plan(
         schedule,

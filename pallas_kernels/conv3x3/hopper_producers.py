@@ -1,4 +1,4 @@
-"""The producer warpgroups of the Hopper convolution: one that loads, and those that activate.
+"""The producer warpgroups of the Hopper convolution: the one that loads, and the activators.
 
 `pallas_kernels.conv3x3.hopper_kernel` explains the pipeline.
 """
@@ -26,7 +26,7 @@ from pallas_kernels.conv3x3.schedule import (
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref, Slice
 
-PIECE = 16  # pixels that a warpgroup activates at once
+PIECE = 16  # pixels that a warpgroup activates at a time
 BATCH = 4  # pieces in registers at once
 
 
@@ -147,7 +147,7 @@ def produce(program: Program) -> None:
 def activate(program: Program, me: Index, activation: SiluOf) -> None:
     """Runs an activator: applies the activation to its share of each strip, in place, once.
 
-    The padding around the image stays zero. Residual strips pass without activation.
+    The padding around the image stays zero. Residual strips are handed on without activation.
     """
     s, tile = program.plan.schedule, program.plan.schedule.tile
     plgpu.set_max_registers(s.activating_registers, action='decrease')
@@ -168,7 +168,7 @@ def activate(program: Program, me: Index, activation: SiluOf) -> None:
 
         def activate_chunk(step: Index) -> None:
             _, slot = s.slot(s.strip_number(i, step))
-            # Loaded before the wait, to hide their latency.
+            # Loaded before the wait, to hide the latency.
             channels = pl.ds(step * CHUNK, CHUNK)
             coefficients = [
                 [
@@ -182,7 +182,8 @@ def activate(program: Program, me: Index, activation: SiluOf) -> None:
                 pixels = program.strips.at[group, slot].reshape(s.halo_rows * HALO_COLUMNS, CHUNK)
                 scale, offset = coefficients[group]
                 for start in range(0, pieces, BATCH):
-                    # The compiler moves no load ahead of a store, so a batch is loaded first.
+                    # The compiler does not move loads ahead of stores, so a whole batch is loaded
+                    # first.
                     mine = [me * pieces + n for n in range(start, min(start + BATCH, pieces))]
                     targets = [pixels.at[pl.ds(piece * PIECE, PIECE)] for piece in mine]
                     loaded = [views.load(target, layout) for target in targets]

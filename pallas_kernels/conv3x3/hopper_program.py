@@ -22,8 +22,8 @@ class Program:
       index: the program's number in the grid.
       inputs, weights, extra_weights, shift, coefficients, out: in device memory.
       strips: input strips, in shared memory.
-      blocks: weights in shared memory; a block has those of one tap and one chunk.
-      staged: outputs on their way to device memory, in shared memory.
+      blocks: weights in shared memory; a block holds one tap of one chunk.
+      staged: outputs in shared memory, before they are stored to device memory.
       strip_full, strip_ready, strip_empty, weights_full, weights_empty, turn: barriers;
         `hopper_kernel` has their table.
     """

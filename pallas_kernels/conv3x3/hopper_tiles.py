@@ -17,25 +17,25 @@ from pallas_kernels.conv3x3.schedule import (
 
 # Factors of `cycles`, fitted to times on an H200 (batch 32, 64² to 8² pixels, 64 to 512 channels;
 # 7% rms). To refit, time `candidates` with `pallas_kernels.conv3x3.tune_hopper`.
-PEAK_SHARE = 0.89  # of the tensor cores' peak, which the mainloop reaches
-READS = 1.15  # factor of the cycles that read shared memory
+PEAK_SHARE = 0.89  # share of the tensor cores' peak that the mainloop reaches
+READS = 1.15  # factor on the cycles that read shared memory
 ACTIVATED = 2.8  # values that an activator processes per cycle
-RESIDUAL_STEP = 500  # cycles beside the products of a step over a residual's channels
+RESIDUAL_STEP = 500  # cycles per step of a residual, in addition to its products
 EPILOGUE = 440  # cycles of an epilogue, divided by the groups
 EPILOGUE_OUTPUTS = 1270  # cycles of an epilogue for every 8192 outputs
-WEIGHT_COPY = 2500  # cycles that copy the weights
+WEIGHT_COPY = 2500  # cycles to copy the weights
 
 
 def cycles(p: Plan) -> float:
     """Estimates the cycles of the longest-running program.
 
-    Includes the copy of the weights, if the kernel cannot read them in their layout. A wgmma of 64
-    × n outputs and K = 16 takes n / 2 cycles on the tensor cores, and about 16 + n / 4 to read its
-    operands from shared memory.
+    Includes the copy of the weights if the kernel cannot read them in the given layout. A wgmma of
+    64 × n outputs and K = 16 takes n / 2 cycles on the tensor cores, and about 16 + n / 4 to read
+    its operands from shared memory.
     """
     s, tile = p.schedule, p.schedule.tile
     rows, columns = (tile.features, s.pixels) if tile.transposed else (s.pixels, tile.features)
-    # The floor includes the share of the peak; another rounding would need other factors.
+    # The fit assumes exactly this rounding; another one would need other factors.
     products = (4 / PEAK_SHARE * tile.groups * rows) // 64
     block = products * max(columns / 2, READS * (16 + columns / 4))
     activation = (
@@ -62,7 +62,7 @@ def _grid(features: int, height: int, activators: tuple[int, ...]) -> Iterator[T
 def candidates(plan_of: Callable[[Tile], Plan], limit: int) -> list[Tile]:
     """Returns tiles that fit, the fastest by `cycles` first.
 
-    For each geometry: resident weights, the deepest ring with 3 taps per slot, and that with 1 tap.
+    For each geometry: resident weights, and the deepest rings with 3 taps and with 1 tap per slot.
 
     Args:
       plan_of: returns the plan of a tile.

@@ -1,7 +1,7 @@
 """Loads, stores and a view of shared memory for the Mosaic GPU kernels of all ops.
 
-They hide what differs between versions of JAX, and the view that Pallas has no public function for.
-`tests/matrix` runs them on every version of JAX that pyproject.toml admits.
+They hide the differences between versions of JAX, and provide a view for which Pallas has no public
+function. `tests/matrix` runs them on every version of JAX that pyproject.toml allows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def matrix(ref: Ref) -> Ref:
     """Returns swizzled rows (r, 1, 8, c) as the matrix (8r, c) that wgmma and stores expect.
 
     The public views of a matrix must start at a whole 8-row tile. Here the rows of one tile may
-    start anywhere, with any stride between tiles, so nine taps can read one haloed strip: wgmma's
-    descriptor holds exactly a start and a stride.
+    start anywhere, with any stride between tiles, so nine taps can read one haloed strip: a start
+    and a stride are all that wgmma's descriptor needs.
     """
     return TransformedRef(ref.ref, (*ref.transforms, UntilingTransform((8, ref.shape[-1]))))
 
@@ -31,7 +31,7 @@ def matrix(ref: Ref) -> Ref:
 def load(ref: Ref, layout: Layout) -> Array:
     """Loads a reference into registers, laid out as `layout`.
 
-    JAX 0.10 requires an index apart from the reference; 0.11 deprecates it, and 0.12 has none.
+    JAX 0.10 requires a separate index argument; 0.11 deprecates it, and 0.12 removes it.
     """
     return plgpu.load(ref, *LOAD_INDEX, layout=layout, optimized=False)
 

@@ -17,24 +17,24 @@ taps (147 KB of float32 accumulators, in registers), and a share of the pixels.
     full     a stage  TMA (1 for dy, 1 for x, of each half)    the consumers
     empty    a stage  every consumer, after its products (3)   the producer, from the second use on
 
-- Reads outside the image give zeros, which handles padding and images that the strips do not
-  divide.
+- Reads outside the image return zeros, which handles padding and images that are not multiples of
+  a strip.
 - In shared memory a pixel is one row of 128 bytes (64 channels, 128-byte swizzle). Both operands of
   wgmma are MN-major: channels are contiguous and the pixels are K. Tap (i, j) is the haloed x at
   a shifted address: eight pixels of an image row are one 8-row atom, and the next image row follows
   10 rows later. The stride between two 64-channel columns of the right operand is free as well. It
   is set to one pixel, so that one wgmma of 64 × 192 multiplies dy by the three taps of a row at
   once.
-- With `taps` = 3 a CTA owns one row of taps, one tap per consumer, and x is loaded without the rows
-  of halo. This loads more, but there are three times as many tiles, so a third of the splits fill
-  the GPU. It suits small images, where the partial sums cost most.
+- With `taps` = 3 a CTA owns one row of taps, one tap per consumer, and x is loaded without the halo
+  rows. This loads more in total, but there are three times as many tiles, so a third of the splits
+  fill the GPU. It suits small images, for which the partial sums cost most.
 - Split-K: the pixels are divided over `splits` CTAs. XLA adds their partial sums in a fixed order,
-  without atomics, so every run gives the same bits. This reduce goes through L2, which is faster
+  without atomics, so every run gives the same bits. This reduction goes through L2, which is faster
   than distributed shared memory.
 
 float32 operands are split into two bfloat16 (x = high + low); three of the four products are kept
-(bf16x3). Their relative error is about 2⁻¹⁷: far better than TF32, which XLA takes for most float32
-convolutions, but larger than float32's.
+(bf16x3). Their relative error is about 2⁻¹⁷: far better than TF32, which XLA uses for most float32
+convolutions, but worse than float32.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ from pallas_kernels.types import Index, Ref, Shaped
 
 NAME = 'jaxunet_conv3x3_weight_gradient'
 SHARED_RESERVED = 1024  # bytes, for barriers
-PRODUCER_REGISTERS = 32  # a thread
-CONSUMER_REGISTERS = 160  # a thread: 96 accumulators, and addresses
+PRODUCER_REGISTERS = 32  # per thread
+CONSUMER_REGISTERS = 160  # per thread: 96 accumulators, and addresses
 
 
 def supports(parts: Sequence[Shaped], dy: Shaped, tile: Tile | None = None) -> str | None:
@@ -135,7 +135,7 @@ def shape_class(parts: Sequence[Shaped], dy: Shaped) -> str:
 
 
 def choose_tile(parts: Sequence[Shaped], dy: Shaped) -> Tile:
-    """Returns the device's measured tile of these shapes, else `default_tile`."""
+    """Returns the tile measured on this device for these shapes, else `default_tile`."""
     return tile_table.measured(
         Tile, 'conv3x3/hopper_weight_gradient', dy.dtype, shape_class(parts, dy)
     ) or default_tile(parts, dy)
@@ -163,7 +163,8 @@ def weight_gradient(
     *,
     tile: Tile | None = None,
 ) -> Float[Array, '3 3 channels features']:
-    """Returns the gradient of Σ conv3x3(x, kernel) · dy by the kernel (HWIO), float32.
+    """Returns the gradient of Σ conv3x3(x, kernel) · dy with respect to the kernel (HWIO), in
+    float32.
 
     The same inputs give the same bits.
 
@@ -200,7 +201,8 @@ def split_float32(
     x: Float[Array, 'batch height width channels'],
 ) -> Float[Array, '2*batch height width channels']:
     """Returns the high and low bfloat16 halves of x, one after the other along the batch."""
-    # reduce_precision, because XLA may drop a conversion to bfloat16 and back, and so the low half.
+    # Uses reduce_precision, because XLA may drop a conversion to bfloat16 and back, and with it the
+    # low half.
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return jnp.concatenate([high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)])
 
@@ -214,7 +216,7 @@ def _partial_sums(
     tile = plan.tile
     shape = (tile.splits, 9, sum(plan.widths), plan.features)
 
-    # One body, because the roles share the ring, the barriers and the CTA's place in the grid.
+    # One function, because the roles share the ring, the barriers and the CTA's place in the grid.
     def body(*refs: Ref) -> None:
         x_refs, (dy_ref, out_ref, x_ring, dy_ring, full, empty) = (
             refs[: len(parts)],

@@ -1,4 +1,4 @@
-"""Two steps of the Hopper weight gradient that Pallas cannot express, in its Mosaic dialect.
+"""Two steps of the Hopper weight gradient that Pallas cannot express, in the Mosaic GPU dialect.
 
 `jax.experimental.mosaic.gpu` and `jaxlib.mlir` are not stable, so the weight gradient uses them
 only in this file.
@@ -17,8 +17,8 @@ from pallas_kernels.jax_modules import mosaic as mgpu
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.jax_modules import mosaic_utils as utils
 
-# The layout of wgmma's accumulator, one float32 per register. Pairs (plgpu.Layout.WGMMA) would be
-# split before every wgmma.
+# The layout of wgmma's accumulator, with one float32 per register. With pairs (plgpu.Layout.WGMMA),
+# the compiler would split them before every wgmma.
 ACCUMULATOR = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))),
     warp_dims=(-8,),
@@ -32,7 +32,7 @@ SWIZZLE = plgpu.SwizzleTransform(128)
 def tap_strides(columns: int, block: int) -> list[int]:
     """Returns the strides of x in a stage, seen as (image row, tap, 8 pixels, channel).
 
-    The next tap begins one pixel further on, so taps overlap.
+    The next tap begins one pixel later, so taps overlap.
 
     Args:
       columns: pixels of an image row in the stage.
@@ -46,10 +46,10 @@ def multiply_taps(
 ) -> Callable[..., Array]:
     """Returns a function of (row, column, x stage, dy stage, accumulator) for one strip.
 
-    It adds dyᵀ · [x, x one pixel on, …], `taps` of them, to the accumulator (block, taps · block),
-    and waits for the products. x is read from that row and column of its stage on. The stage of x
-    has shape (halves, ≥ rows + row, columns, block), that of dy (halves, rows, 8, block), both
-    128-byte swizzled.
+    It adds dyᵀ · [x, x one pixel later, …], for `taps` taps, to the accumulator (block, taps ·
+    block), and waits for the products. It reads x from the given row and column of its stage on.
+    The stage of x has shape (halves, ≥ rows + row, columns, block), that of dy (halves, rows, 8,
+    block), both 128-byte swizzled.
 
     Args:
       products: pairs (half of x, half of dy) to multiply.
@@ -68,7 +68,7 @@ def multiply_taps(
         _: object, row: Registers, column: Registers, x: ir.Value, dy: ir.Value, total: Registers
     ) -> Registers:
         x_type = ir.MemRefType(x.type)
-        # K tiles of 8 pixels, N tiles of a tap. They overlap, which slices cannot express.
+        # K tiles are 8 pixels and N tiles one tap. They overlap, which slices cannot express.
         strides = ir.StridedLayoutAttr.get(0, tap_strides(columns, block))
         shifted = ir.MemRefType.get(
             (rows, taps, 8, block), x_type.element_type, strides, x_type.memory_space
@@ -97,6 +97,6 @@ def multiply_taps(
 def store_transposed(_: object, target: ir.Value, value: Registers) -> None:
     """Writes valueᵀ to device memory.
 
-    Eight lanes hold eight neighbours in a row of valueᵀ, a whole sector of 32 bytes.
+    Eight lanes hold eight adjacent elements of a row of valueᵀ, a whole sector of 32 bytes.
     """
     value.store_untiled(mgpu.memref_transpose(target, (1, 0)), optimized=False)

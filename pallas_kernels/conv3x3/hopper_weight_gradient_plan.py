@@ -1,6 +1,6 @@
 """Tiles and index arithmetic of the Hopper weight gradient: the data of each CTA and step.
 
-Plain functions of integers, which the kernel calls with traced int32 and the tests with Python's.
+Plain functions of integers; the kernel calls them with traced int32, the tests with Python ints.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class Plan:
         return self.tile.stages * self.halves * pixels * BLOCK * 2
 
     def share(self, split: Index) -> tuple[Index, Index]:
-        """Returns the first strip and the number of strips of a split; numbers differ by ≤ 1."""
+        """Returns the first strip and the number of strips of a split; the numbers differ by at
+        most 1.
+        """
         size, longer = divmod(self.strips, self.tile.splits)
 
         def first(split: Index) -> Index:
@@ -124,7 +126,7 @@ class Plan:
     def strip_origin(self, strip: Index) -> tuple[Index, Index, Index]:
         """Returns sample, image row and column of a strip's first pixel of dy.
 
-        The box of x begins one pixel above and to the left of it.
+        The box of x begins one pixel above and to the left of that pixel.
         """
         sample, rest = divide(strip, self.strips_down * self.strips_across)
         down, across = divide(rest, self.strips_across)
@@ -133,8 +135,8 @@ class Plan:
     def cta(self, index: Index) -> tuple[Index, Index, Index, Index]:
         """Returns split, first input channel, first output channel and row of taps of a CTA.
 
-        The row of taps is 0 if the CTA has all of them. Neighbours share pixels, so that L2 holds
-        them.
+        The row of taps is 0 if the CTA has all of them. Neighbouring CTAs read the same pixels,
+        which are then in L2.
         """
         split, tile = divide(index, self.tiles)
         block, tap_row = divide(tile, self.tap_groups)
@@ -142,7 +144,7 @@ class Plan:
         return split, x_block * BLOCK, dy_block * BLOCK, tap_row
 
     def first_row(self, row: Index, tap_row: Index) -> Index:
-        """Returns the first image row of x's box, given that of dy's."""
+        """Returns the first image row of x's box, given the first row of dy's box."""
         return row - 1 + tap_row
 
     def of_warpgroup(self, warpgroup: Index, tap_row: Index) -> tuple[Index, Index, Index]:

@@ -1,8 +1,8 @@
-"""Pads channels with zeros up to the multiples that Hopper's convolution kernels take.
+"""Pads channels with zeros up to the multiples that the Hopper convolution kernels need.
 
-Only where this version of JAX has no Triton: its kernels for few channels are quicker. The padded
-channels of the input and their weights are zero, so they add nothing; those of the result are cut
-off.
+Only used if this version of JAX has no Triton, whose kernels for few channels are faster. The
+padded channels of the input and their weights are zero, so they add nothing; the padded channels of
+the result are cut off.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxunet.ops.conv3x3.operands import Parts
 from pallas_kernels import jax_modules
 from pallas_kernels.conv3x3.hopper_weight_gradient_plan import BLOCK
 
-# Multiples of channels that Hopper's kernels take.
+# Multiples of channels that the Hopper kernels need.
 CONVOLUTION = 8
 WEIGHT_GRADIENT = BLOCK
 SUMS = 32  # GroupNorm's channel sums, which are the gradient of shift
 
 # The batched operands of a convolution (parts, shift, residual, affine), and its weights (kernel,
-# shortcut), as `joins_batch` takes them.
+# shortcut), in the form that `joins_batch` takes.
 Images = tuple[Parts, Array, Parts, tuple[Array, Array] | None]
 Weights = tuple[Array, Array | None]
 
@@ -56,7 +56,7 @@ def append(
 def remove(
     x: Float[Array, '*padded'], multiple: int, widths: Sequence[int], axis: int = -1
 ) -> Float[Array, '*shape']:
-    """Undoes `append`; x may also be without zeros, where nothing was appended."""
+    """Undoes `append`; also accepts x to which nothing was appended."""
     if x.shape[axis] == sum(widths):
         return x
     starts = itertools.accumulate((width + -width % multiple for width in widths), initial=0)

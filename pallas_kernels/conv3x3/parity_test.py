@@ -53,7 +53,7 @@ def without_triton():
     ids=lambda c: c.name,
 )
 def test_without_triton(case, dtype):
-    """Zeros fill up the channels for Hopper's kernels."""
+    """Channels are padded with zeros for the Hopper kernels."""
     check(case, dtype, 3)
 
 

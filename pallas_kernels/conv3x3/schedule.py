@@ -1,14 +1,13 @@
 """The scheduler of the Hopper 3×3 convolution: the pixels, channels, taps and slots of each step.
 
-Plain functions of integers, which the kernel calls with traced int32 scalars and the tests with
-Python's.
+Plain functions of integers; the kernel calls them with traced int32 scalars, the tests with Python
+ints.
 
 An image is cut into strips of 8 columns × `rows` rows. A program computes one *tile* at a time:
-`groups` strips (one per consumer warpgroup) × `features` output channels. It walks through the
-tile's *steps*, one chunk of 64 input channels each: first the convolution's chunks (nine taps
-each), then the residual's (centre tap only). Strips wait in `slots` shared-memory slots per
-consumer, weights in a ring of `ring` slots of `taps` taps each; with `ring` = 0 all weights stay
-resident.
+`groups` strips (one per consumer warpgroup) × `features` output channels. It processes the tile's
+*steps*, one chunk of 64 input channels each: first the convolution's chunks (nine taps each), then
+the residual's chunks (centre tap only). Strips wait in `slots` shared-memory slots per consumer,
+weights in a ring of `ring` slots of `taps` taps each; with `ring` = 0 all weights stay resident.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ CHUNK = 64  # channels of one step: a shared-memory row of 128 bytes in 16-bit t
 STRIP_COLUMNS = 8  # one row of a strip is one 8-row swizzle atom of a wgmma operand
 HALO_COLUMNS = STRIP_COLUMNS + 2
 SHARED_BYTES = 227 * 1024  # a Hopper CTA's limit
-BARRIER_BYTES = 2048  # an upper bound of barriers, scratch and alignment
-LOADING_REGISTERS = 40  # a thread of the producer, which only computes addresses
-REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 232  # a thread; 255 is the limit, and setmaxnreg counts in eights
-SXM_MULTIPROCESSORS = 132  # of an H100 or H200 SXM
+BARRIER_BYTES = 2048  # upper bound for barriers, scratch and alignment
+LOADING_REGISTERS = 40  # per thread of the producer, which only computes addresses
+REGISTERS = 65536  # per multiprocessor
+MOST_REGISTERS = 232  # per thread; the limit is 255, and setmaxnreg counts in eights
+SXM_MULTIPROCESSORS = 132  # on an H100 or H200 SXM
 
 
 def multiprocessors() -> int:
-    """Returns the multiprocessors of the GPU of the trace; where it is unknown, of an H200."""
+    """Returns the multiprocessors of the GPU that is traced for; if it is unknown, an H200's."""
     return device.multiprocessors(SXM_MULTIPROCESSORS)
 
 
@@ -168,8 +167,9 @@ class Schedule:
     def ping_pong(self) -> bool:
         """True if two consumers take turns step by step.
 
-        The epilogue of one then overlaps the products of the other. This excludes a weight ring,
-        which could wait for the consumer without the turn to free a slot.
+        The epilogue of one then overlaps the products of the other. It is not possible with a
+        weight ring, whose producer could wait for a slot that the consumer without the turn must
+        free.
         """
         return self.resident and self.tile.groups == 2
 
@@ -193,7 +193,7 @@ class Schedule:
 
     @property
     def store_slots(self) -> int:
-        """Store buffers of a consumer: one for every store if they fit, else one that is reused."""
+        """Store buffers of a consumer: one per store if they fit, else one that is reused."""
         room = SHARED_BYTES - BARRIER_BYTES - self._operand_bytes
         every = self.tile.groups * self.stores * self._store_bytes
         return self.stores if every <= room else 1
@@ -210,7 +210,7 @@ class Schedule:
 
     @property
     def launch_registers(self) -> int:
-        """Registers of a thread at launch, in eights.
+        """Registers per thread at launch, a multiple of eight.
 
         A warpgroup can take more only after others have released as many; otherwise it waits
         forever.
@@ -258,7 +258,7 @@ class Schedule:
     def tile_at(self, program: Index, i: Index) -> tuple[Index, Index]:
         """Returns the first strip and the first output channel of a program's tile i.
 
-        Neighbouring programs share pixels, so that L2 serves them once.
+        Neighbouring programs read the same pixels, which are then in L2.
         """
         t = program + i * self.programs
         return quotient(t, self.feature_tiles) * self.tile.groups, remainder(
@@ -268,7 +268,7 @@ class Schedule:
     def strip_at(self, strip: Index) -> tuple[Index, Index, Index]:
         """Returns sample, first row and first column of a strip.
 
-        A strip past the last is in no sample: its loads read zeros, its stores are clipped.
+        A strip past the last lies in no sample: its loads return zeros, its stores are clipped.
         """
         each = self.strips_down * self.strips_across
         sample, rest = quotient(strip, each), remainder(strip, each)
@@ -278,9 +278,9 @@ class Schedule:
             remainder(rest, self.strips_across) * STRIP_COLUMNS,
         )
 
-    # A program numbers its strips, and its weight loads, from start to end. Number n is in slot n
-    # mod slots, as use n div slots of that slot. Use u of a slot may be written once use u − 1 was
-    # read.
+    # A program numbers its strips, and its weight loads, from start to end. Number n goes to slot n
+    # mod slots and is that slot's use number n div slots. Use u of a slot may be written after use
+    # u − 1 has been read.
     def strip_number(self, i: Index, step: Index) -> Index:
         """Returns the number of the strips of a step of tile i; the same for every consumer."""
         return i * self.steps + step
@@ -343,7 +343,8 @@ class Schedule:
                 f'{tile}: resident weights need a tile of exactly the {self.features} '
                 f'output channels'
             )
-        # Beside the accumulators, a thread needs about 40 registers for addresses and counters.
+        # In addition to the accumulators, a thread needs about 40 registers for addresses and
+        # counters.
         if rows_of_a // 64 * columns // 2 + 40 > self.computing_registers:
             return (
                 f'{tile}: the accumulators of a warpgroup would not fit its '

@@ -43,8 +43,8 @@ Event = tuple[str, str, int] | tuple[str, Callable[[], None]]
 def threads(
     p: Plan, program: int, activates: bool, check: Callable[[str, object, object], None]
 ) -> dict[str, Iterator[Event]]:
-    """The order of waits and arrivals in `hopper_kernel`, with `check(ring slot, expected content)`
-    where it is read.
+    """Returns the waits and arrivals of `hopper_kernel` in order, with `check(ring slot, expected
+    content)` at each read.
     """
     s, tile = p.schedule, p.schedule.tile
     content: dict[object, object] = {}
@@ -141,7 +141,7 @@ TILES = [
 @pytest.mark.parametrize('activates', [False, True])
 @pytest.mark.parametrize('order', ['forward', 'backward', 'random'])
 def test_rings_neither_deadlock_nor_overwrite(order: str, activates: bool) -> None:
-    """Every warpgroup finishes, whichever runs first, and reads what was meant for it."""
+    """Every warpgroup finishes, whichever runs first, and reads the data intended for it."""
 
     def check(what: str, found: object, expected: object) -> None:
         assert found == expected, f'{what} holds {found}, {expected} was expected'

@@ -1,5 +1,5 @@
-"""The Hopper convolution lowers for CUDA on any machine, under its name, once a call; what it does
-not support it says.
+"""The Hopper convolution lowers for CUDA on any machine, to one kernel of its name per call, and
+says which operands it does not support.
 """
 
 from __future__ import annotations

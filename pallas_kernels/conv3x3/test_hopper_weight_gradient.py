@@ -1,5 +1,5 @@
-"""The Hopper weight gradient: its index arithmetic against NumPy, its lowering for CUDA, what it
-refuses, and on a GPU its values.
+"""The Hopper weight gradient: its index arithmetic against NumPy, its lowering for CUDA, the
+operands that it rejects, and on a GPU its values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def shapes(
 
 
 def reference(x: jax.Array, dy: jax.Array) -> jax.Array:
-    """XLA's gradient by the kernel, in the type of the operands, then float32."""
+    """Returns XLA's gradient of the kernel, computed in the operands' type, as float32."""
 
     def conv(kernel: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(
@@ -67,7 +67,7 @@ def box(image: np.ndarray, row: int, column: int, height: int, width: int) -> np
 
 
 def emulate(plan: Plan, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """The partial sums of every CTA, by the kernel's own arithmetic."""
+    """Returns the partial sums of every CTA, computed with the kernel's own index arithmetic."""
     rows, columns, block = plan.tile.rows, hopper.STRIP + 2, hopper.BLOCK
     out = np.full((plan.tile.splits, 9, x.shape[-1], dy.shape[-1]), np.nan)
     for cta in range(plan.tiles * plan.tile.splits):
@@ -178,7 +178,7 @@ def test_float32_is_split_into_two_bfloat16() -> None:
     high, low = jnp.split(jax.jit(hopper.split_float32)(x), 2)
     assert high.dtype == low.dtype == BFLOAT16
     both = np.asarray(high, np.float64) + np.asarray(low, np.float64)
-    # 8 bits each, and the sign of the second is a bit too.
+    # 8 bits each, and the sign of the second adds one bit.
     np.testing.assert_allclose(both, np.asarray(x, np.float64), rtol=2.0**-17, atol=0)
     assert np.abs(np.asarray(low, np.float64)).max() > 0
 

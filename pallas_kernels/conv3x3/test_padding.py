@@ -1,7 +1,7 @@
-"""Without Triton, zeros fill up the channels for Hopper's kernels: the padded operands are those
-that the kernels take, and results and gradients those of the reference.
+"""Without Triton, channels are padded with zeros for the Hopper kernels: they accept the padded
+operands, and results and gradients equal the reference's.
 
-XLA takes the place of Hopper's convolutions, which no CPU runs; `parity_test` runs them on a GPU.
+XLA replaces the Hopper convolutions, which cannot run on a CPU; `parity_test` runs them on a GPU.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_every_tile_is_computed_once() -> None:
 
 
 def test_the_same_arithmetic_in_the_kernel() -> None:
-    """Traced int32 scalars give what Python's integers give, and stay int32."""
+    """Traced int32 scalars give the same results as Python ints, and stay int32."""
     s = plan((3, 24, 20), (128,), 192, Tile(8, 64), residual=(192,)).schedule
 
     def positions(program: jax.Array, i: jax.Array) -> tuple:
@@ -230,7 +230,7 @@ def test_shared_memory_is_counted() -> None:
 
 
 def test_registers_are_there_when_asked_for() -> None:
-    """A warpgroup that raises its share beyond what others gave up would wait forever."""
+    """A warpgroup that asks for more registers than others gave up would wait forever."""
     for groups, activators, activated in itertools.product((1, 2, 3), (1, 2), (False, True)):
         s = plan(
             (2, 64, 64), (64,), 64, Tile(8, 64, groups, activators=activators), activated=activated

@@ -11,7 +11,7 @@ from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.conv3x3.cases import CASES
 from pallas_kernels.conv3x3 import triton, triton_blocks, triton_weight_gradient
 
-# JAX says at every lowering that it will drop its Triton backend some day.
+# JAX warns at every lowering that it will drop its Triton backend.
 pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
 )
@@ -105,8 +105,8 @@ def test_float16(name):
     [(16, (2, 4, 4, (16,), 16)), (64, (3, 4, 4, (16,), 16)), (16, (1, 5, 5, (16,), 16))],
 )
 def test_samples_of_a_block(block_pixels, shape):
-    """A block within one sample, over several samples, and past the end of the only one: each pixel
-    takes its own sample's numbers.
+    """A block within one sample, over several samples, or past the end of the only one: each pixel
+    uses its own sample's numbers.
     """
     tile = triton.Tile(block_pixels=block_pixels, block_features=16, block_channels=16)
     check_forward(shape, 'float32', tile=tile, shifts=shape[0], affine=True)

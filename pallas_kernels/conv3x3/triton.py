@@ -1,12 +1,12 @@
 """The portable 3×3 convolution (sm_80, sm_89, sm_90): an implicit GEMM in Pallas through Triton.
 
-It takes every shape. A program computes `block_pixels` consecutive pixels (over batch, height and
-width together) × `block_features` outputs. The K axis runs over taps and channels; a tap is a shift
-of the pixel index, and its reads outside the image are masked to zero. Triton pipelines the loads
-of K over `num_stages` steps. The epilogue adds shift and residual.
+It supports every shape. A program computes `block_pixels` consecutive pixels (over batch, height
+and width together) × `block_features` outputs. The K axis runs over taps and channels; a tap is a
+shift of the pixel index, and its reads outside the image are masked to zero. Triton pipelines the
+loads of K over `num_stages` steps. The epilogue adds shift and residual.
 
-With few channels, the tensor cores would mostly compute padding, so they share an axis with the
-nine taps:
+With few channels, the tensor cores would mostly compute padding, so the channels share an axis with
+the nine taps:
 - A part with fewer than 16 channels has one K axis for taps and channels (3 channels fill 27 of
   32), read as a gather.
 - With fewer than 16 features, x is read once instead of nine times: one kernel forms all taps'
@@ -52,7 +52,7 @@ PRODUCTS_NAME = 'jaxunet_conv3x3_triton_products'
 
 
 def supports(parts: Sequence[Shaped], kernel: Shaped) -> str | None:
-    """Returns None if `forward` takes these operands, else the problem and what to do."""
+    """Returns None if `forward` accepts these operands, else the problem and what to do."""
     if not parts:
         return 'parts: none given; pass at least one array (batch, height, width, channels)'
     first = parts[0]
@@ -103,7 +103,7 @@ def forward(
       residual: added in float32.
       affine: float32 a and b over the channels of all parts: act(x) = SiLU(a · x + b); None: act is
         the identity.
-      tile: None = the device's measured tile, else `default_tile`.
+      tile: None = the tile measured on this device, else `default_tile`.
       out_dtype: None = x's dtype.
       interpret: run on the CPU, for tests.
 

@@ -18,10 +18,10 @@ from pallas_kernels.jax_modules import triton as plgpu
 from pallas_kernels.types import Ref
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-SMALLEST_DOT = 16  # least extent of each axis of a dot; fewer channels share an axis with the taps
+SMALLEST_DOT = 16  # smallest axis of a dot; fewer channels share an axis with the taps
 TAPS = 9
-# Shared memory of a program's loads in flight, at most, for tiles worth timing, in bytes: Hopper's
-# 227 KiB less what Triton takes besides.
+# Most bytes of shared memory for a program's loads in flight, for tiles worth timing: Hopper's 227
+# KiB minus Triton's own use.
 LOAD_BYTES = 220 * 1024
 
 
@@ -34,7 +34,7 @@ def check_block(field: str, value: int) -> None:
 
 
 def check_launch(num_warps: int, num_stages: int) -> None:
-    """Raises ValueError unless Triton takes these warps and stages."""
+    """Raises ValueError unless Triton accepts these warps and stages."""
     if num_warps not in {1, 2, 4, 8, 16}:
         raise ValueError(f'Tile.num_warps={num_warps}: use 1, 2, 4, 8 or 16')
     if num_stages < 1:
@@ -52,12 +52,12 @@ def shape_class(channels: Sequence[int], features: int, pixels: int) -> str:
 
 
 def dot_size(n: int) -> int:
-    """Returns the least power of two ≥ n that a dot takes."""
+    """Returns the smallest power of two ≥ n that a dot accepts."""
     return max(SMALLEST_DOT, pl.next_power_of_2(n))
 
 
 def folds(channels: int) -> bool:
-    """Returns True if so few channels share one axis with the nine taps."""
+    """Returns True if there are so few channels that they share an axis with the nine taps."""
     return channels < SMALLEST_DOT
 
 
@@ -127,8 +127,8 @@ def activated(parts: Sequence[Array], affine: tuple[Array, Array]) -> tuple[Arra
 def dot(a: Array, b: Array, contract: tuple[int, int], interpret: bool) -> Array:
     """Multiplies two tiles over one axis of each, in float32.
 
-    Products of 16-bit numbers are exact in float32. One TF32 product would not keep float32's
-    accuracy; three do.
+    Products of 16-bit numbers are exact in float32. A single TF32 product would lose float32's
+    accuracy; three keep it.
     """
     precision = (
         None if a.dtype != jnp.float32 or interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3

@@ -1,7 +1,8 @@
 """The programs of the portable convolution; `pallas_kernels.conv3x3.triton` explains them.
 
-A program sees its operands whole, as matrices: the parts of x (pixels, channels), the kernel (taps
-· channels, features) and the result (pixels, features). It computes addresses and masks itself.
+A program gets references to whole operands, as matrices: the parts of x (pixels, channels), the
+kernel (taps · channels, features) and the result (pixels, features). It computes addresses and
+masks itself.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def forward_program(p: Problem, refs: Sequence[Ref]) -> None:
     t = p.tile
     blocks = pl.cdiv(p.features, t.block_features)
     program = pl.program_id(0)
-    # Neighbouring programs share their pixels, which the L2 cache then holds.
+    # Neighbouring programs read the same pixels, which are then in L2.
     pixels = Pixels(p, jax.lax.div(program, blocks), t.block_pixels)
     feature = (
         jax.lax.rem(program, blocks) * t.block_features
@@ -191,7 +192,7 @@ def _add_folded(
 def _add_looped(
     p: Problem, pixels: Pixels, part: Part, kernel: Ref, out: Output, sums: Array
 ) -> Array:
-    """Adds the products of one part, tap after tap and some channels at a time."""
+    """Adds the products of one part, tap by tap and some channels at a time."""
     depth = min(p.tile.block_channels, dot_size(part.channels))
     chunks = pl.cdiv(part.channels, depth)
 

@@ -1,7 +1,7 @@
 """Tiles of the portable convolution: their fields, the choice, and the candidates for tuning.
 
-Those of the weight gradient (`triton_weight_gradient_tiles`) are chosen alike, but have other
-fields: there K is the pixels, and the grid follows from a number of programs.
+Tiles of the weight gradient (`triton_weight_gradient_tiles`) are chosen in the same way but have
+other fields: there K is the pixels, and the grid follows from a number of programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.conv3x3.triton_blocks import (
     folds,
 )
 
-# Programs that keep a GPU busy: the number of multiprocessors of an A100.
+# Programs that keep a GPU busy: as many as an A100 has multiprocessors.
 ENOUGH = 108
 
 
@@ -60,8 +60,8 @@ def gathers(channels: Sequence[int], features: int) -> bool:
 def default_tile(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> Tile:
     """Returns the tile for shapes that are in no table.
 
-    These are the fastest on an H200 among the tiles that fit the 99 KiB of shared memory of a
-    program on sm_89. To refit, run `pallas_kernels.conv3x3.tune_triton`.
+    These are the fastest on an H200 among the tiles that fit in sm_89's 99 KiB of shared memory per
+    program. To refit, run `pallas_kernels.conv3x3.tune_triton`.
 
     Args:
       channels: of each part.
@@ -100,7 +100,7 @@ def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: in
         (1, 2, 3) if looped else (1,),
     ):
         loaded = num_stages * block_channels * (block_pixels + block_features) * itemsize
-        registers = block_pixels * block_features // (32 * num_warps)  # a thread's accumulators
+        registers = block_pixels * block_features // (32 * num_warps)  # accumulators per thread
         if loaded <= LOAD_BYTES and 16 <= registers <= 128:
             found.append(Tile(block_pixels, block_features, block_channels, num_warps, num_stages))
     return found

@@ -2,8 +2,8 @@
 
     dW[i, j, c, f] = Σ x[b, h + i − 1, w + j − 1, c] · dy[b, h, w, f]
 
-In Pallas through Triton; it takes every shape. A program computes `block_channels` ×
-`block_features` weights of `taps` taps, over one split of the pixels; Triton pipelines its loads
+It is written in Pallas through Triton and supports every shape. A program computes `block_channels`
+× `block_features` weights of `taps` taps, over one split of the pixels; Triton pipelines its loads
 over `num_stages` steps. Each split writes its float32 partial sums, and XLA adds them in a fixed
 order without atomics, so results are the same in every run. If x or dy has fewer channels than the
 tensor cores take at once, the nine taps share that axis of the output, and the other operand is
@@ -48,7 +48,7 @@ NAME = 'jaxunet_conv3x3_triton_weight_gradient'
 
 
 def supports(parts: Sequence[Shaped], dy: Shaped) -> str | None:
-    """Returns None if `weight_gradient` takes these operands, else the problem and what to do."""
+    """Returns None if `weight_gradient` accepts these operands, else the problem and what to do."""
     if not parts:
         return 'parts: none given; pass at least one array (batch, height, width, channels)'
     if len(dy.shape) != 4 or 0 in dy.shape or dy.dtype not in DTYPES:
@@ -102,7 +102,9 @@ class _Problem:
 
     @property
     def fold_features(self) -> bool:
-        """True if the taps share an axis with dy's channels: those are few, and x's are not."""
+        """True if the taps share an axis with dy's channels, because dy has few channels and x has
+        not.
+        """
         return folds(self.features) and not any(folds(c) for c in self.channels)
 
     @property
@@ -259,12 +261,13 @@ def weight_gradient(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, '3 3 channels features']:
-    """Returns the gradient of Σ conv3x3(x, kernel) · dy by the kernel (HWIO), float32.
+    """Returns the gradient of Σ conv3x3(x, kernel) · dy with respect to the kernel (HWIO), in
+    float32.
 
     Args:
       parts: x, joined along channels; each part is read where it is. float32, bfloat16 or float16.
       dy: of x's dtype.
-      tile: None = the device's measured tile, else `default_tile`.
+      tile: None = the tile measured on this device, else `default_tile`.
       interpret: run on the CPU, for tests.
 
     Raises:

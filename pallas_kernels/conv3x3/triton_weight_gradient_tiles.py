@@ -1,6 +1,6 @@
 """Tiles of the portable weight gradient: fields, choice, and candidates for tuning.
 
-`triton_tiles` has those of the convolution, and says how they differ.
+`triton_tiles` has the tiles of the convolution and explains the differences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tile:
       block_pixels: K of one dot.
       taps: taps of one program, 1, 3 or 9, if they share no axis. More taps share the reads of dy
         and need more registers.
-      programs: the number of programs to aim at, which gives the splits of the pixels.
+      programs: target number of programs, which determines the splits of the pixels.
       num_warps: warps of a program.
       num_stages: depth of its load pipeline.
 
@@ -51,8 +51,8 @@ class Tile:
 def default_tile(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> Tile:
     """Returns the tile for shapes that are in no table.
 
-    These are the fastest on an H200 among the tiles that fit the 99 KiB of shared memory of a
-    program on sm_89. To refit, run `pallas_kernels.conv3x3.tune_triton`.
+    These are the fastest on an H200 among the tiles that fit in sm_89's 99 KiB of shared memory per
+    program. To refit, run `pallas_kernels.conv3x3.tune_triton`.
 
     Args:
       channels: of each part.

@@ -8,8 +8,8 @@ convolutions. `fused` is the convolution of the op `norm_silu_conv3x3` with its 
 its activation where that is fused, but without the statistics.
 
 Prints one JSON line per shape: µs of the current tile and of the fastest tiles. These are GPU times
-of all kernels of a call, so sums of partial results and copies of weights count. Then it prints how
-much slower the current tiles are than the fastest. `--write` puts the fastest into the device's
+of all kernels of a call, including sums of partial results and copies of weights. Then it prints
+how much slower the current tiles are than the fastest. `--write` puts the fastest into the device's
 table (`tile_table.update`). Fit `hopper_tiles.cycles` and `hopper_weight_gradient.default_tile`,
 which estimate the times of other shapes, to these rows.
 """
@@ -207,7 +207,7 @@ def compile_jobs(jobs: Sequence[Job], seconds: float) -> dict[int, jax.stages.Co
         try:
             program = timing.named(f'job{number}', functools.partial(s.run, tile))
             return program.lower(s.inputs).compile()
-        except Exception as error:  # one tile that does not compile must not end the sweep
+        except Exception as error:  # one tile that fails to compile must not end the sweep
             print(
                 f'{s.case} {s.direction} {tile}: {type(error).__name__}: {str(error)[:200]}',
                 flush=True,

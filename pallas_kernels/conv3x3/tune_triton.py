@@ -60,7 +60,7 @@ WRITE = flags.DEFINE_bool(
     False,
     "Update the device's table of tiles with the directions forward, input and weight.",
 )
-# Largest difference from XLA, as a share of the largest value; a tile beyond it is not written.
+# Largest difference from XLA, relative to the largest value; a tile that exceeds it is not written.
 ALLOWED = 0.05
 
 
@@ -195,7 +195,7 @@ class Run(NamedTuple):
         )
         try:
             return timing.named(self.name, f).lower(self.sets[0]).compile()
-        except Exception as error:  # one tile that does not compile must not end the sweep
+        except Exception as error:  # one tile that fails to compile must not end the sweep
             print(
                 f'{self.shape} {self.direction} {self.tile}: '
                 f'{type(error).__name__}: {str(error)[:200]}',

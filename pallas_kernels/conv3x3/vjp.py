@@ -123,7 +123,7 @@ class _NormSaved(NamedTuple):
     Fields:
       shift: its `outline`.
       added: what `kept_for_backward` keeps of the residual.
-      mean, inverse: of each group, for every sample and channel.
+      mean, inverse: of the channel's group, for every sample and channel.
     """
 
     x: Activation

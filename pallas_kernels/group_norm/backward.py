@@ -9,8 +9,8 @@ and with N elements in a group
 
     dx = inverse · (scale · dz − (Σ_group scale · s₁ + x̂ · Σ_group scale · s₂) / N).
 
-In one launch, a program owns whole groups of a sample: it walks over their pixels for the sums,
-then backwards over them for dx. In two launches, several programs share the pixels of a sample.
+In one launch, a program owns whole groups of a sample: it reads their pixels for the sums, then
+again in reverse order for dx. In two launches, several programs share the pixels of a sample.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ def gradient_sums(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, 'batch 2 channels'], Float[Array, 'batch height width channels'] | None]:
-    """Returns s₁ and s₂ of this module's formulas, from one read of x and dy.
+    """Returns s₁ and s₂ (defined above), from one read of x and dy.
 
     Args:
       dy: gradient of the activated output; with silu=False, of the normalised one.
       mean, inverse: as `normalise` or `affine` returns them.
-      activation: also write act(z) again, in x's dtype (a convolution's weight gradient reads it),
-        from the same read.
+      activation: also write act(z) again from the same read, in x's dtype, for a convolution's
+        weight gradient to read.
 
     Returns: the sums, at least float32, and the activation or None.
     """
@@ -184,15 +184,15 @@ def _gradient_kernel(*refs: Ref, grid: Grid, silu: bool, known: bool) -> None:
     """Writes dx of one program's pixels.
 
     Args:
-      refs: parts, dy and the norm's arrays as in `_gradient_sums_kernel`; sums (batch, 2, C), which
-        are an operand if `known`, else a result; the parts of dx.
+      refs: parts, dy and the norm's arrays as in `_gradient_sums_kernel`; sums (batch, 2, C), an
+        operand if `known`, else a result; the parts of dx.
       known: the sums are given; else the program owns whole groups and reduces its pixels.
     """
     count = len(grid.parts)
     parts, (dy, *affine), (sums, *dx) = refs[:count], refs[count : count + 5], refs[count + 5 :]
     program = Program(grid)
     derivative = _Derivative(program, affine, silu)
-    kept: dict[str, list[Array]] = {}  # the tiles read last: all of them if there is one step
+    kept: dict[str, list[Array]] = {}  # the tiles read last; with one step, all tiles
 
     def keep(name: str, arrays: Sequence[Ref], step: Array | int) -> list[Array]:
         kept[name] = program.load(arrays, step)
@@ -200,7 +200,7 @@ def _gradient_kernel(*refs: Ref, grid: Grid, silu: bool, known: bool) -> None:
 
     if known:
         if grid.steps == 1:
-            keep('x', parts, 0)  # before the small loads below, so that both latencies overlap
+            keep('x', parts, 0)  # before the small loads below, to overlap both latencies
             keep('dy', [dy], 0)
         s1, s2 = (
             program.load_channels(sums, program.sample, i, lanes=program.window) for i in (0, 1)
@@ -248,8 +248,8 @@ def gradient(
 ) -> tuple[tuple[Float[Array, 'batch height width _'], ...], Float[Array, 'batch 2 channels']]:
     """Returns the gradient of every part (in x's dtype) and the sums s₁ and s₂, in one launch.
 
-    With `sums`, it reads x and dy once. Without, a program owns whole groups of a sample and reads
-    them twice, the second time from registers if they fit, else from the caches.
+    With `sums`, it reads x and dy once. Without `sums`, a program owns whole groups of a sample and
+    reads them twice, the second time from registers if they fit, else from the caches.
 
     Raises:
       ValueError: the channels are not a multiple of `groups`.

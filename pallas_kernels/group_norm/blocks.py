@@ -43,7 +43,8 @@ class Program:
 
     Fields:
       own: the channels that it reads and writes.
-      window: the channels of all groups that those belong to; `own` if programs own whole groups.
+      window: the channels of all groups that `own` belongs to; equal to `own` if programs own whole
+        groups.
       exact: refine means by a second pass over registers, for float32 numbers far from zero.
     """
 
@@ -77,7 +78,8 @@ class Program:
         return self.rows(step, tile) < self.grid.pixels if self.grid.ragged_rows else None
 
     def pieces(self, arrays: int, lanes: Lanes) -> list[Lanes]:
-        """Returns for each array the lanes' columns in it, and the mask of the lanes that it has.
+        """Returns, for each array, the lanes' columns in it and the mask of the lanes that lie in
+        it.
 
         A single array has all channels.
         """
@@ -89,8 +91,8 @@ class Program:
             local = lanes.columns - start
             inside = (local >= 0) & (local < size)
             inside = inside if lanes.valid is None else inside & lanes.valid
-            # The interpreter gathers, so a negative index would wrap; a GPU never reads where
-            # masked.
+            # The interpreter gathers, so a negative index would wrap around; a GPU never reads
+            # masked elements.
             found.append(
                 Lanes(jnp.where(inside, local, size) if self.grid.interpret else local, inside)
             )
@@ -114,7 +116,8 @@ class Program:
         value = None
         for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.own), strict=True):
             mask = tile_mask(below, inside, self.grid)
-            # Earlier parts fill the lanes that this part lacks, so joining costs no instruction.
+            # Earlier parts fill the lanes that this part lacks, so joining the parts needs no
+            # instructions.
             other = None if mask is None else 0.0 if value is None else value
             value = plgpu.load(
                 ref.at[self.sample, rows[:, None], columns[None, :]],
@@ -183,7 +186,8 @@ class Program:
         """Returns the sum over the channels of each lane's group.
 
         Args:
-          value: of the window's channels; with a row for each lane, that row is summed.
+          value: one number per channel of the window; with one row per lane, each lane sums its own
+            row.
         """
         grid = self.grid
         if grid.group == 1:
@@ -203,7 +207,7 @@ class Program:
 def tile_mask(
     below: Bool[Array, ' rows'] | None, inside: Bool[Array, ' lanes'] | None, grid: Grid
 ) -> Bool[Array, 'rows lanes'] | None:
-    """Returns the mask of a register tile: of rows and lanes together."""
+    """Returns the mask of a register tile from the masks of its rows and its lanes."""
     shape = (grid.rows, grid.lanes)
     if below is None:
         return None if inside is None else jnp.broadcast_to(inside[None, :], shape)
@@ -216,7 +220,7 @@ def loop(
 ) -> State:
     """Runs body(step, state) for every step.
 
-    A single step is not a loop, so that what it loads can stay in registers.
+    A single step is not a loop, so that the loaded values can stay in registers.
     """
     if steps == 1:
         return body(0, state)
@@ -236,9 +240,9 @@ def moments_of(
     """Returns mean, sum of squared deviations, and count of this program's pixels, for each lane.
 
     Every (row, lane) of the register tile keeps a mean and a sum of squared deviations of its own
-    pixels. A step's tiles are reduced by two passes in registers, then joined to them by Chan,
-    Golub & LeVeque 1979 (STAN-CS-79-773, eq. 2.1); the rows are joined at the end. Nothing is
-    squared before its mean is subtracted, so a large mean loses no accuracy.
+    pixels. A step's tiles are reduced in two passes over registers, and then merged with the
+    earlier steps (Chan, Golub & LeVeque 1979, STAN-CS-79-773, eq. 2.1); the rows are merged at the
+    end. The mean is always subtracted before squaring, so a large mean costs no accuracy.
     """
     grid = program.grid
     shape = (grid.rows, grid.lanes)
@@ -328,8 +332,8 @@ def group_statistics(
 def sigmoid(z: Array, grid: Grid) -> Array:
     """Returns 1 / (1 + exp(−z)).
 
-    On a GPU in four instructions, two of them in the special-function unit; the relative error is
-    about 2⁻²².
+    On a GPU this takes four instructions, two of them in the special function unit; the relative
+    error is about 2⁻²².
     """
     if grid.interpret or z.dtype != jnp.float32:
         return 1.0 / (1.0 + jnp.exp(-z))

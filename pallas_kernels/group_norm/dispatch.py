@@ -1,9 +1,9 @@
-"""Chooses GroupNorm's kernels for this device and shape, and gives Hopper's a rule for `jax.vmap`.
+"""Chooses GroupNorm's kernels for this device and shape; gives Hopper's a rule for `jax.vmap`.
 
-It takes the Mosaic GPU kernels on Hopper for large images in 16 bits that `hopper_plan.supports`,
-else the Triton kernels, which support all shapes. Without Triton in JAX, it takes the Mosaic GPU
-kernels for all that they support. Both sets share the formats of operands and results, so every
-function here chooses for itself, by the same rule.
+It takes the Mosaic GPU kernels on Hopper for large 16-bit images that `hopper_plan.supports`, else
+the Triton kernels, which support all shapes. If JAX lacks Triton, it takes the Mosaic GPU kernels
+for all shapes that they support. Both sets have the same formats of operands and results, so every
+function here chooses on its own, by the same rule.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Image = Float[Array, 'batch height width _']
 Vector = Float[Array, '#batch channels']  # one number per channel, for a sample or for all
 Norm = tuple[Vector, Vector, Vector, Vector]  # scale, offset, mean, inverse deviation
 
-# Pixels of an image from which Hopper's kernels are quicker than Triton's: they take two launches
-# each way, Triton's one for small images. To refit, set this to 0 and compare the two rows of each
-# shape of `python -m pallas_kernels.group_norm.tune --kernels both,both_triton`.
+# Smallest images, in pixels, for which the Hopper kernels are faster than Triton's. For smaller
+# ones, Triton takes one launch each way, the Hopper kernels two. To refit, set this to 0 and
+# compare the two rows of each shape of `python -m pallas_kernels.group_norm.tune --kernels
+# both,both_triton`.
 HOPPER_PIXELS = 1024
 
 
@@ -53,7 +54,7 @@ def on_hopper(
             pixels = parts[0].shape[1] * parts[0].shape[2]
             if pixels < HOPPER_PIXELS:
                 return f'x: expected {HOPPER_PIXELS} pixels or more, found {pixels}'
-            if parts[0].dtype == jnp.float32:  # the Triton kernels' gradients are more exact
+            if parts[0].dtype == jnp.float32:  # the Triton kernels' gradients are more accurate
                 return 'x: expected bfloat16 or float16, found float32'
         return hopper_plan.supports(parts, groups)
 
@@ -108,8 +109,8 @@ def normalise(
 
     Args:
       parts: x, joined along channels.
-      owns: a program of the Triton kernels owns all pixels of its groups; below too. Else several
-        share them.
+      owns: True if a program of the Triton kernels owns all pixels of its groups, False if several
+        programs share them; below too.
 
     Raises:
       ValueError: the channels are not a multiple of `groups`.

@@ -45,7 +45,7 @@ def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: boo
     )
     program = Program(grid, exact=parts[0].dtype.itemsize >= 4)
     wide = mean_ref.dtype
-    resident: list[Array] = []  # the tiles read last: all of them if there is one step
+    resident: list[Array] = []  # the tiles read last; with one step, all tiles
 
     def read(step: Array | int) -> list[Array]:
         tiles = program.load(parts, step)
@@ -54,7 +54,7 @@ def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: boo
 
     if known:
         if grid.steps == 1:
-            read(0)  # before the small loads below, so that both latencies overlap
+            read(0)  # before the small loads below, to overlap both latencies
         mean, deviation = program.load_moments(moments)
     else:
         mean, total, pixels = moments_of(program, read, wide)
@@ -72,7 +72,7 @@ def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: boo
         z = [scaled(v, mean, factor, shift) for v in tiles]
         program.store([y], step, [v * sigmoid(v, grid) for v in z] if silu else z)
 
-    # What was read last is in the nearest cache, so the second walk goes backwards.
+    # The data read last is in the nearest cache, so the second pass runs in reverse order.
     loop(grid.steps, write, None, backwards=True)
 
 
@@ -97,8 +97,8 @@ def normalise(
     Args:
       parts: x, joined along channels; no concatenation is built.
       moments: of the parts, as `statistics.moments` returns them. With them the kernel reads x
-        once. Without, it reads x twice, the second time from registers if they fit, else from the
-        caches.
+        once. Without them, it reads x twice, the second time from registers if x fits, else from
+        the caches.
 
     Returns: the activation in x's dtype; the group's mean and 1 / sqrt(variance + eps) of each
       sample and channel, at least float32.

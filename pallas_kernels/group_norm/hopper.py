@@ -1,8 +1,9 @@
-"""GroupNorm on Hopper (sm_90) as functions of arrays, on two files of Mosaic GPU kernels.
+"""GroupNorm on Hopper (sm_90) as functions of arrays, using two files of Mosaic GPU kernels.
 
 `hopper_reductions` and `hopper_writers` have the kernels; `hopper_plan.supports` says which shapes
-they take. Results are those of the functions of the same names in `statistics`, `forward` and
-`backward`, but `moments` takes all parts and has its two numbers before the channels.
+they accept. The functions return the same as those of the same names in `statistics`, `forward` and
+`backward`, except that `moments` takes all parts and returns its two numbers on the axis before the
+channels.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from jax import lax
 from pallas_kernels.conv3x3.schedule import ceil_div, multiprocessors
 from pallas_kernels.types import Index, Shaped
 
-THREADS = 128  # of a warpgroup
-LANES = 32  # threads of a warp; in reductions over groups, each thread has whole groups
-VECTOR_BYTES = 16  # of one load
-MAX_CHANNELS = 4096  # a program holds two float32 vectors of them in shared memory
-# Programs on a multiprocessor for which `choose_tile` aims.
+THREADS = 128  # per warpgroup
+LANES = 32  # threads per warp; in reductions over groups, each thread has whole groups
+VECTOR_BYTES = 16  # per load
+MAX_CHANNELS = 4096  # a program holds two float32 vectors of this size in shared memory
+# Target number of programs per multiprocessor in `choose_tile`.
 PROGRAMS = 8
 
 
@@ -36,9 +36,9 @@ class Tile:
 class Plan:
     """A tile fitted to a shape; static, so that a kernel can close over it.
 
-    A program is one warpgroup. It owns `chunk` channels of one part of one sample, and walks over
-    its split of the pixels in steps of `unroll` register tiles of `rows` pixels. In a register
-    tile, a thread holds 16 bytes of neighbouring channels of one pixel.
+    A program is one warpgroup. It owns `chunk` channels of one part of one sample, and iterates
+    over its split of the pixels in steps of `unroll` register tiles of `rows` pixels. In a register
+    tile, a thread holds 16 bytes of adjacent channels of one pixel.
 
     Fields:
       batch: samples.
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def ragged(self) -> bool:
-        """True if some register tile would reach past the last pixel."""
+        """True if some register tile would extend past the last pixel."""
         return self.tile.splits * self.share * self.rows != self.pixels
 
     def split_pixels(self) -> tuple[int, ...]:
@@ -103,8 +103,8 @@ class Plan:
     def place(self, program: Index) -> tuple[Index, Index, Index]:
         """Returns a program's sample, split and chunk.
 
-        Neighbouring programs have neighbouring channels, so that they read whole rows of device
-        memory together.
+        Neighbouring programs have adjacent channels, so that together they read whole rows of
+        device memory.
         """
         chunks, splits = jnp.int32(self.chunks), jnp.int32(self.tile.splits)
         rest = lax.div(program, chunks)
@@ -112,10 +112,10 @@ class Plan:
 
 
 def supports(parts: Sequence[Shaped], groups: int = 32) -> str | None:
-    """Returns None if the kernels take these parts of an image, else the reason.
+    """Returns None if the kernels accept these parts of an image, else the reason.
 
     Args:
-      groups: 32, the default, is no condition, for kernels without groups.
+      groups: for kernels without groups, the default of 32, which adds no condition.
     """
     first = parts[0]
     if first.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):

@@ -62,7 +62,7 @@ class Program:
 
     def load(self, ref: Ref, channel: Index, step: Index) -> list[Float[Array, 'rows chunk']]:
         """Loads the register tiles of a step from an image (batch, pixels, channels)."""
-        # All at once, because the compiler moves no load ahead of a store.
+        # All at once, because the compiler does not move loads ahead of stores.
         return [
             load(ref.at[self._place(channel, step, n)], self.tile)
             for n in range(self.plan.tile.unroll)
@@ -78,8 +78,8 @@ class Program:
     def _place(self, channel: Index, step: Index, number: int) -> tuple[Index, ...]:
         first = self._first_pixel(step, number)
         if self.plan.ragged:
-            # A tile that would reach past the end covers the last pixels instead. Pixels that it
-            # shares with another tile (`fresh`) are stored twice, with equal values.
+            # A tile that would extend past the end covers the last pixels instead. Pixels that it
+            # shares with another tile (see `fresh`) are stored twice, with equal values.
             first = lax.min(first, jnp.int32(self.plan.pixels - self.plan.rows))
         return self.sample, pl.ds(first, self.plan.rows), pl.ds(channel, self.plan.chunk)
 
@@ -88,7 +88,7 @@ class Program:
         return (self.split * plan.share + step * plan.tile.unroll + number) * plan.rows
 
     def fresh(self, step: Index, number: int) -> Bool[Array, 'rows chunk'] | None:
-        """Returns which pixels of a register tile no other tile has; None: all."""
+        """Returns the mask of the pixels of a register tile that no other tile has; None: all."""
         if not self.plan.ragged:
             return None
         first = self._first_pixel(step, number)
@@ -138,7 +138,7 @@ class Program:
         ]
 
     def sigmoid(self, z: Array) -> Array:
-        """Returns 1 / (1 + exp(−z)), as exactly as the images are."""
+        """Returns 1 / (1 + exp(−z)) to the precision of the images."""
         return sigmoid(z, exact=self.plan.itemsize == 4)
 
     def store_partial(self, ref: Ref, number: int, value: Float[Array, ' chunk']) -> None:
@@ -150,7 +150,7 @@ class Program:
 class Groups:
     """All channels of a program's sample as matrices (groups, channels of a group).
 
-    A thread holds whole groups, so it sums their channels without other threads.
+    A thread holds whole groups, so it can sum their channels without other threads.
     """
 
     def __init__(self, program: Program, groups: int, size: int) -> None:
@@ -164,7 +164,7 @@ class Groups:
         )
 
     def load(self, ref: Ref, *number: int) -> Float[Array, 'groups size']:
-        """Loads the numbers of the program's sample, or those that all samples share.
+        """Loads the numbers of the program's sample, or the numbers that all samples share.
 
         Args:
           ref: (batch or 1, groups, channels of a group), or (…, vectors, groups, …).
@@ -195,7 +195,7 @@ class Groups:
 
 
 def load_flat(ref: Ref, start: Index, size: int, layout: Layout) -> Float[Array, ' size']:
-    """Loads neighbouring elements of a matrix, as if its rows were joined."""
+    """Loads consecutive elements of a matrix, as if its rows were joined."""
     rows, columns = ref.shape
     return load(ref.reshape(rows * columns).at[pl.ds(start, size)], layout)
 
@@ -220,8 +220,8 @@ def sigmoid(z: Array, *, exact: bool) -> Array:
     """Returns 1 / (1 + exp(−z)).
 
     Args:
-      exact: to the last bits of float32. Otherwise it is two instructions of the special-function
-        unit, with a relative error of about 2⁻²¹; a division would take about ten others.
+      exact: to the last bits of float32. Otherwise it takes two instructions of the special
+        function unit, with a relative error of about 2⁻²¹; a division would take about ten more.
     """
     if exact:
         return 1.0 / (1.0 + jnp.exp(-z))
@@ -252,12 +252,13 @@ def launch(
         grid_names=('program',),
         kernel_name=f'jaxunet_group_norm_{name}',
         compiler_params=plgpu.CompilerParams(
-            approx_math=plan.itemsize < 4,  # float32 images want every bit
+            approx_math=plan.itemsize < 4,  # float32 images need full precision
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Safe, because threads read others' writes to shared memory only after commit_smem.
+            # Safe, because threads read other threads' writes to shared memory only after
+            # commit_smem.
             unsafe_no_auto_barriers=True,
         ),
     )
-    # Under x64, Python's integers would become int64 beside the device's int32 indices.
+    # Under x64, Python's integers would become int64 and clash with the device's int32 indices.
     with jax.enable_x64(False):
         return kernel(*operands)

@@ -4,8 +4,8 @@
     gradient_sums           x, dy  ->  partial results [, act(z)]
 
 A program streams its pixels from device memory to registers, 16 bytes per thread and load
-(`hopper_plan.Plan`), and reduces them to one register tile. The rows of this tile then pass through
-shared memory and are joined. XLA joins the splits. `backward` has the formulas.
+(`hopper_plan.Plan`), and reduces them to one register tile. The rows of this tile are then merged
+through shared memory. XLA merges the splits. `backward` has the formulas.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def moments(plan: Plan, parts: tuple[Image, ...]) -> Float[Array, 'batch splits 
     """Returns mean and mean squared deviation of every split's pixels.
 
     Every thread keeps a mean and a sum of squared deviations per channel. The tiles of a step are
-    reduced by two passes in registers, then joined to them by Chan, Golub & LeVeque 1979
-    (STAN-CS-79-773, eq. 2.1). Nothing is squared before its mean is subtracted, so a large mean
-    loses no accuracy.
+    reduced in two passes over registers, and then merged with the earlier steps (Chan, Golub &
+    LeVeque 1979, STAN-CS-79-773, eq. 2.1). The mean is always subtracted before squaring, so a
+    large mean costs no accuracy.
     """
 
     def body(program: Program, *refs: Ref) -> None:
@@ -63,12 +63,12 @@ def _moments_of(program: Program, image: Ref, channel: Index) -> Moments:
         return mean, total(squares), count
 
     def join(step: Index, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        mean, deviation, *seen = state  # seen: the count so far; without masks, the step tells it
+        mean, deviation, *seen = state  # seen: the count so far, or () if the step gives it
         step_mean, step_deviation, count = of_step(step)
         delta = step_mean - mean
         if seen:
             both = seen[0] + count
-            share = count / jnp.maximum(both, 1.0)  # of this step's pixels among those so far
+            share = count / jnp.maximum(both, 1.0)  # this step's share of the pixels so far
             earlier = seen[0]
         else:
             steps = step.astype(jnp.float32)
@@ -97,7 +97,7 @@ def _store_moments(program: Program, out: Ref, scratch: Ref, found: Moments) -> 
         means, deviations, seen = program.rows_of(scratch, [mean, deviation, count])
         counts, share = seen, 1.0 / jnp.maximum(total(seen), 1.0)
     centre = total([means[r] * counts[r] for r in rows]) * share
-    # A second pass about the first mean, whose sum of float32 numbers far from zero is inexact.
+    # A second pass, relative to the first mean, which is inexact for float32 numbers far from zero.
     centre = centre + total([(means[r] - centre) * counts[r] for r in rows]) * share
     spread = [deviations[r] + jax.lax.square(means[r] - centre) * counts[r] for r in rows]
     program.store_partial(out, 0, centre)
@@ -183,7 +183,7 @@ def derivative(program: Program, z: Array, dy: Array, silu: bool) -> tuple[Array
 
 
 def _fresh(program: Program, step: Index, number: int, value: Array) -> Array:
-    """Returns a register tile with zeros at the pixels that another tile has."""
+    """Returns a register tile with zeros at the pixels that another tile covers, too."""
     mask = program.fresh(step, number)
     return value if mask is None else jnp.where(mask, value, 0.0)
 

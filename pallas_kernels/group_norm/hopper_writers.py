@@ -5,9 +5,9 @@
     gradient    sums, x, dy     ->  dx
 
 A program first reduces the channels of every group of its sample (`hopper_program.Groups`), and its
-threads get the results of their own channels through shared memory. This is little work beside the
-pixels', and saves a launch. Then the program streams its pixels from device memory to registers and
-back, 16 bytes per thread and load. `backward` has the formulas.
+threads get the results of their own channels through shared memory. This is little work compared
+with the pixels, and saves a launch. Then the program streams its pixels from device memory to
+registers and back, 16 bytes per thread and load. `backward` has the formulas.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _statistics(
     groups = Groups(program, *known.shape[2:])
     means, deviations = groups.load(known, 0), groups.load(known, 1)
     mean = groups.mean(means)
-    # A second pass about the first mean, whose sum of float32 numbers far from zero is inexact.
+    # A second pass, relative to the first mean, which is inexact for float32 numbers far from zero.
     mean = mean + groups.mean(means - mean)
     variance = groups.mean(deviations + jax.lax.square(means - mean))
     return groups.vectors(scratch, [mean, jax.lax.rsqrt(variance + eps)])

@@ -1,7 +1,7 @@
 """The GroupNorm kernels against the float64 oracle.
 
-A CPU interprets the awkward cases on the Triton kernels; a GPU runs all cases, Hopper those in 16
-bits on its own kernels where these support the shape, here also for small images.
+A CPU interprets the awkward cases on the Triton kernels. A GPU runs all cases; Hopper runs 16-bit
+cases on its own kernels if they support the shape, in these tests even for small images.
 """
 
 import jax
@@ -17,13 +17,13 @@ from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from jaxunet.runtime.device import Target, use
 from pallas_kernels.group_norm import dispatch, vjp
 
-# JAX says at every lowering that it will drop its Triton backend some day.
+# JAX warns at every lowering that it will drop its Triton backend.
 pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
 )
 
 
-# What Hopper's kernels treat apart: pixels that two register tiles share, more groups than a warp
+# Special cases of the Hopper kernels: pixels that two register tiles share, more groups than a warp
 # has lanes, a mean far from zero.
 FOR_HOPPER = (
     Case(9, 7, (96, 32), groups=8, per_sample=True),
@@ -40,7 +40,7 @@ def small_images(monkeypatch):
 
 @pytest.fixture
 def without_triton():
-    """Hopper's kernels take what else goes to Triton."""
+    """Makes the Hopper kernels take the calls that otherwise go to Triton."""
     with only_hopper():
         yield
 
@@ -95,7 +95,7 @@ def test_cases_in_two_passes(case, dtype, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)
 def test_cases_on_triton(case):
-    """The kernels that other GPUs run, on Hopper too."""
+    """Runs the kernels of other GPUs on Hopper, too."""
     with use(Target.TRITON):
         check(case, 'bfloat16', 3)
 

@@ -39,7 +39,7 @@ def moments(
 ) -> Float[Array, 'batch channels 2']:
     """Returns mean and mean squared deviation over the pixels of each sample and channel.
 
-    In at least float32, from one read of x. Same result as
+    It computes in at least float32, from one read of x. The result equals that of
     `jaxunet.ops.group_norm.reference.channel_moments`, without cancellation in any type (Chan,
     Golub & LeVeque 1979).
     """

@@ -1,5 +1,5 @@
-"""GroupNorm's Hopper kernels: in JAX's interpreter of Mosaic GPU, lowered for CUDA, under vmap, and
-what they do not take.
+"""GroupNorm's Hopper kernels: in JAX's interpreter of Mosaic GPU, lowered for CUDA, and under vmap;
+and the shapes that they do not accept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def interpreted(monkeypatch):
         )
     with params.force_gpu_interpret_mode():
         yield
-    jax.clear_caches()  # of functions that were traced for the interpreter
+    jax.clear_caches()  # drops functions that were traced for the interpreter
 
 
 def in_steps(tile, groups, silu, x, y, dy, scale, offset):
@@ -94,7 +94,7 @@ def plainly(groups, silu):
     ids=str,
 )
 def test_kernels_interpreted(interpreted, image, dtype, mean, tile):
-    """One step and several, one split and several, and images that tiles do not divide."""
+    """One step and several, one split and several, and images that are not multiples of a tile."""
     channels = (64, 64) if dtype == 'float32' else (32, 64)
     groups, silu = (32, False) if image[1] == 8 else (8, True)
     inputs = {

@@ -19,7 +19,7 @@ from jaxunet.runtime import device
 from pallas_kernels.group_norm import backward, dispatch, forward, parameters, statistics, vjp
 from pallas_kernels.group_norm.tiles import Tile, fit
 
-# JAX says at every lowering that it will drop its Triton backend some day.
+# JAX warns at every lowering that it will drop its Triton backend.
 pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
 )
@@ -110,7 +110,7 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
     """A fused convolution gets the sums and the activation from one read, then the gradient from
     the sums.
 
-    Groups of 6 and 10 channels lie across the programs' 8 or 16.
+    Groups of 6 and 10 channels cross the boundaries of the programs' 8 or 16 channels.
     """
     parts = {
         name: (draw((2, 5, 4, c), 'bfloat16'), 'bfloat16')
@@ -140,7 +140,9 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
 
 @pytest.mark.parametrize('shared', [(True, True), (True, False), (False, False)], ids=str)
 def test_gradients_of_parameters(shared):
-    """Sums over samples where a parameter is shared, in its own type; one reduction for both."""
+    """Gradients of a shared parameter are summed over the samples, in its own type; one reduction
+    for both.
+    """
     sums = jnp.asarray(np.arange(24).reshape(3, 2, 4), jnp.float32)
     scale, offset = (
         jnp.zeros((1 if s else 3, 4), dtype)

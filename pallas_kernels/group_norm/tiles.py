@@ -1,6 +1,6 @@
 """Tiles of the Triton GroupNorm kernels, and the grid that a tile gives for a tensor.
 
-A program owns some channels of one sample and walks over that sample's pixels. The channels are
+A program owns some channels of one sample and iterates over that sample's pixels. The channels are
 whole groups, unless the statistics are known.
 """
 
@@ -24,7 +24,7 @@ class Tile:
       rows: pixels of one register tile (a power of two).
       unroll: register tiles that are loaded before the first is used.
       warps: warps of a program.
-      splits: programs that share the pixels of a sample; kernels that find their statistics
+      splits: programs that share the pixels of a sample; kernels that compute their statistics
         themselves have only one.
     """
 
@@ -93,7 +93,7 @@ class Grid:
 
     @property
     def ragged_rows(self) -> bool:
-        """True if some step reaches past the last pixel."""
+        """True if some step extends past the last pixel."""
         return self.splits * self.steps * self.stride != self.pixels
 
     @property
@@ -108,7 +108,7 @@ class Grid:
 
 
 def power_of_two(n: int) -> int:
-    """Returns the least power of two that is at least n."""
+    """Returns the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -120,7 +120,7 @@ def shape_class(batch: int, pixels: int, channels: int) -> str:
 def choose_tile(
     kernel: str, dtype: DTypeLike, batch: int, pixels: int, channels: int, group: int = 1
 ) -> Tile:
-    """Returns the tile of a kernel: the device's measured one, else that of its rule.
+    """Returns the tile of a kernel: the one measured on this device, else the one from its rule.
 
     The rules below are fitted to times on an H200 in bfloat16. To refit, run
     `pallas_kernels.group_norm.tune`.
@@ -232,7 +232,7 @@ def fit(
             unit = group
     channels = min(max(unit, tile.channels // unit * unit), -(-total // unit) * unit)
     if total % channels and total % unit == 0:
-        # Programs of equal size, rather than a small last one.
+        # Programs of equal size, instead of a small last one.
         count = -(-total // channels)
         channels = -(-(total // unit) // count) * unit
     rows = min(power_of_two(tile.rows), power_of_two(pixels))

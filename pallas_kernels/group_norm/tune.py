@@ -1,4 +1,4 @@
-"""Times the GroupNorm kernels' tiles on this machine's GPU, beside XLA.
+"""Times the GroupNorm kernels' tiles on this machine's GPU, in comparison with XLA.
 
     python -m pallas_kernels.group_norm.tune [--batch 32] [--shapes 64:64,64:64+64]
         [--kernels forward,backward] [--seconds 60] [--write]
@@ -7,7 +7,7 @@ A shape is side:channels, with the channels of several parts joined by +. `both`
 forward and backward, on the kernels that it runs on this GPU; `both_triton` on the Triton kernels;
 `both_xla` on XLA. The other names are Triton kernels, whose tiles it times. Times are sums of GPU
 kernel time per call from a profiler trace, without launch overhead. Calls are shuffled, so that no
-call always finds its inputs in the cache because of the one before it. `--write` puts the fastest
+call always finds its inputs in the cache because of the call before it. `--write` puts the fastest
 tiles into the device's table (`tile_table.update`).
 """
 
@@ -224,7 +224,7 @@ def compile_jobs(
             return None
         try:
             return timing.named(f'j{i}', function(kernel, tile)).lower(inputs[shape]).compile()
-        except Exception as error:  # one tile that does not compile must not end the sweep
+        except Exception as error:  # one tile that fails to compile must not end the sweep
             return f'{kernel} {shape} {tile} {type(error).__name__}: {str(error)[:200]}'
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -1,7 +1,7 @@
-"""GroupNorm, optionally followed by SiLU, on the kernels, with its gradient.
+"""GroupNorm, optionally followed by SiLU, as calls of the kernels, with its gradient.
 
-Hopper's kernels take two launches each way: a reduction over the pixels, then the kernel that
-writes. The Triton kernels take one where `owns_pixels` holds.
+The Hopper kernels take two launches each way: a reduction over the pixels, then the kernel that
+writes the result. The Triton kernels take one launch if `owns_pixels` holds.
 """
 
 from __future__ import annotations
