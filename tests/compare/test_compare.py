@@ -54,6 +54,7 @@ BROKEN = 'broken:optimizer.learning_rate=1e30+optimizer.clip_norm=0.0+optimizer.
 ARGUMENTS = [
     f'--methods=uniform,same:loss.weighting=uniform,{BROKEN}',
     '--seeds=1,uniform=2',
+    '--seconds=0.4,broken=60',  # until it diverges, however slow the machine is
     '--devices=0,1',
     '--config.train.max_bad_steps=3',
 ]
