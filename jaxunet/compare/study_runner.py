@@ -128,12 +128,9 @@ def _check_devices(devices: Sequence[str], where: str, has_step_ms: bool) -> Non
     groups = [device for device in devices if '+' in device]
     if groups and probe().platform == 'cpu':
         raise UserError(f'--devices: {groups[0]}: expected one device, as this machine has no GPU')
+    names = [name for device in devices for name in device.split('+')]
     for group in groups:
-        others = [*devices]
-        others.remove(group)
-        members = group.split('+')
-        taken = {name for other in others for name in other.split('+')}
-        if not all(members) or len({*members}) < len(members) or taken & {*members}:
+        if any(not name or names.count(name) > 1 for name in group.split('+')):
             raise UserError(
                 f'--devices: {group}: expected GPUs that are named once, as in 0+1,2+3, found '
                 f'{",".join(devices)}'
