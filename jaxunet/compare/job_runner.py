@@ -84,6 +84,7 @@ class Queue:
         `output`.
       claims: folder in which processes mark the jobs that they take; '' = this one takes all.
       work: folder of the runs, which processes may share.
+      devices: devices on which a job trains, data-parallel; samples are drawn on all that JAX finds.
       resume: jobs save their state at their times and when they stop, and resume from it. Otherwise
         they save nothing, and train only for those of their times that fit into the limit.
     """
@@ -99,10 +100,12 @@ class Queue:
         known: str = '',
         claims: str = '',
         work: pathlib.Path | None = None,
+        devices: int = 1,
         resume: bool = True,
     ) -> None:
         self._output, self._measurements = output, measurements
         self._limit, self._step_ms, self._resume = limit, step_ms or {}, resume
+        self._devices = devices
         self._work = work or output / 'work'
         self._watch = measurements.watch
         self._measuring = 0.0  # seconds that the last checkpoint took; the first includes compiling
@@ -210,7 +213,7 @@ class Queue:
         # Finished runs are garbage; `train` froze what was alive at its start.
         gc.unfreeze()
         gc.collect()
-        config = job.load_config()
+        config = job.load_config(self._devices)
         source = self._source(config)
         self._measurements.prepare(job, config, source)
         names = job.state_names(config)

@@ -97,8 +97,11 @@ class Job:
         """Name of the job, used in file names and messages."""
         return f'{self.data}_{self.case}_seed{self.seed}'
 
-    def load_config(self) -> Config:
+    def load_config(self, devices: int = 1) -> Config:
         """Returns the config of the run; a time, not a number of steps, ends it (`base_config`).
+
+        Args:
+          devices: devices on which the run trains, data-parallel.
 
         Raises:
           UserError: the config file does not exist, a field does not fit, or the config leaves
@@ -112,11 +115,11 @@ class Job:
             for path, value in self.fields.items():
                 set_field(raw, path, value)
             raw['seed'] = self.seed
-            one = {
-                'parallel': {'devices': 1},
+            run = {
+                'parallel': {'devices': devices},
                 'train': {'keep': 1, 'keep_every': 0, 'keep_best': 0},
             }
-            return base_config(complete(raw).replace(**one))
+            return base_config(complete(raw).replace(**run))
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
 

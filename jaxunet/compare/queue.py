@@ -67,6 +67,12 @@ STEP_MS = flags.DEFINE_string(
     'GPU: a number, or a file of rows of jaxunet.compare.step_cost, with a number for each case; '
     '0 = measure training time.',
 )
+DEVICES = flags.DEFINE_integer(
+    'devices',
+    1,
+    'Devices on which each run trains, data-parallel. More than one needs --step_ms.',
+    lower_bound=1,
+)
 SHARED_BY = flags.DEFINE_integer(
     'shared_by',
     1,
@@ -112,6 +118,11 @@ def main(argv: Sequence[str]) -> int:
             f'--shared_by: {SHARED_BY.value} processes slow each other down, so their training '
             'time means nothing; give --step_ms too'
         )
+    if DEVICES.value > 1 and not step_ms:
+        raise UserError(
+            f'--devices: a step on {DEVICES.value} devices takes another time than on one; give '
+            '--step_ms too'
+        )
     cli.enable_compilation_cache()
     queue = Queue(
         output,
@@ -127,6 +138,7 @@ def main(argv: Sequence[str]) -> int:
         known=KNOWN.value,
         claims=CLAIMS.value,
         work=work,
+        devices=DEVICES.value,
         resume=RESUME.value,
         command=shlex.join(['python', '-m', 'jaxunet.compare.queue', *sys.argv[1:]]),
     )

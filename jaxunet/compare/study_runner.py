@@ -53,7 +53,7 @@ class Options:
       output: folder of the results.
       devices: the GPUs of each process, as CUDA_VISIBLE_DEVICES names them. A process with several,
         joined by +, trains data-parallel on them; a GPU that is named twice is shared by two
-        processes. () = this process, on the devices that JAX finds.
+        processes. () = this process, which trains on the first device that JAX finds.
       limit, reserve, resume: as those of `jaxunet.compare.queue`.
       began: `time.perf_counter()` at the start of the command.
     """
@@ -204,6 +204,7 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
             'known': known,
             'claims': claims,
             'step_ms': study.step_ms,
+            'devices': device.count('+') + 1,
             'shared_by': shared_by,
             'limit': f'{max(options.limit - (time.perf_counter() - options.began), 1):.0f}',
             'reserve': f'{options.reserve:g}',

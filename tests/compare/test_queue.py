@@ -9,6 +9,7 @@ import shutil
 import time
 import types
 
+import jax
 import pytest
 from PIL import Image
 from support.untrained_features import write_untrained
@@ -19,6 +20,7 @@ from jaxunet.compare.job_runner import Limit, Queue, summary
 from jaxunet.compare.measure import Measurements
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.parallel import Parallel
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -219,6 +221,23 @@ def test_runs_go_on_in_the_middle(job, undisturbed, measurements, tmp_path, monk
     assert not (tmp_path / 'work' / job.name).exists()
     outcomes = [r['outcome'] for r in collected.read_stretches([tmp_path / 'stretches.jsonl'])]
     assert outcomes == ['measured', 'stopped', 'stopped', 'measured', 'measured', 'trained']
+
+
+def test_a_run_trains_on_several_devices(job, tmp_path, monkeypatch):
+    local, found = Parallel.local, set()
+
+    def spy(self, tree):
+        found.add(len(jax.tree.leaves(tree)[0].sharding.device_set))
+        return local(self, tree)
+
+    monkeypatch.setattr(Parallel, 'local', spy)
+    monkeypatch.setattr(Measurements, 'measure', lambda self, checkpoint: iter(()))
+    job = dataclasses.replace(job, seconds=(0.04,))
+    for devices in (1, 2):
+        found.clear()
+        queue = make_queue(tmp_path / str(devices), '', step_ms=STEP_MS, devices=devices)
+        assert queue.run([job]) == []
+        assert found == {devices}, 'the devices that hold the state'
 
 
 def test_the_folder_of_another_run_is_not_used(job, tmp_path):

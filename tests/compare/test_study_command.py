@@ -228,7 +228,7 @@ def test_a_group_of_gpus_has_one_process(study, tmp_path, fake, monkeypatch):
     assert study_runner.run(study, options_of(tmp_path, devices=('0+1', '2+3')), '') == []
     first, second = (called(tmp_path, number) for number in (1, 2))
     assert [c['CUDA_VISIBLE_DEVICES'] for c in (first, second)] == ['0,1', '2,3']
-    assert [c['shared_by'] for c in (first, second)] == ['1', '1']
+    assert [(c['shared_by'], c['devices']) for c in (first, second)] == [('1', '2')] * 2
 
 
 def test_processes_that_fail_are_told(study, tmp_path, fake):
