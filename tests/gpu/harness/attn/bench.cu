@@ -1,5 +1,22 @@
-// Checks the attention kernels for Hopper, as hopper/shapes.cuh dispatches to them, against
-// float64, and times them in turns with the flash kernels that they replace.
+// Checks the Hopper attention kernels, as attention/hopper/shapes.cuh dispatches to them, against
+// float64, and times them and the flash kernels (attention/flash_*), which take the same calls on
+// other GPUs. Needs a GPU of compute capability 9.0.
+//
+//   tests/gpu/harness/attn/build.sh FOLDER
+//   FOLDER/run.sh            all families, one process each, so that a crash ends only one
+//   FOLDER/bench FAMILY      channels of a head: 32 (elephants64), 64 (imagenet64), 256 (cifar10)
+//
+// A line per check: `ok` or `BAD`, the call, then relative and largest error of the Hopper kernels
+// and, in parentheses, of the flash kernels. BITS DIFFER: two runs gave different results. NOT
+// TAKEN: the Hopper dispatch does not accept the shape. For the forward pass, both errors are those
+// of its output; the log-sum-exp is checked, too.
+//
+// A line per timing, in bfloat16: the call as tokens x heads x channels, batch, `cold` or `hot`,
+// the median time of a flash call and of a Hopper call with [fastest slowest], their ratio, and the
+// Hopper kernels' TFLOP/s and GB/s.
+//
+// The exit status is 1 if a check is BAD or a CUDA call failed, 2 for an unknown family. After 30 s
+// SIGALRM ends the program.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -28,8 +45,8 @@ using namespace jaxunet::cuda;
 
 constexpr Type kBf16 = Type::kBfloat16, kF16 = Type::kFloat16;
 constexpr const char* kPasses[] = {"forward", "backward"};
-constexpr int kRounds = 9, kWarmup = 2;     // of a timing
-constexpr size_t kColdBytes = 240'000'000;  // that inputs rotate over: four times the L2
+constexpr int kRounds = 9, kWarmup = 2;     // graph launches per timing; the first are dropped
+constexpr size_t kColdBytes = 240'000'000;  // inputs to rotate over: more than the L2 (50 MB)
 
 int multiprocessors, shared_bytes, bad = 0;
 uint64_t seed;
@@ -38,12 +55,12 @@ struct Shape {
   int tokens, heads, width;
 };
 
-// The arrays of one call. T: __nv_bfloat16 or __half.
+// The arrays of one call, with random inputs. T: __nv_bfloat16 or __half.
 template <class T>
 struct Arrays {
   T *qkv, *out, *grad, *dqkv;
   float* lse;
-  size_t count, rows;  // elements of out; of lse
+  size_t count, rows;  // elements of out, elements of lse
 
   Arrays(int batch, Shape s, uint64_t of)
       : count(size_t(batch) * s.tokens * s.heads * s.width),
@@ -62,15 +79,15 @@ struct Arrays {
     for (void* array : {(void*)qkv, (void*)dqkv, (void*)out, (void*)grad, (void*)lse})
       OK(cudaFree(array));
   }
-  void poison() {
+  void poison() {  // fills the outputs with NaN
     OK(cudaMemset(out, 0xff, 2 * count));
     OK(cudaMemset(lse, 0xff, 4 * rows));
     OK(cudaMemset(dqkv, 0xff, 6 * count));
   }
 };
 
-// Runs a pass (0 = forward) by the flash kernels or by those for Hopper; false if these take no
-// such shape.
+// Runs a pass (0: forward, 1: backward) with the Hopper or the flash kernels. Returns false if they
+// do not accept the shape.
 template <Type type, class T>
 bool run(bool hopper, int pass, int batch, Shape s, Arrays<T>& x, cudaStream_t stream = 0) {
   const AttentionForward f{type, batch, s.tokens, s.heads, s.width, x.qkv, x.out, x.lse};
@@ -119,7 +136,8 @@ std::vector<char> bytes(const T* data, size_t count) {
   return host;
 }
 
-// Compares both kernels with float64, and two runs of those for Hopper bit by bit.
+// Compares the errors of the Hopper kernels with those of the flash kernels, and two runs of the
+// Hopper kernels bit by bit. The backward pass gets the forward results of the flash kernels.
 template <Type type, class T>
 void check(Shape s, int batch, std::vector<int> passes) {
   Arrays<T> x(batch, s, seed + s.tokens + 3 * s.width + batch);
@@ -157,13 +175,15 @@ void check(Shape s, int batch, std::vector<int> passes) {
   }
 }
 
-// Calls of one kernel in a CUDA graph, and their times in microseconds.
+// A CUDA graph of several calls, and the microseconds per call of each launch of the graph.
 struct Timer {
   cudaGraphExec_t graph;
   int calls;
   std::vector<float> times;
 };
 
+// Captures calls that rotate over `sets` sets of arrays. The first call, outside of the graph,
+// loads the kernels.
 Timer record(int sets, const std::function<void(int, cudaStream_t)>& call) {
   cudaStream_t stream;
   OK(cudaStreamCreate(&stream));
@@ -181,7 +201,8 @@ Timer record(int sets, const std::function<void(int, cudaStream_t)>& call) {
   return timer;
 }
 
-// Times the graphs in turns; sorts the times.
+// Launches the graphs in turns, so that a change of the clock rate affects all alike. Sorts the
+// times.
 void time_in_turns(std::vector<Timer>& timers) {
   cudaEvent_t begin, end;
   OK(cudaEventCreate(&begin));
@@ -203,7 +224,7 @@ void time_in_turns(std::vector<Timer>& timers) {
   }
 }
 
-// Prints the times of both kernels in bfloat16. hot: one set of inputs, which may stay in the L2.
+// Prints the times of both kernels in bfloat16. `hot`: one set of inputs, which may stay in the L2.
 void time_passes(Shape s, int batch, bool hot, std::vector<int> passes) {
   const size_t count = size_t(batch) * s.tokens * s.heads * s.width;
   const int sets = hot ? 1 : std::min<size_t>(16, kColdBytes / (16 * count) + 2);
@@ -235,9 +256,10 @@ void time_passes(Shape s, int batch, bool hot, std::vector<int> passes) {
   fflush(stdout);
 }
 
-// The backward pass of heads of 256 tokens and 256 channels, in one launch as shapes.cuh dispatches
-// it, and in the three launches of streaming.cuh that longer heads would take: checks the latter,
-// and times them in turns, all with one set of inputs a call.
+// Compares the two ways to compute the backward pass of heads of 256 tokens and 256 channels: the
+// one launch that shapes.cuh dispatches to (backward_cluster.cuh), and the three launches that
+// longer heads take (streaming.cuh). Prints times and largest errors of both; the errors do not
+// affect the exit status.
 template <Type type, class T>
 void compare_launches(int batch) {
   const Shape s{256, 1, 256};
@@ -324,7 +346,6 @@ void run_family(const std::string& family) {
   }
 }
 
-// One family of widths a process, so that a kernel that fails takes no other with it.
 int main(int argc, char** argv) {
   const std::string family = argc == 2 ? argv[1] : "";
   if (family != "32" && family != "64" && family != "256") {

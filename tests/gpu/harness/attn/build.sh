@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the harness of the attention kernels for Hopper; needs nvcc and no GPU.
-#   tests/gpu/harness/attn/build.sh FOLDER     bench and run.sh, for a machine with an H200
+# Builds the harness of the Hopper attention kernels (bench.cu); needs nvcc, but no GPU.
+#   tests/gpu/harness/attn/build.sh FOLDER     makes FOLDER/bench and FOLDER/run.sh
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 sources=$(cd "$here/../../../../xla_ffi" && pwd)

@@ -1,4 +1,9 @@
-// Fresh random inputs, attention and its gradients in float64 by plain kernels, and errors.
+// For bench.cu: random inputs, attention and its gradients in float64 by simple kernels, and errors
+// against them.
+//
+// qkv and its gradient are (batch, tokens, 3, heads, channels), out and its gradient (batch,
+// tokens, heads, channels), lse, the log-sum-exp, (batch, heads, tokens). Kernels call tokens N,
+// heads H, channels of a head D.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,10 +25,12 @@
     }                                                                                \
   } while (0)
 
+// Converts to float64.
 template <class T>
 __device__ double d(T x) {
   return (double)(float)x;
 }
+// Rounds to nearest.
 template <class T>
 __device__ T n(float x);
 template <>
@@ -40,6 +47,7 @@ __device__ uint64_t mix(uint64_t z) {
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
   return z ^ (z >> 31);
 }
+// Normal numbers (Box-Muller) from a counter-based hash.
 template <class T>
 __global__ void fill(T* x, size_t count, uint64_t seed, float scale) {
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
@@ -49,10 +57,9 @@ __global__ void fill(T* x, size_t count, uint64_t seed, float scale) {
     x[i] = n<T>(scale * sqrtf(-2 * logf(u)) * cospif(2 * v));
   }
 }
-// reference, double
+// Attention, and its weights p. A block computes one query of one head: (batch, head, query).
 template <class T>
-__global__ void ref_fwd(const T* qkv, int N, int H, int D, double* p, double* out,
-                        double* lse) {  // block: (b,h,i)
+__global__ void ref_fwd(const T* qkv, int N, int H, int D, double* p, double* out, double* lse) {
   int i = blockIdx.x % N, bh = blockIdx.x / N, h = bh % H, b = bh / H, C = H * D;
   const T* base = qkv + (size_t)b * N * 3 * C + h * D;
   extern __shared__ double s[];
@@ -75,6 +82,7 @@ __global__ void ref_fwd(const T* qkv, int N, int H, int D, double* p, double* ou
   }
   if (threadIdx.x == 0) lse[(size_t)bh * N + i] = m + log(l);
 }
+// ds = p * (dp - delta), the gradient of the logits. Blocks as above.
 template <class T>
 __global__ void ref_ds(const T* qkv, const T* g, int N, int H, int D, const double* p,
                        const double* out, double* ds) {
@@ -90,6 +98,7 @@ __global__ void ref_ds(const T* qkv, const T* g, int N, int H, int D, const doub
     ds[at] = p[at] * (a - delta);
   }
 }
+// The gradients of one token's q, k and v. Blocks as above.
 template <class T>
 __global__ void ref_bwd(const T* qkv, const T* g, int N, int H, int D, const double* p,
                         const double* ds, double* dq) {
@@ -110,9 +119,9 @@ __global__ void ref_bwd(const T* qkv, const T* g, int N, int H, int D, const dou
     o[2 * C + c] = v;
   }
 }
+// acc: sum of squared errors, sum of squared reference values, largest error. NaN counts as 1e30.
 template <class T>
-__global__ void compare(const T* x, const double* r, size_t count,
-                        double* acc) {  // sum d2, sum r2, max
+__global__ void compare(const T* x, const double* r, size_t count, double* acc) {
   double a = 0, b = 0, m = 0;
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
        i += (size_t)gridDim.x * blockDim.x) {
@@ -127,7 +136,7 @@ __global__ void compare(const T* x, const double* r, size_t count,
   atomicMax((unsigned long long*)(acc + 2), __double_as_longlong(m));
 }
 struct Err {
-  double rel, max;
+  double rel, max;  // norm of the error / norm of the reference; largest error
 };
 template <class T>
 Err error(const T* x, const double* r, size_t count) {

@@ -1,13 +1,27 @@
-// Sweeps the tilings of the smem_resident backward kernel over the calls of a training step
-// (shapes.inc), and times the default tiling, the best one and a baseline checkout's kernels in
-// turns. Inputs rotate, so that none is in the L2 cache.
+// Checks GroupNorm's backward_smem_resident.cu (check.cuh), and times all its tilings on the calls
+// of the training steps of elephants64 (batch 256 and 32) and cifar10 (batch 128; shapes.inc), in
+// bfloat16. The baseline is norm_gradient of another checkout, or of this one, which chooses among
+// the kernels as in training. Inputs rotate, so that they are not in the L2 cache. Needs a GPU of
+// compute capability 9.0 with 10 GiB of free memory.
 //
-// A line a shape: count, shape, flags (silu, active, added, samples), microseconds of the baseline,
-// of the default tiling, of the best one, of the floor (every byte once at 4.2 TB/s), and the best
-// tilings as channels/cluster/rows, with K where dz is kept in shared memory. Everything is in
-// $OUT_DIR/sweep.csv.
+//   tests/gpu/harness/gnback/build.sh FOLDER [BASELINE_CHECKOUT]
+//   cd FOLDER && OUT_DIR=. ./bench      or run.sh, which also limits its time
+//
+// The line `check:` has the number of bad checks. Then there is a line per shape:
+// - number of calls in a step, image size, channels, and the flags of Shape (common.cuh);
+// - microseconds of the baseline, the default tiling (with its name), the fastest tiling, and the
+//   floor: every array moved once at 4.2 TB/s;
+// - the fastest tilings of the sweep, as channels of a block/blocks of a cluster/rows, with K if dz
+//   stays in shared memory.
+// SUM lines add up the calls of a step, by image size (8^2 includes 4^2) and in total.
+// $OUT_DIR/sweep.csv gets all tilings: batch, side, channels, active, added, tiling, microseconds.
+//
+// The exit status is 1 if a CUDA call failed; bad checks do not change it. No shape begins after 20
+// s; after 30 s SIGALRM ends the program.
 #include "check.cuh"
 
+// The tilings to try, without those that are sure to be slow: rows of too few or too many bytes,
+// too few blocks, or too few pixels for the blocks of a cluster.
 static std::vector<BackwardTiling> candidates(const NormGradient& p, int vector) {
   std::vector<BackwardTiling> found;
   const int e = (int)bytes_of(p.type);
@@ -53,8 +67,8 @@ int main() {
   CK(cudaMalloc(&rows, 4 << 20));
   fill_host<float>(rows, 1 << 20, 5, 1, 0.1f);
   CK(cudaStreamSynchronize(st));
-  for (int batch : {256, 32, 0}) {
-    double sums[4][4] = {};  // old, default, best, floor; of each level
+  for (int batch : {256, 32, 0}) {  // 0: the shapes of batch 128, as they are
+    double sums[4][4] = {};         // [old, default, best, floor][image size]
     auto level = [](int side) { return side == 64 ? 0 : side == 32 ? 1 : side == 16 ? 2 : 3; };
     printf(
         "batch %d: count shape silu/act/added/samples | old | default | best | floor us | "

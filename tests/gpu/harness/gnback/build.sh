@@ -1,6 +1,8 @@
 #!/bin/sh
-# Builds the harness: build.sh FOLDER [OLD] makes FOLDER/bench. OLD: a checkout whose kernels, in
-# another namespace, are the baseline; without it, this checkout's.
+# Builds the harness of GroupNorm's backward kernel (bench.cu); needs nvcc, but no GPU.
+#   tests/gpu/harness/gnback/build.sh FOLDER [OLD]     makes FOLDER/bench
+# OLD: a checkout whose kernels are the baseline, compiled in another namespace; this one if not
+# given. Its NormGradient (group_norm/plan.h) and KernelSet must have the same layout as here.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 new=$(cd "$here/../../../../xla_ffi" && pwd)
@@ -8,7 +10,7 @@ old=$(cd "${2:-$here/../../../..}/xla_ffi" && pwd)
 folder=$1
 mkdir -p "$folder"
 flags="-std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a"
-compile() { # checkout's xla_ffi, namespace, prefix, source
+compile() { # xla_ffi of a checkout, namespace, prefix of the object file, source
   nvcc $flags -I "$1" -I "$1/group_norm" -Djaxunet="$2" -c "$1/$4" -o "$folder/$3_$(basename "$4").o"
 }
 for file in "$old"/group_norm/*.cu; do

@@ -1,9 +1,10 @@
-"""Prints the calls of GroupNorm's backward handler in one training step, from which shapes.inc is.
+"""Prints the calls of GroupNorm's backward handlers in one training step, to update shapes.inc.
 
-    PYTHONPATH=. python tests/gpu/harness/gnback/calls.py elephants64
+    PYTHONPATH=. python tests/gpu/harness/gnback/calls.py CONFIG     # such as elephants64
 
-The step is lowered for an H200 on any machine with the extension. A line a kind of call: how many,
-shape of dy, channels of the parts of x, groups, silu, activation, added, samples.
+The step is lowered for an H200; this needs the built CUDA extension, but no GPU. Prints a line for
+each kind of call: number of calls, shape of dy, channels of the parts of x, then the attributes
+groups, silu, activation, added and samples.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xla_ffi.group_norm import vjp  # noqa: E402
 
 
 def main(config: str) -> None:
-    """Lowers the step of a config with the CUDA kernels, and prints its calls."""
+    """Lowers the training step of a config with the CUDA kernels, and prints its calls."""
     calls: collections.Counter[tuple] = collections.Counter()
 
     def spy(name: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., object]:

@@ -1,9 +1,11 @@
-// All types and awkward shapes, several tilings each: errors beside those of the committed kernels,
-// and equal bits of two runs.
+// The checks of bench.cu: the kernel in all types, with awkward shapes and several tilings each.
+// Compares its errors against float64 with those of the baseline, the outputs of two runs by a hash
+// of their bits, and the gradients of scale and offset with the sums that the kernel wrote.
 #pragma once
 
 #include "reference.cuh"
 
+// Prints the first bad checks and a summary. Returns the number of bad checks.
 static int check_all(unsigned seed) {
   const std::vector<Shape> shapes = {{1, 3, 64, {64}, 32, true, true, 2, false},
                                      {1, 2, 64, {128, 64}, 32, true, true, 1, true},
@@ -95,6 +97,8 @@ static int check_all(unsigned seed) {
       BY(SUMS, (r, sums));
       CK(cudaGetLastError());
       const int vector = vector_for(p.x, type);
+      // Runs a kernel into outputs filled with NaN. e: relative norm of the error and largest error
+      // relative to the largest value, for dx, active and sums; hh: a hash of all outputs.
       auto measure = [&](const std::function<cudaError_t()>& run, double* e,
                          unsigned long long* hh) {
         CK(cudaMemsetAsync(out.base, 0xff, out.used, st));
@@ -127,8 +131,8 @@ static int check_all(unsigned seed) {
       double eo[6], en[6];
       unsigned long long h0, h1, h2;
       CK(measure([&] { return old_gradient(p, st); }, eo, &h0));
-      // The default tiling, and others: the last two of them with a small ring, which copies chunks
-      // twice.
+      // The default tiling and others, the last two with so little shared memory that chunks leave
+      // it and are copied again.
       const long unit = std::lcm<long>(C / p.groups, vector);
       std::vector<BackwardTiling> tests = {backward_tiling(
           {132, 232448, 8}, p.batch, p.pixels, C, C / p.groups, vector, (int)bytes_of(type))};

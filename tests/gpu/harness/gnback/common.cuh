@@ -1,5 +1,5 @@
-// What the parts of this harness share: shapes, random numbers, plans over carved memory, and
-// times of a captured graph.
+// Helpers of bench.cu and check.cuh: shapes, random numbers, plans whose arrays are carved from one
+// allocation, and timing in a CUDA graph. `old` is the baseline, `new` the kernel of this checkout.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,6 +32,8 @@
     }                                                                                \
   } while (0)
 
+// The baseline's entry point. Its types are only declared, because its headers would collide with
+// those of this checkout.
 namespace jaxunet_old {
 struct NormGradient;
 enum class KernelSet : int;
@@ -40,25 +42,27 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream, KernelS
 }
 }  // namespace jaxunet_old
 using namespace jaxunet;
+// The cast relies on the same layout of both NormGradients.
 static cudaError_t old_gradient(const NormGradient& p, cudaStream_t s) {
   return jaxunet_old::cuda::norm_gradient(reinterpret_cast<const jaxunet_old::NormGradient&>(p), s,
                                           jaxunet_old::KernelSet{0});  // kFastest
-}  // the same plain layout
+}
 using jaxunet::cuda::launch_parameter_gradients;
 
 struct Shape {
-  int count, batch, side;
-  std::vector<int> parts;
+  int count, batch, side;  // calls in a step; samples; width and height of the images
+  std::vector<int> parts;  // channels of the parts of x
   int groups;
-  bool silu, active;
-  int added;
-  bool samples;
+  bool silu, active;  // active: the kernel also writes y
+  int added;          // tensors added to dx
+  bool samples;       // the gradients of scale and offset are computed, too
 };
 static double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 static cudaStream_t st;
 
+// Random numbers by position, so that any thread can compute any of them.
 __device__ unsigned hash(unsigned long long i) {
   unsigned x = (unsigned)(i ^ (i >> 32)) * 0x9E3779B9u + 0x85ebca6bu;
   x ^= x >> 16;
@@ -101,7 +105,7 @@ void fill_host(void* p, long n, unsigned long long seed, float mean, float dev) 
 static long bytes_of(Type t) { return t == Type::kFloat32 ? 4 : 2; }
 static int vector_for(const Parts& x, Type t) { return jaxunet::cuda::vector_of(x, t); }
 
-// A plan over carved memory.
+// Memory to carve arrays from, one after another.
 struct Memory {
   char* base;
   size_t size, used;
@@ -116,6 +120,7 @@ struct Memory {
     return p;
   }
 };
+// rows: scale, offset, mean and inverse in this order, with room for (batch, channels) each.
 static NormGradient make_plan(const Shape& s, Type type, Memory& in, Memory& out, bool per_sample,
                               float* rows, bool offset_rows) {
   NormGradient p{};
@@ -153,6 +158,8 @@ static NormGradient make_plan(const Shape& s, Type type, Memory& in, Memory& out
   p.inverse = {rows + 3 * bc, C};
   return p;
 }
+// The microseconds of a call: the median of `reps` launches of a graph of `nodes` calls, which
+// rotate over `sets` sets of arrays.
 static double time_us(const std::function<cudaError_t(int)>& run, int sets, int nodes, int reps) {
   cudaGraph_t graph;
   cudaGraphExec_t exec;

@@ -1,29 +1,33 @@
-// The backward pass in float64, by plain kernels, and errors against it.
+// The backward pass in float64 by simple kernels, and errors against it. The formulas are those of
+// group_norm/plan.h.
 #pragma once
 
 #include "common.cuh"
 
 struct Ref {
   int batch, pixels, channels, groups, parts;
-  int pc[4];
+  int pc[4];  // channels of the parts
   const void* x[4];
   const void* added[2][4];
   int nadded;
   const void* dy;
   const float *scale, *offset;
-  int rs;
+  int rs;  // distance of the samples' rows in scale and offset; 0: all samples share a row
   const double *mean, *inverse;
   bool silu;
 };
+// The element of a tensor in parts at a sample, pixel and channel.
 template <class T>
 __device__ double at(const void* const* p, const Ref& r, long b, long px, int c) {
   int i = 0;
   while (c >= r.pc[i]) c -= r.pc[i++];
   return (double)(float)((const T*)p[i])[(b * r.pixels + px) * r.pc[i] + c];
 }
+// The statistics of a group, one block per (sample, group). All outputs are rounded to float32,
+// because the kernels are given the statistics in this type.
 template <class T>
 __global__ void ref_stats(Ref r, double* mean, double* inverse, float* fmean, float* finv,
-                          double eps) {  // one block a (sample, group)
+                          double eps) {
   int b = blockIdx.y, g = blockIdx.x, gs = r.channels / r.groups;
   long n = (long)gs * r.pixels;
   __shared__ double s[256], q[256];
@@ -56,6 +60,7 @@ __global__ void ref_stats(Ref r, double* mean, double* inverse, float* fmean, fl
     inverse[o] = fi;
   }
 }
+// Returns dz; also n and act(z) of the same element.
 template <class T>
 __device__ double dz_of(const Ref& r, long b, long p, int c, double* n, double* act) {
   long o = b * r.channels + c;
@@ -72,7 +77,7 @@ __device__ double dz_of(const Ref& r, long b, long p, int c, double* n, double* 
   return dy * (s + z * s * (1 - s));
 }
 template <class T>
-__global__ void ref_sums(Ref r, double* sums) {  // a block a (sample, channel)
+__global__ void ref_sums(Ref r, double* sums) {  // one block per (sample, channel)
   int b = blockIdx.y, c = blockIdx.x;
   double a0 = 0, a1 = 0, n, act;
   __shared__ double s[256], q[256];
@@ -96,7 +101,8 @@ __global__ void ref_sums(Ref r, double* sums) {  // a block a (sample, channel)
     sums[(2L * b + 1) * r.channels + c] = q[0];
   }
 }
-// acc: [0] err2, [1] ref2, [2] maxerr, [3] maxref; one block, deterministic
+// Adds the errors of a block's threads to acc: [0] sum of squared errors, [1] sum of squared
+// reference values, [2] largest error, 1e300 for NaN, [3] largest reference value.
 __device__ void finish(double e2, double r2, double me, double mr, double* acc) {
   __shared__ double s[4][256];
   s[0][threadIdx.x] = e2;
@@ -118,6 +124,7 @@ __device__ void finish(double e2, double r2, double me, double mr, double* acc) 
     atomicMax(u + 1, (unsigned long long)__double_as_longlong(mr));
   }
 }
+// acc: errors of dx, then of act(z), if `active` is given.
 template <class T>
 __global__ void compare_dx(Ref r, const double* sums, Parts dx, const T* active, double* acc) {
   int b = blockIdx.y, gs = r.channels / r.groups;
@@ -165,6 +172,7 @@ __global__ void compare_sums(const double* sums, const float* got, long n, doubl
   }
   finish(e2, r2, me, mr, acc + 8);
 }
+// A hash of the bits, the same for any order of the additions.
 __global__ void digest(const unsigned* p, long n, unsigned long long* h) {
   unsigned long long a = 0;
   for (long i = blockIdx.x * 256L + threadIdx.x; i < n; i += gridDim.x * 256L)

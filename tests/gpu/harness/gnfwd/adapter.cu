@@ -1,5 +1,6 @@
-// The CUDA side of the harness: calls the kernels of one checkout. Compiled twice: as it is, with
-// -DNEW, and with -Djaxunet=jaxunet_old for the checkout to compare with.
+// Calls the GroupNorm forward kernels of a checkout for bench.cu. build.sh compiles it twice,
+// against the headers of each checkout: with -DNEW and ENTRY=run_new for this one, and with
+// -Djaxunet=jaxunet_old and ENTRY=run_old for the baseline, of which only the dispatch is called.
 #include "call.h"
 #include "group_norm/kernels.h"
 #ifdef NEW
@@ -22,6 +23,7 @@ static void fill(NormInput& p, const Call& c) {
   p.scale = {c.scale, c.row_stride};
   p.offset = {c.offset, c.row_stride};
 }
+// The kernels that the dispatch chooses. Without y, the statistics alone.
 cudaError_t ENTRY(const Call& c, cudaStream_t s) {
   if (c.y) {
     NormForward p{};

@@ -1,6 +1,28 @@
-// Checks GroupNorm's forward kernels against float64 and times them beside those of an older
-// checkout (build.sh). Prints one line a shape: launches of a step, old and new microseconds, their
-// ratio, GB/s, and the four fastest tilings of the sweep; then sums by level and of the step.
+// Checks GroupNorm's forward kernels, with many tilings, against float64, and times them beside the
+// kernels of another checkout, the baseline ("old"), on the calls of training steps of elephants64
+// and cifar10, and of sampling. Needs a GPU of compute capability 9.0; XLA is not used.
+//
+//   sh tests/gpu/harness/gnfwd/build.sh OLD_CHECKOUT FOLDER
+//   FOLDER/bench
+//
+// $OUT_DIR: folder to write full.txt to, which has the times of all tilings. $QUICK: times only the
+// training step of elephants64, with batches of 32 and 256. $FIT: times all tilings of many batches
+// and prints up to 48 per shape, to tell whether the tiling rules choose well.
+//
+// The checks compare every kernel's errors with those of the baseline, and two runs bit by bit, and
+// look for writes beyond the outputs. They print a line WORSE or BAD for each failure, up to 11,
+// and a summary.
+//
+// The timings have a line per shape: number of calls in a step, name, microseconds of the baseline
+// and of the default tiling, their ratio (less than 1: faster than the baseline), GB/s, and the
+// fastest tilings. Then there are sums by image size ("level") and of the step; "best" takes the
+// fastest tiling of each shape. Names: side of the image, channels of the parts of x, p: without
+// SiLU. Tilings:
+//   stream2      forward_streaming.cu with clusters of 2 blocks in its first launch; 0: the default
+//   64B,k4       forward_register_resident.cu: bytes of a pixel in a block, pixels per thread
+//   d2t256r4     statistics.cu: clusters along the channels, threads per block, blocks per cluster
+//
+// The exit status is 1 if a check or a CUDA call failed. After 30 s SIGALRM ends the program.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <unistd.h>
@@ -27,6 +49,7 @@
 using std::string;
 using std::vector;
 
+// Random numbers by position, so that any thread can compute any of them.
 __device__ inline uint32_t hash32(uint64_t x) {
   x ^= x >> 33;
   x *= 0xff51afd7ed558ccdull;
@@ -40,6 +63,7 @@ __device__ inline float normal(uint64_t i, uint64_t seed) {
         v = hash32(i * 2 + 1 + seed * 0x9e3779b97f4a7c15ull) * 2.3283064e-10f;
   return sqrtf(-2.0f * logf(fmaxf(u, 1e-12f))) * cospif(2.0f * v);
 }
+// Converts a float32 to T.
 template <class T>
 __device__ T cv(float f);
 template <>
@@ -73,7 +97,8 @@ struct RefArgs {
   void* x[4];
   int64_t channels[4];
 };
-// one block per (group, sample)
+// The forward pass in float64, one block per (group, sample). rs: distance of the samples' rows in
+// scale and offset. y may be null.
 template <class T>
 __global__ void reference(RefArgs r, int64_t pixels, int64_t channels, int groups,
                           const float* scale, const float* offset, int64_t rs, int silu, double* y,
@@ -117,9 +142,9 @@ __global__ void reference(RefArgs r, int64_t pixels, int64_t channels, int group
       y[(s * pixels + p) * channels + c] = silu ? z / (1 + exp(-z)) : z;
     }
 }
+// out: sum of squared errors, sum of squared reference values, largest error, number of NaN.
 template <class T>
-__global__ void compare(const T* x, const double* ref, int64_t n,
-                        double* out) {  // out: sum sq err, sum sq ref, max err, nan count
+__global__ void compare(const T* x, const double* ref, int64_t n, double* out) {
   double e2 = 0, r2 = 0, mx = 0, bad = 0;
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
        i += (int64_t)gridDim.x * blockDim.x) {
@@ -137,6 +162,7 @@ __global__ void compare(const T* x, const double* ref, int64_t n,
   atomicMax((unsigned long long*)(out + 2), (unsigned long long)__double_as_longlong(mx));
   atomicAdd(out + 3, bad);
 }
+// Counts the words that differ.
 __global__ void differ(const uint32_t* a, const uint32_t* b, int64_t n, unsigned* out) {
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
        i += (int64_t)gridDim.x * blockDim.x)
@@ -149,10 +175,10 @@ struct Shape {
   vector<int64_t> parts;
   int groups;
   int silu;
-  int y;
-  int64_t count;
-  int per_sample = 0;
-  float mean = 0;
+  int y;               // 0: the statistics alone
+  int64_t count;       // calls in a step
+  int per_sample = 0;  // each sample has its own scale and offset
+  float mean = 0;      // of x; 0: 0.5
   int64_t pixels() const { return side_h * side_w; }
   int64_t channels() const {
     int64_t c = 0;
@@ -163,7 +189,9 @@ struct Shape {
 static uint64_t seed;
 static cudaStream_t S;
 static int esize(int t) { return t == 0 ? 4 : 2; }
-// device buffers of a case
+// The arrays of a call, and the call. The outputs begin as NaN; the last 256 bytes of `out` lie
+// beyond all of them and must stay as they are. With `source`, `src` is a copy of x, to write x
+// again before each launch.
 struct Buffers {
   Shape sh;
   int64_t batch;
@@ -237,6 +265,8 @@ struct Variant {
   std::function<cudaError_t(const Call&, cudaStream_t)> run;
 };
 static int64_t gcd64(int64_t a, int64_t b) { return b ? gcd64(b, a % b) : a; }
+// The kernels and tilings that accept a shape. With `wide`, those to time: all that may be fast.
+// Without, those to check: fewer, but also slow ones.
 static vector<Variant> variants(const Shape& sh, const Buffers& b, bool wide) {
   vector<Variant> v;
   int64_t C = sh.channels(), V = 16 / esize(b.type), g = C / sh.groups;
@@ -273,7 +303,6 @@ static vector<Variant> variants(const Shape& sh, const Buffers& b, bool wide) {
       }
     }
   } else {
-    // d: clusters along the channels, t: threads of a block, r: blocks of a cluster.
     for (int64_t d : {1, 2, 4, 8}) {
       const int64_t u = all / d;
       if (all % d || u % unit || (d > 1 && u * 16 < 32)) continue;
@@ -295,7 +324,7 @@ static vector<Variant> variants(const Shape& sh, const Buffers& b, bool wide) {
   return v;
 }
 struct Err {
-  double rel = 0, mx = 0;
+  double rel = 0, mx = 0;  // norm of the error / norm of the reference; largest error
 };
 static double* dev_out;
 static unsigned* dev_cnt;
@@ -312,8 +341,10 @@ static Err err(const T* x, const double* ref, int64_t n) {
   return e;
 }
 static int failures = 0, checks = 0;
-static double worst_ratio[5];
+static double worst_ratio[5];  // of y, mean, inverse, a, b: error / error of the baseline
 static string worst_name[5];
+// Checks the default and all variants. Allows twice the relative and four times the largest error
+// of the baseline.
 static void check_case(const Shape& sh, int64_t batch, int type) {
   Buffers b(sh, batch, type, false, seed + 77 * checks);
   int64_t C = sh.channels(), n = batch * sh.pixels() * C;
@@ -421,6 +452,10 @@ struct Timed {
   double us;
 };
 constexpr int kRounds = 7;
+// Times the baseline, the default, and with `sweep` all variants, in bfloat16: microseconds per
+// call, the median of several graph launches. With `copy`, each call follows a copy that writes x,
+// as if the layer before had written it, so that x may be in the L2 cache; the time of the copies
+// alone is subtracted.
 static vector<Timed> time_case(const Shape& sh, int64_t batch, bool sweep, bool copy) {
   Buffers b0(sh, batch, 2, true, seed + 5), b1(sh, batch, 2, true, seed + 9);
   Buffers* bs[2] = {&b0, &b1};
@@ -433,7 +468,7 @@ static vector<Timed> time_case(const Shape& sh, int64_t batch, bool sweep, bool 
   int reps = std::max<int>(6, std::min<int>(24, (int)(200e6 / b0.xbytes)));
   reps = reps / 2 * 2;
   vector<cudaGraphExec_t> ex;
-  // Loads every kernel before its launch is captured.
+  // Loads every kernel, which cannot be done during capture.
   copy16<<<264, 512, 0, S>>>((uint4*)b0.src, (uint4*)b0.x, b0.xbytes / 16);
   for (auto& v : vs)
     if (v.run) CHECK(v.run(b0.c, S));
@@ -534,6 +569,7 @@ int main() {
       sq("16_256+256", 16, {256, 256}, 1, 1, 2), sq("8_256", 8, {256}, 1, 1, 7),
       sq("8_256+256", 8, {256, 256}, 1, 1, 3),   sq("4_256", 4, {256}, 1, 1, 12),
       sq("4_256+256", 4, {256, 256}, 1, 1, 3)};
+  // Awkward shapes, with y and as statistics alone.
   vector<Shape> awk;
   auto both = [&](Shape s) {
     s.y = 1;

@@ -1,12 +1,6 @@
-# Builds the harness that checks and times GroupNorm's forward kernels on a GPU, without XLA.
-#
-#   tests/gpu/harness/gnfwd/build.sh OLD FOLDER     -> FOLDER/bench
-#
-# OLD is a checkout with the kernels to compare with (this one's are the new ones). `bench` checks
-# all kernels and tilings against float64, then times old and new ones on the calls of the
-# elephants64 and cifar10 steps, and of sampling; it takes less than 30 s. With $OUT_DIR, all times
-# go to $OUT_DIR/full.txt. QUICK=1 times the training of elephants64 only; FIT=1 prints the times of
-# all tilings, fastest first, which tell whether the rules choose well.
+# Builds the harness of GroupNorm's forward kernels (bench.cu); needs nvcc, but no GPU.
+#   sh tests/gpu/harness/gnfwd/build.sh OLD FOLDER     makes FOLDER/bench
+# OLD: a checkout whose kernels are the baseline, compiled in another namespace; may be this one.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 old=$(cd "$1" && pwd)/xla_ffi new=$here/../../../../xla_ffi

@@ -1,4 +1,5 @@
-// Host stand-ins for what the kernels use of CUDA: threads are fibers, run in turns.
+// Replaces, for emulate.cc, what the kernels use of CUDA and PTX. The threads of a cluster are
+// fibers on one host thread. A fiber that waits for others yields to the scheduler in run().
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -26,12 +27,12 @@ namespace emu {
 struct Block {
   std::vector<char> smem;
   int64_t smem_bytes;
-  char statics[64];
+  char statics[64];  // static shared memory
   int arrived = 0, generation = 0;
   uint3 index;
 };
 struct Warp {
-  float value[2][32];
+  float value[2][32];  // two buffers: a lane may start the next shuffle before others have read
   int arrived = 0, generation = 0;
 };
 struct Thread {
@@ -65,6 +66,7 @@ inline char* smem() {
   auto p = reinterpret_cast<uintptr_t>(now->block->smem.data());
   return reinterpret_cast<char*>((p + 15) / 16 * 16);
 }
+// The address in block 0 of the cluster that corresponds to `here` in this block (mapa).
 template <class T>
 T* of_rank0(T* here) {
   Block& zero = (*blocks)[0];
@@ -120,6 +122,7 @@ inline uint32_t __float_as_uint(float f) {
 }
 namespace jaxunet::cuda {
 inline char* dynamic_smem() { return emu::smem(); }
+// Copies take place at once (make.py).
 inline void cp_async_commit() {}
 template <int k>
 void cp_async_wait() {}
@@ -128,6 +131,7 @@ inline void store_16(void* to, const void* from) {
   memcpy(to, from, 16);
 }
 inline uint32_t smem_address(const void*) { return 0; }
+// Supports one cluster barrier per launch, which is all that the kernels use.
 inline void cluster_arrive() {
   if (++emu::cluster_arrived == (int)(emu::blocks->size() * blockDim.x)) {
     emu::cluster_arrived = 0;
@@ -136,7 +140,8 @@ inline void cluster_arrive() {
 }
 inline void cluster_wait() {
   while (emu::cluster_generation == 0) emu::yield();
-}  // one phase
+}
+// An mbarrier with a count of pending bytes. `magic` shows that it has been initialized.
 struct Barrier {
   int64_t count, pending, tx, phase, magic;
   void init(int n) {

@@ -1,4 +1,12 @@
-// Runs the register_resident and statistics kernels on the CPU, thread by thread, against float64.
+// Runs GroupNorm's forward_register_resident.cu and statistics.cu on the CPU, thread by thread,
+// with several tilings per call, and compares all results with float64. make.py and emu.h replace
+// CUDA and PTX. Shared memory and outputs start as NaN. Misaligned accesses, writes beyond shared
+// memory or outputs, barriers that not all threads reach, and launches beyond the limits of a GPU
+// end the program.
+//
+//   sh tests/gpu/harness/gnfwd/emulate.sh FOLDER     builds and runs it
+//
+// Prints the first failure, with exit status 1, or else the number of runs and the largest errors.
 #include "emu.h"
 #include "group_norm/statistics.cu"
 #define Forward RegisterForward
@@ -20,6 +28,8 @@ static void entry() {
   swapcontext(&now->context, &scheduler);
 }
 static std::vector<std::vector<char>> stacks;
+// Runs one cluster (without `clusters`, one block) after another. Each thread runs until it waits
+// for others (yield), then the next one does.
 void run(const std::function<void()>& kernel, dim3 grid, int threads, int64_t smem_bytes,
          bool clusters) {
   body = &kernel;
@@ -55,7 +65,7 @@ void run(const std::function<void()>& kernel, dim3 grid, int threads, int64_t sm
           }
         size_t left = all.size(), before = left;
         int stuck = 0;
-        // ranks and threads in an order of their own each round
+        // A random order of all threads of the cluster, the same in each round.
         std::vector<size_t> order(all.size());
         for (size_t i = 0; i < order.size(); ++i) order[i] = i;
         static std::mt19937 r(7);
@@ -85,6 +95,7 @@ void run(const std::function<void()>& kernel, dim3 grid, int threads, int64_t sm
 }
 }  // namespace emu
 using namespace jaxunet;
+// Converts a float32 to T.
 template <class T>
 T make(float f);
 template <>
@@ -102,13 +113,16 @@ __nv_bfloat16 make(float f) {
 static float wide_(float f) { return f; }
 static float wide_(__half f) { return __half2float(f); }
 static float wide_(__nv_bfloat16 f) { return __bfloat162float(f); }
+// The hash of dropout, as plan.h describes it.
 static uint32_t mix(uint32_t w) {
   w = (w ^ (w >> 16)) * 0x85EBCA6Bu;
   w = (w ^ (w >> 13)) * 0xC2B2AE35u;
   return w ^ (w >> 16);
 }
-static double worst[6];
+static double worst[6];  // errors of mean, inverse, a, b; y in float32; y in 16 bits
 static int runs;
+// Checks both kernels for a call, with the default tiling and others. per_sample: each sample has
+// its own scale and offset.
 template <class T>
 void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t groups, bool per_sample,
          float mean, bool silu) {
@@ -164,6 +178,7 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
     }
   const int v = cuda::vector_of(p.x, p.type);
   std::vector<float> out(4 * batch * C + 8);
+  // Checks the statistics in `out`: mean, inverse and, with `ab`, a and b.
   auto check = [&](const char* what, const std::string& tile, bool ab) {
     ++runs;
     double e[4] = {};
@@ -222,7 +237,7 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
       for (int k : {2, 4, 8})
         if (auto t = register_resident_tiling_of(u, k, pixels, C, g, v))
           if (rs.size() < 7) rs.push_back(*t);
-  // Each tiling without dropout and, where the kernels have it, with it.
+  // Each tiling without dropout and, if the kernel supports it for this call, with it.
   std::vector<uint32_t> seeds(2 * batch);
   for (auto& s : seeds) s = rng();
   const float factor = wide_(make<T>(1 / 0.7f));

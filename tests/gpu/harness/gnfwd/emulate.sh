@@ -1,9 +1,7 @@
-# Runs GroupNorm's register_resident and statistics kernels on the CPU, each thread a fiber, and
-# checks results, barriers, alignment and bounds of shared memory against float64: two minutes.
-#
-#   tests/gpu/harness/gnfwd/emulate.sh FOLDER
-#
-# Needs g++ and the headers of the CUDA toolkit ($CUDA_INCLUDE).
+# Builds and runs emulate.cc: GroupNorm's forward_register_resident.cu and statistics.cu on a CPU.
+#   sh tests/gpu/harness/gnfwd/emulate.sh FOLDER     FOLDER: for the program
+# Takes two minutes. Needs python3, g++ and the headers of the CUDA toolkit ($CUDA_INCLUDE), but no
+# GPU. The exit status is not 0 if a check fails.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 source=$here/../../../../xla_ffi

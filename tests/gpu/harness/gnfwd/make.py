@@ -1,6 +1,8 @@
-"""Makes host copies of the GroupNorm kernels, for emulate.cc: PTX is replaced by calls of emu.h.
+"""Writes copies of the GroupNorm kernels for emulate.cc, with calls of emu.h in place of PTX.
 
-python make.py xla_ffi FOLDER
+    python3 make.py XLA_FFI FOLDER     # emulate.sh runs this
+
+XLA_FFI is the folder xla_ffi of the checkout. Fails if a source no longer has the text to replace.
 """
 
 import pathlib
@@ -23,7 +25,7 @@ COPIED = (
     'streaming_tiling.h backward_smem_resident_tiling.h moments.cuh packed.cuh vector.cuh plan.h '
     'launch.h dropout.cuh statistics.cu forward_register_resident.cu'
 )
-# File: (start of what is replaced, start of what follows it, replacement).
+# File: (beginning of the text to replace, beginning of the text after it, replacement).
 EDITS = {
     'moments.cuh': [
         ('  asm volatile("cp.async.ca', '}', '  emu::aligned(to, 4); *to = *from;\n'),

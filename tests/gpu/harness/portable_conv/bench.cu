@@ -1,6 +1,16 @@
-// Checks and times the multistage kernels on a GPU, beside the implicit GEMM (README.md).
+// Checks the multistage kernels of the convolution (check.cuh), and times them and the implicit
+// GEMM on convolutions of a training step of elephants64 (shapes.h), in bfloat16; see README.md.
 //
-//   bench [check | 32 | 256]     the checks, or the times of a batch; without an argument, all
+//   tests/gpu/harness/portable_conv/build.sh FOLDER
+//   FOLDER/bench [check | 32 | 256]     only the checks, or the times of one batch; default: all
+//
+// The checks print a line for each failure and a summary. The timings have a line per call, and
+// lines with the sums of a step:
+//   kind, calls, shape, GFLOP | implicit GEMM | chosen tile: time, TFLOP/s, name | all tiles
+// A tile is named index:MxN, as in MULTISTAGE_TILES, with /splits for a weight gradient. The times
+// of weight gradients include split_k_reduce.
+//
+// The exit status is 1 if a check or a CUDA call failed; after failed checks nothing is timed.
 #include <cstdlib>
 
 #include "check.cuh"
@@ -8,7 +18,7 @@
 
 namespace {
 
-// The implicit GEMM's splits, as conv3x3/weight_gradient.cc chooses them.
+// The number of splits of the implicit GEMM, chosen as in conv3x3/weight_gradient.cc.
 int gemm_splits(const Conv3x3WeightGradient& plan, int64_t most) {
   const int64_t tiles = (9 * plan.x.total + plan.projected.total + 63) / 64 *
                         ((plan.features + 63) / 64),
@@ -17,6 +27,7 @@ int gemm_splits(const Conv3x3WeightGradient& plan, int64_t most) {
   return static_cast<int>(std::max<int64_t>(1, std::min(splits, most)));
 }
 
+// Adds the partial results of the kernel and of the shortcut.
 cudaError_t reduce(const Conv3x3WeightGradient& plan, int splits) {
   const int64_t kernel = 9 * plan.x.total * plan.features,
                 shortcut = plan.projected.total * plan.features;
@@ -29,7 +40,7 @@ cudaError_t reduce(const Conv3x3WeightGradient& plan, int splits) {
       stream);
 }
 
-// Microseconds of a call: the median of graphs of several.
+// The microseconds of a call: the median of several launches of a graph of several calls.
 template <class Run>
 double microseconds(Run run) {
   constexpr int kCalls = 6, kGraphs = 3;
@@ -58,6 +69,7 @@ double microseconds(Run run) {
   return 1000.0 * times[kGraphs / 2] / kCalls;
 }
 
+// Microseconds of the implicit GEMM, the chosen tile and the fastest tile.
 struct Times {
   double flops = 0, gemm = 0, chosen = 0, best = 0;
   void add(const Times& more, int count) {
@@ -74,7 +86,7 @@ std::string name_of(int tile, int splits) {
   return splits ? name + "/" + std::to_string(splits) : name;
 }
 
-// Prints a line. `all`: the tiles' times, each with its name.
+// Prints the line of a call. `all`: times and names of the tiles.
 void print(const Call& call, const Times& t, const std::string& chosen,
            std::vector<std::pair<double, std::string>> all) {
   std::sort(all.begin(), all.end());

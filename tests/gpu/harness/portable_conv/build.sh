@@ -1,9 +1,8 @@
 #!/bin/bash
-# Builds the harness; needs nvcc and no GPU.
-#   tests/gpu/harness/portable_conv/build.sh FOLDER
-# makes FOLDER/bench and run.sh, for a machine with a GPU. Prints each kernel's registers and
-# spilled bytes; fails if a kernel spills.
-# $ARCHITECTURES: "80 89 90a" if not set.
+# Builds the harness of the multistage kernels (README.md); needs nvcc, but no GPU.
+#   tests/gpu/harness/portable_conv/build.sh FOLDER     makes FOLDER/bench and FOLDER/run.sh
+# Prints registers and spilled bytes of the multistage kernels; fails if one spills.
+# $ARCHITECTURES: compute capabilities to compile for, "80 89 90a" by default.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 sources=$(cd "$here/../../../../xla_ffi" && pwd)

@@ -1,4 +1,5 @@
-// What the emulation and the bench share: calls of awkward shapes, their plans, and exact results.
+// Shared by the emulation and the checks on a GPU: calls with awkward shapes, their plans, exact
+// results, and the allowed error.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,17 +19,18 @@ using jaxunet::Conv3x3WeightGradient;
 using jaxunet::Parts;
 using jaxunet::Type;
 
+// `flipped`: the input gradient, which reads the kernel rotated by 180 degrees and transposed.
 struct Case {
   int batch, height, width;
   std::vector<int> parts;  // channels of x; empty: a linear layer
   int features;
   std::vector<int> projected = {}, residual = {};
   bool flipped = false;
-  int shift = 0;  // 0: none; 1: all samples share one; 2: one for each
+  int shift = 0;  // 0: none; 1: one for all samples; 2: one per sample
 };
 
-// Small enough for the emulation: several parts, some without channels, and tails of 8 in pixels,
-// features and channels.
+// Small enough for the emulation. They have several parts, some without channels, and numbers of
+// pixels, features and channels that do not fill the tiles.
 inline const std::vector<Case> kSmall = {
     {1, 4, 4, {64}, 64, {}, {64}, false, 1},
     {3, 9, 7, {32, 16}, 24, {8, 0, 16}, {}, false, 2},
@@ -44,7 +46,7 @@ inline const std::vector<Case> kSmall = {
     {1, 4, 8, {8, 8, 8, 8}, 16, {8, 8, 40, 8}, {}, true, 0},
 };
 
-// Those of images up to 64 × 64, and of batches up to 32.
+// Images up to 64 × 64, batches up to 32.
 inline const std::vector<Case> kLarge = {
     {32, 4, 4, {256, 128}, 256, {256, 128}, {}, false, 2},
     {32, 8, 8, {256, 192}, 256, {}, {256}, false, 2},
@@ -57,9 +59,10 @@ inline const std::vector<Case> kLarge = {
     {1, 64, 64, {}, 72, {264}, {72}, true, 0},
 };
 
+// How an array is used. kInput and kOutput have the 16-bit type of the call.
 enum class Kind { kInput, kFloatInput, kOutput, kFloatOutput };
 
-// `take(numbers, kind)` returns memory for an array.
+// `take(count, kind)` returns memory for an array of `count` numbers.
 template <class Take>
 Parts parts_of(const std::vector<int>& widths, int64_t pixels, Take&& take, Kind kind) {
   Parts parts;
@@ -75,7 +78,7 @@ inline int64_t pixels_of(const Case& c) {
   return static_cast<int64_t>(c.batch) * c.height * c.width;
 }
 
-// What the plans of both kernels have in common.
+// The fields that both kinds of plans have.
 template <class Plan, class Take>
 Plan common_plan(const Case& c, Type type, Take&& take) {
   Plan plan{};
@@ -107,8 +110,8 @@ Conv3x3 forward_plan(const Case& c, Type type, Take&& take) {
   return plan;
 }
 
-// The plan's workspace holds the partial results of `splits` splits: the kernel's, then the
-// shortcut's.
+// The plan's workspace holds the partial results of `splits` splits: first those of the kernel's
+// gradient, then those of the shortcut's.
 template <class Take>
 Conv3x3WeightGradient weight_gradient_plan(const Case& c, Type type, int splits, Take&& take) {
   auto plan = common_plan<Conv3x3WeightGradient>(c, type, take);
@@ -121,9 +124,7 @@ inline float* shortcut_partials(const Conv3x3WeightGradient& plan, int splits) {
   return plan.workspace + splits * 9 * plan.x.total * plan.features;
 }
 
-// --- exact results, entry by entry ---
-
-// A sum, and the sum of its terms' magnitudes.
+// An exact result: a sum, and the sum of its terms' magnitudes.
 struct Exact {
   double sum = 0, magnitude = 0;
   JAXUNET_HOST_DEVICE void add(double term) {
@@ -144,7 +145,7 @@ JAXUNET_HOST_DEVICE double entry(const Parts& parts, int64_t pixel, int64_t chan
   return number(static_cast<const T*>(parts.data[part]) + pixel * parts.channels[part] + channel);
 }
 
-// x at a tap of a pixel; 0 in the padding.
+// The value of x that a tap of a pixel reads; 0 in the padding.
 template <class T, class Plan>
 JAXUNET_HOST_DEVICE double neighbour(const Plan& plan, int64_t pixel, int tap, int64_t channel) {
   const int64_t y = pixel / plan.width % plan.height + tap / 3 - 1,
@@ -176,7 +177,7 @@ JAXUNET_HOST_DEVICE Exact exact(const Conv3x3& plan, int64_t pixel, int64_t feat
   return result;
 }
 
-// `row`: of (9 · channels + projected channels).
+// `row`: tap · channels + channel, or 9 · channels + projected channel.
 template <class T>
 JAXUNET_HOST_DEVICE Exact exact(const Conv3x3WeightGradient& plan, int64_t row, int64_t feature) {
   const int64_t channels = plan.x.total, pixels = plan.batch * plan.height * plan.width;
@@ -192,7 +193,7 @@ JAXUNET_HOST_DEVICE Exact exact(const Conv3x3WeightGradient& plan, int64_t row, 
   return result;
 }
 
-// The sum of the splits' partial results for an entry of the weight gradient.
+// The sum of all splits' partial results for an entry of the weight gradient.
 JAXUNET_HOST_DEVICE inline double partial_sum(const Conv3x3WeightGradient& plan, int splits,
                                               int64_t row, int64_t feature) {
   const int64_t taps = 9 * plan.x.total, projected = plan.projected.total;
@@ -205,9 +206,9 @@ JAXUNET_HOST_DEVICE inline double partial_sum(const Conv3x3WeightGradient& plan,
   return sum;
 }
 
-// The allowed error: float32 sums, which tensor cores truncate, of terms in any order, and the
-// result's rounding to bfloat16 or float16. An entry that misses one of a few thousand terms of
-// usual size is further off.
+// The allowed error: that of a float32 sum in any order, where tensor cores truncate, plus the
+// rounding of the result to bfloat16 or float16. A missing term of usual size, one of a few
+// thousand, exceeds it.
 constexpr double kSumError = 1.0 / (1 << 16);
 template <class T>
 constexpr double kHalfUlp = std::is_same_v<T, __half> ? 1.0 / 2048 : 1.0 / 256;

@@ -1,5 +1,5 @@
-// The checks of the multistage kernels on a GPU: every tile against float64 sums, and two runs
-// against each other, bit for bit.
+// The checks of bench.cu: the multistage kernels with every tile, in both types. Compares results
+// with float64 sums, and two runs bit for bit.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,7 +32,7 @@ using jaxunet::cuda::kMultistageTileCount;
 cudaStream_t stream;
 int multiprocessors;
 
-// Even numbers of [-1, 1).
+// Uniform random numbers in [-1, 1].
 template <class T>
 __global__ void fill(T* to, int64_t count, uint32_t seed) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -45,7 +45,7 @@ __global__ void fill(T* to, int64_t count, uint32_t seed) {
   }
 }
 
-// Arrays of their own for the checks: random inputs, and outputs that begin as NaN.
+// Memory for the checks, an allocation per array: random inputs, and outputs that begin as NaN.
 template <class T>
 struct Arrays {
   std::vector<void*> all;
@@ -69,7 +69,8 @@ struct Arrays {
   }
 };
 
-// Memory for the times: outputs and random inputs from one array, used anew by each call.
+// Memory for the timings: one allocation of random numbers, from which each call takes inputs and
+// outputs anew.
 struct Pool {
   static constexpr int64_t kBytes = int64_t{3} << 30;
   char* base;
@@ -92,7 +93,7 @@ struct Pool {
   }
 };
 
-// The entries that are checked: all, or kMost of them, evenly.
+// The entries that are checked: all, or about kMost of them at equal distances.
 struct Sample {
   static constexpr int64_t kMost = 1 << 16;
   int64_t step, count;
@@ -107,6 +108,7 @@ __global__ void expect(const Plan plan, Sample sample, Exact* to) {
     to[i] = exact<T>(plan, i * sample.step / plan.features, i * sample.step % plan.features);
 }
 
+// The result of a kernel for an entry.
 template <class T>
 __device__ double got(const Conv3x3& plan, int, int64_t row, int64_t feature) {
   return number(static_cast<const T*>(plan.y.data[0]) + row * plan.features + feature);
@@ -118,7 +120,7 @@ __device__ double got(const Conv3x3WeightGradient& plan, int splits, int64_t row
 
 struct Outcome {
   unsigned bad;
-  float worst;  // share of the allowed error
+  float worst;  // largest error / allowed error
 };
 
 template <class T, class Plan>
@@ -131,12 +133,12 @@ __global__ void compare(const Plan plan, int splits, Sample sample, const Exact*
   const double error = fabs(value - expected[i].sum),
                bound = allowed<T>(expected[i], std::is_same_v<Plan, Conv3x3>);
   if (!(error <= bound)) atomicAdd(&outcome->bad, 1u);
-  if (bound > 0)  // positive floats are ordered as their bits
+  if (bound > 0)  // the bits of positive floats, as integers, have the same order
     atomicMax(reinterpret_cast<int*>(&outcome->worst),
               __float_as_int(static_cast<float>(error / bound)));
 }
 
-// Runs `run` twice into `bytes` of output; returns true if both wrote the same.
+// Runs a kernel twice, each time into NaN; returns true if both runs wrote the same bytes.
 template <class Run>
 bool repeats(void* output, int64_t bytes, Run run) {
   std::vector<char> results[2];
@@ -151,9 +153,9 @@ bool repeats(void* output, int64_t bytes, Run run) {
 }
 
 int checks, failures;
-float worst[2];  // of forward and weight gradient
+float worst[2];  // largest error / allowed error: forward, weight gradient
 
-// Checks a plan with every tile. `rows` × features: its result.
+// Checks a plan with every tile. The result is `rows` × features.
 template <class T, class Plan, class Run>
 void check(const Plan& plan, const Case& c, int64_t rows, int splits, void* output, int64_t bytes,
            Run run) {

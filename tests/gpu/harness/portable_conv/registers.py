@@ -1,6 +1,9 @@
-"""Prints the registers and spilled bytes of the kernels from the output of ptxas -v.
+"""Prints the registers and spilled bytes of the multistage kernels.
 
-python3 registers.py LOG...; exits with 1 if a kernel spills registers.
+    python3 registers.py LOG...
+
+Each LOG is the output of `ptxas -v`; build.sh runs this. The exit status is 1 if a kernel spills
+registers.
 """
 
 from __future__ import annotations
@@ -12,7 +15,11 @@ TILE = re.compile(r'multistage_(forward|weight_gradient)_kernelI\w*?10Multistage
 
 
 def main(logs: list[str]) -> int:
-    """Prints a line for each tile and architecture, with the most of its variants."""
+    """Prints a line for each architecture and tile; returns the exit status.
+
+    A line has the most registers that a variant of the kernel uses, and the spilled bytes of all
+    variants. A tile is named by its numbers in MULTISTAGE_TILES.
+    """
     found: dict[tuple[str, ...], list[int]] = {}
     key: tuple[str, ...] = ()
     for log in logs:

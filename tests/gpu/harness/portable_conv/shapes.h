@@ -1,4 +1,5 @@
-// The convolutions of a training step of configs/elephants64.py, without those of 3 channels.
+// The convolutions and linear layers of the residual blocks in a training step of
+// configs/elephants64.py: forward, input gradients and weight gradients.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +15,14 @@ constexpr const char* kKindNames[] = {"forward", "inputs", "weights"};
 
 struct Call {
   CallKind kind;
-  int count;  // in a step
+  int count;  // calls in a step
   Case shape;
   std::string name;
 };
 
-// Residual blocks: count, side of the image, parts of the input, features. The second convolution
-// adds the input, or its projection where the channels differ (jaxunet/ops/conv3x3/cases.py).
+// Equal residual blocks: their number, side of the image, channels of the input's parts, features.
+// The second convolution of a block adds the block's input, or, if its channels are not the
+// features, a projection of it.
 struct Block {
   int count, side;
   std::vector<int> parts;
@@ -57,7 +59,7 @@ inline std::string name_of(const Case& c) {
   return name + " to " + std::to_string(c.features);
 }
 
-// The calls of a step; equal ones are joined.
+// The calls of a step. Equal ones are one entry, with their number.
 inline std::vector<Call> calls_of_step(int batch) {
   std::vector<Call> calls;
   const auto add = [&](CallKind kind, int count, const Case& shape) {

@@ -1,12 +1,18 @@
-// Products whose descriptors start at every row of 128 bytes (common/wgmma.cuh). The convolution's
-// kernels rely on it: a tap's pixels begin at any row of a strip. PTX describes only matrices that
-// start at a whole atom of eight rows, or name their row in the descriptor's base offset, which is
-// 0 here. A new driver, toolkit or GPU could read other rows.
+// Checks that wgmma reads the right rows of matrices that start at any row of a swizzled atom, with
+// a base offset of 0 in the descriptor (common/wgmma.cuh). The convolution's Hopper kernels rely on
+// this, because a tap's pixels begin at any row of a strip. PTX guarantees it only for matrices
+// that start at a whole atom of eight rows, or whose start row is the base offset. A new driver,
+// toolkit or GPU could read other rows. tests/gpu/test_gpu.py runs this check.
 //
-// For each pair of layouts, start rows and distances of the atoms: D (64 × 64) = A · B over 64
-// steps of K, of small whole numbers, so that the result is exact. Prints a line for each that is
-// wrong; the exit status is their number.
-//   nvcc -std=c++17 -gencode arch=compute_90a,code=sm_90a -I xla_ffi canary.cu -o canary
+//   cd tests/gpu/harness/wgmma; ffi=../../../../xla_ffi
+//   nvcc -std=c++17 -gencode arch=compute_90a,code=sm_90a -I $ffi -o /tmp/canary canary.cu
+//     $ffi/common/shared_memory.cc      (one command)
+//   /tmp/canary
+//
+// Multiplies D (64 × 64) = A · B over 64 steps of K, for every combination of type, layouts and
+// start rows, and two distances between the atoms. Operands are small whole numbers, so results are
+// exact. Prints a line for each wrong product and their number, or nothing if all are right. The
+// exit status is the number of wrong products, at most 200, or 255 after a CUDA error.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -21,16 +27,18 @@ using namespace jaxunet::cuda;
 
 namespace {
 
-constexpr int kSize = 64, kRowBytes = 128, kRows = 128;  // rows that a matrix may use
+constexpr int kSize = 64, kRowBytes = 128, kRows = 128;  // kRows: room for a matrix
 
-// Where a matrix lies: row r is `start` + r / 8 · `group` + r % 8. kMnMajor: a row is a step of K.
+// Where a matrix lies in shared memory: its row r is row start + r / 8 · group + r % 8 there, so
+// `group` rows separate the starts of two atoms.
 struct Place {
   int start, group;
   __device__ int row(int r) const { return start + r / 8 * group + r % 8; }
 };
 
-// Writes a matrix of 64 × 64 with the swizzle of 128 bytes. `from` has a row for each row of A or
-// column of B, its steps of K contiguous.
+// Writes a matrix of 64 × 64 with the 128-byte swizzle. A row of 128 bytes holds all steps of K of
+// one row of A (column of B), or, with kMnMajor, all rows of A (columns of B) at one step of K. In
+// `from`, the steps of K of each row of A (column of B) are contiguous.
 template <class T, bool kMnMajor>
 __device__ void store(unsigned char* to, const T* from, const Place& place) {
   for (int i = threadIdx.x; i < kSize * kSize; i += blockDim.x) {
@@ -82,7 +90,7 @@ void check(cudaError_t error) {
   std::exit(255);
 }
 
-// Returns how many products of this pair of layouts are wrong.
+// Returns the number of wrong products with this pair of layouts.
 template <class T, bool kMnMajorA, bool kMnMajorB>
 int wrong(const T* a, const T* b, float* d, const std::vector<float>& wanted) {
   constexpr int kBytes = 2 * kRows * kRowBytes;
@@ -90,7 +98,7 @@ int wrong(const T* a, const T* b, float* d, const std::vector<float>& wanted) {
   check(allow_shared_memory(kernel, kBytes));
   int count = 0;
   for (int start = 0; start < 64; ++start) {
-    for (const int group : {8, 10}) {  // of a matrix alone; of a strip with its halo
+    for (const int group : {8, 10}) {  // of contiguous atoms; of a strip of pixels with its halo
       const Place at_a{start % 8, group}, at_b{start / 8, 18 - group};
       check(launch(kernel, dim3(1), 128, kBytes, nullptr, a, b, at_a, at_b, d));
       std::vector<float> found(kSize * kSize);

@@ -1,7 +1,16 @@
-// Runs backward_smem_resident.cu on the CPU, a thread for each of its threads, against float64: the
-// shims beside this file stand for its instructions. Shared memory starts as NaN, copies arrive no
-// earlier than at the wait that orders them, and their addresses and the pairs of cluster barriers
-// are checked. run.sh builds it, also with ThreadSanitizer, which finds missing barriers.
+// Runs GroupNorm's backward_smem_resident.cu on the CPU, one host thread for each of its threads,
+// and compares all results with float64. instructions.cuh and special_functions.cuh replace the
+// headers with its PTX. Shared memory starts as NaN, copies arrive only at the wait for them, and
+// alignment, bounds and the pairs of cluster barriers are checked. ThreadSanitizer finds missing
+// barriers.
+//
+//   tests/gpu/harness/gnback/emulation/run.sh     builds it twice, and runs both
+//   emulate           all cases, in all types: without ThreadSanitizer
+//   emulate short     few cases: with ThreadSanitizer
+//
+// Prints a line for each run with too large an error, or for all runs if $V is set, then the number
+// of runs and of bad ones. The exit status is 1 if a run was bad; a violation that instructions.cuh
+// detects aborts.
 #include <numeric>
 #include <random>
 
@@ -21,12 +30,16 @@ template <>
 __half conv(float f) {
   return __float2half_rn(f);
 }
+// The hash of dropout, as plan.h describes it.
 static uint32_t mix(uint32_t w) {
   w = (w ^ (w >> 16)) * 0x85EBCA6Bu;
   w = (w ^ (w >> 13)) * 0xC2B2AE35u;
   return w ^ (w >> 16);
 }
 static int bad = 0, runs = 0;
+// Checks a call. per_sample: each sample has its own scale and offset. own_units: channels of a
+// block, in units of whole groups and vectors; ranks: blocks of a cluster; threads: roughly those
+// of a block; smem: bytes of shared memory for the tiling; drops: with dropout.
 template <class T>
 void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, bool active,
           int added, bool per_sample, long own_units, int ranks, int threads, long smem,
@@ -207,7 +220,8 @@ void all() {
   test<T>(2, 300, {40}, 1, true, false, 0, true, 1, 2, 64, 9000, true);
   test<T>(5, 9, {512}, 32, true, false, 0, false, 4, 1, 256, 231000, true);
 }
-// For ThreadSanitizer: clusters, the ring, dz kept, and an odd number of pixels.
+// Few cases, for ThreadSanitizer: clusters, chunks that are copied twice, dz kept in shared memory,
+// odd numbers of pixels, and dropout.
 static void few() {
   test<__nv_bfloat16>(2, 49, {16, 8}, 3, true, true, 1, false, 1, 2, 32, 231000);
   test<__nv_bfloat16>(2, 200, {16}, 16, false, true, 1, false, 2, 4, 32, 231000);

@@ -1,4 +1,6 @@
-// Stands for xla_ffi/group_norm/instructions.cuh on the CPU (emulate.cc).
+// Replaces xla_ffi/group_norm/instructions.cuh for emulate.cc: CUDA's built-in functions and the
+// kernels' PTX on the CPU, where each thread of the running cluster is a host thread. Prints BAD
+// and aborts if a kernel breaks a rule.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -43,7 +45,7 @@ struct Thread {
   Cluster* cluster;
   Block* block;
   int rank;
-  std::vector<std::vector<Copy>> groups;
+  std::vector<std::vector<Copy>> groups;  // committed copies, which no wait has performed
   std::vector<Copy> open;
   std::barrier<>::arrival_token* token = nullptr;
 };
@@ -87,6 +89,7 @@ inline void check_smem(const void* p, size_t n, const char* what) {
     abort();
   }
 }
+// Copies take place in cp_async_wait, so that a read before it finds old data.
 inline void cp_async_16(void* to, const void* from) {
   check_smem(to, 16, "cp.async");
   if (reinterpret_cast<uintptr_t>(from) % 16) {
@@ -108,11 +111,12 @@ void cp_async_wait() {
     g[i].clear();
   }
 }
+// Reads a byte, so that an address outside of the array can be noticed.
 inline void prefetch_l2(const void* p) {
   volatile char c = *static_cast<const char*>(p);
   (void)c;
 }
-inline thread_local std::unique_ptr<std::barrier<>::arrival_token> token;
+inline thread_local std::unique_ptr<std::barrier<>::arrival_token> token;  // null: not arrived
 inline void cluster_arrive() {
   if (token) {
     printf("BAD cluster arrive twice\n");
@@ -132,6 +136,7 @@ inline float4 read_peer(const float4* here, int rank) {
   const auto off = reinterpret_cast<const char*>(here) - emu::self->block->smem;
   return *reinterpret_cast<const float4*>(emu::self->cluster->blocks[rank]->smem + off);
 }
+// Runs one cluster after another. The blocks along x form a cluster.
 template <class Plan>
 cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes, cudaStream_t,
                    const Plan& plan, bool = true) {

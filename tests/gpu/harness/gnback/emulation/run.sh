@@ -1,5 +1,8 @@
 #!/bin/sh
-# Builds and runs emulate.cc: emulation/run.sh [FOLDER]. Needs g++ with C++20 and CUDA's headers.
+# Builds and runs emulate.cc on a CPU: all cases, then few under ThreadSanitizer.
+#   tests/gpu/harness/gnback/emulation/run.sh [FOLDER]     FOLDER: for the program
+# Needs g++ with C++20 and the headers of the CUDA toolkit ($CUDA_HOME), but no GPU. The exit status
+# is not 0 if a check fails.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../../../.." && pwd)

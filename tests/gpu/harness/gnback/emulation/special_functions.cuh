@@ -1,4 +1,4 @@
-// Stands for xla_ffi/common/special_functions.cuh on the CPU (emulate.cc).
+// Replaces xla_ffi/common/special_functions.cuh for emulate.cc.
 #pragma once
 #include <cmath>
 namespace jaxunet::cuda {

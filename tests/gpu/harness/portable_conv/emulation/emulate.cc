@@ -1,4 +1,14 @@
-// Runs the multistage kernels on the CPU, with every tile, against float64 sums.
+// Runs the multistage kernels on the CPU, thread by thread, with every tile, and compares all
+// results with float64 sums. common/ replaces the headers with CUDA and PTX. Any of these ends the
+// program: accesses to shared memory that no barrier orders, bank conflicts, misaligned accesses,
+// copies from outside of an array, and writes beyond an array or shared memory.
+//
+//   tests/gpu/harness/portable_conv/emulation/run.sh     builds and runs it
+//   emulate          all small cases (cases.h)
+//   emulate quick    every second case
+//
+// Prints BAD for each of the first wrong entries, or EMULATION and the reason why it ends, or a
+// summary. The exit status is 1 if anything failed.
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -14,8 +24,8 @@ namespace {
 using namespace harness;
 using jaxunet::cuda::kMultistageTileCount;
 
-// The arrays of a plan. Inputs are random and of exactly their size; outputs begin as NaN and end
-// with numbers that must stay NaN.
+// The arrays of a plan. Inputs are random, and copies may read only their exact bytes
+// (emulation::readable). Outputs begin as NaN, and are followed by NaN that must stay.
 template <class T>
 struct Arrays {
   static constexpr int64_t kBeyond = 64;
@@ -53,7 +63,7 @@ struct Arrays {
   }
 };
 
-double worst[2];  // share of the allowed error: forward, weight gradient
+double worst[2];  // largest error / allowed error: forward, weight gradient
 int calls, bad;
 
 void compare(double got, const Exact& result, double bound, int which, int64_t row,
@@ -103,7 +113,6 @@ void check_weight_gradient(const Case& c, Type type, int tile, int splits, std::
 
 }  // namespace
 
-// emulate [quick]: quick takes every second case.
 int main(int count, char**) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   std::mt19937 random(1);

@@ -1,13 +1,16 @@
 #!/bin/sh
-# Puts one mistake at a time into a copy of the kernels; the emulation must notice each.
-#   emulation/mistakes.sh [FOLDER]
+# Tests the emulation: puts one mistake at a time into a copy of the multistage kernels, and runs
+# run.sh, which must fail.
+#   tests/gpu/harness/portable_conv/emulation/mistakes.sh [FOLDER]     FOLDER: for the programs
+# Prints a line per mistake. NOT APPLIED: the kernel no longer has the text that is replaced. The
+# exit status is the number of mistakes that were not noticed, did not apply or did not compile.
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-$(mktemp -d)}
 sources=$(cd "$here/../../../../../xla_ffi" && pwd)
 mkdir -p "$folder/built"
 missed=0
 
-mistake() { # file, what is wrong, sed expression
+mistake() { # end of the file name, after multistage_; what is wrong; sed expression
   rm -rf "$folder/kernels"
   mkdir -p "$folder/kernels/conv3x3/portable"
   cp "$sources"/conv3x3/portable/multistage* "$folder/kernels/conv3x3/portable/"

@@ -1,6 +1,11 @@
 #!/bin/sh
-# Builds and runs the emulation: emulation/run.sh [FOLDER [SOURCES [quick]]]. SOURCES: a folder that
-# the kernels are read from before xla_ffi/. Needs g++ and CUDA's headers ($CUDA_HOME), no GPU.
+# Builds and runs the emulation (emulate.cc) on a CPU.
+#   tests/gpu/harness/portable_conv/emulation/run.sh [FOLDER [SOURCES [quick]]]
+# FOLDER: for the program. threads.o and emulate.o that are already there are not built again.
+# SOURCES: a folder in place of xla_ffi for the multistage kernels; xla_ffi has the other headers.
+# quick: only every second case.
+# Needs g++ and the headers of the CUDA toolkit ($CUDA_HOME), but no GPU. The exit status is not 0 if
+# a check fails.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-$(mktemp -d)}

@@ -18,8 +18,8 @@ namespace {
 
 constexpr size_t kStackBytes = 64 * 1024;
 
-// After its first turn a fiber is resumed by longjmp, which unlike swapcontext makes no system
-// call.
+// A fiber starts by setcontext and is resumed by longjmp, which, unlike swapcontext, makes no
+// system call.
 struct Fiber {
   Thread thread;
   ucontext_t context;
@@ -47,7 +47,7 @@ void resume(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
-// Runs the warps in a new random order each round, until all threads are done.
+// Runs the warps round by round, each time in a new random order, until all threads are done.
 void run_block(std::vector<Fiber>& fibers, std::mt19937& random) {
   std::vector<size_t> order(fibers.size() / 32);
   std::iota(order.begin(), order.end(), 0);

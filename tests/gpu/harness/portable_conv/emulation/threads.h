@@ -1,9 +1,9 @@
-// A block's threads as fibers on one host thread, and what they share.
+// Runs the threads of a block as fibers on one host thread.
 //
-// Shared memory has a cell for each 16 bytes, which remembers in which interval between two
-// __syncthreads it was last read and written, by which warp, and between which of its __syncwarp.
-// Reads and writes that no barrier orders end the program, whatever the order in which the fibers
-// happened to run.
+// Each 16 bytes of shared memory have a cell with the last read and the last write: the interval
+// between two __syncthreads in which it happened, the warp, and the number of __syncwarp that this
+// warp had completed. Two accesses that no barrier orders end the program, even if the fibers
+// happen to run in an order that gives the right result.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,21 +23,22 @@ namespace emulation {
 
 struct Warp;
 
-// The last access to a cell. It is ordered before what the calling thread does next if a barrier of
-// the block or of the warp that made it lies between.
+// The last access to a cell.
 struct Access {
   int interval = -1, synced = -1;
-  const Warp* warp = nullptr;  // null: several
+  const Warp* warp = nullptr;  // null: several warps in the same interval
+  // True if a barrier lies between the access and what this thread does next: __syncthreads, or,
+  // for an access by its own warp, __syncwarp.
   bool ordered() const;
   void set();
 };
 
 struct Cell {
-  bool pending = false;  // a copy has begun, and its thread has not waited for it
+  bool pending = false;  // a copy to it has begun, and its thread has not yet waited for it
   Access written, read;
 };
 
-// A copy of 16 bytes. `from` null: zeros.
+// A copy of 16 bytes to shared memory. `from`: null writes zeros.
 struct Copy {
   uint32_t to;
   const void* from;
@@ -51,10 +52,10 @@ struct Block {
   char* base() { return shared.data() + (-reinterpret_cast<uintptr_t>(shared.data()) & 1023); }
 };
 
-// The operands of the instruction that a warp is executing.
+// A warp, with its lanes' operands of the instruction that it executes.
 struct Warp {
-  int arrived = 0, count = 0;  // lanes that have arrived; instructions completed
-  int synced = 0;              // __syncwarp completed
+  int arrived = 0, count = 0;  // lanes at the next instruction; completed instructions
+  int synced = 0;              // completed __syncwarp
   uint32_t address[32];
   uint32_t* out[32];
   float* sums[32];
@@ -66,18 +67,20 @@ struct Thread {
   Warp* warp;
   uint3 index;
   int lane;
-  std::vector<std::vector<Copy>> groups;
-  std::vector<Copy> open;
+  std::vector<std::vector<Copy>> groups;  // committed
+  std::vector<Copy> open;                 // not yet committed
 };
 
-extern Thread* self;  // that runs now
-extern bool early;    // copies take place at once; else when their thread waits for them
-extern std::vector<std::pair<const char*, const char*>> readable;  // global memory
+extern Thread* self;  // the running thread
+extern bool early;    // copies take place at once, otherwise when their thread waits for them
+extern std::vector<std::pair<const char*, const char*>> readable;  // arrays that copies may read
 
+// Lets other threads run.
 void yield();
+// Runs a kernel, block after block.
 void run(const std::function<void()>& kernel, dim3 grid, int threads, int shared_bytes);
 
-// Waits for the other lanes; the last one executes the instruction for all.
+// Waits for the other lanes of the warp. The last one executes the instruction for all.
 template <class Execute>
 void with_warp(Execute execute) {
   Warp& warp = *self->warp;

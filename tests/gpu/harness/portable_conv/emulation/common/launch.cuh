@@ -1,4 +1,4 @@
-// Stands for xla_ffi/common/launch.cuh in the emulation.
+// Replaces xla_ffi/common/launch.cuh in the emulation.
 #pragma once
 
 #include "threads.h"

@@ -1,5 +1,5 @@
-// Stands for what the multistage kernels need of xla_ffi/common/warp_instructions.cuh in the
-// emulation. Fragments have the layouts of PTX ("mma.m16n8k16", "ldmatrix").
+// Replaces xla_ffi/common/warp_instructions.cuh in the emulation, as far as the multistage kernels
+// need it. The layouts of fragments are those of mma.m16n8k16 and ldmatrix in the PTX manual.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -68,7 +68,8 @@ inline void read(emulation::Cell& cell) {
   cell.read.set();
 }
 
-// Fails unless the lanes that the hardware serves at once have `bytes` each from different banks.
+// Fails if two lanes that the hardware serves at once access the same bank. Each lane accesses
+// `bytes` bytes, so that 128 / bytes lanes are served at once.
 inline void check_banks(const emulation::Warp& all, uint32_t bytes) {
   const uint32_t at_once = 128 / bytes;
   for (uint32_t first = 0; first < 32; first += at_once) {
@@ -135,7 +136,7 @@ void ldmatrix_x4(uint32_t (&out)[4], uint32_t row) {
   });
 }
 
-// One of the two numbers of a register.
+// One of the two 16-bit numbers of a register, the low one for which = 0.
 template <class T>
 float number_of(uint32_t pair, int which) {
   const auto bits = static_cast<uint16_t>(pair >> 16 * which);
