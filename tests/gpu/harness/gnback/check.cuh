@@ -44,7 +44,7 @@ static int check_all(unsigned seed) {
       const bool per_sample = i % 3 == 1;
       const float mean = ty == 0 && i % 4 == 0 ? 100.0f : 0.3f;
       Memory in{pool, 128u << 20, 0}, out{pool + (128u << 20), 128u << 20, 0};
-      NormGradient p = make_plan(s, type, in, out, per_sample, rows, false);
+      NormGradient p = make_plan(s, type, in, out, per_sample, rows);
       const long C = p.x.total, np = p.batch * p.pixels, bc = p.batch * C;
       const unsigned long long sd = seed + 97 * (3 * i + ty);
       auto put = [&](void* q, long n, float m, float d, int k) {
@@ -107,7 +107,6 @@ static int check_all(unsigned seed) {
         CK(cudaGetLastError());
         CK(cudaStreamSynchronize(st));
         CK(cudaMemsetAsync(acc, 0, 200, st));
-#define CMP(T) compare_dx<T><<<gd, 256, 0, st>>>
         if (ty == 0)
           compare_dx<float><<<gd, 256, 0, st>>>(r, sums, p.dx, (const float*)p.active, acc);
         else if (ty == 1)

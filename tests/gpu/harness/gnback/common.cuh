@@ -122,7 +122,7 @@ struct Memory {
 };
 // rows: scale, offset, mean and inverse in this order, with room for (batch, channels) each.
 static NormGradient make_plan(const Shape& s, Type type, Memory& in, Memory& out, bool per_sample,
-                              float* rows, bool offset_rows) {
+                              float* rows) {
   NormGradient p{};
   p.type = type;
   p.batch = s.batch;

@@ -272,8 +272,7 @@ static vector<Variant> variants(const Shape& sh, const Buffers& b, bool wide) {
   int64_t C = sh.channels(), V = 16 / esize(b.type), g = C / sh.groups;
   for (auto p : sh.parts)
     if (p % V) V = 1;
-  int64_t unit = g / gcd64(g, V) * V / V, all = C / V;
-  unit = g / gcd64(g, V);
+  const int64_t unit = g / gcd64(g, V), all = C / V;
   if (sh.y) {
     if (sh.pixels() >= 256)
       for (int r : {0, 1, 8}) {

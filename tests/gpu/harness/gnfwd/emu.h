@@ -20,9 +20,6 @@
 #define __launch_bounds__(...)
 using std::max;
 using std::min;
-struct float2_ {
-  float x, y;
-};
 namespace emu {
 struct Block {
   std::vector<char> smem;
@@ -49,11 +46,7 @@ extern ucontext_t scheduler;
 extern dim3 block_dim;
 extern std::vector<Block>* blocks;
 extern int cluster_arrived, cluster_generation;
-extern int64_t yields;
-inline void yield() {
-  ++yields;
-  swapcontext(&now->context, &scheduler);
-}
+inline void yield() { swapcontext(&now->context, &scheduler); }
 inline void fail(const char* what) {
   printf("EMULATION: %s\n", what);
   exit(1);
@@ -130,7 +123,6 @@ inline void store_16(void* to, const void* from) {
   emu::aligned(to, 16);
   memcpy(to, from, 16);
 }
-inline uint32_t smem_address(const void*) { return 0; }
 // Supports one cluster barrier per launch, which is all that the kernels use.
 inline void cluster_arrive() {
   if (++emu::cluster_arrived == (int)(emu::blocks->size() * blockDim.x)) {

@@ -7,20 +7,18 @@
 //   sh tests/gpu/harness/gnfwd/emulate.sh FOLDER     builds and runs it
 //
 // Prints the first failure, with exit status 1, or else the number of runs and the largest errors.
-#include "emu.h"
-#include "group_norm/statistics.cu"
-#define Forward RegisterForward
 #include <random>
 #include <string>
 
+#include "emu.h"
 #include "group_norm/forward_register_resident.cu"
+#include "group_norm/statistics.cu"
 namespace emu {
 Thread* now;
 ucontext_t scheduler;
 dim3 block_dim;
 std::vector<Block>* blocks;
 int cluster_arrived, cluster_generation;
-int64_t yields;
 static const std::function<void()>* body;
 static void entry() {
   (*body)();

@@ -47,7 +47,6 @@ struct Thread {
   int rank;
   std::vector<std::vector<Copy>> groups;  // committed copies, which no wait has performed
   std::vector<Copy> open;
-  std::barrier<>::arrival_token* token = nullptr;
 };
 inline thread_local Thread* self;
 }  // namespace emu
