@@ -84,7 +84,7 @@ class Queue:
         `output`.
       claims: folder in which processes mark the jobs that they take; '' = this one takes all.
       work: folder of the runs, which processes may share.
-      devices: devices on which a job trains, data-parallel; samples are drawn on all that JAX finds.
+      devices: devices on which a job trains, data-parallel; samples are drawn on all devices.
       resume: jobs save their state at their times and when they stop, and resume from it. Otherwise
         they save nothing, and train only for those of their times that fit into the limit.
     """
