@@ -169,32 +169,16 @@ class ResBlock(Block):
         kernel_1, shift_1 = self.kernel('conv_1', 3, 3, channels, features)
         scale_2, offset_2 = Affine(features, name='norm_2')()
         kernel_2, shift_2 = self.kernel('conv_2', 3, 3, features, features, zero=True)
-        shift_norm = self.model.scale_shift_norm
         if embedded is None:
-            embedded = self.dense('embed', 2 * features if shift_norm else features)(
-                jax.nn.silu(embedding)
-            )
+            width = 2 * features if self.model.scale_shift_norm else features
+            embedded = self.dense('embed', width)(jax.nn.silu(embedding))
         embedded = embedded.astype(jnp.float32)
-        if shift_norm:
+        if self.model.scale_shift_norm:
             scale, offset = jnp.split(embedded, 2, axis=-1)
             scale_2, offset_2 = scale_2 * (1 + scale), offset_2 * (1 + scale) + offset
         else:
             shift_1 = shift_1 + embedded
-
-        skip: tuple[Activation, ...] = ()
-        if self.resample:
-            active = self.ops.group_norm(x, scale_1, offset_1, silu=True, **self.norm)
-            if self.resample == 'down':
-                h = self.ops.conv3x3(Activation.of(average_pool(active)), kernel_1, shift_1)
-                x = Activation.of(average_pool(x.value))
-            else:
-                h = self.ops.upsample_conv3x3(Activation.of(active), kernel_1, shift_1)
-                x = Activation.of(nearest(x.value))
-        else:
-            h, (x, *others) = self.ops.norm_silu_conv3x3_and_input(
-                x, scale_1, offset_1, kernel_1, shift_1, copies=1 + self.skip, **self.norm
-            )
-            skip = tuple(others)
+        h, x, skip = _first_half(self, x, scale_1, offset_1, kernel_1, shift_1)
 
         shortcut = None
         if channels != features:
@@ -213,6 +197,32 @@ class ResBlock(Block):
                 h, scale_2, offset_2, kernel_2, shift_2, residual=x, shortcut=shortcut, **self.norm
             )
         return WithInput(y, skip)
+
+
+def _first_half(
+    block: ResBlock,
+    x: Activation,
+    scale: Float[Array, '1 channels'],
+    offset: Float[Array, '1 channels'],
+    kernel: Array,
+    shift: Float[Array, 'rows features'],
+) -> tuple[Activation, Activation, tuple[Activation, ...]]:
+    """Returns the result of a block's first convolution, the input of its sum, and copies of x.
+
+    A function, because Flax would give a method a scope of its own, and profiles would count it as
+    another module.
+    """
+    if not block.resample:
+        h, (x, *copies) = block.ops.norm_silu_conv3x3_and_input(
+            x, scale, offset, kernel, shift, copies=1 + block.skip, **block.norm
+        )
+        return h, x, tuple(copies)
+    active = block.ops.group_norm(x, scale, offset, silu=True, **block.norm)
+    if block.resample == 'down':
+        h = block.ops.conv3x3(Activation.of(average_pool(active)), kernel, shift)
+        return h, Activation.of(average_pool(x.value)), ()
+    h = block.ops.upsample_conv3x3(Activation.of(active), kernel, shift)
+    return h, Activation.of(nearest(x.value)), ()
 
 
 class AttentionBlock(Block):
