@@ -12,6 +12,7 @@ import types
 import jax
 import pytest
 from PIL import Image
+from support.commands import call_each
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import collected, job_runner, work
@@ -238,6 +239,21 @@ def test_a_run_trains_on_several_devices(job, tmp_path, monkeypatch):
         queue = make_queue(tmp_path / str(devices), '', step_ms=STEP_MS, devices=devices)
         assert queue.run([job]) == []
         assert found == {devices}, 'the devices that hold the state'
+
+
+@pytest.mark.parametrize(
+    ('flag', 'reason'),
+    [
+        ('--devices=2', '--devices: a step on 2 devices takes another time than on one'),
+        ('--shared_by=2', '--shared_by: 2 processes slow each other down'),
+    ],
+)
+def test_runs_that_are_not_alone_on_a_gpu_need_the_time_of_a_step(flag, reason, tmp_path):
+    command = ['jaxunet.compare.queue', f'--jobs={TINY}', f'--output={tmp_path}/output', flag]
+    ((code, _, errors),) = call_each([command], tmp_path)
+    assert code == 2
+    assert reason in errors
+    assert not (tmp_path / 'output').exists()
 
 
 def test_the_folder_of_another_run_is_not_used(job, tmp_path):
