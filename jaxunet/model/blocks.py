@@ -207,7 +207,7 @@ def _first_half(
     kernel: Array,
     shift: Float[Array, 'rows features'],
 ) -> tuple[Activation, Activation, tuple[Activation, ...]]:
-    """Returns the result of a block's first convolution, the input of its sum, and copies of x.
+    """Returns the result of a block's first convolution, x at its resolution, and copies of x.
 
     A function, because Flax would give a method a scope of its own, and profiles would count it as
     another module.
