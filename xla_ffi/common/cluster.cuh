@@ -22,6 +22,16 @@ __device__ inline void cluster_arrive() {
 #endif
 }
 
+// Arrives without making this thread's writes visible to the others, and so without waiting for
+// them. For a barrier that only tells that a block has started or may end.
+__device__ inline void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+
 __device__ inline void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");

@@ -56,8 +56,10 @@
 //                                 the cluster (8 x 4), after its last
 //                                 product with the item
 //
-// Barriers of the cluster, in this order; all threads arrive at each:
-//     1  the barriers are initialized: other blocks may arrive, and write to this block
+// Barriers of the cluster, in this order; all threads arrive at each. Only the consumers' arrivals
+// at 2 and 3 have to order writes; the others are relaxed:
+//     1  the barriers are initialized: other blocks may arrive, and write to this block.
+//        fence_barrier_init orders the initialization.
 //     2  delta of all queries is written, by each block for its own
 //     3  ds^T is written
 //     4  no block uses the shared memory of others any more, so they may exit
@@ -95,7 +97,7 @@ struct ClusterBackwardConsumer {
     const int lane = threadIdx.x % 32, row = block.rank * kTileRows + threadIdx.x / 32 * kRows;
     const int64_t first = static_cast<int64_t>(block.sample) * Traits::kTokens + row;
     const int stride = block.p.heads * kWidth, channel = block.sample_head * kWidth + 8 * lane;
-    cluster_arrive();  // 1
+    cluster_arrive_relaxed();  // 1
     float own = 0;
     Eight<T> out[kRows], grad[kRows];
 #pragma unroll
@@ -316,7 +318,7 @@ struct ClusterBackwardConsumer {
     fence_async_proxy();
     float dq[kWidth / 4];
     queries(dq, warpgroup);
-    cluster_arrive();  // 4
+    cluster_arrive_relaxed();  // 4; does not wait for dk and dv to be written
     const HeadRows<T> to = block.result(kQ);
     write_rows<kWidth / 2>(to.at(0, warpgroup * kWidth / 2), to.stride, dq, kScale, kScale);
     cluster_wait();

@@ -110,10 +110,11 @@ struct ClusterBackwardBlock {
                        chunk(which, rank), sample, (1 << Traits::kTiles) - 1);
   }
 
-  // The producer warpgroup. Its other threads only arrive at the barriers of the cluster.
+  // The producer warpgroup. Its other threads only arrive at the barriers of the cluster. Their
+  // arrivals are relaxed, as the producer writes only by TMA, which full[s] orders.
   __device__ void produce() const {
     const bool leader = threadIdx.x % kWarpgroup == 0;
-    cluster_arrive();  // 1
+    cluster_arrive_relaxed();  // 1
     cluster_wait();
     if (leader) {
       load_own(kK);
@@ -122,15 +123,15 @@ struct ClusterBackwardBlock {
       for (int item = 1; item < Traits::kStages; ++item) load(item);
     }
     __syncwarp();
-    cluster_arrive();  // 2
+    cluster_arrive_relaxed();  // 2
     cluster_wait();
-    cluster_arrive();  // 3; early, as consumers of other blocks wait for it
+    cluster_arrive_relaxed();  // 3; early, as consumers of other blocks wait for it
     if (leader) {
       for (int item = Traits::kStages; item < Traits::kItems; ++item) load(item);
     }
     __syncwarp();
     cluster_wait();
-    cluster_arrive();  // 4
+    cluster_arrive_relaxed();  // 4
     cluster_wait();
   }
 
