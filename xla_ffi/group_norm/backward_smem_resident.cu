@@ -15,8 +15,8 @@
 //   if requested. With tiling.keep, dz replaces dy in shared memory, so that the epilogue computes
 //   no sigmoid; otherwise a later chunk is copied into the stage that became free.
 // - Reduction: over the rows of the block (partial sums in shared memory, added by teams of lanes,
-//   first dz, then dz * value); over the cluster (distributed shared memory); over the channels of
-//   the group.
+//   first dz, then dz * value); over the cluster (every block sends its sums to all blocks); over
+//   the channels of the group.
 // - Epilogue: dx, from the last chunk backwards. Chunks that left shared memory are copied again.
 // With kDrops, dy goes through dropout whenever it is read (StagedDropout).
 //
@@ -28,8 +28,10 @@
 //                             partial [row][channel]  <---------  v
 //                               | teams of lanes
 //                               v
-//                             totals [channel]: the blocks of
-//                             a cluster read each other's
+//                             totals [channel]; in a cluster
+//                               | st.async to all blocks
+//                               v
+//                             slots [block][channel]
 //                               |
 //     sums    <---------------  v
 //                             group_terms [channel]  -------->  epilogue, backwards: dx from value,
@@ -43,10 +45,10 @@
 // Shared memory: the staged chunks (Staged), stage_bytes; BackwardScratch, scratch_bytes.
 //
 // Synchronisation: staged copies need only cp_async_wait. __syncthreads orders the writes and reads
-// of the coefficients in shared memory, and the levels of the reduction. In a cluster, a block
-// arrives at the cluster barrier after it has written its sums and waits before it reads those of
-// its peers; it arrives again after reading them and waits at the end, so that no block exits while
-// others read its memory.
+// of the coefficients in shared memory, and the levels of the reduction. In a cluster, every block
+// arrives at the cluster barrier when it starts, and waits there before it sends its sums. Each
+// then waits for the sums of all blocks at its mbarrier (Mailbox), and not for act(z) to be
+// written.
 #include "backward_smem_resident.cuh"
 #include "common/dispatch_dtype.cuh"
 
@@ -101,11 +103,13 @@ __device__ void put_coefficients(const BackwardScratch& scratch, int c, const Ch
   scratch.inverse[c] = rows.inverse;
 }
 
-// Computes g.operands.sums and scratch.products from a channel's sums of dz and dz * value over all
-// pixels.
+// Computes g.operands.sums and scratch.products from a channel's sums over all pixels: .x of dz, .y
+// of dz * value.
 template <class T>
 __device__ void finish_channel(const Backward& g, const BackwardScratch& scratch, int c,
-                               float dz_sum, float product_sum) {
+                               float2 total) {
+  const float dz_sum = total.x;
+  float product_sum = total.y;
   if constexpr (!kUsesPivot<T>) product_sum -= scratch.mean[c] * dz_sum;
   product_sum *= scratch.inverse[c];  // now the sum of dz * n
   if (blockIdx.x == 0) {
@@ -134,16 +138,15 @@ __device__ inline float sum_rows(const BackwardTiling& tiling, const BackwardScr
 }
 
 // Adds up the threads' sums of dz and dz * value over the block and the cluster, and finishes the
-// channels. Afterwards the caller synchronises the block and, if there are several ranks, calls
-// cluster_wait before the block ends.
+// channels. Afterwards the caller synchronises the block.
 template <class T, int V>
 __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const StreamingTile& tile,
                        const float (&dz_sum)[V], const float (&product_sum)[V]) {
   const BackwardTiling& tiling = g.tiling;
   const int block_channels = tiling.vectors * V, threads = static_cast<int>(blockDim.x);
   const int teams = threads >> tiling.team_bits;
-  const int team = static_cast<int>(threadIdx.x) >> tiling.team_bits;
-  const bool leads = (static_cast<int>(threadIdx.x) & ((1 << tiling.team_bits) - 1)) == 0;
+  const int team = static_cast<int>(threadIdx.x) >> tiling.team_bits, lanes = 1 << tiling.team_bits;
+  const int member = static_cast<int>(threadIdx.x) & (lanes - 1);
   float* const mine = scratch.partial + tile.row * scratch.stride + tile.local;
   if (tile.row < tiling.rows) store_floats(mine, dz_sum);
   __syncthreads();
@@ -152,37 +155,39 @@ __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const 
   for (int base = 0; base < block_channels; base += teams) {
     const int c = base + team;
     const float sum = sum_rows(tiling, scratch, c, c < block_channels);
-    if (leads && c < block_channels) scratch.totals[c].x = sum;
+    if (member == 0 && c < block_channels) scratch.totals[c] = sum;
   }
   __syncthreads();
   if (tile.row < tiling.rows) store_floats(mine, product_sum);
+  if (tiling.ranks > 1) scratch.mailbox.wait_open();
   __syncthreads();
 #pragma unroll 1
   for (int base = 0; base < block_channels; base += teams) {
     const int c = base + team;
     const float sum = sum_rows(tiling, scratch, c, c < block_channels);
-    if (!leads || c >= block_channels) continue;
-    if (tiling.ranks > 1) {
-      scratch.totals[c].y = sum;
-    } else {
-      finish_channel<T>(g, scratch, c, scratch.totals[c].x, sum);  // this thread wrote x
+    if (c >= block_channels) continue;
+    const float2 both = make_float2(scratch.totals[c], sum);
+    if (tiling.ranks == 1) {
+      if (member == 0) finish_channel<T>(g, scratch, c, both);
+      continue;
     }
+#pragma unroll 1
+    for (int rank = member; rank < tiling.ranks; rank += lanes)  // the team's lanes divide them
+      scratch.mailbox.send(rank, static_cast<int>(blockIdx.x) * block_channels + c, both);
   }
   if (tiling.ranks == 1) return;
-  cluster_arrive();
-  cluster_wait();
+  scratch.mailbox.wait_full(tiling.ranks * block_channels * static_cast<int>(sizeof(float2)));
 #pragma unroll 1
   for (int c = threadIdx.x; c < block_channels; c += threads) {
-    float4 total{};
+    float2 total{};
 #pragma unroll 4
     for (int rank = 0; rank < tiling.ranks; ++rank) {
-      const float4 part = read_peer(scratch.totals + c, rank);
+      const float2 part = scratch.mailbox.slots[rank * block_channels + c];
       total.x += part.x;
       total.y += part.y;
     }
-    finish_channel<T>(g, scratch, c, total.x, total.y);
+    finish_channel<T>(g, scratch, c, total);
   }
-  cluster_arrive();  // this thread has read its peers; the wait is at the end
 }
 
 // Computes scratch.group_terms of each channel: what dx subtracts for its group.
@@ -222,7 +227,8 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   const StreamingTile tile(tiling, V);
   const Place place(tiling, tile, g.operands.x, sample);
   const Staged<T, V> staged(tiling);
-  const BackwardScratch scratch(block_channels, dynamic_smem() + tiling.stage_bytes);
+  const BackwardScratch scratch(block_channels, tiling.ranks, dynamic_smem() + tiling.stage_bytes);
+  if (tiling.ranks > 1) scratch.mailbox.open(true);
   const StagedDropout<T, V, kKeep, kDrops> dropout(g, tile);
 
   // Prologue. The coefficients of the first channels are requested before the copies.
@@ -368,7 +374,6 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
       cp_async_commit();
     }
   }
-  if (tiling.ranks > 1) cluster_wait();
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "dropout.cuh"
 #include "gradient.cuh"
 #include "launch.h"
+#include "mailbox.cuh"
 #include "streaming.cuh"
 
 namespace jaxunet::cuda {
@@ -213,18 +214,21 @@ struct ChannelRows {
         inverse(*channel_entry(operands.inverse, sample, channel)) {}
 };
 
-// The block's scratch memory, in this order; [channels] each, but for `partial`.
+// The block's scratch memory, in this order; [channels] each, but for the mailbox and `partial`.
 struct BackwardScratch {
-  float4* totals;  // .x, .y: the block's sums of dz and of dz * value, for the cluster to read
+  Mailbox mailbox;  // if ranks > 1, slots [rank][channel]: .x, .y: sums of dz and of dz * value
+  float* totals;    // the block's sums of dz
   float *factor, *shift, *mean, *inverse;  // z * scale_of_z = value * factor + shift
   float* products[2];                      // factor times the sums of dz and dz * n over all pixels
   float* group_terms[2];  // what dx subtracts for the group: group_terms[0] + value * [1]
   float* partial;         // [rows][stride]: one sum per thread
   int stride;
 
-  __device__ BackwardScratch(int channels, char* memory) {
-    totals = reinterpret_cast<float4*>(memory);
-    factor = reinterpret_cast<float*>(totals + channels);
+  __device__ BackwardScratch(int channels, int ranks, char* memory) {
+    mailbox.full = reinterpret_cast<Barrier*>(memory);
+    mailbox.slots = reinterpret_cast<float2*>(memory + kMailboxBarrierBytes);
+    totals = reinterpret_cast<float*>(memory + mailbox_bytes(ranks, channels));
+    factor = totals + channels;
     shift = factor + channels;
     mean = shift + channels;
     inverse = mean + channels;

@@ -42,6 +42,15 @@ JAXUNET_HOST_DEVICE inline int partial_stride(int block_channels) {
   return (block_channels + 7) / 8 * 8 + 4;
 }
 
+// Bytes of the Mailbox (mailbox.cuh) in which a block of a cluster receives two floats for each
+// block and channel. Its barrier takes 16 bytes, to keep what follows aligned.
+constexpr int kMailboxBarrierBytes = 16;
+JAXUNET_HOST_DEVICE inline int mailbox_bytes(int ranks, int block_channels) {
+  return ranks == 1
+             ? 0
+             : kMailboxBarrierBytes + 2 * static_cast<int>(sizeof(float)) * ranks * block_channels;
+}
+
 // The choices that choose_backward() makes; the rest of the tiling follows from them.
 struct BackwardChoice {
   int64_t channels;  // per block
@@ -75,7 +84,8 @@ inline BackwardTiling make_backward_tiling(int64_t smem, int64_t pixels, int64_t
   constexpr int64_t kFloat = sizeof(float);
   constexpr int64_t kStageUnit = 96;  // bytes: divisible into two or three arrays of whole vectors
   t.scratch_bytes =
-      (12 * block_channels + t.rows * partial_stride(static_cast<int>(block_channels))) * kFloat;
+      mailbox_bytes(t.ranks, static_cast<int>(block_channels)) +
+      (9 * block_channels + t.rows * partial_stride(static_cast<int>(block_channels))) * kFloat;
   const auto step_bytes = [&](bool keep) {
     return int64_t{staged_arrays(keep, element)} * t.rows * block_channels * element;
   };

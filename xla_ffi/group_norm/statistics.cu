@@ -35,8 +35,8 @@
 // Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands; at slots_at, float2
 // [block of the cluster][group]. The mbarrier is static shared memory.
 #include "common/dispatch_dtype.cuh"
-#include "common/mbarrier.cuh"
 #include "launch.h"
+#include "mailbox.cuh"
 #include "moments.cuh"
 #include "packed.cuh"
 #include "statistics_tiling.h"
@@ -129,62 +129,6 @@ struct ThreadSums {
   }
 };
 
-// The memory in which block 0 of a cluster receives the moments of all blocks.
-struct Mailbox {
-  Barrier* full;  // completes when all moments have arrived
-  float2* slots;  // [block of the cluster][group]
-
-  // Prepares the receiver. All threads of the cluster call it, and then wait_open before they send.
-  __device__ void open(bool receiver) const {
-#if __CUDA_ARCH__ >= 900
-    if (receiver && threadIdx.x == 0) {
-      full->init(1);
-      fence_barrier_init();
-    }
-    cluster_arrive();
-#else
-    __trap();
-#endif
-  }
-  __device__ void wait_open() const { cluster_wait(); }
-  __device__ void send(int slot, float2 value) const {
-#if __CUDA_ARCH__ >= 900
-    const auto at = [](const void* here) {
-      uint32_t there;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(here)));
-      return there;
-    };
-    const uint64_t bits = static_cast<uint64_t>(__float_as_uint(value.y)) << 32 |
-                          static_cast<uint64_t>(__float_as_uint(value.x));
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
-                     at(slots + slot)),
-                 "l"(bits), "r"(at(full))
-                 : "memory");
-#else
-    __trap();
-#endif
-  }
-  // Waits for `bytes` of moments. The moments may arrive before thread 0 announces them, because
-  // `full` cannot complete until it has. Thread 0 does so here and not in open, because racecheck
-  // needs a barrier between init and the arrival. All threads of the receiver call it.
-  __device__ void wait_full(int bytes) const {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) full->arrive_expect(bytes);
-    uint32_t done;
-    do {
-      asm volatile(
-          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], "
-          "0;\nselp.b32 %0, 1, 0, p;\n}\n"
-          : "=r"(done)
-          : "r"(shared_address(full))
-          : "memory");
-    } while (!done);
-#else
-    __trap();
-#endif
-  }
-};
-
 // Merges the cluster's blocks into the mean and m2 of a group. All lanes of a warp must call it.
 __device__ inline float2 merge_ranks(const StatisticsTiling& tiling, const Team& team, int group,
                                      float total, const float2* sent) {
@@ -242,7 +186,7 @@ __device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, in
     if (tiling.ranks == 1) {
       write_statistics<T>(f, team, operands, group, first_channel, sample, all, total);
     } else if (team.member == 0) {
-      mailbox.send(rank * block.groups + group, all);
+      mailbox.send(0, rank * block.groups + group, all);
     }
   }
   if (tiling.ranks == 1 || rank != 0) return;

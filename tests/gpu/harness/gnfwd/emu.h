@@ -124,7 +124,7 @@ inline void store_16(void* to, const void* from) {
   memcpy(to, from, 16);
 }
 // Supports one cluster barrier per launch, which is all that the kernels use.
-inline void cluster_arrive() {
+inline void cluster_arrive_relaxed() {
   if (++emu::cluster_arrived == (int)(emu::blocks->size() * blockDim.x)) {
     emu::cluster_arrived = 0;
     ++emu::cluster_generation;

@@ -16,14 +16,15 @@ inline float power_of_two(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1 / x; }
 }  // namespace jaxunet::cuda
 """
-SEND = """    emu::aligned(slots + slot, 8);
+SEND = """    if (rank != 0) emu::fail("send to another block than 0");
+    emu::aligned(slots + slot, 8);
     *emu::of_rank0(slots + slot) = value;
     emu::of_rank0(full)->complete(8);
 """
 COPIED = (
     'block_reduction.h tiling.h statistics_tiling.h forward_register_resident_tiling.h '
     'streaming_tiling.h backward_smem_resident_tiling.h moments.cuh packed.cuh vector.cuh plan.h '
-    'launch.h dropout.cuh statistics.cu forward_register_resident.cu'
+    'launch.h dropout.cuh mailbox.cuh statistics.cu forward_register_resident.cu'
 )
 # File: (beginning of the text to replace, beginning of the text after it, replacement).
 EDITS = {
@@ -39,7 +40,9 @@ EDITS = {
             '\n',
             'Barrier& full = *static_cast<Barrier*>(emu::shared_static());',
         ),
-        ('    const auto at = [](const void* here)', '#else', SEND),
+    ],
+    'mailbox.cuh': [
+        ('    const uint64_t bits', '#else', SEND),
         ('    uint32_t done;', '#else', '    full->wait(0);\n'),
     ],
 }

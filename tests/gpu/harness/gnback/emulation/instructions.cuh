@@ -32,6 +32,8 @@ struct Block {
   std::vector<Warp> warps;
   char* smem;
   size_t bytes;
+  bool open = false;              // the block's mailbox (mailbox.cuh)
+  std::atomic<int> received = 0;  // bytes that its mailbox has received
 };
 struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
@@ -130,10 +132,6 @@ inline void cluster_wait() {
   }
   emu::self->cluster->sync->wait(std::move(*token));
   token.reset();
-}
-inline float4 read_peer(const float4* here, int rank) {
-  const auto off = reinterpret_cast<const char*>(here) - emu::self->block->smem;
-  return *reinterpret_cast<const float4*>(emu::self->cluster->blocks[rank]->smem + off);
 }
 // Runs one cluster after another. The blocks along x form a cluster.
 template <class Plan>

@@ -9,7 +9,7 @@ root=$(cd "$here/../../../../.." && pwd)
 folder=${1:-$(mktemp -d)}
 mkdir -p "$folder/common" "$folder/group_norm"
 cp "$root"/xla_ffi/group_norm/*.h "$root"/xla_ffi/group_norm/*.cuh "$folder/group_norm"
-cp "$here/instructions.cuh" "$here/emulate.cc" "$folder/group_norm"
+cp "$here/instructions.cuh" "$here/mailbox.cuh" "$here/emulate.cc" "$folder/group_norm"
 cp "$here/special_functions.cuh" "$folder/common"
 cp "$root/xla_ffi/group_norm/backward_smem_resident.cu" "$folder/group_norm/kernel.cc"
 include=${CUDA_HOME:-/usr/local/cuda}/include
