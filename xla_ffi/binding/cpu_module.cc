@@ -97,11 +97,10 @@ pybind11::dict group_norm_backward(int64_t batch, int64_t pixels, int64_t channe
 // run, too.
 bool group_norm_faster_than_streaming(int64_t batch, int64_t pixels, int64_t channels,
                                       int64_t group, int vector, int element, int64_t sms,
-                                      int64_t smem_bytes, int max_cluster, int added) {
+                                      int64_t smem_bytes, int max_cluster) {
   const DeviceLimits limits{sms, smem_bytes, max_cluster};
   return faster_than_streaming(
-      backward_tiling(limits, batch, pixels, channels, group, vector, element), limits, batch,
-      added, element);
+      backward_tiling(limits, batch, pixels, channels, group, vector, element), limits, element);
 }
 
 // The tiling of the streaming GroupNorm kernels; None if they are not used.

@@ -23,10 +23,10 @@ constexpr int kBackwardStages = 4;     // chunks in shared memory or being copie
 constexpr int kBackwardThreads = 512;  // most threads of a block
 constexpr int kBackwardTeam = 8;       // most lanes that add up the rows of one channel
 
-// Target for a block's staged bytes, so that two blocks, with their scratch memory, share a Hopper
-// multiprocessor. A block that does not share it may stage twice as much, which is faster than a
-// cluster of two.
-constexpr int64_t kBackwardTileBytes = 104 * 1024, kBackwardSingleBytes = 200 * 1024;
+// Most staged bytes of a block if two, with their scratch memory, are to share a Hopper
+// multiprocessor; of a block that has it alone; and the target for the blocks of a cluster.
+constexpr int64_t kBackwardTileBytes = 104 * 1024, kBackwardSingleBytes = 200 * 1024,
+                  kBackwardClusterBytes = 80 * 1024;
 
 struct BackwardTiling : StreamingTiling {
   int threads;
@@ -101,8 +101,8 @@ inline BackwardTiling make_backward_tiling(int64_t smem, int64_t pixels, int64_t
   return t;
 }
 
-// The choice for a call. The numbers were fitted on an H200 for 16-bit types; to refit them, time
-// all choices with tests/gpu/harness/gnback.
+// The choice for a call. The numbers were fitted for 16-bit types, on an H200, and those of
+// clusters on an H100; to refit them, time all choices with tests/gpu/harness/gnback.
 inline BackwardChoice choose_backward(const DeviceLimits& limits, int64_t batch, int64_t pixels,
                                       int64_t channels, int64_t group, int vector, int element) {
   const int64_t unit = std::lcm<int64_t>(group, vector);
@@ -118,9 +118,11 @@ inline BackwardChoice choose_backward(const DeviceLimits& limits, int64_t batch,
            staged_arrays(vector > 1, element);
   };
   const auto blocks = [&] { return batch * (channels / choice.channels) * choice.ranks; };
-  // Blocks per cluster: enough for the tiles to fit with two blocks on a multiprocessor.
-  if (tile_bytes() > kBackwardSingleBytes) {
-    while (choice.ranks < limits.max_cluster && tile_bytes() > kBackwardTileBytes)
+  // Blocks per cluster: enough for the tiles to fit with other blocks on a multiprocessor. Without
+  // more than two blocks for each, a block that has one alone is as fast as a cluster. (Not
+  // measured in float32.)
+  if (tile_bytes() > kBackwardSingleBytes || (element == 2 && blocks() > 2 * limits.sms)) {
+    while (choice.ranks < limits.max_cluster && tile_bytes() > kBackwardClusterBytes)
       choice.ranks *= 2;
   }
   // Few samples: larger clusters, as long as a block keeps at least 256 pixels and every block has
@@ -169,30 +171,18 @@ inline BackwardTiling backward_tiling(const DeviceLimits& limits, int64_t batch,
 constexpr int64_t kRereadBytes = 256 * 1024;
 
 // True if one launch of this kernel should replace the two streaming launches, for samples that
-// have a streaming tiling. `added`: number of tensors that the kernel adds to dx. Without clusters,
-// kRereadBytes decides. With clusters, measurements decide:
-//
-// A single block that holds all pixels of its channels (32x32 pixels, 256 channels) is always
-// faster. A cluster is faster if streaming would read x and dy twice from memory instead of L2,
-// there is no added tensor, whose reads cost the time that this saves, and two blocks share a
-// multiprocessor. On an H200 in bfloat16, 64x64 pixels, cluster and streaming, us:
-//   64 channels, nothing added:                 batch 256 189 and 216, batch 32 33.9 and 33.0
-//   64 channels, two added:                     batch 256 287 and 278
-//   128 channels, one added:                    batch 256 469 and 471
-//   192 channels, one added, blocks of 144 KiB: batch 256 842 and 733
-// To refit it, run tests/gpu/harness/gnback.
+// have a streaming tiling. Without clusters, kRereadBytes decides. With clusters, this kernel is
+// faster if it reads x and dy only once. Of 13 calls that need a cluster, with 32 to 256 samples of
+// 32x32 or 64x64 pixels, it took 0.72 to 0.93 of the time of streaming in 12, and 1.05 in one (32
+// samples of 64x64 pixels, 64 channels, two added tensors), on an H100 in bfloat16. To measure
+// again, run tests/gpu/harness/gnback. Clusters in float32 were not measured.
 inline bool faster_than_streaming(const BackwardTiling& tiling, const DeviceLimits& limits,
-                                  int64_t batch, int added, int element) {
-  constexpr int64_t kBeyondL2Bytes = int64_t{256} << 20;  // size of x and dy
+                                  int element) {
   if (!has_clusters(limits)) {
     const int64_t block_channels = tiling.channels / tiling.channel_blocks;
     return tiling.pixels * block_channels * 2 * element <= kRereadBytes;
   }
-  if (!tiling.keep) return false;
-  if (tiling.ranks == 1) return true;
-  const int64_t bytes = batch * tiling.pixels * tiling.channels * 2 * element;
-  return element == 2 && added == 0 && bytes >= kBeyondL2Bytes &&
-         tiling.stage_bytes <= kBackwardTileBytes;
+  return tiling.keep && (tiling.ranks == 1 || element == 2);
 }
 
 // Throws std::runtime_error if a block cannot hold one group (check_block).

@@ -67,7 +67,7 @@ def kernels(device, batch, side, channels, element=2):
         forward = 'register_resident'
     else:
         forward = 'streaming' if large else 'smem_resident'
-    one = xla_ffi._cpu.group_norm_faster_than_streaming(*arguments, 0)
+    one = xla_ffi._cpu.group_norm_faster_than_streaming(*arguments)
     return forward, 'streaming' if large and not one else 'smem_resident'
 
 
