@@ -251,7 +251,7 @@ class _Loop:
         evaluate, held_out = self._due(train.evaluate_every), self._due(train.holdout_every)
         check = self._due(train.check_replicas_every)
         snapshot = self.saver.snapshot_due(self.step)
-        milestone = bool(self.milestones_left) and self._seconds() >= self.milestones_left[0]
+        milestone = self._milestone()
         if not (save or sample or evaluate or held_out or milestone or snapshot or check):
             return True
         self._read_metrics(leave=1)
@@ -267,12 +267,17 @@ class _Loop:
                 self.outputs.measure_held_out(self.step, self._averaged_weights())
         self._read_metrics()  # logs this step, with its held-out loss
         if (save or milestone) and self.milestones.saves:
-            self._save(self.milestones_left[0] if milestone else None)
+            self._save(milestone)
         self._show(sample=sample, evaluate=evaluate)
         if milestone and not self._report_milestone():
             return False
         self.clock.resume()
         return True
+
+    def _milestone(self) -> float | None:
+        """Returns the first milestone that is left, if the training time has come to it."""
+        left = self.milestones_left
+        return left[0] if left and self._seconds() >= left[0] else None
 
     def _report_milestone(self) -> bool:
         """Reports the first milestone that is left; returns False if it was the last."""
@@ -380,7 +385,9 @@ class _Loop:
 
     def _save_unsaved(self) -> None:
         if self.checkpoints.latest() != self.step:
-            self._save()
+            # The steps that were still running may have taken the clock past a milestone.
+            self.clock.pause()
+            self._save(self._milestone())
 
     def _averaged_weights(self) -> Params:
         """Returns the average that sampling uses, on this process's first device."""

@@ -158,6 +158,26 @@ def test_a_run_that_has_passed_a_milestone_says_so(source, tmp_path):
         train(CONFIG, tmp_path, source, milestones=Seen().milestones())
 
 
+def test_a_run_that_stops_just_after_a_milestone_keeps_it(source, tmp_path):
+    """The clock runs on until the queued steps are done, and may pass a milestone meanwhile."""
+
+    seen = Seen(calls=1)
+
+    def keep_on():
+        if not (more := seen.keep_on()):
+            time.sleep(3.5)
+        return more
+
+    milestones = seen.milestones((3.0, 60.0), step_seconds=0.0)
+    milestones = dataclasses.replace(milestones, keep_on=keep_on)
+    step = train(CONFIG, tmp_path, source, milestones=milestones)
+    assert step == 1
+    assert (seen.reports, read(tmp_path).milestone) == ([], 3.0)
+    again = dataclasses.replace(milestones, keep_on=lambda: False)
+    assert train(CONFIG, tmp_path, source, milestones=again) == step
+    assert [(reported, seconds >= 3.0) for reported, seconds, _ in seen.reports] == [(step, True)]
+
+
 def test_milestones_end_a_run(source, tmp_path):
     """They come at their times by the clock, in order; nothing is saved without `saves`."""
     seen = []
