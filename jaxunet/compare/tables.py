@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jaxunet.compare.collected import FAILED, device_seconds, read_rows, read_stretches
+from jaxunet.compare.collected import (
+    FAILED,
+    STOPPED,
+    device_seconds,
+    read_rows,
+    read_stretches,
+)
 from jaxunet.compare.results import combined_costs
 from jaxunet.compare.statistics import (
     Find,
@@ -180,7 +186,9 @@ def missing(m: Measured) -> str:
 
 def _failures(m: Measured, gaps: dict[str, dict[int, list[float]]]) -> list[str]:
     """Returns why cells that are missing failed when they were last tried."""
-    last = {(row['case'], row['seed']): row for row in m.stretches}
+    # After a measurement that failed, the run goes on; its later successes do not undo the failure.
+    ended = [row for row in m.stretches if row['outcome'] in (FAILED, STOPPED)]
+    last = {(row['case'], row['seed']): row for row in ended}
     return [
         f'`{name}`, seed {seed}: ' + ' '.join(last[name, seed]['reason'].split())
         for name, by_seed in gaps.items()

@@ -191,6 +191,17 @@ def test_runs_that_failed_are_listed_until_they_are_done():
     ]
 
 
+def test_a_time_that_was_not_measured_is_listed_with_its_reason():
+    """Training goes on after it, so the run has later stretches that did not fail."""
+    stretches = [
+        stretch('p2', 0, 'failed', '60 s: NaN', ended='2026-01-02'),
+        stretch('p2', 0, 'measured', ended='2026-01-03'),
+        stretch('p2', 0, 'trained', ended='2026-01-04'),
+    ]
+    text = tables.missing(Measured(STUDY, [row('p2', s, 0, 1.0) for s in (120, 240)], stretches))
+    assert '- failed: `p2`, seed 0: 60 s: NaN' in text.splitlines()
+
+
 def test_the_cost_counts_parts_of_shared_devices_groups_and_repeats(found):
     assert tables.cost(found).startswith('7 runs, 25 minutes of training. What they took')
     stretches = [
