@@ -106,9 +106,15 @@ def mean_over(values: Sequence[float]) -> Mean:
     return Mean(float(np.mean(values)), error, count)
 
 
+def numbers_of(rows: Iterable[Row], find: Find) -> dict[int, float]:
+    """Returns the number of each row by its seed; rows without the number are left out."""
+    found = {row['seed']: find(row) for row in rows}
+    return {seed: number for seed, number in found.items() if not math.isnan(number)}
+
+
 def paired(mine: Sequence[Row], other: Sequence[Row], find: Find) -> Paired | None:
     """Compares two cells over the seeds that both have; returns None if there are none."""
-    first, second = ({row['seed']: find(row) for row in rows} for rows in (mine, other))
+    first, second = numbers_of(mine, find), numbers_of(other, find)
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
@@ -177,12 +183,12 @@ def times_to_final(cells: Cells, case: str, baseline: str, find: Find) -> Reache
     Curves are linear between the measured times.
     """
     last = end_of(cells, baseline)
-    targets = {row['seed']: find(row) for row in cells.get((baseline, last), [])}
+    targets = numbers_of(cells.get((baseline, last), []), find)
     curves: dict[int, list[tuple[float, float]]] = {seed: [] for seed in targets}
     for name, time in sorted(cells):
-        for row in cells[name, time] if name == case else []:
-            if row['seed'] in curves:
-                curves[row['seed']].append((time, find(row)))
+        for seed, number in numbers_of(cells[name, time] if name == case else [], find).items():
+            if seed in curves:
+                curves[seed].append((time, number))
     found, bounds = {}, set()
     for seed, curve in sorted(curves.items()):
         if curve:

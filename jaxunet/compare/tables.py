@@ -23,6 +23,7 @@ from jaxunet.compare.statistics import (
     best_cells,
     end_of,
     mean_over,
+    numbers_of,
     paired,
     rival,
     times_to_final,
@@ -286,7 +287,8 @@ def _held_out_loss(row: Row) -> float:
 
 
 def _mean(rows: Sequence[Row], find: Find) -> str:
-    return _plus_minus(mean_over([find(row) for row in rows])) if rows else ''
+    numbers = list(numbers_of(rows, find).values())
+    return _plus_minus(mean_over(numbers)) if numbers else ''
 
 
 def _scaled(mean: Mean, factor: float) -> Mean:

@@ -158,6 +158,21 @@ def test_times_to_the_final_quality_of_the_baseline(found):
     assert shown(tables.sooner(behind))['p2', FRECHET] == ['not reached', '', '']
 
 
+def test_distances_that_rows_lack_are_left_out():
+    """Rows of before a metric was added to the file lack it."""
+    bare = {'precision': 0.5, 'recall': 0.25}
+    kid = [row('uniform', s, 0, 40.0, kid=0.02) for s in (60, 240)]
+    lacking = [row('uniform', s, 1, 40.0, values={'train': bare}) for s in (60, 240)]
+    other = [row('flow', s, seed, 30.0, kid=0.01) for s in (60, 240) for seed in (0, 1)]
+    found = Measured(STUDY, [*kid, *lacking, *other])
+    assert shown(tables.quality(found))['uniform', KERNEL] == ['0.02 (1)', '0.02 (1)']
+    assert shown(tables.against_baseline(found))['flow', KERNEL] == ['−0.01 (1)', '−0.01 (1)']
+    assert shown(tables.sooner(found))['flow', KERNEL] == ['≤ 60', '≤ 60 (1)', '≤ 0.25 (1)']
+    none = Measured(STUDY, lacking)
+    for table in (tables.quality, tables.sooner):
+        assert not any(shown(table(none))['uniform', KERNEL])
+
+
 def test_the_rest_is_shown_at_the_last_time(found):
     line = shown(tables.at_the_end(found))['flow', '0, 1, 2']
     assert line[:4] == ['heun 25', '0.15, 0.15, 0.15', '0.5 ± 0', '0.25 ± 0']
