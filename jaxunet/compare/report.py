@@ -81,7 +81,7 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
         '',
     ]
     if target:
-        label = _labels(all_rows)[spec.metrics[0]]
+        label = _label(all_rows, spec.metrics[0])
         mean = f'mean of {len(base)} seeds' if len(base) > 1 else 'one seed'
         lines += [
             f'Baseline quality: {label} of {spec.baseline} at {_short(target.seconds)} s, '
@@ -105,9 +105,10 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
     return '\n'.join([*lines, '', _differences(spec)]) + '\n'
 
 
-def _labels(all_rows: Sequence[rows.Row]) -> dict[str, str]:
-    """Returns the full name of every measured metric, by its name in the config."""
-    return {row['name']: row['metric'] for row in all_rows}
+def _label(all_rows: Sequence[rows.Row], name: str) -> str:
+    """Returns the full name of a metric; without that of the features if it is not measured."""
+    labels = {row['name']: row['metric'] for row in all_rows}
+    return labels.get(name, general_label(name))
 
 
 def _target(base: Sequence[Curve]) -> Target | None:
@@ -122,7 +123,6 @@ def _table(
     spec: Spec, all_rows: Sequence[rows.Row], target: Target | None, costs: rows.Row
 ) -> list[str]:
     """Returns the lines of the table: a row for each method."""
-    labels = _labels(all_rows)
     by_metric = {name: curves(spec, all_rows, name) for name in spec.metrics}
     main = by_metric[spec.metrics[0]]
     base = main[spec.baseline]
@@ -133,7 +133,7 @@ def _table(
         'method',
         'seeds',
         *(['s', f'{spec.baseline} by then'] if apart else []),
-        *(f'{labels.get(name, general_label(name))} at the end' for name in spec.metrics),
+        *(f'{_label(all_rows, name)} at the end' for name in spec.metrics),
         's to baseline quality',
         'times faster',
         'steps',
@@ -357,7 +357,7 @@ def _plot(spec: Spec, all_rows: Sequence[rows.Row], path: pathlib.Path) -> None:
         if name == 'fid' and smallest > 0:
             panel.set_yscale('log')
         panel.set_xlabel('training, s')
-        panel.set_ylabel(next(row['metric'] for row in all_rows if row['name'] == name))
+        panel.set_ylabel(_label(all_rows, name))
         panel.grid(alpha=0.3, which='both')
     panels[0].legend(fontsize='small')
     figure.savefig(path, dpi=110)

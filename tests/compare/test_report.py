@@ -150,6 +150,16 @@ def test_runs_of_other_lengths(tmp_path):
     assert 'At 3 (p2 1, speed 2) equally spaced times' in text
 
 
+def test_a_metric_that_is_not_measured_yet(tmp_path):
+    """A command may be stopped between the rows of two metrics."""
+    config = resolve(to_dict(Config().replace(**TINY, evaluation={'metrics': ('fid', 'recall')})))
+    spec = spec_of(config, {'uniform': METHODS['uniform']}, 10.0, {'uniform': 1}, 1)
+    rows_of(tmp_path, 'uniform', 0, [60])
+    written = report.write(spec, tmp_path, {}, plot=True)
+    assert (tmp_path / 'quality.png') in written.paths
+    assert '| uniform | 1 | 60 |  | 10 | 1.00 |' in written.text
+
+
 def test_a_short_comparison_of_one_seed(tmp_path):
     """Its seconds have the digits from which their ratio follows, and no spread is explained."""
     methods = {'uniform': METHODS['uniform'], 'p2': METHODS['p2']}
