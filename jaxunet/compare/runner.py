@@ -140,6 +140,25 @@ def tasks(spec: Spec, config: Config) -> list[Task]:
     return sorted(found, key=lambda task: -task.seconds[-1])
 
 
+def check_runs(todo: Sequence[Task], directory: pathlib.Path) -> None:
+    """Checks that the folder of a comparison holds no other runs of the same names.
+
+    Args:
+      todo: all runs.
+      directory: folder of the comparison.
+
+    Raises:
+      UserError: it does, or the file of a run is damaged.
+    """
+    for task in todo:
+        folder = run_folder(directory, task.folder)
+        if (folder / TASK).exists() and _identity(read_task(folder)) != _identity(task):
+            raise UserError(
+                f'{folder}: holds a run with another config or other times; choose another '
+                '--output, or remove it'
+            )
+
+
 def check_features(todo: Sequence[Task], directory: pathlib.Path, features: str) -> None:
     """Checks that finished runs were measured with the same features.
 
@@ -168,21 +187,19 @@ def run(
     """Runs what is not done yet; returns the reasons of failed runs, by folder of the run.
 
     Args:
-      todo: all runs (`tasks`).
+      todo: all runs (`tasks`), which passed `check_runs`.
       directory: folder of the comparison.
       devices: GPUs as CUDA_VISIBLE_DEVICES names them, for one run at a time each; ('',): one run
         after the other on the devices that JAX finds.
       timeout: seconds after which the process of a run is killed.
       say: prints one line of progress.
-
-    Raises:
-      UserError: the folder holds other runs of these names.
     """
     failures: dict[str, str] = {}
     left = []
     for task in todo:
         folder = run_folder(directory, task.folder)
-        _prepare(task, folder)
+        if not (folder / TASK).exists():
+            save_task(task, folder)
         if missing(task, folder):
             left.append(task)
     if len(left) < len(todo):
@@ -211,18 +228,6 @@ def run(
 
     processes.share([(i, 1) for i in range(len(left))], devices, work)
     return failures
-
-
-def _prepare(task: Task, folder: pathlib.Path) -> None:
-    """Saves the task, or checks that the folder holds the same one."""
-    if (folder / TASK).exists():
-        if _identity(read_task(folder)) != _identity(task):
-            raise UserError(
-                f'{folder}: holds a run with another config or other times; choose another '
-                '--output, or remove it'
-            )
-        return
-    save_task(task, folder)
 
 
 def _identity(task: Task) -> Any:
