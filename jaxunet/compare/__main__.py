@@ -168,14 +168,30 @@ def _check_flags() -> None:
             raise UserError(f'--{name}: the comparison file states this; change it there')
         if not FILE.value and name in WITH_FILE:
             raise UserError(f'--{name}: is for a comparison file; give --file, too')
-    if not FILE.value and (groups := [device for device in DEVICES.value if '+' in device]):
-        raise UserError(f'--devices: {groups[0]}: several GPUs for a run need --file')
+    _check_devices(DEVICES.value)
     if ADD.value and not PLOT_ONLY.value:
         raise UserError('--add: gathers results, and runs nothing; give --plot_only, too')
     if PLOT_ONLY.value and ':' in FILE.value:
         raise UserError(
             '--file: the methods after the colon are those to run, and --plot_only runs nothing; '
             'leave one of them out'
+        )
+
+
+def _check_devices(devices: Sequence[str]) -> None:
+    """Raises UserError for devices that have no name, or on which runs could not be timed."""
+    if not all(devices):
+        raise UserError(
+            f'--devices: expected names of GPUs, such as 0,1, found {",".join(devices)!r}'
+        )
+    if FILE.value:
+        return  # checked with the step times of the file
+    if groups := [device for device in devices if '+' in device]:
+        raise UserError(f'--devices: {groups[0]}: several GPUs for a run need --file')
+    if shared := [device for device in devices if devices.count(device) > 1]:
+        raise UserError(
+            f'--devices: {shared[0]} is named twice; runs that share a GPU slow each other down, '
+            'and their training time is measured. Name it once, or give --file with step_ms'
         )
 
 

@@ -165,6 +165,11 @@ def test_a_group_of_gpus_needs_the_time_of_a_step(folder, tmp_path, monkeypatch)
     ('arguments', 'message'),
     [
         (['--devices=0+1'], '--devices: 0+1: several GPUs for a run need --file'),
+        (['--devices=0,1,0'], '--devices: 0 is named twice; runs that share a GPU slow each other'),
+        (
+            ['--file={}', '--devices=0,'],
+            "--devices: expected names of GPUs, such as 0,1, found '0,'",
+        ),
         (['--limit=5'], '--limit: is for a comparison file; give --file, too'),
         (['--file={}', '--seeds=2'], '--seeds: the comparison file states this'),
         (['--file={}', '--config.seed=2'], '--config.seed: the comparison file states this'),
