@@ -250,7 +250,7 @@ def origins(all_rows: Sequence[rows.Row]) -> str:
         for row in all_rows
     )
     versions = dict.fromkeys(f'jax {row["versions"]["jax"]}' for row in all_rows)
-    commits = dict.fromkeys(str(row['git']) for row in all_rows)
+    commits = dict.fromkeys(str(row['git'] or 'unknown') for row in all_rows)
     return f'Runs on {", ".join(devices)}; {", ".join(versions)}; commit {", ".join(commits)}.'
 
 

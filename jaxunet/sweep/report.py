@@ -116,7 +116,7 @@ def _origin(sweep: Sweep) -> list[str]:
     machines = dict.fromkeys(
         f'{_device(row)}, '
         + ', '.join(f'{name} {version}' for name, version in row['versions'].items())
-        + f', commit {row["git"]}'
+        + f', commit {row.get("git") or "unknown"}'
         for row in sweep.rows
     )
     lines = [

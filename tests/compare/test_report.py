@@ -150,6 +150,13 @@ def test_runs_of_other_lengths(tmp_path):
     assert 'At 3 (p2 1, speed 2) equally spaced times' in text
 
 
+def test_rows_of_a_machine_without_the_repository(tmp_path):
+    spec = spec_of(resolve(to_dict(Config())), {'uniform': {}}, 10.0, {'uniform': 1}, 1)
+    rows_of(tmp_path, 'uniform', 0, [60])
+    found = [row | {'git': None} for row in results.collect(spec, tmp_path)]
+    assert report.origins(found).endswith('; commit unknown.')
+
+
 def test_a_metric_that_is_not_measured_yet(tmp_path):
     """A command may be stopped between the rows of two metrics."""
     config = resolve(to_dict(Config().replace(**TINY, evaluation={'metrics': ('fid', 'recall')})))

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import pathlib
 import sys
 
 import numpy as np
@@ -192,6 +193,13 @@ def test_without_matplotlib(monkeypatch):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'needs matplotlib.*jaxunet\[plots\].*--noplot'):
         check_plots()
+
+
+def test_rows_of_a_machine_without_the_repository():
+    sweep = made_up()
+    for row in sweep.rows:
+        row['git'] = None
+    assert ', jax 1.2.3, commit unknown\n' in report.markdown(sweep, [], pathlib.Path())
 
 
 def test_a_folder_without_a_sweep(tmp_path):
