@@ -18,11 +18,14 @@ ADVICE = 'run the sweep again without --plot_only: its results are kept'
 def config_arguments(arguments: Sequence[str]) -> list[str]:
     """Returns `--config FILE` and the config overrides among the arguments of a command line."""
     found: list[str] = []
-    for i, argument in enumerate(arguments):
-        if argument == '--config' and i + 1 < len(arguments):
-            found += [argument, arguments[i + 1]]
-        elif argument.startswith(('--config=', '--config.', '--noconfig.')):
+    takes_next = False  # the last argument may have its value in the next one
+    for argument in arguments:
+        names_config = argument == '--config' or argument.startswith(
+            ('--config=', '--config.', '--noconfig.')
+        )
+        if names_config or (takes_next and not argument.startswith('--')):
             found.append(argument)
+        takes_next = names_config and '=' not in argument
     return found
 
 

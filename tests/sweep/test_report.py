@@ -218,11 +218,19 @@ def test_config_arguments():
         'a.py',
         '--config.seed=1',
         '--steps=3',
+        '--config.data.batch_size',
+        '6',
+        '--preset',
+        'amp',
+        '--config.model.remat',
         '--noconfig.ema.warmup',
     ]
     assert config_arguments(given) == [
         '--config',
         'a.py',
         '--config.seed=1',
+        '--config.data.batch_size',
+        '6',
+        '--config.model.remat',
         '--noconfig.ema.warmup',
     ]
