@@ -175,5 +175,11 @@ def _read_costs(path: pathlib.Path) -> list[rows.Row]:
             if not isinstance(found, dict):
                 raise UserError(f'{source}: {case}: expected a step cost; remove the line')
             check_fields(found, cost, f'{source}: {case}', advice='remove the line')
+            quartiles = [type(number) in (int, float) for number in found['quartiles']]
+            if not (found['ms'] > 0 and found['ratio'] > 0 and quartiles == [True, True]):
+                raise UserError(
+                    f'{source}: {case}: expected ms and ratio above 0 and two quartiles; remove '
+                    'the line'
+                )
 
     return rows.read(path, check)

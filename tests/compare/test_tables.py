@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from jaxunet.compare import collected, statistics, study_report, tables
+from jaxunet.compare import collected, results, statistics, study_report, tables
 from jaxunet.compare.statistics import Mean
 from jaxunet.compare.study import Reference, Round
 from jaxunet.compare.study_file import read_study
@@ -254,6 +254,18 @@ def test_steps_are_shown_beside_the_baseline(tmp_path):
     path = tmp_path / 'step_ms.jsonl'
     path.write_text(json.dumps(row) + '\n')
     assert shown(tables.step_times(path))['policy', '20.00'] == ['2.000 (1.900 to 2.100)']
+
+
+@pytest.mark.parametrize(
+    'change', [{'ms': 0.0}, {'ratio': -1.0}, {'quartiles': []}, {'quartiles': [1.0, 'x']}]
+)
+def test_damaged_step_costs(change, tmp_path):
+    """A step of 0 ms would make the clock measure time, and not count steps."""
+    costs = {'uniform': {'ms': 10.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]} | change}
+    row = {'costs': costs, 'rounds': 2, 'steps': 8, 'batch': 4, 'device': 'GPU'}
+    (tmp_path / 'step_ms.jsonl').write_text(json.dumps(row) + '\n')
+    with pytest.raises(UserError, match=r'line 1: uniform: expected ms and ratio above 0 and two'):
+        results.step_times(str(tmp_path / 'step_ms.jsonl'), ['uniform'])
 
 
 @pytest.mark.parametrize(
