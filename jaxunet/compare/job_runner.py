@@ -124,6 +124,8 @@ class Queue:
             if not lacking:
                 self._say(f'{job.name}: is done already')
                 work.remove(self._work, job)
+            elif self._is_taken(job):
+                continue
             elif not seconds:
                 self._fail(f'{job.name}: left out, {self._limit.left:.0f} s are left')
             elif self._claim(job):
@@ -167,8 +169,12 @@ class Queue:
         """
         return not self._resume or self._limit.allows(0.0, self._measuring)
 
+    def _is_taken(self, job: Job) -> bool:
+        """Returns True if another process has taken a job, and reports how it ends."""
+        return self._claims is not None and (self._claims / job.name).exists()
+
     def _claim(self, job: Job) -> bool:
-        """Takes a job for this process; returns False if another process has it already."""
+        """Takes a job for this process; returns False if another one has just taken it."""
         if self._claims is None:
             return True
         self._claims.mkdir(parents=True, exist_ok=True)

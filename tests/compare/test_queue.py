@@ -383,6 +383,15 @@ def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
     assert late == 1000
 
 
+def test_a_job_of_another_process_is_not_left_out(job, tmp_path):
+    """That process does it, or says why it does not."""
+    (tmp_path / job.name).touch()
+    free = dataclasses.replace(job, case='free')
+    queue = make_queue(tmp_path / 'output', '', elapsed=590, reserve=30, claims=str(tmp_path))
+    (problem,) = queue.run([job, free])
+    assert problem.startswith('digits_free_seed1: left out, ')
+
+
 def test_processes_that_share_a_gpu():
     assert Limit(600, 30, shared_by=1).allows(560)
     assert not Limit(600, 30, shared_by=2).allows(300)
