@@ -125,7 +125,7 @@ def test_runs_of_a_seed_start_alike(compared):
         for name in ('uniform_seed0', 'same_seed0', 'uniform_seed1')
     ]
     count = min(map(len, losses))
-    assert count > 3
+    assert count, 'no loss is logged'
     assert losses[0][:count] == losses[1][:count] != losses[2][:count]
 
 
