@@ -74,15 +74,7 @@ def load_model(
       UserError: nothing at the path can be read, a needed option is neither in the file nor given,
         or an option does not apply to the file.
     """
-    if not (file := pathlib.Path(path)).exists():
-        siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise UserError(
-            f'{path}: no such file or folder'
-            + (
-                near_misses(file.name, siblings)
-                or '; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file'
-            )
-        )
+    check_exists(path)
     if pathlib.Path(path).is_dir():
         if config is not None:
             raise UserError(
@@ -110,6 +102,23 @@ def load_model(
         weights.class_names,
         weights.new_attention_order,
     )
+
+
+def check_exists(path: str) -> None:
+    """Checks that there is something at the path of a model.
+
+    Raises:
+      UserError: there is not; the message suggests similar names beside it.
+    """
+    if not (file := pathlib.Path(path)).exists():
+        siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise UserError(
+            f'{path}: no such file or folder'
+            + (
+                near_misses(file.name, siblings)
+                or '; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file'
+            )
+        )
 
 
 def _from_checkpoint(path: str, ema: str) -> Model:

@@ -14,6 +14,7 @@ import jax
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.averages import pick_several, width_of
+from jaxunet.checkpoint.load import check_exists
 from jaxunet.config import resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.data.sources import open_images
@@ -60,6 +61,7 @@ def measure_averages(
     for ema in averages:
         if averages.count(ema) > 1:
             raise UserError(f'--ema: {ema or "the default"} is given twice; give it once')
+    check_exists(path)
     if pathlib.Path(path).is_file():
         raise UserError(
             f'--checkpoint: {path} is a file, expected a workdir or a checkpoint in one, whose '

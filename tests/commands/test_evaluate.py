@@ -241,7 +241,7 @@ MISTAKES = [
     (['--checkpoint=S', '--metrics=nll', '--terms=t.csv'], '--terms: expected a name that'),
     (['--checkpoint=S', '--ema=0.1,0.1'], '--ema: 0.1 is given twice'),
     (['--checkpoint=S'], 'is a file, expected a workdir or a checkpoint in one, whose config'),
-    (['--checkpoint=nowhere'], 'neither a workdir with checkpoints/ nor a checkpoint in one'),
+    (['--checkpoint=nowhere'], 'nowhere: no such file or folder; expected a workdir'),
     (
         ['--samples=S', '--reference=S', '--features=nowhere.npz'],
         '--features: expected inception or inception_tensorflow, or a file that ends in .pth',
