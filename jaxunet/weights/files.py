@@ -253,11 +253,23 @@ def _check_expressible(
             )
         unetcu.header_of(config, has_adamw=has_moments)
     elif extension == '.pt':
-        guided_diffusion.check_expressible(config)
+        try:
+            guided_diffusion.check_expressible(config)
+        except UserError as error:
+            raise UserError(f'{error}{_names_that_fit(config)}') from None
     if extension == '.pt' and has_moments:
         raise UserError(
             f'{path}: a .pt of {program} holds no optimizer moments; write .safetensors or .bin'
         )
+
+
+def _names_that_fit(config: Config) -> str:
+    """Returns advice for a model that guided-diffusion does not have, if unet.cu has it."""
+    try:
+        unetcu.header_of(config, has_adamw=False)
+    except UserError:
+        return ''
+    return f'. A .pt with --names={unetcu.PROGRAM} can hold it'
 
 
 @contextlib.contextmanager

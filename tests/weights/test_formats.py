@@ -109,6 +109,8 @@ def unetcu_bin(folder: pathlib.Path) -> None:
     assert found.config == UNETCU_SMALL
     same(found.moments, moments(UNETCU_SMALL))
     refused('unet.cu has no such model', lambda: write_weights(folder / 'b.bin', {}, SMALL))
+    advice = r'model.max_period: expected 10000, .*\. A .pt with --names=unet.cu can hold it'
+    refused(advice, lambda: write_weights(folder / 'b.pt', {}, UNETCU_SMALL))
 
 
 def unetcu_pt(folder: pathlib.Path) -> None:
