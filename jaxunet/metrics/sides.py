@@ -303,14 +303,18 @@ def _warn_of_few(name: str, count: int, length: int) -> None:
         )
 
 
-def check_count(count: int | None, source: Source, name: str) -> None:
+def check_count(count: int | None, source: Source, name: str, which: str = '') -> None:
     """Checks that a source has at least `count` images.
+
+    Args:
+      which: of the images of `name` are in the source; ends the message.
 
     Raises:
       UserError: it has fewer.
     """
     if count is not None and count > len(source):
-        raise UserError(f'--num_samples: {count} asked for, but {name} has {len(source)} images')
+        images = f'{len(source)} image{"s" * (len(source) > 1)}{which}'
+        raise UserError(f'--num_samples: {count} asked for, but {name} has {images}')
 
 
 def drawn_rows(total: int, count: int | None, seed: int) -> Int[np.ndarray, ' rows']:

@@ -121,7 +121,8 @@ def _prepare(path: str, model: Model, options: LikelihoodOptions) -> _Prepared:
     if options.respacing is not None:
         timesteps = respaced_timesteps(diffusion.alphas_cumprod, options.respacing)
     source = _images(path, model, options.reference)
-    check_count(options.num_samples, source, source.name)
+    held_out = '' if options.reference or not config.data.holdout else ', held out of training'
+    check_count(options.num_samples, source, source.name, held_out)
     rows = drawn_rows(len(source), options.num_samples, options.seed)
     likelihood = Likelihood(
         config,

@@ -8,6 +8,7 @@ of the network, the terms are also those of its own code (`fixtures/process_gold
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -292,6 +293,16 @@ def test_options_that_do_not_suit_the_model(options, message):
                 LikelihoodOptions(**({'reference': 'digits:'} | options)),
             )
         )
+
+
+def test_too_few_held_out_images(monkeypatch):
+    path = str(FIXTURES / 'conditional')
+    model = load_model(path)
+    held = dataclasses.replace(model, config=model.config.replace(data={'holdout': 3}))
+    monkeypatch.setattr(f'{measure_likelihood.__module__}.load_model', lambda *_, **__: held)
+    message = '--num_samples: 4 asked for, but digits: has 3 images, held out of training'
+    with pytest.raises(UserError, match=f'^{message}$'):
+        next(measure_likelihood(path, [''], LikelihoodOptions(num_samples=4)))
 
 
 def test_images_that_the_model_cannot_take(tmp_path):
