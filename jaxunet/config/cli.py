@@ -275,6 +275,8 @@ class _ConfigFile(flags.ArgumentParser):
         except UserError:
             raise
         except Exception as error:
+            if "'config_config' has no attribute 'get_config'" in str(error):  # the file itself
+                raise UserError(f'--config: {named}: expected get_config(), found none') from None
             again = isinstance(error, TypeError | ValueError)
             # ml_collections raises these again with a whole traceback as their message.
             raise UserError(_config_error((again and error.__context__) or error)) from None

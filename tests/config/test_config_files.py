@@ -28,6 +28,8 @@ def test_tuples(text, found):
 def test_files_that_give_no_config(tmp_path):
     reader = _ConfigFile(ConfigFileFlagParser('config'))
     for name, text, message in (
+        # The first, as ml_collections loads all files as one module, which keeps its functions.
+        ('empty.py', 'x = 1', r'empty.py: expected get_config\(\), found none'),
         (
             'three.py',
             'def get_config():\n  return 3',
