@@ -199,17 +199,7 @@ def run(config: Config) -> None:
 
 def workdir() -> pathlib.Path:
     """Returns the folder of the run."""
-    return pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
-
-
-def default_name() -> str:
-    """Returns `NAME` of `--config configs/NAME.py`; `digits` without a config file."""
-    given = [a for a in sys.argv[1:] if a.startswith('--config=')] or [
-        sys.argv[i + 1] for i, a in enumerate(sys.argv[1:-1], 1) if a == '--config'
-    ]
-    return (
-        pathlib.Path(given[-1].removeprefix('--config=').split(':')[0]).stem if given else 'digits'
-    )
+    return pathlib.Path(WORKDIR.value or f'runs/{cli.config_name()}')
 
 
 def fields(config: Config) -> dict[str, object]:

@@ -222,9 +222,10 @@ def _check_overrides(argv: Sequence[str]) -> None:
 
 
 def _with_new_names(argv: Sequence[str]) -> list[str]:
-    """Returns the command line with the fields that have another name now under that name."""
+    """Returns the command line with the new names of fields, and with --config for -config."""
 
     def renamed(argument: str) -> str:
+        argument = re.sub(r'^-(?=(no)?config([.=]|$))', '--', argument)
         field, equals, value = argument.removeprefix('--config.').partition('=')
         if not argument.startswith('--config.') or field not in RENAMED:
             return argument

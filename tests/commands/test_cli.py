@@ -260,6 +260,7 @@ MISTAKES = [
         '--config.model.base_chanels: unknown field; did you mean model.base_channels',
     ),
     (['jaxunet.train', '--config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
+    (['jaxunet.train', '-config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
     (
         ['jaxunet.train', '--config.train.steps=many'],
         '--config.train.steps=many: expected a whole number',
