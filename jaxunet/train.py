@@ -24,6 +24,7 @@ from absl import flags, logging
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import config_at, newest_config, saved_steps
+from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import endless_warmup
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
@@ -113,7 +114,7 @@ def main(argv: Sequence[str]) -> int | None:
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])
     if DRY_RUN.value:
-        dry_run(config)
+        dry_run(config, saved)
         return None
     start = distributed.Start(
         CLUSTER.value,
@@ -214,13 +215,20 @@ def fields(config: Config) -> dict[str, object]:
     return flat
 
 
-def dry_run(config: Config) -> None:
+def dry_run(config: Config, saved: Config | None) -> None:
     """Prints the resolved config, what it starts from and the cost estimate of a run.
 
+    Args:
+      saved: config of the run that the workdir holds; None if it holds none.
+
     Raises:
-      UserError: the run cannot start from `init_from`, or its images do not have the right classes.
+      UserError: the run cannot resume the one in the workdir or start from `init_from`, or its
+        images do not have the right classes.
     """
     print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
+    if saved is not None:
+        changes = ', '.join(check_resumable(saved, config, workdir())) or 'nothing'
+        print(f'resumes the run in {workdir()}, with its choices of fields; changed: {changes}')
     grids, evaluations = grid_sampler(config), evaluation_sampler(config)
     print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
     if config.init_from:

@@ -208,6 +208,21 @@ def test_dry_run_checks_what_the_run_starts_from(run, tmp_path):
     assert 'nowhere.bin: no such file or folder' in results[5][2]
 
 
+def test_dry_run_tells_of_the_run_in_the_workdir(run, tmp_path):
+    """The default workdir is named after the config file, also if the flag has one dash."""
+    (tmp_path / 'runs').mkdir()
+    (tmp_path / 'runs' / 'own').symlink_to(run)
+    (tmp_path / 'own.py').write_text('from jaxunet.config import default_config as get_config\n')
+    dry = ['jaxunet.train', '--dry_run']
+    small = [flag.replace('--', '-', 1) for flag in SMALL]
+    longer = [*dry, '-config', 'own.py', *small, '-config.train.steps=9']
+    line = 'resumes the run in runs/own, with its choices of fields; changed: train.steps: 6 -> 9'
+    assert line in call(*longer, folder=tmp_path)
+    assert 'resumes' not in call(*dry, *SMALL, folder=tmp_path)
+    other = call(*dry, f'--workdir={run}', code=2)
+    assert f'error: {run} holds a run with another config' in other
+
+
 def test_dry_run_tells_of_classes_and_of_a_long_run_on_a_cpu(tmp_path):
     image = encoded(random_pixels(0, (20, 30, 3)))
     folder = put(tmp_path, {'cat/0.png': image, 'dog/0.png': image}, 'folder')

@@ -99,8 +99,13 @@ def test_a_run_that_began_with_them_goes_on(tmp_path):
     saved = json.loads(meta.read_text())
     saved['config']['timesteps']['adaptive_bins'] = 64
     meta.write_text(json.dumps(saved))
-    command = ['jaxunet.train', '--dry_run', f'--workdir={tmp_path / "run"}', UNUSED]
+    own = tmp_path / 'own.py'
+    own.write_text(
+        'from ml_collections import ConfigDict\nfrom jaxunet.config import resolve, to_dict\n'
+        f'def get_config():\n    return ConfigDict(to_dict(resolve({saved["config"]})))\n'
+    )
+    command = ['jaxunet.train', '--dry_run', f'--workdir={tmp_path / "run"}', f'--config={own}']
     ((code, out, errors),) = call_each([command], tmp_path)
     assert code == 0
     assert "'adaptive_bins': 64" in out
-    assert f'{MESSAGE}uniform' in errors
+    assert f'{MESSAGE}loss_second_moment' in errors
