@@ -113,6 +113,7 @@ def main(argv: Sequence[str]) -> int | None:
     saved = newest_config(workdir())
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])
+    check_workdir(config)
     if DRY_RUN.value:
         dry_run(config, saved)
         return None
@@ -201,6 +202,22 @@ def run(config: Config) -> None:
 def workdir() -> pathlib.Path:
     """Returns the folder of the run."""
     return pathlib.Path(WORKDIR.value or f'runs/{cli.config_name()}')
+
+
+def check_workdir(config: Config) -> None:
+    """Checks that a run does not write its sample grids between its training images.
+
+    Raises:
+      UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
+    """
+    images, folder = pathlib.Path(config.data.path).expanduser().resolve(), workdir().resolve()
+    if not images.is_dir() or not folder.is_relative_to(images):
+        return
+    if not any(part.startswith('.') for part in folder.relative_to(images).parts):
+        raise UserError(
+            f'--workdir: {workdir()} is in {config.data.path}, the folder of data.path, so a '
+            'resumed run would train on its own samples; expected a folder outside it'
+        )
 
 
 def fields(config: Config) -> dict[str, object]:

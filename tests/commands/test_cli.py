@@ -223,6 +223,18 @@ def test_dry_run_tells_of_the_run_in_the_workdir(run, tmp_path):
     assert f'error: {run} holds a run with another config' in other
 
 
+def test_a_run_is_not_written_between_its_images(tmp_path):
+    image = encoded(random_pixels(0, (20, 30, 3)))
+    folder = put(tmp_path, {'0.png': image, '1.png': image}, 'folder')
+    dry = ['jaxunet.train', '--dry_run', f'--config.data.path={folder}']
+    dry += ['--config.model.num_classes=0', '--config.model.label_dropout=0']
+    workdirs = [folder, folder / 'run', folder.parent, folder / '.run']
+    results = call_each([[*dry, f'--workdir={workdir}'] for workdir in workdirs], tmp_path)
+    assert [code for code, _, _ in results] == [2, 2, 0, 0]
+    for workdir, (_, _, error) in zip(workdirs[:2], results[:2], strict=True):
+        assert f'error: --workdir: {workdir} is in {folder}, the folder of data.path' in error
+
+
 def test_dry_run_tells_of_classes_and_of_a_long_run_on_a_cpu(tmp_path):
     image = encoded(random_pixels(0, (20, 30, 3)))
     folder = put(tmp_path, {'cat/0.png': image, 'dog/0.png': image}, 'folder')
