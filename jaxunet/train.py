@@ -211,7 +211,7 @@ def check_workdir(config: Config) -> None:
       UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
     """
     images, folder = pathlib.Path(config.data.path).expanduser().resolve(), workdir().resolve()
-    if not images.is_dir() or not folder.is_relative_to(images):
+    if not config.data.path or not images.is_dir() or not folder.is_relative_to(images):
         return
     if not any(part.startswith('.') for part in folder.relative_to(images).parts):
         raise UserError(

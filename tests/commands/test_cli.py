@@ -229,8 +229,11 @@ def test_a_run_is_not_written_between_its_images(tmp_path):
     dry = ['jaxunet.train', '--dry_run', f'--config.data.path={folder}']
     dry += ['--config.model.num_classes=0', '--config.model.label_dropout=0']
     workdirs = [folder, folder / 'run', folder.parent, folder / '.run']
-    results = call_each([[*dry, f'--workdir={workdir}'] for workdir in workdirs], tmp_path)
-    assert [code for code, _, _ in results] == [2, 2, 0, 0]
+    commands = [[*dry, f'--workdir={workdir}'] for workdir in workdirs]
+    # An empty path is not the working folder.
+    commands.append([*dry, '--config.data.path=', f'--workdir={tmp_path / "run"}'])
+    results = call_each(commands, tmp_path)
+    assert [code for code, _, _ in results] == [2, 2, 0, 0, 0]
     for workdir, (_, _, error) in zip(workdirs[:2], results[:2], strict=True):
         assert f'error: --workdir: {workdir} is in {folder}, the folder of data.path' in error
 
