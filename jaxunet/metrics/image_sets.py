@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import math
 import tempfile
 import zipfile
@@ -20,7 +21,7 @@ from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of, why
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
-from jaxunet.data.unetcu_bin import read_header
+from jaxunet.data.unetcu_bin import HEADER_BYTES, parse_header, read_header
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import one_line
@@ -33,8 +34,8 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
     """Opens all images of `path` as RGB, at the one size that they share.
 
     Args:
-      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin,
-        digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png grid made by
+      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin or
+        .bin.gz, digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png grid made by
         `jaxunet.data.images.grid`. A compressed tar is unpacked into a temporary folder, which is
         removed with the context.
       grid_size: (height, width) of the images in a .png grid.
@@ -159,7 +160,10 @@ def _first_size(container: Container) -> Size:
 
 
 def _array_shape(path: Path) -> tuple[int, int, int]:
-    """Returns the image shape in an .npz or .bin; (1, 1, 3) if unreadable: opening reports why."""
+    """Returns the image shape in an .npz, .bin or .bin.gz.
+
+    It is (1, 1, 3) if the file is unreadable; opening it reports why.
+    """
     with contextlib.suppress(*archives.ERRORS, OSError):
         if path.suffix.lower() == '.npz':
             with zipfile.ZipFile(path) as archive:
@@ -170,5 +174,9 @@ def _array_shape(path: Path) -> tuple[int, int, int]:
                 return int(shape[1]), int(shape[2]), 3
         elif path.suffix.lower() == '.bin' and path.is_file():
             header = read_header(path)
+            return header.height, header.width, 3
+        elif path.name.lower().endswith('.bin.gz') and path.is_file():
+            with gzip.open(path, 'rb') as file:
+                header = parse_header(path, file.read(HEADER_BYTES))
             return header.height, header.width, 3
     return 1, 1, 3

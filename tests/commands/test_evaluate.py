@@ -4,10 +4,13 @@ have.
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -17,6 +20,8 @@ from support.data_files import encoded, put
 from support.inception_case import random_state
 
 from jaxunet.data.images import save_images
+from jaxunet.data.unetcu_bin import header_bytes, to_values
+from jaxunet.evaluate import output
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.image_sets import open_images
@@ -65,6 +70,19 @@ def test_arrays_at_their_own_size(tmp_path):
         loaded(tmp_path / 'grey.npz'), np.repeat(images[..., :1], 3, axis=3)
     )
     assert loaded('digits:').shape == (1797, 8, 8, 3)
+
+
+def test_unetcu_files_at_their_own_size(tmp_path):
+    images = pixels(4, 0, (6, 10, 3))
+    values = b''.join(to_values(image).tobytes() for image in images)
+    data = header_bytes(4, (6, 10, 3)) + values
+    (tmp_path / 'x.bin').write_bytes(data)
+    (tmp_path / 'x.bin.gz').write_bytes(gzip.compress(data))
+    for name in ('x.bin', 'x.bin.gz'):
+        np.testing.assert_array_equal(loaded(tmp_path / name), images)
+    (tmp_path / 'x.bin.gz').write_bytes(gzip.compress(data)[:200])
+    with pytest.raises(UserError, match=r'not a readable \.gz file'):
+        loaded(tmp_path / 'x.bin.gz')
 
 
 @pytest.mark.parametrize('shape', [(8, 8, 1), (16, 24, 3), (40, 32, 3)])
