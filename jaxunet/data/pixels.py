@@ -159,8 +159,10 @@ def decode(data: bytes, name: str, shape: Shape, crop: Crop = CENTRE) -> Pixels:
                     name,
                     f'{image.width}x{image.height} pixels, more than the {MAX_PIXELS} accepted',
                 )
-            # Let a JPEG decoder halve the size as it decodes, down to twice the target's.
-            image.draft(None, (2 * max(height, width), 2 * max(height, width)))
+            # Let a JPEG decoder halve the size as it decodes, as long as the part to keep stays
+            # twice as large as the target.
+            least = math.ceil(2 * max(height, width) / crop.share)
+            image.draft(None, (least, least))
             upright = ImageOps.exif_transpose(image)
             return _finish(_eight_bits(upright, MODES[channels]), shape, crop)
     except (BadImage, MemoryError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
+from PIL import Image
 from support.data_files import encoded, put
 
 from jaxunet.config import Config, resolve, to_dict
@@ -46,6 +49,18 @@ def test_a_crop_is_the_part_that_it_names(form, crop, tmp_path):
     )
     if crop == (1.0, 0.5, 0.5):
         np.testing.assert_array_equal(source.load(np.array([0]))[0], found)
+
+
+@pytest.mark.parametrize('share', [1.0, 0.8, 0.25])
+def test_a_crop_of_a_photograph_has_all_its_detail(share, tmp_path):
+    """A JPEG decoder that reduces the image must leave enough pixels for a small part of it."""
+    blocks = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    photo = encoded(blocks.repeat(8, axis=0).repeat(8, axis=1), 'JPEG', quality=95)
+    pixels = np.asarray(Image.open(io.BytesIO(photo)))
+    files = {'a.jpg': photo, 'b.png': encoded(pixels)}
+    source = open_source(str(put(tmp_path, files, 'folder')), image_shape=(32, 32, 3))
+    found = source.load(np.array([0, 1]), np.array([(share, 0.5, 0.5)] * 2)).astype(float)
+    assert np.abs(found[0] - found[1]).mean() < 8
 
 
 def test_an_image_of_the_models_size_is_cropped_too():
