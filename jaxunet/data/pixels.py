@@ -47,7 +47,8 @@ CENTRE = Crop(1.0, 0.5, 0.5)
 MODES = {1: 'L', 3: 'RGB'}
 MAX_PIXELS = 2**26  # limit for one image file; a larger one may be a decompression bomb
 MAGIC_BYTES = 32  # bytes that identify an image file
-ORIENTATION = 0x0112  # EXIF tag; values from 5 on swap width and height
+ORIENTATION = 0x0112  # EXIF tag
+TURNED = range(5, 9)  # its values that swap width and height; Pillow ignores those above
 # A box filter by a whole factor first reduces an image to this many times its final size: almost
 # as good as Lanczos alone, and much faster.
 REDUCING_GAP = 3.0
@@ -184,7 +185,7 @@ def size_of(data: bytes, name: str) -> tuple[int, int]:
     try:
         with open_image(io.BytesIO(data)) as image:
             width, height = image.size
-            turned = image.getexif().get(ORIENTATION, 1) >= 5
+            turned = image.getexif().get(ORIENTATION, 1) in TURNED
     except Exception as error:  # Pillow raises nearly everything on damaged files
         raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
     if width * height > MAX_PIXELS:

@@ -274,6 +274,21 @@ def test_conversions(tmp_path):
     np.testing.assert_array_equal(turned, np.rot90(rgb, -1))
 
 
+@pytest.mark.parametrize('orientation', [1, 5, 8, 0, 9])
+def test_the_stored_size_is_that_of_the_upright_image(orientation, tmp_path):
+    """Orientations are 1 to 8; others are ignored."""
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    data = encoded(random_pixels(0, (8, 16, 3)), exif=exif)
+    size = (16, 8) if orientation in (5, 8) else (8, 16)
+    source = open_source(str(write_folder(tmp_path, {'image.png': data})), image_shape=(*size, 3))
+    assert source.stored_size(0) == size
+    stored = Image.open(io.BytesIO(data)).convert('RGB')
+    sides = {5: Image.Transpose.TRANSPOSE, 8: Image.Transpose.ROTATE_90}
+    upright = stored.transpose(sides[orientation]) if orientation in sides else stored
+    np.testing.assert_array_equal(everything(source)[0], np.asarray(upright))
+
+
 def test_resizing_crops_the_middle_and_does_not_alias(tmp_path):
     wide = np.zeros((64, 128, 3), np.uint8)
     wide[:, 32:96] = 200
