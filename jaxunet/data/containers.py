@@ -122,14 +122,18 @@ class Folder(Container):
                 if is_hidden(entry.name):
                     continue
                 name = f'{below}/{entry.name}' if below else entry.name
-                if entry.is_dir():
-                    inside.append((name, (*above, this)))
-                    continue
+                reason = ''
+                try:
+                    if entry.is_dir():
+                        inside.append((name, (*above, this)))
+                        continue
+                    if not entry.is_file():
+                        reason = 'broken link' if entry.is_symlink() else 'not a regular file'
+                except OSError as error:  # a link to itself, or through a folder that is closed
+                    reason = f'broken link: {error.strerror}'
                 self.names.append(name)
-                if not entry.is_file():
-                    self.unreadable[name] = (
-                        'broken link' if entry.is_symlink() else 'not a regular file'
-                    )
+                if reason:
+                    self.unreadable[name] = reason
             todo += reversed(inside)
 
     def describe(self, i: int) -> str:

@@ -237,6 +237,16 @@ def test_links_are_followed_once(tmp_path):
     assert source.labels.tolist() == [0, 1]
 
 
+def test_a_link_to_itself_is_left_out(tmp_path):
+    write_folder(tmp_path, {'a.png': encoded(random_pixels(1))})
+    (tmp_path / 'circle.png').symlink_to('circle.png')
+    source = open_source(str(tmp_path), image_shape=SHAPE)
+    np.testing.assert_array_equal(everything(source), random_pixels(1)[None])
+    ((name, reason),) = source.skipped
+    assert name == 'circle.png'
+    assert reason.startswith('broken link: ')
+
+
 def one(tmp_path: pathlib.Path, data: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     return everything(
         open_source(str(write_folder(tmp_path / 'one', {'image.png': data})), image_shape=shape)
