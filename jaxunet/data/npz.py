@@ -181,6 +181,11 @@ def _check_labels(
             f'{path}: class_names: expected a list of strings, '
             f'found {names.dtype} of shape {names.shape}'
         )
+    if len(set(names.tolist())) < len(names):
+        raise UserError(
+            f'{path}: class_names: expected different names, found {listed(names.tolist())}; '
+            'give each label a name of its own'
+        )
     if high >= len(names):
         raise UserError(
             f'{path}: labels: found {high}, but class_names has {len(names)} names '

@@ -65,6 +65,10 @@ NPZ: dict[str, tuple[dict[str, object], str]] = {
         {**LABELLED, 'class_names': np.array(['a', 'b'])},
         r'found 3, but class_names has 2 names',
     ),
+    'a name twice': (
+        {**LABELLED, 'class_names': np.array(['a', 'b', 'a', 'c'])},
+        r'class_names: expected different names, found a, b, a, c',
+    ),
     'names': (
         {**LABELLED, 'class_names': np.arange(4)},
         r'class_names: expected a list of strings, found int64',
