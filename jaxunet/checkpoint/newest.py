@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from jaxunet.checkpoint.meta import read_meta
-from jaxunet.checkpoint.store import FOLDER
+from jaxunet.checkpoint.store import FOLDER, find
 from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
 
@@ -23,17 +23,23 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
     they have joined.
     """
     for step in saved_steps(workdir):
-        try:
-            return resolve(read_meta(workdir / FOLDER / str(step))['config'])
-        except (ValueError, TypeError, KeyError, UserError):
-            continue  # damaged; `Checkpoints.restore` reports it
+        if (config := _config_of(workdir, step)) is not None:
+            return config
     return None
+
+
+def _config_of(workdir: pathlib.Path, step: int) -> Config | None:
+    """Returns the config in one checkpoint; None if it cannot be read."""
+    try:
+        return resolve(read_meta(workdir / FOLDER / str(step))['config'])
+    except (ValueError, TypeError, KeyError, UserError):
+        return None  # damaged; `Checkpoints.restore` reports it
 
 
 def config_at(init_from: object) -> Config | None:
     """Returns the config of a workdir's newest checkpoint, or of one checkpoint; None if none.
 
-    Like `newest_config`, it does not start JAX.
+    It takes the paths that `store.find` takes. Like `newest_config`, it does not start JAX.
 
     Args:
       init_from: the field `init_from` of a config that is not checked yet: a path, '', or anything
@@ -41,10 +47,8 @@ def config_at(init_from: object) -> Config | None:
     """
     if not init_from or not isinstance(init_from, str):
         return None
-    path = pathlib.Path(init_from)
-    if (path / FOLDER).is_dir():
-        return newest_config(path)
-    try:
-        return resolve(read_meta(path)['config'])
-    except (OSError, ValueError, TypeError, KeyError, UserError):
+    found = find(init_from)
+    if found is None:
         return None  # a weight file, or a mistake, which `load_initial` reports
+    workdir, step = found
+    return newest_config(workdir) if step is None else _config_of(workdir, step)

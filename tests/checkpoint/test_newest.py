@@ -16,7 +16,8 @@ def test_the_config_of_a_run():
 def test_the_config_at_a_path(tmp_path):
     """The path is a workdir, one checkpoint, a file or nothing."""
     (tmp_path / 'file.safetensors').write_bytes(b'weights')
-    assert config_at(str(RUN)) == config_at(str(RUN / 'checkpoints/24')) == read(RUN).config
+    for path in (RUN, RUN / 'checkpoints', RUN / 'checkpoints/24'):
+        assert config_at(str(path)) == read(path).config
     for other in (f'{tmp_path}/file.safetensors', f'{tmp_path}/nowhere', '', None, 3):
         assert config_at(other) is None
 
