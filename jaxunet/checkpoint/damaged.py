@@ -30,7 +30,7 @@ def set_aside(workdir: pathlib.Path, entry: pathlib.Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         while target.exists():
             target, count = folder / f'{entry.name}.{count}', count + 1
-        entry.rename(target)
+        shutil.move(entry, target)  # also to another file system, if checkpoints/ is a link
         os.utime(target)  # when it was moved
     except OSError as error:
         raise UserError(

@@ -222,11 +222,11 @@ class Checkpoints:
             folder = self.folder / str(candidate)
             try:
                 restored = self._read(candidate)
-            except OtherVersionError as error:
-                if error.certain:
-                    raise
-                damaged.append((folder, error))
+            except MemoryError:  # the checkpoint may be whole
+                raise
             except Exception as error:
+                if isinstance(error, OtherVersionError) and error.certain:
+                    raise
                 damaged.append((folder, error))
             else:
                 self._skip(damaged, folder)

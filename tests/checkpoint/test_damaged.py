@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
@@ -116,3 +118,31 @@ def test_damaged_checkpoints_are_bounded(tmp_path):
     set_aside(tmp_path, tmp_path / 'metrics.csv')
     names = sorted(p.name for p in (tmp_path / damaged.FOLDER).iterdir())
     assert names == ['13', '14', '15', 'metrics.csv']
+
+
+def test_damage_is_set_aside_on_another_file_system(run, monkeypatch):
+    """The checkpoints may be a link to another disk, to which nothing can be renamed."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EXDEV, 'Invalid cross-device link')
+
+    replace(run / 'checkpoints/2/meta/metadata', b'"seed": 0', b'"seed": 1')
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'rename', refuse)
+        assert restore(run).state.step == 1
+    assert [p.name for p in (run / 'checkpoints').iterdir()] == ['1']
+    assert (run / 'damaged/2/meta/metadata').is_file()
+
+
+def test_a_lack_of_memory_is_no_damage(run, monkeypatch):
+    read = checkpoint.Checkpoints._read
+
+    def fail(self, step):
+        if step == 2:
+            raise MemoryError
+        return read(self, step)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, '_read', fail)
+    with pytest.raises(MemoryError):
+        restore(run)
+    assert not (run / 'damaged').exists()
