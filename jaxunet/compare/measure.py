@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from jaxunet.metrics.table import Side
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.background import Background
+from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import Generator
 from jaxunet.training.evaluation import FEATURE_BATCH, colour
 from jaxunet.training.held_out import HeldOutLoss
@@ -114,7 +116,8 @@ class Measurements:
         """Yields a row for each sampler of the checkpoint's job; saves a grid from the first.
 
         Raises:
-          UserError: the weights give no images, or the features do not fit them.
+          UserError: the weights give no images, a loss or metric is not finite, or the features do
+            not fit them.
         """
         with self.watch.during('compiling'):
             self.wait()
@@ -123,6 +126,7 @@ class Measurements:
         held_out = self._held_out.get(_held_out_key(config))
         if held_out is not None:
             about['losses'] = held_out.measure(checkpoint.averages[average]).columns()
+        check_finite(about)
         for text in job.samplers:
             generator = self._generators[_key(config, job, text)]
             images, seconds = self._draw(generator, checkpoint, average, range(job.samples))
@@ -141,7 +145,9 @@ class Measurements:
                 'num_samples': len(images),
                 'seconds_per_sample': seconds / len(images),
             }
-            yield row | about | self._compare(job, images)
+            compared = self._compare(job, images)
+            check_finite(compared)
+            yield row | about | compared
 
     def _choose(self, checkpoint: Checkpoint) -> tuple[str, dict[str, object]]:
         """Returns the name of the average to measure, and fields for the rows that explain why."""
@@ -217,6 +223,25 @@ class Measurements:
         job, shown = checkpoint.job, images[: checkpoint.job.picture]
         picture = grid(shown, class_columns(checkpoint.config.model.num_classes, len(shown)))
         save_png(self._pictures / f'{job.name}_{checkpoint.seconds:g}s.png', picture)
+
+
+def check_finite(fields: Mapping[str, object], above: str = '') -> None:
+    """Checks that the numbers of a row are finite, because JSON has no others.
+
+    Args:
+      fields: the fields of the row, or of a field that holds others.
+      above: the names of the fields that hold these, each with a dot behind it.
+
+    Raises:
+      UserError: one is not finite; names it.
+    """
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            check_finite(value, f'{above}{name}.')
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise UserError(
+                f'{above}{name}: expected a finite number, found {value}; training has diverged'
+            )
 
 
 def _key(config: Config, job: Job, sampler: str) -> tuple[object, ...]:

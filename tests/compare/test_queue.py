@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import pathlib
 import shutil
 import time
@@ -21,6 +22,7 @@ from jaxunet.compare.job_runner import Limit, Queue, summary
 from jaxunet.compare.measure import Measurements
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.held_out import HeldOutLoss, Losses
 from jaxunet.training.parallel import Parallel
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -355,6 +357,31 @@ def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path,
     assert row['seconds'] == 0.2
     assert (row['step'], row['training_seconds'], row['step_ms']) == (10, pytest.approx(0.2), 20)
     assert 'seconds_per_sample' not in row, 'others may use the device'
+
+
+@pytest.mark.parametrize('loss', [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_stops_nothing_else(loss, jobs, tmp_path, monkeypatch):
+    """Only the checkpoint that has it is not measured."""
+    real, calls = HeldOutLoss.measure, []
+
+    def measure(self, params):
+        found = real(self, params)
+        calls.append(found)
+        return Losses(found.held_out * loss, found.seen) if len(calls) == 1 else found
+
+    monkeypatch.setattr(HeldOutLoss, 'measure', measure)
+    # Only the measurements of checkpoints call it, not training.
+    fields = {**jobs[0].fields, 'train.holdout_every': 0}
+    options = {'samplers': ('heun:2',), 'averages': (), 'choosing': 0}
+    job = dataclasses.replace(jobs[0], fields=fields, seconds=(0.05, 0.2), **options)
+    measurements = Measurements('', tmp_path / 'pictures')
+    queue = make_queue(tmp_path, '', measurements=measurements, step_ms={'uniform': 20.0})
+    (problem,) = queue.run([job])
+    assert problem == (
+        'digits_uniform_seed0 at 0.05 s: losses.held_out_loss: expected a finite number, found '
+        f'{loss}; training has diverged'
+    )
+    assert [row['seconds'] for row in rows_of(tmp_path)] == [0.2]
 
 
 def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
