@@ -302,13 +302,18 @@ class Queue:
         rows.append(self._output / STRETCHES, {**row, **self._origin})
 
     def _source(self, config: Config) -> Source:
-        """Returns the images of a config, decoded once for all jobs that share them."""
-        key = (config.data.path, config.data.classes, config.image_shape, config.data.holdout)
+        """Returns the images of a config, opened once for all jobs that share them.
+
+        They are decoded, too, except for random crops, which need all pixels of an image.
+        """
+        data = config.data
+        key = (data.path, data.classes, config.image_shape, data.holdout, data.crop)
         if key not in self._sources:
-            source = open_images(config)
-            self._sources[key] = decoded(source)
-            if source.held_out is not None:
-                self._sources[key].held_out = decoded(source.held_out)
+            source = self._sources[key] = open_images(config)
+            if data.crop != 'random':
+                self._sources[key] = decoded(source)
+                if source.held_out is not None:
+                    self._sources[key].held_out = decoded(source.held_out)
         return self._sources[key]
 
     def _keep_log(self, job: Job, workdir: pathlib.Path) -> None:
