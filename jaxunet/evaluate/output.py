@@ -35,15 +35,22 @@ def append(rows: Iterable[Row]) -> None:
     """Appends rows to the file of --output, if the flag is given.
 
     Raises:
-      UserError: the file cannot be written.
+      UserError: a number is not finite, or the file cannot be written.
     """
     if not OUTPUT.value:
         return
     target = Path(OUTPUT.value).expanduser()
     try:
+        lines = ''.join(f'{json.dumps(row, allow_nan=False)}\n' for row in rows)
+    except ValueError:
+        raise UserError(
+            f'--output: {target}: expected finite results, found NaN or infinity, which JSON does '
+            'not have; the weights are damaged or training had diverged'
+        ) from None
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open('a') as file:
-            file.writelines(f'{json.dumps(row)}\n' for row in rows)
+            file.write(lines)
     except OSError as error:
         raise UserError(
             f'--output: {target}: cannot be written: {error.strerror or error}; '

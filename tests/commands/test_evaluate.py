@@ -206,6 +206,14 @@ def test_statistics_in_place_of_images(tmp_path):
     assert abs(same['value']) < 1e-6 * other['value']
 
 
+def test_results_that_are_not_finite_are_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, 'OUTPUT', types.SimpleNamespace(value=f'{tmp_path}/a/out.jsonl'))
+    output.append([{'metric': 'nll', 'value': 3.0}])
+    with pytest.raises(UserError, match=r'--output: .*expected finite results, found NaN'):
+        output.append([{'metric': 'nll', 'value': 2.0}, {'metric': 'nll', 'value': math.nan}])
+    assert (tmp_path / 'a/out.jsonl').read_text() == '{"metric": "nll", "value": 3.0}\n'
+
+
 def test_nearest_training_images(tmp_path):
     write_classifier(tmp_path / 'f.npz')
     training = pixels(8, 1)
