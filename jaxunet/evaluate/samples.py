@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -72,7 +73,7 @@ def evaluate(samples: str) -> None:
             f'found {statistics!r}'
         )
     size = _image_size()
-    check_outputs([OUTPUT, NEAREST])
+    check_outputs([OUTPUT, NEAREST, WRITE_STATISTICS])
     cli.enable_compilation_cache()
     for path in (samples, REFERENCE.value):
         check_path(path or '')  # before Inception is downloaded
@@ -116,7 +117,8 @@ def _measure(
         reference = reference_side() if reference_side else None
         measured = samples_side()
     if WRITE_STATISTICS.value and reference is not None and reference.statistics is not None:
-        save_statistics(WRITE_STATISTICS.value, reference.statistics, reference.spatial)
+        target = Path(WRITE_STATISTICS.value).expanduser()
+        save_statistics(target, reference.statistics, reference.spatial)
     return compute(
         metrics,
         network,

@@ -362,6 +362,14 @@ MISTAKES = [
         ['jaxunet.sample', '--checkpoint=RUN', '--output=/proc/version/x.png'],
         '--output: /proc/version/x.png: cannot be written; check the name',
     ),
+    (
+        [
+            'jaxunet.evaluate',
+            *('--samples=digits:', '--reference=digits:', '--features=nowhere'),
+            '--write_statistics=/proc/version/x.npz',
+        ],
+        '--write_statistics: /proc/version/x.npz: cannot be written; check the name',
+    ),
     (['jaxunet.sample', '--checkpoint=RUN', '--output=x.gif'], 'expected a name that ends in .png'),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--sampler=dimm'],
