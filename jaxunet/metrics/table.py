@@ -178,7 +178,11 @@ TABLE = {
     'recall': Metric(_recall, 'features', least_samples=NEIGHBOURS + 1),
     'copies': Metric(_copies, 'features'),
     'inception_score': Metric(
-        _inception_score, 'features', needs_reference=False, needs_inception=True
+        _inception_score,
+        'features',
+        needs_reference=False,
+        needs_inception=True,
+        least_samples=SPLITS,
     ),
 }
 

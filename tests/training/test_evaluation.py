@@ -241,7 +241,9 @@ def test_mistakes_come_before_training(changes, message, features, source, tmp_p
     assert not (tmp_path / 'evaluation.csv').exists()
 
 
-@pytest.mark.parametrize(('metric', 'least'), [('fid', 2), ('kid', 2), ('recall', 4)])
+@pytest.mark.parametrize(
+    ('metric', 'least'), [('fid', 2), ('kid', 2), ('recall', 4), ('inception_score', 10)]
+)
 def test_too_few_samples_are_told_before_features_are_read(metric, least):
     """Fewer cannot be measured, with these features or others."""
     evaluation = {'samples': least - 1, 'metrics': (metric,), 'features': 'nothere.npz'}
