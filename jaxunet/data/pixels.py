@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, UInt8
-from PIL import Image, ImageOps
+from PIL import Image
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import one_line
@@ -48,7 +48,16 @@ MODES = {1: 'L', 3: 'RGB'}
 MAX_PIXELS = 2**26  # limit for one image file; a larger one may be a decompression bomb
 MAGIC_BYTES = 32  # bytes that identify an image file
 ORIENTATION = 0x0112  # EXIF tag
-TURNED = range(5, 9)  # its values that swap width and height; Pillow ignores those above
+TURNED = range(5, 9)  # its values that swap width and height
+UPRIGHT = {  # turns the image upright; others than 1 to 8 do not exist
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 # A box filter by a whole factor first reduces an image to this many times its final size: almost
 # as good as Lanczos alone, and much faster.
 REDUCING_GAP = 3.0
@@ -164,8 +173,7 @@ def decode(data: bytes, name: str, shape: Shape, crop: Crop = CENTRE) -> Pixels:
             # twice as large as the target.
             least = math.ceil(2 * max(height, width) / crop.share)
             image.draft(None, (least, least))
-            upright = ImageOps.exif_transpose(image)
-            return _finish(_eight_bits(upright, MODES[channels]), shape, crop)
+            return _finish(_eight_bits(_upright(image), MODES[channels]), shape, crop)
     except (BadImage, MemoryError):
         raise
     except Exception as error:  # Pillow's plugins raise nearly everything on damaged files
@@ -186,11 +194,24 @@ def size_of(data: bytes, name: str) -> tuple[int, int]:
         with open_image(io.BytesIO(data)) as image:
             width, height = image.size
             turned = image.getexif().get(ORIENTATION, 1) in TURNED
+            if turned and image.format == 'TIFF' and width * height <= MAX_PIXELS:
+                image.load()  # Pillow turns TIFF itself; versions differ in when its size changes
+                (width, height), turned = image.size, False
     except Exception as error:  # Pillow raises nearly everything on damaged files
         raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
     if width * height > MAX_PIXELS:
         raise BadImage(name, f'{width}x{height} pixels, more than the {MAX_PIXELS} accepted')
     return (width, height) if turned else (height, width)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Applies the EXIF orientation.
+
+    `ImageOps.exif_transpose` also writes the EXIF anew, which fails on fields of wrong types.
+    """
+    image.load()  # turns TIFF, whose orientation is then gone
+    turn = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def _eight_bits(image: Image.Image, mode: str) -> Image.Image:

@@ -6,6 +6,7 @@ import gzip
 import io
 import pathlib
 import pickle
+import struct
 import zipfile
 
 import jax
@@ -297,6 +298,26 @@ def test_the_stored_size_is_that_of_the_upright_image(orientation, tmp_path):
     sides = {5: Image.Transpose.TRANSPOSE, 8: Image.Transpose.ROTATE_90}
     upright = stored.transpose(sides[orientation]) if orientation in sides else stored
     np.testing.assert_array_equal(everything(source)[0], np.asarray(upright))
+
+
+@pytest.mark.parametrize('orientation', [1, 3, 6])
+def test_a_tiff_is_turned_once(orientation, tmp_path):
+    pixels = random_pixels(0, (8, 16, 3))
+    data = encoded(pixels, 'TIFF', tiffinfo={0x112: orientation})
+    upright = np.rot90(pixels, {1: 0, 3: 2, 6: -1}[orientation])
+    path = str(write_folder(tmp_path, {'image.tif': data}))
+    source = open_source(path, image_shape=upright.shape)
+    assert source.stored_size(0) == upright.shape[:2]
+    np.testing.assert_array_equal(everything(source)[0], upright)
+
+
+def test_metadata_that_cannot_be_written_again_are_no_damage(tmp_path):
+    """The width in this EXIF is -1; the image is turned, and nothing else of it is read."""
+    pixels = random_pixels(0, (8, 16, 3))
+    entries = struct.pack('<HHIi', 0x100, 9, 1, -1) + struct.pack('<HHII', 0x112, 3, 1, 6)
+    exif = b'Exif\0\0II*\0' + struct.pack('<IH', 8, 2) + entries + bytes(4)
+    data = encoded(pixels, exif=exif)
+    np.testing.assert_array_equal(one(tmp_path, data, (16, 8, 3)), np.rot90(pixels, -1))
 
 
 def test_resizing_crops_the_middle_and_does_not_alias(tmp_path):
