@@ -42,7 +42,8 @@ def load(flag: str, path: str) -> tuple[Images, tuple[str, ...]]:
 def _check(flag: str, path: str, source: Source) -> None:
     if len(source.class_names) < 2 or (source.labels < 0).any():
         raise UserError(
-            f'{flag}: {path}: expected images of two classes or more, found none; '
+            f'{flag}: {path}: expected images of two classes or more, '
+            f'found {len(source.class_names) or "none"}; '
             'put each class into its own folder'
         )
     if min(source.image_shape[:2]) < 4:

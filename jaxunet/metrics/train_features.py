@@ -27,7 +27,7 @@ from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.whole_files import written
+from jaxunet.runtime.whole_files import check_writable, written
 
 REFERENCE = flags.DEFINE_string(
     'reference', None, 'Images with classes, as for data.path, all of one size.', required=True
@@ -100,6 +100,7 @@ def main(argv: Sequence[str]) -> None:
     target = Path(OUTPUT.value).expanduser()
     if target.suffix.lower() != '.npz' or target.is_dir():
         raise UserError(f'--output: expected a name that ends in .npz, found {OUTPUT.value!r}')
+    check_writable(target, '--output')
     cli.enable_compilation_cache()
     data = _load()
     recipe = Recipe(

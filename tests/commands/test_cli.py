@@ -370,6 +370,13 @@ MISTAKES = [
         ],
         '--write_statistics: /proc/version/x.npz: cannot be written; check the name',
     ),
+    (
+        [
+            'jaxunet.metrics.train_features',
+            *('--reference=nowhere', '--output=/proc/version/x.npz'),
+        ],
+        '--output: /proc/version/x.npz: cannot be written; check the name',
+    ),
     (['jaxunet.sample', '--checkpoint=RUN', '--output=x.gif'], 'expected a name that ends in .png'),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--sampler=dimm'],

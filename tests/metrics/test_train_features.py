@@ -278,12 +278,15 @@ def test_held_out_images_are_not_trained_on():
 
 
 def test_mistakes(tmp_path):
-    np.savez(tmp_path / 'plain.npz', images=np.zeros((30, 8, 8, 3), np.uint8))
+    images = np.zeros((30, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / 'plain.npz', images=images)
+    np.savez(tmp_path / 'one.npz', images=images, labels=np.zeros(30, int))
     module = 'jaxunet.metrics.train_features'
-    assert 'found none; put each class' in call(
-        module, f'--reference={tmp_path}/plain.npz', f'--output={tmp_path}/f.npz', code=2
-    )
+    for name, found in (('plain.npz', 'none'), ('one.npz', '1')):
+        assert f'two classes or more, found {found}; put each class' in call(
+            module, f'--reference={tmp_path / name}', f'--output={tmp_path}/f.npz', code=2
+        )
     assert '--output: expected a name that ends in .npz' in call(
         module, '--reference=digits:', f'--output={tmp_path}/f.pt', code=2
     )
-    assert list(tmp_path.iterdir()) == [tmp_path / 'plain.npz']
+    assert {path.name for path in tmp_path.iterdir()} == {'plain.npz', 'one.npz'}
