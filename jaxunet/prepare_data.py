@@ -26,7 +26,7 @@ from absl import flags
 from jaxunet.config import cli
 from jaxunet.data.pixels import BadImage, Pixels, Shape
 from jaxunet.data.source import Source
-from jaxunet.data.sources import is_compressed_tar, open_source, open_unpacked_tar
+from jaxunet.data.sources import compressed_tar, open_source, open_unpacked_tar
 from jaxunet.data.tar import decompress
 from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
@@ -152,12 +152,12 @@ def prepare(
 @contextlib.contextmanager
 def _opened(path: str, shape: Shape, classes: tuple[str, ...], scratch: Path) -> Iterator[Source]:
     """Opens the source; a compressed tar is unpacked into `scratch` first, not into memory."""
-    if not is_compressed_tar(path):
+    if (tar := compressed_tar(path)) is None:
         yield open_source(path, image_shape=shape, classes=classes)
         return
     with tempfile.TemporaryDirectory(prefix='.prepare_data.', dir=scratch) as folder:
         plain = Path(folder) / 'unpacked.tar'
-        decompress(Path(path).expanduser(), plain)
+        decompress(tar, plain)
         yield open_unpacked_tar(plain, path, image_shape=shape, classes=classes)
 
 

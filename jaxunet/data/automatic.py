@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from jaxunet.config.schema import DiffusionConfig, Fields
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
 from jaxunet.data.source import Source
-from jaxunet.data.sources import is_compressed_tar, open_data, open_images
+from jaxunet.data.sources import compressed_tar, open_data, open_images
 from jaxunet.runtime.errors import UserError
 
 OPEN: dict[str, object] = {
@@ -153,10 +152,9 @@ def look(config: Config) -> Facts:
     Raises:
       UserError: they cannot be opened, or an image is corrupt.
     """
-    path = config.data.path
     source = open_data(config, (PROBE, PROBE, config.model.image_channels))
-    if is_compressed_tar(path):  # opening it has decoded all images to the shape of the probe
-        sizes = tar_stream_sizes(Path(path).expanduser(), SIZES)
+    if tar := compressed_tar(config.data.path):  # its images now have the shape of the probe
+        sizes = tar_stream_sizes(tar, SIZES)
     else:
         sizes = [source.stored_size(int(row)) for row in _spread(source, SIZES)]
     return Facts(len(source), sizes, _is_grey(source))

@@ -19,7 +19,7 @@ from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
 
-__all__ = ['Source', 'is_compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
+__all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
 
 DIGITS = Path(__file__).with_name('digits.npz')
 EMBEDDED = ('digits:', *cifar10.BATCHES)
@@ -40,7 +40,7 @@ def open_images(config: Config) -> Source:
       UserError: as `open_source`, `data.holdout` leaves no image to train on, or random crops of
         images that are decoded only once.
     """
-    if config.data.crop == 'random' and is_compressed_tar(config.data.path):
+    if config.data.crop == 'random' and compressed_tar(config.data.path):
         raise UserError(
             f'data.crop: random cuts images anew every epoch, but {config.data.path} is a '
             'compressed tar, which is decoded once; unpack it, or use data.crop=center'
@@ -113,10 +113,24 @@ def is_downloaded(path: str) -> bool:
     return not cifar10.split_path(path)[1]
 
 
-def is_compressed_tar(path: str) -> bool:
-    """Returns True for a compressed tar, which `open_source` decodes into memory."""
-    file = Path(path).expanduser()
-    return file.name.lower().endswith(TAR) and file.is_file() and bool(compression(file))
+def compressed_tar(path: str) -> Path | None:
+    """Returns the compressed tar of image files that a path names; None for anything else.
+
+    `open_source` decodes such an archive into memory, at the size that it returns.
+
+    Args:
+      path: as in `open_source`.
+
+    Raises:
+      UserError: a damaged archive.
+    """
+    prefix, local = cifar10.split_path(path)
+    file = Path(local).expanduser()
+    if not (file.name.lower().endswith(TAR) and file.is_file() and compression(file)):
+        return None
+    if prefix == cifar10.TEST or (prefix and cifar10.is_official(file)):
+        return None
+    return file
 
 
 def open_unpacked_tar(

@@ -15,7 +15,7 @@ from jaxunet.data.containers import MAX_FILE_BYTES
 from jaxunet.data.picture import read_picture
 from jaxunet.data.pixels import BadImage, Shape, size_of
 from jaxunet.data.source import ArraySource, Source
-from jaxunet.data.sources import is_compressed_tar, open_source
+from jaxunet.data.sources import compressed_tar, open_source
 from jaxunet.metrics.image_sets import read_grid
 from jaxunet.model.low_res import grey
 from jaxunet.runtime.errors import UserError
@@ -69,7 +69,7 @@ def read_low_res(
     file = Path(path).expanduser()
     if file.suffix.lower() in IMAGE_FILES and file.is_file():
         source: Source = ArraySource(path, _of_one_file(file, shape), shape)
-    elif is_compressed_tar(path):
+    elif compressed_tar(path):
         raise UserError(
             f'--low_res: {path}: a compressed tar shows no sizes before it is decoded; unpack it'
         )

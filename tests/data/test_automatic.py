@@ -100,10 +100,13 @@ def test_small_images_take_larger_batches_and_rates():
     assert (large['optimizer.learning_rate'], small['optimizer.learning_rate']) == (1e-4, 2e-4)
 
 
-@pytest.mark.parametrize('form', ['folder', 'zip', 'tar', 'tar.xz'])
-def test_mixed_images_in_every_form(tmp_path, form):
+@pytest.mark.parametrize(
+    ('prefix', 'form'),
+    [*(('', form) for form in ('folder', 'zip', 'tar', 'tar.xz')), ('cifar10:', 'tar.xz')],
+)
+def test_mixed_images_in_every_form(tmp_path, prefix, form):
     path = photos(tmp_path, [(70, 50), (40, 80), (41, 41)], form)
-    config = complete(config_for(path))
+    config = complete(config_for(f'{prefix}{path}'))
     assert config.image_shape == (40, 40, 3)
     assert config.data.batch_size == 2
 

@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from support.data_files import encoded, put
+from support.data_files import encoded, official_files, put, write_tar
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data import pipeline
@@ -130,7 +130,13 @@ def test_mistakes(data, message):
         resolve(to_dict(config(**data)))
 
 
-def test_a_compressed_tar_is_decoded_once(tmp_path):
+@pytest.mark.parametrize('prefix', ['', 'cifar10:'])
+def test_a_compressed_tar_is_decoded_once(prefix, tmp_path):
     path = put(tmp_path, {'a.png': encoded(ramp())}, 'tar.xz')
     with pytest.raises(UserError, match='is a compressed tar, which is decoded once; unpack it'):
-        open_images(config(path=str(path)))
+        open_images(config(path=f'{prefix}{path}'))
+
+
+def test_the_official_archive_keeps_its_images(tmp_path):
+    archive = write_tar(tmp_path / 'cifar-10-python.tar.gz', official_files(), 'gz')
+    assert open_images(config(path=f'cifar10:{archive}')).stored_size(0) == (32, 32)
