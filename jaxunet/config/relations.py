@@ -20,6 +20,10 @@ STEP_COUNTS = (
     'train.check_replicas_every',
     'ema.snapshot_every',
 )
+# Fewest timesteps for which a distribution or weights are defined. speed: with fewer, the cosine
+# schedule has no timestep before the last whose slope is small enough.
+LEAST_STEPS_OF_SAMPLER = {'speed': 25, 'policy': 2, 'infonoise': 2}
+LEAST_STEPS_OF_WEIGHTING = {'speed': 3}
 # More steps per call would save little more host time, and a signal waits for all of them.
 MAX_STEPS_PER_CALL = 20
 # The largest width of an average: the plain mean over the run.
@@ -90,6 +94,14 @@ def _diffusion(config: Config) -> Iterator[str]:
         )
     if config.timesteps.sampler == 'infonoise':
         yield from _infonoise(config)
+    for field, chosen, least in (
+        ('timesteps.sampler', config.timesteps.sampler, LEAST_STEPS_OF_SAMPLER),
+        ('loss.weighting', config.loss.weighting, LEAST_STEPS_OF_WEIGHTING),
+    ):
+        if steps < least.get(chosen, 1):
+            yield (
+                f'{field}: {chosen} needs diffusion.steps of {least[chosen]} or more, found {steps}'
+            )
     for name in ('adaptive_bins', 'policy_probes', 'infonoise_bins'):
         sampler = name.split('_', maxsplit=1)[0]
         count = getattr(config.timesteps, name)
@@ -100,8 +112,6 @@ def _diffusion(config: Config) -> Iterator[str]:
 def _infonoise(config: Config) -> Iterator[str]:
     """Checks that losses are squared errors, and their weights known beforehand."""
     d = config.diffusion
-    if d.steps < 2:
-        yield f'timesteps.sampler: infonoise needs diffusion.steps of 2 or more, found {d.steps}'
     for name in ('learn_sigma', 'kl_loss'):
         if getattr(d, name):
             yield (

@@ -221,6 +221,21 @@ WRONG = [
         r'diffusion.steps: the linear schedule needs more than 20, found 20',
     ),
     (
+        {'diffusion': {'steps': 24, 'schedule': 'cosine'}, 'timesteps': {'sampler': 'speed'}},
+        r'timesteps.sampler: speed needs diffusion.steps of 25 or more, found 24',
+    ),
+    (
+        {
+            'diffusion': {'steps': 1, 'schedule': 'cosine'},
+            'timesteps': {'sampler': 'policy', 'policy_probes': 1},
+        },
+        r'timesteps.sampler: policy needs diffusion.steps of 2 or more, found 1',
+    ),
+    (
+        {'diffusion': {'steps': 2, 'schedule': 'cosine'}, 'loss': {'weighting': 'speed'}},
+        r'loss.weighting: speed needs diffusion.steps of 3 or more, found 2',
+    ),
+    (
         {'diffusion': {'steps': 10, 'schedule': 'cosine'}, 'train': {'sample_steps': 50}},
         r'train.sample_steps: 50 is more than diffusion.steps \(10\)',
     ),
