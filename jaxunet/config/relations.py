@@ -283,8 +283,8 @@ def _evaluation(config: Config) -> Iterator[str]:
         if name not in METRICS:
             yield f'evaluation.metrics: {unknown_metric(name)}'
     if not e.metrics or len(set(e.metrics)) < len(e.metrics):
-        found = ', '.join(e.metrics) or 'none'
-        yield f'evaluation.metrics: expected one or more, each once, found {found}'
+        listed = ', '.join(e.metrics) or 'none'
+        yield f'evaluation.metrics: expected one or more, each once, found {listed}'
     if evaluates and e.steps > config.diffusion.steps and not config.diffusion.continuous:
         yield (
             f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'

@@ -142,6 +142,10 @@ WRONG = [
         r'evaluation.variance: fixed_large needs evaluation.sampler=ddpm, found .* dpmpp_2m for',
     ),
     (
+        {'evaluation': {'sampler': 'ddim', 'variance': 'fixed_large', 'metrics': ('fid', 'fid')}},
+        r'evaluation.variance: fixed_large needs evaluation.sampler=ddpm, found ddim',
+    ),
+    (
         {'evaluation': {'sampler': 'ddpm', 'eta': 0.5}},
         r'evaluation.eta: 0.5 needs evaluation.sampler=ddim, found ddpm',
     ),
