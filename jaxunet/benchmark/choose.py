@@ -13,8 +13,8 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxunet.benchmark.cases import Plan, Prepared
-from jaxunet.benchmark.run import describe_error, make_side, say
-from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, summarise, turn_steps
+from jaxunet.benchmark.run import describe_error, make_side, say, steps_of_turn
+from jaxunet.benchmark.timing import interleave, summarise
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import OPS, Config
 from jaxunet.data.source import Source
@@ -115,10 +115,7 @@ def step_timer(config: Config, source: Source, rounds: int, steps: int | None) -
         try:
             unit = max((side.unit for side in ready.values()), default=1)
             calls = {name: side.run for name, side in ready.items()}
-            count = steps or turn_steps(
-                [steps_in(TURN_SECONDS, call, unit) for call in calls.values()], unit
-            )
-            found = interleave(calls, rounds=rounds, steps=-(-count // unit) * unit)
+            found = interleave(calls, rounds=rounds, steps=steps_of_turn(calls, steps, unit))
         finally:
             for side in ready.values():
                 side.close()

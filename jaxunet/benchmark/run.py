@@ -9,14 +9,21 @@ import datetime
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import ParamSpec, TypeVar
 
 from jaxunet.benchmark import sampling
 from jaxunet.benchmark.cases import PYTORCH, Plan, Prepared, Side
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import JaxSide
-from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, summarise, turn_steps
+from jaxunet.benchmark.timing import (
+    TURN_SECONDS,
+    Run,
+    interleave,
+    steps_in,
+    summarise,
+    turn_steps,
+)
 from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import Config
 from jaxunet.data.source import Source
@@ -99,9 +106,7 @@ def _case(
         runs = {name: side.run for name, side in prepared.items()}
         alone = {f'{n}{ALONE}': s.alone for n, s in prepared.items() if s.alone is not None}
         unit = max((side.unit for side in prepared.values()), default=1)
-        counts = (_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values())
-        asked = -(-plan.steps // unit) * unit if plan.steps else 0
-        steps = asked or turn_steps([n for n in counts if isinstance(n, int)], unit)
+        steps = steps_of_turn(runs, plan.steps, unit)
         times = interleave(runs | alone, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
         for name, found in ready.items():
@@ -123,6 +128,20 @@ def _case(
                 yield row | numbers | (_share(plan, outcome, network) if network else {})
         for done in prepared.values():
             done.close()
+
+
+def steps_of_turn(runs: Mapping[str, Run], asked: int | None, unit: int) -> int:
+    """Returns the steps of one turn, a multiple of `unit`.
+
+    Args:
+      runs: the sides by name; those that fail do not count.
+      asked: at least this many; None = as `turn_steps` chooses.
+      unit: see `Prepared`.
+    """
+    if asked is not None:
+        return -(-asked // unit) * unit
+    counts = [_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values()]
+    return turn_steps([count for count in counts if isinstance(count, int)], unit)
 
 
 def _prepare(side: Side, direction: str, plan: Plan) -> Prepared:

@@ -32,8 +32,11 @@ def test_choose_refuses_what_it_does_not_read(flag: str) -> None:
     assert error.startswith(f'error: {flag.split("=", maxsplit=1)[0]}: --choose ')
 
 
-def test_choose_leaves_out_what_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a side that fails while it is timed; what is ready is closed."""
+@pytest.mark.parametrize('steps', [4, None])
+def test_choose_leaves_out_what_does_not_run(
+    steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a side that fails while it is timed, or before, while steps are counted."""
     closed = []
 
     def fake(name: str, *_: object) -> Side:
@@ -43,7 +46,7 @@ def test_choose_leaves_out_what_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
         class Fake:
             def prepare(self, direction: str) -> Prepared:
                 def work(steps: int) -> None:
-                    if name == 'dies' and steps > 2:
+                    if name == 'dies' and steps > 1:
                         raise RuntimeError('out of memory')
 
                 assert direction == 'step'
@@ -54,7 +57,7 @@ def test_choose_leaves_out_what_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(choose, 'make_side', fake)
     monkeypatch.setattr(choose, 'fresh_state', lambda config: None)
     config = plan().config
-    measure = choose.step_timer(config, synthetic_source(config), rounds=3, steps=4)
+    measure = choose.step_timer(config, synthetic_source(config), rounds=3, steps=steps)
     found = measure(['a', 'missing', 'dies'])
     assert {name: len(times) for name, times in found.items()} == {'a': 3}
     assert closed == ['a', 'dies']
