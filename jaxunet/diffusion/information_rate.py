@@ -135,7 +135,11 @@ def onset(log_error: Float[Array, ' steps'], levels: Levels) -> Float[Array, '']
     # m/σ³ is the error of v over σ (1 + σ²).
     rate = log_error - jnp.asarray(sigma + np.log1p(np.exp(2 * sigma)), jnp.float32)
     below = log_error[0] - jnp.float32(np.log(LOWEST))
-    reached = rate >= jnp.maximum(jnp.max(rate), below) + jnp.float32(np.log(ONSET))
+    lower = int(np.searchsorted(sigma, np.log(LOWEST)))  # levels that the maximum leaves out
+    peak = below
+    if lower < len(sigma):
+        peak = jnp.maximum(jnp.max(rate[lower:] if lower else rate), below)
+    reached = rate >= peak + jnp.float32(np.log(ONSET))
     at = jnp.max(jnp.where(reached, jnp.arange(len(sigma), dtype=jnp.int32), 0))
     return jnp.asarray(sigma, jnp.float32)[at]
 

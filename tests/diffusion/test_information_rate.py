@@ -140,10 +140,17 @@ def errors_of(levels, value=1.0, visited=None) -> Errors:
     return Errors(visited, value * ones, jnp.asarray(10, jnp.int32))
 
 
-@pytest.mark.parametrize('objective', OBJECTIVES)
-def test_the_pivot_does_not_depend_on_the_range_of_levels(objective):
+@pytest.mark.parametrize(
+    'config',
+    [
+        *map(config_of, OBJECTIVES),
+        # Levels below 0.002, at which m/σ³ is larger still.
+        config_of('edm').replace(diffusion={'edm_std': 2.0}),
+    ],
+    ids=[*OBJECTIVES, 'wide edm'],
+)
+def test_the_pivot_does_not_depend_on_the_range_of_levels(config):
     """m = s² σ²/(s² + σ²): m/σ³ is 0.002 of its value at 0.002 where σ (1 + σ²/s²) = 1."""
-    config = config_of(objective)
     levels = levels_of(config)
     sigma = np.exp(levels.log_sigma)
     error = least_error(sigma) * (1 + sigma**2) / sigma**2
@@ -151,6 +158,13 @@ def test_the_pivot_does_not_depend_on_the_range_of_levels(objective):
     (root,) = (r.real for r in np.roots([1 / VARIANCE, 0, 1, -1]) if abs(r.imag) < 1e-9)
     # Within the next levels; for flow, s² is not what m/σ² is at its lowest level, 0.037.
     assert np.exp(found) == pytest.approx(root, rel=0.03)
+
+
+def test_the_onset_rule_where_every_level_is_below_its_range():
+    levels = levels_of(config_of('edm').replace(diffusion={'edm_mean': -10.0, 'edm_std': 0.5}))
+    log_error = jnp.zeros(len(levels.log_sigma), jnp.float32)
+    # The error of v is 1, so the rate is 1/σ: above 0.002 of 1/0.002 everywhere.
+    assert float(onset(log_error, levels)) == pytest.approx(levels.log_sigma[-1])
 
 
 def test_a_given_pivot_replaces_the_onset_rule():
