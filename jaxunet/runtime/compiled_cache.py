@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,7 +25,7 @@ import optax
 from absl import logging
 from jax.experimental import serialize_executable
 
-from jaxunet.runtime import device, fingerprint, ownership
+from jaxunet.runtime import device, fingerprint, ownership, whole_files
 
 KEPT = 24  # most files in the folder; the least recently used are removed first
 SUFFIXES = ('.step', '.sampler')
@@ -166,9 +165,9 @@ def save(path: pathlib.Path, program: jax.stages.Compiled, result: object = None
         if not all(isinstance(leaf, int) for leaf in metrics.values()):
             raise TypeError('metrics are not a flat dictionary')
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with whole_files.replacing(path) as partial, partial.open('wb') as file:
+            os.fchmod(file.fileno(), 0o600)
             file.write(json.dumps({'metrics': sorted(metrics)}).encode() + b'\n' + payload)
-        os.replace(file.name, path)
         kept = [p for p in path.parent.iterdir() if p.suffix in SUFFIXES]
         for old in sorted(kept, key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)

@@ -4,8 +4,10 @@ something they depend on differs.
 
 import itertools
 import logging
+import os
 import pathlib
 import re
+import resource
 import types
 
 import jax
@@ -189,6 +191,28 @@ def test_a_damaged_file_costs_a_warning_and_is_replaced(cache, caplog):
     assert maker.built == 2
     assert losses == expected
     assert len(file.read_bytes()) > len(whole) // 2
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_nothing(cache, caplog, monkeypatch):
+    monkeypatch.setattr(executables.serialize_executable, 'serialize', lambda _: (b'x' * 99, 0, 0))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        executables.save(cache / 'a.sampler', None, result=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert 'a.sampler: the compiled sampler cannot be kept (OSError: ' in caplog.text
+    assert list(cache.iterdir()) == []
+
+
+def test_a_kept_file_is_of_its_user_alone(cache, monkeypatch):
+    monkeypatch.setattr(executables.serialize_executable, 'serialize', lambda _: (b'x', 0, 0))
+    before = os.umask(0o002)  # under which files are writable for the group
+    try:
+        executables.save(cache / 'a.sampler', None, result=0)
+    finally:
+        os.umask(before)
+    assert (cache / 'a.sampler').stat().st_mode & 0o777 == 0o600
 
 
 def test_the_least_recently_used_files_go(cache, monkeypatch):
