@@ -64,9 +64,6 @@ class PatientFile:
     def write(self, data: bytes = b'') -> None:
         """Appends the data that earlier writes could not append, then this data."""
         self._pending += data
-        if len(self._pending) > LIMIT:
-            self._pending = b''
-            logging.warning('%s: %d bytes that could not be written are lost', self.path, LIMIT)
         with self._attempts.attempt(str(self.path)):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._content is None:
@@ -74,6 +71,9 @@ class PatientFile:
             else:
                 self._replace(self._content)
             self._content, self._pending = None, b''
+        if len(self._pending) > LIMIT:
+            lost, self._pending = len(self._pending), b''
+            logging.warning('%s: %d bytes that could not be written are lost', self.path, lost)
 
     def _append(self) -> None:
         with self.path.open('ab', buffering=0) as file:

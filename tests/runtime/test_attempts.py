@@ -74,10 +74,23 @@ def test_memory_is_bounded(tmp_path, monkeypatch, caplog):
     file.path.mkdir()
     for _ in range(4):
         file.write(b'0123')
-    assert '10 bytes that could not be written are lost' in caplog.text
+    assert '12 bytes that could not be written are lost' in caplog.text
     file.path.rmdir()
     file.write(b'!')
     assert file.path.read_bytes() == b'0123!'
+
+
+def test_what_can_be_written_is_not_lost(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(attempts, 'LIMIT', 10)
+    file = PatientFile(tmp_path / 'a')
+    file.path.mkdir()
+    file.write(b'0123456789')
+    file.path.rmdir()
+    file.write(b'!')
+    assert file.path.read_bytes() == b'0123456789!'
+    file.write(b'more than ten bytes at once')
+    assert file.path.read_bytes() == b'0123456789!more than ten bytes at once'
+    assert 'lost' not in caplog.text
 
 
 def test_one_warning_a_kind_until_it_works_again(caplog):
