@@ -183,6 +183,9 @@ def test_peers_refuse_what_they_do_not_train() -> None:
         ({'precision': 'float16'}, 'precision=float16'),
         ({'diffusion': {'objective': 'flow'}}, 'trains epsilon, x0 and v'),
         ({'data': {'cache': 'stream'}}, 'data.cache=device'),
+        ({'timesteps': {'sampler': 'policy'}}, 'trains with timesteps.sampler=uniform, found pol'),
+        ({'loss': {'weighting': 'min_snr'}}, 'trains with loss.weighting=uniform, found min_snr'),
+        ({'model': {'remat': True}}, 'found model.remat=True; set it to False'),
         ({'data': {'noise_assignment': 'batch'}}, 'found data.noise_assignment=batch; set it to'),
         ({'model': {'low_res_size': (4,)}}, 'found model.low_res_size'),
     ):
