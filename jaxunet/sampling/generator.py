@@ -36,6 +36,7 @@ from jaxunet.sampling.picture import (
     after_evaluation,
     make_schedule,
     start_state,
+    with_kept_pixels,
 )
 from jaxunet.sampling.sampler import (
     Keys,
@@ -314,7 +315,9 @@ class Generator:
             state.x.block_until_ready()
             if not progress(stop / steps):
                 return None
-        return to_uint8(state.x, truncate=bool(self.sampler.config.truncate))[:count]
+        images = to_uint8(state.x, truncate=bool(self.sampler.config.truncate))[:count]
+        # Truncated pixels of the picture would be too dark by 1.
+        return images if self.schedule is None else with_kept_pixels(images, self.schedule.picture)
 
     def _initial_state(self, keys: Array, canvas: Canvas | None) -> State:
         if canvas is None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float64, Int
+from jaxtyping import Array, Bool, Float, Float64, Int, UInt8
 
 from jaxunet.data.picture import Redraw
 from jaxunet.data.pixels import Pixels
@@ -280,6 +280,15 @@ def _with_known(
     )
     fresh = _noise(keys, KNOWN, jnp.asarray(schedule.draws)[level], x)
     return jnp.where(canvas.redraw, x, signal * canvas.pixels + noise * fresh)
+
+
+def with_kept_pixels(
+    images: UInt8[np.ndarray, 'samples height width channels'], picture: Picture
+) -> UInt8[np.ndarray, 'samples height width channels']:
+    """Returns finished images with the picture's own pixels where they are kept."""
+    if picture.redraw is None:
+        return images
+    return np.where(picture.redraw[None, :, :, None], images, picture.pixels[None])
 
 
 def _noise(keys: Keys, stream: int, draw: Int[Array, ''], like: Images) -> Images:

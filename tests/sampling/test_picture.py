@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.tiny import tiny_config
 
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import DiffusionConfig
 from jaxunet.data.images import to_uint8
 from jaxunet.diffusion import objectives
@@ -16,6 +18,7 @@ from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import picture as p
 from jaxunet.sampling import sampler as s
+from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
 
 # Pixels of a row: Gaussian, correlated with their neighbours.
@@ -192,6 +195,28 @@ def test_kept_pixels_are_exact_for_every_value():
     last = p.after_evaluation(x, keys, schedule, canvas, jnp.asarray(1))
     np.testing.assert_array_equal(to_uint8(last)[0][~redraw], pixels[~redraw])
     assert last[0, 0, 0, 0] == x[0, 0, 0, 0]
+
+
+@pytest.mark.parametrize('truncate', [True, None])
+def test_images_have_the_kept_pixels(truncate):
+    """Dark ones would lose 1 if truncated, because in [−1, 1] they are a little too small."""
+    config = tiny_config()
+    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8, 1)
+    redraw = np.zeros((8, 8), bool)
+    redraw[6:] = True
+    generator = Generator(
+        config,
+        SamplerConfig(name='ddim', steps=2, truncate=truncate),
+        batch_size=2,
+        devices=jax.devices()[:1],
+        picture=p.Picture(pixels, redraw),
+    )
+    params = generator.put(fresh_state(config).params)
+    images = generator(params, seed=0, indices=np.arange(2))
+    assert images.dtype == np.uint8
+    for image in images:
+        np.testing.assert_array_equal(image[:6], pixels[:6])
+        assert (image[6:] != pixels[6:]).any()
 
 
 def visited(picture, **options):
