@@ -1,8 +1,8 @@
 // Runs GroupNorm's backward_smem_resident.cu on the CPU, one host thread for each of its threads,
-// and compares all results with float64. instructions.cuh, mailbox.cuh and special_functions.cuh replace
-// the headers with its PTX. Shared memory starts as NaN, copies arrive only at the wait for them, and
-// alignment, bounds and the pairs of cluster barriers are checked. ThreadSanitizer finds missing
-// barriers.
+// and compares all results with float64. instructions.cuh, mailbox.cuh and special_functions.cuh
+// replace the headers with its PTX. Shared memory starts as NaN, copies arrive only at the wait for
+// them, and alignment, bounds and the pairs of cluster barriers are checked. ThreadSanitizer finds
+// missing barriers.
 //
 //   tests/gpu/harness/gnback/emulation/run.sh     builds it twice, and runs both
 //   emulate           all cases, in all types: without ThreadSanitizer
