@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
 import subprocess
 import sys
-import types
 
 import jax
 import numpy as np
@@ -21,7 +19,6 @@ from support.inception_case import random_state
 
 from jaxunet.data.images import save_images
 from jaxunet.data.unetcu_bin import header_bytes, to_values
-from jaxunet.evaluate import output
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.image_sets import open_images
@@ -206,12 +203,33 @@ def test_statistics_in_place_of_images(tmp_path):
     assert abs(same['value']) < 1e-6 * other['value']
 
 
-def test_results_that_are_not_finite_are_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(output, 'OUTPUT', types.SimpleNamespace(value=f'{tmp_path}/a/out.jsonl'))
-    output.append([{'metric': 'nll', 'value': 3.0}])
-    with pytest.raises(UserError, match=r'--output: .*expected finite results, found NaN'):
-        output.append([{'metric': 'nll', 'value': 2.0}, {'metric': 'nll', 'value': math.nan}])
-    assert (tmp_path / 'a/out.jsonl').read_text() == '{"metric": "nll", "value": 3.0}\n'
+# In a process of its own, because modules of several commands cannot define their flags together.
+APPEND = """
+import json, sys
+from absl import flags
+from jaxunet.evaluate import output
+from jaxunet.runtime.errors import UserError
+flags.FLAGS(['evaluate', f'--output={sys.argv[1]}'])
+for values in (3.0,), (2.0, float('nan')):
+    try:
+        output.append([{'value': value} for value in values])
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_results_that_are_not_finite_are_not_written(tmp_path):
+    written = tmp_path / 'a' / 'out.jsonl'
+    done = subprocess.run(
+        [sys.executable, '-c', APPEND, str(written)],
+        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f'--output: {written}: expected finite results, found NaN or infinity' in done.stdout
+    assert written.read_text() == '{"value": 3.0}\n'
 
 
 def test_nearest_training_images(tmp_path):
