@@ -54,7 +54,8 @@ BROKEN = 'broken:optimizer.learning_rate=1e30+optimizer.clip_norm=0.0+optimizer.
 ARGUMENTS = [
     f'--methods=uniform,same:loss.weighting=uniform,{BROKEN}',
     '--seeds=1,uniform=2',
-    '--seconds=0.4,broken=60',  # until it diverges, however slow the machine is
+    # Long enough for a slow machine to log four losses, and to diverge.
+    '--seconds=1.5,broken=60',
     '--devices=0,1',
     '--config.train.max_bad_steps=3',
 ]
@@ -85,7 +86,7 @@ def test_a_comparison_from_end_to_end(compared):
         '[features=classifier-' in row['metric'] and row['num_samples'] == '12' for row in fine
     )
     for row in fine:
-        assert 0 <= float(row['training_seconds']) - 0.2 * (1 + int(row['milestone'])) < 3
+        assert 0 <= float(row['training_seconds']) - 0.75 * (1 + int(row['milestone'])) < 3
     (failed,) = (row for row in rows if row['status'] == 'failed')
     assert failed['method'] == 'broken'
     assert 'loss or gradient that is not finite' in failed['reason']
@@ -125,7 +126,7 @@ def test_runs_of_a_seed_start_alike(compared):
         for name in ('uniform_seed0', 'same_seed0', 'uniform_seed1')
     ]
     count = min(map(len, losses))
-    assert count, 'no loss is logged'
+    assert count > 3
     assert losses[0][:count] == losses[1][:count] != losses[2][:count]
 
 
