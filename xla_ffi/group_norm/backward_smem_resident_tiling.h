@@ -23,8 +23,8 @@ constexpr int kBackwardStages = 4;     // chunks in shared memory or being copie
 constexpr int kBackwardThreads = 512;  // most threads of a block
 constexpr int kBackwardTeam = 8;       // most lanes that add up the rows of one channel
 
-// Most staged bytes of a block if two, with their scratch memory, are to share a Hopper
-// multiprocessor; of a block that has it alone; and the target for the blocks of a cluster.
+// Limits for the staged bytes of a block: if two of them, with their scratch memory, share a Hopper
+// multiprocessor; if it has a multiprocessor to itself; and in a cluster.
 constexpr int64_t kBackwardTileBytes = 104 * 1024, kBackwardSingleBytes = 200 * 1024,
                   kBackwardClusterBytes = 80 * 1024;
 
@@ -118,9 +118,9 @@ inline BackwardChoice choose_backward(const DeviceLimits& limits, int64_t batch,
            staged_arrays(vector > 1, element);
   };
   const auto blocks = [&] { return batch * (channels / choice.channels) * choice.ranks; };
-  // Blocks per cluster: enough for the tiles to fit with other blocks on a multiprocessor. Without
-  // more than two blocks for each, a block that has one alone is as fast as a cluster. (Not
-  // measured in float32.)
+  // Blocks per cluster: enough for several blocks to share a multiprocessor. With at most two
+  // blocks for each multiprocessor, large blocks that do not share one are as fast. (Not measured
+  // in float32.)
   if (tile_bytes() > kBackwardSingleBytes || (element == 2 && blocks() > 2 * limits.sms)) {
     while (choice.ranks < limits.max_cluster && tile_bytes() > kBackwardClusterBytes)
       choice.ranks *= 2;

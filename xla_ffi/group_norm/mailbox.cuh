@@ -1,17 +1,18 @@
-// Sums that the blocks of a cluster send to each other's shared memory with st.async (compute
-// capability 9.0). The receiver waits only for these bytes. A cluster barrier with release and
-// acquire would also wait until everything that the blocks wrote to global memory has arrived.
+// Pairs of numbers, such as sums, that the blocks of a cluster send to each other's shared memory
+// with st.async (compute capability 9.0). The receiver waits only for these bytes. A cluster
+// barrier with release and acquire would also wait until everything that the blocks wrote to global
+// memory has arrived.
 #pragma once
 
 #include "instructions.cuh"
 
 namespace jaxunet::cuda {
 
-// The memory in which a block receives the sums of all blocks of its cluster, once. All threads of
+// The memory in which a block receives the pairs of all blocks of its cluster, once. All threads of
 // the cluster call open, and wait_open before they send. All threads of a receiver call wait_full.
 // A block may exit once it has sent and received everything, because nothing else is sent to it.
 struct Mailbox {
-  Barrier* full;  // completes when all sums have arrived
+  Barrier* full;  // completes when all pairs have arrived
   float2* slots;
 
   __device__ void open(bool receiver) const {
@@ -39,9 +40,9 @@ struct Mailbox {
     __trap();
 #endif
   }
-  // Waits until `bytes` bytes of sums have arrived. They may arrive before thread 0 announces them,
-  // because `full` cannot complete until it has. Thread 0 does so here and not in open, because
-  // racecheck needs a barrier between init and the arrival.
+  // Waits until `bytes` bytes of pairs have arrived. They may arrive before thread 0 announces
+  // them, because `full` cannot complete until it has. Thread 0 does so here and not in open,
+  // because racecheck needs a barrier between init and the arrival.
   __device__ void wait_full(int bytes) const {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) full->arrive_expect(bytes);
