@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs every GPU test, in eight workers for each GPU; prints failures as they happen, and the summary.
+# Runs every GPU test, in eight workers for each GPU; prints failures as they happen, and the
+# summary.
 #   tests/gpu/test.sh [PYTEST ARGUMENTS]
-# On several GPUs, or those of CUDA_VISIBLE_DEVICES, each worker has one of them. Without arguments, the tests that train on
-# all GPUs follow in a second pytest.
+# Each worker has one of the GPUs, all or those of CUDA_VISIBLE_DEVICES. If there are several, and
+# without arguments, a second pytest repeats the tests of training with all of them visible.
 # JAXUNET_KERNELS=portable (or ada) in the environment tests the portable kernels (docs/cuda.md).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -10,6 +11,7 @@ export PYTHONPATH=.:tests/gpu${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_PREAL
 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd ,)}
 export CUDA_VISIBLE_DEVICES
 IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
+((${#gpus[@]})) || { echo 'error: expected an NVIDIA GPU, found none'; exit 2; }
 pytest=(python3 -m pytest -m gpu -q -p no:benchmark -p show_failures)
 failed=0
 "${pytest[@]}" -n $((8 * ${#gpus[@]})) -p one_gpu_each "$@" || failed=$?
