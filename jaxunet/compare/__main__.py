@@ -257,12 +257,12 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     jax.config.update('jax_platforms', 'cpu')  # the other devices belong to the runs
     spec = make_spec(config, methods, runner.load(directory).processes if began else 1)
     todo = runner.tasks(spec, config)
-    if TRAIN.value:
-        runner.check_runs(todo, directory)
     # Find mistakes in the evaluation before anything runs, but after those that need no download.
     network = evaluation_network(config) if TRAIN.value else None
     if network:
         runner.check_features(todo, directory, network.name)
+    if TRAIN.value:
+        runner.check_runs(todo, directory)  # before the record of another comparison is replaced
     # --notrain adds step costs to an existing comparison.
     if TRAIN.value or not began:
         runner.save(spec, directory)
