@@ -222,6 +222,8 @@ class Queue:
         config = job.load_config(self._devices)
         source = self._source(config)
         self._measurements.prepare(job, config, source)
+        if self._step_ms:
+            self._measurements.prepare_references(job)
         names = job.state_names(config)
         step_seconds = self._step_ms.get(job.case, 0.0) / 1e3
         workdir = work.prepare(self._work, job, config, step_seconds, resume=self._resume)

@@ -96,6 +96,19 @@ class Measurements:
             self._held_out[key] = HeldOutLoss(config, source, self._devices)
             self._new.append(self._held_out[key].compile)
 
+    def prepare_references(self, job: Job) -> None:
+        """Has `compile` compute the features of a job's references too, if the network is there.
+
+        Only for runs whose clock counts steps: the device takes time from training for this.
+        """
+
+        def compute_references() -> None:
+            for path, (_, metrics) in job.references.items():
+                self._reference(path, metrics, self._features())
+
+        if self._path and self.ready():
+            self._new.append(compute_references)
+
     def compile(self) -> None:
         """Compiles the programs made since the last call, in a thread."""
         new, self._new = self._new, []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 
 import numpy as np
 import pytest
 from support.data_files import encoded, put
+from support.untrained_features import write_untrained
 
+from jaxunet.compare import measure
 from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements, check_finite
@@ -37,3 +40,28 @@ def test_random_crops_are_cut_out_of_the_stored_images(crop, tmp_path):
     for images in (source, source.held_out):
         assert images.in_memory == (crop == 'center')
         assert images.stored_size(0) == ((8, 8) if crop == 'center' else (32, 32))
+
+
+@pytest.mark.parametrize('step_ms', [{}, {'uniform': 20.0}])
+def test_references_are_measured_during_training_whose_clock_counts_steps(
+    step_ms, tmp_path, monkeypatch
+):
+    open_side, opened, seen = measure.open_side, [], []
+
+    def spy(path, *args, **kwargs):
+        opened.append(path)
+        return open_side(path, *args, **kwargs)
+
+    def look(self, checkpoint):
+        self.wait()
+        seen.append(list(opened))
+        return iter(())
+
+    monkeypatch.setattr(measure, 'open_side', spy)
+    monkeypatch.setattr(Measurements, 'measure', look)
+    jobs = [dataclasses.replace(job, seconds=(0.02,)) for job in read_jobs(str(TINY), '')[:2]]
+    features = Measurements(str(write_untrained(tmp_path)), tmp_path)
+    queue = Queue(tmp_path / 'out', features, limit=Limit(600), command='', step_ms=step_ms)
+    assert queue.run(jobs) == []
+    assert {job.case for job in jobs} == {'uniform'}
+    assert seen == [list(jobs[0].references) if step_ms else []] * 2, 'and only once'
