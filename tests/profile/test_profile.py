@@ -287,7 +287,8 @@ def test_capture_on_several_devices(tmp_path):
     assert s.phase_ms[OTHER] < 0.2 * sum(s.phase_ms.values())
     host = {row.operation: row for row in s.side(HOST)}
     assert host[HOST_DATA].count == 1
-    assert host[HOST_WAIT].count == 0.5
+    # On a CPU one step is queued: the second waits for the first, and the end for the second.
+    assert host[HOST_WAIT].count == 1
     assert captured.step_ms > 0
 
 
