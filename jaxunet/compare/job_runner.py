@@ -231,7 +231,7 @@ class Queue:
 
         def compiled() -> None:
             # Only now, because two compilations at once disturb each other's kernel timings.
-            self._measurements.compile()
+            self._measurements.compile(jax.local_devices()[: self._devices])
             self._watch.start('training')
 
         def keep(step: int, trained: float, kept: dict[str, Params]) -> None:

@@ -25,7 +25,7 @@ from jaxunet.metrics.sides import image_side, open_side
 from jaxunet.metrics.table import Side
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
-from jaxunet.runtime.background import Background
+from jaxunet.runtime.background import Background, beside_steps
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import Generator
 from jaxunet.training.evaluation import FEATURE_BATCH, colour
@@ -99,7 +99,7 @@ class Measurements:
     def prepare_references(self, job: Job) -> None:
         """Has `compile` compute the features of a job's references too, if the network is there.
 
-        Only for runs whose clock counts steps: the device takes time from training for this.
+        Only for runs whose clock counts steps, because this takes time of the device.
         """
 
         def compute_references() -> None:
@@ -109,8 +109,12 @@ class Measurements:
         if self._path and self.ready():
             self._new.append(compute_references)
 
-    def compile(self) -> None:
-        """Compiles the programs made since the last call, in a thread."""
+    def compile(self, devices: Sequence[jax.Device]) -> None:
+        """Compiles the programs made since the last call, beside training where that is safe.
+
+        Args:
+          devices: those on which the job trains.
+        """
         new, self._new = self._new, []
 
         def compile_all() -> None:
@@ -118,7 +122,7 @@ class Measurements:
                 compile_one()
 
         if new:
-            self._compiling.append(Background(compile_all))
+            self._compiling.append(beside_steps(compile_all, devices))
 
     def wait(self) -> None:
         """Waits until all programs are compiled; raises the error of one that failed."""

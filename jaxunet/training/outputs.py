@@ -18,7 +18,7 @@ from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
-from jaxunet.runtime.background import Background
+from jaxunet.runtime.background import Background, beside_steps
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
@@ -81,7 +81,7 @@ class Outputs:
         keep_on: Callable[[], bool],
     ) -> None:
         self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
-        self._device = devices[0]
+        self._devices = devices
         self._all_devices = config.parallel.devices or jax.device_count()
         self._conditions = SampleConditions(config, source, config.train.sample_count)
         self._restarted = (workdir / RESTARTS).exists()
@@ -114,11 +114,11 @@ class Outputs:
             self._table.close()
 
     def start_compiling(self) -> None:
-        """Compiles what runs between steps in threads, beside the first training steps."""
+        """Compiles what runs between steps, beside the first training steps where that is safe."""
         if self._config.train.sample_every:
-            self._generator = Background(self._compile_generator)
+            self._generator = beside_steps(self._compile_generator, self._devices)
         if self._held_out:
-            self._held_out_loss = Background(self._held_out.compile)
+            self._held_out_loss = beside_steps(self._held_out.compile, self._devices)
 
     def log(
         self, step: int, metrics: Metrics, seconds_per_step: float, training_seconds: float
@@ -223,7 +223,7 @@ class Outputs:
             self._config,
             SamplerConfig(sampler.name, sampler.steps),
             batch_size=self._config.train.sample_count,
-            devices=[self._device],
+            devices=[self._devices[0]],
         )
         generator.compile_for(state_template(self._config).params)
         return generator

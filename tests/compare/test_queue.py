@@ -227,13 +227,14 @@ def test_runs_go_on_in_the_middle(job, undisturbed, measurements, tmp_path, monk
 
 
 def test_a_run_trains_on_several_devices(job, tmp_path, monkeypatch):
-    local, found = Parallel.local, set()
+    local, found, compiled = Parallel.local, set(), []
 
     def spy(self, tree):
         found.add(len(jax.tree.leaves(tree)[0].sharding.device_set))
         return local(self, tree)
 
     monkeypatch.setattr(Parallel, 'local', spy)
+    monkeypatch.setattr(Measurements, 'compile', lambda self, beside: compiled.append(len(beside)))
     monkeypatch.setattr(Measurements, 'measure', lambda self, checkpoint: iter(()))
     job = dataclasses.replace(job, seconds=(0.04,))
     for devices in (1, 2):
@@ -241,6 +242,7 @@ def test_a_run_trains_on_several_devices(job, tmp_path, monkeypatch):
         queue = make_queue(tmp_path / str(devices), '', step_ms=STEP_MS, devices=devices)
         assert queue.run([job]) == []
         assert found == {devices}, 'the devices that hold the state'
+    assert compiled == [1, 2], 'the devices that train beside the compiler'
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.commands import ROOT
+from support.tiny import tiny_config
 
+from jaxunet.data.sources import open_images
+from jaxunet.runtime import background
 from jaxunet.runtime.background import Background
+from jaxunet.training.held_out import HeldOutLoss
+from jaxunet.training.loop import train
+from jaxunet.training.session import Session
 
 # Exits that are at once run none of Python's functions at exit.
 COMMAND = """
@@ -105,3 +112,37 @@ def test_a_thread_that_cannot_start_does_not_run(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RuntimeError, match='new thread'):
         Background(str)
     assert not Background.running()
+
+
+def test_which_devices_are_several_gpus() -> None:
+    gpu, cpu = SimpleNamespace(platform='gpu'), SimpleNamespace(platform='cpu')
+    cases = [([gpu], False), ([gpu, gpu], True), ([cpu, cpu], False)]
+    assert [background._several_gpus(devices) for devices, _ in cases] == [e for _, e in cases]
+
+
+@pytest.mark.usefixtures('alone')
+@pytest.mark.parametrize('devices', [1, 2])
+def test_nothing_compiles_beside_steps_on_several_gpus(devices, tmp_path, monkeypatch) -> None:
+    """Their collectives may wait for ever; steps on one GPU do not wait for the compiler."""
+    monkeypatch.setattr(background, '_several_gpus', lambda found: len(found) > 1)
+    compile_loss, call = HeldOutLoss.compile, Session.call
+    stepped, beside = threading.Event(), []
+
+    def compiled(self):
+        assert devices > 1 or stepped.wait(60)
+        return compile_loss(self)
+
+    def called(self, *args, **options):
+        beside.append(Background.running())
+        stepped.set()
+        return call(self, *args, **options)
+
+    monkeypatch.setattr(HeldOutLoss, 'compile', compiled)
+    monkeypatch.setattr(Session, 'call', called)
+    config = tiny_config(
+        parallel={'devices': devices},
+        data={'holdout': 9},
+        train={'steps': 2, 'holdout_every': 2, 'sample_every': 2},
+    )
+    assert train(config, tmp_path, open_images(config)) == 2
+    assert beside[0] == (devices == 1)
