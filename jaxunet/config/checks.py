@@ -127,6 +127,7 @@ NOT_NEGATIVE = (
     'train.spike_sigmas',
     'train.rollbacks',
     'train.check_replicas_every',
+    'train.stall_seconds',
     'ema.snapshot_every',
     'evaluation.guidance_scale',
 )

@@ -47,8 +47,7 @@ class ModelConfig:
     conv_resample: bool = False  # learned resampling; False = average pool and nearest neighbour
     # Padding of stride-2 convolutions: symmetric (guided-diffusion) | same (DDPM: right, bottom).
     downsample_padding: str = 'symmetric'
-    # Residual blocks change the resolution, in place of separate layers.
-    resblock_updown: bool = False
+    resblock_updown: bool = False  # residual blocks change the resolution, not separate layers
     # True: the embedding scales and shifts the output of norm_2. False: it is added before norm_2.
     scale_shift_norm: bool = False
     dropout: float = 0.0  # probability, in each residual block; rounded to multiples of 2⁻¹⁶
@@ -269,6 +268,7 @@ class TrainConfig:
     # Steps between checks that weights and optimizer state are equal on all devices; also checked
     # before every checkpoint. 0 = never.
     check_replicas_every: int = 0
+    stall_seconds: float = 600.0  # end the run if a wait for the devices takes longer; 0 = never
 
 
 @dataclass(frozen=True)

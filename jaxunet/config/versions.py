@@ -39,6 +39,7 @@ ADDED = (
     'train.spike_sigmas',
     'train.rollbacks',
     'train.check_replicas_every',
+    'train.stall_seconds',
 )
 # Defaults that changed: what the new one stood for in version 0.1.0; see `identity`.
 CHANGED_DEFAULTS = {

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import pathlib
 
-import jax
 import numpy as np
 from absl import logging
 from tqdm import tqdm
@@ -41,6 +40,7 @@ from jaxunet.training.preemption import Preemption
 from jaxunet.training.resume import StartingPoint, adapted, how_to_go_on, keep_images
 from jaxunet.training.rollback import TooManySkippedError
 from jaxunet.training.saving import Saver, save_on_error
+from jaxunet.training.stalls import StallWatch
 from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
 from jaxunet.weights import write_classifier
@@ -82,12 +82,14 @@ class _Loop:
       queue: the calls whose metrics have not been read: (step after the call, metrics).
       measured: columns of metrics.csv by the step whose row has not been written.
       saver: writes checkpoints.
+      watch: waits for the devices.
       failure: the error of the last attempt to write classifier.pt; None if it succeeded.
     """
 
     step: int
     saver: Saver
     clock: Clock
+    watch: StallWatch
     bar: tqdm
     table: StepTable
     board: Board
@@ -117,6 +119,8 @@ class _Loop:
             else:
                 self._open(begin, stack)
                 self.clock = Clock(self.step, begin.seconds)
+                self.watch = StallWatch(self.config.train.stall_seconds, self.workdir)
+                stack.callback(self.watch.close)
                 del begin  # its state is a second copy of all weights, in this machine's memory
                 self._train()
         if self.failure:
@@ -183,7 +187,7 @@ class _Loop:
             return
         self._read_metrics(leave=1)
         with self._save_on_error():
-            jax.block_until_ready(self.queue[-1][1])
+            self.watch.wait(self.queue[-1][1])
         self.clock.pause()
         if measure and self.accuracy:
             with self._save_on_error(), memory_for(*ACCURACY_MEMORY):
@@ -205,7 +209,7 @@ class _Loop:
         while len(self.queue) > leave:
             step, metrics = self.queue.popleft()
             with self._save_on_error():
-                jax.block_until_ready(metrics)  # numpy would crash on those of a step that failed
+                self.watch.wait(metrics)  # numpy would crash on those of a step that failed
             bad = int(np.atleast_1d(metrics['bad_steps']).max())
             self.bar.update(self.session.steps_per_call)
             if bad >= train.max_bad_steps:

@@ -35,6 +35,7 @@ from jaxunet.training.resume import StartingPoint, how_to_go_on, keep_images, st
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.session import Session
+from jaxunet.training.stalls import StallWatch
 from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
 
@@ -86,6 +87,7 @@ class _Loop:
       queue: the calls whose metrics have not been read: (step after the call, metrics).
       stop: all processes of the run have seen that one of them was asked to stop.
       saver: writes checkpoints and snapshots.
+      watch: waits for the devices.
       outputs: writes everything else, on process 0; None on the others.
     """
 
@@ -93,6 +95,7 @@ class _Loop:
     rollbacks: int
     saver: Saver
     clock: Clock
+    watch: StallWatch
     bar: tqdm
 
     def __init__(
@@ -174,6 +177,8 @@ class _Loop:
             del begin  # its state is a second copy of all weights, in this machine's memory
             # Training time leaves out how much longer other processes compile.
             wait_for_others('compiled the step')
+            self.watch = StallWatch(self.config.train.stall_seconds, self.workdir)
+            stack.callback(self.watch.close)
             self.clock = Clock(self.step, seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
@@ -256,7 +261,7 @@ class _Loop:
             return True
         self._read_metrics(leave=1)
         with self._save_on_error():
-            jax.block_until_ready(self.queue[-1][1])
+            self.watch.wait(self.queue[-1][1])
         self.clock.pause()
         if check or save:
             self._check_replicas()
@@ -345,7 +350,7 @@ class _Loop:
             # Each process reads the metrics of a step after the same number of further calls, so
             # all of them stop at the same step.
             with self._save_on_error():
-                jax.block_until_ready(metrics)  # numpy would crash on those of a step that failed
+                self.watch.wait(metrics)  # numpy would crash on those of a step that failed
             self.stop |= bool(np.any(metrics.get(STOP, 0)))
             bad = int(np.atleast_1d(metrics['bad_steps']).max())
             self.bar.update(self.session.steps_per_call)

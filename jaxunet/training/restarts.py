@@ -29,6 +29,7 @@ from jaxunet.runtime.no_device import NO_DEVICE
 from jaxunet.runtime.out_of_memory import OUT_OF_MEMORY
 from jaxunet.training.logs import MAX_DIGITS, StepTable
 from jaxunet.training.meeting import Meeting, Place
+from jaxunet.training.stalls import STALLED
 
 FILE = 'restarts.csv'
 COLUMNS = ('step', 'restart', 'reason', 'wait_seconds', 'time', 'job', 'processes')
@@ -38,6 +39,7 @@ REASONS = {
     NO_DEVICE: ': no device',
     OUT_OF_MEMORY: ': no memory left',
     PEERS_MISSING: ': the other processes were not there',
+    STALLED: ': the devices finished no step',
 }
 FEWER_DEVICES = '--fewer_devices'  # flag of jaxunet.train
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

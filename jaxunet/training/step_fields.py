@@ -29,6 +29,7 @@ OUTSIDE_FIELDS = {
         'max_bad_steps',
         'rollbacks',
         'check_replicas_every',
+        'stall_seconds',
     ),
 }
 

@@ -1,0 +1,79 @@
+"""Ends a run whose devices no longer work, such as GPUs that wait for each other for ever.
+
+The run would neither continue nor end by itself: while JAX waits for a device, Python handles no
+signals, not even Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import threading
+import time
+
+import jax
+
+from jaxunet.checkpoint.newest import saved_steps
+from jaxunet.runtime.distributed import end
+
+STALLED = 6  # exit code of a run whose devices finish no step
+LOOKS = 20  # times that the thread looks at a wait before its limit
+
+
+class StallWatch:
+    """Waits for devices, and ends this process if they take too long.
+
+    Args:
+      seconds: time limit of a wait; 0 = none. Time in which this process is suspended does not
+        count.
+      workdir: of the run, for the message.
+    """
+
+    def __init__(self, seconds: float, workdir: pathlib.Path) -> None:
+        self._seconds, self._workdir = seconds, workdir
+        self._waits = 0  # begun so far
+        self._waiting = False
+        self._closed = threading.Event()
+        if seconds:
+            threading.Thread(target=self._watch, name='stall watch', daemon=True).start()
+
+    def wait(self, arrays: object) -> None:
+        """Waits until all arrays in a tree are computed; raises the errors of their programs."""
+        self._waits += 1
+        self._waiting = True
+        try:
+            jax.block_until_ready(arrays)
+        finally:
+            self._waiting = False
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        every = self._seconds / LOOKS
+        seen, waited, last = 0, 0.0, time.monotonic()
+        while not self._closed.wait(every):
+            now = time.monotonic()
+            same = self._waiting and self._waits == seen
+            # A thread that looks late was suspended, as was the process.
+            waited = waited + min(now - last, 2 * every) if same else 0.0
+            seen, last = self._waits, now
+            if waited >= self._seconds:
+                self._end()
+
+    def _end(self) -> None:
+        step = max(saved_steps(self._workdir), default=None)
+        saved = (
+            'there is no checkpoint yet'
+            if step is None
+            else (f'step {step} is saved, and the same command resumes from there')
+        )
+        with contextlib.suppress(OSError):
+            os.write(
+                2,
+                f'\nerror: the devices finished no step within {self._seconds:g} s; {saved}. If a '
+                'step takes that long, raise train.stall_seconds\n'.encode(),
+            )
+        end(STALLED)

@@ -1,0 +1,95 @@
+"""A run whose devices no longer work ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.commands import ROOT
+
+from jaxunet.training import stalls
+from jaxunet.training.restarts import describe
+
+# A program that takes SECONDS on the device, while the main thread waits in JAX.
+SLOW = """
+import pathlib, sys, time
+import jax
+from jaxunet.training.stalls import StallWatch
+
+def slowly(seconds):
+    return lambda x: (time.sleep(seconds), x)[1]
+
+def slow(x, seconds):
+    return jax.jit(lambda x: jax.pure_callback(slowly(seconds), x, x))(x)
+"""
+WAITS = """
+watch = StallWatch({limit}, pathlib.Path('.'))
+x = jax.numpy.zeros(())
+for _ in range({times}):
+    result = slow(x, {seconds})
+    print('waits', flush=True)
+    watch.wait(result)
+watch.close()
+print('done', flush=True)
+"""
+TRAINS = """
+sys.path.insert(0, 'tests')
+from support.tiny import tiny_config
+from jaxunet.data.sources import open_images
+from jaxunet.training.loop import train
+from jaxunet.training.session import Session
+
+call, calls = Session.call, []
+
+def stalled(self, data, stop=False):
+    metrics = call(self, data, stop=stop)
+    calls.append(metrics)
+    return {{**metrics, 'loss': slow(metrics['loss'], 1000)}} if len(calls) > 2 else metrics
+
+Session.call = stalled
+config = tiny_config(train={{'steps': 9, 'checkpoint_every': 2, 'stall_seconds': 3.0}})
+train(config, pathlib.Path({workdir!r}), open_images(config))
+"""
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, '-c', SLOW + code],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_a_run_ends_and_says_what_is_saved(tmp_path):
+    run = start(TRAINS.format(workdir=str(tmp_path / 'run')))
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == stalls.STALLED
+    assert errors.strip().splitlines()[-1] == (
+        'error: the devices finished no step within 3 s; step 2 is saved, and the same command '
+        'resumes from there. If a step takes that long, raise train.stall_seconds'
+    )
+    assert describe(run.returncode).endswith('exit code 6: the devices finished no step')
+
+
+@pytest.mark.parametrize(('limit', 'times', 'seconds'), [(4, 6, 1), (0, 1, 2)])
+def test_waits_below_the_limit_may_be_many(limit, times, seconds):
+    """0 is no limit."""
+    waits = start(WAITS.format(limit=limit, times=times, seconds=seconds))
+    output, errors = waits.communicate(timeout=300)
+    assert waits.returncode == 0, errors
+    assert output.endswith('done\n')
+
+
+def test_time_in_which_a_process_is_suspended_does_not_count():
+    waits = start(WAITS.format(limit=4, times=1, seconds=2))
+    assert waits.stdout.readline() == 'waits\n'
+    waits.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    waits.send_signal(signal.SIGCONT)
+    _, errors = waits.communicate(timeout=300)
+    assert waits.returncode == 0, errors
