@@ -1,4 +1,7 @@
-"""Finds fields that belong to another timestep sampler or loss weighting than the chosen one."""
+"""Finds fields that have no effect, because they belong to another choice than the config's.
+
+Examples: a field of another timestep sampler, loss weighting or objective.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,16 @@ from jaxunet.config.checks import CHOICES, INVALID
 from jaxunet.config.schema import Config, to_dict
 from jaxunet.runtime.errors import UserError, itemized
 
-# The fields that choose; the others of their sections belong to one choice each.
-CHOOSERS = {'loss': 'weighting', 'timesteps': 'sampler'}
-# Fields whose names do not begin with the name of their choice.
-OWNERS = {'history': 'loss_second_moment', 'history_uniform': 'loss_second_moment'}
+Choice = tuple[str, object]  # path of a field, and the value that it must have
+
+# The fields that choose. A field of their section whose name begins with a choice belongs to it.
+CHOOSERS = ('loss.weighting', 'timesteps.sampler', 'diffusion.objective')
+# Fields with other names.
+OWNERS: dict[str, Choice] = {
+    'timesteps.history': ('timesteps.sampler', 'loss_second_moment'),
+    'timesteps.history_uniform': ('timesteps.sampler', 'loss_second_moment'),
+    'diffusion.vlb_weight': ('diffusion.learn_sigma', True),
+}
 
 
 def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
@@ -25,45 +34,47 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
         instead, so that the run can go on.
 
     Raises:
-      UserError: a value has no effect; the message says to which sampler or weighting it belongs.
+      UserError: a value has no effect; the message says to which choice it belongs.
     """
     problems = []
-    for section, chooser in CHOOSERS.items():
-        for name in _owned(section):
-            begun = [to_dict(config)[section][name] for config in earlier]
-            for value, problem in _problems(configs, section, chooser, name):
-                if value in begun:
-                    logging.warning('%s', problem)
-                else:
-                    problems.append(problem)
+    for path, choice in owners().items():
+        begun = [_value(config, path) for config in earlier]
+        for value, problem in _problems(configs, path, choice):
+            if value in begun:
+                logging.warning('%s', problem)
+            else:
+                problems.append(problem)
     if problems:
         raise UserError(f'{INVALID}{itemized(problems)}')
 
 
-def owner(section: str, name: str) -> str:
-    """Returns the weighting (section `loss`) or sampler (`timesteps`) that a field belongs to."""
-    choices = CHOICES[f'{section}.{CHOOSERS[section]}']
-    return OWNERS.get(name) or next(c for c in choices if name.startswith(f'{c}_'))
+def owners() -> dict[str, Choice]:
+    """Returns the fields that belong to a choice, by their paths."""
+    found: dict[str, Choice] = {}
+    for chooser in CHOOSERS:
+        section, _, field = chooser.partition('.')
+        for name in to_dict(Config())[section]:
+            choices = [c for c in CHOICES[chooser] if name != field and name.startswith(f'{c}_')]
+            found |= {f'{section}.{name}': (chooser, choice) for choice in choices[:1]}
+    return found | OWNERS
 
 
-def _owned(section: str) -> list[str]:
-    return [name for name in to_dict(Config())[section] if name != CHOOSERS[section]]
+def _value(config: Config, path: str) -> object:
+    section, _, name = path.partition('.')
+    return getattr(getattr(config, section), name)
 
 
-def _problems(
-    configs: Sequence[Config], section: str, chooser: str, name: str
-) -> Iterator[tuple[object, str]]:
-    """Returns each value of the field that has no effect, and a line about it."""
-    default, needed = to_dict(Config())[section][name], owner(section, name)
-    chosen: dict[object, list[str]] = {}  # by value of the field
+def _problems(configs: Sequence[Config], path: str, choice: Choice) -> Iterator[tuple[object, str]]:
+    """Yields each value of the field that has no effect, and a line about it."""
+    chooser, needed = choice
+    chosen: dict[object, list[object]] = {}  # by value of the field
     for config in configs:
-        fields = to_dict(config)[section]
-        chosen.setdefault(fields[name], []).append(fields[chooser])
+        chosen.setdefault(_value(config, path), []).append(_value(config, chooser))
     for value, found in chosen.items():
-        if value != default and needed not in found:
+        if value != _value(Config(), path) and needed not in found:
+            others = ', '.join(dict.fromkeys(map(str, found)))
             yield (
                 value,
-                f'{section}.{name}: {value} has no effect: it belongs to '
-                f'{section}.{chooser}={needed}, found {", ".join(dict.fromkeys(found))}; '
-                'leave it out',
+                f'{path}: {value} has no effect: it belongs to {chooser}={needed}, '
+                f'found {others}; leave it out',
             )

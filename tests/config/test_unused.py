@@ -1,4 +1,4 @@
-"""Fields of another timestep sampler or loss weighting than the chosen one."""
+"""Fields of another timestep sampler, loss weighting or objective than the chosen one."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 from absl import logging
 
 from jaxunet.config import CHOICES, Config, LossConfig, TimestepsConfig
-from jaxunet.config.unused import check_used, owner
+from jaxunet.config.unused import check_used, owners
 from jaxunet.runtime.errors import UserError
 
 POLICY = Config().replace(timesteps={'sampler': 'policy', 'adaptive_bins': 64})
@@ -19,7 +19,14 @@ ADAPTIVE = Config().replace(timesteps={'sampler': 'adaptive', 'adaptive_bins': 6
 )
 def test_every_field_belongs_to_a_choice(section, chooser, fields):
     names = {field.name for field in dataclasses.fields(fields)} - {chooser}
-    assert {owner(section, name) for name in names} <= set(CHOICES[f'{section}.{chooser}'])
+    found = {owners()[f'{section}.{name}'] for name in names}
+    assert found <= {(f'{section}.{chooser}', choice) for choice in CHOICES[f'{section}.{chooser}']}
+
+
+def test_fields_of_an_objective():
+    names = {path.partition('.')[2] for path in owners() if path.startswith('diffusion.')}
+    objectives = {'edm_mean', 'edm_std', 'edm_sigma_data', 'flow_mean', 'flow_std'}
+    assert names == {*objectives, 'vlb_weight'}
 
 
 def test_a_field_of_another_sampler_is_refused():
@@ -38,6 +45,8 @@ def test_a_field_of_another_sampler_is_refused():
         ('loss', {'soft_min_snr_sigma': 0.3}, 'loss.weighting=soft_min_snr'),
         ('timesteps', {'history': 3}, 'timesteps.sampler=loss_second_moment'),
         ('timesteps', {'speed_k': 2.0}, 'timesteps.sampler=speed'),
+        ('diffusion', {'objective': 'edm', 'flow_std': 2.0}, 'diffusion.objective=flow'),
+        ('diffusion', {'vlb_weight': 0.1}, 'diffusion.learn_sigma=True'),
     ],
 )
 def test_the_message_names_the_choice(section, fields, needed):
@@ -49,6 +58,7 @@ def test_fields_with_an_effect_and_defaults_pass():
     check_used(Config())
     check_used(ADAPTIVE)
     check_used(Config().replace(loss={'weighting': 'p2', 'p2_k': 2.0, 'p2_gamma': 0.5}))
+    check_used(Config().replace(diffusion={'learn_sigma': True, 'vlb_weight': 0.1}))
 
 
 def test_a_value_may_serve_one_of_several_configs():
