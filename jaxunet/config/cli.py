@@ -29,6 +29,7 @@ from jaxunet.runtime.background import Background
 from jaxunet.runtime.distributed import ERROR, end
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 from jaxunet.runtime.no_device import needs_device
 from jaxunet.runtime.out_of_memory import memory_for
@@ -43,9 +44,9 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
-    `exit_code`. So is an exception for lack of memory or of a device. After Ctrl-C the exit code is
-    `INTERRUPTED`, and only `main` prints anything. The process does not wait for a `Background`,
-    which would delay the exit of Python, or crash during it.
+    `exit_code`. So is one for lack of memory or of a device, or for a file that the system refuses.
+    After Ctrl-C the exit code is `INTERRUPTED`, and only `main` prints anything. The process does
+    not wait for a `Background`, which would delay the exit of Python, or crash during it.
 
     Args:
       arguments: `main` takes arguments that are not flags, and checks them; otherwise they are an
@@ -104,7 +105,7 @@ def _without_traceback(
                 raise UserError(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )
-            with needs_device(), memory_for('this command', MORE_MEMORY):
+            with needs_device(), memory_for('this command', MORE_MEMORY), explained():
                 code = main(argv)
         except UserError as error:
             _fail(error)
