@@ -119,8 +119,6 @@ class _Loop:
             else:
                 self._open(begin, stack)
                 self.clock = Clock(self.step, begin.seconds)
-                self.watch = StallWatch(self.config.train.stall_seconds, self.workdir)
-                stack.callback(self.watch.close)
                 del begin  # its state is a second copy of all weights, in this machine's memory
                 self._train()
         if self.failure:
@@ -130,7 +128,9 @@ class _Loop:
     def _open(self, begin: StartingPoint, stack: contextlib.ExitStack) -> None:
         """Makes the step and the files ready; `stack` closes what is opened."""
         config, session = self.config, self.session
-        stack.callback(quietly, 'images', session.close)
+        self.watch = StallWatch(config.train.stall_seconds, self.workdir)
+        stack.callback(self.watch.close)
+        stack.callback(quietly, 'images', lambda: self.watch.call(session.close))
         session.expect(begin.shapes, begin.step, progress=True)
         session.open_stream()
         self.saver = Saver(
@@ -176,7 +176,7 @@ class _Loop:
         """Queues the next call of the step, and measures and saves what is due after it."""
         session, train = self.session, self.config.train
         with self._save_on_error():
-            metrics = session.call(session.next_data())
+            metrics = self.watch.call(session.call, session.next_data())
             self.step += session.steps_per_call
             self.queue.append((self.step, session.parallel.local(metrics)))
         self._read_metrics(leave=session.calls_ahead)

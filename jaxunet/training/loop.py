@@ -148,7 +148,9 @@ class _Loop:
                 print(how_to_go_on(self.config, self.workdir, self.step))
                 return self.step
             session = self.session
-            stack.callback(quietly, 'images', session.close)
+            self.watch = StallWatch(self.config.train.stall_seconds, self.workdir)
+            stack.callback(self.watch.close)
+            stack.callback(quietly, 'images', lambda: self.watch.call(session.close))
             session.expect(begin.shapes, self.step, progress=self.main)
             self.saver = Saver(
                 self.workdir,
@@ -177,8 +179,6 @@ class _Loop:
             del begin  # its state is a second copy of all weights, in this machine's memory
             # Training time leaves out how much longer other processes compile.
             wait_for_others('compiled the step')
-            self.watch = StallWatch(self.config.train.stall_seconds, self.workdir)
-            stack.callback(self.watch.close)
             self.clock = Clock(self.step, seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
@@ -240,7 +240,7 @@ class _Loop:
         session = self.session
         with self._save_on_error():
             data = session.next_data()
-            metrics = session.call(data, stop=self.preemption.requested)
+            metrics = self.watch.call(session.call, data, stop=self.preemption.requested)
             self.step += session.steps_per_call
             self.queue.append((self.step, session.parallel.local(metrics)))
         self._read_metrics(leave=session.calls_ahead)

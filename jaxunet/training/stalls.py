@@ -1,7 +1,7 @@
 """Ends a run whose devices no longer work, such as GPUs that wait for each other for ever.
 
-The run would neither continue nor end by itself: while JAX waits for a device, Python handles no
-signals, not even Ctrl-C.
+The run would neither continue nor end by itself: while JAX waits for a device, Python runs no
+signal handlers, and the main thread cannot save.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import pathlib
 import threading
 import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax
 
@@ -18,11 +20,17 @@ from jaxunet.checkpoint.newest import saved_steps
 from jaxunet.runtime.distributed import end
 
 STALLED = 6  # exit code of a run whose devices finish no step
-LOOKS = 20  # times that the thread looks at a wait before its limit
+LOOKS = 20  # times that the thread looks at a wait before its limit, at least
+MAX_PAUSE = 60.0  # seconds between two looks
+Arguments = ParamSpec('Arguments')
+Result = TypeVar('Result')
 
 
 class StallWatch:
     """Waits for devices, and ends this process if they take too long.
+
+    Of several processes, only process 0 has a limit: the others wait for it while it draws samples
+    or measures. If it ends, JAX ends them.
 
     Args:
       seconds: time limit of a wait; 0 = none. Time in which this process is suspended does not
@@ -35,15 +43,27 @@ class StallWatch:
         self._waits = 0  # begun so far
         self._waiting = False
         self._closed = threading.Event()
-        if seconds:
+        if seconds and jax.process_index() == 0:
             threading.Thread(target=self._watch, name='stall watch', daemon=True).start()
 
     def wait(self, arrays: object) -> None:
         """Waits until all arrays in a tree are computed; raises the errors of their programs."""
+        self.call(jax.block_until_ready, arrays)
+
+    def call(
+        self,
+        function: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Calls a function that may wait for devices, and returns its result.
+
+        Starting a program is such a function: on several GPUs, JAX waits until all have started it.
+        """
         self._waits += 1
         self._waiting = True
         try:
-            jax.block_until_ready(arrays)
+            return function(*args, **kwargs)
         finally:
             self._waiting = False
 
@@ -52,7 +72,7 @@ class StallWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        every = self._seconds / LOOKS
+        every = min(self._seconds / LOOKS, MAX_PAUSE)
         seen, waited, last = 0, 0.0, time.monotonic()
         while not self._closed.wait(every):
             now = time.monotonic()
@@ -64,13 +84,13 @@ class StallWatch:
                 self._end()
 
     def _end(self) -> None:
-        step = max(saved_steps(self._workdir), default=None)
-        saved = (
-            'there is no checkpoint yet'
-            if step is None
-            else (f'step {step} is saved, and the same command resumes from there')
-        )
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # of a disk or a terminal that is gone
+            step = max(saved_steps(self._workdir), default=None)
+            saved = (
+                'there is no checkpoint yet'
+                if step is None
+                else f'step {step} is saved, and the same command resumes from there'
+            )
             os.write(
                 2,
                 f'\nerror: the devices finished no step within {self._seconds:g} s; {saved}. If a '

@@ -9,8 +9,12 @@ import time
 
 import pytest
 from support.commands import ROOT
+from support.tiny import tiny_config
 
+from jaxunet.data.sources import open_images
 from jaxunet.training import stalls
+from jaxunet.training.classifier_loop import train_classifier
+from jaxunet.training.loop import train
 from jaxunet.training.restarts import describe
 
 # A program that takes SECONDS on the device, while the main thread waits in JAX.
@@ -26,6 +30,7 @@ def slow(x, seconds):
     return jax.jit(lambda x: jax.pure_callback(slowly(seconds), x, x))(x)
 """
 WAITS = """
+jax.process_index = lambda: {process}
 watch = StallWatch({limit}, pathlib.Path('.'))
 x = jax.numpy.zeros(())
 for _ in range({times}):
@@ -76,17 +81,45 @@ def test_a_run_ends_and_says_what_is_saved(tmp_path):
     assert describe(run.returncode).endswith('exit code 6: the devices finished no step')
 
 
-@pytest.mark.parametrize(('limit', 'times', 'seconds'), [(6, 8, 1), (0, 1, 2)])
-def test_waits_below_the_limit_may_be_many(limit, times, seconds):
-    """0 is no limit."""
-    waits = start(WAITS.format(limit=limit, times=times, seconds=seconds))
+@pytest.mark.parametrize(
+    ('limit', 'times', 'seconds', 'process'), [(6, 8, 1, 0), (0, 1, 2, 0), (1, 1, 4, 1)]
+)
+def test_waits_that_do_not_end_a_process(limit, times, seconds, process):
+    """Many short ones, any without a limit, and those for process 0, which may measure samples."""
+    waits = start(WAITS.format(limit=limit, times=times, seconds=seconds, process=process))
     output, errors = waits.communicate(timeout=300)
     assert waits.returncode == 0, errors
     assert output.endswith('done\n')
 
 
+def test_a_step_that_does_not_begin_ends_a_process():
+    run = start("StallWatch(1, pathlib.Path('.')).call(time.sleep, 1000)")
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == stalls.STALLED
+    assert 'within 1 s; there is no checkpoint yet.' in errors
+
+
+@pytest.mark.parametrize('trained', [train, train_classifier])
+def test_what_has_a_limit(trained, tmp_path, monkeypatch):
+    """Starting steps, waiting for them, and ending the session, which waits for its last steps."""
+    call, functions = stalls.StallWatch.call, []
+
+    def spy(self, function, *args, **kwargs):
+        functions.append(function.__name__)
+        assert not self._closed.is_set()
+        return call(self, function, *args, **kwargs)
+
+    monkeypatch.setattr(stalls.StallWatch, 'call', spy)
+    labels = {'num_classes': 10} if trained is train_classifier else {}
+    config = tiny_config(model=labels, train={'steps': 2})
+    assert trained(config, tmp_path, open_images(config)) == 2
+    assert set(functions) == {'call', 'block_until_ready', 'close'}
+    assert functions[0] == 'call'
+    assert functions[-1] == 'close'
+
+
 def test_time_in_which_a_process_is_suspended_does_not_count():
-    waits = start(WAITS.format(limit=6, times=1, seconds=2))
+    waits = start(WAITS.format(limit=6, times=1, seconds=2, process=0))
     assert waits.stdout.readline() == 'waits\n'
     waits.send_signal(signal.SIGSTOP)
     time.sleep(7)
