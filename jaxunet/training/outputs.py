@@ -31,6 +31,12 @@ from jaxunet.training.logs import DEVICES, ROLLBACKS, SPIKES, Logs, mean_loss
 from jaxunet.training.restarts import FILE as RESTARTS
 from jaxunet.training.step import Metrics
 
+DRAWING_MEMORY = ('drawing samples', 'lower train.sample_count')  # for `memory_for`
+HELD_OUT_MEMORY = (
+    'the held-out loss',
+    'raise optimizer.accumulate_steps or set train.holdout_every=0',
+)
+
 
 def samples_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
     """Returns the path of the grid of samples of a step."""
@@ -118,7 +124,7 @@ class Outputs:
         if self._config.train.sample_every:
             self._generator = beside_steps(self._compile_generator, self._devices)
         if self._held_out:
-            self._held_out_loss = beside_steps(self._held_out.compile, self._devices)
+            self._held_out_loss = beside_steps(self._compile_held_out, self._devices)
 
     def log(
         self, step: int, metrics: Metrics, seconds_per_step: float, training_seconds: float
@@ -151,9 +157,7 @@ class Outputs:
             refresh=False,
         )
 
-    @memory_for(
-        'the held-out loss', 'raise optimizer.accumulate_steps or set train.holdout_every=0'
-    )
+    @memory_for(*HELD_OUT_MEMORY)
     def measure_held_out(self, step: int, params: Params) -> None:
         """Measures the held-out loss for the log of this step; does nothing once asked to stop."""
         assert self._held_out_loss is not None
@@ -161,7 +165,7 @@ class Outputs:
         if held_out is not None:
             self._measured[step] = held_out.measure(params)
 
-    @memory_for('drawing samples', 'lower train.sample_count')
+    @memory_for(*DRAWING_MEMORY)
     def sample(self, step: int, params: Params) -> None:
         """Draws a grid of samples and saves it; draws nothing more once asked to stop."""
         assert self._generator is not None
@@ -216,6 +220,12 @@ class Outputs:
             f'more in {self._table.path})'
         )
 
+    @memory_for(*HELD_OUT_MEMORY)
+    def _compile_held_out(self) -> HeldOutLoss:
+        assert self._held_out is not None
+        return self._held_out.compile()
+
+    @memory_for(*DRAWING_MEMORY)
     def _compile_generator(self) -> Generator:
         sampler = grid_sampler(self._config)
         # One device is enough for a grid, and spares pmap's replicas a second layout.

@@ -10,6 +10,7 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_images
+from jaxunet.runtime import background
 from jaxunet.runtime.out_of_memory import OutOfMemoryError
 from jaxunet.sampling.generator import Generator
 from jaxunet.training.held_out import HeldOutLoss
@@ -79,3 +80,18 @@ def test_images_that_do_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, 'load_all', exhaust)
     with pytest.raises(OutOfMemoryError, match=f'^the images in digits:{FULL}set data.cache=strea'):
         run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('program', 'every', 'what'),
+    [
+        (Generator, 'sample_every', 'drawing samples'),
+        (HeldOutLoss, 'holdout_every', 'the held-out loss'),
+    ],
+)
+def test_programs_that_do_not_fit_beside_the_step(program, every, what, tmp_path, monkeypatch):
+    """On several GPUs they are compiled before the first step."""
+    monkeypatch.setattr(background, '_several_gpus', lambda devices: len(devices) > 1)
+    monkeypatch.setattr(program, 'compile', exhaust)
+    with pytest.raises(OutOfMemoryError, match=f'^{what}{FULL}'):
+        run(tmp_path, **{every: 3})
