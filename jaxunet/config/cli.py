@@ -44,9 +44,9 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
-    `exit_code`. So is one for lack of memory or of a device, or for a file that the system refuses.
-    After Ctrl-C the exit code is `INTERRUPTED`, and only `main` prints anything. The process does
-    not wait for a `Background`, which would delay the exit of Python, or crash during it.
+    `exit_code`. So is an exception for lack of memory or of a device, or for a file that the system
+    refuses. After Ctrl-C the exit code is `INTERRUPTED`, and only `main` prints anything. The
+    process does not wait for a `Background`, which would delay Python's exit, or crash during it.
 
     Args:
       arguments: `main` takes arguments that are not flags, and checks them; otherwise they are an
