@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
@@ -104,10 +105,10 @@ class Steps:
                         data = session.next_data()
                 with jax.profiler.TraceAnnotation(HOST_DISPATCH):
                     metrics = session.call(data)
-                queue.append(session.parallel.local(metrics))
+                queue.append(session.parallel.shards(metrics))
                 if len(queue) > session.calls_ahead:
                     with jax.profiler.TraceAnnotation(HOST_WAIT):
-                        int(queue.popleft()['bad_steps'])
+                        int(np.ravel(queue.popleft()['bad_steps'])[0])
         with jax.profiler.TraceAnnotation(HOST_WAIT):
             jax.block_until_ready(session.state)
         return (time.perf_counter() - began) / count

@@ -91,7 +91,7 @@ def measure(task: Task) -> Row:
         ends, loss = run(
             session.call,
             session.next_data,
-            session.parallel.local,
+            session.parallel.shards,
             warmup_calls,
             timed_calls,
             task.max_seconds,
@@ -190,7 +190,7 @@ def eager(step: TrainStep, config: Config) -> CompiledStep:
 def run(
     call: Callable[[Data], Metrics],
     next_data: Callable[[], Data],
-    local: Callable[[Metrics], Metrics],
+    shards: Callable[[Metrics], Metrics],
     warmup: int,
     calls: int,
     max_seconds: float,
@@ -203,7 +203,7 @@ def run(
 
     Args:
       call, next_data: methods of `Session`.
-      local: returns the metrics of one device.
+      shards: method of `Parallel`.
       warmup: calls before the timed ones.
       calls: calls to time; fewer if they take more than `max_seconds`, but at least `MIN_CALLS`.
       in_flight: `Session.calls_ahead`.
@@ -216,10 +216,10 @@ def run(
     loss = math.nan
     with garbage_set_aside():
         for i in range(warmup + calls + in_flight):
-            queue.append(local(call(next_data())))
+            queue.append(shards(call(next_data())))
             if len(queue) <= in_flight:
                 continue
-            loss = float(np.atleast_1d(queue.popleft()['step_loss'])[-1])  # waits for the call
+            loss = float(np.ravel(queue.popleft()['step_loss'])[-1])  # waits for the call
             if i - in_flight >= warmup - 1:
                 ends.append(clock())
                 if len(ends) > MIN_CALLS and ends[-1] - ends[0] > max_seconds:

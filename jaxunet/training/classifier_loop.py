@@ -178,7 +178,7 @@ class _Loop:
         with self._save_on_error():
             metrics = self.watch.call(session.call, session.next_data())
             self.step += session.steps_per_call
-            self.queue.append((self.step, session.parallel.local(metrics)))
+            self.queue.append((self.step, session.parallel.shards(metrics)))
         self._read_metrics(leave=session.calls_ahead)
         self.preemption.nothing_to_save = False
         measure = due(train.holdout_every, self.step, train.steps)
@@ -210,12 +210,12 @@ class _Loop:
             step, metrics = self.queue.popleft()
             with self._save_on_error():
                 self.watch.wait(metrics)  # numpy would crash on those of a step that failed
-            bad = int(np.atleast_1d(metrics['bad_steps']).max())
+            bad = int(np.ravel(metrics['bad_steps']).max())
             self.bar.update(self.session.steps_per_call)
             if bad >= train.max_bad_steps:
                 raise TooManySkippedError(self.config, step, bad, self.checkpoints.latest(), 0)
             if due(train.log_every, step, train.steps):
-                last = {name: float(np.atleast_1d(value)[-1]) for name, value in metrics.items()}
+                last = {name: float(np.ravel(value)[-1]) for name, value in metrics.items()}
                 self._log(step, last)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

@@ -242,7 +242,7 @@ class _Loop:
             data = session.next_data()
             metrics = self.watch.call(session.call, data, stop=self.preemption.requested)
             self.step += session.steps_per_call
-            self.queue.append((self.step, session.parallel.local(metrics)))
+            self.queue.append((self.step, session.parallel.shards(metrics)))
         self._read_metrics(leave=session.calls_ahead)
         self.preemption.nothing_to_save = False
 
@@ -352,7 +352,7 @@ class _Loop:
             with self._save_on_error():
                 self.watch.wait(metrics)  # numpy would crash on those of a step that failed
             self.stop |= bool(np.any(metrics.get(STOP, 0)))
-            bad = int(np.atleast_1d(metrics['bad_steps']).max())
+            bad = int(np.ravel(metrics['bad_steps']).max())
             self.bar.update(self.session.steps_per_call)
             if bad >= train.max_bad_steps:
                 raise TooManySkippedError(
@@ -361,7 +361,7 @@ class _Loop:
             if due(train.log_every, step, train.steps):
                 elapsed, steps = self.clock.lap(step)
                 if self.outputs:
-                    last = jax.tree.map(lambda x: np.atleast_1d(x)[-1], metrics)
+                    last = jax.tree.map(lambda x: np.ravel(x)[-1], metrics)
                     self.outputs.log(step, last, elapsed / steps, self._seconds(step))
 
     def _save_on_error(self) -> contextlib.AbstractContextManager[None]:

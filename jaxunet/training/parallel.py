@@ -193,17 +193,22 @@ class Parallel:
 
     def fetch(self, tree: Tree) -> Tree:
         """Returns replicated arrays as numpy arrays, without further memory on the devices."""
-        shards = jax.device_get(jax.tree.map(lambda x: x.addressable_shards[0].data, tree))
+        shards = jax.device_get(self.shards(tree))
         return jax.tree.map(lambda x: np.asarray(x[0] if self.pmap else x), shards)
 
     def local(self, tree: Tree) -> Tree:
-        """Returns replicated arrays as arrays of this process's first device, without a copy."""
-        return jax.tree.map(
-            lambda x: (
-                x.addressable_shards[0].data[0] if self.pmap else x.addressable_shards[0].data
-            ),
-            tree,
-        )
+        """Returns replicated arrays as arrays of this process's first device, without a copy.
+
+        In mode pmap this compiles small programs, so no steps may be in flight (`beside_steps`).
+        """
+        return jax.tree.map(lambda x: x[0] if self.pmap else x, self.shards(tree))
+
+    def shards(self, tree: Tree) -> Tree:
+        """Returns the parts of arrays on this process's first device; runs no program.
+
+        In mode pmap they keep an axis of length 1 in front.
+        """
+        return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
 
     def put_batch(self, batch: dict[str, np.ndarray]) -> Data:
         """Splits this process's rows of a streamed batch over its devices."""

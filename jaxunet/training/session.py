@@ -210,7 +210,7 @@ class Session:
           stop: this process was asked to stop. In a run of several processes the metric `STOP`
             then tells all of them.
 
-        Returns the steps' metrics on all devices; `parallel.local` gives those of one.
+        Returns the steps' metrics on all devices; `parallel.shards` gives those of one.
 
         Raises:
           OutOfMemoryError: now or, with JAX's own error, where a result is read. The state may be

@@ -7,6 +7,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import jax
 import pytest
 from support.commands import ROOT
 from support.tiny import tiny_config
@@ -14,6 +15,7 @@ from support.tiny import tiny_config
 from jaxunet.data.sources import open_images
 from jaxunet.runtime import background
 from jaxunet.runtime.background import Background
+from jaxunet.sweep.measure import Programs
 from jaxunet.training.held_out import HeldOutLoss
 from jaxunet.training.loop import train
 from jaxunet.training.session import Session
@@ -146,3 +148,26 @@ def test_nothing_compiles_beside_steps_on_several_gpus(devices, tmp_path, monkey
     )
     assert train(config, tmp_path, open_images(config)) == 2
     assert beside[0] == (devices == 1)
+
+
+@pytest.mark.usefixtures('alone')
+def test_steps_compile_nothing_more(tmp_path, monkeypatch) -> None:
+    """Metrics are read, and batches put on the devices, beside other steps."""
+    call, counts = Session.call, []
+
+    def called(self, *args, **options):
+        metrics = call(self, *args, **options)
+        counts.append(Programs())
+        return metrics
+
+    monkeypatch.setattr(Session, 'call', called)
+    config = tiny_config(
+        parallel={'devices': 2, 'mode': 'pmap'},
+        data={'cache': 'stream'},
+        # Several, which few tests have: JAX would have kept the programs of another test.
+        train={'steps': 9, 'steps_per_call': 3, 'log_every': 3, 'checkpoint_every': 9},
+    )
+    assert train(config, tmp_path, open_images(config)) == 9
+    assert [programs.made for programs in counts] == [0, 0, 0]
+    jax.jit(lambda x: x + 1.5)(1.0)
+    assert counts[0].made > 0, 'they are counted'
