@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 
 from jaxunet.runtime.by_hand import check_by_hand, check_listens, listens_at
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.launchers import (
     STARTED,
@@ -90,7 +91,8 @@ def joined(start: Start) -> Iterator[None]:
         yield
         return
     try:
-        yield
+        with explained():
+            yield
         jax.distributed.shutdown()  # waits for the others
         _AbortMessage.disarm()
     except BaseException as error:

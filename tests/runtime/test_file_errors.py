@@ -8,7 +8,8 @@ import os
 import pytest
 from support.commands import ROOT, call_each
 
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime import distributed
+from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.file_errors import explained
 
 CONFIG = f'--config={ROOT}/configs/digits.py'
@@ -35,6 +36,20 @@ def test_other_errors_are_left(error):
     with pytest.raises(type(error)) as found, explained():
         raise error
     assert found.value is error
+
+
+def test_one_of_several_processes(monkeypatch, capsys):
+    """It exits by itself, and does not wait for the others."""
+
+    def end(code, **_):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(distributed, 'join', lambda start: True)
+    monkeypatch.setattr(distributed, 'end', end)
+    with pytest.raises(SystemExit) as ended, distributed.joined(distributed.Start()):
+        raise PermissionError(errno.EACCES, 'Permission denied', 'file')
+    assert ended.value.code == USER_ERROR
+    assert capsys.readouterr().err == 'error: file: Permission denied\n'
 
 
 def test_commands(tmp_path):
