@@ -98,9 +98,9 @@ RESTARTS = flags.DEFINE_integer(
     'restarts',
     0,
     'Number of times that a run is started again from its last checkpoint if its process dies '
-    '(killed by a signal, out of memory, a device error); every new checkpoint begins the count '
-    'anew. 0 = never. In a SLURM job, the job is requeued instead. It goes on with the devices and '
-    'processes that are left.',
+    '(killed by a signal, out of memory, stalled devices, a device error); every new checkpoint '
+    'begins the count anew. 0 = never. In a SLURM job, the job is requeued instead. It goes on '
+    'with the devices and processes that are left.',
     lower_bound=0,
 )
 
