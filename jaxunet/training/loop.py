@@ -347,8 +347,7 @@ class _Loop:
         train = self.config.train
         while len(self.queue) > leave:
             step, metrics = self.queue.popleft()
-            # Each process reads the metrics of a step after the same number of further calls, so
-            # all of them stop at the same step.
+            # Read after the same number of calls in each process, so all stop at the same step.
             with self._save_on_error():
                 self.watch.wait(metrics)  # numpy would crash on those of a step that failed
             self.stop |= bool(np.any(metrics.get(STOP, 0)))
@@ -382,7 +381,8 @@ class _Loop:
         return asked or not self.milestones.keep_on()
 
     def _check_replicas(self) -> None:
-        self.replicas.check(self.session.state, self.step, self.checkpoints.latest())
+        state, saved = self.session.state, self.checkpoints.latest()
+        self.watch.call(self.replicas.check, state, self.step, saved)
 
     def _save(self, milestone: float | None = None) -> None:
         self.milestones.saving()
