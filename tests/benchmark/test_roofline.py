@@ -267,7 +267,18 @@ def test_what_could_not_be_told_is_below_the_table() -> None:
     [
         ([], 'no budget of a step'),
         (budget()[:-1], 'the rows of x, batch 32, .* have none of the whole step'),
-        ([{'kind': 'roofline', 'class': 'step'}], 'lacks device, .*, busy_ms'),
+        (
+            [{'kind': 'roofline', 'class': 'step'}],
+            'a row of kind roofline: expected a field device',
+        ),
+        (
+            [{**budget()[-1], 'busy_ms': None}],
+            'busy_ms: expected a number, found None',
+        ),
+        (budget(versions=None), 'versions: expected a JSON object, found None; remove its line'),
+        (budget(ops=['a']), "ops: expected text, found \\['a'\\]"),
+        (budget(time=5), 'time: expected text, found 5'),
+        ([{**budget()[0], 'level': 3}], 'level: expected text, found 3'),
     ],
 )
 def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:
