@@ -13,6 +13,7 @@ from support.kernel_measurements import ORIGIN, fails, measured, outcomes, toy
 from jaxunet.benchmark.kernels import lowering, table
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.runtime import gpu_time as timing
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.measurement import Measurement
 
 
@@ -81,6 +82,15 @@ def test_a_backend_of_another_package_has_numbers_and_a_table() -> None:
     text = table.summary([ORIGIN | row])
     assert "XLA's time over the mine kernels'." in text
     assert '| toy | forward | 4 | 1 | 3.33 | 3.33 | theirs | – | met |' in text
+
+
+def test_what_only_xla_has_is_not_measured() -> None:
+    """On a GPU where no backend runs, that is everything."""
+    both, alone = toy('both'), toy('alone')
+    alone = alone._replace(sides={'xla': alone.sides['xla']})
+    assert kernels.comparable([both, alone]) == [both]
+    with pytest.raises(UserError, match='no backend that runs here has kernels for these cases'):
+        kernels.comparable([alone])
 
 
 def test_what_was_not_compiled_or_seen_is_not_lost() -> None:

@@ -103,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
     for backend in installed():
         if missing := lacks(backend):
             logging.info('without the %s: %s', backend.title, missing)
+    wanted = kernels.comparable(wanted)
     measured, late = measure_ops(wanted, target)
     failed = [row for row in measured if row['error']]
     if len(failed) < len(measured):
