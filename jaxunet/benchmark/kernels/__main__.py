@@ -55,7 +55,9 @@ from jaxunet.runtime.measurement import Measurement
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
 BATCH_SIZES = flags.DEFINE_list(
-    'batch_sizes', ['32', '256'], 'Batch sizes, the most important first.'
+    'batch_sizes',
+    ['32', '256'],
+    "Batch sizes, the most important first; with --roofline, the default is the config's.",
 )
 DIRECTIONS = flags.DEFINE_list(
     'directions',
