@@ -1,8 +1,12 @@
-"""Checks the surrounding `jax.shard_map`; every op of the package calls this."""
+"""The checks that all ops of the package make, and all of its tuning programs."""
 
 from __future__ import annotations
 
+import sys
+
 from jaxunet.ops.transformations import is_checked
+from jaxunet.runtime import device
+from jaxunet.runtime.errors import UserError
 
 
 def check_shard_map(op: str) -> None:
@@ -15,4 +19,24 @@ def check_shard_map(op: str) -> None:
         raise ValueError(
             f'{op}: the Pallas kernels run under jax.shard_map with check_vma=False only; '
             f'pass that, or use the cuda or xla backend'
+        )
+
+
+def check_gpu(*, hopper: bool = False) -> None:
+    """Ends a tuning program, with a message, unless this machine's GPU runs the kernels.
+
+    Args:
+      hopper: the program times kernels that only Hopper has.
+
+    Raises:
+      SystemExit: there is no such GPU, or JAXUNET_KERNELS excludes its kernels.
+    """
+    try:
+        found = device.target()
+    except (device.UnsupportedDeviceError, UserError) as error:
+        sys.exit(f'error: {error}')
+    if hopper and found is not device.Target.HOPPER:
+        sys.exit(
+            f'error: expected a GPU of compute capability 9.0 without {device.VARIABLE}, '
+            f'found {device.label()}'
         )

@@ -21,7 +21,7 @@ from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
 from pallas_kernels.attention import triton
 from pallas_kernels.attention import tune as attention
-from pallas_kernels.conv3x3 import tune_hopper
+from pallas_kernels.conv3x3 import tune_hopper, tune_triton
 from pallas_kernels.group_norm import tune as group_norm
 
 
@@ -125,3 +125,18 @@ def test_tuning(
     found = tile_table.load('cpu')
     assert len(found) == keys
     assert all(entry.us is not None for entry in found.values())
+
+
+@pytest.mark.parametrize('module', [attention, group_norm, tune_hopper, tune_triton])
+def test_a_machine_without_a_gpu_is_told(
+    module: Program | types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def timed(*_: object, **__: object) -> None:
+        raise AssertionError('times kernels')
+
+    monkeypatch.setattr(timing, 'trace_times', timed)
+    monkeypatch.setattr(sys, 'argv', ['tune'])
+    arguments = [['tune']] if module is tune_triton else []
+    with pytest.raises(SystemExit, match='error: Pallas kernels need an NVIDIA GPU'):
+        module.main(*arguments)

@@ -114,6 +114,7 @@ def main(argv: Sequence[str]) -> int:
         check_choose_flags()
         keep_choices(plan, command)
         return 0
+    check_sampling_flags(plan)
     if DRY_RUN.value:
         dry_run(plan)
         return 0
@@ -143,6 +144,16 @@ def main(argv: Sequence[str]) -> int:
 def images(plan: Plan) -> Source:
     """Returns the images that the flags ask for."""
     return synthetic_source(plan.config) if SYNTHETIC.value else open_images(plan.config)
+
+
+def check_sampling_flags(plan: Plan) -> None:
+    """Raises `UserError` for a flag of the direction sample if that is not measured."""
+    for flag in (SAMPLED_IMAGES, SAMPLING_STEPS):
+        if flag.present and 'sample' not in plan.directions:
+            raise UserError(
+                f'--{flag.name}: only the direction sample draws images; add it to --directions, '
+                f'or leave --{flag.name} out'
+            )
 
 
 def check_choose_flags() -> None:

@@ -39,6 +39,7 @@ from pallas_kernels.attention.tiles import (
     shape_class,
 )
 from pallas_kernels.attention.vjp import attention
+from pallas_kernels.checks import check_gpu
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
 SIDES = ('ours', 'triton', 'xla')  # the op on the chosen kernels, on Triton's, on XLA
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument('--top', type=int, default=4)
     parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
     args = parser.parse_args()
+    check_gpu()
     dtype, start = jnp.dtype(args.dtype), time.monotonic()
     shapes: list[Shape] = []
     for text in args.shapes.split(','):

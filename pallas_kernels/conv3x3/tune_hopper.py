@@ -36,6 +36,7 @@ from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.measurement import Inputs, Measurement
 from pallas_kernels import tile_table
+from pallas_kernels.checks import check_gpu
 from pallas_kernels.conv3x3 import dispatch, hopper, hopper_weight_gradient
 from pallas_kernels.conv3x3.schedule import Tile
 
@@ -260,6 +261,7 @@ def report(
 def main() -> None:
     """Runs the command."""
     args = arguments()
+    check_gpu(hopper=True)
     found = shapes(args.directions, args.cases, args.batch, args.dtype, args.limit)
     queues = [[(s, tile) for tile in s.tiles] for s in found]
     jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]

@@ -26,6 +26,7 @@ from absl import app, flags
 
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
+from pallas_kernels.checks import check_gpu
 from pallas_kernels.conv3x3 import (
     triton,
     triton_tiles,
@@ -288,6 +289,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs the command."""
     if argv[1:]:
         raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+    check_gpu()
     runs, chosen = plan_runs(jnp.dtype(DTYPE.value))
     xla, results = time_runs(runs, compile_runs(runs))
     report(xla, results)

@@ -32,6 +32,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
+from pallas_kernels.checks import check_gpu
 from pallas_kernels.group_norm import backward, forward, statistics, vjp
 from pallas_kernels.group_norm.parameters import parameter_gradients
 from pallas_kernels.group_norm.tiles import Tile, choose_tile, shape_class
@@ -272,6 +273,7 @@ def report(
 def main() -> None:
     """Runs the command."""
     args = arguments()
+    check_gpu()
     dtype = jnp.dtype(args.dtype)
     random_keys = iter(jax.random.split(jax.random.key(0), 10_000))
     queues: list[list[Job]] = []

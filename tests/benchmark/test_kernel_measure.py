@@ -8,11 +8,12 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from support.kernel_measurements import fails, measured, outcomes, toy
+from support.kernel_measurements import ORIGIN, fails, measured, outcomes, toy
 
-from jaxunet.benchmark.kernels import lowering
+from jaxunet.benchmark.kernels import lowering, table
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.runtime import gpu_time as timing
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.measurement import Measurement
 
 
@@ -72,6 +73,24 @@ def test_a_row_of_three_sides() -> None:
     assert (row['tflops_cuda'], row['gbps_cuda']) == (row['tflops'], row['gbps'])
     (row,) = measured(sides(2.5))
     assert 'differ by 0.25' in row['error']
+
+
+def test_a_backend_of_another_package_has_numbers_and_a_table() -> None:
+    m = toy('theirs')
+    (row,) = measured(m._replace(sides={'xla': m.sides['xla'], 'mine': m.sides['pallas']}))
+    assert (row['us_mine'], row['ratio_mine'], row['error']) == (9.0, 3.333, None)
+    text = table.summary([ORIGIN | row])
+    assert "XLA's time over the mine kernels'." in text
+    assert '| toy | forward | 4 | 1 | 3.33 | 3.33 | theirs | – | met |' in text
+
+
+def test_what_only_xla_has_is_not_measured() -> None:
+    """On a GPU where no backend runs, that is everything."""
+    both, alone = toy('both'), toy('alone')
+    alone = alone._replace(sides={'xla': alone.sides['xla']})
+    assert kernels.comparable([both, alone]) == [both]
+    with pytest.raises(UserError, match='no backend that runs here has kernels for these cases'):
+        kernels.comparable([alone])
 
 
 def test_what_was_not_compiled_or_seen_is_not_lost() -> None:

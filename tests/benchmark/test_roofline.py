@@ -175,6 +175,21 @@ def test_kernels_are_found_by_class_and_level(graph: bool) -> None:
     assert (lines[NORM_BACKWARD, ()].launches, lines[REDUCTIONS, ()].floor_ms) == (2, 0)
 
 
+def test_xla_has_no_class_for_few_channels() -> None:
+    """Its convolution of the images is in the class and level where `step_work` has its floor."""
+    call = FFI.format('%image, %x', '', FORWARDS).replace('jaxunet_', '__cudnn$convForward')
+    lines = [line if ' %c.2 =' not in line else f'  %c.2 = {X} {call}' for line in HLO.splitlines()]
+    program = '\n'.join(lines)
+    stats = {'hlo_module': 'jit_whole', 'hlo_op': 'c.2'}
+    event = Event('sm90_xmma_fprop_implicit_gemm_bf16', 0.0, 1e3, stats)
+    plane = ('/device:GPU:0', [('Stream #1', [event])])
+    found = measure(build_trace([plane], read_hlo(program), 1), program, 1, WORK, RATES)
+    assert {(line.kind, line.level) for line in found.lines if line.launches} == {
+        (FORWARD, ()),
+        (FORWARD, (8, 8)),
+    }
+
+
 def test_kernels_without_a_call_or_a_class_are_told() -> None:
     """Those of a step that lost some count in the class of their name and pass, in no level."""
     lost = measure(trace(STEP[:3] + STEP[-2:], graph=True), HLO, 2, WORK, RATES)
@@ -267,7 +282,18 @@ def test_what_could_not_be_told_is_below_the_table() -> None:
     [
         ([], 'no budget of a step'),
         (budget()[:-1], 'the rows of x, batch 32, .* have none of the whole step'),
-        ([{'kind': 'roofline', 'class': 'step'}], 'lacks device, .*, busy_ms'),
+        (
+            [{'kind': 'roofline', 'class': 'step'}],
+            'a row of kind roofline: expected a field device',
+        ),
+        (
+            [{**budget()[-1], 'busy_ms': None}],
+            'busy_ms: expected a number, found None',
+        ),
+        (budget(versions=None), 'versions: expected a JSON object, found None; remove its line'),
+        (budget(ops=['a']), "ops: expected text, found \\['a'\\]"),
+        (budget(time=5), 'time: expected text, found 5'),
+        ([{**budget()[0], 'level': 3}], 'level: expected text, found 3'),
     ],
 )
 def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:

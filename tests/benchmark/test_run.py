@@ -200,6 +200,14 @@ def test_mistakes(changes: dict[str, list[str] | int], message: str) -> None:
         plan(**changes)
 
 
+@pytest.mark.parametrize('flag', ['sampled_images', 'sampling_steps'])
+def test_flags_of_sampling_need_the_direction_sample(flag: str) -> None:
+    command = ['jaxunet.benchmark', '--dry_run', f'--{flag}=8']
+    call(*command, '--directions=step,sample')
+    message = call(*command, code=2)
+    assert f'error: --{flag}: only the direction sample draws images' in message
+
+
 def test_peers_need_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'pip install "jaxunet\[peers\]"'):

@@ -2,6 +2,7 @@
 
 import pathlib
 import runpy
+import sys
 
 import pytest
 
@@ -31,3 +32,11 @@ def test_sides_have_the_values_of_every_list(lists, labels):
 def test_lists_of_different_lengths_are_an_error():
     with pytest.raises(SystemExit, match='--kernels: expected 1 or 3 values, found 2'):
         STEPS['sides']([OLD], ['xla', 'auto', 'cuda'], ['fastest', 'ada'])
+
+
+def test_rounds_without_quartiles_are_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['steps.py', '.', '--rounds=1'])
+    monkeypatch.setitem(STEPS['main'].__globals__, 'start', lambda *_: pytest.fail('starts'))
+    with pytest.raises(SystemExit):
+        STEPS['main']()
+    assert '--rounds: quartiles need 2 or more, found 1' in capsys.readouterr().err

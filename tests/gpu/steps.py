@@ -77,6 +77,8 @@ def main() -> None:
     if options.worker:
         work(options)
         return
+    if options.rounds < 2:
+        parser.error(f'--rounds: quartiles need 2 or more, found {options.rounds}')
     timed = sides(options.checkouts, options.backends.split(','), options.kernels.split(','))
     names = labels(timed)
     origin = provenance(timed) if options.output else {}

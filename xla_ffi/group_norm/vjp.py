@@ -23,6 +23,7 @@ from jaxunet.ops.group_norm.operands import check_kernel_operands
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
 from xla_ffi.call import ffi_call
+from xla_ffi.checks import check_parts
 
 Copies = tuple[tuple[Array, ...], ...]  # the parts of each copy of x
 
@@ -57,10 +58,11 @@ def group_norm(
     calls XLA applies it to the result.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, or channels that are not a multiple of
-        `groups`.
+      ValueError: shapes or types that do not fit each other, channels that are not a multiple of
+        `groups`, or more than `MAX_PARTS` parts.
     """
     check_kernel_operands(x, scale, offset, groups)
+    check_parts('group_norm', 'x', x)
     if dropout is None or _drops_inside(x, silu):
         if dropout is not None:
             check_dropout(dropout, x.parts[0].shape[0])
@@ -94,6 +96,7 @@ def group_norm_and_input(
       ValueError: as `group_norm`, or `copies` is not 1 to `MAX_COPIES`.
     """
     check_kernel_operands(x, scale, offset, groups)
+    check_parts('group_norm', 'x', x)
     check_copies('group_norm', copies)
     y, passed = _group_norm(x, scale, offset, None, groups, eps, silu, copies)
     return WithInput(y, tuple(Activation(parts) for parts in passed))

@@ -55,7 +55,9 @@ from jaxunet.runtime.measurement import Measurement
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
 BATCH_SIZES = flags.DEFINE_list(
-    'batch_sizes', ['32', '256'], 'Batch sizes, the most important first.'
+    'batch_sizes',
+    ['32', '256'],
+    "Batch sizes, the most important first; with --roofline, the default is the config's.",
 )
 DIRECTIONS = flags.DEFINE_list(
     'directions',
@@ -103,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
     for backend in installed():
         if missing := lacks(backend):
             logging.info('without the %s: %s', backend.title, missing)
+    wanted = kernels.comparable(wanted)
     measured, late = measure_ops(wanted, target)
     failed = [row for row in measured if row['error']]
     if len(failed) < len(measured):

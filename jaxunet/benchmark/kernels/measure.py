@@ -108,6 +108,21 @@ def select(
     return found
 
 
+def comparable(wanted: Sequence[Measurement]) -> list[Measurement]:
+    """Returns the measurements that have a side beside XLA.
+
+    Raises:
+      UserError: there is none.
+    """
+    found = [m for m in wanted if len(m.sides) > 1]
+    if not found:
+        raise UserError(
+            'no backend that runs here has kernels for these cases, so there is nothing to compare '
+            'with XLA; the lines above say what each backend lacks'
+        )
+    return found
+
+
 def measure(
     wanted: Sequence[Measurement],
     *,

@@ -11,7 +11,8 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.untrusted import NUMBER, check_fields
 
-# Backends in rows. The first has plain field names (ratio, tflops, gbps); the others a suffix.
+# Our backends in rows, and their titles. The first has plain field names (ratio, tflops, gbps); all
+# others, also backends of other packages, have their name as a suffix.
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
 HEAD = (
     'op',
@@ -65,7 +66,14 @@ def latest(found: Iterable[Row]) -> list[Row]:
 
 def suffixes(row: Row) -> dict[str, str]:
     """Returns the backends of a row and the suffix of their fields ratio, tflops and gbps."""
-    return {side: f'_{side}' if i else '' for i, side in enumerate(KERNELS) if f'us_{side}' in row}
+    timed = [
+        name.removeprefix('us_')
+        for name in row
+        if name.startswith('us_') and not name.endswith('_quartiles')
+    ]
+    first = next(iter(KERNELS))
+    sides = [side for side in dict.fromkeys([*KERNELS, *timed]) if side in timed and side != 'xla']
+    return {side: '' if side == first else f'_{side}' for side in sides}
 
 
 def by_backend(found: Iterable[Row]) -> list[Row]:
@@ -98,9 +106,10 @@ def summary(found: Iterable[Row]) -> str:
             dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything)
         )
         commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
+        title = KERNELS.get(backend, f'{backend} kernels')
         lines += [
             '',
-            f"{name}, {versions}, commit {commits}; XLA's time over the {KERNELS[backend]}'.",
+            f"{name}, {versions}, commit {commits}; XLA's time over the {title}'.",
             '',
         ]
         lines += _table(

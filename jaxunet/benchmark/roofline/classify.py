@@ -139,7 +139,10 @@ def level_of(shapes: Sequence[Shape], levels: Collection[Shape]) -> Shape:
 
 
 def narrowed(kind: str, shapes: Sequence[Shape], levels: Collection[Shape]) -> str:
-    """Returns the class; convolutions with at most `FEW` channels on a side have their own."""
+    """Returns the class of one of our kernels, given the class that follows from its name.
+
+    Convolutions with at most `FEW` channels on a side have their own.
+    """
     few = any(shape[3] <= FEW for shape in _images(shapes, levels))
     return FEW_CHANNELS if few and kind in CONVOLUTIONS else kind
 

@@ -8,17 +8,26 @@ from collections.abc import Iterable, Sequence
 from jaxunet.benchmark.roofline.run import KIND, STEP
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.untrusted import NUMBER, check_fields
 
 HEAD = (
     'class', 'level', 'launches', 'GFLOP', 'GB', 'floor ms', 'ms', 'above floor ms', 'TFLOP/s', 'GB/s',  # noqa: E501
 )  # fmt: skip
 # A later run that agrees in these fields replaces an earlier one.
 SAME = ('device', 'config', 'precision', 'batch_size', 'ops')
-NEEDED = (
-    *SAME, 'time', 'git', 'driver', 'versions', 'matmul_flops', 'copy_bytes_per_s', 'class',
-    'level', 'launches', 'flops', 'bytes', 'floor_ms', 'ms', 'above_ms',
-)  # fmt: skip
-OF_STEP = ('busy_ms', 'step_ms', 'gaps_ms', 'unplaced', 'unknown')
+NEEDED = {
+    **dict.fromkeys((*SAME, 'time', 'class'), str),
+    'batch_size': int,
+    'git': object,
+    'driver': object,
+    'versions': dict,
+    **dict.fromkeys(('matmul_flops', 'copy_bytes_per_s', 'launches', 'flops', 'bytes'), NUMBER),
+    **dict.fromkeys(('floor_ms', 'ms', 'above_ms'), NUMBER),
+}
+OF_STEP = {
+    **dict.fromkeys(('busy_ms', 'step_ms', 'gaps_ms', 'unplaced'), NUMBER),
+    'unknown': list,
+}
 
 
 def markdown(found: Iterable[Row]) -> str:
@@ -27,7 +36,8 @@ def markdown(found: Iterable[Row]) -> str:
     The classes with the most time above their floor come first, and so do levels in their class.
 
     Raises:
-      UserError: there is no row of this kind, one lacks a field, or a step's last row is missing.
+      UserError: there is no row of this kind, a field is missing or has another type, or a step's
+        last row is missing.
     """
     runs: dict[tuple[object, ...], dict[str, list[Row]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
@@ -35,13 +45,10 @@ def markdown(found: Iterable[Row]) -> str:
     for row in found:
         if row.get('kind') != KIND:
             continue
-        needed = NEEDED + (OF_STEP if row.get('class') == STEP else ())
-        missing = [name for name in needed if name not in row]
-        if missing:
-            raise UserError(
-                f'a row of kind {KIND} lacks {", ".join(missing)}: {str(row)[:100]}; remove its '
-                'line'
-            )
+        fields = NEEDED | (OF_STEP if row.get('class') == STEP else {})
+        # The level of a class as a whole is null.
+        fields |= {'level': object if row.get('level') is None else str}
+        check_fields(row, fields, f'a row of kind {KIND}', advice='remove its line')
         runs[tuple(row[name] for name in SAME)][row['time']].append(row)
     if not runs:
         raise UserError(
@@ -101,7 +108,7 @@ def _summary(total: Row) -> list[str]:
             'XLA_FLAGS=--xla_gpu_enable_command_buffer= makes the trace name all of them.'
         )
     if total['unknown']:
-        lines.append(f'Kernels without a class: {", ".join(total["unknown"])}.')
+        lines.append(f'Kernels without a class: {", ".join(map(str, total["unknown"]))}.')
     return lines
 
 

@@ -1,0 +1,55 @@
+"""What only the CUDA kernels do not take is an error when a program is traced."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxunet.ops.activation import Activation
+from xla_ffi.backend import BACKEND
+from xla_ffi.checks import MAX_PARTS
+
+
+def activation(parts: int) -> Activation:
+    return Activation(tuple(jnp.zeros((1, 4, 4, 8)) for _ in range(parts)))
+
+
+def norm(parts: int) -> jax.Array:
+    row = jnp.zeros((1, 8 * parts))
+    return BACKEND.ops['group_norm'](activation(parts), row, row, groups=8)
+
+
+def norm_conv(parts: int) -> Activation:
+    row = jnp.zeros((1, 8 * parts))
+    kernel, shift = jnp.zeros((3, 3, 8 * parts, 8)), jnp.zeros((1, 8))
+    op = BACKEND.ops['norm_silu_conv3x3']
+    return op(activation(parts), row, row, kernel, shift, groups=8)
+
+
+def conv(parts: int) -> Activation:
+    kernel, shift = jnp.zeros((3, 3, 8 * parts, 8)), jnp.zeros((1, 8))
+    return BACKEND.ops['conv3x3'](activation(parts), kernel, shift)
+
+
+def projected(parts: int) -> Activation:
+    kernel, shift = jnp.zeros((3, 3, 8, 8)), jnp.zeros((1, 8))
+    shortcut = jnp.zeros((8 * parts, 8))
+    op = BACKEND.ops['conv3x3']
+    return op(activation(1), kernel, shift, residual=activation(parts), shortcut=shortcut)
+
+
+@pytest.mark.parametrize(
+    ('call', 'operand'),
+    [
+        (norm, 'group_norm: x'),
+        (norm_conv, 'conv3x3: x'),
+        (conv, 'conv3x3: x'),
+        (projected, 'conv3x3: residual'),
+    ],
+)
+def test_more_parts_than_the_kernels_read_are_an_error_when_traced(call, operand):
+    jax.eval_shape(lambda: call(MAX_PARTS))
+    found = f'{operand}: {MAX_PARTS + 1} parts; the CUDA kernels take at most {MAX_PARTS}; conc'
+    with pytest.raises(ValueError, match=re.escape(found)):
+        jax.eval_shape(lambda: call(MAX_PARTS + 1))
