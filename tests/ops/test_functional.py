@@ -268,6 +268,8 @@ MISTAKES = [
     ('conv3x3', {'rows': of(3, 8)}, r'shift: shape \[3, 8\]; expected \[1 or 8, 8\]'),
     ('conv3x3', {'rows': of()}, r'shift: shape \[\]; expected \[1 or 8, 8\]'),
     ('conv3x3', {'rows': of(8, dtype='int32')}, f'conv3x3: shift: {INTEGERS}'),
+    ('upsample_conv3x3', {'x': of(2, 2, 8)}, rf'conv3x3: x: shape \[2, 2, 8\]; {NHWC}'),
+    ('upsample_conv3x3', {'kernel': of(3, 3, 9, 8)}, r'expected \[3, 3, 8, features\]'),
     ('norm_silu_conv3x3', {'x': of(8, 2, 8)}, NHWC),
     ('norm_silu_conv3x3', {'part': of(8, 2, 3, 8)}, r'x.parts\[1\].*8, 2, 3, 8'),
     ('norm_silu_conv3x3', {'part': of(8, 2, 2, 8, dtype='bfloat16')}, r'x.parts\[1\].*bfloat16'),
@@ -325,6 +327,21 @@ def test_what_does_not_fit_is_named(backend):
     for op, changed, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             trace(op, changed, backend)
+
+
+def test_upsampling_takes_parts_of_one_size_and_type(backend):
+    for part, message in (
+        (of(8, 1, 2, 8), r'x.parts\[1\] is float32\[8, 1, 2, 8\]; expected float32\[8, 2, 2,'),
+        (of(8, 2, 2, 8, dtype='bfloat16'), r'x.parts\[1\] is bfloat16'),
+    ):
+        with pytest.raises(ValueError, match=f'conv3x3: {message}'):
+            jax.eval_shape(
+                lambda *a: kernels.upsample_conv3x3(a[:2], *a[2:], backend=backend),
+                of(8, 2, 2, 8),
+                part,
+                of(3, 3, 16, 8),
+                of(8),
+            )
 
 
 def test_the_references_take_what_the_kernels_refuse(backend):
