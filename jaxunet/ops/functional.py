@@ -168,7 +168,7 @@ def linear(
     """x · kernel + bias [+ residual], in the type of x.
 
     Args:
-      x: images, tokens or vectors.
+      x: vectors, tokens, images, or arrays of more dimensions; the last one is the channels.
 
     Raises:
       ValueError: as `conv3x3`.
@@ -176,9 +176,15 @@ def linear(
     """
     x, kernel, bias, residual = _prepared(x, kernel, _rows(bias), residual)
     shape = x.shape
-    if x.ndim in (2, 3):
+    if x.ndim > 1 and x.ndim != 4:
         x = _pixels(x)
-        if residual is not None and residual.shape[:-1] == shape[:-1]:
+        if residual is not None:
+            if residual.shape[:-1] != shape[:-1]:
+                wanted = [*shape[:-1], *kernel.shape[1:]]
+                raise ValueError(
+                    f'linear: residual is {residual.dtype}{list(residual.shape)}; '
+                    f'expected {x.dtype}{wanted}'
+                )
             residual = _pixels(residual)
     y = _ops(backend, x).linear(x, kernel, bias, residual=residual)
     return y.reshape(*shape[:-1], y.shape[-1])
@@ -265,7 +271,7 @@ def _rows(value: Array) -> Array:
 
 
 def _pixels(value: Array) -> Array:
-    """Returns vectors or tokens as images of one row."""
+    """Returns an array of two or more dimensions as images of one row."""
     return value.reshape(value.shape[0], 1, math.prod(value.shape[1:-1]), value.shape[-1])
 
 

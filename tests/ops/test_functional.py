@@ -297,7 +297,7 @@ MISTAKES = [
     ('linear', {'matrix': of(23, 8)}, r'kernel: shape \[23, 8\]; expected \[24, features\]'),
     ('linear', {'bias': of(8, 8)}, r'bias: shape \[8, 8\]; expected \[1, 8\]'),
     ('linear', {'bias': of(8, dtype='int32')}, f'linear: bias: {INTEGERS}'),
-    ('linear', {'short': of(8, 4, 8)}, r'residual is float32\[8, 4, 8\]; expected'),
+    ('linear', {'short': of(8, 4, 8)}, r'\[8, 4, 8\]; expected float32\[8, 3, 8\]'),
 ]
 # Calls that the kernels refuse and the references take.
 REFUSED = [
@@ -327,6 +327,25 @@ def test_what_does_not_fit_is_named(backend):
     for op, changed, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             trace(op, changed, backend)
+
+
+def test_a_linear_layer_takes_any_number_of_dimensions(backend):
+    draw = np.random.default_rng(2)
+    x, residual, matrix = (
+        jnp.asarray(draw.normal(size=size), jnp.float32) for size in ((24, 8), (24, 5), (8, 5))
+    )
+
+    def layer(*shape: int) -> jax.Array:
+        images = x.reshape(*shape, 8)
+        return kernels.linear(
+            images, matrix, jnp.ones(5), residual=residual.reshape(*shape, 5), backend=backend
+        )
+
+    for shape in ((24,), (4, 6), (2, 3, 4), (2, 3, 2, 2), (2, 3, 2, 1, 2)):
+        y = layer(*shape)
+        assert y.shape == (*shape, 5)
+        exact = x @ matrix + jnp.ones((1, 5)) + residual
+        np.testing.assert_allclose(y.reshape(24, 5), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_upsampling_takes_parts_of_one_size_and_type(backend):
