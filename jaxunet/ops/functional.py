@@ -217,12 +217,17 @@ def adamw(
       params: float32 arrays. With `jax.jit(..., donate_argnums=...)` they are updated in place.
 
     Raises:
-      ValueError: the trees differ in shapes, or an array has another type.
+      ValueError: the trees differ in structure or shapes, or an array has another type.
       UserError: this machine does not run the backend.
     """
     rate = jnp.asarray(learning_rate, jnp.float32)
     check_scalars(learning_rate=rate)
-    state_leaves(gradient_leaves(gradients), params, state.mu, state.nu, ())
+    leaves = gradient_leaves(gradients)
+    structure: Any = jax.tree.structure(params)
+    for name, tree in (('gradients', gradients), ('mu', state.mu), ('nu', state.nu)):
+        if structure != jax.tree.structure(tree):
+            raise ValueError(f'adamw: {name}: its tree has another structure than that of params')
+    state_leaves(leaves, params, state.mu, state.nu, ())
     choose(backend, 'float32')
     kernels, rule = fused_update(backend, 'float32'), Rule(b1, b2, eps, weight_decay)
     if kernels is None:

@@ -389,6 +389,8 @@ def test_the_references_take_what_the_kernels_refuse(backend):
         ),
         ({'gradients': {'a': jnp.ones(3, jnp.int32)}}, 'adamw: gradients: expected .* found int32'),
         ({'gradients': {}}, 'adamw: gradients: no arrays'),
+        # The kernels would pair the arrays by their order.
+        ({'gradients': {'b': jnp.ones(3)}}, 'adamw: gradients: its tree has another structure'),
     ],
 )
 def test_what_adamw_does_not_take(changed, message, backend):
