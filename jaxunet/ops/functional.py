@@ -293,5 +293,6 @@ def _prepared(*operands: Any) -> list[Any]:
 
 def _ops(backend: str, x: Activation | Array) -> Ops:
     """Returns the ops of a backend; `auto` depends on the type of x."""
-    types = {leaf.dtype for leaf in jax.tree.leaves(x)}
-    return load_ops(backend, 'float32' if jnp.dtype(jnp.float32) in types else 'bfloat16')
+    types = [str(leaf.dtype) for leaf in jax.tree.leaves(x)]
+    # The op refuses an image without parts, or with parts of several types.
+    return load_ops(backend, types[0] if types else 'float32')

@@ -374,6 +374,14 @@ def test_the_references_take_what_the_kernels_refuse(backend):
                     trace(op, changed, backend)
 
 
+def test_auto_takes_the_reference_for_types_that_kernels_refuse(monkeypatch):
+    monkeypatch.setattr(seam, '_unavailable', lambda name: None)
+    with jax.enable_x64(True), use(Target.HOPPER):
+        for op, changed, message in REFUSED:
+            if 'float64' in message:
+                trace(op, changed, 'auto')
+
+
 @pytest.mark.parametrize('backend', WITH_ADAMW, indirect=True)
 @pytest.mark.parametrize(
     ('changed', 'message'),
