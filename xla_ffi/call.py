@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
 from jaxunet.ops.transformations import vary, varying_axes
 from jaxunet.runtime import device
+
+MAX_PARTS = 4  # kMaxParts in binding/plan.h
+
+
+def check_parts(op: str, name: str, parts: Sequence[Array]) -> None:
+    """Checks that the kernels can read an image of this many parts.
+
+    Raises:
+      ValueError: it has more than `MAX_PARTS`.
+    """
+    if len(parts) > MAX_PARTS:
+        raise ValueError(
+            f'{op}: {name}: {len(parts)} parts; the CUDA kernels take at most {MAX_PARTS}; '
+            f'concatenate some of them'
+        )
 
 
 def ffi_call(

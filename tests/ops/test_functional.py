@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -361,6 +362,29 @@ def test_upsampling_takes_parts_of_one_size_and_type(backend):
                 of(3, 3, 16, 8),
                 of(8),
             )
+
+
+@pytest.mark.parametrize('backend', ['cuda'], indirect=True)
+def test_the_cuda_kernels_take_four_parts(backend):
+    rows, matrix = of(40), of(40, 8)
+
+    def refused(op: str, name: str, call: Callable[..., jax.Array], *operands: object) -> None:
+        with pytest.raises(ValueError, match=f'{op}: {name}: 5 parts; .* at most 4; concatenate'):
+            jax.eval_shape(functools.partial(call, backend=backend), *operands)
+
+    x = [of(*IMAGE)] * 5
+    wide, narrow = of(3, 3, 40, 8), of(3, 3, 8, 8)
+    refused('conv3x3', 'x', kernels.conv3x3, x, wide, of(8))
+    norm = functools.partial(kernels.group_norm, groups=4)
+    refused('group_norm', 'x', norm, x, rows, rows)
+    refused('conv3x3', 'x', kernels.norm_silu_conv3x3, x, rows, rows, wide, of(8))
+
+    def projected(image: jax.Array, *operands: Any, backend: str) -> jax.Array:
+        *weights, residual, shortcut = operands
+        options = {'residual': residual, 'shortcut': shortcut, 'backend': backend}
+        return kernels.conv3x3(image, *weights, **options)
+
+    refused('conv3x3', 'residual', projected, of(*IMAGE), narrow, of(8), x, matrix)
 
 
 def test_the_references_take_what_the_kernels_refuse(backend):

@@ -25,6 +25,7 @@ from jaxunet.ops.conv3x3.operands import (
 from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_operands
 from jaxunet.ops.vocabulary import WithInput, check_copies
 from jaxunet.runtime import device
+from xla_ffi.call import check_parts
 from xla_ffi.conv3x3 import norm_gradient
 from xla_ffi.conv3x3.calls import convolve, input_gradient
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
@@ -52,7 +53,7 @@ def conv3x3(
     Raises:
       ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
     """
-    added = checked_residual(x, kernel, shift, residual, shortcut)
+    added = _checked(x, kernel, shift, residual, shortcut)
     return Activation.of(_conv(x.parts, kernel, shift, added))
 
 
@@ -76,7 +77,7 @@ def norm_silu_conv3x3(
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or
         channels not a multiple of `groups`.
     """
-    added = checked_residual(x, kernel, shift, residual, shortcut)
+    added = _checked(x, kernel, shift, residual, shortcut)
     check_norm_operands(x, scale, offset, groups)
     y, _ = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, 0)
     return Activation.of(y)
@@ -103,11 +104,21 @@ def norm_silu_conv3x3_and_input(
     Raises:
       ValueError: as `norm_silu_conv3x3`, or `copies` is not 1 to `MAX_COPIES`.
     """
-    added = checked_residual(x, kernel, shift, residual, shortcut)
+    added = _checked(x, kernel, shift, residual, shortcut)
     check_norm_operands(x, scale, offset, groups)
     check_copies('norm_silu_conv3x3', copies)
     y, passed = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, copies)
     return WithInput(Activation.of(y), tuple(Activation(parts) for parts in passed))
+
+
+def _checked(
+    x: Activation, kernel: Array, shift: Array, residual: Activation | None, shortcut: Array | None
+) -> Added | None:
+    """Checks the operands and returns the residual as the kernels take it."""
+    added = checked_residual(x, kernel, shift, residual, shortcut)
+    check_parts('conv3x3', 'x', x.parts)
+    check_parts('conv3x3', 'residual', () if added is None else added.parts)
+    return added
 
 
 # Saved for the backward pass of the plain convolution: the input, the kernel, the outline of the

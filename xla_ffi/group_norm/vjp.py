@@ -22,7 +22,7 @@ from jaxunet.ops.dropout import Dropout, check_dropout, drop
 from jaxunet.ops.group_norm.operands import check_kernel_operands
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
-from xla_ffi.call import ffi_call
+from xla_ffi.call import check_parts, ffi_call
 
 Copies = tuple[tuple[Array, ...], ...]  # the parts of each copy of x
 
@@ -61,6 +61,7 @@ def group_norm(
         `groups`.
     """
     check_kernel_operands(x, scale, offset, groups)
+    check_parts('group_norm', 'x', x.parts)
     if dropout is None or _drops_inside(x, silu):
         if dropout is not None:
             check_dropout(dropout, x.parts[0].shape[0])
@@ -94,6 +95,7 @@ def group_norm_and_input(
       ValueError: as `group_norm`, or `copies` is not 1 to `MAX_COPIES`.
     """
     check_kernel_operands(x, scale, offset, groups)
+    check_parts('group_norm', 'x', x.parts)
     check_copies('group_norm', copies)
     y, passed = _group_norm(x, scale, offset, None, groups, eps, silu, copies)
     return WithInput(y, tuple(Activation(parts) for parts in passed))
