@@ -79,6 +79,7 @@ SEED = flags.DEFINE_integer(
     0,
     'The same seed gives the same images, whatever the batch size and the number of devices.',
     lower_bound=0,
+    upper_bound=2**32 - 1,
 )
 BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 64, 'Images drawn at a time, over all devices.', lower_bound=1
