@@ -79,6 +79,7 @@ SEED = flags.DEFINE_integer(
     0,
     'The same seed gives the same images, whatever the batch size and the number of devices.',
     lower_bound=0,
+    upper_bound=2**32 - 1,
 )
 BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 64, 'Images drawn at a time, over all devices.', lower_bound=1
@@ -166,13 +167,13 @@ def run() -> None:
     cli.enable_compilation_cache()
     model, config = load()
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
-    of_pictures = config.model.num_classes if CLASS_LABELS.value is None else 0
+    guide = how.guide(config)
+    classes = guide.classifier.classes if guide else config.model.num_classes
+    of_pictures = classes if CLASS_LABELS.value is None else 0
     low_res = how.low_res(config, limit, Classes(of_pictures, model.class_names))
     count = len(low_res.pixels) if low_res and limit is None else NUM_SAMPLES.value
     check_memory(count, config)
     how.check_guidance(config)
-    guide = how.guide(config)
-    classes = guide.classifier.classes if guide else config.model.num_classes
     chosen = chosen_classes(Classes(classes, model.class_names))
     labels = class_labels(classes, chosen, count, low_res)
     generator = Generator(

@@ -67,6 +67,11 @@ def _model(config: Config) -> Iterator[str]:
     m = config.model
     if not m.channel_mult:
         yield 'model.channel_mult: expected at least one level, found ()'
+    if m.base_channels < 2:
+        yield (
+            'model.base_channels: expected 2 or more, as the sine and the cosine of the time take '
+            f'one each, found {m.base_channels}'
+        )
     if (m.num_heads > 0) == (m.num_head_channels > 0):
         yield (
             'model.num_heads, model.num_head_channels: set exactly one (the other 0), '

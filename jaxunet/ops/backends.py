@@ -8,6 +8,9 @@ that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this tabl
     compute capability 8.x, bfloat16, float16   cuda
     every other device and precision            xla
 
+For `jaxunet.ops.functional`, the precision is the type of the activation. Every op of a type that
+no kernel takes, such as float64, comes from xla.
+
 On a Hopper GPU, `auto` chooses as on 8.x with JAXUNET_KERNELS=portable or ada.
 
 If the CUDA kernels do not run, the log says so, and every op comes from pallas on Hopper, from xla
@@ -33,6 +36,7 @@ from absl import logging
 
 from jaxunet.config import OPS, Config, split_backend
 from jaxunet.ops import choices
+from jaxunet.ops.checks import KERNEL_TYPES
 from jaxunet.ops.references import UPDATE, VARIANTS, XLA, Op, implementation
 from jaxunet.ops.vocabulary import FusedUpdate, Ops
 from jaxunet.runtime import device
@@ -226,6 +230,8 @@ def _auto(precision: str) -> dict[str, str]:
     there, too. Devices without such measurements use XLA. To refit the table, run `python -m
     jaxunet.benchmark` for each candidate on the new device.
     """
+    if precision not in KERNEL_TYPES:
+        return dict.fromkeys(OPS, 'xla')
     if found := _measured(precision):
         return found
     hopper = device.family() is device.Target.HOPPER

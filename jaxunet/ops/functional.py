@@ -168,7 +168,7 @@ def linear(
     """x · kernel + bias [+ residual], in the type of x.
 
     Args:
-      x: images, tokens or vectors.
+      x: vectors, tokens, images, or arrays of more dimensions; the last one is the channels.
 
     Raises:
       ValueError: as `conv3x3`.
@@ -176,9 +176,15 @@ def linear(
     """
     x, kernel, bias, residual = _prepared(x, kernel, _rows(bias), residual)
     shape = x.shape
-    if x.ndim in (2, 3):
+    if x.ndim > 1 and x.ndim != 4:
         x = _pixels(x)
-        if residual is not None and residual.shape[:-1] == shape[:-1]:
+        if residual is not None:
+            if residual.shape[:-1] != shape[:-1]:
+                wanted = [*shape[:-1], *kernel.shape[1:]]
+                raise ValueError(
+                    f'linear: residual is {residual.dtype}{list(residual.shape)}; '
+                    f'expected {x.dtype}{wanted}'
+                )
             residual = _pixels(residual)
     y = _ops(backend, x).linear(x, kernel, bias, residual=residual)
     return y.reshape(*shape[:-1], y.shape[-1])
@@ -211,12 +217,17 @@ def adamw(
       params: float32 arrays. With `jax.jit(..., donate_argnums=...)` they are updated in place.
 
     Raises:
-      ValueError: the trees differ in shapes, or an array has another type.
+      ValueError: the trees differ in structure or shapes, or an array has another type.
       UserError: this machine does not run the backend.
     """
     rate = jnp.asarray(learning_rate, jnp.float32)
     check_scalars(learning_rate=rate)
-    state_leaves(gradient_leaves(gradients), params, state.mu, state.nu, ())
+    leaves = gradient_leaves(gradients)
+    structure: Any = jax.tree.structure(params)
+    for name, tree in (('gradients', gradients), ('mu', state.mu), ('nu', state.nu)):
+        if structure != jax.tree.structure(tree):
+            raise ValueError(f'adamw: {name}: its tree has another structure than that of params')
+    state_leaves(leaves, params, state.mu, state.nu, ())
     choose(backend, 'float32')
     kernels, rule = fused_update(backend, 'float32'), Rule(b1, b2, eps, weight_decay)
     if kernels is None:
@@ -265,7 +276,7 @@ def _rows(value: Array) -> Array:
 
 
 def _pixels(value: Array) -> Array:
-    """Returns vectors or tokens as images of one row."""
+    """Returns an array of two or more dimensions as images of one row."""
     return value.reshape(value.shape[0], 1, math.prod(value.shape[1:-1]), value.shape[-1])
 
 
@@ -282,5 +293,6 @@ def _prepared(*operands: Any) -> list[Any]:
 
 def _ops(backend: str, x: Activation | Array) -> Ops:
     """Returns the ops of a backend; `auto` depends on the type of x."""
-    types = {leaf.dtype for leaf in jax.tree.leaves(x)}
-    return load_ops(backend, 'float32' if jnp.dtype(jnp.float32) in types else 'bfloat16')
+    types = [str(leaf.dtype) for leaf in jax.tree.leaves(x)]
+    # The op refuses an image without parts, or with parts of several types.
+    return load_ops(backend, types[0] if types else 'float32')

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw import reference as update
 from jaxunet.ops.attention.reference import attention
+from jaxunet.ops.conv3x3.operands import check_operands
 from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
 from jaxunet.ops.conv3x3.upsampling import nearest
 from jaxunet.ops.group_norm.reference import group_norm
@@ -58,6 +59,7 @@ def upsampled(conv3x3: Op) -> Callable[[Activation, Array, Array], Activation]:
     """Composes `upsample_conv3x3` from `conv3x3`, which reads the upsampled image."""
 
     def call(x: Activation, kernel: Array, shift: Array) -> Activation:
+        check_operands(x, kernel, shift, None, None)  # before the parts of x become one array
         y: Activation = conv3x3(Activation.of(nearest(x.value)), kernel, shift)
         return y
 

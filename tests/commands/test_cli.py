@@ -416,6 +416,10 @@ MISTAKES = [
         ['jaxunet.sample', '--checkpoint=RUN', '--num_samples=99999999999999'],
         '--num_samples=99999999999999',
     ),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--seed=4294967296'],
+        'flag --seed=4294967296: 4294967296 is not an integer in the range [0, 4294967295]',
+    ),
     (['jaxunet.export', '--checkpoint=RUN', '--output=m.onnx'], 'm.onnx'),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],

@@ -39,7 +39,7 @@ def fresh(config: Config) -> Params:
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A model without classes, a classifier of its images, and one that enlarges pictures."""
+    """A model without classes, a classifier of its images, and two that enlarge pictures."""
     folder = tmp_path_factory.mktemp('conditional')
     config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0})
     write_weights(folder / 'model.safetensors', fresh(config), config)
@@ -50,6 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         for row in noisy_classifier.table(config.replace(model=wide), CLASSES)
     }
     (folder / 'classifier.pt').write_bytes(torch_bytes(state))
+    config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0, 'low_res_size': (3, 4)})
+    write_weights(folder / 'plain_up.safetensors', fresh(config), config)
     classes = {'num_classes': CLASSES, 'low_res_size': (3, 4), 'image_channels': 3}
     config = tiny_config(model=classes)
     write_weights(folder / 'up.safetensors', fresh(config), config)
@@ -137,6 +139,14 @@ def test_pictures_are_enlarged(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
     # The noise of sample 0 is the same, and that of the others is not.
     np.testing.assert_array_equal(again['images'][0], found['images'][0])
     assert (again['images'][1:3] != found['images'][1:]).any(axis=(1, 2, 3)).all()
+
+
+def test_a_classifier_guides_to_the_classes_of_the_pictures(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    flags = f'--low_res={folder}/small.npz', f'--classifier={folder}/classifier.pt'
+    call(*command(folder, tmp_path / 'all.npz', *flags, model='plain_up'))
+    assert images(tmp_path / 'all.npz')['labels'].tolist() == [2, 0, 1]
 
 
 def test_samples_of_other_pictures_are_not_kept(

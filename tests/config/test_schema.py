@@ -101,6 +101,10 @@ WRONG = [
     ({'model': {'channel_mult': (1, -1)}}, r'model.channel_mult: expected more than 0, found -1'),
     ({'model': {'base_channels': 20}}, r'20 channels, not a multiple of model.norm_groups \(32\)'),
     (
+        {'model': {'base_channels': 1, 'norm_groups': 1, 'num_head_channels': 1}},
+        r'model.base_channels: expected 2 or more, as the sine .*, found 1',
+    ),
+    (
         {'model': {'attention_resolutions': (5,)}},
         r'model.attention_resolutions: expected some of \[8, 4\], .* found 5',
     ),

@@ -1,8 +1,7 @@
-"""The ops on plain arrays: under every transformation, and with operands that do not fit."""
+"""The ops on plain arrays, under every transformation."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,88 +10,17 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from support.functional import BATCHED, OPS, WEIGHTS, WITH_ADAMW
 
-from jaxunet.ops import backends as seam
 from jaxunet.ops import functional as kernels
 from jaxunet.ops.adamw.operands import Tree
-from jaxunet.ops.backends import fused_update
-from jaxunet.ops.dropout import Dropout
 from jaxunet.runtime.device import Target, use
-from jaxunet.runtime.errors import UserError
 
 Arguments = dict[str, jax.Array]
 Carry = tuple[Tree, kernels.AdamWState]  # params, state
 Function = Callable[[Arguments], jax.Array]
 
-IMAGE, TOKENS = (8, 2, 2, 8), (8, 3, 24)
-# The operands with a batch in front; the others are weights.
-BATCHED = {
-    'x': IMAGE,
-    'part': IMAGE,
-    'residual': IMAGE,
-    'tokens': TOKENS,
-    'rows': (8, 8),
-    'short': (8, 3, 8),
-    'seeds': (8, 2),
-}
-WEIGHTS = {
-    'kernel': (3, 3, 8, 8),
-    'wide': (3, 3, 16, 8),
-    'scale': (16,),
-    'offset': (16,),
-    'bias': (8,),
-    'shortcut': (8, 8),
-    'matrix': (24, 8),
-}
-
-
-def dropped(x: jax.Array, rows: jax.Array, bias: jax.Array, seeds: jax.Array, *, backend: str):
-    """GroupNorm with dropout, whose seeds are the bits of floating-point numbers."""
-    words = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(seeds), jnp.uint32)
-    return kernels.group_norm(
-        x, rows, bias, groups=2, silu=True, dropout=Dropout(words, 0.25), backend=backend
-    )
-
-
-OPS: dict[str, tuple[tuple[str, ...], Callable[..., jax.Array]]] = {
-    'conv3x3': (('x', 'kernel', 'rows'), kernels.conv3x3),
-    'upsample_conv3x3': (('x', 'kernel', 'rows'), kernels.upsample_conv3x3),
-    'norm_silu_conv3x3': (
-        ('x', 'part', 'scale', 'offset', 'wide', 'bias', 'residual', 'shortcut'),
-        lambda x, part, *weights, backend: kernels.norm_silu_conv3x3(
-            [x, part],
-            *weights[:4],
-            residual=weights[4],
-            shortcut=weights[5],
-            groups=4,
-            backend=backend,
-        ),
-    ),
-    'group_norm': (
-        ('x', 'rows', 'bias'),
-        lambda *a, backend: kernels.group_norm(*a, groups=2, silu=True, backend=backend),
-    ),
-    'group_norm with dropout': (('x', 'rows', 'bias', 'seeds'), dropped),
-    'attention': (
-        ('tokens',),
-        lambda qkv, backend: kernels.attention(qkv, num_heads=2, backend=backend),
-    ),
-    'linear': (
-        ('tokens', 'matrix', 'bias', 'short'),
-        lambda *a, backend: kernels.linear(*a[:3], residual=a[3], backend=backend),
-    ),
-}
-CUDA = pytest.param('cuda', marks=pytest.mark.extension)
-WITH_ADAMW = ['xla', CUDA]
 MESH = Mesh(np.array(jax.local_devices(backend='cpu')[:2]), ('devices',))
-
-
-@pytest.fixture(params=['xla', CUDA, 'pallas'], name='backend')
-def _backend(request, monkeypatch) -> Iterator[str]:
-    """Lets a backend run: the CUDA kernels' CPU handlers, Pallas's kernels interpreted."""
-    monkeypatch.setattr(seam, '_unavailable', lambda name: None)
-    with use(Target.INTERPRET) if request.param == 'pallas' else contextlib.nullcontext():
-        yield request.param
 
 
 def example(op: str) -> Arguments:
@@ -247,147 +175,12 @@ def test_adamw_is_that_of_optax_under_every_transformation(backend):
         )
 
 
-def operands(op: str) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct((BATCHED | WEIGHTS)[name], jnp.float32) for name in OPS[op][0]
-    }
-
-
-def of(*shape: int, dtype: str = 'float32') -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-NHWC = r'expected \[batch, height, width, channels\]'
-INTEGERS = r'int32; expected bfloat16, float16 or float32'
-MISTAKES = [
-    ('conv3x3', {'x': of(2, 2, 8)}, rf'conv3x3: x: shape \[2, 2, 8\]; {NHWC}'),
-    ('conv3x3', {'x': of(8, 2, 2, 8, dtype='int32')}, f'conv3x3: x: {INTEGERS}'),
-    ('conv3x3', {'kernel': of(3, 3, 8, 8, dtype='int32')}, f'conv3x3: kernel: {INTEGERS}'),
-    ('conv3x3', {'kernel': of(3, 3, 9, 8)}, r'kernel: shape .*; expected \[3, 3, 8, features\]'),
-    ('conv3x3', {'kernel': of(5, 5, 8, 8)}, r'kernel: shape .*; expected \[3, 3, 8, features\]'),
-    ('conv3x3', {'rows': of(3, 8)}, r'shift: shape \[3, 8\]; expected \[1 or 8, 8\]'),
-    ('conv3x3', {'rows': of()}, r'shift: shape \[\]; expected \[1 or 8, 8\]'),
-    ('conv3x3', {'rows': of(8, dtype='int32')}, f'conv3x3: shift: {INTEGERS}'),
-    ('norm_silu_conv3x3', {'x': of(8, 2, 8)}, NHWC),
-    ('norm_silu_conv3x3', {'part': of(8, 2, 3, 8)}, r'x.parts\[1\].*8, 2, 3, 8'),
-    ('norm_silu_conv3x3', {'part': of(8, 2, 2, 8, dtype='bfloat16')}, r'x.parts\[1\].*bfloat16'),
-    ('norm_silu_conv3x3', {'scale': of(8)}, r'scale: shape \[1, 8\]; expected \[1, 16\]'),
-    ('norm_silu_conv3x3', {'offset': of(16, dtype='int32')}, f'group_norm: offset: {INTEGERS}'),
-    ('norm_silu_conv3x3', {'residual': of(8, 2, 2, 6)}, r'shortcut: shape \[8, 8\]; expected'),
-    (
-        'norm_silu_conv3x3',
-        {'part': of(8, 2, 2, 6), 'scale': of(14), 'offset': of(14), 'wide': of(3, 3, 14, 8)},
-        '14 channels are not a multiple of 4 groups',
-    ),
-    ('group_norm', {'x': of(8, 4, 8)}, rf'group_norm: x.parts\[0\]: shape .*; {NHWC}'),
-    ('group_norm', {'x': of(8, 2, 2, 8, dtype='int32')}, f'group_norm: x: {INTEGERS}'),
-    ('group_norm', {'bias': of(9)}, r'offset: shape \[1, 9\]; expected \[1, 8\] or \[8, 8\]'),
-    (
-        'group_norm',
-        {'x': of(8, 2, 2, 9), 'rows': of(9), 'bias': of(9)},
-        '9 channels are not a multiple of 2 groups',
-    ),
-    ('attention', {'tokens': of(3, 24)}, r'qkv: shape \[3, 24\]; expected \[batch, tokens, packed'),
-    ('attention', {'tokens': of(8, 3, 24, dtype='int32')}, f'attention: qkv: {INTEGERS}'),
-    ('attention', {'tokens': of(8, 3, 25)}, '25 packed channels are not 3 x 2 heads'),
-    ('linear', {'tokens': of(24)}, rf'linear: x: shape \[24\]; {NHWC}'),
-    ('linear', {'tokens': of(8, 3, 24, dtype='int32')}, f'linear: x: {INTEGERS}'),
-    ('linear', {'matrix': of(23, 8)}, r'kernel: shape \[23, 8\]; expected \[24, features\]'),
-    ('linear', {'bias': of(8, 8)}, r'bias: shape \[8, 8\]; expected \[1, 8\]'),
-    ('linear', {'bias': of(8, dtype='int32')}, f'linear: bias: {INTEGERS}'),
-    ('linear', {'short': of(8, 4, 8)}, r'residual is float32\[8, 4, 8\]; expected'),
-]
-# Calls that the kernels refuse and the references take.
-REFUSED = [
-    ('conv3x3', {'x': of(8, 2, 2, 8, dtype='float64')}, 'conv3x3: x: float64; the kernels take'),
-    (
-        'norm_silu_conv3x3',
-        {name: of(8, 2, 2, 8, dtype='float64') for name in ('x', 'part', 'residual')},
-        'conv3x3: x: float64; the kernels take',
-    ),
-    ('group_norm', {'x': of(8, 2, 2, 8, dtype='float64')}, 'group_norm: x: float64; the kernels'),
-    ('attention', {'tokens': of(8, 3, 24, dtype='float64')}, 'attention: qkv: float64; the kernel'),
-    ('attention', {'tokens': of(8, 3, 6 * 257)}, 'heads of width 257: the kernels take widths up'),
-    (
-        'linear',
-        {'tokens': of(8, 3, 24, dtype='float64'), 'short': of(8, 3, 8, dtype='float64')},
-        'linear: x: float64; the kernels take',
-    ),
-]
-
-
-def trace(op: str, changed: dict[str, jax.ShapeDtypeStruct], backend: str) -> None:
-    arguments = operands(op) | changed
-    jax.eval_shape(lambda a: OPS[op][1](*a, backend=backend), list(arguments.values()))
-
-
-def test_what_does_not_fit_is_named(backend):
-    for op, changed, message in MISTAKES:
-        with pytest.raises(ValueError, match=message):
-            trace(op, changed, backend)
-
-
-def test_the_references_take_what_the_kernels_refuse(backend):
-    with jax.enable_x64(True):
-        for op, changed, message in REFUSED:
-            # Pallas's GroupNorm takes float64; its linear layer is XLA's.
-            if backend == 'xla' or (backend == 'pallas' and op in ('group_norm', 'linear')):
-                trace(op, changed, backend)
-            else:
-                with pytest.raises(ValueError, match=message):
-                    trace(op, changed, backend)
-
-
-@pytest.mark.parametrize('backend', WITH_ADAMW, indirect=True)
-@pytest.mark.parametrize(
-    ('changed', 'message'),
-    [
-        ({'learning_rate': jnp.ones(3)}, r'adamw: learning_rate: shape \[3\]; expected a scalar'),
-        (
-            {'params': {'a': jnp.ones(4)}},
-            'adamw: params: shapes differ from those of the gradients',
-        ),
-        (
-            {'params': {'a': jnp.ones(3, jnp.bfloat16)}},
-            'adamw: params: expected float32, found bfloat16',
-        ),
-        ({'gradients': {'a': jnp.ones(3, jnp.int32)}}, 'adamw: gradients: expected .* found int32'),
-        ({'gradients': {}}, 'adamw: gradients: no arrays'),
-    ],
-)
-def test_what_adamw_does_not_take(changed, message, backend):
-    tree = {'a': jnp.ones(3)}
-    good = {'gradients': tree, 'state': kernels.adamw_init(tree), 'params': tree}
-    with pytest.raises(ValueError, match=message):
-        kernels.adamw(**(good | {'learning_rate': 0.1} | changed), backend=backend)
-
-
-@pytest.mark.extension
-def test_averages_need_a_share_each():
-    tree = {'a': jnp.ones(3)}
-    one = jnp.ones(())
-    with pytest.raises(ValueError, match='adamw: follow: 0 shares for 1 averages'):
-        fused_update('cuda').adamw(
-            kernels.Rule(0.9, 0.99, 1e-8, 0.0),
-            *[tree] * 4,
-            [tree],
-            take=one,
-            factor=one,
-            learning_rate=one,
-            corrections=(one, one),
-            follow=(),
-        )
-
-
 def test_pallas_refuses_a_checked_shard_map():
     def attend(a: Arguments) -> jax.Array:
         return kernels.attention(a['tokens'], num_heads=2, backend='pallas')
 
     with use(Target.INTERPRET), pytest.raises(ValueError, match='check_vma=False only; pass that'):
-        jax.eval_shape(shard_map(attend, check=True), {'tokens': of(8, 3, 24)})
-
-
-@pytest.mark.skipif(jax.default_backend() == 'gpu', reason='a machine without a GPU says so')
-def test_a_backend_that_does_not_run_here_is_named():
-    with pytest.raises(UserError, match='backend=pallas: Pallas kernels need an NVIDIA GPU'):
-        kernels.attention(jnp.ones((1, 3, 24)), num_heads=2, backend='pallas')
+        jax.eval_shape(
+            shard_map(attend, check=True),
+            {'tokens': jax.ShapeDtypeStruct((8, 3, 24), jnp.float32)},
+        )

@@ -63,6 +63,7 @@ def upsample_conv3x3(
 
     Arguments and errors as `conv3x3`.
     """
+    check_operands(x, kernel, shift, None, None)  # before the parts of x become one array
     return conv3x3(Activation.of(nearest(x.value)), kernel, shift)
 
 
