@@ -52,6 +52,7 @@ SEED = flags.DEFINE_integer(
     0,
     'Seed of all random choices, such as the samples drawn with --checkpoint.',
     lower_bound=0,
+    upper_bound=2**32 - 1,
 )
 OUTPUT = flags.DEFINE_string(
     'output', None, 'Append the results to this file, one JSON object per line.'

@@ -420,6 +420,10 @@ MISTAKES = [
         ['jaxunet.sample', '--checkpoint=RUN', '--seed=4294967296'],
         'flag --seed=4294967296: 4294967296 is not an integer in the range [0, 4294967295]',
     ),
+    (
+        ['jaxunet.evaluate', '--checkpoint=RUN', '--reference=digits:', '--seed=4294967296'],
+        'flag --seed=4294967296: 4294967296 is not an integer in the range [0, 4294967295]',
+    ),
     (['jaxunet.export', '--checkpoint=RUN', '--output=m.onnx'], 'm.onnx'),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],
