@@ -1,4 +1,4 @@
-"""What only the CUDA kernels do not take is an error when a program is traced."""
+"""Operands beyond the limits of the CUDA kernels are errors when a program is traced."""
 
 import re
 

@@ -16,6 +16,10 @@ from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements, check_finite
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.generator import Generator
+from jaxunet.training.held_out import HeldOutLoss
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 TINY = pathlib.Path(__file__).parents[2] / 'docs/results/methods/tiny.toml'
 
@@ -59,6 +63,8 @@ def test_references_are_measured_during_training_whose_clock_counts_steps(
 
     monkeypatch.setattr(measure, 'open_side', spy)
     monkeypatch.setattr(Measurements, 'measure', look)
+    monkeypatch.setattr(Generator, 'compile_for', lambda self, template: None)  # not needed here
+    monkeypatch.setattr(HeldOutLoss, 'compile', lambda self: self)
     jobs = [dataclasses.replace(job, seconds=(0.02,)) for job in read_jobs(str(TINY), '')[:2]]
     features = Measurements(str(write_untrained(tmp_path)), tmp_path)
     queue = Queue(tmp_path / 'out', features, limit=Limit(600), command='', step_ms=step_ms)
