@@ -14,9 +14,8 @@ from jaxtyping import Array
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw import reference as update
 from jaxunet.ops.attention.reference import attention
-from jaxunet.ops.conv3x3.operands import check_operands
 from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
-from jaxunet.ops.conv3x3.upsampling import nearest
+from jaxunet.ops.conv3x3.upsampling import upsampled
 from jaxunet.ops.group_norm.reference import group_norm
 from jaxunet.ops.linear.reference import linear
 from jaxunet.ops.vocabulary import FusedUpdate, Ops, WithInput, check_copies
@@ -50,18 +49,6 @@ def and_input(op: Op) -> Callable[..., WithInput[Activation | Array]]:
     ) -> WithInput[Activation | Array]:
         check_copies(op.__name__, copies)
         return WithInput(op(x, *operands, **options), (x,) * copies)
-
-    return call
-
-
-@functools.cache
-def upsampled(conv3x3: Op) -> Callable[[Activation, Array, Array], Activation]:
-    """Composes `upsample_conv3x3` from `conv3x3`, which reads the upsampled image."""
-
-    def call(x: Activation, kernel: Array, shift: Array) -> Activation:
-        check_operands(x, kernel, shift, None, None)  # before the parts of x become one array
-        y: Activation = conv3x3(Activation.of(nearest(x.value)), kernel, shift)
-        return y
 
     return call
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.conv3x3.operands import check_operands
-from jaxunet.ops.conv3x3.upsampling import nearest
+from jaxunet.ops.conv3x3.upsampling import upsampled
 from jaxunet.ops.group_norm.reference import group_norm
 
 
@@ -63,8 +63,7 @@ def upsample_conv3x3(
 
     Arguments and errors as `conv3x3`.
     """
-    check_operands(x, kernel, shift, None, None)  # before the parts of x become one array
-    return conv3x3(Activation.of(nearest(x.value)), kernel, shift)
+    return upsampled(conv3x3)(x, kernel, shift)
 
 
 def norm_silu_conv3x3(

@@ -1,9 +1,16 @@
-"""Nearest-neighbour upsampling, which a 3×3 convolution follows in a UNet."""
+"""Nearest-neighbour upsampling, and the 3×3 convolution that follows it in a UNet."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import check_operands
 
 
 def nearest(
@@ -13,3 +20,15 @@ def nearest(
     batch, height, width, channels = x.shape
     doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (batch, height, 2, width, 2, channels))
     return doubled.reshape(batch, 2 * height, 2 * width, channels)
+
+
+@functools.cache
+def upsampled(conv3x3: Callable[..., Any]) -> Callable[[Activation, Array, Array], Activation]:
+    """Composes `upsample_conv3x3` from `conv3x3`, which reads the upsampled image."""
+
+    def call(x: Activation, kernel: Array, shift: Array) -> Activation:
+        check_operands(x, kernel, shift, None, None)  # before the parts of x become one array
+        y: Activation = conv3x3(Activation.of(nearest(x.value)), kernel, shift)
+        return y
+
+    return call
