@@ -40,8 +40,7 @@ class StallWatch:
 
     def __init__(self, seconds: float, workdir: pathlib.Path) -> None:
         self._seconds, self._workdir = seconds, workdir
-        self._waits = 0  # begun so far
-        self._waiting = False
+        self._wait: object | None = None  # stands for the wait in progress
         self._closed = threading.Event()
         if seconds and jax.process_index() == 0:
             threading.Thread(target=self._watch, name='stall watch', daemon=True).start()
@@ -60,12 +59,11 @@ class StallWatch:
 
         Starting a program is such a function: on several GPUs, JAX waits until all have started it.
         """
-        self._waits += 1
-        self._waiting = True
+        self._wait = object()
         try:
             return function(*args, **kwargs)
         finally:
-            self._waiting = False
+            self._wait = None
 
     def close(self) -> None:
         """Ends the thread."""
@@ -73,13 +71,13 @@ class StallWatch:
 
     def _watch(self) -> None:
         every = min(self._seconds / LOOKS, MAX_PAUSE)
-        seen, waited, last = 0, 0.0, time.monotonic()
+        seen, waited, last = None, 0.0, time.monotonic()
         while not self._closed.wait(every):
-            now = time.monotonic()
-            same = self._waiting and self._waits == seen
+            wait, now = self._wait, time.monotonic()
+            same = wait is not None and wait is seen
             # A thread that looks late was suspended, as was the process.
             waited = waited + min(now - last, 2 * every) if same else 0.0
-            seen, last = self._waits, now
+            seen, last = wait, now
             if waited >= self._seconds:
                 self._end()
 
