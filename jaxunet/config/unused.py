@@ -52,10 +52,11 @@ def owners() -> dict[str, Choice]:
     """Returns the fields that belong to a choice, by their paths."""
     found: dict[str, Choice] = {}
     for chooser in CHOOSERS:
-        section, _, field = chooser.partition('.')
+        section = chooser.partition('.')[0]
         for name in to_dict(Config())[section]:
-            choices = [c for c in CHOICES[chooser] if name != field and name.startswith(f'{c}_')]
-            found |= {f'{section}.{name}': (chooser, choice) for choice in choices[:1]}
+            for choice in CHOICES[chooser]:
+                if name.startswith(f'{choice}_'):
+                    found[f'{section}.{name}'] = (chooser, choice)
     return found | OWNERS
 
 
