@@ -63,9 +63,10 @@ __device__ inline void store_peer(uint32_t there, const uint32_t (&words)[4]) {
                : "memory");
 }
 
-// Arrives at the barrier of block `rank` that corresponds to `here` in this block.
+// Arrives at the barrier of block `rank` that corresponds to `here` in this block. This thread's
+// reads come before it; its writes need not be visible to other blocks, which it would wait for.
 __device__ inline void arrive_peer(const Barrier* here, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(
                    peer_address(shared_address(here), rank))
                : "memory");
 }
