@@ -48,6 +48,7 @@ from jaxunet.ops import choices
 from jaxunet.ops.backends import load_ops, runnable
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import check_file
 
 CONFIG = cli.define_config()
 BACKENDS = flags.DEFINE_list(
@@ -118,6 +119,7 @@ def main(argv: Sequence[str]) -> int:
     if DRY_RUN.value:
         dry_run(plan)
         return 0
+    check_file(OUTPUT.value, '--output')
     if len(plan.sides) == 1:
         # With a single side there is nothing to compare, so a missing backend is an error at once.
         load_ops(plan.sides[0], plan.precisions[0])
@@ -157,7 +159,9 @@ def check_sampling_flags(plan: Plan) -> None:
 
 
 def check_choose_flags() -> None:
-    """Raises `UserError` for a flag that --choose does not read, and for chosen kernels."""
+    """Raises `UserError` for a flag that --choose does not read, for chosen kernels, and for a file
+    of choices that cannot be written.
+    """
     choose.check_kernels()
     for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT, SAMPLED_IMAGES, SAMPLING_STEPS):
         if flag.present:
@@ -169,6 +173,7 @@ def check_choose_flags() -> None:
         raise UserError(
             f'--batch_sizes: --choose measures one, found {",".join(BATCH_SIZES.value)}'
         )
+    check_file(choices.path(), choices.VARIABLE)
 
 
 def keep_choices(plan: Plan, command: str) -> None:

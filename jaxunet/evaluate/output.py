@@ -11,7 +11,7 @@ from absl import flags
 from jaxunet.evaluate.flags import OUTPUT
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
-from jaxunet.runtime.whole_files import check_writable
+from jaxunet.runtime.whole_files import check_file
 
 
 def check_outputs(outputs: Sequence[flags.FlagHolder[str | None]]) -> None:
@@ -21,14 +21,8 @@ def check_outputs(outputs: Sequence[flags.FlagHolder[str | None]]) -> None:
       UserError: the path is a folder, or cannot be written.
     """
     for flag in outputs:
-        if not flag.value:
-            continue
-        target = Path(flag.value).expanduser()
-        if target.is_dir():
-            raise UserError(
-                f'--{flag.name}: {target}: cannot be written: it is a folder; name a file'
-            )
-        check_writable(target, f'--{flag.name}')
+        if flag.value:
+            check_file(Path(flag.value).expanduser(), f'--{flag.name}')
 
 
 def append(rows: Iterable[Row]) -> None:

@@ -50,6 +50,7 @@ from jaxunet.profile.chrome import write_trace
 from jaxunet.profile.summary import Summary, summarise
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import check_file
 from jaxunet.training.parallel import Parallel
 
 CONFIG = cli.define_config()
@@ -102,6 +103,7 @@ def main(argv: Sequence[str]) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f'--output: {output} cannot be made: {error.strerror or error}') from None
+    check_file(output / 'profile.jsonl', '--output')
     source = open_images(config)
     cli.enable_compilation_cache()
 

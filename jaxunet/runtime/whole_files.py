@@ -81,6 +81,17 @@ def check_writable(path: str | os.PathLike[str], flag: str) -> None:
         )
 
 
+def check_file(path: str | os.PathLike[str], flag: str) -> None:
+    """Like `check_writable`, for a path that must not be a folder.
+
+    Raises:
+      UserError: also if the path is a folder.
+    """
+    if pathlib.Path(path).is_dir():
+        raise UserError(f'{flag}: {path}: cannot be written: it is a folder; name a file')
+    check_writable(path, flag)
+
+
 @contextlib.contextmanager
 def written(path: str | os.PathLike[str], flag: str = '') -> Iterator[pathlib.Path]:
     """Like `replacing`, for a path that the user gave.

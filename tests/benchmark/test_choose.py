@@ -26,6 +26,12 @@ def test_choose_on_a_machine_without_kernels(tmp_path: pathlib.Path) -> None:
     assert not path.exists()
 
 
+def test_choose_checks_its_file_first(tmp_path: pathlib.Path) -> None:
+    variables = {'JAXUNET_CHOICES': str(tmp_path)}
+    error = call('jaxunet.benchmark', *flags(), '--choose', variables=variables, code=2)
+    assert error.startswith(f'error: JAXUNET_CHOICES: {tmp_path}: cannot be written')
+
+
 @pytest.mark.parametrize('flag', ['--backends=xla', '--directions=step', '--batch_sizes=2,4'])
 def test_choose_refuses_what_it_does_not_read(flag: str) -> None:
     error = call('jaxunet.benchmark', *flags(), '--choose', flag, code=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import pathlib
 from collections.abc import Mapping
 
 import jax
@@ -207,6 +208,12 @@ def test_mistakes(arguments: tuple, message: str) -> None:
 
 def test_without_a_gpu() -> None:
     assert 'needs one' in call('jaxunet.benchmark.kernels.__main__', '--ops=attention', code=2)
+
+
+@pytest.mark.parametrize('option', ['--ops=attention', '--roofline'])
+def test_a_file_that_cannot_be_written_ends_first(option: str, tmp_path: pathlib.Path) -> None:
+    options = ['jaxunet.benchmark.kernels.__main__', option, f'--output={tmp_path}']
+    assert f'--output: {tmp_path}: cannot be written' in call(*options, code=2)
 
 
 def test_tuning_covers_the_convolutions() -> None:

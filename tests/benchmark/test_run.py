@@ -200,6 +200,13 @@ def test_mistakes(changes: dict[str, list[str] | int], message: str) -> None:
         plan(**changes)
 
 
+def test_a_file_that_cannot_be_written_ends_first(tmp_path: pathlib.Path) -> None:
+    """Even before the images are opened."""
+    images = '--config.data.path=missing.npz'
+    message = call('jaxunet.benchmark', *flags(), images, f'--output={tmp_path}', code=2)
+    assert message.startswith(f'error: --output: {tmp_path}: cannot be written')
+
+
 @pytest.mark.parametrize('flag', ['sampled_images', 'sampling_steps'])
 def test_flags_of_sampling_need_the_direction_sample(flag: str) -> None:
     command = ['jaxunet.benchmark', '--dry_run', f'--{flag}=8']

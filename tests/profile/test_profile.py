@@ -361,3 +361,8 @@ def test_command_line_mistakes(tmp_path):
     assert f'--output: {tmp_path}/file/x cannot be made' in call(
         'jaxunet.profile', *flags(), f'--output={tmp_path}/file/x', code=2
     )
+    (tmp_path / 'profile.jsonl').mkdir()
+    assert f'--output: {tmp_path}/profile.jsonl: cannot be written' in call(
+        'jaxunet.profile', *flags(), f'--output={tmp_path}', code=2
+    )
+    assert not list(tmp_path.glob('*.csv'))

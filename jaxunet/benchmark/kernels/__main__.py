@@ -52,6 +52,7 @@ from jaxunet.ops.backends import installed, lacks, runnable
 from jaxunet.runtime import device, rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.measurement import Measurement
+from jaxunet.runtime.whole_files import check_file
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
 BATCH_SIZES = flags.DEFINE_list(
@@ -93,8 +94,10 @@ def main(argv: Sequence[str]) -> int:
         tables = roofline_table.markdown if ROOFLINE.value else kernel_table.tables
         print(tables(rows.read(TABLE.value)))
         return 0
+    output = OUTPUT.value or ('roofline.jsonl' if ROOFLINE.value else 'kernels.jsonl')
+    check_file(output, '--output')
     if ROOFLINE.value:
-        return measure_roofline()
+        return measure_roofline(output)
     if CONFIG.value is not None:
         raise UserError('--config: only --roofline measures a config; add it, or leave it out')
     wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, runnable(), DIRECTIONS.value)
@@ -106,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         if missing := lacks(backend):
             logging.info('without the %s: %s', backend.title, missing)
     wanted = kernels.comparable(wanted)
-    measured, late = measure_ops(wanted, target)
+    measured, late = measure_ops(wanted, target, output)
     failed = [row for row in measured if row['error']]
     if len(failed) < len(measured):
         print(kernel_table.summary(measured))
@@ -120,9 +123,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_ops(
-    wanted: Sequence[Measurement], target: device.Target
+    wanted: Sequence[Measurement], target: device.Target, output: str
 ) -> tuple[list[rows.Row], list[Measurement]]:
-    """Measures kernels and writes their rows; returns the rows and the cases left out for time."""
+    """Measures kernels; returns the rows, also in `output`, and the cases left out for time."""
     # A program from the cache would show no compile time.
     jax.config.update('jax_enable_compilation_cache', False)
     # Lowering is Python code, and its threads slow each other down if they switch often.
@@ -153,7 +156,7 @@ def measure_ops(
                 late.append(found)
                 continue
             row = origin | found
-            rows.append(OUTPUT.value or 'kernels.jsonl', row)
+            rows.append(output, row)
             measured.append(row)
     finally:
         if pool:
@@ -161,8 +164,8 @@ def measure_ops(
     return measured, late
 
 
-def measure_roofline() -> int:
-    """Measures the steps of `--config`, writes their rows and prints their tables.
+def measure_roofline(output: str) -> int:
+    """Measures the steps of `--config`, appends their rows to `output` and prints their tables.
 
     Raises:
       UserError: see `main`.
@@ -179,7 +182,7 @@ def measure_roofline() -> int:
     check_used(config)
     measured = []
     for row in roofline.run(cli.config_name(), config, sizes, command):
-        rows.append(OUTPUT.value or 'roofline.jsonl', row)
+        rows.append(output, row)
         measured.append(row)
     print(roofline_table.markdown(measured))
     return 0
