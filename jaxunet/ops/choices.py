@@ -39,7 +39,8 @@ COMMAND = 'python -m jaxunet.benchmark --choose'
 
 def path() -> pathlib.Path:
     """Returns the path of the file, which need not exist."""
-    return pathlib.Path(os.environ.get(VARIABLE) or cache_dir() / 'choices.json')
+    named = os.environ.get(VARIABLE)
+    return pathlib.Path(named).expanduser() if named else cache_dir() / 'choices.json'
 
 
 def versions() -> dict[str, str]:

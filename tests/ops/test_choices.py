@@ -44,6 +44,12 @@ def entry(**changes):
     }
 
 
+def test_the_file_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setenv(choices.VARIABLE, '~/choices.json')
+    assert choices.path() == tmp_path / 'choices.json'
+
+
 def test_auto_follows_what_was_measured_and_says_so(hopper, file):
     usual = backends.choose('auto', 'bfloat16')
     choices.write(file, entry())
