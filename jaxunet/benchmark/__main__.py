@@ -39,7 +39,7 @@ from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.benchmark.run import run
 from jaxunet.benchmark.table import markdown
 from jaxunet.benchmark.timing import MIN_STEPS, TURN_SECONDS
-from jaxunet.config import cli
+from jaxunet.config import Config, cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.source import Source
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     )
     command = shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])
     if CHOOSE.value:
-        check_choose_flags()
+        check_choose_flags(config)
         keep_choices(plan, command)
         return 0
     check_sampling_flags(plan)
@@ -158,11 +158,16 @@ def check_sampling_flags(plan: Plan) -> None:
             )
 
 
-def check_choose_flags() -> None:
-    """Raises `UserError` for a flag that --choose does not read, for chosen kernels, and for a file
-    of choices that cannot be written.
+def check_choose_flags(config: Config) -> None:
+    """Raises `UserError` for a flag or field that --choose does not read, for chosen kernels, and
+    for a file of choices that cannot be written.
     """
     choose.check_kernels()
+    if config.backend != 'auto':
+        raise UserError(
+            f'backend: found {config.backend}; --choose times every backend that runs here, and '
+            'only backend=auto follows its file; set it to auto'
+        )
     for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT, SAMPLED_IMAGES, SAMPLING_STEPS):
         if flag.present:
             raise UserError(

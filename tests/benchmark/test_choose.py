@@ -38,6 +38,11 @@ def test_choose_refuses_what_it_does_not_read(flag: str) -> None:
     assert error.startswith(f'error: {flag.split("=", maxsplit=1)[0]}: --choose ')
 
 
+def test_choose_refuses_a_config_with_a_backend() -> None:
+    error = call('jaxunet.benchmark', *flags(), '--choose', '--config.backend=xla', code=2)
+    assert error.startswith('error: backend: found xla; --choose times every backend')
+
+
 @pytest.mark.parametrize('steps', [4, None])
 def test_choose_leaves_out_what_does_not_run(
     steps: int | None, monkeypatch: pytest.MonkeyPatch
