@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable, Sequence
 
 from jaxunet.ops.transformations import is_checked
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
+
+DTYPES = ('bfloat16', 'float16', 'float32')  # of activations
 
 
 def check_shard_map(op: str) -> None:
@@ -40,3 +44,17 @@ def check_gpu(*, hopper: bool = False) -> None:
             f'error: expected a GPU of compute capability 9.0 without {device.VARIABLE}, '
             f'found {device.label()}'
         )
+
+
+def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Returns a `type` of argparse: some of the known names, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(',')
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f'expected some of {", ".join(known)}, found {", ".join(unknown)}'
+            )
+        return names
+
+    return parse

@@ -15,6 +15,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import pytest
+from support.commands import call
 
 from jaxunet.runtime import device
 from jaxunet.runtime import gpu_time as timing
@@ -140,3 +141,37 @@ def test_a_machine_without_a_gpu_is_told(
     arguments = [['tune']] if module is tune_triton else []
     with pytest.raises(SystemExit, match='error: Pallas kernels need an NVIDIA GPU'):
         module.main(*arguments)
+
+
+@pytest.mark.parametrize(
+    ('module', 'flag', 'known'),
+    [
+        (attention, '--kernels=forward,backwards', 'both, forward, backward,'),
+        (attention, '--dtype=float64', 'bfloat16'),
+        (group_norm, '--kernels=forward,backwards', 'both_xla, both, both_triton, forward,'),
+        (group_norm, '--dtype=float64', 'bfloat16'),
+        (tune_hopper, '--directions=forward,inputs', 'forward, input, fused, weight'),
+    ],
+    ids=lambda v: v.__name__ if isinstance(v, types.ModuleType) else None,
+)
+def test_unknown_names_are_refused(
+    module: Program,
+    flag: str,
+    known: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match='2'):
+        run(monkeypatch, module, flag)
+    assert known in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('flag', 'known'),
+    [
+        ('--directions=forward,inputs', 'expected some of forward, fused, input, weight'),
+        ('--dtype=float64', 'bfloat16'),
+    ],
+)
+def test_unknown_names_are_refused_for_the_portable_convolution(flag: str, known: str) -> None:
+    assert known in call('pallas_kernels.conv3x3.tune_triton', flag, code=1)

@@ -39,7 +39,7 @@ from pallas_kernels.attention.tiles import (
     shape_class,
 )
 from pallas_kernels.attention.vjp import attention
-from pallas_kernels.checks import check_gpu
+from pallas_kernels.checks import DTYPES, check_gpu, some_of
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
 SIDES = ('ours', 'triton', 'xla')  # the op on the chosen kernels, on Triton's, on XLA
@@ -236,8 +236,9 @@ def main() -> None:
     )
     parser.add_argument('--batch', type=int, default=32)
     parser.add_argument('--shapes', default=SHAPES)
-    parser.add_argument('--kernels', default='both,' + ','.join(KERNELS))
-    parser.add_argument('--dtype', default='bfloat16')
+    known = ('both', *KERNELS)
+    parser.add_argument('--kernels', type=some_of(known), default=','.join(known))
+    parser.add_argument('--dtype', default='bfloat16', choices=DTYPES)
     parser.add_argument(
         '--seconds', type=float, default=60, help='no further tile is compiled after this'
     )
@@ -253,7 +254,7 @@ def main() -> None:
         shapes.append((batch[0] if batch else args.batch, tokens, heads, width))
     arrays = {shape: inputs(shape, dtype) for shape in shapes}
     # Shapes take turns, so that each gets its share before time is up; the op itself comes first.
-    queues = [jobs_for(shape, args.kernels.split(','), dtype) for shape in shapes]
+    queues = [jobs_for(shape, args.kernels, dtype) for shape in shapes]
     jobs = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
 
     def compiled(number: int) -> Callable[[int], PyTree] | str | None:

@@ -36,7 +36,7 @@ from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.measurement import Inputs, Measurement
 from pallas_kernels import tile_table
-from pallas_kernels.checks import check_gpu
+from pallas_kernels.checks import DTYPES, check_gpu, some_of
 from pallas_kernels.conv3x3 import dispatch, hopper, hopper_weight_gradient
 from pallas_kernels.conv3x3.schedule import Tile
 
@@ -170,9 +170,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--dtype', default='bfloat16', choices=['bfloat16', 'float16', 'float32'])
+    parser.add_argument('--dtype', default='bfloat16', choices=DTYPES)
     parser.add_argument('--batch', type=int, default=32)
-    parser.add_argument('--directions', default=','.join(DIRECTIONS))
+    parser.add_argument('--directions', type=some_of(DIRECTIONS), default=','.join(DIRECTIONS))
     parser.add_argument(
         '--cases', default='', help='regular expression that is searched for in the names of cases'
     )
@@ -187,14 +187,7 @@ def arguments() -> argparse.Namespace:
         help='nothing is compiled after this; shapes take turns',
     )
     parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
-    args = parser.parse_args()
-    args.directions = args.directions.split(',')
-    if unknown := set(args.directions) - set(DIRECTIONS):
-        parser.error(
-            f'--directions: expected some of {", ".join(DIRECTIONS)}, '
-            f'found {", ".join(sorted(unknown))}'
-        )
-    return args
+    return parser.parse_args()
 
 
 def compile_jobs(jobs: Sequence[Job], seconds: float) -> dict[int, jax.stages.Compiled]:

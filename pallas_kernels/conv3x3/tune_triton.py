@@ -26,7 +26,7 @@ from absl import app, flags
 
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
-from pallas_kernels.checks import check_gpu
+from pallas_kernels.checks import DTYPES, check_gpu
 from pallas_kernels.conv3x3 import (
     triton,
     triton_tiles,
@@ -43,7 +43,7 @@ ELEPHANTS64 = (
 )
 CALLS = 8
 AnyTile = triton_tiles.Tile | triton_weight_gradient_tiles.Tile
-DTYPE = flags.DEFINE_string('dtype', 'bfloat16', 'Type of x, kernel and gradients.')
+DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', DTYPES, 'Type of x, kernel and gradients.')
 BATCH = flags.DEFINE_integer('batch', 32, 'Images.')
 SHAPES = flags.DEFINE_list(
     'shapes', ELEPHANTS64, 'side:channels-features, …; channels of several parts are joined by +.'
@@ -52,6 +52,11 @@ DIRECTIONS = flags.DEFINE_list(
     'directions',
     'forward,input,weight',
     'Of forward, fused (scale, offset and SiLU first), input, weight.',
+)
+flags.register_validator(
+    DIRECTIONS,
+    {'forward', 'fused', 'input', 'weight'}.issuperset,
+    message='expected some of forward, fused, input, weight',
 )
 TOP = flags.DEFINE_integer(
     'top', 3, 'Fastest tiles printed for each shape; 0 = time the chosen tile alone.', lower_bound=0

@@ -32,7 +32,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
-from pallas_kernels.checks import check_gpu
+from pallas_kernels.checks import DTYPES, check_gpu, some_of
 from pallas_kernels.group_norm import backward, forward, statistics, vjp
 from pallas_kernels.group_norm.parameters import parameter_gradients
 from pallas_kernels.group_norm.tiles import Tile, choose_tile, shape_class
@@ -147,6 +147,7 @@ def function(kernel: str, tile: Tile | None) -> Callable[[Operands], PyTree]:
     return table[kernel]
 
 
+WHOLE_OP = ('both_xla', 'both', 'both_triton')  # forward and backward, on each side
 # Tensors that a kernel reads or writes, for the rate in GB/s.
 PASSES = {
     'forward': 2,
@@ -196,10 +197,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--dtype', default='bfloat16')
+    parser.add_argument('--dtype', default='bfloat16', choices=DTYPES)
     parser.add_argument('--batch', type=int, default=32)
     parser.add_argument('--shapes', default=ELEPHANTS64)
-    parser.add_argument('--kernels', default='both_xla,both,both_triton,forward,backward')
+    parser.add_argument(
+        '--kernels',
+        type=some_of((*WHOLE_OP, *PASSES)),
+        default=','.join((*WHOLE_OP, 'forward', 'backward')),
+    )
     parser.add_argument(
         '--seconds',
         type=float,
@@ -283,7 +288,7 @@ def main() -> None:
     for shape in args.shapes.split(','):
         side, channels = parse(shape)
         inputs[shape] = draw(shape, args.batch, dtype, random_keys)
-        for kernel in args.kernels.split(','):
+        for kernel in args.kernels:
             tiles = candidates(kernel, side * side)
             random.Random(0).shuffle(tiles)
             if not kernel.startswith('both'):
