@@ -4,8 +4,9 @@
 # MINUTES: time limit for all parts together, 28 by default. PARTS: scaling steps starts tests sanitizers soak; all by default.
 # The exit status is 1 if a part failed or had too little time.
 # The checkout must be built (tests/gpu/build.sh). IMAGES: a set that configs/elephants64.py reads.
-# The long run (soak) has the last GPU and six CPU cores to itself. The other parts run on the first GPU: those that measure
-# times one after another, then sanitizers and tests at the same time. With a single GPU, scaling and soak are left out.
+# It uses all GPUs, or those of CUDA_VISIBLE_DEVICES. The long run (soak) has the last one and six CPU cores to itself. The other
+# parts run on the first: those that measure times one after another, then sanitizers and tests at the same time. With a single
+# GPU, scaling and soak are left out.
 # Writes to OUTPUT:
 #   scaling/ amp/       sweeps of one and all GPUs, and of the precisions
 #   turns.jsonl         step times of xla and auto, measured in turns, bfloat16 and float32
@@ -27,7 +28,8 @@ images=$(realpath "${IMAGES:-elephants64.zip}")
 cd "$(dirname "$0")/../.." || exit
 [ -f "$images" ] || { echo "error: $images: no such file; IMAGES names a set of images of 64x64"; exit 2; }
 export PYTHONPATH=.:tests:tests/gpu${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
-gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
+IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd ,)}"
+((${#gpus[@]})) || { echo 'error: expected an NVIDIA GPU, found none'; exit 2; }
 cores=$(nproc)
 end=$((SECONDS + 60 * minutes))
 failed=0
@@ -47,25 +49,25 @@ within() {
   ended "$name" $?
 }
 
-if ((gpus < 2)); then
+if ((${#gpus[@]} < 2)); then
   for part in scaling soak; do
     if wanted $part; then echo "$part: needs two GPUs, left out"; fi
   done
 fi
-if wanted scaling && ((gpus > 1)); then
+if wanted scaling && ((${#gpus[@]} > 1)); then
   within tests-of-all-gpus python3 -m pytest -m gpu -n 6 -q -p no:benchmark tests/gpu/test_gpu.py -k every_gpu \
     >"$out/tests_all_gpus.log" 2>&1
   tail -2 "$out/tests_all_gpus.log"
-  within scaling "${sweep[@]}" --preset devices_batch --vary "parallel.devices=1,$gpus" --vary batch_per_device=32,128 \
+  within scaling "${sweep[@]}" --preset devices_batch --vary "parallel.devices=1,${#gpus[@]}" --vary batch_per_device=32,128 \
     --output "$out/scaling"
 fi
 
 trap 'kill $(jobs -p) 2>/dev/null' EXIT
 soak=
-if wanted soak && ((gpus > 1)); then
+if wanted soak && ((${#gpus[@]} > 1)); then
   # Ends 15 seconds before the other parts, to have time to write its results.
   left=$(python3 -c "print(($end - $SECONDS - 15) / 60)")
-  CUDA_VISIBLE_DEVICES=$((gpus - 1)) taskset -c 0-5 python3 tests/soak/run.py --minutes "$left" --output "$out/soak" -- \
+  CUDA_VISIBLE_DEVICES=${gpus[-1]} taskset -c 0-5 python3 tests/soak/run.py --minutes "$left" --output "$out/soak" -- \
     --config=configs/elephants64.py "--config.data.path=$images" --config.backend=cuda --config.train.steps=10000000 \
     --config.train.log_every=500 --config.train.checkpoint_every=5000 --config.train.sample_every=5000 \
     --config.train.evaluate_every=5000 --config.evaluation.samples=256 --config.evaluation.steps=50 \
@@ -75,7 +77,7 @@ if wanted soak && ((gpus > 1)); then
   taskset -p -c "6-$((cores - 1))" $$ >/dev/null
 fi
 
-export CUDA_VISIBLE_DEVICES=0
+export CUDA_VISIBLE_DEVICES=${gpus[0]}
 if wanted steps; then
   within amp "${sweep[@]}" --config.parallel.devices=1 --preset amp --output "$out/amp"
   for flags in '--batch_sizes 32,256' '--batch_sizes 32 --precision float32'; do
