@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxunet.ops.activation import Activation
 
 MAX_PARTS = 4  # arrays that form one activation: kMaxParts in binding/plan.h
+MAX_ARRAYS = 1 << 16  # weights of one optimizer call: kMaxTensors in adamw/read.cc
 
 
 def check_parts(op: str, name: str, activation: Activation) -> None:
@@ -18,4 +19,17 @@ def check_parts(op: str, name: str, activation: Activation) -> None:
         raise ValueError(
             f'{op}: {name}: {found} parts; the CUDA kernels take at most {MAX_PARTS}; concatenate '
             f'some of them, or use the xla backend'
+        )
+
+
+def check_count(op: str, name: str, found: int) -> None:
+    """Checks that a call has no more arrays of a kind than the handlers of the optimizer take.
+
+    Raises:
+      ValueError: it has more; the message names the operand.
+    """
+    if found > MAX_ARRAYS:
+        raise ValueError(
+            f'{op}: {name}: {found} arrays; the CUDA kernels take at most {MAX_ARRAYS}; use the '
+            'xla backend'
         )

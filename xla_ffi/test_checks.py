@@ -1,5 +1,6 @@
 """Operands beyond the limits of the CUDA kernels are errors when a program is traced."""
 
+import pathlib
 import re
 
 import jax
@@ -7,8 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.adamw.operands import Rule
+from xla_ffi.adamw.narrow import narrow
+from xla_ffi.adamw.update import adamw, sum_of_squares
 from xla_ffi.backend import BACKEND
-from xla_ffi.checks import MAX_PARTS
+from xla_ffi.checks import MAX_ARRAYS, MAX_PARTS
 
 
 def activation(parts: int) -> Activation:
@@ -53,3 +57,34 @@ def test_more_parts_than_the_kernels_read_are_an_error_when_traced(call, operand
     found = f'{operand}: {MAX_PARTS + 1} parts; the CUDA kernels take at most {MAX_PARTS}; conc'
     with pytest.raises(ValueError, match=re.escape(found)):
         jax.eval_shape(lambda: call(MAX_PARTS + 1))
+
+
+@pytest.mark.parametrize(
+    ('call', 'operand'),
+    [
+        (lambda arrays: narrow(arrays, jnp.bfloat16), 'narrow: arrays'),
+        (sum_of_squares, 'sum_of_squares: gradients'),
+        (
+            lambda arrays: adamw(
+                Rule(0.9, 0.999, 1e-8, 0.0),
+                *(arrays,) * 4,
+                [],
+                take=jnp.asarray(True),
+                factor=jnp.ones(()),
+                learning_rate=jnp.ones(()),
+                corrections=(jnp.ones(()),) * 2,
+                follow=[],
+            ),
+            'adamw: params',
+        ),
+    ],
+)
+def test_more_arrays_than_the_optimizer_takes_are_an_error_when_traced(call, operand):
+    found = f'{operand}: {MAX_ARRAYS + 1} arrays; the CUDA kernels take at most {MAX_ARRAYS}; use'
+    with pytest.raises(ValueError, match=re.escape(found)):
+        jax.eval_shape(lambda x: call([x] * (MAX_ARRAYS + 1)), jnp.zeros(2))
+
+
+def test_the_limit_of_arrays_is_that_of_the_handlers():
+    source = pathlib.Path(__file__).parent / 'adamw' / 'read.cc'
+    assert f'kMaxTensors = 1 << {MAX_ARRAYS.bit_length() - 1};' in source.read_text()

@@ -24,6 +24,7 @@ from jaxunet.ops.adamw.operands import (
 )
 from jaxunet.ops.adamw.packed import Packed
 from xla_ffi.call import ffi_call
+from xla_ffi.checks import check_count
 
 CHUNK = 1 << 14  # elements that one block sums; the handler receives it as an attribute
 
@@ -35,9 +36,10 @@ def sum_of_squares(tree: Tree) -> Float[Array, '']:
     every run.
 
     Raises:
-      ValueError: an array of another type, or no arrays.
+      ValueError: an array of another type, no arrays, or more than `MAX_ARRAYS`.
     """
     leaves = gradient_leaves(tree)
+    check_count('sum_of_squares', 'gradients', len(leaves))
     chunks = sum(-(-leaf.size // CHUNK) for leaf in leaves)
     shape = jax.ShapeDtypeStruct((chunks,), jnp.float32)
     call = ffi_call('jaxunet_sum_of_squares', shape)
@@ -61,7 +63,8 @@ def adamw(
     """Does one step of AdamW, then of the averages; see `jaxunet.ops.adamw.operands.AdamW`.
 
     Raises:
-      ValueError: the trees differ in shapes, or an array has another type.
+      ValueError: the trees differ in shapes, an array has another type, or there are more than
+        `MAX_ARRAYS` weights.
     """
     check_scalars(
         averages=averages,
@@ -73,13 +76,14 @@ def adamw(
     )
     packed = isinstance(gradients, Packed)
     leaves = list(gradients.arrays) if packed else gradient_leaves(gradients)
+    order = gradients.order if packed else range(len(leaves))
+    tensors = len(order)
+    check_count('adamw', 'params', tensors)
     if not packed and all(leaf.dtype == jnp.float32 for leaf in leaves):
         # Without this barrier, XLA's copy insertion takes minutes if hundreds of gradients have the
         # types of the weights that are updated in place (jax 0.11.2).
         leaves = jax.lax.optimization_barrier(leaves)
     trees = state_leaves(None if packed else leaves, params, mu, nu, averages)
-    order = gradients.order if packed else range(len(leaves))
-    tensors = len(order)
     flat = [tree[number] for tree in trees for number in order]
     scalars = jnp.stack(
         [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
