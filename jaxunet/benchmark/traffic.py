@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import re
 
-from jaxunet.profile.hlo_text import HloLine, called, parse, target, trip_count
+from jaxunet.profile.hlo_text import HloLine, called, does_work, parse, target, trip_count
 
 # Bits of the types whose names do not say it.
 BITS = {'pred': 8, 'token': 0, 'bf16': 16, 'c64': 64, 'c128': 128}
-FREE = {
-    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id',
-    'replica-id', 'opt-barrier', 'async-done', 'async-update', 'copy-done', 'all-reduce-done',
-    'all-gather-done',
-}  # fmt: skip
 SLICES = {'dynamic-slice', 'gather'}
 LIBRARIES = ('__cublas', '__cudnn')  # custom calls that return (value, scratch space)
 
@@ -67,7 +62,7 @@ class Traffic:
 
     def of(self, i: HloLine) -> int:
         """Returns the bytes of one execution of an instruction."""
-        if i.opcode in FREE:
+        if not does_work(i):
             return 0
         if i.opcode == 'while':
             return trip_count(i) * self.total(called(i, 'body')[0])
@@ -81,7 +76,7 @@ class Traffic:
         known = self.instructions
         sizes = [shape_bytes(known[name].shape) if name in known else 0 for name in i.operands]
         if i.opcode == 'fusion':
-            return _fusion(self._computations[called(i, 'calls')[0]], sizes, shape_bytes(i.shape))
+            return _fusion(self._computations[called(i, 'calls')[0]], sizes)
         if i.opcode in SLICES:
             return 2 * shape_bytes(i.shape) + sum(sizes[1:])
         if i.opcode == 'dynamic-update-slice':
@@ -118,13 +113,16 @@ def _array_bytes(dtype: str, dimensions: str) -> int:
     return count * bits // 8
 
 
-def _fusion(body: list[HloLine], sizes: list[int], result: int) -> int:
+def _fusion(body: list[HloLine], sizes: list[int]) -> int:
     """Returns the bytes of a fusion.
 
     A sliced operand counts only its slices, an in-place update only the update.
+
+    Args:
+      sizes: bytes of the operands.
     """
     parameters = {i.name: int(re.match(r'\d+', i.rest)[0]) for i in body if i.opcode == 'parameter'}  # type: ignore[index]
-    shapes = {i.name: i.shape for i in body}
+    by_name = {i.name: i for i in body}
     read = list(sizes)
     for name, number in parameters.items():
         users = [i for i in body if name in i.operands]
@@ -138,7 +136,6 @@ def _fusion(body: list[HloLine], sizes: list[int], result: int) -> int:
         ):
             read[number] = 0
     last = next(i for i in body if i.root)
-    written = (
-        shape_bytes(shapes[last.operands[1]]) if last.opcode == 'dynamic-update-slice' else result
-    )
-    return sum(read) + written
+    results = [by_name[name] for name in last.operands] if last.opcode == 'tuple' else [last]
+    written = [by_name[i.operands[1]] if i.opcode == 'dynamic-update-slice' else i for i in results]
+    return sum(read) + sum(shape_bytes(i.shape) for i in written)

@@ -7,23 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxunet.profile.hlo_text import HloLine, Module, called, parse, trip_count
+from jaxunet.profile.hlo_text import HloLine, Module, called, does_work, parse, trip_count
 from jaxunet.profile.phases import OTHER, PHASES, phase_of
 
 _MODULE = re.compile(r'HloModule ([^\s,]+)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _RUN = {'while': 'body', 'call': 'to_apply'}  # attribute that names the computation that is run
-# Opcodes that do no work.
-_NOTHING = (
-    'parameter',
-    'constant',
-    'tuple',
-    'get-tuple-element',
-    'bitcast',
-    'after-all',
-    'partition-id',
-    'replica-id',
-)
 
 
 @dataclass(frozen=True)
@@ -48,7 +37,7 @@ class Program:
       name: name of the HLO module.
       instructions: the instructions of all computations, by name.
       schedule: names of the instructions that do work, in the order in which they run; the body of
-        a loop is repeated for every trip.
+        a loop is repeated for every trip, and a conditional is one instruction.
     """
 
     name: str
@@ -115,7 +104,7 @@ def _schedule(module: Module, computation: str) -> Iterator[str]:
         if runs:
             for _ in range(trip_count(line)):
                 yield from _schedule(module, runs[0])
-        elif line.opcode not in _NOTHING:
+        elif does_work(line):
             yield line.name
 
 

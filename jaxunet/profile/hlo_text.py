@@ -9,6 +9,11 @@ _COMMENT = re.compile(r'/\*.*?\*/')
 _HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s*(?:\(.*\))?\s*(?:->.*)?\{\s*$')
 _LINE = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$')
 
+_NOTHING = {
+    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id',
+    'replica-id', 'opt-barrier', 'async-update',
+}  # fmt: skip
+
 
 class HloLine(NamedTuple):
     """One instruction.
@@ -69,6 +74,11 @@ def trip_count(line: HloLine) -> int:
     """Returns the number of times that a loop runs its body; 1 if unknown, or if not a loop."""
     match = re.search(r'known_trip_count[^0-9]*(\d+)', line.rest)
     return int(match[1]) if match else 1
+
+
+def does_work(line: HloLine) -> bool:
+    """Returns False for an instruction that only names values or waits for a `-start`."""
+    return line.opcode not in _NOTHING and not line.opcode.endswith('-done')
 
 
 def target(line: HloLine) -> str:

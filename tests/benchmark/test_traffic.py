@@ -81,6 +81,29 @@ def test_bytes_moved_by_loops_calls_and_custom_kernels() -> None:
         bytes_moved('HloModule m')
 
 
+def test_a_fusion_with_several_results_writes_only_its_updates() -> None:
+    """Two updates of 40 bytes in place, read and written, and their index."""
+    hlo = """HloModule m
+%update (a: f32[100], b: f32[10], i: s32[]) -> (f32[100], f32[100]) {
+  %a = f32[100]{0} parameter(0)
+  %b = f32[10]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %c = f32[100]{0} parameter(3)
+  %d = f32[100]{0} dynamic-update-slice(%a, %b, %i)
+  %e = f32[100]{0} dynamic-update-slice(%c, %b, %i)
+  ROOT %t = (f32[100]{0}, f32[100]{0}) tuple(%d, %e)
+}
+ENTRY %main (a: f32[100], b: f32[10], i: s32[], c: f32[100]) -> (f32[100], f32[100]) {
+  %a = f32[100]{0} parameter(0)
+  %b = f32[10]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %c = f32[100]{0} parameter(3)
+  ROOT %f = (f32[100]{0}, f32[100]{0}) fusion(%a, %b, %i, %c), kind=kLoop, calls=%update
+}
+"""
+    assert bytes_moved(hlo) == (40 + 4) + 2 * 40
+
+
 def test_compile_time_and_memory() -> None:
     def build() -> jax.stages.Compiled:
         return (

@@ -316,3 +316,20 @@ backend_config={"known_trip_count":{"n":"3"}}
     )
     assert program.schedule == ['fusion.1'] * 4
     assert program.name == 'jit_f'
+
+
+def test_waiting_is_not_in_the_schedule():
+    program = read_hlo(
+        """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %x = f32[2]{0} parameter(0)
+  %copy-start.1 = (f32[2]{0}, f32[2]{0}, u32[]) copy-start(%x)
+  %copy-done.1 = f32[2]{0} copy-done(%copy-start.1)
+  ROOT %copy.2 = f32[2]{0} copy(%copy-done.1)
+}
+"""
+    )
+    assert program.schedule == ['copy-start.1', 'copy.2']
+    copies = align(['memcpy32', 'memcpy32'], program.schedule, [False, False])
+    assert copies == ['copy-start.1', 'copy.2']
