@@ -6,7 +6,7 @@ A side is a backend of jaxunet or a peer (PyTorch). A case is a precision and a 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxunet.benchmark.timing import Run
@@ -122,9 +122,9 @@ def make_plan(
     backends = backends or [config.backend]
     for backend in backends:
         split_backend(backend, '--backends')
-    _check('peers', peers, tuple(PEERS))
-    _check('precisions', precisions, PRECISIONS)
-    _check('directions', directions, DIRECTIONS)
+    check_names('peers', peers, PEERS)
+    check_names('precisions', precisions, PRECISIONS)
+    check_names('directions', directions, DIRECTIONS)
     for flag, value in (('rounds', rounds), ('steps', steps)):
         if value is not None and value < 1:
             raise UserError(f'--{flag}: expected 1 or more, found {value}')
@@ -193,7 +193,8 @@ def benchmark_config(config: Config) -> Config:
     )
 
 
-def _check(flag: str, found: list[str], allowed: tuple[str, ...]) -> None:
+def check_names(flag: str, found: Sequence[str], allowed: Collection[str]) -> None:
+    """Raises `UserError` if a name that a flag gives is not among the allowed ones."""
     for name in found:
         if name not in allowed:
             raise UserError(

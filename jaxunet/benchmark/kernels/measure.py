@@ -15,12 +15,12 @@ import numpy as np
 from absl import logging
 from jaxtyping import PyTree
 
-from jaxunet.benchmark.cases import parse_batch_sizes
+from jaxunet.benchmark.cases import check_names, parse_batch_sizes
 from jaxunet.benchmark.kernels import lowering
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.benchmark.kernels.lowering import KINDS
 from jaxunet.runtime import gpu_time as timing
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.measurement import Arrays, Inputs, Measurement, Side
 from jaxunet.runtime.plugins import Backend
 from jaxunet.runtime.rows import Row
@@ -68,12 +68,7 @@ def select(
       UserError: an unknown op or direction, a batch size below 1, or an invalid regular expression
         or one that matches no case.
     """
-    for name in ops:
-        if name not in KINDS:
-            raise UserError(
-                f'--ops: expected some of {", ".join(KINDS)}, found '
-                f'{name!r}{near_misses(name, tuple(KINDS))}'
-            )
+    check_names('ops', ops, KINDS)
     sizes = parse_batch_sizes(batch_sizes)
     try:
         pattern = re.compile(cases)
@@ -93,13 +88,7 @@ def select(
             f'--ops: {", ".join(ops)}: only the CUDA backend has kernels for that, and they '
             'cannot run here'
         )
-    there = tuple(dict.fromkeys(m.direction for m in every))
-    for name in directions:
-        if name not in there:
-            raise UserError(
-                f'--directions: expected some of {", ".join(there)}, found '
-                f'{name!r}{near_misses(name, there)}'
-            )
+    check_names('directions', directions, dict.fromkeys(m.direction for m in every))
     every = [m for m in every if not directions or m.direction in directions]
     found = [m for m in every if pattern.search(m.case)]
     if not found:
