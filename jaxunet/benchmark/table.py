@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from jaxunet.runtime.errors import UserError
@@ -57,17 +58,9 @@ def markdown(rows: Iterable[Row]) -> str:
     if not latest:
         raise UserError('no benchmark rows; python -m jaxunet.benchmark writes them')
     devices = dict.fromkeys(row['device'] for row in latest.values())
-    order = {
-        key: i
-        for i, key in enumerate(
-            dict.fromkeys(
-                (row['config'], row['precision'], row['batch_size']) for row in latest.values()
-            )
-        )
-    }
-    sorted_rows = sorted(
-        latest.values(), key=lambda row: order[row['config'], row['precision'], row['batch_size']]
-    )
+    case = operator.itemgetter('config', 'precision', 'batch_size')
+    order = list(dict.fromkeys(map(case, latest.values())))
+    sorted_rows = sorted(latest.values(), key=lambda row: order.index(case(row)))
     return '\n\n'.join(
         _table([row for row in sorted_rows if row['device'] == device]) for device in devices
     )
