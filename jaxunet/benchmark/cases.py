@@ -66,7 +66,7 @@ class Side(Protocol):
     """One backend or peer in one case."""
 
     def prepare(self, direction: str) -> Prepared:
-        """Compiles one of `DIRECTIONS` and runs it once."""
+        """Compiles one of `DEFAULT_DIRECTIONS` and runs it once."""
         ...
 
 

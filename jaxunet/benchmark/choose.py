@@ -12,8 +12,10 @@ import datetime
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from absl import logging
+
 from jaxunet.benchmark.cases import Plan, Prepared
-from jaxunet.benchmark.run import describe_error, make_side, say, steps_of_turn
+from jaxunet.benchmark.run import describe_error, make_side, steps_of_turn
 from jaxunet.benchmark.timing import interleave, summarise
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import OPS, Config
@@ -107,11 +109,11 @@ def step_timer(config: Config, source: Source, rounds: int, steps: int | None) -
     def measure(names: Sequence[str]) -> dict[str, Sequence[float]]:
         ready: dict[str, Prepared] = {}
         for name in names:
-            say(f'{config.precision}, batch {config.data.batch_size}: {name}')
+            logging.info('%s, batch %d: %s', config.precision, config.data.batch_size, name)
             try:
                 ready[name] = make_side(name, config, source, state).prepare('step')
             except Exception as error:
-                say(f'{name}: {describe_error(error)}')
+                logging.info('%s: %s', name, describe_error(error))
         try:
             unit = max((side.unit for side in ready.values()), default=1)
             calls = {name: side.run for name, side in ready.items()}
@@ -123,7 +125,7 @@ def step_timer(config: Config, source: Source, rounds: int, steps: int | None) -
         kept: dict[str, Sequence[float]] = {}
         for name, times in found.items():
             if isinstance(times, Exception):
-                say(f'{name}: {describe_error(times)}')
+                logging.info('%s: %s', name, describe_error(times))
             else:
                 kept[name] = times
         return kept

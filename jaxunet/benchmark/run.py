@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import datetime
 import gc
-import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import ParamSpec, TypeVar
+
+from absl import logging
 
 from jaxunet.benchmark import sampling
 from jaxunet.benchmark.cases import PYTORCH, Plan, Prepared, Side
@@ -55,10 +56,12 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
     flops = estimate.forward_flops(plan.config)
     for precision in plan.precisions:
         rates = measure_rates(precision)
-        rate, copied = rates.matmul_flops / 1e12, rates.copy_bytes / 1e9
-        say(
-            f'{origin["device"]}: {precision} matrix product {rate:.3g} TFLOP/s, copy '
-            f'{copied:.4g} GB/s'
+        logging.info(
+            '%s: %s matrix product %.3g TFLOP/s, copy %.4g GB/s',
+            origin['device'],
+            precision,
+            rates.matmul_flops / 1e12,
+            rates.copy_bytes / 1e9,
         )
         state = fresh_state(plan.config.replace(precision=precision))
         for size in plan.batch_sizes:
@@ -82,9 +85,9 @@ def _case(
     plan: Plan, config: Config, source: Source, state: TrainState, case: Row, rates: Rates
 ) -> Iterator[Row]:
     """Yields the rows of all directions of one precision and batch size."""
-    built = {name: _try(make_side, name, config, source, state) for name in plan.sides}
     sides: dict[str, Side] = {}
-    for name, side in built.items():
+    for name in plan.sides:
+        side = _try(make_side, name, config, source, state)
         if isinstance(side, Exception):
             yield case | {
                 'backend': name,
@@ -95,39 +98,66 @@ def _case(
         else:
             sides[name] = side
     for direction in plan.directions:
-        ready: dict[str, Prepared | Exception] = {}
-        for name, side in sides.items():
-            say(
-                f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: '
-                f'{name}'
-            )
-            ready[name] = _try(_prepare, side, direction, plan)
-        prepared = {name: found for name, found in ready.items() if isinstance(found, Prepared)}
-        runs = {name: side.run for name, side in prepared.items()}
-        alone = {f'{n}{ALONE}': s.alone for n, s in prepared.items() if s.alone is not None}
-        unit = max((side.unit for side in prepared.values()), default=1)
-        steps = steps_of_turn(runs, plan.steps, unit)
-        times = interleave(runs | alone, rounds=plan.rounds, steps=steps)
-        first = times.get(plan.sides[0])
-        for name, found in ready.items():
-            row = case | {
-                'backend': name,
-                'direction': direction,
-                'reference': plan.sides[0],
-                'steps_per_round': steps,
-            }
-            outcome = found if isinstance(found, Exception) else times[name]
-            network = times.get(f'{name}{ALONE}')
-            if isinstance(outcome, Exception):
-                yield row | {'error': describe_error(outcome)}
-            elif isinstance(network, Exception):
-                yield row | {'error': describe_error(network)}
-            elif isinstance(found, Prepared):
-                reference = first if isinstance(first, list) else None
-                numbers = measured(found, outcome, reference, row, rates)
-                yield row | numbers | (_share(plan, outcome, network) if network else {})
-        for done in prepared.values():
-            done.close()
+        yield from _direction(plan, sides, direction, case, rates)
+
+
+def make_side(name: str, config: Config, source: Source, state: TrainState) -> Side:
+    """Builds the side with this name, a backend or a peer."""
+    if name not in PYTORCH:
+        return JaxSide(config.replace(backend=name), source, state)
+    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
+
+    return TorchSide(config, name, source, state.params)
+
+
+def _direction(
+    plan: Plan, sides: Mapping[str, Side], direction: str, case: Row, rates: Rates
+) -> Iterator[Row]:
+    """Times the sides of a case in one direction; yields a row for each."""
+    built: dict[str, Prepared | Exception] = {}
+    for name, side in sides.items():
+        logging.info(
+            '%s, %s, batch %d, %s: %s',
+            plan.name,
+            case['precision'],
+            case['batch_size'],
+            direction,
+            name,
+        )
+        built[name] = _try(_prepare, side, direction, plan)
+    ready = {name: found for name, found in built.items() if isinstance(found, Prepared)}
+    runs = {name: found.run for name, found in ready.items()}
+    alone = {f'{n}{ALONE}': found.alone for n, found in ready.items() if found.alone is not None}
+    unit = max((found.unit for found in ready.values()), default=1)
+    steps = steps_of_turn(runs, plan.steps, unit)
+    times = interleave(runs | alone, rounds=plan.rounds, steps=steps)
+    first = times.get(plan.sides[0])
+    reference = first if isinstance(first, list) else None
+    for name, found in built.items():
+        row = case | {
+            'backend': name,
+            'direction': direction,
+            'reference': plan.sides[0],
+            'steps_per_round': steps,
+        }
+        outcome = found if isinstance(found, Exception) else times[name]
+        network = times.get(f'{name}{ALONE}')
+        if isinstance(outcome, Exception):
+            yield row | {'error': describe_error(outcome)}
+        elif isinstance(network, Exception):
+            yield row | {'error': describe_error(network)}
+        else:
+            numbers = measured(ready[name], outcome, reference, row, rates)
+            yield row | numbers | (_share(plan, outcome, network) if network else {})
+    for found in ready.values():
+        found.close()
+
+
+def _prepare(side: Side, direction: str, plan: Plan) -> Prepared:
+    """Compiles a direction of a side; only jaxunet's sides draw samples."""
+    if direction == 'sample' and isinstance(side, JaxSide):
+        return sampling.prepare(side.config, side.start.params, plan.sampling, side.notes)
+    return side.prepare(direction)
 
 
 def steps_of_turn(runs: Mapping[str, Run], asked: int | None, unit: int) -> int:
@@ -142,32 +172,6 @@ def steps_of_turn(runs: Mapping[str, Run], asked: int | None, unit: int) -> int:
         return -(-asked // unit) * unit
     counts = [_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values()]
     return turn_steps([count for count in counts if isinstance(count, int)], unit)
-
-
-def _prepare(side: Side, direction: str, plan: Plan) -> Prepared:
-    """Compiles a direction of a side; only jaxunet's sides draw samples."""
-    if direction == 'sample' and isinstance(side, JaxSide):
-        return sampling.prepare(side.config, side.start.params, plan.sampling, side.notes)
-    return side.prepare(direction)
-
-
-def _share(plan: Plan, times: list[float], alone: list[float]) -> Row:
-    """Returns the fields that only rows of `sample` have."""
-    network = summarise(alone, times)  # its share of a step, within a round
-    return {
-        'sampled_images': plan.sampling.images,
-        'network_ms': network.median_ms,
-        'share_of_network': network.ratio,
-    }
-
-
-def make_side(name: str, config: Config, source: Source, state: TrainState) -> Side:
-    """Builds the side with this name, a backend or a peer."""
-    if name not in PYTORCH:
-        return JaxSide(config.replace(backend=name), source, state)
-    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
-
-    return TorchSide(config, name, source, state.params)
 
 
 def measured(
@@ -200,17 +204,22 @@ def measured(
     }
 
 
+def _share(plan: Plan, times: list[float], alone: list[float]) -> Row:
+    """Returns the fields that only rows of `sample` have."""
+    network = summarise(alone, times)  # its share of a step, within a round
+    return {
+        'sampled_images': plan.sampling.images,
+        'network_ms': network.median_ms,
+        'share_of_network': network.ratio,
+    }
+
+
 def describe_error(error: BaseException) -> str:
     """Returns the message of a UserError; otherwise type and text, and logs the traceback."""
     if isinstance(error, UserError):
         return str(error)
-    say(''.join(traceback.format_exception(error)))
+    logging.info('%s', ''.join(traceback.format_exception(error)))
     return f'{type(error).__name__}: {error}'[:600]
-
-
-def say(line: str) -> None:
-    """Logs a line."""
-    logging.getLogger('absl').info('%s', line)
 
 
 def _try(

@@ -86,7 +86,7 @@ class TorchSide:
         self.loss = loss if mode == EAGER else torch.compile(loss, dynamic=False, fullgraph=True)
 
     def prepare(self, direction: str) -> Prepared:
-        """Compiles (and for `best` captures) one of `cases.DIRECTIONS` and runs it once."""
+        """Compiles (for `best`, captures) one of `cases.DEFAULT_DIRECTIONS` and runs it once."""
         began = time.perf_counter()
         inputs = self.draw()
         call, peak = self._ready(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import pathlib
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 
 import jax
+from absl import logging
 
 from jaxunet.benchmark.cases import benchmark_config
 from jaxunet.benchmark.device import measure_rates
@@ -69,7 +69,7 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
         sized = config.replace(data={'batch_size': size})
         work = step_work(sized, [op for op, backend in chosen.items() if backend == 'xla'])
         source = synthetic_source(sized)
-        logging.getLogger('absl').info('%s, batch %d: traces a step', name, size)
+        logging.info('%s, batch %d: traces a step', name, size)
         with tempfile.TemporaryDirectory() as folder:
             # Kernels that overlap would count twice.
             alone = sized.replace(
@@ -78,7 +78,7 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
             captured = capture(alone, source, pathlib.Path(folder), steps=TRACED)
         found = measure(captured.trace, captured.hlo, TRACED, work, rates)
         busy_ms = summarise(captured.trace, TRACED).busy_ms
-        logging.getLogger('absl').info('%s, batch %d: times steps', name, size)
+        logging.info('%s, batch %d: times steps', name, size)
         step_ms = captured.step_ms if sized == alone else wall_ms(sized, source)
         yield from to_rows(origin | {'batch_size': size}, found, busy_ms, step_ms)
 
