@@ -63,32 +63,40 @@ def _plain(
         array((1, case.features), jnp.float32),
     )
 
-    # The function is linear, so its gradient does not depend on the point: zeros will do.
-    def side(op: Op) -> tuple[Side, ...]:
+    def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(like.shape, like.dtype)
+
+    def by_direction(op: Op) -> dict[str, Side]:
         def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            return op(Activation.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
+            return op(Activation.of(x), kernel, zeros(shift)).value
 
-        return (
-            lambda i: op(Activation.of(i['x']), i['kernel'], i['shift']).value,
-            lambda i: jax.vjp(lambda x: convolve(x, i['kernel']), jnp.zeros(x.shape, x.dtype))[1](
-                i['dy']
-            )[0],
-            lambda i: jax.vjp(lambda k: convolve(i['x'], k), jnp.zeros(kernel.shape, kernel.dtype))[
-                1
-            ](i['dy'])[0],
-        )
+        def forward(i: Arrays) -> PyTree:
+            return op(Activation.of(i['x']), i['kernel'], i['shift']).value
 
-    sides = {owner: side(op) for owner, op in implementations(name, backends).items()}
+        # The function is linear, so its gradient does not depend on the point: zeros will do.
+        def input_gradient(i: Arrays) -> PyTree:
+            return jax.vjp(lambda x: convolve(x, i['kernel']), zeros(x))[1](i['dy'])[0]
+
+        def weight_gradient(i: Arrays) -> PyTree:
+            return jax.vjp(lambda k: convolve(i['x'], k), zeros(kernel))[1](i['dy'])[0]
+
+        return {
+            'forward': forward,
+            'input_gradient': input_gradient,
+            'weight_gradient': weight_gradient,
+        }
+
+    sides = {owner: by_direction(op) for owner, op in implementations(name, backends).items()}
     flops = scale**2 * case.flops(batch)
-    directions: dict[str, Arrays] = {
+    inputs_of: dict[str, Arrays] = {
         'forward': {'x': x, 'kernel': kernel, 'shift': shift},
         'input_gradient': {'dy': dy, 'kernel': kernel},
         'weight_gradient': {'x': x, 'dy': dy},
     }
-    for index, (direction, inputs) in enumerate(directions.items()):
+    for direction, inputs in inputs_of.items():
         if direction == 'input_gradient' and case.channels == IMAGE_CHANNELS:
             continue  # training needs no gradient of the images
-        each = {owner: functions[index] for owner, functions in sides.items()}
+        each = {owner: functions[direction] for owner, functions in sides.items()}
         yield Measurement(name, case.name, direction, batch, each, inputs, flops)
 
 
@@ -114,10 +122,10 @@ def _fused(
 
     def side(op: Op) -> Side:
         def call(i: Arrays) -> PyTree:
-            residual = _features(i['residual']) if case.residual else None
+            residual = Activation(i['residual']) if case.residual else None
             options = {'residual': residual, 'shortcut': i.get('shortcut'), 'groups': case.groups}
             return op(
-                _features(i['x']), i['scale'], i['offset'], i['kernel'], i['shift'], **options
+                Activation(i['x']), i['scale'], i['offset'], i['kernel'], i['shift'], **options
             ).value
 
         return call
@@ -131,7 +139,3 @@ def _fused(
     yield Measurement(
         'norm_silu_conv3x3', case.name, 'forward+backward', batch, both, inputs, 3 * flops
     )
-
-
-def _features(parts: tuple[jax.Array, ...]) -> Activation:
-    return Activation(parts)
