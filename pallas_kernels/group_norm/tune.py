@@ -41,6 +41,7 @@ ELEPHANTS64 = (
     '64:64,64:64+64,64:128+64,32:64,32:128,32:128+64,32:128+128,32:192+128,'
     '16:128,16:192,16:192+128,16:192+192,16:256+192,8:192,8:256,8:256+192,8:256+256'
 )
+WHOLE_OP = ('both_xla', 'both', 'both_triton')  # forward and backward, on each side
 CALLS = 6
 GROUPS, EPS = 32, 1e-5
 
@@ -72,15 +73,11 @@ def stream_candidates(pixels: int) -> list[Tile]:
 
 def candidates(kernel: str, pixels: int) -> list[Tile | None]:
     """Returns the tiles to time; [None] for the whole op, which takes the chosen ones."""
-    if kernel.startswith('both'):
+    if kernel in WHOLE_OP:
         return [None]
-    return [
-        *(
-            whole_groups_candidates(pixels)
-            if kernel in ('forward', 'backward')
-            else stream_candidates(pixels)
-        )
-    ]
+    if kernel in ('forward', 'backward'):
+        return [*whole_groups_candidates(pixels)]
+    return [*stream_candidates(pixels)]
 
 
 class Operands(NamedTuple):
@@ -147,7 +144,6 @@ def function(kernel: str, tile: Tile | None) -> Callable[[Operands], PyTree]:
     return table[kernel]
 
 
-WHOLE_OP = ('both_xla', 'both', 'both_triton')  # forward and backward, on each side
 # Tensors that a kernel reads or writes, for the rate in GB/s.
 PASSES = {
     'forward': 2,
@@ -291,7 +287,7 @@ def main() -> None:
         for kernel in args.kernels:
             tiles = candidates(kernel, side * side)
             random.Random(0).shuffle(tiles)
-            if not kernel.startswith('both'):
+            if kernel not in WHOLE_OP:
                 sizes = args.batch, side * side, sum(channels)
                 keys[shape, kernel] = key = tile_table.Key(
                     f'group_norm/{kernel}', dtype.name, shape_class(*sizes)
