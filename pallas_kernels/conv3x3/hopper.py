@@ -229,20 +229,16 @@ def _forward(
 
     split = dtype == jnp.float32
     halves = _halves if split else list
-    inputs, matrices = (
-        halves(parts),
-        [_weights(kernel.reshape(TAPS, *kernel.shape[2:]), flipped, p.outputs_first, split)],
-    )
+    inputs = halves(parts)
+    taps = kernel.reshape(TAPS, *kernel.shape[2:])
+    matrices = [_weights(taps, flipped, p.outputs_first, split)]
     if shortcut is not None:
         inputs += halves(others)
         matrices.append(_weights(shortcut[None], False, p.outputs_first, split))
     elif others:
         inputs += bfloat16_terms(others[0], 3) if split else others
-        matrices.append(
-            jnp.eye(tile.features, ceil_div(tile.features, CHUNK) * CHUNK, dtype=matrices[0].dtype)[
-                None
-            ]
-        )
+        columns = ceil_div(tile.features, CHUNK) * CHUNK
+        matrices.append(jnp.eye(tile.features, columns, dtype=matrices[0].dtype)[None])
     missing = p.schedule.feature_tiles * tile.features - features
     shift = jnp.pad(shift.astype(jnp.float32), ((0, 0), (0, missing)))
     activation = [] if affine is None else [_padded(vector, _channels(parts)) for vector in affine]
@@ -305,7 +301,7 @@ def _weights(
     """Returns the weights in the order in which the kernel reads them.
 
     Args:
-      outputs_first, wanted_first: True if output channels come first: in `weights`, and in the
+      outputs_first, wanted_first: True if output channels come first: in `matrices`, and in the
         order that the kernel needs.
       split: concatenate them for the high, high and low halves of x.
     """
