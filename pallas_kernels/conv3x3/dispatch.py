@@ -78,17 +78,6 @@ def forward(
     )
 
 
-def weight_gradient(
-    parts: Parts, dy: Float[Array, 'batch height width features']
-) -> Float[Array, '3 3 channels features']:
-    """Returns the gradient of the kernel in float32, given the gradient of the output.
-
-    Args:
-      parts: x, joined along channels.
-    """
-    return _weight_gradient(parts, dy)
-
-
 def shift_gradient(
     dy: Float[Array, 'batch height width features'],
 ) -> Float[Array, 'batch features']:
@@ -170,7 +159,17 @@ _input_gradient = joins_batch(functools.partial(_convolve, True))
 
 
 @jax.custom_batching.sequential_vmap
-def _weight_gradient(parts: Parts, dy: Array) -> Array:
+def weight_gradient(
+    parts: Parts, dy: Float[Array, 'batch height width features']
+) -> Float[Array, '3 3 channels features']:
+    """Returns the gradient of the kernel in float32, given the gradient of the output.
+
+    Args:
+      parts: x, joined along channels.
+
+    Raises:
+      UserError: this version of JAX lacks what the kernel needs.
+    """
     widths, features = [part.shape[-1] for part in parts], dy.shape[-1]
     multiple = padding.WEIGHT_GRADIENT
     if padding.wanted():
