@@ -184,11 +184,11 @@ def check_choose_flags(config: Config) -> None:
 def keep_choices(plan: Plan, command: str) -> None:
     """Measures this machine and writes the file that backend=auto follows."""
     kind = jax.devices()[0].device_kind
-    names = ', '.join(['xla', *(backend.name for backend in runnable())])
     if not runnable():
         print(f'only xla runs on this machine ({kind}): nothing to choose')
         return
     if DRY_RUN.value:
+        names = ', '.join(['xla', *(backend.name for backend in runnable())])
         for precision in plan.precisions:
             print(
                 f'{plan.name}, {precision}, batch {plan.batch_sizes[0]}, step: {names}, then the '

@@ -54,7 +54,7 @@ def markdown(rows: Iterable[Row]) -> str:
         if row.get('kind') != 'benchmark':
             continue
         _check(row)
-        latest[(*(row[name] for name in SAME), _together(row))] = row
+        latest[(*(row[name] for name in SAME), _variant(row))] = row
     if not latest:
         raise UserError('no benchmark rows; python -m jaxunet.benchmark writes them')
     devices = dict.fromkeys(row['device'] for row in latest.values())
@@ -115,7 +115,7 @@ def _range(rows: list[Row], field: str, unit: float) -> str:
     return values[0] if values[0] == values[-1] else f'{values[0]} to {values[-1]}'
 
 
-def _together(row: Row) -> str:
+def _variant(row: Row) -> str:
     """Returns a row's steps per call and concurrent kernels as text; '' if they are the default."""
     steps = row.get('steps_per_call') or 1
     text = f', {steps} per call' if steps > 1 else ''
@@ -132,7 +132,7 @@ def _cells(row: Row) -> list[str]:
     start = [
         row['config'],
         f'{row["precision"]}, {row["batch_size"]}',
-        row['direction'] + _together(row) + _share(row),
+        row['direction'] + _variant(row) + _share(row),
         row['backend'],
     ]
     if row.get('error') is not None:

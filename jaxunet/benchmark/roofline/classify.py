@@ -138,7 +138,7 @@ def level_of(shapes: Sequence[Shape], levels: Collection[Shape]) -> Shape:
     return max((shape[1:3] for shape in _images(shapes, levels)), default=())
 
 
-def narrowed(kind: str, shapes: Sequence[Shape], levels: Collection[Shape]) -> str:
+def refined(kind: str, shapes: Sequence[Shape], levels: Collection[Shape]) -> str:
     """Returns the class of one of our kernels, given the class that follows from its name.
 
     Convolutions with at most `FEW` channels on a side have their own.

@@ -13,8 +13,8 @@ from jaxunet.benchmark.roofline.classify import (
     kind_of_own,
     kind_of_xla,
     level_of,
-    narrowed,
     place,
+    refined,
 )
 from jaxunet.benchmark.roofline.work import LEVELLED, REMAINING, Work
 from jaxunet.benchmark.traffic import Traffic
@@ -88,7 +88,7 @@ def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rat
         shapes = traffic.shapes(known) if known is not None and sure else []
         kind = kind or REMAINING
         if op.backend != XLA:  # in `step_work`, too, XLA has no convolutions with few channels
-            kind = narrowed(kind, shapes, levels)
+            kind = refined(kind, shapes, levels)
         for key in _keys(kind, level_of(shapes, levels)):
             spent[key].append(op.duration)
     every = [*work, *_remaining(traffic, program)]
