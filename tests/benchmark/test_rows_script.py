@@ -1,4 +1,4 @@
-"""tests/gpu/benchmarks.sh, with a stand-in for Python that notes its arguments."""
+"""tests/gpu/benchmarks.sh, with a stand-in for Python that notes its GPU and its arguments."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ import subprocess
 
 import pytest
 
+from jaxunet.benchmark.kernels.lowering import KINDS
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'tests/gpu/benchmarks.sh'
 STAND_IN = """#!/bin/sh
-echo "$*" >> "$CALLS"
+echo "$CUDA_VISIBLE_DEVICES $*" >> "$CALLS"
+sleep 0.2
 case "$*" in *imagenet64*) exit 3 ;; esac
 """
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Returns a function that runs the script with some parts; it returns status and calls."""
+    """Returns a function that runs the script with some parts; it returns status and calls.
+
+    A call is the GPU, followed by the arguments of Python.
+    """
     python = tmp_path / 'bin/python3'
     python.parent.mkdir()
     python.write_text(STAND_IN)
@@ -26,6 +32,7 @@ def run(tmp_path, monkeypatch):
     calls = tmp_path / 'calls'
     monkeypatch.setenv('PATH', f'{python.parent}{os.pathsep}{os.environ["PATH"]}')
     monkeypatch.setenv('CALLS', str(calls))
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')
 
     def call(*parts):
         command = [SCRIPT, tmp_path / 'out', *parts]
@@ -35,22 +42,32 @@ def run(tmp_path, monkeypatch):
     return call
 
 
-def test_a_part_that_fails_does_not_keep_the_others(run):
+def test_a_job_that_fails_does_not_keep_the_others(run):
     done, calls = run()
     assert done.returncode == 1
-    assert 'networks: exit status 3' in done.stdout
-    assert {call.split()[1] for call in calls} == {
-        'jaxunet.benchmark',
-        'jaxunet.benchmark.kernels',
-    }
-    assert 'kernels: exit status 0' in done.stdout.splitlines()[-1]
-    assert all((ROOT / call.split('--config ')[1].split()[0]).is_file() for call in calls[:-1])
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(calls) == 10
+    assert [line.split(' after ')[0] for line in lines if 'status 0' not in line] == [
+        'networks: exit status 3'
+    ]
+    assert {call.split()[2] for call in calls} == {'jaxunet.benchmark', 'jaxunet.benchmark.kernels'}
+    configs = [call.split('--config ')[1].split()[0] for call in calls if '--config ' in call]
+    assert all((ROOT / config).is_file() for config in configs)
 
 
 def test_parts_are_chosen(run):
     done, calls = run('budget')
     assert (done.returncode, len(calls)) == (0, 2)
     assert all('--roofline' in call for call in calls)
+
+
+def test_the_gpus_share_the_jobs(run, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2,5')
+    done, calls = run('kernels', 'budget')
+    assert (done.returncode, len(calls)) == (0, 5)
+    assert {call.split()[0] for call in calls} == {'2', '5'}
+    ops = [call.split('--ops ')[1].split()[0] for call in calls if '--ops ' in call]
+    assert {op for listed in ops for op in listed.split(',')} == set(KINDS)
 
 
 def test_an_unknown_part_is_refused(run):
