@@ -23,6 +23,10 @@ OWNERS: dict[str, Choice] = {
     'timesteps.history_uniform': ('timesteps.sampler', 'loss_second_moment'),
     'diffusion.vlb_weight': ('diffusion.learn_sigma', True),
 }
+# Second choices that fields need.
+ALSO: dict[str, Choice] = {
+    'diffusion.vlb_weight': ('diffusion.kl_loss', False),  # the loss is the bound alone
+}
 
 
 def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
@@ -37,7 +41,7 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
       UserError: a value has no effect; the message says to which choice it belongs.
     """
     problems = []
-    for path, choice in owners().items():
+    for path, choice in [*owners().items(), *ALSO.items()]:
         begun = [_value(config, path) for config in earlier]
         for value, problem in _problems(configs, path, choice):
             if value in begun:

@@ -47,6 +47,11 @@ def test_a_field_of_another_sampler_is_refused():
         ('timesteps', {'speed_k': 2.0}, 'timesteps.sampler=speed'),
         ('diffusion', {'objective': 'edm', 'flow_std': 2.0}, 'diffusion.objective=flow'),
         ('diffusion', {'vlb_weight': 0.1}, 'diffusion.learn_sigma=True'),
+        (
+            'diffusion',
+            {'vlb_weight': 0.1, 'learn_sigma': True, 'kl_loss': True},
+            'diffusion.kl_loss=False',
+        ),
     ],
 )
 def test_the_message_names_the_choice(section, fields, needed):
