@@ -82,7 +82,8 @@ class Queue:
         time.
       known: rows.jsonl of earlier measurements, which are not repeated; '' = only those in
         `output`.
-      claims: folder in which processes mark the jobs that they take; '' = this one takes all.
+      claims: folder in which processes mark the jobs that they take, by their `output`; '' = this
+        one takes all.
       work: folder of the runs, which processes may share.
       devices: devices on which a job trains, data-parallel; samples are drawn on all devices.
       resume: jobs save their state at their times and when they stop, and resume from it. Otherwise
@@ -170,8 +171,13 @@ class Queue:
         return not self._resume or self._limit.allows(0.0, self._measuring)
 
     def _is_taken(self, job: Job) -> bool:
-        """Returns True if another process has taken a job, and reports how it ends."""
-        return self._claims is not None and (self._claims / job.name).exists()
+        """Returns True if another process has taken a job, and reports how it ends.
+
+        A job that an earlier process with the same output took, and did not finish, is free.
+        """
+        if self._claims is None or not (self._claims / job.name).exists():
+            return False
+        return (self._claims / job.name).read_text(encoding='utf-8') != str(self._output)
 
     def _claim(self, job: Job) -> bool:
         """Takes a job for this process; returns False if another one has just taken it."""
@@ -179,9 +185,10 @@ class Queue:
             return True
         self._claims.mkdir(parents=True, exist_ok=True)
         try:
-            (self._claims / job.name).touch(exist_ok=False)
+            with (self._claims / job.name).open('x', encoding='utf-8') as file:
+                file.write(str(self._output))
         except FileExistsError:
-            return False
+            return not self._is_taken(job)
         return True
 
     def _attempt(self, job: Job, seconds: tuple[float, ...]) -> None:

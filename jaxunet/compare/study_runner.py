@@ -1,6 +1,7 @@
 """Runs a comparison file: in this process, or in several that divide the runs among themselves.
 
-Each process is `jaxunet.compare.queue`. The folder of the results has
+Each process is `jaxunet.compare.queue`, and is started again if its devices stall. The folder of
+the results has
 
     1/, 2/, ...        what each process writes: rows, stretches, pictures, logs of the runs
     work/              runs that are not done
@@ -10,19 +11,14 @@ Each process is `jaxunet.compare.queue`. The folder of the results has
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO
 
 import jax
 
@@ -31,6 +27,7 @@ from jaxunet.compare.collected import ROWS, STRETCHES
 from jaxunet.compare.job_files import check_configs_used, load_configs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements
+from jaxunet.compare.queue_process import QueueProcess, follow, signals_passed_on
 from jaxunet.compare.results import step_times
 from jaxunet.compare.study import Study
 from jaxunet.runtime import subprocesses
@@ -192,55 +189,20 @@ def _parts(folder: Path) -> list[Path]:
 
 def _run_processes(study: Study, options: Options, known: str) -> list[str]:
     """Runs a queue on each of the devices; returns what went wrong."""
-    claims = options.output / 'claims'
-    shutil.rmtree(claims, ignore_errors=True)
-    commands, environments = [], []
-    for number, device in enumerate(options.devices, 1):
-        shared_by = options.devices.count(device)
-        flags = {
-            'jobs': f'{study.path}:{options.part}' if options.part else study.path,
-            'data': options.data,
-            'features': study.features,
-            'known': known,
-            'claims': claims,
-            'step_ms': study.step_ms,
-            'devices': device.count('+') + 1,
-            'shared_by': shared_by,
-            'limit': f'{max(options.limit - (time.perf_counter() - options.began), 1):.0f}',
-            'reserve': f'{options.reserve:g}',
-            'resume': str(options.resume).lower(),
-            'work': options.output / 'work',
-            'output': options.folder(number),
-        }
-        arguments = [f'--{name}={value}' for name, value in flags.items()]
-        commands.append([sys.executable, '-u', '-m', QUEUE, *arguments])
-        env = dict(os.environ) | {'CUDA_VISIBLE_DEVICES': device.replace('+', ',')}
-        if shared_by > 1:
-            env.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', f'{MEMORY / shared_by:.2f}')
-        environments.append(env)
-    cores = subprocesses.cores(len(commands))
+    shutil.rmtree(options.output / 'claims', ignore_errors=True)
+    cores = subprocesses.cores(len(options.devices))
+    processes: list[QueueProcess] = []
     with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context(_log(options.folder(n), c)) for n, c in enumerate(commands, 1)]
-        processes: list[subprocess.Popen[str]] = []
-        asked = stack.enter_context(_signals_passed_on(processes))
-        for arguments, env, log, own in zip(commands, environments, logs, cores, strict=True):
-            if asked:  # a signal came while the others were started
-                break
-            with _kept_to(own):
-                process = subprocess.Popen(
-                    arguments,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    start_new_session=True,  # signals reach it only through this process
-                )
-            processes.append(stack.enter_context(process))
-            if asked:  # a signal came before this process was in the list
-                process.terminate()
-        _tell(processes)
-        codes = [process.wait() for process in processes]
+        asked = stack.enter_context(signals_passed_on(processes))
+        for number, own in enumerate(cores, 1):
+            options.folder(number).mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context((options.folder(number) / LOG).open('w'))
+            command = functools.partial(_command, study, options, known, number)
+            env = _environment(options.devices, number)
+            processes.append(QueueProcess(number, command, env, own, log))
+        for process in processes:
+            process.start()
+        codes = follow(processes)
     if asked:
         raise KeyboardInterrupt
     return [
@@ -250,65 +212,35 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def _kept_to(cores: set[int]) -> Iterator[None]:
-    """Pins processes that the block starts to these CPU cores; an empty set pins nothing."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+def _command(study: Study, options: Options, known: str, number: int) -> list[str]:
+    """Returns the command of a process, with the time limit that is left now."""
+    device = options.devices[number - 1]
+    flags = {
+        'jobs': f'{study.path}:{options.part}' if options.part else study.path,
+        'data': options.data,
+        'features': study.features,
+        'known': known,
+        'claims': options.output / 'claims',
+        'step_ms': study.step_ms,
+        'devices': device.count('+') + 1,
+        'shared_by': options.devices.count(device),
+        'limit': f'{max(options.limit - (time.perf_counter() - options.began), 1):.0f}',
+        'reserve': f'{options.reserve:g}',
+        'resume': str(options.resume).lower(),
+        'work': options.output / 'work',
+        'output': options.folder(number),
+    }
+    arguments = [f'--{name}={value}' for name, value in flags.items()]
+    return [sys.executable, '-u', '-m', QUEUE, *arguments]
 
 
-@contextlib.contextmanager
-def _log(folder: Path, command: Sequence[str]) -> Iterator[IO[str]]:
-    """Opens the log file for a process's messages, and writes its command line first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOG).open('w') as file:
-        print(shlex.join(command), file=file, flush=True)
-        yield file
-
-
-def _tell(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Prints the lines of all processes as they come, until the processes end."""
-
-    def read(number: int, lines: IO[str]) -> None:
-        for line in lines:
-            print(f'{number}: {line}', end='', flush=True)
-
-    threads = [
-        threading.Thread(target=read, args=(number, process.stdout), daemon=True)
-        for number, process in enumerate(processes, 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-@contextlib.contextmanager
-def _signals_passed_on(processes: Sequence[subprocess.Popen[str]]) -> Iterator[list[int]]:
-    """Passes SIGINT and SIGTERM on to the processes; yields a list of those that have come.
-
-    At the first signal, the processes save and end; at the second, they end at once.
-    """
-    asked: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        for process in processes:
-            process.send_signal(signal.SIGKILL if asked else signal.SIGTERM)
-        asked.append(number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _environment(devices: Sequence[str], number: int) -> dict[str, str]:
+    """Returns the environment variables of a process."""
+    device = devices[number - 1]
+    env = dict(os.environ) | {'CUDA_VISIBLE_DEVICES': device.replace('+', ',')}
+    if (shared_by := devices.count(device)) > 1:
+        env.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', f'{MEMORY / shared_by:.2f}')
+    return env
 
 
 def _reason(code: int, log: Path) -> str:

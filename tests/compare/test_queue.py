@@ -421,6 +421,26 @@ def test_a_job_of_another_process_is_not_left_out(job, tmp_path):
     assert problem.startswith('digits_free_seed1: left out, ')
 
 
+def test_a_process_that_starts_again_takes_its_own_job(job, measurements, tmp_path, monkeypatch):
+    """The earlier process ended in the middle of the job, and no other process does it."""
+
+    class Stalled(BaseException):
+        pass
+
+    def stall(self, job, seconds):
+        raise Stalled
+
+    options = {'measurements': measurements, 'step_ms': STEP_MS, 'claims': str(tmp_path / 'claims')}
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, '_train', stall)
+        with pytest.raises(Stalled):
+            make_queue(tmp_path / '1', '', **options).run([job])
+    assert make_queue(tmp_path / '2', '', **options).run([job]) == []
+    assert rows_of(tmp_path / '2') == [], 'the job is of another process'
+    assert make_queue(tmp_path / '1', '', **options).run([job]) == []
+    assert [row['seconds'] for row in rows_of(tmp_path / '1')] == list(job.seconds)
+
+
 def test_processes_that_share_a_gpu():
     assert Limit(600, 30, shared_by=1).allows(560)
     assert not Limit(600, 30, shared_by=2).allows(300)

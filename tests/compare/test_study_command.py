@@ -14,7 +14,7 @@ import pytest
 from support.commands import Fork, call, environment, python_path
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, study_report, study_runner, tables
+from jaxunet.compare import collected, queue_process, study_report, study_runner, tables
 from jaxunet.compare.study_file import read_study
 from jaxunet.compare.study_runner import Options
 from jaxunet.runtime.errors import UserError
@@ -246,6 +246,26 @@ def test_processes_that_fail_are_told(study, tmp_path, fake):
         assert problem == f'process 1: {reason} (see {tmp_path}/1/log.txt)'
 
 
+def test_a_process_whose_devices_stall_starts_again(study, tmp_path, fake, capsys):
+    fake('stall')
+    options = options_of(tmp_path, devices=('0', '1'), limit=100.0)
+    assert study_runner.run(study, options, '') == []
+    told = capsys.readouterr().out.splitlines()
+    for number in (1, 2):
+        assert [line for line in told if line.startswith(f'{number}: ')] == [
+            f'{number}: [0 s] {number} begins',
+            f'{number}: the devices finished no step; it starts again, 1 of 3',
+            f'{number}: [0 s] {number} begins',
+        ]
+
+
+def test_a_process_starts_again_only_so_often(study, tmp_path, fake, capsys):
+    fake('hang')
+    (problem,) = study_runner.run(study, options_of(tmp_path, devices=('0',)), '')
+    assert problem.startswith('process 1: crash: exit code 6: error: the devices finished no step')
+    assert capsys.readouterr().out.count('begins') == 1 + queue_process.RESTARTS
+
+
 def test_a_signal_reaches_all_processes(study, tmp_path, fake):
     """They save and end, and then this command ends."""
     fake('wait')
@@ -273,7 +293,7 @@ def test_a_signal_while_processes_start_ends_all(study, tmp_path, fake, monkeypa
             super().__init__(*arguments, **options)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(study_runner.subprocess, 'Popen', Interrupted)
+    monkeypatch.setattr(queue_process.subprocess, 'Popen', Interrupted)
     with pytest.raises(KeyboardInterrupt):
         study_runner.run(study, options_of(tmp_path, devices=('0', '1')), '')
     assert not (tmp_path / '2/called.json').exists()

@@ -4,7 +4,8 @@
 
 It writes its flags and variables to FOLDER/called.json, and then does what the environment variable
 FAKE_QUEUE says: `end` exits with 0, `fail` as for a wrong flag, `partial` as for unfinished runs;
-`wait` waits for a signal and then writes FOLDER/saved.
+`wait` waits for a signal and then writes FOLDER/saved; `stall` exits as if the devices had stalled,
+the first time; `hang` does so every time.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ def main() -> None:
     asked = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     print(f'[0 s] {folder.name} begins')
+    again = (folder / 'called.json').exists()
     (folder / 'called.json').write_text(
         json.dumps(flags | {name: os.environ.get(name) for name in names})
     )
     act = os.environ['FAKE_QUEUE']
     if act == 'fail':
         print('error: no file features.npz', file=sys.stderr)
+    if act == 'hang' or (act == 'stall' and not again):
+        print('error: the devices finished no step', file=sys.stderr)
+        sys.exit(6)
     while act == 'wait' and not asked:
         time.sleep(0.01)
     if asked:

@@ -1,0 +1,144 @@
+"""A process that runs a queue of a comparison, and is started again if its devices stall."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import IO
+
+from jaxunet.training.stalls import STALLED
+
+RESTARTS = 3  # of one process
+
+
+class QueueProcess:
+    """A process that runs a queue.
+
+    Args:
+      number: begins the lines of the process.
+      command: returns program and arguments. It is called at every start, as less of the time limit
+        is left then.
+      env: the environment variables.
+      cores: CPU cores of the process; an empty set pins nothing.
+      log: gets the command line, and what the process writes to stderr.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        command: Callable[[], list[str]],
+        env: Mapping[str, str],
+        cores: set[int],
+        log: IO[str],
+    ) -> None:
+        self._number, self._command, self._env = number, command, env
+        self._cores, self._log = cores, log
+        self._process: subprocess.Popen[str] | None = None
+        self._asked = False
+
+    def start(self) -> None:
+        """Starts the process, unless it was asked to stop."""
+        if self._asked:
+            return
+        command = self._command()
+        print(shlex.join(command), file=self._log, flush=True)
+        with _kept_to(self._cores):
+            self._process = subprocess.Popen(
+                command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                start_new_session=True,  # signals reach it only through this process
+            )
+        if self._asked:  # a signal came before the process was known
+            self._process.terminate()
+
+    def follow(self) -> int:
+        """Prints the lines of the process until it ends; returns its exit code.
+
+        It is started again, to go on from the last checkpoint of its run, if it ended because its
+        devices stalled.
+        """
+        for restart in range(1, RESTARTS + 2):
+            code = self._wait()
+            if code != STALLED or self._asked or restart > RESTARTS:
+                break
+            self._say(f'the devices finished no step; it starts again, {restart} of {RESTARTS}\n')
+            self.start()
+        return code
+
+    def stop(self) -> None:
+        """Asks the process to save and end; the second time, ends it at once."""
+        number = signal.SIGKILL if self._asked else signal.SIGTERM
+        self._asked = True
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def _wait(self) -> int:
+        if self._process is None:
+            return 0
+        with self._process as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self._say(line)
+        return process.returncode
+
+    def _say(self, line: str) -> None:
+        print(f'{self._number}: {line}', end='', flush=True)
+
+
+def follow(processes: Sequence[QueueProcess]) -> list[int]:
+    """Follows all processes at once, until they have ended; returns their exit codes."""
+    codes = [0] * len(processes)
+
+    def one(index: int) -> None:
+        codes[index] = processes[index].follow()
+
+    threads = [
+        threading.Thread(target=one, args=(index,), daemon=True) for index in range(len(processes))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return codes
+
+
+@contextlib.contextmanager
+def signals_passed_on(processes: Sequence[QueueProcess]) -> Iterator[list[int]]:
+    """Has SIGINT and SIGTERM stop the processes; yields a list of those that have come."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        for process in processes:
+            process.stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _kept_to(cores: set[int]) -> Iterator[None]:
+    """Pins processes that the block starts to these CPU cores; an empty set pins nothing."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
