@@ -38,6 +38,7 @@ from jaxunet.training.loop import train
 
 # Errors that end one job and not the others: mistakes in the job, and too little GPU memory.
 FAILURES = (UserError, jax.errors.JaxRuntimeError)
+BY_SIGNAL = 'stopped by a signal'
 POLL_SECONDS = 1.0  # between two checks for the file of features
 
 
@@ -203,7 +204,7 @@ class Queue:
             reached = self._train(job, seconds)
             if reached < len(seconds):
                 if self._goes_on():
-                    reason = 'stopped by a signal'
+                    reason = BY_SIGNAL
                     raise KeyboardInterrupt  # the loop ends early only after a signal
                 reason = 'stopped at the limit; the same command goes on from there'
                 self._fail(f'{job.name}: {reason}')
@@ -260,6 +261,7 @@ class Queue:
             keep_on=self._goes_on,
             compiled=compiled,
             saving=lambda: self._watch.start('saving'),
+            interrupted=lambda: self._note(job, STOPPED, BY_SIGNAL),
         )
         self._say(f'{job.name}: training for {seconds[-1]:g} s')
         try:

@@ -83,6 +83,8 @@ class Milestones:
       keep_on: asked before each call of the step; False stops the run.
       compiled: called once the step is compiled.
       saving: called before a checkpoint is written.
+      interrupted: called before a signal ends the process, because no step was trained yet. The
+        main thread goes on meanwhile.
     """
 
     seconds: tuple[float, ...]
@@ -92,6 +94,7 @@ class Milestones:
     keep_on: Callable[[], bool] = _always
     compiled: Callable[[], None] = _ignore
     saving: Callable[[], None] = _ignore
+    interrupted: Callable[[], None] = _ignore
 
     def time(self, step: int, measured: float) -> float:
         """Returns the training time at a step; `measured` is that of the clock."""

@@ -23,7 +23,6 @@ from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, wait_for_others
-from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
 from jaxunet.training.evaluation import Evaluator
@@ -67,9 +66,7 @@ def train(
     """
     if milestones and jax.process_count() > 1:
         raise ValueError('milestones: expected a run of one process, found several')
-    # A run with milestones is a part of a command, which has not done its work when this one ends.
-    untrained = INTERRUPTED if milestones else 0
-    with opened(workdir), Preemption(untrained) as preemption:
+    with opened(workdir), Preemption(milestones) as preemption:
         return with_rollbacks(
             lambda failed: _Loop(
                 config, workdir, source, preemption, milestones or NO_MILESTONES

@@ -9,8 +9,10 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import end
 from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.training.clock import Milestones
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _Handler = Callable[[int, FrameType | None], object] | int | None  # as `signal.signal` returns it
@@ -25,15 +27,17 @@ class Preemption:
     thread could be raised anywhere, even inside a library that then aborts.
 
     Args:
-      untrained: the exit code of a process that ends while there is nothing to save.
+      milestones: those of the run, whose `interrupted` is called before the process ends while
+        there is nothing to save. A run with milestones is a part of a command, which has not done
+        its work then, so the exit code is `INTERRUPTED`; without them it is 0.
 
     Attributes:
       requested: the process was asked to stop; the training loop reads it between steps.
       nothing_to_save: no step has been trained since the start; the training loop clears it.
     """
 
-    def __init__(self, untrained: int = 0) -> None:
-        self._untrained = untrained
+    def __init__(self, milestones: Milestones | None = None) -> None:
+        self._milestones = milestones
         self.requested = False
         self.nothing_to_save = True
         self._previous: dict[signal.Signals, _Handler] = {}
@@ -71,7 +75,11 @@ class Preemption:
                     f'{name}: stopped before anything new was trained; nothing to save. '
                     'The same command goes on from here.'
                 )
-                end(self._untrained)
+                if self._milestones is None:
+                    end(0)
+                else:
+                    quietly('the interrupted run', self._milestones.interrupted)
+                    end(INTERRUPTED)
             if asked and data[0] == signal.SIGINT:
                 _say(f'{name} again: ended without saving; the last checkpoint is kept.')
                 end(INTERRUPTED)

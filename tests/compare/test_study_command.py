@@ -311,6 +311,9 @@ def test_a_signal_while_a_run_compiles_is_not_success(folder, tmp_path):
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130, error
     assert 'The same command goes on from here' in error
+    (row,) = collected.read_stretches([tmp_path / 'out/1' / collected.STRETCHES])
+    assert (row['outcome'], row['reason']) == ('stopped', 'stopped by a signal')
+    assert row['wall']['compiling'] > 0
 
 
 @pytest.mark.long
