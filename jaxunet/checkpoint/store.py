@@ -9,7 +9,7 @@ A run starts from the first of these that exists:
      that are damaged are reported and moved to `WORKDIR/damaged`, which keeps a few;
   2. `config.init_from`: weights, and Adam's moments if there are any, of another run or program;
   3. fresh weights from `config.seed`.
-It is an error if a workdir has checkpoints but none of them can be read.
+It is an error if none of a workdir's checkpoints can be read, or the system refuses to read one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.keeping import Scores, preservation_policy
 from jaxunet.checkpoint.meta import check_seal, sealed
+from jaxunet.checkpoint.refused import raise_if_whole
 from jaxunet.checkpoint.state import Draw, TrainState, draw_state, drawing_device, state_config
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
@@ -214,7 +215,7 @@ class Checkpoints:
         Damaged checkpoints that are newer are set aside, unless `read_only`.
 
         Raises:
-          UserError: there are checkpoints, but none can be read, or one is of another version.
+          UserError: no checkpoint can be read, the system refuses one, or one is another version's.
         """
         steps = self.steps() if step is None else [step]
         damaged: list[tuple[pathlib.Path, Exception]] = []
@@ -222,9 +223,8 @@ class Checkpoints:
             folder = self.folder / str(candidate)
             try:
                 restored = self._read(candidate)
-            except MemoryError:  # the checkpoint may be whole
-                raise
             except Exception as error:
+                raise_if_whole(folder, error)
                 if isinstance(error, OtherVersionError) and error.certain:
                     raise
                 damaged.append((folder, error))

@@ -16,6 +16,7 @@ from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.content import OtherVersionError
 from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.newest import newest_config
+from jaxunet.checkpoint.refused import RefusedError
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.runtime.errors import UserError
 
@@ -146,3 +147,27 @@ def test_a_lack_of_memory_is_no_damage(run, monkeypatch):
     with pytest.raises(MemoryError):
         restore(run)
     assert not (run / 'damaged').exists()
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize(
+    ('file', 'target', 'reason'),
+    [
+        ('meta/metadata', '/proc/self/mem', 'Input/output error'),
+        ('state/_METADATA', '/proc/self/mem', 'Input/output error'),
+        ('state/manifest.ocdbt', 'manifest.ocdbt', 'Too many levels of symbolic links'),
+    ],
+)
+def test_a_file_that_the_system_refuses_to_read_is_no_damage(file, target, reason, run):
+    path = run / 'checkpoints/2' / file
+    path.unlink()
+    path.symlink_to(target)
+    with pytest.raises(RefusedError, match=f'checkpoints/2: cannot be read: {reason}. The'):
+        restore(run)
+    assert not (run / 'damaged').exists()
+
+
+def test_a_file_that_is_missing_is_damage(run):
+    (run / 'checkpoints/2/meta/metadata').unlink()
+    assert restore(run).state.step == 1
+    assert [p.name for p in (run / 'damaged').iterdir()] == ['2']
