@@ -295,6 +295,8 @@ def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
     passes. The sampler is our own; `docs/results/methods` compares it with the others.
     """
     bins, memory = config.adaptive_bins, config.adaptive_memory
+    # First timestep of each bin, and `steps`. Computed here, as int32 would overflow on the device.
+    edges = (-(-np.arange(bins + 1)[None, :] * steps // bins)).astype(np.int32)
 
     def init() -> GradientNorms:
         return GradientNorms(jnp.zeros(bins, jnp.float32), jnp.zeros(bins, jnp.float32))
@@ -306,7 +308,7 @@ def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
 
     def update(state: GradientNorms, t: Steps, loss: PerSample, weight: PerSample) -> GradientNorms:
         # A masked sum: a scatter adds in varying order on GPUs.
-        inside = (t * bins // steps)[:, None] == jnp.arange(bins, dtype=t.dtype)[None, :]
+        inside = (t[:, None] >= edges[:, :-1]) & (t[:, None] < edges[:, 1:])
         count = jnp.sum(inside.astype(jnp.float32), axis=0)
         total = jnp.sum(jnp.where(inside, (jnp.square(weight) * loss)[:, None], 0.0), axis=0)
         keep = jnp.exp(-count / memory)

@@ -232,6 +232,16 @@ def test_adaptive_goes_in_straight_lines_without_a_loop(bins):
     assert not any(loop in program for loop in ('while', 'scan', 'sort['))
 
 
+@pytest.mark.parametrize(('bins', 'steps'), [(7, 40), (40, 40), (50_000, 50_000)])
+def test_adaptive_finds_the_bin_of_each_timestep(bins, steps):
+    """Also where bins times timesteps exceeds the integers of 32 bits."""
+    sampler = sampler_of('adaptive', steps, adaptive_bins=bins)
+    t = np.array([0, 1, steps // 2, steps - 2, steps - 1])
+    ones = jnp.ones(len(t), jnp.float32)
+    state = sampler.update(sampler.init(), jnp.asarray(t, jnp.int32), ones, ones)
+    np.testing.assert_array_equal(np.flatnonzero(state.weight), np.unique(t * bins // steps))
+
+
 def test_adaptive_correction_is_a_power_of_the_importance():
     state = norms_of(np.linspace(0.1, 2, 8))
     whole, half, none = (
