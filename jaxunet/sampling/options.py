@@ -78,7 +78,8 @@ def as_peer(config: SamplerConfig, peer: str, diffusion: Diffusion) -> SamplerCo
       peer: a name of `PEERS`.
 
     Raises:
-      UserError: a sampler or an objective that these repositories do not have.
+      UserError: a sampler or an objective that these repositories do not have, or more steps than
+        the model has.
     """
     if diffusion.continuous:
         raise UserError(
@@ -100,7 +101,13 @@ def as_peer(config: SamplerConfig, peer: str, diffusion: Diffusion) -> SamplerCo
         and spacing in ('linear', 'quadratic')
         and not listed
     ):
-        respacing = f'{spacing}{config.steps or DDPM_TORCH_STEPS}'
+        steps = config.steps or min(DDPM_TORCH_STEPS, diffusion.steps)
+        if steps > diffusion.steps:
+            raise UserError(
+                f'steps: expected 1 to {diffusion.steps}, the number of steps that the model was '
+                f'trained with, found {steps}'
+            )
+        respacing = f'{spacing}{steps}'
         return dataclasses.replace(config, respacing=respacing, steps=None, skip_schedule=None)
     return config
 

@@ -130,10 +130,20 @@ def test_defaults_of_other_repositories(peer, given, learned, expected):
         assert resolved['truncate'] is True
 
 
+def test_defaults_of_ddpm_torch_for_a_model_of_few_steps():
+    few = process(steps=8, schedule='cosine')
+    config = as_peer(s.SamplerConfig('ddim'), 'ddpm_torch', few)
+    np.testing.assert_array_equal(
+        s.make_sampler(config, few).coefficients.timesteps, range(8)[::-1]
+    )
+
+
 def test_defaults_that_other_repositories_do_not_have():
     with pytest.raises(UserError, match='has the samplers ddpm and ddim, found heun'):
         as_peer(s.SamplerConfig('heun'), 'guided_diffusion', process())
     with pytest.raises(UserError, match=r'has no models with diffusion\.objective=flow'):
         as_peer(s.SamplerConfig(), 'ddpm_torch', process(objective='flow'))
+    with pytest.raises(UserError, match=r'^steps: expected 1 to 1000, the number .*, found 1001$'):
+        as_peer(s.SamplerConfig('ddim', steps=1001), 'ddpm_torch', process())
     with pytest.raises(UserError, match=r'timesteps: \(0, 5\) picks timesteps, which a model with'):
         s.make_sampler(s.SamplerConfig('ddim', timesteps=(0, 5)), process(objective='flow'))
