@@ -13,7 +13,13 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.classifier_guidance import SCALE as SCALE_DEFAULT
 from jaxunet.sampling.classifier_guidance import Guide, check_guide
 from jaxunet.sampling.low_res import LowRes, read_low_res
-from jaxunet.sampling.options import PEERS, VARIANCES, SamplerConfig, as_peer
+from jaxunet.sampling.options import (
+    PEERS,
+    VARIANCES,
+    SamplerConfig,
+    as_peer,
+    resolve_options,
+)
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
 from jaxunet.sampling.picture import Picture
@@ -144,8 +150,8 @@ def sampler_config(config: Config) -> SamplerConfig:
     """Returns the sampling options that the flags describe.
 
     Raises:
-      UserError: --churn_range is not two numbers, --timesteps are not whole numbers, or the model
-        does not suit --like.
+      UserError: --churn_range is not two numbers, --timesteps are not whole numbers, the model
+        does not suit --like, or --skip_schedule has no effect.
     """
     steps, model_steps = STEPS.value, config.diffusion.steps
     continuous = config.diffusion.continuous
@@ -184,7 +190,25 @@ def sampler_config(config: Config) -> SamplerConfig:
         timesteps=timesteps,
         truncate=TRUNCATE.value,
     )
-    return as_peer(options, LIKE.value, make_diffusion(config.diffusion)) if LIKE.value else options
+    diffusion = make_diffusion(config.diffusion)
+    if LIKE.value:
+        options = as_peer(options, LIKE.value, diffusion)
+    if SKIP_SCHEDULE.value and not continuous:
+        _check_skips(resolve_options(options, diffusion, config.model.num_classes), model_steps)
+    return options
+
+
+def _check_skips(options: SamplerConfig, model_steps: int) -> None:
+    """Raises `UserError` if --skip_schedule has no effect, as there is one way to choose the steps.
+
+    Args:
+      options: from `resolve_options`.
+    """
+    if options.steps in (1, model_steps):
+        raise UserError(
+            f'--skip_schedule: {options.skip_schedule} has no effect on {options.steps} of '
+            f'{model_steps} timesteps; leave it out, or give --steps of 2 to {model_steps - 1}'
+        )
 
 
 def check_owned_flags() -> None:

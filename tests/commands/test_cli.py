@@ -391,6 +391,10 @@ MISTAKES = [
     (['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddim', '--eta=2'], 'eta: expected 0'),
     (['jaxunet.sample', '--checkpoint=RUN', '--steps=41'], 'steps'),
     (
+        ['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddpm', '--skip_schedule=karras'],
+        '--skip_schedule: karras has no effect on 40 of 40 timesteps; leave it out, or give',
+    ),
+    (
         ['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'],
         "--class_labels: expected whole numbers from 0 to 9, found '10'\n",
     ),
