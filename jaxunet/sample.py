@@ -344,12 +344,18 @@ def chosen_classes(classes: Classes) -> list[int]:
       classes: classes of the model, or of the classifier that guides it.
 
     Raises:
-      UserError: labels are given for an unconditional model, or a class is unknown.
+      UserError: labels are given for an unconditional model, a class is unknown, or the flag has
+        none.
     """
     given = CLASS_LABELS.value
     if classes.count == 0 and given is not None:
         raise UserError(
             '--class_labels: the model is unconditional (model.num_classes=0); leave the flag out'
+        )
+    if given == []:
+        raise UserError(
+            '--class_labels: expected labels such as 0,1,2, or names, found none; leave the flag '
+            'out for every class in turn'
         )
     return [classes.label_of(label) for label in given or []]
 

@@ -395,6 +395,10 @@ MISTAKES = [
         '--skip_schedule: karras has no effect on 40 of 40 timesteps; leave it out, or give',
     ),
     (
+        ['jaxunet.sample', '--checkpoint=RUN', '--class_labels='],
+        '--class_labels: expected labels such as 0,1,2, or names, found none; leave the flag out',
+    ),
+    (
         ['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'],
         "--class_labels: expected whole numbers from 0 to 9, found '10'\n",
     ),
