@@ -230,7 +230,9 @@ class Measurements:
     def _reference(self, path: str, metrics: Sequence[str], network: FeatureNetwork) -> Side:
         key = ' '.join([path, *metrics])
         if key not in self._references:
-            with open_side(path, metrics, network, path, batch_size=FEATURE_BATCH) as opened:
+            with open_side(
+                path, metrics, network, 'references', batch_size=FEATURE_BATCH, is_reference=True
+            ) as opened:
                 self._references[key] = opened.compute()
         return self._references[key]
 

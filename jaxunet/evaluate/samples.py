@@ -101,7 +101,13 @@ def _measure(
         reference_side, found = None, None
         if compared and REFERENCE.value:
             opened = open_side(
-                REFERENCE.value, compared, network, '--reference', grid_size=size, **options
+                REFERENCE.value,
+                compared,
+                network,
+                '--reference',
+                grid_size=size,
+                is_reference=True,
+                **options,
             )
             reference_side, found = stack.enter_context(opened)
         opened = open_side(
@@ -111,6 +117,7 @@ def _measure(
             '--samples',
             grid_size=size or found,
             count=NUM_SAMPLES.value,
+            is_reference=False,
             **options,
         )
         samples_side, _ = stack.enter_context(opened)

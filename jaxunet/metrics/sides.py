@@ -24,7 +24,7 @@ from jaxunet.metrics.frechet import (
     load_statistics,
 )
 from jaxunet.metrics.image_sets import Size, open_images
-from jaxunet.metrics.table import Need, Side, needing
+from jaxunet.metrics.table import TABLE, Need, Side, check_reference, needing
 from jaxunet.runtime.errors import UserError
 
 MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
@@ -155,6 +155,7 @@ def open_side(
     count: int | None = None,
     seed: int = 0,
     batch_size: int,
+    is_reference: bool = False,
 ) -> Iterator[OpenedSide]:
     """Opens a side now; its features are computed only when `OpenedSide.compute` is called.
 
@@ -165,9 +166,10 @@ def open_side(
         statistics serve fid and sfid.
       option: the option that gave the path, for messages.
       grid_size, count, seed, batch_size: see `open_images` and `image_side`.
+      is_reference: the side is the reference, not the samples.
 
     Raises:
-      UserError: see `open_images`, `statistics_side` and `image_side`.
+      UserError: see `open_images`, `statistics_side`, `check_reference` and `image_side`.
     """
     file = Path(path).expanduser()
     if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
@@ -181,6 +183,10 @@ def open_side(
         return
     with open_images(path, grid_size=grid_size) as source:
         check_count(count, source, path)
+        given = beside_images(path, metrics, network, option, count)
+        if is_reference:
+            compared = [metric for metric in metrics if TABLE[metric].needs not in given]
+            check_reference(len(source), compared, f'{option}: {path}')
         compute_side = functools.partial(
             image_side,
             path,
@@ -190,7 +196,7 @@ def open_side(
             count=count,
             seed=seed,
             batch_size=batch_size,
-            given=beside_images(path, metrics, network, option, count),
+            given=given,
         )
         yield OpenedSide(compute_side, source.image_shape[:2])
 

@@ -16,6 +16,7 @@ from jaxunet.metrics.frechet import Statistics, frechet_distance
 from jaxunet.metrics.inception_score import SPLITS, inception_score
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS, kernel_distance
 from jaxunet.metrics.precision_recall import NEIGHBOURS, PrecisionRecall, precision_recall
+from jaxunet.runtime.errors import UserError
 
 CLASSIFY_BATCH = 1024  # feature vectors per call of the network's last layer
 
@@ -106,6 +107,7 @@ class Metric:
       needs_inception: defined by Inception's layers, so no other feature network will do.
       general_label: name of its results with features other than Inception's; '' = the same name.
       least_samples: smallest number of samples for which it is defined.
+      least_reference: smallest number of reference images for which it is defined.
     """
 
     compute: Callable[[Inputs], Value]
@@ -114,6 +116,7 @@ class Metric:
     needs_inception: bool = False
     general_label: str = field(default='', kw_only=True)
     least_samples: int = field(default=1, kw_only=True)
+    least_reference: int = field(default=1, kw_only=True)
 
 
 def _fid(inputs: Inputs) -> Value:
@@ -171,12 +174,20 @@ def _inception_score(inputs: Inputs) -> Value:
 
 # The names are those of jaxunet.config.relations.METRICS, in the same order.
 TABLE = {
-    'fid': Metric(_fid, 'statistics', general_label='frechet_distance', least_samples=2),
-    'sfid': Metric(_sfid, 'spatial', needs_inception=True, least_samples=2),
-    'kid': Metric(_kid, 'features', general_label='kernel_distance', least_samples=2),
-    'precision': Metric(_precision, 'features', least_samples=NEIGHBOURS + 1),
-    'recall': Metric(_recall, 'features', least_samples=NEIGHBOURS + 1),
-    'copies': Metric(_copies, 'features'),
+    'fid': Metric(
+        _fid, 'statistics', general_label='frechet_distance', least_samples=2, least_reference=2
+    ),
+    'sfid': Metric(_sfid, 'spatial', needs_inception=True, least_samples=2, least_reference=2),
+    'kid': Metric(
+        _kid, 'features', general_label='kernel_distance', least_samples=2, least_reference=2
+    ),
+    'precision': Metric(
+        _precision, 'features', least_samples=NEIGHBOURS + 1, least_reference=NEIGHBOURS + 1
+    ),
+    'recall': Metric(
+        _recall, 'features', least_samples=NEIGHBOURS + 1, least_reference=NEIGHBOURS + 1
+    ),
+    'copies': Metric(_copies, 'features', least_reference=NEIGHBOUR + 2),
     'inception_score': Metric(
         _inception_score,
         'features',
@@ -190,6 +201,24 @@ TABLE = {
 def with_reference(metrics: Iterable[str]) -> list[str]:
     """Returns the metrics that compare the samples with a reference."""
     return [metric for metric in metrics if TABLE[metric].needs_reference]
+
+
+def check_reference(count: int, metrics: Iterable[str], name: str) -> None:
+    """Checks that a reference has enough images.
+
+    Args:
+      count: number of its images.
+      metrics: those that compare samples with its images.
+      name: of the reference, for messages.
+
+    Raises:
+      UserError: a metric needs more.
+    """
+    for metric in metrics:
+        if count < (least := TABLE[metric].least_reference):
+            raise UserError(
+                f'{name}: {metric} needs {least} reference images or more, found {count}'
+            )
 
 
 def needing(need: Need, metrics: Iterable[str]) -> list[str]:

@@ -22,7 +22,7 @@ from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
-from jaxunet.metrics.table import TABLE, Side, with_reference
+from jaxunet.metrics.table import TABLE, Side, check_reference, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
@@ -68,8 +68,9 @@ def evaluation_network(config: Config) -> FeatureNetwork:
     This finds mistakes before training starts.
 
     Raises:
-      UserError: the samples are too few for a metric, the features cannot be loaded, take images of
-        another size or do not allow the metrics, or the reference cannot be opened.
+      UserError: samples or reference images are too few for a metric, the features cannot be
+        loaded, take images of another size or do not allow the metrics, or the reference cannot be
+        opened.
     """
     evaluation = config.evaluation
     check_metrics(evaluation.metrics, option='evaluation.metrics')
@@ -89,6 +90,7 @@ def evaluation_network(config: Config) -> FeatureNetwork:
             network,
             'evaluation.reference',
             batch_size=FEATURE_BATCH,
+            is_reference=True,
         ):
             pass  # only opened: its features are computed when they are needed
     return network
@@ -135,8 +137,8 @@ class Evaluator:
       devices: of this process; all of them draw samples, the first computes features.
 
     Raises:
-      UserError: the features cannot be loaded or do not allow the metrics, or the model does not
-        support an option of the sampler.
+      UserError: as `evaluation_network`, the training images are the reference and too few for a
+        metric, or the model does not support an option of the sampler.
     """
 
     def __init__(
@@ -145,6 +147,8 @@ class Evaluator:
         evaluation = config.evaluation
         self.config, self.source = config, source
         self.network = evaluation_network(config)
+        if source is not None and not evaluation.reference:
+            check_reference(len(source), with_reference(evaluation.metrics), source.name)
         chosen = evaluation_sampler(config)
         sampler = SamplerConfig(
             name=chosen.name,

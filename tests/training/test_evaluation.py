@@ -7,11 +7,13 @@ import time
 import jax
 import numpy as np
 import pytest
+from support.commands import call
 from support.tiny import tiny_config
 from support.untrained_features import write_untrained
 
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import checksum, read
+from jaxunet.data.source import ArraySource
 from jaxunet.data.sources import open_source
 from jaxunet.metrics.evaluation import Result, result_label
 from jaxunet.runtime.errors import UserError
@@ -254,3 +256,31 @@ def test_too_few_samples_are_told_before_features_are_read(metric, least):
         evaluation_network(few)
     with pytest.raises(UserError, match='nothere'):
         evaluation_network(few.replace(evaluation={'samples': least}))
+
+
+@pytest.mark.parametrize(
+    ('metric', 'least'), [('fid', 2), ('kid', 2), ('recall', 4), ('copies', 5)]
+)
+def test_too_few_reference_images_are_told_before_training(
+    metric, least, features, source, tmp_path
+):
+    images = source.load(np.arange(least))
+    np.savez(tmp_path / 'few.npz', images=images[1:])
+    config = config_of(features).replace(evaluation={'metrics': (metric,)})
+    given = config.replace(evaluation={'reference': str(tmp_path / 'few.npz')})
+    told = f'{metric} needs {least} reference images or more, found {least - 1}'
+    with pytest.raises(UserError, match=rf'evaluation.reference: .*few.npz: {told}'):
+        evaluation_network(given)
+    few = ArraySource('few images', images[1:], (8, 8, 1))
+    with pytest.raises(UserError, match=f'few images: {told}'):
+        Evaluator(config, few, jax.local_devices()[:1])
+    np.savez(tmp_path / 'few.npz', images=images)
+    evaluation_network(given)
+
+
+@pytest.mark.parametrize('metric', ['fid', 'precision'])
+def test_too_few_reference_images_for_the_command(metric, features, source, tmp_path):
+    np.savez(tmp_path / 'few.npz', images=source.load(np.arange(1)))
+    paths = ['--samples=digits:', f'--reference={tmp_path}/few.npz', f'--features={features}']
+    error = call('jaxunet.evaluate', *paths, f'--metrics={metric}', code=2)
+    assert f'--reference: {tmp_path}/few.npz: {metric} needs ' in error
