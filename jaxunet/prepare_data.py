@@ -153,12 +153,12 @@ def prepare(
 def _opened(path: str, shape: Shape, classes: tuple[str, ...], scratch: Path) -> Iterator[Source]:
     """Opens the source; a compressed tar is unpacked into `scratch` first, not into memory."""
     if (tar := compressed_tar(path)) is None:
-        yield open_source(path, image_shape=shape, classes=classes)
+        yield open_source(path, image_shape=shape, classes=classes, option='--classes')
         return
     with tempfile.TemporaryDirectory(prefix='.prepare_data.', dir=scratch) as folder:
         plain = Path(folder) / 'unpacked.tar'
         decompress(tar, plain)
-        yield open_unpacked_tar(plain, path, image_shape=shape, classes=classes)
+        yield open_unpacked_tar(plain, path, image_shape=shape, classes=classes, option='--classes')
 
 
 @dataclass

@@ -184,27 +184,30 @@ class Selection(Subset):
 
     Args:
       classes: names of the classes to keep; they get labels 0, 1, ... in this order.
+      option: the field or flag that named them, for messages.
 
     Raises:
       UserError: unknown or repeated classes, classes without images, or a source without classes.
     """
 
-    def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
+    def __init__(
+        self, source: Source, classes: tuple[str, ...], option: str = 'data.classes'
+    ) -> None:
         if not source.class_names:
             why = f', as {source.unlabelled_by}' if source.unlabelled_by else ''
             raise UserError(
-                f'data.classes: {source.name} has no classes to choose from{why}, '
+                f'{option}: {source.name} has no classes to choose from{why}, '
                 f'found {", ".join(classes)}; leave it empty'
             )
         unknown = [name for name in classes if name not in source.class_names]
         if unknown:
             hint = near_misses(unknown[0], source.class_names)
             raise UserError(
-                f'data.classes: {source.name} has no class "{unknown[0]}"{hint}; '
+                f'{option}: {source.name} has no class "{unknown[0]}"{hint}; '
                 f'it has {listed(source.class_names)}'
             )
         if len(set(classes)) < len(classes):
-            raise UserError(f'data.classes: expected different names, found {", ".join(classes)}')
+            raise UserError(f'{option}: expected different names, found {", ".join(classes)}')
         # Old label -> new label; the last entry serves label -1.
         table = np.full(len(source.class_names) + 1, -1, np.int32)
         for new, name in enumerate(classes):
@@ -212,5 +215,5 @@ class Selection(Subset):
         labels = table[source.labels]
         rows = np.flatnonzero(labels >= 0)
         if len(rows) == 0:
-            raise UserError(f'data.classes: {source.name} has no images of {", ".join(classes)}')
+            raise UserError(f'{option}: {source.name} has no images of {", ".join(classes)}')
         super().__init__(source, rows, labels[rows], classes)

@@ -60,7 +60,13 @@ def open_data(config: Config, image_shape: Shape) -> Source:
         raise UserError(f'data.path: {error}') from None
 
 
-def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ()) -> Source:
+def open_source(
+    path: str,
+    *,
+    image_shape: Shape,
+    classes: tuple[str, ...] = (),
+    option: str = 'data.classes',
+) -> Source:
     """Opens a set of images.
 
     Args:
@@ -72,6 +78,7 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
         converted (`jaxunet.data.pixels`).
       classes: keep only these, as labels 0, 1, ...; empty keeps all, sorted by name.
+      option: the field or flag that named the classes, for messages.
 
     Raises:
       UserError: a wrong path, file or class.
@@ -91,7 +98,7 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
         raise UserError(
             f'{path}: cannot be read: {error.strerror or error}; check the file and its permissions'
         ) from None
-    return Selection(source, classes) if classes else source
+    return Selection(source, classes, option) if classes else source
 
 
 def check_path(path: str) -> None:
@@ -134,20 +141,20 @@ def compressed_tar(path: str) -> Path | None:
 
 
 def open_unpacked_tar(
-    path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...] = ()
+    path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...], option: str
 ) -> Source:
     """Opens a compressed tar that was unpacked, like `open_source`.
 
     Args:
       path: the plain tar.
       shown: the compressed tar, for messages.
-      image_shape, classes: as in `open_source`.
+      image_shape, classes, option: as in `open_source`.
 
     Raises:
       UserError: a wrong file or class.
     """
     source = ImageFiles(TarArchive(path, shown), image_shape, strip_leading=True)
-    return Selection(source, classes) if classes else source
+    return Selection(source, classes, option) if classes else source
 
 
 def _open(path: str, shape: Shape) -> Source:

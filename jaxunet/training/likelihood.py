@@ -174,7 +174,7 @@ def _images(path: str, model: Model, reference: str) -> Source:
         source = open_source(reference, image_shape=config.image_shape)
         classes = config.data.classes or model.class_names
         if config.model.num_classes and source.class_names and classes:
-            source = Selection(source, classes)
+            source = Selection(source, classes, '--reference')
     else:
         source = open_images(config)
         source = source.held_out or source

@@ -312,6 +312,18 @@ def test_command_line_errors_are_one_line(tmp_path):
             ('--input', 'nowhere', '--image_size', '8', '--output', 'x.bin'),
             'error: nowhere: no such file or folder',
         ),
+        (
+            ('--input=digits:', '--image_size=8', '--output=x.bin', '--classes=cat'),
+            'error: --classes: digits: has no class "cat"; it has 0, 1, 2',
+        ),
     ):
         error = call('jaxunet.prepare_data', *flags, code=2, folder=tmp_path)
         assert error.startswith(message)
+
+
+@pytest.mark.parametrize('form', ['tar', 'tar.gz'])
+def test_wrong_classes_are_told_with_the_flag(form, tmp_path):
+    files = {f'{name}/0.png': encoded(random_pixels(0, (8, 8, 3))) for name in ('cat', 'dog')}
+    path, output = put(tmp_path, files, form), tmp_path / 'x.bin'
+    with pytest.raises(UserError, match=r'^--classes: .* has no class "bird"; it has cat, dog'):
+        prepare_data.prepare(str(path), str(output), (8, 8, 3), classes=('bird',))
