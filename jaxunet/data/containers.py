@@ -40,14 +40,14 @@ class Container(abc.ABC):
       path: the folder or archive.
       shown: its name in messages.
       names: path of each file inside the container.
-      unreadable: name -> reason, for files that are listed but can never be read.
+      unreadable: number -> reason, for files that are listed but can never be read.
     """
 
     def __init__(self, path: Path, shown: str = '') -> None:
         self.path = path
         self.shown = shown or str(path)
         self.names: list[str] = []
-        self.unreadable: dict[str, str] = {}
+        self.unreadable: dict[int, str] = {}
 
     @abc.abstractmethod
     def start(self, i: int) -> tuple[bytes, int]:
@@ -131,9 +131,9 @@ class Folder(Container):
                         reason = 'broken link' if entry.is_symlink() else 'not a regular file'
                 except OSError as error:  # a link to itself, or through a folder that is closed
                     reason = f'broken link: {error.strerror}'
-                self.names.append(name)
                 if reason:
-                    self.unreadable[name] = reason
+                    self.unreadable[len(self.names)] = reason
+                self.names.append(name)
             todo += reversed(inside)
 
     def describe(self, i: int) -> str:
@@ -236,16 +236,16 @@ class ZipArchive(Archive):
             raise damaged(error) from None
         self.names = [m.filename for m in members]
         self._methods = np.array([m.compress_type for m in members], np.int32)
-        for member in members:
+        for i, member in enumerate(members):
             if member.flag_bits & 1:
-                self.unreadable[member.filename] = 'encrypted'
+                self.unreadable[i] = 'encrypted'
             elif member.compress_type not in (STORED, DEFLATED, BZIP2):
-                self.unreadable[member.filename] = (
+                self.unreadable[i] = (
                     f'compressed by method {member.compress_type} '
                     '(expected stored, deflate or bzip2)'
                 )
             elif stat.S_ISLNK(member.external_attr >> 16):
-                self.unreadable[member.filename] = 'symbolic link'
+                self.unreadable[i] = 'symbolic link'
 
     def _offset(self, i: int) -> int:
         """Returns the first byte of a member's data, after its local header of variable length."""

@@ -34,6 +34,7 @@ from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.untrusted import printable
 
 NAMED = 5  # skipped files that a message names
+REPLACED = 'a later file has the same name'  # as where an archive was updated
 
 
 class ImageFiles(Source):
@@ -52,11 +53,16 @@ class ImageFiles(Source):
         self.name, self.image_shape = container.shown, image_shape
         self._container = container
         keys = [path_order(name) for name in container.names]
+        last = {key: i for i, key in enumerate(keys)}
         images, skipped = [], []
         for i in sorted(range(len(keys)), key=keys.__getitem__):
             name = container.names[i]
             try:
-                reason = container.unreadable.get(name) or why_not_image(*container.start(i))
+                reason = (
+                    REPLACED
+                    if last[keys[i]] != i
+                    else container.unreadable.get(i) or why_not_image(*container.start(i))
+                )
             except BadImage as error:
                 reason = error.reason
             if reason:
@@ -103,7 +109,7 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
     report_skipped(str(path), tuple(skipped))
     if not names:
         raise no_images(str(path), tuple(skipped))
-    order = sorted(range(len(names)), key=lambda i: path_order(names[i]))
+    order = sorted((i for i in range(len(names)) if names[i]), key=lambda i: path_order(names[i]))
     labels, class_names, unlabelled_by = find_classes([names[i] for i in order], strip_leading=True)
     images = np.empty((len(order), *image_shape), np.uint8)
     for row, i in enumerate(order):
@@ -130,12 +136,19 @@ def _image_members(
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the description and content of every image; adds to `names` and `skipped`.
 
+    The name of an image that a later file replaces becomes ''.
+
     Args:
       each: bytes of a decoded image.
     """
+    places: dict[tuple[str, ...], int] = {}  # in `names`
     for member in members:
         if member.isdir() or is_hidden(member.name):
             continue
+        key = path_order(member.name)
+        if (place := places.pop(key, None)) is not None:
+            skipped.append((printable(names[place]), REPLACED))
+            names[place] = ''
         start = b''
         if not member.isreg() or member.sparse is not None:
             reason = 'link' if member.islnk() or member.issym() else 'not a regular file'
@@ -147,6 +160,7 @@ def _image_members(
         if reason:
             skipped.append((printable(member.name), reason))
             continue
+        places[key] = len(names)
         names.append(member.name)
         if len(names) * each > MAX_MEMORY:
             raise UserError(

@@ -289,12 +289,12 @@ class TarArchive(Archive):
                     )
                 if is_hidden(member.name):
                     continue
-                self.names.append(member.name)
-                spans.append((member.offset_data, member.size))
                 if not is_file:
-                    self.unreadable[member.name] = (
+                    self.unreadable[len(self.names)] = (
                         'link' if member.islnk() or member.issym() else 'not a regular file'
                     )
+                self.names.append(member.name)
+                spans.append((member.offset_data, member.size))
         self._spans = np.array(spans, np.int64).reshape(-1, 2)
 
     def start(self, i: int) -> tuple[bytes, int]:

@@ -151,7 +151,7 @@ def _is_set(path: Path) -> bool:
 def _first_size(container: Container) -> Size:
     """Returns the size of the first readable image; (1, 1) if none, which `ImageFiles` reports."""
     for i in range(len(container.names)):
-        if container.names[i] in container.unreadable:
+        if i in container.unreadable:
             continue
         with contextlib.suppress(BadImage):
             if not why_not_image(*container.start(i)):

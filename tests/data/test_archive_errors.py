@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import io
 import pathlib
 import struct
+import tarfile
 import zipfile
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from support.data_errors import PNG, change, cut, fails
-from support.data_files import write_tar, write_zip
+from support.data_files import encoded, everything, put, random_pixels, write_tar, write_zip
 
 from jaxunet.data import image_files
+from jaxunet.data.sources import open_source
 
 ZIPS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     'not a zip': (lambda p: p.write_bytes(b'hello' * 20), r'not a readable zip archive'),
@@ -86,3 +90,26 @@ def test_a_compressed_tar_that_does_not_fit(tmp_path, monkeypatch):
         r'4 images or more, which take over .* GiB of memory at 16x16x3.*python -m '
         r'jaxunet.prepare_data --input .*x.tar.gz',
     )
+
+
+@pytest.mark.parametrize('form', ['zip', 'tar', 'tar.gz'])
+def test_the_last_file_of_a_name_counts(form, tmp_path):
+    """An archive that was updated holds the earlier one, too."""
+    old, new, other = (random_pixels(i, (8, 8, 3)) for i in range(3))
+    files = {'a/1.png': encoded(old), 'b/1.png': encoded(other), './a/1.png': encoded(new)}
+    source = open_source(str(put(tmp_path, files, form)), image_shape=(8, 8, 3))
+    np.testing.assert_array_equal(everything(source), [new, other])
+    assert (source.labels.tolist(), source.class_names) == ([0, 1], ('a', 'b'))
+    assert source.skipped == (('a/1.png', 'a later file has the same name'),)
+
+
+@pytest.mark.parametrize('kind', ['', 'gz'])
+def test_a_link_and_a_file_of_one_name(kind, tmp_path):
+    link = tarfile.TarInfo('1.png')
+    link.type, link.linkname = tarfile.SYMTYPE, '2.png'
+    file = tarfile.TarInfo('1.png')
+    file.size = len(PNG)
+    with tarfile.open(tmp_path / 'x.tar', f'w:{kind}') as archive:
+        archive.addfile(link)
+        archive.addfile(file, io.BytesIO(PNG))
+    assert len(open_source(str(tmp_path / 'x.tar'), image_shape=(8, 8, 3))) == 1
