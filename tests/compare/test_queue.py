@@ -5,30 +5,23 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-import pathlib
 import shutil
 import time
 import types
 
-import jax
 import pytest
 from PIL import Image
-from support.commands import call_each
+from support.queues import make_queue, rows_of, small_jobs
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, job_runner, work
-from jaxunet.compare.job_files import read_jobs
-from jaxunet.compare.job_runner import Limit, Queue, summary
+from jaxunet.compare import collected, job_runner
+from jaxunet.compare.job_runner import summary
 from jaxunet.compare.measure import Measurements
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.held_out import HeldOutLoss, Losses
-from jaxunet.training.parallel import Parallel
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
-
-RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
-JOBS, TINY = RESULTS / 'recipes/jobs.py', RESULTS / 'methods/tiny.toml'
 
 
 @pytest.fixture(scope='module')
@@ -38,32 +31,7 @@ def features(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def jobs():
-    """Two of the small jobs: one case with two seeds, of which only the first holds images out and
-    chooses an average.
-    """
-    first = [job for job in read_jobs(str(TINY), '') if job.case == 'uniform']
-    assert [job.seed for job in first] == [0, 1]
-    often = {'train.holdout_every': 1, 'train.log_every': 1}
-    plain = {k: v for k, v in first[1].fields.items() if k != 'data.holdout'}
-    return [
-        dataclasses.replace(
-            first[0], fields={**first[0].fields, **often}, seconds=(0.05, 0.6), choosing=8
-        ),
-        dataclasses.replace(first[1], fields=plain, averages=(), seconds=(0.1, 0.3), picture=9),
-    ]
-
-
-def make_queue(
-    output, features, *, limit=600.0, reserve=0.0, elapsed=0.0, measurements=None, **options
-):
-    began = time.perf_counter() - elapsed
-    return Queue(
-        output,
-        measurements or Measurements(str(features), output / 'pictures'),
-        limit=Limit(limit, reserve, began=began),
-        command='the command',
-        **options,
-    )
+    return small_jobs()
 
 
 @pytest.fixture(scope='module')
@@ -84,11 +52,6 @@ def done(jobs, features, tmp_path_factory):
         assert make_queue(output, late).run([jobs[0], seed1]) == []
     assert waited == [[]], 'it measured before there were features, or waited twice'
     return output, [jobs[0], seed1]
-
-
-def rows_of(output):
-    path = output / job_runner.ROWS
-    return rows.read(path) if path.exists() else []
 
 
 def test_a_row_for_each_checkpoint_and_sampler(done):
@@ -153,145 +116,6 @@ def test_what_each_piece_of_work_took(done):
         assert {'sampling', 'measuring'} <= row['wall'].keys()
     assert 'waiting' in stretches[2]['wall']
     assert all(row['versions'] and row['command'] for row in stretches)
-
-
-@pytest.fixture(scope='module')
-def measurements(features, tmp_path_factory):
-    """Measurements whose samplers several queues share."""
-    return Measurements(str(features), tmp_path_factory.mktemp('shared'))
-
-
-@pytest.fixture(scope='module')
-def job(jobs):
-    """A job whose steps count 20 ms: its times are after 2, 4 and 10 steps."""
-    return dataclasses.replace(
-        jobs[1],
-        seconds=(0.04, 0.08, 0.2),
-        samplers=('heun:2',),
-        averages=jobs[0].averages,
-        choosing=8,
-        picture=0,
-    )
-
-
-@pytest.fixture(scope='module')
-def undisturbed(job, measurements, tmp_path_factory):
-    output = tmp_path_factory.mktemp('undisturbed')
-    assert make_queue(output, '', measurements=measurements, step_ms=STEP_MS).run([job]) == []
-    return results_of(output)
-
-
-STEP_MS = {'uniform': 20.0}
-
-
-def results_of(output):
-    """Rows without what is of the process."""
-    names = ('seconds', 'training_seconds', 'step', 'average', 'average_fid', 'values')
-    return [{name: row[name] for name in names} for row in rows_of(output)]
-
-
-def stopped_after(monkeypatch, calls):
-    """Has queues stop training after so many steps, as if the limit came near."""
-    left = iter([True] * calls)
-    monkeypatch.setattr(Queue, '_goes_on', lambda self: next(left, False))
-
-
-def test_runs_go_on_in_the_middle(job, undisturbed, measurements, tmp_path, monkeypatch):
-    """One that stopped at the limit, and died while it measured, ends as an undisturbed one."""
-    options = {'measurements': measurements, 'step_ms': STEP_MS}
-    with monkeypatch.context() as patch:
-        stopped_after(patch, 3)
-        (problem,) = make_queue(tmp_path, '', **options).run([job])
-    assert problem == (
-        'digits_uniform_seed1: stopped at the limit; the same command goes on from there'
-    )
-    assert [row['step'] for row in rows_of(tmp_path)] == [2]
-
-    class Died(BaseException):
-        pass
-
-    def die(self, checkpoint):
-        raise Died
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Measurements, 'measure', die)
-        with pytest.raises(Died):
-            make_queue(tmp_path, '', **options).run([job])
-    assert [row['step'] for row in rows_of(tmp_path)] == [2]
-    assert (tmp_path / 'work' / job.name / 'checkpoints' / '4').is_dir()
-    assert make_queue(tmp_path, '', **options).run([job]) == []
-    assert results_of(tmp_path) == undisturbed
-    assert not (tmp_path / 'work' / job.name).exists()
-    outcomes = [r['outcome'] for r in collected.read_stretches([tmp_path / 'stretches.jsonl'])]
-    assert outcomes == ['measured', 'stopped', 'stopped', 'measured', 'measured', 'trained']
-
-
-def test_a_run_trains_on_several_devices(job, tmp_path, monkeypatch):
-    local, found, compiled = Parallel.local, set(), []
-
-    def spy(self, tree):
-        found.add(len(jax.tree.leaves(tree)[0].sharding.device_set))
-        return local(self, tree)
-
-    monkeypatch.setattr(Parallel, 'local', spy)
-    monkeypatch.setattr(Measurements, 'compile', lambda self, beside: compiled.append(len(beside)))
-    monkeypatch.setattr(Measurements, 'measure', lambda self, checkpoint: iter(()))
-    job = dataclasses.replace(job, seconds=(0.04,))
-    for devices in (1, 2):
-        found.clear()
-        queue = make_queue(tmp_path / str(devices), '', step_ms=STEP_MS, devices=devices)
-        assert queue.run([job]) == []
-        assert found == {devices}, 'the devices that hold the state'
-    assert compiled == [1, 2], 'the devices that train beside the compiler'
-
-
-@pytest.mark.parametrize(
-    ('flag', 'reason'),
-    [
-        ('--devices=2', '--devices: a step on 2 devices takes another time than on one'),
-        ('--shared_by=2', '--shared_by: 2 processes slow each other down'),
-    ],
-)
-def test_runs_that_are_not_alone_on_a_gpu_need_the_time_of_a_step(flag, reason, tmp_path):
-    command = ['jaxunet.compare.queue', f'--jobs={TINY}', f'--output={tmp_path}/output', flag]
-    ((code, _, errors),) = call_each([command], tmp_path)
-    assert code == 2
-    assert reason in errors
-    assert not (tmp_path / 'output').exists()
-
-
-def test_the_folder_of_another_run_is_not_used(job, tmp_path):
-    """Another config or other times of a step make another run; moved images do not."""
-    config = job.load_config()
-    moved = config.replace(data={'path': str(tmp_path)})
-    other = config.replace(optimizer={'learning_rate': 1e-3})
-    for now, step_seconds, resume, kept in (
-        (config, 0.02, True, True),
-        (moved, 0.02, True, True),
-        (other, 0.02, True, False),
-        (config, 0.03, True, False),
-        (config, 0.02, False, False),
-    ):
-        folder = work.prepare(tmp_path, job, config, 0.02, resume=True)
-        (folder / 'checkpoint').touch()
-        assert work.prepare(tmp_path, job, now, step_seconds, resume=resume) == folder
-        assert (folder / 'checkpoint').exists() == kept
-    (folder / work.FILE).write_text('{')
-    (folder / 'checkpoint').touch()
-    work.prepare(tmp_path, job, config, 0.02, resume=True)
-    assert not (folder / 'checkpoint').exists(), 'what it holds is not known'
-
-
-def test_a_run_starts_again_if_the_weights_of_a_time_are_gone(
-    job, undisturbed, measurements, tmp_path, monkeypatch, capsys
-):
-    options = {'measurements': measurements, 'step_ms': STEP_MS}
-    with monkeypatch.context() as patch:
-        stopped_after(patch, 3)
-        make_queue(tmp_path, '', **options).run([dataclasses.replace(job, seconds=(0.2,))])
-    assert make_queue(tmp_path, '', **options).run([job]) == []
-    assert results_of(tmp_path) == undisturbed
-    assert 'no longer has the weights of 0.04 s; it starts again' in capsys.readouterr().out
 
 
 def test_weights_of_another_time_give_other_values(done):
@@ -410,41 +234,3 @@ def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
     assert unmeasured == 'digits_uniform_seed1: not measured at 0.05 s, as there are no features'
     assert rows_of(tmp_path) == []
     assert late == 1000
-
-
-def test_a_job_of_another_process_is_not_left_out(job, tmp_path):
-    """That process does it, or says why it does not."""
-    (tmp_path / job.name).touch()
-    free = dataclasses.replace(job, case='free')
-    queue = make_queue(tmp_path / 'output', '', elapsed=590, reserve=30, claims=str(tmp_path))
-    (problem,) = queue.run([job, free])
-    assert problem.startswith('digits_free_seed1: left out, ')
-
-
-def test_a_process_that_starts_again_takes_its_own_job(job, measurements, tmp_path, monkeypatch):
-    """The earlier process ended in the middle of the job, and no other process does it."""
-
-    class Stalled(BaseException):
-        pass
-
-    def stall(self, job, seconds):
-        raise Stalled
-
-    options = {'measurements': measurements, 'step_ms': STEP_MS, 'claims': str(tmp_path / 'claims')}
-    with monkeypatch.context() as patch:
-        patch.setattr(Queue, '_train', stall)
-        with pytest.raises(Stalled):
-            make_queue(tmp_path / '1', '', **options).run([job])
-    assert make_queue(tmp_path / '2', '', **options).run([job]) == []
-    assert rows_of(tmp_path / '2') == [], 'the job is of another process'
-    assert make_queue(tmp_path / '1', '', **options).run([job]) == []
-    assert [row['seconds'] for row in rows_of(tmp_path / '1')] == list(job.seconds)
-
-
-def test_processes_that_share_a_gpu():
-    assert Limit(600, 30, shared_by=1).allows(560)
-    assert not Limit(600, 30, shared_by=2).allows(300)
-    assert Limit(600, 30, shared_by=2).allows(280)
-    assert not Limit(600, 30, shared_by=2).allows(280, measuring=20)
-    assert Limit(600, 30, shared_by=2, slowdown=1.8).allows(316)
-    assert not Limit(600, 30, shared_by=2, slowdown=1.8).allows(317)
