@@ -42,10 +42,10 @@ class QueueProcess:
         self._process: subprocess.Popen[str] | None = None
         self._asked = False
 
-    def start(self) -> None:
-        """Starts the process, unless it was asked to stop."""
+    def start(self) -> bool:
+        """Starts the process; returns False if it was asked to stop, and so did not start."""
         if self._asked:
-            return
+            return False
         command = self._command()
         print(shlex.join(command), file=self._log, flush=True)
         with _kept_to(self._cores):
@@ -60,6 +60,7 @@ class QueueProcess:
             )
         if self._asked:  # a signal came before the process was known
             self._process.terminate()
+        return True
 
     def follow(self) -> int:
         """Prints the lines of the process until it ends; returns its exit code.
@@ -67,12 +68,12 @@ class QueueProcess:
         It is started again, to go on from the last checkpoint of its run, if it ended because its
         devices stalled.
         """
-        for restart in range(1, RESTARTS + 2):
-            code = self._wait()
-            if code != STALLED or self._asked or restart > RESTARTS:
+        code = self._wait()
+        for restart in range(1, RESTARTS + 1):
+            if code != STALLED or not self.start():
                 break
             self._say(f'the devices finished no step; it starts again, {restart} of {RESTARTS}\n')
-            self.start()
+            code = self._wait()
         return code
 
     def stop(self) -> None:
