@@ -14,22 +14,21 @@ def check_parts(op: str, name: str, activation: Activation) -> None:
     Raises:
       ValueError: it has more; the message names the operand.
     """
-    found = len(activation.parts)
-    if found > MAX_PARTS:
-        raise ValueError(
-            f'{op}: {name}: {found} parts; the CUDA kernels take at most {MAX_PARTS}; concatenate '
-            f'some of them, or use the xla backend'
-        )
+    remedy = 'concatenate some of them, or use the xla backend'
+    _check(op, name, 'parts', len(activation.parts), MAX_PARTS, remedy)
 
 
-def check_count(op: str, name: str, found: int) -> None:
+def check_arrays(op: str, name: str, found: int) -> None:
     """Checks that a call has no more arrays of a kind than the handlers of the optimizer take.
 
     Raises:
       ValueError: it has more; the message names the operand.
     """
-    if found > MAX_ARRAYS:
+    _check(op, name, 'arrays', found, MAX_ARRAYS, 'use the xla backend')
+
+
+def _check(op: str, name: str, unit: str, found: int, most: int, remedy: str) -> None:
+    if found > most:
         raise ValueError(
-            f'{op}: {name}: {found} arrays; the CUDA kernels take at most {MAX_ARRAYS}; use the '
-            'xla backend'
+            f'{op}: {name}: {found} {unit}; the CUDA kernels take at most {most}; {remedy}'
         )

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from xla_ffi.call import ffi_call
-from xla_ffi.checks import check_count
+from xla_ffi.checks import check_arrays
 
 NARROW = (jnp.dtype('bfloat16'), jnp.dtype('float16'))
 
@@ -32,7 +32,7 @@ def narrow(arrays: Sequence[Array], dtype: DTypeLike) -> tuple[Array, ...]:
         raise ValueError('narrow: no arrays')
     if other := [array.dtype for array in arrays if array.dtype != jnp.float32]:
         raise ValueError(f'narrow: expected float32, found {other[0]}')
-    check_count('narrow', 'arrays', len(arrays))
+    check_arrays('narrow', 'arrays', len(arrays))
     call = ffi_call(
         'jaxunet_narrow', [jax.ShapeDtypeStruct(array.shape, dtype) for array in arrays]
     )

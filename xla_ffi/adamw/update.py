@@ -24,7 +24,7 @@ from jaxunet.ops.adamw.operands import (
 )
 from jaxunet.ops.adamw.packed import Packed
 from xla_ffi.call import ffi_call
-from xla_ffi.checks import check_count
+from xla_ffi.checks import check_arrays
 
 CHUNK = 1 << 14  # elements that one block sums; the handler receives it as an attribute
 
@@ -39,7 +39,7 @@ def sum_of_squares(tree: Tree) -> Float[Array, '']:
       ValueError: an array of another type, no arrays, or more than `MAX_ARRAYS`.
     """
     leaves = gradient_leaves(tree)
-    check_count('sum_of_squares', 'gradients', len(leaves))
+    check_arrays('sum_of_squares', 'gradients', len(leaves))
     chunks = sum(-(-leaf.size // CHUNK) for leaf in leaves)
     shape = jax.ShapeDtypeStruct((chunks,), jnp.float32)
     call = ffi_call('jaxunet_sum_of_squares', shape)
@@ -78,7 +78,7 @@ def adamw(
     leaves = list(gradients.arrays) if packed else gradient_leaves(gradients)
     order = gradients.order if packed else range(len(leaves))
     tensors = len(order)
-    check_count('adamw', 'params', tensors)
+    check_arrays('adamw', 'params', tensors)
     if not packed and all(leaf.dtype == jnp.float32 for leaf in leaves):
         # Without this barrier, XLA's copy insertion takes minutes if hundreds of gradients have the
         # types of the weights that are updated in place (jax 0.11.2).
