@@ -28,8 +28,6 @@ HOPPER_ALONE = {
     'jaxunet_group_norm_statistics',
     'jaxunet_conv3x3_upsampled',
     'jaxunet_conv3x3_upsampled_weight_gradient',
-    'jaxunet_conv3x3_norm_gradient',
-    'jaxunet_group_norm_input_gradient',
 }
 CALL = re.compile(r'stablehlo\.custom_call @(jaxunet_\w+)\(.*?\{(.*)\}')
 

@@ -25,7 +25,6 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_conv3x3',
     'jaxunet_conv3x3_shortcut_gradient',
     'jaxunet_conv3x3_upsampled',
-    'jaxunet_conv3x3_norm_gradient',
     'jaxunet_conv3x3_weight_gradient',
     'jaxunet_conv3x3_upsampled_weight_gradient',
     'jaxunet_linear',
@@ -33,7 +32,6 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_group_norm_forward',
     'jaxunet_group_norm_statistics',
     'jaxunet_group_norm_gradient',
-    'jaxunet_group_norm_input_gradient',
     'jaxunet_group_norm_dropout_forward',
     'jaxunet_group_norm_dropout_gradient',
     'jaxunet_sum_of_squares',
@@ -54,7 +52,7 @@ class Call(NamedTuple):
     @property
     def has_workspace(self) -> bool:
         """True if the last result is a workspace, memory for partial results."""
-        return any(name in self.target for name in ('weight_gradient', 'conv3x3_norm_gradient'))
+        return 'weight_gradient' in self.target
 
     def __call__(self, device: jax.Device = CPU) -> list[jax.Array]:
         shapes = [jax.ShapeDtypeStruct(*shape) for shape in self.results]
@@ -156,22 +154,6 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         operands = [((*small, channels), kind), ((*large, features), kind)]
         return Call('conv3x3_upsampled_weight_gradient', operands, results, {})
 
-    def through_norm() -> Call:
-        # A GPU takes only such images, channels and types.
-        nonlocal kind, batch, height, width, features, parts, channels, image
-        kind, features = draw.choice([jnp.float16, jnp.bfloat16]), 8 * draw.randint(2, 4)
-        batch, height, width = draw.randint(1, 3), draw.randint(4, 9), draw.randint(5, 9)
-        parts = [64 * draw.randint(1, 2), 8 * draw.randint(1, 9)]
-        channels, image = sum(parts), (batch, height, width)
-        workspace = batch * -(-height // 8) * -(-width // 8) * 2 * channels + draw.randint(0, 9)
-        results = [((batch, 2, channels), jnp.float32), ((workspace,), jnp.float32)]
-        return Call(
-            'conv3x3_norm_gradient',
-            [*images([features]), ((3, 3, channels, features), kind), *images(parts), *rows(4)],
-            [*images([channels]), *results],
-            {'parts': np.int64(len(parts))},
-        )
-
     def weights() -> Call:
         norm = draw.random() < 0.5
         residual = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))]
@@ -255,17 +237,6 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             attributes,
         )
 
-    def input_gradient() -> Call:
-        nonlocal kind, parts, channels
-        kind = draw.choice([jnp.float16, jnp.bfloat16])
-        parts = [8 * draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
-        channels = sum(parts)
-        call = gradient()
-        sums, *results = call.results
-        at = len(parts) + 5  # behind x, dz and the affine rows
-        operands = [*call.operands[:at], sums, *call.operands[at:]]
-        return Call('group_norm_input_gradient', operands, results, call.attributes)
-
     def with_dropout(call: Callable[[], Call]) -> Call:
         """A call with SiLU and one part, whose channels fill vectors of 16 bytes."""
         nonlocal parts, channels
@@ -334,7 +305,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             'narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))}
         )
 
-    convolutions = [conv, shortcut, upsampled, through_norm, weights, upsampled_weights]
+    convolutions = [conv, shortcut, upsampled, weights, upsampled_weights]
     ops = [
         forward,
         backward,
@@ -344,7 +315,6 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         norm_forward,
         norm_statistics,
         gradient,
-        input_gradient,
         dropout_forward,
         dropout_gradient,
         sums,

@@ -44,7 +44,6 @@ void attention_backward(const AttentionBackward& plan, Pool& pool);
 void conv3x3(const Conv3x3& plan, Pool& pool);
 void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool);
 void conv3x3_upsampled(const UpsampledConv3x3& plan, Pool& pool);
-void conv3x3_norm_gradient(const Conv3x3NormGradient& plan, Pool& pool);
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
 void conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan, Pool& pool);
 void linear(const Conv3x3& plan, Pool& pool);
@@ -54,6 +53,5 @@ void norm_dropout_forward(const NormForward& plan, Pool& pool);
 void norm_statistics(const NormStatistics& plan, Pool& pool);
 void norm_gradient(const NormGradient& plan, Pool& pool);
 void norm_dropout_gradient(const NormGradient& plan, Pool& pool);
-void norm_input_gradient(const NormGradient& plan, Pool& pool);
 
 }  // namespace jaxunet::cpu

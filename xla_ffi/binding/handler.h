@@ -43,7 +43,6 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_conv3x3, conv3x3)                                                     \
   ENTRY(jaxunet_conv3x3_shortcut_gradient, conv3x3_shortcut_gradient)                 \
   ENTRY(jaxunet_conv3x3_upsampled, conv3x3_upsampled)                                 \
-  ENTRY(jaxunet_conv3x3_norm_gradient, conv3x3_norm_gradient)                         \
   ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient)                     \
   ENTRY(jaxunet_conv3x3_upsampled_weight_gradient, conv3x3_upsampled_weight_gradient) \
   ENTRY(jaxunet_linear, linear)                                                       \
@@ -52,8 +51,7 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_group_norm_dropout_forward, norm_dropout_forward)                     \
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)                               \
   ENTRY(jaxunet_group_norm_gradient, norm_gradient)                                   \
-  ENTRY(jaxunet_group_norm_dropout_gradient, norm_dropout_gradient)                   \
-  ENTRY(jaxunet_group_norm_input_gradient, norm_input_gradient)
+  ENTRY(jaxunet_group_norm_dropout_gradient, norm_dropout_gradient)
 
 // A handler in the form that jax.ffi.register_ffi_target takes.
 inline pybind11::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {

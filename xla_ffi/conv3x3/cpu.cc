@@ -168,41 +168,6 @@ void conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan, Pool
   conv3x3_weight_gradient(wide, pool);
 }
 
-void conv3x3_norm_gradient(const Conv3x3NormGradient& plan, Pool& pool) {
-  const Conv3x3& conv = plan.conv;
-  const int64_t channels = conv.features, image = conv.height * conv.width,
-                pixels = conv.batch * image;
-  const auto x = join(plan.x, conv.type, pixels);
-  std::vector<float> dz(pixels * channels);
-  Conv3x3 wide = conv;  // dactive in float32, in place of dz
-  std::vector<float> dy = widen(conv.x.data[0], conv.type, pixels * conv.x.total),
-                     kernel = widen(conv.kernel, conv.type, 9 * conv.x.total * channels);
-  wide.type = Type::kFloat32;
-  wide.x.data[0] = dy.data();
-  wide.kernel = kernel.data();
-  wide.y.data[0] = dz.data();
-  conv3x3(wide, pool);
-  parallel(pool, conv.batch, [&](int64_t sample) {
-    for (int64_t c = 0; c < channels; ++c) {
-      const auto at = [&](const Rows& rows) {
-        return static_cast<double>(rows.data[sample * rows.stride + c]);
-      };
-      double sum_dz = 0, sum_dz_n = 0;
-      for (int64_t pixel = sample * image; pixel < (sample + 1) * image; ++pixel) {
-        const int64_t i = pixel * channels + c;
-        const double value = x[i], z = at(plan.a) * value + at(plan.b), s = 1 / (1 + std::exp(-z));
-        const double gradient = dz[i] * s * (1 + z * (1 - s));
-        sum_dz += gradient;
-        sum_dz_n += gradient * (value - at(plan.mean)) * at(plan.inverse);
-        dz[i] = static_cast<float>(gradient);
-      }
-      plan.sums[2 * sample * channels + c] = static_cast<float>(sum_dz);
-      plan.sums[(2 * sample + 1) * channels + c] = static_cast<float>(sum_dz_n);
-    }
-  });
-  split(dz, conv.type, pixels, conv.y);
-}
-
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, image = plan.height * plan.width;
   const auto x = join(plan.x, plan.type, plan.batch * image),

@@ -82,17 +82,4 @@ cudaError_t conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& pla
   return by_phases(plan, stream, kernels, hopper_upsampled_weight_gradient);
 }
 
-cudaError_t conv3x3_norm_gradient(const Conv3x3NormGradient& plan, cudaStream_t stream,
-                                  KernelSet kernels) {
-  Device device;
-  const cudaError_t error = describe(kernels, &device);
-  if (error != cudaSuccess) return error;
-  if (!takes_norm_gradient(plan, device.hopper)) {
-    throw std::runtime_error(
-        "expected the Hopper kernels, a 16-bit type, more than 8 features, channels in multiples "
-        "of 8, parts of x in multiples of 64 channels, and images of more than 4 x 4 pixels");
-  }
-  return hopper_norm_gradient(plan, device.multiprocessors, stream);
-}
-
 }  // namespace jaxunet::cuda

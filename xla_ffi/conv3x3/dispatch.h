@@ -93,16 +93,6 @@ constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
   return forward_kernel(plan, hopper) == Kernel::kHopper;
 }
 
-// True if the Hopper kernel accepts the plan: each chunk of 64 channels of x lies in one part, and
-// no strip is packed.
-constexpr bool takes_norm_gradient(const Conv3x3NormGradient& plan, bool hopper) {
-  for (int i = 0; i + 1 < plan.x.count; ++i) {
-    if (plan.x.channels[i] % 64) return false;
-  }
-  return forward_kernel(plan.conv, hopper) == Kernel::kHopper && in_eights(plan.x) &&
-         plan.conv.height * plan.conv.width > 16;
-}
-
 // True if the Hopper kernels compute the plan by phases: each phase must have whole chunks and
 // tiles.
 template <class Plan>

@@ -12,9 +12,6 @@ namespace jaxunet::cuda {
 // Entry points of the handlers: run the best kernel of the set for the shape, type and device.
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
 cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
-// Only for plans that the Hopper kernel accepts; throws std::runtime_error for others.
-cudaError_t conv3x3_norm_gradient(const Conv3x3NormGradient& plan, cudaStream_t stream,
-                                  KernelSet kernels);
 // Only for plans that takes_upsampled (dispatch.h) accepts; throws std::runtime_error for others.
 cudaError_t conv3x3_upsampled(const UpsampledConv3x3& plan, cudaStream_t stream, KernelSet kernels);
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
@@ -52,15 +49,6 @@ cudaError_t hopper_upsampled(const UpsampledConv3x3& plan, int multiprocessors,
                              cudaStream_t stream);
 cudaError_t hopper_upsampled_weight_gradient(const UpsampledWeightGradient& plan,
                                              int multiprocessors, cudaStream_t stream);
-
-// The input gradient with norm_gradient_epilogue.cuh, followed by norm_sums. The parts of plan.x
-// begin at multiples of 64 channels.
-cudaError_t hopper_norm_gradient(const Conv3x3NormGradient& plan, int multiprocessors,
-                                 cudaStream_t stream);
-
-// Computes plan.sums from the sums of dz and of dz · x over each of the `strips` strips of every
-// sample: (batch, strips, 2, features) in plan.workspace.
-cudaError_t norm_sums(const Conv3x3NormGradient& plan, int strips, cudaStream_t stream);
 
 // Weight gradients of 16-bit types. Blocks = tiles × splits: a block computes one tile of a
 // gradient from the strips of pixels of one split (split_k.h). The shortcut's gradient has tiles

@@ -14,8 +14,7 @@ from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
 from jaxunet.ops.conv3x3.operands import Added
 from jaxunet.ops.references import XLA
-from jaxunet.runtime import device
-from xla_ffi.conv3x3 import norm_gradient, vjp
+from xla_ffi.conv3x3 import vjp
 from xla_ffi.conv3x3.calls import convolve
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
 
@@ -65,9 +64,9 @@ PACKED = (
     Case(4, 4, (520,), 72, (64, 456), norm=False, batch=59),
 )
 
-# The input gradient computes the norm's sums. The cases cover every tile of the kernel, images that
-# are whole strips or not, channels that fill tiles or not, and parts of one chunk or several.
-SUMMED = (
+# Every tile of the Hopper kernel for the input gradient, images that are whole strips or not,
+# channels that fill tiles or not, and parts of one chunk or several.
+TILES = (
     Case(32, 32, (64,), 64, (64,), batch=7, per_sample=True),
     Case(33, 35, (64, 64), 72, batch=3),
     Case(64, 64, (64,), 64, batch=9),
@@ -137,72 +136,17 @@ def test_activation_inside_the_convolution(case, dtype, monkeypatch):
     check(case, dtype, 2)
 
 
-def check_summed(case: Case, dtype: str, **options):
-    arrays = inputs(case, dtype, case.batch)
-
-    def loss(arrays):
-        return jnp.sum(jnp.stack([jnp.sum(y) for y in jax.tree.leaves(op(vjp, case)(**arrays))]))
-
-    shapes = {name: jax.ShapeDtypeStruct(value.shape, t) for name, (value, t) in arrays.items()}
-    text = jax.jit(jax.grad(loss)).lower(shapes).as_text()
-    assert ('jaxunet_conv3x3_norm_gradient' in text) == (not device.portable())
-    other = XLA if options else reference
-    assert_parity(op(vjp, case, **options), op(other, case, **options), arrays)
-
-
-@pytest.mark.parametrize('copies', [0, 2])
+@pytest.mark.gpu
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-def test_input_gradient_through_the_norm(dtype, copies, monkeypatch):
-    monkeypatch.setattr(vjp, 'FUSED_PIXELS', 0)
-    monkeypatch.setattr(norm_gradient, 'MIN_PIXELS', 0)
-    case = Case(9, 7, (64, 16), 24, (8, 12), groups=4, batch=3, per_sample=True)
-    check_summed(case, dtype, **{'copies': copies} if copies else {})
-
-
-@pytest.mark.parametrize(
-    'case',
-    [
-        Case(32, 32, (8,), 24, groups=4, batch=2),
-        Case(32, 33, (16,), 12, groups=4, batch=2),
-        Case(2, 512, (16,), 16, groups=4, batch=2),
-        Case(32, 32, (40, 24), 16, groups=4, batch=2),
-    ],
-    ids=lambda c: c.name,
-)
-def test_input_gradients_that_do_not_continue_through_the_norm(case, monkeypatch):
-    monkeypatch.setattr(norm_gradient, 'MIN_PIXELS', 0)
-    image = (2, case.height, case.width)
-    parts = tuple(jnp.zeros((*image, channels), 'bfloat16') for channels in case.parts)
-    assert not norm_gradient.takes(parts, case.features)
-    check(case, 'bfloat16', 2)
-
-
-def test_more_samples_than_a_grid_has_layers_take_the_plain_input_gradient():
-    found = []
-
-    def trace(x):
-        found.append(norm_gradient.takes((x,), 16))
-        return x
-
-    for batch in (65534, 65535):
-        jax.eval_shape(trace, jax.ShapeDtypeStruct((batch, 64, 64, 16), 'bfloat16'))
-    assert found == [not device.portable(), False]
+@pytest.mark.parametrize('case', TILES, ids=lambda c: c.name)
+def test_every_tile(case, dtype):
+    check(case, dtype, case.batch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-@pytest.mark.parametrize('case', SUMMED, ids=lambda c: c.name)
-def test_input_gradient_through_the_norm_of_every_tile(case, dtype, monkeypatch):
-    monkeypatch.setattr(norm_gradient, 'MIN_PIXELS', 0)
-    check_summed(case, dtype)
-    check_summed(case, dtype, copies=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-@pytest.mark.parametrize('case', [SUMMED[i] for i in (0, 4, 7)], ids=lambda c: c.name)
-def test_runs_of_the_input_gradient_through_the_norm_are_identical(case, dtype, monkeypatch):
-    monkeypatch.setattr(norm_gradient, 'MIN_PIXELS', 0)
+@pytest.mark.parametrize('case', [TILES[i] for i in (0, 4, 7)], ids=lambda c: c.name)
+def test_runs_of_tiles_are_identical(case, dtype):
     assert_runs_are_identical(op(vjp, case), inputs(case, dtype, 32))
 
 

@@ -50,25 +50,6 @@ struct UpsampledConv3x3 {
   void* y;
 };
 
-// The input gradient of a convolution whose input is a normalised x, continued through SiLU and the
-// norm's affine map. With z = a · x + b and n = (x - mean) · inverse,
-//   y = dz = conv(dy, kernel) · SiLU'(z),
-//   sums[sample] = (sum of dz, sum of dz · n) over the pixels, for each channel.
-struct Conv3x3NormGradient {
-  Conv3x3 conv;  // flipped, without shift, residual and activation; y is dz
-  Parts x;       // the norm's input; as many channels as features
-  Rows a, b, mean, inverse;
-  float* sums;  // (batch, 2, features)
-  // Uninitialized memory for the sums of each strip, at least `minimum_workspace` floats.
-  float* workspace;
-};
-
-// Strips have 8 × 8 pixels or more.
-constexpr int64_t minimum_workspace(const Conv3x3NormGradient& plan) {
-  return plan.conv.batch * ((plan.conv.height + 7) / 8) * ((plan.conv.width + 7) / 8) * 2 *
-         plan.conv.features;
-}
-
 // An array whose type is float32 or the type of x.
 struct Result {
   void* data;
@@ -129,7 +110,6 @@ Conv3x3 read_conv3x3(Reader& call);
 // shortcut, a plan without x.
 Conv3x3 read_conv3x3_shortcut_gradient(Reader& call);
 UpsampledConv3x3 read_conv3x3_upsampled(Reader& call);
-Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call);
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call);
 UpsampledWeightGradient read_conv3x3_upsampled_weight_gradient(Reader& call);
 

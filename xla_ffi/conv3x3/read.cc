@@ -118,38 +118,6 @@ UpsampledConv3x3 read_conv3x3_upsampled(Reader& call) {
   return plan;
 }
 
-Conv3x3NormGradient read_conv3x3_norm_gradient(Reader& call) {
-  Conv3x3NormGradient plan{};
-  Conv3x3& conv = plan.conv;
-  const Array dy = read_image(call, conv, "dy", 1);
-  conv.flipped = true;
-  const Array kernel = call.operand("kernel", dy.element, {3, 3, kAny, conv.x.total});
-  conv.kernel = kernel.data;
-  conv.features = kernel.dims[2];
-  plan.x = call.parts("x", call.integer("parts", 1, kMaxParts), dy.element,
-                      {conv.batch, conv.height, conv.width});
-  if (plan.x.total != conv.features) {
-    call.fail("x: expected " + std::to_string(conv.features) + " channels, as kernel, found " +
-              std::to_string(plan.x.total));
-  }
-  plan.a = call.rows("a", conv.batch, conv.features);
-  plan.b = call.rows("b", conv.batch, conv.features);
-  plan.mean = call.rows("mean", conv.batch, conv.features);
-  plan.inverse = call.rows("inverse", conv.batch, conv.features);
-  void* dz =
-      call.result("dz", dy.element, {conv.batch, conv.height, conv.width, conv.features}).data;
-  conv.y = {1, {dz}, {conv.features}, conv.features};
-  plan.sums = static_cast<float*>(
-      call.result("sums", ffi::DataType::F32, {conv.batch, 2, conv.features}).data);
-  const Array workspace = call.result("workspace", ffi::DataType::F32, {kAny});
-  plan.workspace = static_cast<float*>(workspace.data);
-  if (workspace.dims[0] < minimum_workspace(plan)) {
-    call.fail("workspace: expected at least " + std::to_string(minimum_workspace(plan)) +
-              " numbers, found " + std::to_string(workspace.dims[0]));
-  }
-  return plan;
-}
-
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   Conv3x3WeightGradient plan{};
   const Array first = read_image(call, plan);

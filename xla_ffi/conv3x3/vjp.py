@@ -26,7 +26,6 @@ from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_
 from jaxunet.ops.vocabulary import WithInput, check_copies
 from jaxunet.runtime import device
 from xla_ffi.checks import check_parts
-from xla_ffi.conv3x3 import norm_gradient
 from xla_ffi.conv3x3.calls import convolve, input_gradient
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
 from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
@@ -36,6 +35,7 @@ from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 # images, the fastest tiles leave no shared memory for this, and a separate kernel moves few bytes.
 # To refit, time both sides of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
+FEW = 8  # up to this many features, other kernels run: kFew in dispatch.h
 
 
 def conv3x3(
@@ -153,7 +153,7 @@ def _fuses_activation(parts: Parts, features: int) -> bool:
     Only kernels that read a tile once for its nine taps do so; the implicit GEMM would apply them
     once per tap. Without the Hopper kernels, only the kernel for few features is left.
     """
-    if device.portable() and features > norm_gradient.FEW:
+    if device.portable() and features > FEW:
         return False
     tiled = parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
     return tiled and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
@@ -166,7 +166,6 @@ class _NormSaved(NamedTuple):
       shift: its `outline`.
       added: what `kept_for_backward` keeps of the residual.
       mean, inverse: of the channel's group, for every sample and channel.
-      affine: the norm as a · x + b, if the convolution applied it; else ().
     """
 
     x: Activation
@@ -177,7 +176,6 @@ class _NormSaved(NamedTuple):
     added: Added | tuple[()] | None
     mean: Array
     inverse: Array
-    affine: tuple[Array, Array] | tuple[()]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -206,17 +204,15 @@ def _norm_conv_forward(
     eps: float,
     copies: int,
 ) -> tuple[tuple[Array, Copies], _NormSaved]:
-    affine: tuple[Array, Array] | tuple[()] = ()
     if _fuses_activation(x.parts, kernel.shape[3]):
         a, b, mean, inverse = statistics(x, scale, offset, groups=groups, eps=eps)
-        affine = (a, b)
-        y = convolve(x.parts, kernel, shift, added, affine)
+        y = convolve(x.parts, kernel, shift, added, (a, b))
     else:
         active, mean, inverse = normalise(x, scale, offset, groups=groups, eps=eps, silu=True)
         y = convolve((active,), kernel, shift, added, None)
     kept = kept_for_backward(added)
     return (y, (x.parts,) * copies), _NormSaved(
-        x, scale, offset, kernel, outline(shift), kept, mean, inverse, affine
+        x, scale, offset, kernel, outline(shift), kept, mean, inverse
     )
 
 
@@ -224,12 +220,8 @@ def _norm_conv_backward(
     groups: int, eps: float, copies: int, saved: _NormSaved, given: tuple[Array, Copies]
 ) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
     del eps, copies
-    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, affine) = given, saved
-    sums = None  # otherwise dactive is the gradient before SiLU
-    if affine and norm_gradient.takes(x.parts, kernel.shape[3]):
-        dactive, sums = norm_gradient.norm_gradient(dy, kernel, x.parts, affine, mean, inverse)
-    else:
-        (dactive,) = input_gradient(dy, kernel, (x.channels,))
+    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse) = given, saved
+    (dactive,) = input_gradient(dy, kernel, (x.channels,))
     # This launch also writes the activation for the weight gradient, because activating the strips
     # inside that kernel would halve its speed. If samples share scale and offset, the weight
     # gradient's last launch adds their sums over the samples.
@@ -246,7 +238,6 @@ def _norm_conv_backward(
         activation=True,
         added=passed,
         samples=not shared,
-        sums=sums,
     )
     of_norm = found.sums if shared else None
     others = parameter_gradients(found.active, kernel, shift, added, dy, of_norm)

@@ -161,9 +161,10 @@ cudaError_t launch_sums(const Gradient& g, int64_t batch, cudaStream_t stream) {
                 kPipelines + sums_bytes, stream, g);
 }
 
-// kSummed: g.operands.dy is dz. kDrops: dy goes through dropout first; act(z) is not written.
-template <class T, int V, int kAdded, bool kSummed, bool kDrops>
-__device__ __forceinline__ void write_dx(const Gradient& g) {
+// kDrops: dy goes through dropout first; act(z) is not written.
+template <class T, int V, int kAdded, bool kDrops = false>
+__global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
+    group_norm_dx(const __grid_constant__ Gradient g) {
   const StreamingTiling& tiling = g.tiling;
   if (static_cast<int>(blockIdx.z) < g.reduce_layers) {
     reduce_over_batch(g);
@@ -198,11 +199,7 @@ __device__ __forceinline__ void write_dx(const Gradient& g) {
     float value[V], dz[V], active[V];
     pipelines.read(g, tile, dropout, step, value, dz);
     norm.centre(value);
-    if constexpr (kSummed) {
-      activate<T>(norm, g.operands.silu, value, active);
-    } else {
-      differentiate(norm, kDrops || g.operands.silu, value, dz, active);
-    }
+    differentiate(norm, kDrops || g.operands.silu, value, dz, active);
     Vector<T, V> out;
     if (!kDrops && g.operands.active) {
       out.from_floats(active);
@@ -218,25 +215,12 @@ __device__ __forceinline__ void write_dx(const Gradient& g) {
 }
 
 template <class T, int V, int kAdded, bool kDrops = false>
-__global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
-    group_norm_dx(const __grid_constant__ Gradient g) {
-  write_dx<T, V, kAdded, false, kDrops>(g);
-}
-
-template <class T, int V, int kAdded>
-__global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
-    group_norm_summed_dx(const __grid_constant__ Gradient g) {
-  write_dx<T, V, kAdded, true, false>(g);
-}
-
-// Launches `kernel`, a group_norm_dx or group_norm_summed_dx.
-template <class T, int V, int kAdded>
-cudaError_t launch_dx(void (*kernel)(Gradient), const Gradient& g, int64_t layers,
-                      cudaStream_t stream) {
+cudaError_t launch_dx(const Gradient& g, int64_t layers, cudaStream_t stream) {
   const int64_t block_channels = static_cast<int64_t>(g.tiling.vectors) * V;
   const int64_t smem_bytes =
       Pipelines<T, V, kAdded>::kBytes + 4 * block_channels * static_cast<int64_t>(sizeof(float));
-  return launch(kernel, grid_of(g.tiling, layers), kStreamingThreads, smem_bytes, stream, g, false);
+  return launch(group_norm_dx<T, V, kAdded, kDrops>, grid_of(g.tiling, layers), kStreamingThreads,
+                smem_bytes, stream, g, false);
 }
 
 template <class T, int V, bool kDrops>
@@ -248,10 +232,9 @@ cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& til
   if (error != cudaSuccess) return error;
   const int64_t layers = plan.batch + g.reduce_layers;
   g.tiling = second_pass_tiling(tiling, limits, layers);
-  if constexpr (kDrops) return launch_dx<T, V, 0>(group_norm_dx<T, V, 0, true>, g, layers, stream);
-  return with_added_count(plan.added_count, [&](auto count) {
-    return launch_dx<T, V, count>(group_norm_dx<T, V, count>, g, layers, stream);
-  });
+  if constexpr (kDrops) return launch_dx<T, V, 0, true>(g, layers, stream);
+  return with_added_count(plan.added_count,
+                          [&](auto count) { return launch_dx<T, V, count>(g, layers, stream); });
 }
 
 }  // namespace
@@ -265,26 +248,6 @@ cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& 
     return vector > 1 ? launch_backward<T, kVector, false>(plan, tiling, limits, stream)
                       : launch_backward<T, 1, false>(plan, tiling, limits, stream);
   });
-}
-
-cudaError_t summed_gradient(const NormGradient& plan, const StreamingTiling& tiling,
-                            const DeviceLimits& limits, cudaStream_t stream) {
-  const auto run = [&](auto element) {
-    using T = decltype(element);
-    constexpr int kVector = 16 / sizeof(T);
-    Gradient g{tiling,
-               operands_of(plan),
-               parameter_gradients_of(plan),
-               plan.parameter_gradients ? 1 : 0,
-               {}};
-    const int64_t layers = plan.batch + g.reduce_layers;
-    g.tiling = second_pass_tiling(tiling, limits, layers);
-    return with_added_count(plan.added_count, [&](auto count) {
-      return launch_dx<T, kVector, count>(group_norm_summed_dx<T, kVector, count>, g, layers,
-                                          stream);
-    });
-  };
-  return plan.type == Type::kFloat16 ? run(__half()) : run(__nv_bfloat16());
 }
 
 }  // namespace jaxunet::cuda

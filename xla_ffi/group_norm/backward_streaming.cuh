@@ -138,17 +138,6 @@ __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const 
   }
 }
 
-// Writes act(z) to `active`.
-template <class T, int V>
-__device__ void activate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
-                         float (&active)[V]) {
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    active[j] = norm.at(value, j);
-    if (silu) active[j] *= sigmoid<T>(active[j]);
-  }
-}
-
 // Adds up the gradients of scale and offset over the batch; the blocks of one grid layer divide the
 // channels among them.
 __device__ inline void reduce_over_batch(const Gradient& g) {

@@ -130,32 +130,22 @@ void group_gradient(const NormGradient& plan, int64_t sample, int64_t group,
         double dz = dy[i], s = 1;
         if (plan.silu) {
           s = 1 / (1 + std::exp(-z));
-          if (!plan.summed) dz *= s * (1 + z * (1 - s));
+          dz *= s * (1 + z * (1 - s));
         }
         if (plan.active) active[i] = static_cast<float>(z * s);
         sum_dz += dz;
         sum_dz_n += dz * n;
         visit(i, scale, inverse, n, dz);
       }
-      if (plan.summed) continue;
       plan.sums[2 * sample * channels + c] = static_cast<float>(sum_dz);
       plan.sums[(2 * sample + 1) * channels + c] = static_cast<float>(sum_dz_n);
     }
   };
   double constant = 0, slope = 0;  // sums of scale * dz and of scale * dz * n over the group
-  if (plan.summed) {
-    for (int64_t c = start; c < start + size; ++c) {
-      const float* sums = plan.sums + 2 * sample * channels + c;
-      const double scale = plan.scale.data[sample * plan.scale.stride + c];
-      constant += scale * sums[0];
-      slope += scale * sums[channels];
-    }
-  } else {
-    walk([&](int64_t, double scale, double, double n, double dz) {
-      constant += scale * dz;
-      slope += scale * dz * n;
-    });
-  }
+  walk([&](int64_t, double scale, double, double n, double dz) {
+    constant += scale * dz;
+    slope += scale * dz * n;
+  });
   const double elements = static_cast<double>(size) * static_cast<double>(pixels);
   walk([&](int64_t i, double scale, double inverse, double n, double dz) {
     double total = inverse * (scale * dz - (constant + n * slope) / elements);
@@ -200,7 +190,5 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
 }
 
 void norm_dropout_gradient(const NormGradient& plan, Pool& pool) { norm_gradient(plan, pool); }
-
-void norm_input_gradient(const NormGradient& plan, Pool& pool) { norm_gradient(plan, pool); }
 
 }  // namespace jaxunet::cpu

@@ -13,12 +13,9 @@
 //   backward           backward_smem_resident.cu: where it is faster_than_streaming()
 //                      backward_streaming.cu: large samples; two launches
 //                      backward_smem_resident.cu: the rest
-//   dx alone           the second launch of backward_streaming.cu
 //
 // parameter_gradients.cu follows backward_smem_resident.cu; backward_streaming.cu sums the
 // gradients of scale and offset itself.
-#include <stdexcept>
-
 #include "common/device.h"
 #include "kernels.h"
 #include "launch.h"
@@ -110,23 +107,6 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream, KernelS
 cudaError_t norm_dropout_gradient(const NormGradient& plan, cudaStream_t stream,
                                   KernelSet kernels) {
   return norm_gradient(plan, stream, kernels);
-}
-
-cudaError_t norm_input_gradient(const NormGradient& plan, cudaStream_t stream, KernelSet kernels) {
-  if (plan.x.total == 0) return cudaSuccess;
-  if (plan.batch == 0) return launch_parameter_gradients(plan, stream);  // zeros
-  DeviceLimits limits;
-  const cudaError_t error = device_limits(kernels, &limits);
-  if (error != cudaSuccess) return error;
-  const int vector = vector_of(plan.x, plan.type);
-  const auto tiling =
-      one_pass_tiling(plan.pixels, plan.x.total, plan.x.total / plan.groups, vector);
-  if (plan.type == Type::kFloat32 || vector == 1 || !tiling || plan.batch >= kMaxGridZ) {
-    throw std::runtime_error(
-        "expected a 16-bit type, channels of each part a multiple of 8, at most 2048 of them, and "
-        "fewer than 65535 samples");
-  }
-  return summed_gradient(plan, *tiling, limits, stream);
 }
 
 }  // namespace jaxunet::cuda

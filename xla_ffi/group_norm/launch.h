@@ -59,9 +59,6 @@ cudaError_t streaming_forward(const NormInput& plan, const StatisticsTiling& fir
 // backward_streaming.cu: all gradients, including those of scale and offset, in two launches.
 cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling,
                                const DeviceLimits& limits, int vector, cudaStream_t stream);
-// backward_streaming.cu: the second launch alone, from dz and the sums. 16-bit types, in vectors.
-cudaError_t summed_gradient(const NormGradient& plan, const StreamingTiling& tiling,
-                            const DeviceLimits& limits, cudaStream_t stream);
 // parameter_gradients.cu: dscale and doffset from plan.sums, if the plan asks for them.
 cudaError_t launch_parameter_gradients(const NormGradient& plan, cudaStream_t stream);
 

@@ -336,40 +336,6 @@ def test_the_backward_pass_writes_the_activation_again(case):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-@pytest.mark.parametrize(
-    'case',
-    [Case(33, 35, (64, 8), groups=6, batch=3), Case(4, 4, (64,), batch=2, per_sample=True)],
-    ids=lambda c: c.name,
-)
-def test_the_gradient_from_sums(case, dtype):
-    """From the rounded gradient of SiLU's input and the sums of the whole backward pass."""
-    drawn = {
-        name: jnp.asarray(value, kind)
-        for name, (value, kind) in inputs(case, dtype, case.batch).items()
-    }
-    parts = tuple(value for name, value in drawn.items() if name.startswith('x'))
-    scale, offset = drawn['scale'], drawn['offset']
-    dy, *added = (
-        jax.random.normal(jax.random.key(i), (*parts[0].shape[:3], case.channels)).astype(dtype)
-        for i in range(2)
-    )
-    others = [jnp.split(a, np.cumsum([p.shape[3] for p in parts])[:-1], axis=3) for a in added]
-    norm = vjp.statistics(Activation(parts), scale, offset, groups=case.groups, eps=1e-5)
-    options = {'groups': case.groups, 'silu': True, 'activation': True, 'added': others}
-    affine = (scale, offset, norm.mean, norm.inverse)
-    want = vjp.gradient(parts, dy, *affine, **options)
-    z = norm.a[:, None, None] * jnp.concatenate(parts, axis=3).astype(jnp.float32)
-    z += norm.b[:, None, None]
-    dz = dy.astype(jnp.float32) * jax.vmap(jax.grad(jax.nn.silu))(z.ravel()).reshape(z.shape)
-    found = vjp.gradient(parts, dz.astype(dtype), *affine, sums=want.sums, **options)
-    for a, b in zip((*found.norm, found.sums), (*want.norm, want.sums), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip((*found.dx, *found.active), (*want.dx, *want.active), strict=True):
-        error = jnp.linalg.norm((a - b).astype(jnp.float32))
-        assert error < 2**-7 * jnp.linalg.norm(b.astype(jnp.float32))
-
-
 def test_there_are_at_most_two_copies():
     x, row = Activation.of(jnp.ones((1, 2, 2, 8))), jnp.ones((1, 8))
     for variant in (vjp.group_norm_and_input, XLA.group_norm_and_input):

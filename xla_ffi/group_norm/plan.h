@@ -68,8 +68,6 @@ struct NormGradient {
   const void* dy;                     // (batch, pixels, channels), the type of x
   Rows scale, offset, mean, inverse;  // mean and inverse as the forward pass wrote them
   bool silu;
-  // True only for norm_input_gradient, which is given the sums, and dz in place of dy.
-  bool summed;
   float* sums;                         // (batch, 2, channels): first of dz, then of dz * n
   bool parameter_gradients;            // write dscale and doffset, too
   float *dscale, *doffset;             // the shapes of scale and offset
@@ -88,7 +86,5 @@ NormForward read_norm_dropout_forward(Reader& call);
 NormStatistics read_norm_statistics(Reader& call);
 NormGradient read_norm_gradient(Reader& call);
 NormGradient read_norm_dropout_gradient(Reader& call);
-// The rest of a backward pass for which a convolution's epilogue has computed dz and the sums.
-NormGradient read_norm_input_gradient(Reader& call);
 
 }  // namespace jaxunet

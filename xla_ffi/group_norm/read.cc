@@ -47,53 +47,6 @@ float* per_channel(Reader& call, const char* name, const NormInput& plan) {
       call.result(name, ffi::DataType::F32, {plan.batch, plan.x.total}).data);
 }
 
-// Reads a backward pass from dy or, if `summed`, from dz and the sums.
-NormGradient read_gradient(Reader& call, bool summed) {
-  NormGradient plan{};
-  plan.summed = summed;
-  const Array x = read_image(call, plan);
-  plan.silu = call.flag("silu");
-  read_groups(call, plan);
-  plan.dy = call.operand(summed ? "dz" : "dy", x.element, x.dims).data;
-  plan.scale = call.rows("scale", plan.batch, plan.x.total);
-  plan.offset = call.rows("offset", plan.batch, plan.x.total);
-  plan.mean = call.rows("mean", plan.batch, plan.x.total);
-  plan.inverse = call.rows("inverse", plan.batch, plan.x.total);
-  const Dims of_sums{plan.batch, 2, plan.x.total};
-  if (summed)
-    plan.sums = static_cast<float*>(call.operand("sums", ffi::DataType::F32, of_sums).data);
-  const auto part_dims = [&](int i) {
-    Dims part = x.dims;
-    part[3] = plan.x.channels[i];
-    return part;
-  };
-  plan.added_count = static_cast<int>(call.integer("added", 0, kMaxAdded));
-  for (int k = 0; k < plan.added_count; ++k) {
-    plan.added[k] = plan.x;
-    for (int i = 0; i < plan.x.count; ++i) {
-      const std::string name = "added[" + std::to_string(k) + "][" + std::to_string(i) + "]";
-      plan.added[k].data[i] = call.operand(name, x.element, part_dims(i)).data;
-    }
-  }
-  if (!summed)
-    plan.sums = static_cast<float*>(call.result("sums", ffi::DataType::F32, of_sums).data);
-  const auto row_gradient = [&](const char* name, const Rows& rows) {
-    const Dims dims{rows.stride > 0 ? plan.batch : 1, plan.x.total};
-    return static_cast<float*>(call.result(name, ffi::DataType::F32, dims).data);
-  };
-  plan.parameter_gradients = call.flag("samples");
-  if (plan.parameter_gradients) {
-    plan.dscale = row_gradient("of_scale", plan.scale);
-    plan.doffset = row_gradient("of_offset", plan.offset);
-  }
-  plan.dx = plan.x;
-  for (int i = 0; i < plan.x.count; ++i) {
-    plan.dx.data[i] = call.result("dx[" + std::to_string(i) + "]", x.element, part_dims(i)).data;
-  }
-  if (call.flag("activation")) plan.active = call.result("active", x.element, x.dims).data;
-  return plan;
-}
-
 // Reads the last operand, the samples' words. Checks that the kernels implement dropout for the
 // call.
 template <class Plan>
@@ -141,16 +94,54 @@ NormStatistics read_norm_statistics(Reader& call) {
   return plan;
 }
 
-NormGradient read_norm_gradient(Reader& call) { return read_gradient(call, false); }
+NormGradient read_norm_gradient(Reader& call) {
+  NormGradient plan{};
+  const Array x = read_image(call, plan);
+  plan.silu = call.flag("silu");
+  read_groups(call, plan);
+  plan.dy = call.operand("dy", x.element, x.dims).data;
+  plan.scale = call.rows("scale", plan.batch, plan.x.total);
+  plan.offset = call.rows("offset", plan.batch, plan.x.total);
+  plan.mean = call.rows("mean", plan.batch, plan.x.total);
+  plan.inverse = call.rows("inverse", plan.batch, plan.x.total);
+  const auto part_dims = [&](int i) {
+    Dims part = x.dims;
+    part[3] = plan.x.channels[i];
+    return part;
+  };
+  plan.added_count = static_cast<int>(call.integer("added", 0, kMaxAdded));
+  for (int k = 0; k < plan.added_count; ++k) {
+    plan.added[k] = plan.x;
+    for (int i = 0; i < plan.x.count; ++i) {
+      const std::string name = "added[" + std::to_string(k) + "][" + std::to_string(i) + "]";
+      plan.added[k].data[i] = call.operand(name, x.element, part_dims(i)).data;
+    }
+  }
+  plan.sums = static_cast<float*>(
+      call.result("sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total}).data);
+  const auto row_gradient = [&](const char* name, const Rows& rows) {
+    const Dims dims{rows.stride > 0 ? plan.batch : 1, plan.x.total};
+    return static_cast<float*>(call.result(name, ffi::DataType::F32, dims).data);
+  };
+  plan.parameter_gradients = call.flag("samples");
+  if (plan.parameter_gradients) {
+    plan.dscale = row_gradient("of_scale", plan.scale);
+    plan.doffset = row_gradient("of_offset", plan.offset);
+  }
+  plan.dx = plan.x;
+  for (int i = 0; i < plan.x.count; ++i) {
+    plan.dx.data[i] = call.result("dx[" + std::to_string(i) + "]", x.element, part_dims(i)).data;
+  }
+  if (call.flag("activation")) plan.active = call.result("active", x.element, x.dims).data;
+  return plan;
+}
 
 NormGradient read_norm_dropout_gradient(Reader& call) {
-  NormGradient plan = read_gradient(call, false);
+  NormGradient plan = read_norm_gradient(call);
   if (plan.added_count > 0 || plan.active)
     call.fail("dropout needs added = 0 and activation = false");
   plan.dropout = read_dropout(call, plan);
   return plan;
 }
-
-NormGradient read_norm_input_gradient(Reader& call) { return read_gradient(call, true); }
 
 }  // namespace jaxunet

@@ -104,15 +104,6 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
   return tiling_of_blocks(pixels, channels, group, vector, block_channels, ranks);
 }
 
-// Replaces the first launch's tiling as the argument of second_pass_tiling() if there is no first
-// launch, because a convolution's epilogue has computed the sums. Nothing if a pixel has more
-// vectors than a block has threads.
-inline std::optional<StreamingTiling> one_pass_tiling(int64_t pixels, int64_t channels,
-                                                      int64_t group, int vector) {
-  if (channels / vector > kStreamingThreads) return std::nullopt;
-  return tiling_of_blocks(pixels, channels, group, vector, channels, 1);
-}
-
 // The second launch's tiling, for a grid of `layers` in z. Its blocks form no clusters, so any
 // number of ranks may share a sample; it is chosen so that the last wave of concurrent blocks ends
 // earliest. With clusters, a block has as many channels as in the first launch. Without clusters,

@@ -161,34 +161,29 @@ def gradient(
     activation: bool = False,
     added: Sequence[Sequence[Array]] = (),
     samples: bool = True,
-    sums: Float[Array, 'batch 2 channels'] | None = None,
     dropout: Dropout | None = None,
 ) -> Gradient:
     """Returns the gradients of a normalisation, given the gradient of its result.
 
     Args:
-      dy: the gradient of the result or, with `sums`, of act's input.
+      dy: the gradient of the result.
       mean, inverse: as in `Norm`.
       activation: also write act(norm(x) · scale + offset) again, from the same read of x, for a
         weight gradient to read.
       added: further gradients of every part of x, at most `MAX_COPIES`; the kernel adds them to dx.
       samples: also return the gradients of scale and offset, which takes another launch. Without
         it, the caller adds the sums over the samples in a launch that it needs anyway.
-      sums: `Gradient.sums`, if the convolution that computed dy has computed them, too. Only for
-        16-bit types, and parts whose channels are multiples of 8, at most 2048 in all.
-      dropout: the dropout of the result; not with `activation`, `added` or `sums`. See
-        `_drops_inside`.
+      dropout: the dropout of the result; not with `activation` or `added`. See `_drops_inside`.
     """
     batch, *_, channels = dy.shape
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    shapes = [float32((batch, 2, channels))] if sums is None else []
+    shapes = [float32((batch, 2, channels))]
     shapes += [float32(row.shape) for row in (scale, offset)] * samples
     shapes += [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts] + [
         jax.ShapeDtypeStruct(dy.shape, dy.dtype)
     ] * activation
-    known = () if sums is None else (sums,)
     drops, seeds, rates = _dropout_operands(dropout, dy.dtype)
-    call = ffi_call(f'jaxunet_group_norm_{"input_" if known else drops}gradient', shapes)
+    call = ffi_call(f'jaxunet_group_norm_{drops}gradient', shapes)
     affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), mean, inverse)
     counts = {
         'parts': np.int64(len(parts)),
@@ -197,10 +192,9 @@ def gradient(
     }
     others = itertools.chain.from_iterable(added)
     flags = {'silu': silu, 'activation': activation, 'samples': samples}
-    operands = (*parts, dy, *affine, *known, *others, *seeds)
+    operands = (*parts, dy, *affine, *others, *seeds)
     arrays = list(call(*operands, **counts, **flags, **rates))
-    if sums is None:
-        sums = arrays.pop(0)
+    sums = arrays.pop(0)
     rows = (scale, offset) if samples else ()
     norm = tuple(arrays.pop(0).astype(row.dtype) for row in rows)
     return Gradient(tuple(arrays[: len(parts)]), sums, norm, tuple(arrays[len(parts) :]))

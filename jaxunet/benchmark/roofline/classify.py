@@ -40,12 +40,12 @@ NAMES = (
     (re.compile(r'split_k_reduce|fold_upsampled|[a-z]_sums_kernel|group_norm_channel_sums'), REDUCTIONS),  # noqa: E501
     (re.compile(r'attention_backward|flash_(backward|delta)|backward_(query|key)_'), ATTENTION_BACKWARD),  # noqa: E501
     (re.compile(r'attention_forward|flash_forward|cuda_forward_kernel'), ATTENTION_FORWARD),
-    (re.compile(r'group_norm_((input_|dropout_)?gradient|backward|sum|dx|parameters)'), NORM_BACKWARD),  # noqa: E501
+    (re.compile(r'group_norm_((dropout_)?gradient|backward|sum|dx|parameters)'), NORM_BACKWARD),
     (re.compile(r'group_norm_'), NORM_FORWARD),
     (re.compile(r'few_|triton_products'), FEW_CHANNELS),
     (re.compile(r'linear'), LINEAR),
     (re.compile(r'weight_gradient'), WEIGHT_GRADIENT),
-    (re.compile(r'dx|(shortcut|norm)_gradient|add_norm_sums'), INPUT_GRADIENT),
+    (re.compile(r'dx|shortcut_gradient'), INPUT_GRADIENT),
     (re.compile(r'conv3x3|(hopper|multistage|implicit_gemm)_forward'), FORWARD),
 )  # fmt: skip
 # The class of a custom call of a library: the first beginning of its target decides.

@@ -77,22 +77,6 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, WideParameters* p)
   return parameters(tile, plan, static_cast<Parameters*>(p));
 }
 
-cudaError_t parameters(const Tile& tile, const Conv3x3NormGradient& plan,
-                       NormGradientParameters* p) {
-  cudaError_t error = parameters(tile, plan.conv, static_cast<Parameters*>(p));
-  p->normed_parts = plan.x.count;
-  for (int i = 0; i < plan.x.count && error == cudaSuccess; ++i) {
-    p->normed_channels[i] = static_cast<int>(plan.x.channels[i]);
-    error = image_map(&p->normed[i], plan.conv.type, plan.x.data[i],
-                      {plan.conv.batch, plan.conv.height, plan.conv.width, plan.x.channels[i]},
-                      {1, tile.rows, tile.strip_columns(), kChunk}, false);
-  }
-  p->a = plan.a;
-  p->b = plan.b;
-  p->partial_sums = plan.workspace;
-  return error;
-}
-
 }  // namespace forward
 
 namespace {
@@ -116,19 +100,6 @@ cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_
   };
   const auto run = plan.wide ? choose(forward::kWideLaunches) : choose(launches_of(plan.type));
   return run ? run(plan, multiprocessors, stream) : cudaErrorInvalidValue;
-}
-
-cudaError_t hopper_norm_gradient(const Conv3x3NormGradient& plan, int multiprocessors,
-                                 cudaStream_t stream) {
-  const Conv3x3& conv = plan.conv;
-  const int tile = tile_of(conv, multiprocessors);
-  const auto run = launches_of(conv.type).norm_gradient[tile];
-  if (!run) return cudaErrorInvalidValue;
-  if (const cudaError_t error = run(plan, multiprocessors, stream); error != cudaSuccess)
-    return error;
-  const Schedule schedule(kTiles[tile], conv.batch, conv.height, conv.width,
-                          static_cast<int>(chunks_of(conv.x)), 0, conv.features);
-  return norm_sums(plan, schedule.strips_down * schedule.strips_across, stream);
 }
 
 }  // namespace jaxunet::cuda

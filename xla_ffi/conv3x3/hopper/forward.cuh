@@ -77,8 +77,7 @@
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,
 //                                     weights_full, weights_empty
 //
-// norm_gradient_epilogue.cuh replaces the epilogue with Traits::kSums, wide_epilogue.cuh with
-// Traits::kWide.
+// With Traits::kWide, wide_epilogue.cuh replaces the epilogue.
 #pragma once
 
 #include "common/launch.cuh"

@@ -25,16 +25,6 @@ struct Parameters {
   Rows shift, a, b;
 };
 
-// Parameters of the kernel with norm_gradient_epilogue.cuh, for the input gradient.
-struct NormGradientParameters : Parameters {
-  CUtensorMap normed[kMaxParts];  // boxes: 64 channels of a strip of the norm's input
-  int normed_parts, normed_channels[kMaxParts];
-  // The norm's affine map, for the epilogue. These hide Parameters::a and b, which are null because
-  // this convolution has no activation.
-  Rows a, b;
-  float* partial_sums;  // (strips, 2, features)
-};
-
 // Parameters of the kernel for float32 results, which uses no tensor maps for y and the residual.
 struct WideParameters : Parameters {
   float* wide_y;
@@ -44,26 +34,15 @@ struct WideParameters : Parameters {
 // Fills in the parameters and encodes the tensor maps. Not a template, so that it is compiled once
 // for all instances.
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p);
-cudaError_t parameters(const Tile& tile, const Conv3x3NormGradient& plan,
-                       NormGradientParameters* p);
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, WideParameters* p);
 
 // The launch functions for one type, in the order of kTiles. `forward`: not flipped. Null where
-// there is no instance: activated tiles have no flipped kernel, and packed tiles have no norm
-// gradient.
+// there is no instance: activated tiles have no flipped kernel and no float32 results.
 struct Launches {
   using Run = cudaError_t (*)(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
-  using NormGradientRun = cudaError_t (*)(const Conv3x3NormGradient& plan, int multiprocessors,
-                                          cudaStream_t stream);
   Run forward[kTileCount], flipped[kTileCount];
-  NormGradientRun norm_gradient[kTileCount];
 };
 extern const Launches kLaunchesBfloat16, kLaunchesFloat16;
-
-// The launch functions for bfloat16 images with float32 results; null for activated tiles.
-struct WideLaunches {
-  Launches::Run forward[kTileCount], flipped[kTileCount];
-};
-extern const WideLaunches kWideLaunches;
+extern const Launches kWideLaunches;  // bfloat16 images, float32 results
 
 }  // namespace jaxunet::cuda::forward

@@ -33,14 +33,12 @@ struct Block {
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
   using Accumulator = float[Traits::kWgmmaN / 2];  // one thread's part
   // The kernel's parameter.
-  using Given = std::conditional_t<Traits::kSums, NormGradientParameters,
-                                   std::conditional_t<Traits::kWide, WideParameters, Parameters>>;
+  using Given = std::conditional_t<Traits::kWide, WideParameters, Parameters>;
 
   const Given& p;
   unsigned char *strips, *outputs, *weights;
   Barrier *strip_full, *strip_ready, *strip_empty, *weights_full, *weights_empty, *residual_full,
       *turn;
-  float* sums;  // for norm_gradient_epilogue.cuh
 
   __device__ Block(const Given& parameters, unsigned char* shared) : p(parameters) {
     strips = shared;
@@ -54,7 +52,6 @@ struct Block {
     turn = residual_full + kConsumers;
     weights_full = turn + 2;
     weights_empty = weights_full + p.schedule.stages;
-    sums = reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(barriers) + kBarrierBytes);
   }
 
   __device__ void init_barriers() const {

@@ -4,7 +4,6 @@
 
 #include "common/wgmma.cuh"
 #include "conv3x3/hopper/forward_epilogue.cuh"
-#include "conv3x3/hopper/norm_gradient_epilogue.cuh"
 #include "conv3x3/hopper/wide_epilogue.cuh"
 
 namespace jaxunet::cuda::forward {
@@ -58,9 +57,7 @@ __device__ inline int phase_bytes(int image_phase) {
 // Reads the per-channel operands of the epilogue before the mainloop.
 template <class Block>
 __device__ inline auto read_ahead(const Block& block, const Strip& at, int feature) {
-  if constexpr (Block::Traits::kSums) {
-    return prefetch_affines(block, at, feature);
-  } else if constexpr (Block::Traits::kPhases) {
+  if constexpr (Block::Traits::kPhases) {
     return prefetch_shifts(block, at, block.channel_of(feature));
   } else {
     return prefetch_shifts(block, at, feature);
@@ -88,11 +85,7 @@ __device__ inline void consume(const Block& block, int consumer) {
   block.for_each_tile([&](int first_strip, int feature) {
     const Strip at = block.strip_at(first_strip + consumer);
     unsigned char* output = block.outputs + consumer * Traits::kOutputBytes;
-    if constexpr (Traits::kSums) {
-      if (thread == 0) load_normed(block, consumer, at, feature, output);
-    } else {
-      if (p.residual && thread == 0) load_residual(block, consumer, at, feature, output);
-    }
+    if (p.residual && thread == 0) load_residual(block, consumer, at, feature, output);
     typename Block::Accumulator accumulator;
     const auto ahead = read_ahead(block, at, feature);
     if (p.schedule.weights_resident) stage = stage_phase = 0;
@@ -173,10 +166,7 @@ __device__ inline void consume(const Block& block, int consumer) {
     fence_accumulator(accumulator);
     release_slot(-1);
     release_stage(-1);
-    if constexpr (Traits::kSums) {
-      norm_gradient_epilogue(block, accumulator, ahead, consumer, first_strip + consumer, at,
-                             feature, output, tile_phase);
-    } else if constexpr (Traits::kWide) {
+    if constexpr (Traits::kWide) {
       wide_epilogue(block, accumulator, ahead, at, feature);
     } else {
       block.epilogue(accumulator, ahead, consumer, at, feature, output, tile_phase);

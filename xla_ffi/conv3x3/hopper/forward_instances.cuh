@@ -9,7 +9,7 @@
 
 namespace jaxunet::cuda::forward {
 
-// Launches one instance. `plan`: Conv3x3, or Conv3x3NormGradient for tiles that sum.
+// Launches one instance. `plan`: Conv3x3, or UpsampledConv3x3 for the convolution by phases.
 template <class T, class Traits, bool kFlipped, class Plan = Conv3x3>
 cudaError_t run(const Plan& plan, int multiprocessors, cudaStream_t stream) {
   using Given = typename Block<T, Traits, kFlipped>::Given;
@@ -49,19 +49,9 @@ constexpr Launches::Run wide_run() {
   }
 }
 
-template <class T, int i>
-constexpr Launches::NormGradientRun norm_gradient_run() {
-  if constexpr (kTiles[i].activated || kTiles[i].packed()) {
-    return nullptr;
-  } else {
-    return run<T, WithSums<TraitsOf<i>>, true, Conv3x3NormGradient>;
-  }
-}
-
 template <class T, int... i>
 constexpr Launches launches(std::integer_sequence<int, i...>) {
-  return {
-      {run<T, TraitsOf<i>, false>...}, {flipped_run<T, i>()...}, {norm_gradient_run<T, i>()...}};
+  return {{run<T, TraitsOf<i>, false>...}, {flipped_run<T, i>()...}};
 }
 
 template <class T>
@@ -70,7 +60,7 @@ constexpr Launches launches() {
 }
 
 template <int... i>
-constexpr WideLaunches wide_launches(std::integer_sequence<int, i...>) {
+constexpr Launches wide_launches(std::integer_sequence<int, i...>) {
   return {{wide_run<i, false>()...}, {wide_run<i, true>()...}};
 }
 

@@ -2,6 +2,6 @@
 
 namespace jaxunet::cuda::forward {
 
-const WideLaunches kWideLaunches = wide_launches(std::make_integer_sequence<int, kTileCount>());
+const Launches kWideLaunches = wide_launches(std::make_integer_sequence<int, kTileCount>());
 
 }  // namespace jaxunet::cuda::forward

@@ -18,7 +18,7 @@ constexpr int kPhases = 4;
 
 constexpr Tile phase_tile(int rows, int features, int consumers, int taps, bool transposed,
                           int samples) {
-  return {rows, features, consumers, taps, transposed, false, samples, false, false, true};
+  return {rows, features, consumers, taps, transposed, false, samples, false, true};
 }
 
 // clang-format off: one tile a line

@@ -43,7 +43,6 @@ struct Tile {
   bool transposed;
   bool activated;       // an extra warpgroup per consumer applies SiLU(a · x + b) to its strips
   int samples = 1;      // images per strip; more than one: packed
-  bool sums = false;    // uses norm_gradient_epilogue.cuh
   bool wide = false;    // uses wide_epilogue.cuh
   bool phases = false;  // convolves by phases (phases.h)
 
@@ -68,11 +67,6 @@ struct Tile {
   constexpr int stage_bytes() const { return taps * features * kRowBytes; }
   // The output buffer; none for float32 results, which are stored from registers.
   constexpr int output_bytes() const { return wide ? 0 : pixels() * features * 2; }
-  // Both sums of each of the four warps. A transposed tile needs no such buffer: there a warp has
-  // all pixels of a channel.
-  constexpr int sum_bytes() const {
-    return sums && !transposed ? 4 * 2 * features * static_cast<int>(sizeof(float)) : 0;
-  }
   constexpr int warpgroups() const { return consumers + 1 + (activated ? consumers : 0); }
   constexpr int threads() const { return kWarpgroup * warpgroups(); }
   // N of wgmma; M is 64.
@@ -85,8 +79,7 @@ struct Tile {
   constexpr int kept_groups() const { return packed() ? pixels() / 8 : wgmma_n() / 8; }
   // Shared memory other than the weight ring, and the number of weight stages that fit in the rest.
   constexpr int fixed_bytes() const {
-    return consumers * (kStripStages * strip_bytes() + output_bytes() + sum_bytes()) +
-           kBarrierBytes;
+    return consumers * (kStripStages * strip_bytes() + output_bytes()) + kBarrierBytes;
   }
   constexpr int max_stages() const {
     return std::min((kMaxSharedBytes - fixed_bytes()) / stage_bytes(), kMaxWeightStages);
@@ -112,7 +105,7 @@ struct TileTraits {
   static constexpr int kRows = rows, kFeatures = features, kConsumers = consumers, kTaps = taps,
                        kSamples = samples;
   static constexpr bool kTransposed = transposed, kActivated = activated, kPacked = kTile.packed(),
-                        kSums = false, kWide = false, kPhases = false;
+                        kWide = false, kPhases = false;
   static constexpr int kKernelTaps = kTile.kernel_taps();
   static constexpr int kPixels = kTile.pixels(), kWgmmaN = kTile.wgmma_n(),
                        kKeptGroups = kTile.kept_groups();
@@ -146,25 +139,14 @@ struct TileTraits {
   }
 };
 
-// The same tile with norm_gradient_epilogue.cuh.
-template <class Traits>
-struct WithSums : Traits {
-  static_assert(!Traits::kPacked && !Traits::kActivated, "a strip has the pixels of one image");
-  static constexpr bool kSums = true;
-  static constexpr Tile kTile{
-      Traits::kRows,       Traits::kFeatures,  Traits::kConsumers, Traits::kTaps,
-      Traits::kTransposed, Traits::kActivated, Traits::kSamples,   kSums};
-  static_assert(kTile.max_stages() >= 2, "a stage is released only when the next one is in use");
-};
-
 // The same tile with wide_epilogue.cuh, without an activation.
 template <class Traits>
 struct WithWideResults : Traits {
   static_assert(!Traits::kActivated, "the terms of a float32 image are taken after its activation");
   static constexpr bool kWide = true;
-  static constexpr Tile kTile{Traits::kRows,    Traits::kFeatures,   Traits::kConsumers,
-                              Traits::kTaps,    Traits::kTransposed, Traits::kActivated,
-                              Traits::kSamples, Traits::kSums,       kWide};
+  static constexpr Tile kTile{
+      Traits::kRows,       Traits::kFeatures,  Traits::kConsumers, Traits::kTaps,
+      Traits::kTransposed, Traits::kActivated, Traits::kSamples,   kWide};
   static constexpr int kOutputBytes = kTile.output_bytes();
 };
 
