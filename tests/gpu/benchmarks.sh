@@ -23,7 +23,8 @@ export OUT PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 GPUS=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd ,)}
 [ -n "$GPUS" ] || { echo 'error: expected an NVIDIA GPU, found none'; exit 2; }
 COUNT=$(tr , '\n' <<<"$GPUS" | wc -l)
-export GPUS COUNT
+CORES=$(python3 -c 'import os; print(*sorted(os.sched_getaffinity(0)))')
+export GPUS COUNT CORES
 
 jobs=() # PART FILE MODULE FLAGS..., without spaces in a flag; the longest first
 add() { [[ $parts != *" $1 "* ]] || jobs+=("$*"); }
@@ -45,12 +46,13 @@ budget elephants64 32,256
 budget cifar10 128
 
 run() { # JOB; SLOT counts the simultaneous jobs from 0
-  local began=$SECONDS code=0 job pin=() cores
+  local began=$SECONDS code=0 job pin=() cores share
   read -ra job <<<"$1"
   CUDA_VISIBLE_DEVICES=$(cut -d , -f $((SLOT + 1)) <<<"$GPUS")
   export CUDA_VISIBLE_DEVICES
-  cores=$(($(nproc) / COUNT))
-  ((COUNT == 1 || cores == 0)) || pin=(taskset -c "$((SLOT * cores))-$(((SLOT + 1) * cores - 1))")
+  read -ra cores <<<"$CORES"
+  share=$((${#cores[@]} / COUNT))
+  ((COUNT == 1 || share == 0)) || pin=(taskset -c "$(IFS=, && echo "${cores[*]:SLOT * share:share}")")
   "${pin[@]}" python3 -m "${job[@]:2}" --output "$OUT/${job[1]}" >>"$OUT/jobs.log" 2>&1 || code=$?
   echo "${job[0]}: exit status $code after $((SECONDS - began)) s: ${job[*]:2}"
   return $code
