@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import math
 import pathlib
+import re
 from collections.abc import Mapping
 
 import jax
@@ -117,6 +118,25 @@ def test_every_measurement_can_be_built() -> None:
         assert all(shape == shapes['xla'] for shape in shapes.values()), m.name
         assert m.bytes_needed() > 0
         assert (m.flops is None) == (m.op in ('group_norm', 'adamw'))
+
+
+@pytest.mark.parametrize('side', ['xla', 'cuda'])
+def test_results_of_adamw_have_the_memory_of_their_own_inputs(side) -> None:
+    m = next(adamw.measurements(1, backends=[CUDA]))
+    donated, kept = {}, {}
+    for name, value in m.inputs.items():
+        (donated if name in m.updated else kept)[name] = value
+
+    def call(donated, kept):
+        return m.sides[side](donated | kept)
+
+    lowered = jax.jit(call, donate_argnums=0).lower(donated, kept)
+    results = jax.tree_util.tree_leaves_with_path(lowered.out_info)
+    aliases = re.findall(r'%arg(\d+)[^%]*?tf.aliasing_output = (\d+)', lowered.as_text())
+    names = [path for path, _ in jax.tree_util.tree_leaves_with_path(donated)]
+    assert len(aliases) == len(names) == len(results)
+    for argument, result in aliases:
+        assert names[int(argument)] == results[int(result)][0]
 
 
 @pytest.mark.extension

@@ -70,7 +70,7 @@ def measurements(
 def _step(op: FusedUpdate, case: Case) -> Side:
     def call(i: Arrays) -> PyTree:
         number = jnp.float32(1)
-        return op.adamw(
+        result = op.adamw(
             RULE,
             *(i[name] for name in ('gradients', *UPDATED)),
             take=number > 0,
@@ -79,6 +79,8 @@ def _step(op: FusedUpdate, case: Case) -> Side:
             corrections=(0.5 * number, 0.25 * number),
             follow=[1e-3 * number] * case.averages,
         )
+        # JAX gives the results the memory of the inputs in order, and orders both by name.
+        return {name: getattr(result, name) for name in UPDATED}
 
     return call
 
