@@ -41,7 +41,7 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from jaxunet.compare import report, runner, study_report, study_runner
+from jaxunet.compare import flags_report, report, runner, study_runner
 from jaxunet.compare.methods import (
     FORM,
     METHODS,
@@ -155,8 +155,8 @@ def main(argv: Sequence[str]) -> int:
             print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
             sys.exit(130)
     spec, failures = runner.load(directory), runner.load_failures(directory)
-    written = report.write(spec, directory, failures, plot=PLOT.value)
-    print(f'\n{written.text}\n{", ".join(map(str, written.paths))}', flush=True)
+    text, paths = flags_report.write(spec, directory, failures, plot=PLOT.value)
+    print(f'\n{text}\n{", ".join(map(str, paths))}', flush=True)
     return 1 if failures and not PLOT_ONLY.value else 0
 
 
@@ -226,7 +226,8 @@ def compare_file(directory: pathlib.Path, began: float) -> int:
     if missing := [folder for folder in others if not folder.is_dir()]:
         raise UserError(f'--add: no folder {missing[0]}')
     found = study_runner.collect(study, directory, others)
-    text, paths = study_report.write(found, directory, command(), plot=PLOT.value)
+    about = report.about_file(study, directory, command())
+    text, paths = report.write(found, directory, about, plot=PLOT.value)
     print(f'\n{text}\n{", ".join(map(str, paths))}', flush=True)
     for problem in problems:
         print(problem, file=sys.stderr, flush=True)

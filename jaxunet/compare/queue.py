@@ -36,7 +36,7 @@ from absl import flags
 from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements
-from jaxunet.compare.results import step_times
+from jaxunet.compare.step_times import step_times
 from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
 

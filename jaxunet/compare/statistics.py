@@ -42,16 +42,18 @@ class Paired(NamedTuple):
       difference: the mean of the differences; below 0 if the first is smaller.
       p: two-sided p-value of the paired t-test; NaN with one seed.
       apart: True if the error bars of the two means do not overlap.
+      better: True if the mean of the first is better.
     """
 
     difference: Mean
     p: float
     apart: bool
+    better: bool
 
     @property
     def ahead(self) -> bool:
-        """True if the first is smaller, `p` is below `LEVEL`, and the error bars are apart."""
-        return self.difference.value < 0 and self.p < LEVEL and self.apart
+        """True if the first is better, `p` is below `LEVEL`, and the error bars are apart."""
+        return self.better and self.p < LEVEL and self.apart
 
 
 class Reached(NamedTuple):
@@ -112,33 +114,50 @@ def numbers_of(rows: Iterable[Row], find: Find) -> dict[int, float]:
     return {seed: number for seed, number in found.items() if not math.isnan(number)}
 
 
-def paired(mine: Sequence[Row], other: Sequence[Row], find: Find) -> Paired | None:
-    """Compares two cells over the seeds that both have; returns None if there are none."""
-    first, second = numbers_of(mine, find), numbers_of(other, find)
+def paired(
+    first: Mapping[int, float], second: Mapping[int, float], *, higher: bool = False
+) -> Paired | None:
+    """Compares numbers of two methods over the seeds that both have.
+
+    Args:
+      first, second: the numbers by seed.
+      higher: True if higher numbers are better.
+
+    Returns:
+      None if they have no seed in common.
+    """
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
     ours, theirs = (mean_over([values[seed] for seed in seeds]) for values in (first, second))
     difference = mean_over([first[seed] - second[seed] for seed in seeds])
+    better = difference.value > 0 if higher else difference.value < 0
     if len(seeds) == 1:
-        return Paired(difference, math.nan, False)
+        return Paired(difference, math.nan, False, better)
     if difference.error == 0:
         p = 0.0 if difference.value else 1.0
     else:
         t = abs(difference.value) / difference.error
         p = float(2 * special.stdtr(len(seeds) - 1, -t))
-    return Paired(difference, p, abs(difference.value) > ours.error + theirs.error)
+    return Paired(difference, p, abs(difference.value) > ours.error + theirs.error, better)
 
 
-def rival(cells: Cells, case: str, seconds: float, find: Find) -> str | None:
-    """Returns the method other than `case` with the smallest mean at this time; None if alone."""
+def rival(
+    cells: Cells, case: str, seconds: float, find: Find, *, higher: bool = False
+) -> str | None:
+    """Returns the method other than `case` with the best mean at this time; None if alone.
+
+    Args:
+      higher: True if higher numbers are better.
+    """
     means = {
         name: _mean(rows, find)
         for (name, time), rows in cells.items()
         if time == seconds and name != case
     }
     measured = [name for name, mean in means.items() if not math.isnan(mean)]
-    return min(measured, key=lambda name: means[name], default=None)
+    best = max if higher else min
+    return best(measured, key=lambda name: means[name], default=None)
 
 
 def _mean(rows: Sequence[Row], find: Find) -> float:
@@ -177,22 +196,43 @@ def end_of(cells: Cells, case: str) -> float:
     return max((time for name, time in cells if name == case), default=0.0)
 
 
-def times_to_final(cells: Cells, case: str, baseline: str, find: Find) -> Reached:
+def interpolated(cells: Cells, case: str, seconds: float, find: Find) -> dict[int, float]:
+    """Returns the number of a method at a time by seed, on curves that are linear between times.
+
+    Seeds whose curves begin later or end before are left out.
+    """
+    return {
+        seed: float(np.interp(seconds, *np.array(curve).T))
+        for seed, curve in _curves(cells, case, find).items()
+        if curve[0][0] <= seconds <= curve[-1][0]
+    }
+
+
+def _curves(cells: Cells, case: str, find: Find) -> dict[int, list[tuple[float, float]]]:
+    """Returns the points (seconds, number) of a method by seed."""
+    curves: dict[int, list[tuple[float, float]]] = {}
+    for name, time in sorted(cells):
+        for seed, number in numbers_of(cells[name, time] if name == case else [], find).items():
+            curves.setdefault(seed, []).append((time, number))
+    return curves
+
+
+def times_to_final(
+    cells: Cells, case: str, baseline: str, find: Find, *, higher: bool = False
+) -> Reached:
     """Returns when `case` gets as good as the baseline with the same seed is at its end.
 
     Curves are linear between the measured times.
+
+    Args:
+      higher: True if higher numbers are better.
     """
     last = end_of(cells, baseline)
     targets = numbers_of(cells.get((baseline, last), []), find)
-    curves: dict[int, list[tuple[float, float]]] = {seed: [] for seed in targets}
-    for name, time in sorted(cells):
-        for seed, number in numbers_of(cells[name, time] if name == case else [], find).items():
-            if seed in curves:
-                curves[seed].append((time, number))
     found, bounds = {}, set()
-    for seed, curve in sorted(curves.items()):
-        if curve:
-            found[seed] = time_to(targets[seed], *np.array(curve).T, higher=False)
+    for seed, curve in sorted(_curves(cells, case, find).items()):
+        if seed in targets:
+            found[seed] = time_to(targets[seed], *np.array(curve).T, higher=higher)
             if found[seed] == curve[0][0] and case != baseline:
                 bounds.add(seed)
     times = list(found.values())

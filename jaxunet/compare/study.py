@@ -5,53 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
+from jaxunet.compare.comparison import Comparison
 from jaxunet.compare.jobs import Job, check_jobs
 from jaxunet.compare.methods import named_fields
-from jaxunet.compare.statistics import Find, value
 from jaxunet.config.checks import INVALID
 from jaxunet.runtime.errors import UserError, near_misses
 
 EVERY = ('', 'all')  # parts that mean all methods
-TITLES = {
-    'fid': 'Fréchet distance',
-    'sfid': 'spatial Fréchet distance',
-    'kid': 'kernel distance',
-    'precision': 'precision',
-    'recall': 'recall',
-    'copies': 'copies',
-    'inception_score': 'Inception Score',
-}
-DISTANCES = ('fid', 'sfid', 'kid')
 
 
-class Round(NamedTuple):
-    """Runs that come before those of later rounds: all methods with one seed, then the next."""
-
-    methods: tuple[str, ...]
-    seeds: tuple[int, ...]
-
-
-class Reference(NamedTuple):
-    """Real images that samples are compared with; the fields are the keys of the file."""
-
-    path: str
-    name: str
-    metrics: tuple[str, ...]
-
-
-class Metric(NamedTuple):
-    """A metric with its title in reports; `find` reads it from a row."""
-
-    title: str
-    find: Find
-
-
-@dataclass(frozen=True)
-class Study:
+@dataclass(frozen=True, kw_only=True)
+class Study(Comparison):
     """A comparison of training methods, as its file states it.
 
     Fields:
@@ -65,12 +31,8 @@ class Study:
     """
 
     path: Path
-    title: str
     protocol: Path
     config: Path
-    baseline: str
-    rounds: tuple[Round, ...]
-    seconds: tuple[float, ...]
     own: Mapping[str, Mapping[str, object]]
     images: tuple[str, str]
     fields: Mapping[str, object]
@@ -80,43 +42,9 @@ class Study:
     picture: int
     averages: tuple[str, ...]
     choosing: int
-    references: tuple[Reference, ...]
     features: Path
     step_ms: str
     rows: Path | None
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods in the order in which they first appear."""
-        return tuple(dict.fromkeys(name for one in self.rounds for name in one.methods))
-
-    @property
-    def cells(self) -> tuple[tuple[str, int], ...]:
-        """All runs in their order, as (method, seed)."""
-        return tuple(
-            (method, seed) for one in self.rounds for seed in one.seeds for method in one.methods
-        )
-
-    @cached_property
-    def metrics(self) -> tuple[Metric, ...]:
-        """All metrics, those of the first reference first."""
-        first = self.references[0].name
-        return tuple(
-            Metric(
-                TITLES[metric] + ('' if one.name == first else f' to {one.name} images'),
-                value(metric, one.name),
-            )
-            for one in self.references
-            for metric in one.metrics
-        )
-
-    @cached_property
-    def distances(self) -> tuple[Metric, ...]:
-        """The distances to the first reference, by which methods are compared."""
-        metrics = self.references[0].metrics
-        return tuple(
-            found for found, name in zip(self.metrics, metrics, strict=False) if name in DISTANCES
-        )
 
     def fields_of(self, method: str) -> dict[str, object]:
         """Returns the fields that make a method.

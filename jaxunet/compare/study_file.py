@@ -52,9 +52,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from jaxunet.compare.comparison import DISTANCES, Reference, Round
 from jaxunet.compare.jobs import OVERRIDDEN
 from jaxunet.compare.methods import BASELINE, METHODS, OWN
-from jaxunet.compare.study import DISTANCES, Reference, Round, Study, known_fields
+from jaxunet.compare.study import Study, known_fields
 from jaxunet.compare.toml_table import Table, read_toml
 from jaxunet.config.relations import METRICS, unknown_metric
 from jaxunet.runtime.errors import UserError, near_misses
@@ -135,7 +136,7 @@ def _check(study: Study) -> None:
                 f'{study.path}: rounds: {cell[0]} with seed {cell[1]} is there twice; leave one of '
                 'them out'
             )
-    if not study.distances:
+    if not {*DISTANCES} & {*study.references[0].metrics}:
         raise UserError(
             f'{study.path}: references[0].metrics: expected one of {", ".join(DISTANCES)}, by '
             'which the methods are compared'

@@ -28,7 +28,7 @@ from jaxunet.compare.job_files import check_configs_used, load_configs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.queue_process import QueueProcess, follow, signals_passed_on
-from jaxunet.compare.results import step_times
+from jaxunet.compare.step_times import step_times
 from jaxunet.compare.study import Study
 from jaxunet.runtime import subprocesses
 from jaxunet.runtime.errors import UserError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -15,20 +15,21 @@ from jaxunet.compare.collected import (
     read_rows,
     read_stretches,
 )
-from jaxunet.compare.results import combined_costs
+from jaxunet.compare.comparison import Comparison, Metric
 from jaxunet.compare.statistics import (
     Find,
     Mean,
-    Paired,
     best_cells,
     end_of,
+    interpolated,
     mean_over,
     numbers_of,
     paired,
     rival,
     times_to_final,
 )
-from jaxunet.compare.study import Metric, Study
+from jaxunet.compare.step_times import combined_costs
+from jaxunet.compare.study import Study
 from jaxunet.runtime.rows import Row
 
 NOTHING = 'Nothing is measured yet.'
@@ -42,11 +43,15 @@ class Measured:
     Fields:
       rows: measurements, as `jaxunet.compare.collected` reads them.
       stretches: the pieces of work that made them.
+      step_costs: method -> its step cost, measured in turns (`jaxunet.compare.step_times`).
+      failures: (method, seed) -> reason of a failure of which there is no stretch.
     """
 
-    study: Study
+    study: Comparison
     rows: Sequence[Row]
     stretches: Sequence[Row] = ()
+    step_costs: Mapping[str, Row] = field(default_factory=dict)
+    failures: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     @cached_property
     def cells(self) -> dict[tuple[str, float], list[Row]]:
@@ -71,33 +76,46 @@ def measured(study: Study, rows: Iterable[Path], stretches: Iterable[Path] = ())
     Raises:
       UserError: a file is damaged, or its rows do not compare.
     """
-    return Measured(study, read_rows(rows), read_stretches(stretches))
+    costs = Path(study.step_ms)
+    return Measured(
+        study,
+        read_rows(rows),
+        read_stretches(stretches),
+        combined_costs(costs) if costs.is_file() else {},
+    )
 
 
 def quality(m: Measured) -> str:
     """Returns all distances by method and time: mean over seeds ± standard error."""
-    return _by_time(m, lambda name, time, find: _mean(m.cells.get((name, time), []), find))
+    return _by_time(m, lambda name, time, metric: _mean(m.cells.get((name, time), []), metric.find))
 
 
 def against_baseline(m: Measured) -> str:
-    """Returns the differences to the baseline by method and time, with p-values."""
+    """Returns the differences to the baseline by method and time, with p-values.
 
-    def cell(name: str, time: float, find: Find) -> str:
-        mine, base = m.cells.get((name, time), []), m.cells.get((m.study.baseline, time), [])
-        return _difference(paired(mine, base, find))
+    At times at which the baseline is never measured, its curve is linear between those before and
+    after.
+    """
+    base = m.study.baseline
 
-    return _by_time(m, cell, skip=m.study.baseline)
+    def cell(name: str, time: float, metric: Metric) -> str:
+        theirs = _numbers(m, base, time, metric)
+        if time not in m.study.seconds_of(base):
+            theirs = interpolated(m.cells, base, time, metric.find)
+        return _difference(_numbers(m, name, time, metric), theirs, metric)
+
+    return _by_time(m, cell, skip=base)
 
 
 def against_best(m: Measured) -> str:
     """Returns the differences to the best other method by method and time, with p-values."""
 
-    def cell(name: str, time: float, find: Find) -> str:
-        other, mine = rival(m.cells, name, time, find), m.cells.get((name, time), [])
-        if other is None or not mine:
+    def cell(name: str, time: float, metric: Metric) -> str:
+        other = rival(m.cells, name, time, metric.find, higher=metric.higher_is_better)
+        if other is None or (name, time) not in m.cells:
             return ''
-        shown = _difference(paired(mine, m.cells[other, time], find))
-        return f'{other}: {shown}' if shown else f'{other}: no seed of both'
+        mine, theirs = (_numbers(m, one, time, metric) for one in (name, other))
+        return f'{other}: {_difference(mine, theirs, metric) or "no seed of both"}'
 
     return _by_time(m, cell)
 
@@ -111,7 +129,8 @@ def sooner(m: Measured) -> str:
     body = []
     for name in m.methods:
         for metric in m.study.distances:
-            found = times_to_final(m.cells, name, base, metric.find)
+            higher = metric.higher_is_better
+            found = times_to_final(m.cells, name, base, metric.find, higher=higher)
             shown = [_seconds(when, seed in found.bounds) for seed, when in found.seconds.items()]
             mean, bound = found.mean, '≤ ' if found.bounds else ''
             body.append(
@@ -127,33 +146,45 @@ def sooner(m: Measured) -> str:
 
 
 def at_the_end(m: Measured) -> str:
-    """Returns a table of all other measurements, at the last time."""
+    """Returns a table of all other measurements, at the last time of each method."""
     if not m.cells:
         return NOTHING
-    last, distances = m.times[-1], m.study.distances
+    distances = m.study.distances
     others = [metric for metric in m.study.metrics if metric not in distances]
-    losses = any('losses' in row for row in m.rows)
+    ends = {name: m.study.seconds_of(name)[-1] for name in m.methods}
+    apart = len(set(ends.values())) > 1
+    averages, losses = (any(key in row for row in m.rows) for key in ('average', 'losses'))
+    head = [
+        'method',
+        'seeds',
+        *(['s'] if apart else []),
+        'sampler',
+        *(['averages'] if averages else []),
+        *(metric.title for metric in others),
+        *(['held-out loss'] if losses else []),
+        'steps',
+        'ms per step',
+    ]
     body = []
     for name in m.methods:
+        last = max((time for time in m.times if time <= ends[name]), default=0.0)
         rows = m.cells.get((name, last), [])
         if not rows:
             continue
+        ms = sum(1e3 * row['training_seconds'] / row['step'] for row in rows) / len(rows)
         cells = [
             name,
             ', '.join(str(row['seed']) for row in rows),
+            *([f'{last:g}'] if apart else []),
             rows[0]['sampler'].replace(':', ' '),
-            ', '.join(str(row.get('average', '')) for row in rows),
+            *([', '.join(str(row.get('average', '')) for row in rows)] if averages else []),
             *(_mean(rows, metric.find) for metric in others),
-        ]
-        if losses:
-            cells.append(_mean(rows, _held_out_loss))
-        cells += [
+            *([_mean(rows, _held_out_loss)] if losses else []),
             f'{sum(row["step"] for row in rows) / len(rows):,.0f}',
-            f'{1e3 * sum(row["training_seconds"] / row["step"] for row in rows) / len(rows):.2f}',
+            f'{ms:.2f}',
         ]
         body.append(cells)
-    head = ['method', 'seeds', 'sampler', 'averages', *(metric.title for metric in others)]
-    return table([*head, *(['held-out loss'] if losses else []), 'steps', 'ms per step'], body)
+    return table(head, body)
 
 
 def missing(m: Measured) -> str:
@@ -164,13 +195,15 @@ def missing(m: Measured) -> str:
     gaps: dict[str, dict[int, list[float]]] = {}
     for name, seed in m.study.cells:
         wanted = set(m.study.samplers_of(name))
-        times = [t for t in m.study.seconds if not wanted <= drawn.get((name, seed, t), set())]
+        found = {time: drawn.get((name, seed, time), set()) for time in m.study.seconds_of(name)}
+        times = [time for time, samplers in found.items() if not (samplers and wanted <= samplers)]
         if times:
             gaps.setdefault(name, {})[seed] = times
     every = {name: sum(cell[0] == name for cell in m.study.cells) for name in m.study.methods}
     whole, lines = [], []
     for name, by_seed in gaps.items():
-        full = [seed for seed, times in by_seed.items() if len(times) == len(m.study.seconds)]
+        every_time = len(m.study.seconds_of(name))
+        full = [seed for seed, times in by_seed.items() if len(times) == every_time]
         if len(full) == every[name]:
             whole.append(f'`{name}`')
             continue
@@ -190,24 +223,25 @@ def _failures(m: Measured, gaps: dict[str, dict[int, list[float]]]) -> list[str]
     # After a measurement that failed, the run goes on; its later successes do not undo the failure.
     ended = [row for row in m.stretches if row['outcome'] in (FAILED, STOPPED)]
     last = {(row['case'], row['seed']): row for row in ended}
+    reasons = {run: row['reason'] for run, row in last.items() if row['outcome'] == FAILED}
+    reasons |= m.failures
     return [
-        f'`{name}`, seed {seed}: ' + ' '.join(last[name, seed]['reason'].split())
+        f'`{name}`, seed {seed}: ' + ' '.join(reasons[name, seed].split())
         for name, by_seed in gaps.items()
         for seed in sorted(by_seed)
-        if (name, seed) in last and last[name, seed]['outcome'] == FAILED
+        if (name, seed) in reasons
     ]
 
 
-def step_times(path: Path, case: str = 'method') -> str:
+def step_times(costs: Mapping[str, Row], case: str = 'method') -> str:
     """Returns the milliseconds of a step by method, measured in turns.
 
     Args:
-      path: rows of `jaxunet.compare.step_cost`; they may be missing.
+      costs: method -> its step cost (`jaxunet.compare.step_times`).
       case: heading of the first column.
     """
-    if not path.is_file():
+    if not costs:
         return NOTHING
-    costs = combined_costs(path)
     body = (
         (
             name,
@@ -269,14 +303,14 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
 
 
-def _by_time(m: Measured, cell: Callable[[str, float, Find], str], skip: str = '') -> str:
+def _by_time(m: Measured, cell: Callable[[str, float, Metric], str], skip: str = '') -> str:
     """Returns a table with a row for each method and distance, and a column for each time."""
     names = [name for name in m.methods if name != skip]
     if not names:
         return NOTHING
 
     def line(name: str, metric: Metric) -> list[str]:
-        return [name, metric.title, *(cell(name, time, metric.find) for time in m.times)]
+        return [name, metric.title, *(cell(name, time, metric) for time in m.times)]
 
     body = [line(name, metric) for metric in m.study.distances for name in names]
     return table(('method', 'distance', *(f'{time:g} s' for time in m.times)), body)
@@ -284,6 +318,11 @@ def _by_time(m: Measured, cell: Callable[[str, float, Find], str], skip: str = '
 
 def _held_out_loss(row: Row) -> float:
     return float(row.get('losses', {}).get('held_out_loss', math.nan))
+
+
+def _numbers(m: Measured, name: str, time: float, metric: Metric) -> dict[int, float]:
+    """Returns the metric of a method at a time, by seed."""
+    return numbers_of(m.cells.get((name, time), []), metric.find)
 
 
 def _mean(rows: Sequence[Row], find: Find) -> str:
@@ -303,8 +342,9 @@ def _plus_minus(mean: Mean, sign: str = '') -> str:
     return text if mean.seeds == SEEDS else f'{text} ({mean.seeds})'
 
 
-def _difference(found: Paired | None) -> str:
+def _difference(first: Mapping[int, float], second: Mapping[int, float], metric: Metric) -> str:
     """Returns a difference with its p-value; bold if the first is ahead (`Paired.ahead`)."""
+    found = paired(first, second, higher=metric.higher_is_better)
     if found is None:
         return ''
     text = _plus_minus(found.difference, '+').replace('-', '−')

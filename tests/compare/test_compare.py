@@ -92,14 +92,15 @@ def test_a_comparison_from_end_to_end(compared):
     assert 'loss or gradient that is not finite' in failed['reason']
     text = (output / 'report.md').read_text()
     assert text in out
-    assert '| uniform | 2 |' in text
+    assert text.count('| uniform | Fréchet distance |') == 3
+    assert '| uniform | 0, 1 |' in text
     protocol = (
         '12 samples by ddim with 2 evaluations of the network, compared with digits: '
         "(1797 images); recall: k=3; by the run's seed; "
     )
     assert f'{protocol}features classifier-' in text
-    assert f'Runs on cpu; jax {jax.__version__}; commit ' in text
-    assert 'Failed: broken_seed0: crash' in text
+    assert f'cpu, jax {jax.__version__}, jaxlib ' in text
+    assert '- all of `broken`\n- failed: `broken`, seed 0: crash: ' in text
     shared = '2 runs at a time divided the cores of one CPU, so each did fewer steps in its seconds'
     assert f'note: this machine has no GPU: {shared}' in out
     assert f'Note: {shared}' in text
@@ -167,7 +168,7 @@ def test_the_same_command_goes_on(compared, features):
     for key, row in again.items():
         assert row['value'] == pytest.approx(rows[key]['value'], rel=1e-3, abs=1e-3)
     out = call(features, output, '--plot_only')
-    assert 'Failed: broken_seed0' in out
+    assert '- failed: `broken`, seed 0: ' in out
     # A file of the same name with other weights: told before anything is trained or measured with
     # it.
     with np.load(features) as arrays:
@@ -204,8 +205,10 @@ def test_without_training_the_record_stays(compared):
     call('nothere.npz', output, '--methods=uniform,p2', '--notrain', code=1)
     assert {name: (output / name).read_text() for name in kept} == kept
     assert runner.load_failures(output) == failures
-    assert '| uniform | 2 |' in (output / 'report.md').read_text()
-    assert 'Turns: 3 of 4 steps each' in (output / 'report.md').read_text()
+    text = (output / 'report.md').read_text()
+    assert '| uniform | 0, 1 |' in text
+    assert 'Turns: 3 of 4 steps each' in text
+    assert '| p2 | 1.00 | 1.000 (1.000 to 1.000) |' in text
 
 
 def test_a_milestone_wants_a_row_of_every_metric(tmp_path):

@@ -15,7 +15,7 @@ from PIL import Image
 from jaxunet.compare import step_cost
 from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.jobs import Job, parse_sampler
-from jaxunet.compare.results import step_times
+from jaxunet.compare.step_times import step_times
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 

@@ -15,7 +15,7 @@ import pytest
 from support.commands import Fork, call, environment, python_path
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, queue_process, study_report, study_runner, tables
+from jaxunet.compare import collected, queue_process, report, study_runner, tables
 from jaxunet.compare.study_file import read_study
 from jaxunet.compare.study_runner import Options
 from jaxunet.runtime.errors import UserError
@@ -77,7 +77,7 @@ def test_the_runs_of_a_file(done, study):
     }
     assert collected.read_rows([done / collected.ROWS]) == found.rows
     assert not list((done / 'work').iterdir())
-    text, _ = study_report.write(found, done, 'the command', plot=False)
+    text, _ = report.write(found, done, report.about_file(study, done, 'c'), plot=False)
     assert '- all of `flow+immiscible`' in text
     assert 'CPU minutes' in text
 

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from jaxunet.compare import collected, results, statistics, study_report, tables
+from jaxunet.compare import collected, report, statistics, step_times, tables
+from jaxunet.compare.comparison import Reference, Round
 from jaxunet.compare.statistics import Mean
-from jaxunet.compare.study import Reference, Round
 from jaxunet.compare.study_file import read_study
 from jaxunet.compare.tables import Measured
 from jaxunet.runtime.download import digest
@@ -27,6 +27,7 @@ STUDY = dataclasses.replace(
 )
 FRECHET, KERNEL = (metric.title for metric in STUDY.distances)
 FID = STUDY.distances[0].find
+ABOUT = report.about_file(STUDY, FOLDER, 'the command')
 
 
 def row(case, seconds, seed, fid, *, sampler='heun:25', kid=0.01, **changes):
@@ -99,6 +100,10 @@ def shown(text):
     return {(line[0], line[1]): line[2:] for line in lines}
 
 
+def paired(first, second):
+    return statistics.paired(*(statistics.numbers_of(rows, FID) for rows in (first, second)))
+
+
 def test_large_errors_are_written_out():
     assert tables._plus_minus(Mean(350.06, 104.2, 3)) == '350.1 ± 100'
 
@@ -116,17 +121,17 @@ def test_means_have_standard_errors(found):
 def test_differences_are_paired_by_seed(found):
     mine, base = found.cells['flow', 60], found.cells['uniform', 60]
     expected = stats.ttest_rel([60.0, 63.0, 64.0], [80.0, 82.0, 84.0])
-    got = statistics.paired(mine, base, FID)
+    got = paired(mine, base)
     assert got.p == pytest.approx(expected.pvalue)
     assert got.difference.value == pytest.approx(-59 / 3)
     assert got.ahead
-    assert not statistics.paired(base, mine, FID).ahead
+    assert not paired(base, mine).ahead
     table = shown(tables.against_baseline(found))
     assert table['flow', FRECHET][0] == '**−19.67 ± 0.33, p 0.00029**'
     assert table['flow', KERNEL][0] == '+0.01 ± 0, p 0'  # behind
     assert table['edm', FRECHET] == ['−50 (1)', '']  # one seed has no test
     assert ('uniform', FRECHET) not in table
-    only = statistics.paired(mine[:1], base[1:], FID)
+    only = paired(mine[:1], base[1:])
     assert only is None
 
 
@@ -134,7 +139,7 @@ def test_a_small_p_is_not_enough():
     """The error bars must not overlap, either."""
     mine = [row('a', 60, seed, fid) for seed, fid in enumerate([10.0, 20.0, 30.0])]
     base = [row('b', 60, seed, fid) for seed, fid in enumerate([11.0, 21.01, 31.0])]
-    got = statistics.paired(mine, base, FID)
+    got = paired(mine, base)
     assert got.p < 0.001
     assert not got.ahead
 
@@ -242,7 +247,7 @@ def test_without_rows_the_tables_say_so():
     for table in (tables.quality, tables.against_baseline, tables.against_best, tables.sooner):
         assert table(none) == tables.NOTHING
     assert tables.at_the_end(none) == tables.origin(none) == tables.cost(none) == tables.NOTHING
-    assert tables.step_times(pathlib.Path('0')) == tables.NOTHING
+    assert tables.step_times({}) == tables.NOTHING
 
 
 def test_steps_are_shown_beside_the_baseline(tmp_path):
@@ -253,7 +258,8 @@ def test_steps_are_shown_beside_the_baseline(tmp_path):
     row = {'costs': costs, 'rounds': 2, 'steps': 8, 'batch': 4, 'device': 'GPU'}
     path = tmp_path / 'step_ms.jsonl'
     path.write_text(json.dumps(row) + '\n')
-    assert shown(tables.step_times(path))['policy', '20.00'] == ['2.000 (1.900 to 2.100)']
+    costs = tables.measured(dataclasses.replace(STUDY, step_ms=str(path)), []).step_costs
+    assert shown(tables.step_times(costs))['policy', '20.00'] == ['2.000 (1.900 to 2.100)']
 
 
 @pytest.mark.parametrize(
@@ -265,7 +271,7 @@ def test_damaged_step_costs(change, tmp_path):
     row = {'costs': costs, 'rounds': 2, 'steps': 8, 'batch': 4, 'device': 'GPU'}
     (tmp_path / 'step_ms.jsonl').write_text(json.dumps(row) + '\n')
     with pytest.raises(UserError, match=r'line 1: uniform: expected ms and ratio above 0 and two'):
-        results.step_times(str(tmp_path / 'step_ms.jsonl'), ['uniform'])
+        step_times.step_times(str(tmp_path / 'step_ms.jsonl'), ['uniform'])
 
 
 @pytest.mark.parametrize(
@@ -316,7 +322,7 @@ def test_each_stretch_counts_once(tmp_path):
 
 
 def test_the_report_has_everything(found, tmp_path):
-    text, paths = study_report.write(found, tmp_path, 'the command', plot=True)
+    text, paths = report.write(found, tmp_path, ABOUT, plot=True)
     assert [path.name for path in paths] == ['report.md', 'quality.png']
     assert paths[0].read_text() == text
     assert text.startswith('# Which method is sooner?\n\n`the command`\n\nProtocol: [PROTOCOL.md](')
@@ -324,17 +330,17 @@ def test_the_report_has_everything(found, tmp_path):
         assert part(found) in text
     with Image.open(paths[1]) as image:
         assert min(image.size) > 600
-    again, paths = study_report.write(found, tmp_path, 'the command', plot=False)
+    again, paths = report.write(found, tmp_path, ABOUT, plot=False)
     assert ([path.name for path in paths], again) == (['report.md'], text)
 
 
 def test_a_report_of_few_metrics_without_rows(tmp_path):
     study = dataclasses.replace(STUDY, references=(Reference('x', 'train', ('kid',)),))
-    text, _ = study_report.write(Measured(study, []), tmp_path, 'c', plot=True)
+    text, _ = report.write(Measured(study, []), tmp_path, ABOUT, plot=True)
     assert tables.NOTHING in text
     assert '- all of `uniform`, `flow`, `edm`, `v_cosine`, `p2`' in text
     rows = [row('uniform', s, 0, 1.0, kid=0.01 - s / 10_000) for s in (60, 240)]
-    _, paths = study_report.write(Measured(study, rows), tmp_path, 'c', plot=True)
+    _, paths = report.write(Measured(study, rows), tmp_path, ABOUT, plot=True)
     assert paths[1].exists(), 'a kernel distance below 0'
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxunet.compare.statistics import time_to
+from jaxunet.compare.step_times import combined_costs
 from jaxunet.compare.tables import step_times
 from jaxunet.runtime.rows import Row
 from support import markdown
@@ -369,7 +370,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'recipes': lambda: objectives(read()),
     'recipes_samplers': lambda: samplers(read()),
     'recipes_sooner': lambda: sooner(read()),
-    'recipes_costs': lambda: step_times(FOLDER / 'step_ms.jsonl', 'objective'),
+    'recipes_costs': lambda: step_times(combined_costs(FOLDER / 'step_ms.jsonl'), 'objective'),
     'recipes_sampling': lambda: sampling_times([*read(), *earlier()]),
     'recipes_elephants': lambda: elephants(read()),
     'recipes_pictures': pictures,

@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Callable
 
 from jaxunet.compare import tables
+from jaxunet.compare.report import PLOT
 from jaxunet.compare.statistics import mean_over
 from jaxunet.compare.study_file import read_study
-from jaxunet.compare.study_report import PLOT
 from jaxunet.compare.tables import Measured
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
@@ -95,7 +95,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'methods_sooner': table('methods', tables.sooner),
     'methods_end': table('methods', tables.at_the_end),
     'methods_samplers': table('methods', by_sampler),
-    'methods_steps': lambda: tables.step_times(RESULTS / 'methods/step_ms.jsonl'),
+    'methods_steps': table('methods', lambda found: tables.step_times(found.step_costs)),
     'methods_missing': table('methods', tables.missing),
     'methods_origin': table('methods', origin),
     'long_run': table('long_run', long_run),

@@ -1,109 +1,22 @@
-"""The results of a comparison: the rows of its runs, and the curves of quality over time."""
+"""The time of a training step by method, from rows of `jaxunet.compare.step_cost`."""
 
 from __future__ import annotations
 
 import math
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Float
-
-from jaxunet.compare.runner import COSTS, Spec
-from jaxunet.compare.worker import ROW_FIELDS, finished, run_folder, run_name
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.untrusted import NUMBER, check_fields
 
-Values = Float[np.ndarray, ' milestones']
 
-
-@dataclass(frozen=True)
-class Curve:
-    """A metric of one run at its milestones; NaN where it was not measured.
-
-    Fields:
-      seed: seed of the run.
-      seconds: seconds of training.
-      steps: training steps.
-      values: values of the metric.
-    """
-
-    seed: int
-    seconds: Values
-    steps: Values
-    values: Values
-
-
-def collect(spec: Spec, directory: pathlib.Path) -> list[rows.Row]:
-    """Returns all rows by method, seed and milestone.
-
-    Later rows replace earlier ones of the same milestone and metric.
+def latest_row(path: pathlib.Path) -> rows.Row:
+    """Returns the last row of a file; {} if it has none or does not exist.
 
     Raises:
-      UserError: the runs were measured in different ways, so they do not compare.
+      UserError: the file cannot be read, or a line is not a row of `jaxunet.compare.step_cost`.
     """
-    found: dict[tuple[str, int, int, str], rows.Row] = {}
-    for method, seeds in spec.seeds.items():
-        for seed in range(seeds):
-            for row in finished(run_folder(directory, run_name(method, seed)), ROW_FIELDS):
-                found[method, seed, row['milestone'], row['name']] = row
-    for field in ('features', 'reference', 'num_samples', 'sampler', 'evaluations'):
-        if len(ways := {str(row[field]): row for row in found.values()}) > 1:
-            found_ways = ', '.join(
-                f'{way} ({run_name(row["method"], row["seed"])})' for way, row in ways.items()
-            )
-            raise UserError(
-                f'{directory}: runs that were measured with different {field} do not compare: '
-                f'{found_ways}; remove some of them'
-            )
-    order = list(spec.methods)
-    return sorted(
-        found.values(), key=lambda row: (order.index(row['method']), row['seed'], row['milestone'])
-    )
-
-
-def curves(spec: Spec, all_rows: Sequence[rows.Row], name: str) -> dict[str, list[Curve]]:
-    """Returns the curves of one metric, by method; runs without any row are left out."""
-    by_method: dict[str, list[Curve]] = {method: [] for method in spec.methods}
-    for method, seeds in spec.seeds.items():
-        for seed in range(seeds):
-            own = {
-                r['milestone']: r
-                for r in all_rows
-                if (r['method'], r['seed'], r['name']) == (method, seed, name)
-            }
-            if own:
-                columns = [
-                    [own[i][key] if i in own else math.nan for i in range(spec.evaluations[method])]
-                    for key in ('training_seconds', 'step', 'value')
-                ]
-                by_method[method].append(
-                    Curve(seed, *(np.array(column, float) for column in columns))
-                )
-    return by_method
-
-
-def mean_curve(found: Sequence[Curve]) -> tuple[Values, Values]:
-    """Returns seconds and values, averaged over seeds, at the milestones that all runs have.
-
-    Both arrays are empty without any curve.
-    """
-    if not found:
-        return np.empty(0), np.empty(0)
-    known = np.isfinite([c.values for c in found]).all(axis=0)
-    seconds = np.mean([c.seconds[known] for c in found], axis=0)
-    return seconds, np.mean([c.values[known] for c in found], axis=0)
-
-
-def step_costs(directory: pathlib.Path) -> rows.Row:
-    """Returns the latest row of step costs (`jaxunet.compare.step_cost`); {} without any.
-
-    Raises:
-      UserError: the file cannot be read, or a line is not such a row.
-    """
-    path = directory / COSTS
     return (_read_costs(path) or [{}])[-1] if path.exists() else {}
 
 
