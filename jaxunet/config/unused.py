@@ -1,6 +1,7 @@
 """Finds fields that have no effect, because they belong to another choice than the config's.
 
-Examples: a field of another timestep sampler, loss weighting or objective.
+Examples: a field of another timestep sampler, loss weighting or objective; how to space timesteps
+where none are skipped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from absl import logging
 
 from jaxunet.config.checks import CHOICES, INVALID
+from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.config.schema import Config, to_dict
 from jaxunet.runtime.errors import UserError, itemized
 
@@ -27,6 +29,7 @@ OWNERS: dict[str, Choice] = {
 ALSO: dict[str, Choice] = {
     'diffusion.vlb_weight': ('diffusion.kl_loss', False),  # the loss is the bound alone
 }
+SPACING = 'evaluation.skip_schedule'
 
 
 def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
@@ -40,10 +43,12 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
     Raises:
       UserError: a value has no effect; the message says to which choice it belongs.
     """
+    choices = [*owners().items(), *ALSO.items()]
+    found = [(path, _problems(configs, path, choice)) for path, choice in choices]
     problems = []
-    for path, choice in [*owners().items(), *ALSO.items()]:
+    for path, each in [*found, (SPACING, _idle_spacings(configs))]:
         begun = [_value(config, path) for config in earlier]
-        for value, problem in _problems(configs, path, choice):
+        for value, problem in each:
             if value in begun:
                 logging.warning('%s', problem)
             else:
@@ -83,3 +88,23 @@ def _problems(configs: Sequence[Config], path: str, choice: Choice) -> Iterator[
                 f'{path}: {value} has no effect: it belongs to {chooser}={needed}, '
                 f'found {others}; leave it out',
             )
+
+
+def _idle_spacings(configs: Sequence[Config]) -> Iterator[tuple[object, str]]:
+    """Yields each spacing of timesteps that decides nothing, and a line about it.
+
+    There is one way to choose all timesteps, and one way to choose a single one.
+    """
+    idle: dict[str, str] = {}
+    used = {''}
+    for config in configs:
+        spacing, total = config.evaluation.skip_schedule, config.diffusion.steps
+        steps = evaluation_sampler(config).steps or total
+        if config.diffusion.continuous or 1 < steps < total:
+            used.add(spacing)
+        else:
+            idle[spacing] = (
+                f'{SPACING}: {spacing} has no effect on {steps} of {total} timesteps; leave it '
+                f'out, or set evaluation.steps to 2 to {total - 1}'
+            )
+    yield from ((spacing, line) for spacing, line in idle.items() if spacing not in used)

@@ -1,4 +1,4 @@
-"""Fields of another timestep sampler, loss weighting or objective than the chosen one."""
+"""Fields that belong to another choice than the config's."""
 
 import dataclasses
 
@@ -80,3 +80,30 @@ def test_a_run_that_began_with_the_value_goes_on(monkeypatch):
     assert 'timesteps.adaptive_bins: 64 has no effect' in said[0]
     with pytest.raises(UserError, match='adaptive_bins: 65'):
         check_used(POLICY.replace(timesteps={'adaptive_bins': 65}), earlier=[POLICY])
+
+
+@pytest.mark.parametrize(
+    ('fields', 'taken'),
+    [({'steps': 0}, 1000), ({'steps': 1000}, 1000), ({'steps': 1, 'sampler': 'ddim'}, 1)],
+)
+def test_a_spacing_of_timesteps_where_none_are_skipped(fields, taken):
+    config = Config().replace(evaluation={'skip_schedule': 'quadratic', **fields})
+    with pytest.raises(UserError) as error:
+        check_used(config)
+    assert str(error.value) == (
+        f'the config is not valid: evaluation.skip_schedule: quadratic has no effect on {taken} of '
+        '1000 timesteps; leave it out, or set evaluation.steps to 2 to 999'
+    )
+    check_used(config, earlier=[config])
+    check_used(config, config.replace(evaluation={'steps': 50}))
+
+
+def test_spacings_that_skip_timesteps_or_have_none_pass():
+    check_used(Config().replace(evaluation={'skip_schedule': 'linear'}))  # the usual 50 steps
+    check_used(Config().replace(evaluation={'steps': 0}))
+    noise_levels = {'diffusion': {'objective': 'edm'}, 'evaluation': {'skip_schedule': 'log_snr'}}
+    check_used(Config().replace(**noise_levels).replace(evaluation={'steps': 0}))
+    with pytest.raises(UserError, match='karras has no effect on 40 of 40 timesteps'):
+        check_used(
+            Config().replace(diffusion={'steps': 40}, evaluation={'skip_schedule': 'karras'})
+        )
