@@ -33,7 +33,7 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import choose
+from jaxunet.ops.backends import check_averages, choose
 from jaxunet.runtime import distributed
 from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.background import Background
@@ -163,6 +163,7 @@ def run(config: Config) -> None:
     devices.wait()
     # A missing backend or device is an error before anything is read or written.
     ops = choose(config.backend, config.precision)
+    check_averages(config)
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
     Parallel(config)

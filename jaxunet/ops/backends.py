@@ -36,6 +36,7 @@ from absl import logging
 
 from jaxunet.config import OPS, Config, split_backend
 from jaxunet.ops import choices
+from jaxunet.ops.adamw.operands import MAX_AVERAGES
 from jaxunet.ops.checks import KERNEL_TYPES
 from jaxunet.ops.references import UPDATE, VARIANTS, XLA, Op, implementation
 from jaxunet.ops.vocabulary import FusedUpdate, Ops
@@ -47,6 +48,7 @@ from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 # `overlaps`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
+XLA_UPDATE = {'adamw': 'xla'}
 
 
 def choose(backend: str, precision: str | None = None) -> dict[str, str]:
@@ -135,6 +137,24 @@ def fused_update(backend: str, precision: str | None = None) -> FusedUpdate | No
     """Returns the kernels of the op `adamw`; None if optax and XLA do its work."""
     name = named(backend, precision)['adamw']
     return None if name == 'xla' else load_backend(name).ops['adamw']
+
+
+def check_averages(config: Config) -> None:
+    """Checks that the backend of `adamw` takes all averages of the weights.
+
+    Raises:
+      UserError: they are more than its kernels take, or as `named`.
+    """
+    found = len(config.ema.rates) + len(config.ema.widths)
+    name = named(config.backend, config.precision)['adamw']
+    if found <= MAX_AVERAGES or name == 'xla':
+        return
+    base, changed = split_backend(config.backend)
+    other = '+'.join([base, *(f'{op}={owner}' for op, owner in (changed | XLA_UPDATE).items())])
+    raise UserError(
+        f'ema.rates, ema.widths: {found} averages of the weights; the kernels of adamw={name} take '
+        f'at most {MAX_AVERAGES}; keep fewer, or set backend={other}'
+    )
 
 
 def describe(backend: str, precision: str | None = None) -> str:

@@ -30,7 +30,7 @@ from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.low_res import check_condition
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import describe, load_ops
+from jaxunet.ops.backends import check_averages, describe, load_ops
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
@@ -59,7 +59,7 @@ class Session:
       step: the compiled step, after `compile`.
 
     Raises:
-      UserError: the config does not fit the devices or the images, or its backend is missing.
+      UserError: the config does not fit the devices, the images or its backend, or that is missing.
     """
 
     parallel: Parallel
@@ -71,6 +71,7 @@ class Session:
 
     def __init__(self, config: Config, source: Source) -> None:
         check_condition(config)
+        check_averages(config)
         self.config, self.source = config, source
         self.parallel = Parallel(config)
         self._model = build_unet(config, load_ops(config.backend, config.precision))

@@ -1,5 +1,5 @@
-"""Arrays of more pixels, queries or samples than the kernels count: refused while tracing, before
-any memory is needed.
+"""More pixels, queries or samples than the kernels count are refused while tracing, before any
+memory is needed; more averages of the weights when a run starts.
 """
 
 import math
@@ -7,11 +7,15 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from support.tiny import tiny_config
 
 from jaxunet.ops import backends, references
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.adamw.operands import MAX_AVERAGES, Rule
 from jaxunet.ops.checks import MAX_COUNT, MAX_SAMPLES
 from jaxunet.runtime.device import Target, use
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.session import Session
 
 PIXELS = r'{} pixels; the kernels take at most 2147479552; split the batch, or use the xla backend'
 IMAGES = {  # the first two have the most pixels that the kernels take, and more
@@ -77,3 +81,47 @@ def test_xla_takes_them():
     for name in ('pixels', 'samples', 'large'):
         assert trace(xla.group_norm, IMAGES[name]).shape == (*IMAGES[name], 64)
         assert trace(xla.conv3x3, IMAGES[name]).shape == (*IMAGES[name], 64)
+
+
+def with_averages(count, backend):
+    rates = tuple(0.99 + n / 10000 for n in range(count - 2))
+    return tiny_config(backend=backend, ema={'rates': rates, 'widths': (0.05, 0.1)})
+
+
+def test_more_averages_than_the_kernels_take():
+    config = with_averages(MAX_AVERAGES + 1, 'auto+linear=xla+adamw=cuda')
+    with pytest.raises(UserError) as error:
+        Session(config, None)
+    assert str(error.value) == (
+        'ema.rates, ema.widths: 65 averages of the weights; the kernels of adamw=cuda take at most '
+        '64; keep fewer, or set backend=auto+linear=xla+adamw=xla'
+    )
+    backends.check_averages(with_averages(MAX_AVERAGES, 'cuda'))
+    backends.check_averages(with_averages(MAX_AVERAGES + 1, 'cuda+adamw=xla'))
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize('averages', [MAX_AVERAGES, MAX_AVERAGES + 1])
+def test_the_kernels_take_as_many_averages(averages):
+    one, ones = jnp.ones(()), [jnp.ones(3)]
+    fused = backends.fused_update('cuda')
+    update = jax.jit(
+        lambda many: fused.adamw(
+            Rule(0.9, 0.999, 1e-8, 0.0),
+            ones,
+            ones,
+            ones,
+            ones,
+            many,
+            take=jnp.asarray(True),
+            factor=one,
+            learning_rate=one,
+            corrections=(one, one),
+            follow=[one] * averages,
+        )
+    )
+    if averages > MAX_AVERAGES:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r'averages: .*65'):
+            jax.block_until_ready(update([ones] * averages))
+    else:
+        assert len(update([ones] * averages).averages) == averages

@@ -16,6 +16,7 @@ from jaxunet.ops.adamw.packed import Packed
 
 Tree: TypeAlias = PyTree  # a tree of arrays
 GRADIENT_TYPES = ('float32', 'bfloat16', 'float16')
+MAX_AVERAGES = 64  # that kernels take in one call; the reference takes any number
 
 
 class Rule(NamedTuple):
@@ -42,8 +43,8 @@ class AdamW(Protocol):
     Args:
       gradients: a tree of float32 arrays, or of 16-bit ones when narrowed weights were trained; or
         `Packed`.
-      params, mu, nu, averages: trees of float32 arrays of the same shapes. XLA may reuse their
-        buffers for the results.
+      params, mu, nu, averages: trees of float32 arrays of the same shapes, at most `MAX_AVERAGES`
+        of averages. XLA may reuse their buffers for the results.
       take: a bool scalar; False changes nothing.
       factor: scales the gradients before anything else.
       corrections: the bias corrections 1 − b₁ᵗ and 1 − b₂ᵗ of mu and nu.
