@@ -72,6 +72,8 @@ def check_writable(path: str | os.PathLike[str], flag: str) -> None:
       UserError: permissions are missing, or a parent is a file.
     """
     target = pathlib.Path(path)
+    if not target.exists():
+        target = pathlib.Path(os.path.realpath(path))  # a link to a file that does not exist yet
     nearest = target if target.exists() else target.parent
     while not nearest.exists():
         nearest = nearest.parent

@@ -45,6 +45,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.whole_files import check_file
 from jaxunet.sweep import folder, report, runner, study
 from jaxunet.sweep.points import Axis, Machine, Point, expand, merge, parse_axes
 from jaxunet.sweep.presets import PRESETS, STUDY, STUDY_PARTS
@@ -147,7 +148,7 @@ def measure(directory: pathlib.Path) -> None:
     """Runs the grids of the flags and writes their results to the folder.
 
     Raises:
-      UserError: a flag, the config or the data is wrong.
+      UserError: a flag, the config or the data is wrong, or the results cannot be written.
     """
     given = parse_axes(VARY.value)
     if PRESET.value == STUDY:
@@ -157,6 +158,8 @@ def measure(directory: pathlib.Path) -> None:
         plans = [plan(config, machine, given, part, directory / part) for part in STUDY_PARTS]
     else:
         plans = [plan(config, machine, given, PRESET.value, directory)]
+    for each in plans:
+        check_file(each.directory / runner.RESULTS, '--output')
     for each in plans:
         folder.save(each.directory, each.spec)
         if len(plans) > 1:

@@ -132,6 +132,13 @@ def test_mistakes_end_before_anything_runs(arguments, message, tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
+def test_results_that_cannot_be_written_end_before_anything_runs(tmp_path):
+    (tmp_path / 'results.jsonl').symlink_to('/proc/version/results.jsonl')
+    message = f'error: --output: {tmp_path}/results.jsonl: cannot be written; check the name'
+    assert message in sweep(tmp_path, *flags(), '--vary=seed=1,2', '--noplot', code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ['results.jsonl']
+
+
 def test_a_stopped_sweep_takes_its_point_along(tmp_path):
     environment = os.environ | {
         'XLA_FLAGS': QUICK,
