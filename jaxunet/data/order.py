@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
+from jaxunet.runtime.bits import mix_bits
+
 ROUNDS = 8  # Feistel rounds
 SMALL, SMALL_ROUNDS = 256, 12  # sets below SMALL images need more rounds to mix
 MAX_IMAGES = 2**31 - 1
@@ -60,7 +62,8 @@ def permuted(i: U32, epoch: Broadcast, n: int, seed: int) -> U32:
     a, b = factors(n)
     key = epoch * np.uint32(0x9E3779B9) + np.uint32(_seed_word(seed))
     keys = [
-        _mix(key ^ np.uint32(_mix_int(r + 1))) for r in range(SMALL_ROUNDS if n < SMALL else ROUNDS)
+        mix_bits(key ^ np.uint32(_mix_int(r + 1)))
+        for r in range(SMALL_ROUNDS if n < SMALL else ROUNDS)
     ]
     x = _network(i, keys, a, b)
     for _ in range(a * b - n):
@@ -138,21 +141,18 @@ def _network(x: U32, keys: list[Broadcast], a: int, b: int) -> U32:
     left, right = x % np.uint32(a), x // np.uint32(a)
     for r, key in enumerate(keys):
         if r % 2 == 0:
-            left = (left + _mix(right * np.uint32(0xC2B2AE3D) + key) % np.uint32(a)) % np.uint32(a)
+            left = (
+                left + mix_bits(right * np.uint32(0xC2B2AE3D) + key) % np.uint32(a)
+            ) % np.uint32(a)
         else:
-            right = (right + _mix(left * np.uint32(0x27D4EB2F) + key) % np.uint32(b)) % np.uint32(b)
+            right = (
+                right + mix_bits(left * np.uint32(0x27D4EB2F) + key) % np.uint32(b)
+            ) % np.uint32(b)
     return right * np.uint32(a) + left
 
 
-def _mix(x: U32) -> U32:
-    """The finaliser of MurmurHash3 (Appleby): a bijection of uint32 that mixes all bits."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
 def _mix_int(x: int) -> int:
-    return int(_mix(np.array([x], np.uint32))[0])
+    return int(mix_bits(np.array([x], np.uint32))[0])
 
 
 def _seed_word(seed: int) -> int:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from jaxunet.runtime import dropout_rate
+from jaxunet.runtime.bits import mix_bits
 
 
 @jax.tree_util.register_pytree_node_class
@@ -93,16 +94,5 @@ def _bits(seeds: UInt32[Array, 'batch 2'], shape: tuple[int, ...]) -> UInt32[Arr
     ones = (1,) * len(shape)
     first, second = (seeds[:, i].reshape(-1, *ones) for i in range(2))
     position = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(1, *shape)
-    word = _mix(_mix((position >> 1) ^ first) + second)
+    word = mix_bits(mix_bits((position >> 1) ^ first) + second)
     return (word >> ((position & 1) * 16)) & jnp.uint32(0xFFFF)
-
-
-def _mix(word: UInt32[Array, '*shape']) -> UInt32[Array, '*shape']:
-    """Mixes each word: every bit of the result depends on all bits of the word.
-
-    This is the finalizer of MurmurHash3, which maps 32 bits to 32 bits one to one (Appleby,
-    https://github.com/aappleby/smhasher).
-    """
-    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
-    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
-    return word ^ (word >> 16)
