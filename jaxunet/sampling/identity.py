@@ -38,6 +38,9 @@ def identity(
 
     The number of samples, the batch size and the devices do not determine them. The picture that
     each sample is made from is left out: `LowRes.checksums` covers it.
+    The architecture of a classifier is left out: it follows from the names and shapes of its
+    weights and from the model (`jaxunet.weights.noisy_classifier`), so that another architecture
+    has other weights.
 
     Args:
       params: the model's weights.

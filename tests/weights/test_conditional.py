@@ -182,6 +182,31 @@ def test_the_published_classifier_is_inferred() -> None:
         noisy_classifier.infer(shapes, 'a.pt', PRESETS['adm_imagenet256'].config())
 
 
+def test_other_architectures_of_a_classifier_have_other_weights() -> None:
+    """So `jaxunet.sampling.identity` tells classifiers apart by their weights alone."""
+    like = config()
+    base = {'base_channels': 64, 'num_head_channels': 64, 'conv_resample': False}
+    changes: list[dict[str, object]] = [
+        {},
+        {'base_channels': 128},
+        {'channel_mult': (1, 1)},
+        {'channel_mult': (1, 2, 2)},
+        {'num_res_blocks': 2},
+        {'attention_resolutions': (16,)},
+        {'resblock_updown': False},
+        {'resblock_updown': False, 'conv_resample': True},
+        {'scale_shift_norm': False},
+    ]
+    seen = []
+    for change in changes:
+        given = config(base | change)
+        shapes = {row.name: row.shape for row in noisy_classifier.table(given, CLASSES)}
+        found, classes = noisy_classifier.infer(shapes, 'a.pt', like)
+        assert (found.model, classes) == (given.model, CLASSES)
+        seen.append(frozenset(shapes.items()))
+    assert len(set(seen)) == len(changes)
+
+
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
