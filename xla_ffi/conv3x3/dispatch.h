@@ -1,6 +1,6 @@
 // Chooses the kernel of a convolution with plain functions of the plan and of `hopper`, which is
-// true if the GPU and the build have the Hopper kernels. The first kernel in this list that accepts
-// a call runs it:
+// true if the GPU and the build have the Hopper kernels. Only kHopper accepts bfloat16 images with
+// float32 results. The first kernel in this list that accepts a call runs it:
 //
 //   kFewChannels   16-bit types; x is one array of at most 8 channels; features a multiple of 8; no
 //                  shortcut. Forward: no residual, no activation
@@ -10,8 +10,8 @@
 //                  pixels. Forward: no activation if the kernel is flipped or results are float32,
 //                  a residual in one array
 //   kMultistage    16-bit types; channels of each part and features multiples of 8. Forward: no
-//                  activation, no float32 results of bfloat16 images
-//   kImplicitGemm  everything but bfloat16 images with float32 results, which only kHopper takes
+//                  activation
+//   kImplicitGemm  everything else
 //
 // hopper/tile_choices_test.cc and portable/tile_choices_test.cc list the choices for the shapes of
 // the UNet.

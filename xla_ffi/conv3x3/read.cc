@@ -1,5 +1,6 @@
 // Reads and checks the convolution's calls: operands, results and attributes in the order in which
-// vjp.py passes them. Shared by the CPU and the CUDA build.
+// calls.py, parameter_gradients.py and upsampled.py pass them. Shared by the CPU and the CUDA
+// build.
 #include "conv3x3/read.h"
 
 #include <utility>

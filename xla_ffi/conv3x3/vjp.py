@@ -35,7 +35,7 @@ from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 # images, the fastest tiles leave no shared memory for this, and a separate kernel moves few bytes.
 # To refit, time both sides of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
-FEW = 8  # up to this many features, other kernels run: kFew in dispatch.h
+FEW = 8  # most features of the kernel for few features: kFew in dispatch.h
 
 
 def conv3x3(
@@ -150,8 +150,8 @@ def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Ad
 def _fuses_activation(parts: Parts, features: int) -> bool:
     """Returns True if the convolution applies GroupNorm and SiLU to its input.
 
-    Only kernels that read a tile once for its nine taps do so; the implicit GEMM would apply them
-    once per tap. Without the Hopper kernels, only the kernel for few features is left.
+    This is for kernels that read a tile once for its nine taps; the implicit GEMM applies them once
+    per tap. Without the Hopper kernels, only the kernel for few features is left.
     """
     if device.portable() and features > FEW:
         return False

@@ -77,7 +77,8 @@
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,
 //                                     weights_full, weights_empty
 //
-// With Traits::kWide, wide_epilogue.cuh replaces the epilogue.
+// With Traits::kWide, results are float32: wide_epilogue.cuh replaces the epilogue, and there are
+// no output buffers.
 #pragma once
 
 #include "common/launch.cuh"

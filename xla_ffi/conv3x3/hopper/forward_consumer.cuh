@@ -54,7 +54,7 @@ __device__ inline int phase_bytes(int image_phase) {
   return Block::kFlipped ? -rows : rows;
 }
 
-// Reads the per-channel operands of the epilogue before the mainloop.
+// Reads the shifts that the epilogue adds, before the mainloop.
 template <class Block>
 __device__ inline auto read_ahead(const Block& block, const Strip& at, int feature) {
   if constexpr (Block::Traits::kPhases) {

@@ -1,4 +1,5 @@
-// The instances of hopper_forward_kernel for one type: every tile of kTiles, flipped and unflipped.
+// The instances of hopper_forward_kernel for one type, or for float32 results: every tile of
+// kTiles, flipped and unflipped.
 #pragma once
 
 #include <algorithm>

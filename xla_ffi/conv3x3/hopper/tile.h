@@ -244,8 +244,8 @@ constexpr Tile kTiles[] = {
 // clang-format on
 constexpr int kTileCount = sizeof(kTiles) / sizeof(Tile);
 
-// The index of the tile with the fewest estimated cycles among those that `takes` accepts; the
-// shape is given as to `Schedule`.
+// The index of the tile with the fewest estimated cycles among those that `takes` accepts. The
+// other arguments are those of `Schedule`.
 template <int kCount, class Takes>
 constexpr int quickest_of(const Tile (&tiles)[kCount], const Takes& takes, int multiprocessors,
                           int64_t batch, int64_t height, int64_t width, int chunks,
