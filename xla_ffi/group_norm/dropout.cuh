@@ -30,7 +30,8 @@ struct SampleDropout {
   // Returns a mask whose bit j says that channel j of a vector is dropped. `position`: the vector's
   // position in its sample, pixel * channels + channel, a multiple of V.
   //
-  // Pair j has position / 2 ^ j, which first ^ and >> 16 leave as it is.
+  // Pair j hashes position / 2 + j, which is position / 2 ^ j. The hash begins with ^ first and
+  // ^ (>> 16); j has too few bits for the shift, so this is computed once for all pairs.
   __device__ uint32_t bits(uint32_t position) const {
     static_assert((V & (V - 1)) == 0 && V > 1 && V <= 32, "position / 2 + j is position / 2 ^ j");
     uint32_t word = (position >> 1) ^ first, found = 0;

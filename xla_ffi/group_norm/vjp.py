@@ -71,8 +71,9 @@ def group_norm(
 
 
 def _drops_inside(x: Activation, silu: bool) -> bool:
-    """Returns True if the kernels implement dropout for a call: with SiLU, and x of one part, in
-    vectors.
+    """Returns True if the kernels implement dropout for a call.
+
+    They do so with SiLU, for x of one part whose pixels are multiples of 16 bytes.
     """
     return silu and len(x.parts) == 1 and x.channels * x.dtype.itemsize % 16 == 0
 
@@ -166,7 +167,6 @@ def gradient(
     """Returns the gradients of a normalisation, given the gradient of its result.
 
     Args:
-      dy: the gradient of the result.
       mean, inverse: as in `Norm`.
       activation: also write act(norm(x) · scale + offset) again, from the same read of x, for a
         weight gradient to read.
