@@ -8,22 +8,18 @@
 namespace jaxunet {
 namespace {
 
-// Reads the image to convolve, in `parts` arrays.
+// Reads the image to convolve.
 template <class Plan>
-Array read_image(Reader& call, Plan& plan, const std::string& name, int64_t parts) {
+Array read_image(Reader& call, Plan& plan) {
   Array first;
-  plan.x = call.parts(name, parts, &first);
-  if (plan.x.total == 0) call.fail(name + ": no channels");
+  plan.x = call.parts("x", call.integer("parts", 1, kMaxParts), &first);
+  if (plan.x.total == 0) call.fail("x: no channels");
   plan.type = kind(first.element);
   plan.batch = first.dims[0];
   plan.height = first.dims[1];
   plan.width = first.dims[2];
-  call.at_most(name, "pixels", pixels(plan), kMaxPixels);
+  call.at_most("x", "pixels", pixels(plan), kMaxPixels);
   return first;
-}
-template <class Plan>
-Array read_image(Reader& call, Plan& plan) {
-  return read_image(call, plan, "x", call.integer("parts", 1, kMaxParts));
 }
 
 // Reads the small image or, if `upsampled`, the large one. The plan gets the size of the small

@@ -19,7 +19,5 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream,
                           KernelSet kernels = KernelSet::kFastest);
 cudaError_t norm_dropout_gradient(const NormGradient& plan, cudaStream_t stream,
                                   KernelSet kernels = KernelSet::kFastest);
-cudaError_t norm_input_gradient(const NormGradient& plan, cudaStream_t stream,
-                                KernelSet kernels = KernelSet::kFastest);
 
 }  // namespace jaxunet::cuda
