@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.stalls import STALLED
 
 RESTARTS = 3  # of one process
@@ -27,6 +28,9 @@ class QueueProcess:
       env: the environment variables.
       cores: CPU cores of the process; an empty set pins nothing.
       log: gets the command line, and what the process writes to stderr.
+
+    Attributes:
+      asked: the process was asked to stop.
     """
 
     def __init__(
@@ -40,11 +44,15 @@ class QueueProcess:
         self._number, self._command, self._env = number, command, env
         self._cores, self._log = cores, log
         self._process: subprocess.Popen[str] | None = None
-        self._asked = False
+        self.asked = False
 
     def start(self) -> bool:
-        """Starts the process; returns False if it was asked to stop, and so did not start."""
-        if self._asked:
+        """Starts the process; returns False if it was asked to stop, and so did not start.
+
+        Raises:
+          OSError: the system cannot start it.
+        """
+        if self.asked:
             return False
         command = self._command()
         print(shlex.join(command), file=self._log, flush=True)
@@ -58,7 +66,7 @@ class QueueProcess:
                 text=True,
                 start_new_session=True,  # signals reach it only through this process
             )
-        if self._asked:  # a signal came before the process was known
+        if self.asked:  # a signal came before the process was known
             self._process.terminate()
         return True
 
@@ -66,11 +74,15 @@ class QueueProcess:
         """Prints the lines of the process until it ends; returns its exit code.
 
         It is started again, to go on from the last checkpoint of its run, if it ended because its
-        devices stalled.
+        devices stalled, and if the system can start it.
         """
         code = self._wait()
         for restart in range(1, RESTARTS + 1):
-            if code != STALLED or not self.start():
+            try:
+                if code != STALLED or not self.start():
+                    break
+            except OSError as error:
+                self._say(f'it cannot start again: {error}\n')
                 break
             self._say(f'the devices finished no step; it starts again, {restart} of {RESTARTS}\n')
             code = self._wait()
@@ -78,8 +90,8 @@ class QueueProcess:
 
     def stop(self) -> None:
         """Asks the process to save and end; the second time, ends it at once."""
-        number = signal.SIGKILL if self._asked else signal.SIGTERM
-        self._asked = True
+        number = signal.SIGKILL if self.asked else signal.SIGTERM
+        self.asked = True
         if self._process is not None:
             self._process.send_signal(number)
 
@@ -96,20 +108,36 @@ class QueueProcess:
         print(f'{self._number}: {line}', end='', flush=True)
 
 
-def follow(processes: Sequence[QueueProcess]) -> list[int]:
-    """Follows all processes at once, until they have ended; returns their exit codes."""
+def run_all(processes: Sequence[QueueProcess]) -> list[int]:
+    """Runs all processes at once, until they have ended; returns their exit codes.
+
+    Raises:
+      UserError: the system cannot start one; the others were asked to stop, and have ended.
+    """
     codes = [0] * len(processes)
 
-    def one(index: int) -> None:
+    def follow(index: int) -> None:
         codes[index] = processes[index].follow()
 
-    threads = [
-        threading.Thread(target=one, args=(index,), daemon=True) for index in range(len(processes))
-    ]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
+    failure = ''
+    for index, process in enumerate(processes):
+        thread = threading.Thread(target=follow, args=(index,), daemon=True)
+        try:
+            process.start()
+            thread.start()
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no further thread
+            failure = f'process {index + 1} of {len(processes)} cannot be started: {error}'
+            for other in processes:
+                if not other.asked:  # asked again, it would not save
+                    other.stop()
+            process.follow()
+            break
+        threads.append(thread)
     for thread in threads:
         thread.join()
+    if failure:
+        raise UserError(f'{failure}; the others were stopped. The same command goes on from here')
     return codes
 
 

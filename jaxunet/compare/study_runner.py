@@ -27,7 +27,7 @@ from jaxunet.compare.collected import ROWS, STRETCHES
 from jaxunet.compare.job_files import check_configs_used, load_configs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements
-from jaxunet.compare.queue_process import QueueProcess, follow, signals_passed_on
+from jaxunet.compare.queue_process import QueueProcess, run_all, signals_passed_on
 from jaxunet.compare.step_times import step_times
 from jaxunet.compare.study import Study
 from jaxunet.runtime import subprocesses
@@ -76,7 +76,8 @@ def run(study: Study, options: Options, command: str) -> list[str]:
       command: the command line, for the rows.
 
     Raises:
-      UserError: a file that the study needs is missing, or a value does not fit.
+      UserError: a file that the study needs is missing, a value does not fit, or a process cannot
+        be started.
       KeyboardInterrupt: a signal stopped this process or those that it started.
     """
     jobs = study.jobs(options.part, options.data)
@@ -200,9 +201,7 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
             command = functools.partial(_command, study, options, known, number)
             env = _environment(options.devices, number)
             processes.append(QueueProcess(number, command, env, own, log))
-        for process in processes:
-            process.start()
-        codes = follow(processes)
+        codes = run_all(processes)
     if asked:
         raise KeyboardInterrupt
     return [

@@ -7,7 +7,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -265,23 +264,6 @@ def test_a_process_starts_again_only_so_often(study, tmp_path, fake, capsys):
     (problem,) = study_runner.run(study, options_of(tmp_path, devices=('0',)), '')
     assert problem.startswith('process 1: crash: exit code 6: error: the devices finished no step')
     assert capsys.readouterr().out.count('begins') == 1 + queue_process.RESTARTS
-
-
-def test_a_process_that_is_asked_to_stop_does_not_start_again(tmp_path, monkeypatch):
-    """The request comes after its devices stalled, just before it would start again."""
-    command = [sys.executable, '-c', f'raise SystemExit({queue_process.STALLED})']
-    start = queue_process.QueueProcess.start
-
-    def start_late(process):
-        process.stop()
-        return start(process)
-
-    with (tmp_path / 'log').open('w') as log:
-        process = queue_process.QueueProcess(1, lambda: command, os.environ, set(), log)
-        process.start()
-        monkeypatch.setattr(queue_process.QueueProcess, 'start', start_late)
-        assert process.follow() == queue_process.STALLED
-    assert len((tmp_path / 'log').read_text().splitlines()) == 1
 
 
 def test_a_signal_reaches_all_processes(study, tmp_path, fake):
