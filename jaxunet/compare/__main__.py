@@ -144,11 +144,12 @@ def main(argv: Sequence[str]) -> int:
     directory = pathlib.Path(OUTPUT.value)
     if PLOT.value:
         check_plots()
+    if not PLOT_ONLY.value:
+        # A run must not outlive the comparison, and its work so far gets a row.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if FILE.value:
         return compare_file(directory, began)
     if not PLOT_ONLY.value:
-        # A run must not outlive the comparison.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             runner.save_failures(compare(directory), directory)
         except KeyboardInterrupt:

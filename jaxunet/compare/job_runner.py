@@ -204,7 +204,6 @@ class Queue:
             reached = self._train(job, seconds)
             if reached < len(seconds):
                 if self._goes_on():
-                    reason = BY_SIGNAL
                     raise KeyboardInterrupt  # the loop ends early only after a signal
                 reason = 'stopped at the limit; the same command goes on from there'
                 self._fail(f'{job.name}: {reason}')
@@ -213,6 +212,9 @@ class Queue:
         except FAILURES as error:
             outcome, reason = FAILED, str(error)
             self._fail(f'{job.name}: {error}')
+        except KeyboardInterrupt:
+            reason = BY_SIGNAL
+            raise
         finally:
             self._watch.start('')
             self._note(job, outcome, reason)

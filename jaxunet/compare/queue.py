@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import pathlib
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -107,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: the file of jobs is wrong, or a field of the jobs has no effect.
     """
     began = time.perf_counter()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its work so far gets a row, too
     if KNOWN.value and not pathlib.Path(KNOWN.value).is_file():
         raise UserError(f'--known: no file {KNOWN.value}')
     output = pathlib.Path(OUTPUT.value)

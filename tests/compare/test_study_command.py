@@ -33,6 +33,19 @@ CHANGES = {
     '"data.holdout" = 20\n': '',
 }
 
+# Begins a config. A signal comes while the images are read.
+SIGNALLED = """
+import os, time
+from jaxunet.compare import job_runner
+
+def read(config):
+    time.sleep(0.01)
+    os.kill(os.getpid(), {number})
+    time.sleep(60)
+
+job_runner.open_images = read
+"""
+
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
@@ -314,6 +327,33 @@ def test_a_signal_while_a_run_compiles_is_not_success(folder, tmp_path):
     (row,) = collected.read_stretches([tmp_path / 'out/1' / collected.STRETCHES])
     assert (row['outcome'], row['reason']) == ('stopped', 'stopped by a signal')
     assert row['wall']['compiling'] > 0
+
+
+@pytest.mark.parametrize(
+    ('module', 'flag', 'number'),
+    [
+        ('jaxunet.compare', 'file', signal.SIGTERM),
+        ('jaxunet.compare.queue', 'jobs', signal.SIGTERM),
+        ('jaxunet.compare.queue', 'jobs', signal.SIGINT),
+    ],
+)
+def test_a_signal_before_training_leaves_a_row(module, flag, number, folder, tmp_path):
+    (tmp_path / 'config.py').write_text(
+        SIGNALLED.format(number=number.value) + (ROOT / 'configs/digits.py').read_text()
+    )
+    text = (folder / 'study.toml').read_text()
+    config = f'"{ROOT}/configs/digits.py"'
+    assert config in text
+    (tmp_path / 'study.toml').write_text(
+        text.replace(config, '"config.py"').replace('"random.npz"', f'"{folder}/random.npz"')
+    )
+    arguments = [f'--{flag}={tmp_path}/study.toml:uniform', f'--output={tmp_path}/out']
+    error = call(module, *arguments, code=130)
+    assert 'stopped; the same command goes on from here' in error
+    output = tmp_path / 'out' / ('1' if flag == 'file' else '')
+    (row,) = collected.read_stretches([output / collected.STRETCHES])
+    assert (row['outcome'], row['reason']) == ('stopped', 'stopped by a signal')
+    assert row['wall']['compiling'] >= 0.01
 
 
 @pytest.mark.long
