@@ -35,13 +35,12 @@ import pathlib
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 
 import jax
 from absl import flags
 
-from jaxunet.compare import flags_report, report, runner, study_runner
+from jaxunet.compare import BEGAN, flags_report, report, runner, study_runner
 from jaxunet.compare.methods import (
     FORM,
     METHODS,
@@ -89,7 +88,7 @@ DATA = flags.DEFINE_string('data', '.', 'With --file: folder of the archives of 
 LIMIT = flags.DEFINE_float(
     'limit',
     24 * 3600.0,
-    'With --file: time limit of the command in seconds; training stops before it.',
+    'With --file: time limit of the command in seconds from its start; training stops before it.',
     lower_bound=1,
 )
 RESERVE = flags.DEFINE_float(
@@ -139,7 +138,6 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: a flag or a file is wrong.
     """
-    began = time.perf_counter()
     _check_flags()
     directory = pathlib.Path(OUTPUT.value)
     if PLOT.value:
@@ -148,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
         # A run must not outlive the comparison, and its work so far gets a row.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     if FILE.value:
-        return compare_file(directory, began)
+        return compare_file(directory)
     if not PLOT_ONLY.value:
         try:
             runner.save_failures(compare(directory), directory)
@@ -196,7 +194,7 @@ def _check_devices(devices: Sequence[str]) -> None:
         )
 
 
-def compare_file(directory: pathlib.Path, began: float) -> int:
+def compare_file(directory: pathlib.Path) -> int:
     """Runs the comparison of the file and writes its report; returns the exit status.
 
     Raises:
@@ -216,7 +214,7 @@ def compare_file(directory: pathlib.Path, began: float) -> int:
             limit=LIMIT.value,
             reserve=RESERVE.value,
             resume=RESUME.value,
-            began=began,
+            began=BEGAN,
         )
         try:
             with opened(directory, '--output'):

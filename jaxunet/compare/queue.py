@@ -29,11 +29,11 @@ import pathlib
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 
 from absl import flags
 
+from jaxunet.compare import BEGAN
 from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.measure import Measurements
@@ -53,7 +53,10 @@ FEATURES = flags.DEFINE_string(
     'File of the feature network, which may appear later; without it nothing is compared.',
 )
 LIMIT = flags.DEFINE_float(
-    'limit', 24 * 3600.0, 'Seconds from the start after which no training begins.', lower_bound=1
+    'limit',
+    24 * 3600.0,
+    'Seconds from the start of the command after which no training begins.',
+    lower_bound=1,
 )
 RESERVE = flags.DEFINE_float(
     'reserve',
@@ -107,7 +110,6 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: the file of jobs is wrong, or a field of the jobs has no effect.
     """
-    began = time.perf_counter()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its work so far gets a row, too
     if KNOWN.value and not pathlib.Path(KNOWN.value).is_file():
         raise UserError(f'--known: no file {KNOWN.value}')
@@ -134,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
             RESERVE.value,
             shared_by=SHARED_BY.value,
             slowdown=SLOWDOWN.value,
-            began=began,
+            began=BEGAN,
         ),
         step_ms=step_ms,
         known=KNOWN.value,

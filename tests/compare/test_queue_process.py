@@ -1,14 +1,18 @@
-"""The processes of a comparison file: how they start, start again, and stop."""
+"""The processes of a comparison: how they start, start again, and stop."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
+from support.commands import environment, python_path
+from support.queues import TINY
+from support.untrained_features import write_untrained
 
 from jaxunet.compare.queue_process import STALLED, QueueProcess, run_all
 from jaxunet.runtime.errors import UserError
@@ -40,6 +44,34 @@ def make(tmp_path):
     yield make
     for log in logs:
         log.close()
+
+
+@pytest.mark.parametrize(
+    ('module', 'flag'), [('jaxunet.compare', '--file'), ('jaxunet.compare.queue', '--jobs')]
+)
+def test_the_time_limit_counts_from_before_the_imports(module, flag, tmp_path):
+    """They take two seconds longer here than the limit."""
+    (tmp_path / 'study.toml').write_text(
+        TINY.read_text()
+        .replace('../../../runs/features_tiny.npz', str(write_untrained(tmp_path)))
+        .replace('../../../', f'{TINY.parents[3]}/')
+        .replace('"PROTOCOL.md"', f'"{TINY.parent}/PROTOCOL.md"')
+    )
+    arguments = [f'{flag}={tmp_path}/study.toml', '--limit=1', f'--output={tmp_path}/out']
+    run = (
+        'import jaxunet.compare, runpy, sys, time\n'
+        "assert 'jax' not in sys.modules\n"
+        'time.sleep(3)\n'
+        f'sys.argv = {[module, *arguments]}\n'
+        f"runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, '-c', run]
+    env = environment() | {'PYTHONPATH': python_path()}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    left = re.findall('left out, (.*) s are left', done.stdout)
+    assert left
+    assert all(int(seconds) <= -2 for seconds in left)
 
 
 def test_a_process_that_is_asked_to_stop_does_not_start_again(make, tmp_path, monkeypatch):
