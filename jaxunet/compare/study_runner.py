@@ -1,7 +1,7 @@
 """Runs a comparison file: in this process, or in several that divide the runs among themselves.
 
-Each process is `jaxunet.compare.queue`, and is started again if its devices stall. The folder of
-the results has
+Each of several processes is `jaxunet.compare.queue`, and is started again if its devices stall; if
+this process makes the runs, a stall ends it. The folder of the results has
 
     1/, 2/, ...        what each process writes: rows, stretches, pictures, logs of the runs
     work/              runs that are not done
