@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'tests/gpu/benchmarks.sh'
 STAND_IN = """#!/bin/sh
 echo "$CUDA_VISIBLE_DEVICES $*" >> "$CALLS"
+taskset -cp $$ | sed 's/.*: //' >> "$CALLS.cores"
 sleep 0.2
 case "$*" in *imagenet64*) exit 3 ;; esac
 """
@@ -68,6 +69,22 @@ def test_the_gpus_share_the_jobs(run, monkeypatch):
     assert {call.split()[0] for call in calls} == {'2', '5'}
     ops = [call.split('--ops ')[1].split()[0] for call in calls if '--ops ' in call]
     assert {op for listed in ops for op in listed.split(',')} == set(KINDS)
+
+
+def test_the_jobs_share_the_cores_of_the_mask(run, monkeypatch, tmp_path):
+    every = os.sched_getaffinity(0)
+    mask = sorted(every)[-4:][:2]  # not the first ones, if there are four or more
+    if len(mask) < 2:
+        pytest.skip('needs two CPU cores')
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2,5')
+    os.sched_setaffinity(0, mask)
+    try:
+        done, calls = run('kernels')
+    finally:
+        os.sched_setaffinity(0, every)
+    assert (done.returncode, len(calls)) == (0, 3)
+    used = (tmp_path / 'calls.cores').read_text().split()
+    assert {int(cores) for cores in used} == set(mask)
 
 
 def test_an_unknown_part_is_refused(run):

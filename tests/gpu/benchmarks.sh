@@ -23,7 +23,10 @@ export OUT PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 GPUS=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd ,)}
 [ -n "$GPUS" ] || { echo 'error: expected an NVIDIA GPU, found none'; exit 2; }
 COUNT=$(tr , '\n' <<<"$GPUS" | wc -l)
-CORES=$(python3 -c 'import os; print(*sorted(os.sched_getaffinity(0)))')
+CORES='' # of this process
+for range in $(taskset -cp $$ | sed 's/.*: //; s/,/ /g'); do
+  CORES+=" $(seq -s ' ' "${range%-*}" "${range#*-}")"
+done
 export GPUS COUNT CORES
 
 jobs=() # PART FILE MODULE FLAGS..., without spaces in a flag; the longest first
