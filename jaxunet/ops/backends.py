@@ -48,7 +48,6 @@ from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 # `overlaps`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
-XLA_UPDATE = {'adamw': 'xla'}
 
 
 def choose(backend: str, precision: str | None = None) -> dict[str, str]:
@@ -150,7 +149,8 @@ def check_averages(config: Config) -> None:
     if found <= MAX_AVERAGES or name == 'xla':
         return
     base, changed = split_backend(config.backend)
-    other = '+'.join([base, *(f'{op}={owner}' for op, owner in (changed | XLA_UPDATE).items())])
+    changed |= {'adamw': 'xla'}
+    other = '+'.join([base, *(f'{op}={owner}' for op, owner in changed.items())])
     raise UserError(
         f'ema.rates, ema.widths: {found} averages of the weights; the kernels of adamw={name} take '
         f'at most {MAX_AVERAGES}; keep fewer, or set backend={other}'
