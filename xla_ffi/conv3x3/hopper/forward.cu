@@ -9,13 +9,9 @@ namespace jaxunet::cuda {
 namespace forward {
 
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
-  p->schedule = {tile,
-                 plan.batch,
-                 plan.height,
-                 plan.width,
-                 static_cast<int>(chunks_of(plan.x)),
-                 static_cast<int>(chunks_of(plan.projected)),
-                 plan.features};
+  set_schedule({tile, plan.batch, plan.height, plan.width, static_cast<int>(chunks_of(plan.x)),
+                static_cast<int>(chunks_of(plan.projected)), plan.features},
+               p);
   p->features = static_cast<int>(plan.features);
   p->residual = plan.residual.count > 0 && !plan.wide;
   p->shift = plan.shift;

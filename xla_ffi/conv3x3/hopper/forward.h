@@ -3,6 +3,7 @@
 // forward_wide.cu.
 #pragma once
 
+#include "common/fast_divmod.h"
 #include "common/tensor_map.h"
 #include "conv3x3/hopper/tile.h"
 #include "conv3x3/plan.h"
@@ -19,6 +20,8 @@ struct Maps {
 struct Parameters {
   Maps maps;
   Schedule schedule;
+  FastDivmod feature_tiles, strips_of_image, strips_across;  // of the schedule
+  FastDivmod phase;  // with phases (phases.h): the features of one; flipped, its chunks
   int x_parts, x_channels[kMaxParts], projected_parts, projected_channels[kMaxParts];
   int features, y_parts, y_channels[kMaxParts];
   bool residual;
@@ -30,6 +33,14 @@ struct WideParameters : Parameters {
   float* wide_y;
   const float* wide_residual;  // null: none
 };
+
+inline void set_schedule(const Schedule& schedule, Parameters* p) {
+  p->schedule = schedule;
+  if (schedule.tiles == 0) return;
+  p->feature_tiles = FastDivmod(schedule.feature_tiles);
+  p->strips_of_image = FastDivmod(schedule.strips_down * schedule.strips_across);
+  p->strips_across = FastDivmod(schedule.strips_across);
+}
 
 // Fills in the parameters and encodes the tensor maps. Not a template, so that it is compiled once
 // for all instances.

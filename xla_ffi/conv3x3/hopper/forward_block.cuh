@@ -82,22 +82,23 @@ struct Block {
 
   // Where a strip lies in the images.
   __device__ Strip strip_at(int strip) const {
-    const int each = p.schedule.strips_down * p.schedule.strips_across, sample = strip / each,
-              rest = strip - sample * each;
-    const int down = rest / p.schedule.strips_across;
+    const int sample = p.strips_of_image.quotient(strip),
+              rest = p.strips_of_image.remainder(strip, sample);
+    const int down = p.strips_across.quotient(rest);
     return {sample * Traits::kSamples, down * Traits::kRows,
-            (rest - down * p.schedule.strips_across) * Traits::kStripColumns};
+            p.strips_across.remainder(rest, down) * Traits::kStripColumns};
   }
 
   // The phase (phases.h) of a chunk of an output tile.
   __device__ int image_phase(int feature, int chunk) const {
-    return kFlipped ? chunk / (p.x_channels[0] / kChunk) : feature / p.y_channels[0];
+    return p.phase.quotient(kFlipped ? chunk : feature);
   }
 
   // The first output channel of a tile in its image. With phases, `feature` counts the features of
   // the four phase images one after the other.
   __device__ int channel_of(int feature) const {
-    if constexpr (Traits::kPhases && !kFlipped) return feature % p.y_channels[0];
+    if constexpr (Traits::kPhases && !kFlipped)
+      return p.phase.remainder(feature, p.phase.quotient(feature));
     return feature;
   }
 
@@ -106,8 +107,8 @@ struct Block {
   template <class Body>
   __device__ void for_each_tile(Body body) const {
     for (int tile = blockIdx.x; tile < p.schedule.tiles; tile += gridDim.x) {
-      const int strips = tile / p.schedule.feature_tiles;
-      body(strips * kConsumers, (tile - strips * p.schedule.feature_tiles) * Traits::kFeatures);
+      const int strips = p.feature_tiles.quotient(tile);
+      body(strips * kConsumers, p.feature_tiles.remainder(tile, strips) * Traits::kFeatures);
     }
   }
 

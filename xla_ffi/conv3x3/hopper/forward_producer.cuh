@@ -15,15 +15,17 @@ __device__ inline void produce(const Block& block) {
   // The slot of the strip rings and the stage of the weight ring to fill next.
   int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0;
   bool first_tile = true;
+  Strip at[Traits::kConsumers];  // the strips of a tile
 
   // Loads one chunk of each consumer's strip.
-  const auto load_strips = [&](const CUtensorMap* map, int channel, int first_strip) {
+  const auto load_strips = [&](const CUtensorMap* map, int channel) {
+#pragma unroll
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       const int n = consumer * kStripStages + slot;
       block.strip_empty[n].wait(slot_phase ^ 1);  // returns at once in the first round
       block.strip_full[n].arrive_expect(Traits::kBoxBytes);
       load_strip<Traits::kPacked>(block.strip(consumer, slot), map, &block.strip_full[n], channel,
-                                  block.strip_at(first_strip + consumer), 1);
+                                  at[consumer], 1);
     }
     slot = (slot + 1) % kStripStages;
     slot_phase ^= slot == 0;
@@ -52,10 +54,12 @@ __device__ inline void produce(const Block& block) {
   };
 
   block.for_each_tile([&](int first_strip, int feature) {
+#pragma unroll
+    for (int i = 0; i < Traits::kConsumers; ++i) at[i] = block.strip_at(first_strip + i);
     int channel = 0;  // counted over all parts
     for (int part = 0; part < p.x_parts; ++part) {
       for (int c = 0; c < p.x_channels[part]; c += kChunk) {
-        load_strips(&p.maps.x[part], c, first_strip);
+        load_strips(&p.maps.x[part], c);
         for (int n = 0; n < Block::kLoads; ++n) {
           if constexpr (Traits::kPhases) {
             const int phase = block.image_phase(feature, (channel + c) / kChunk);
@@ -71,7 +75,7 @@ __device__ inline void produce(const Block& block) {
     channel = 0;
     for (int part = 0; part < p.projected_parts; ++part) {
       for (int c = 0; c < p.projected_channels[part]; c += kChunk) {
-        load_strips(&p.maps.projected[part], c, first_strip);
+        load_strips(&p.maps.projected[part], c);
         load_weights(&p.maps.shortcut, channel + c, feature, 0, 1);
       }
       channel += p.projected_channels[part];

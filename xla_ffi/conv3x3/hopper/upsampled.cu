@@ -15,8 +15,10 @@ NhwcBox box_of(const Tile& tile, int halo) {
 }  // namespace
 
 cudaError_t parameters(const Tile& tile, const UpsampledConv3x3& plan, Parameters* p) {
-  p->schedule = phase_schedule(tile, plan.flipped, plan.batch, plan.height, plan.width,
-                               plan.channels, plan.features);
+  set_schedule(phase_schedule(tile, plan.flipped, plan.batch, plan.height, plan.width,
+                              plan.channels, plan.features),
+               p);
+  p->phase = FastDivmod(plan.flipped ? plan.channels / kChunk : plan.features);
   p->features = static_cast<int>(plan.features);
   p->residual = false;
   p->shift = plan.shift;
