@@ -69,13 +69,17 @@
 // before it loads the residual into the buffer, and residual_full signals the others); (2) before
 // the next TMA store, all threads have written.
 //
-// Shared memory, in this order; all but the barriers begin at multiples of 1024 bytes:
+// Shared memory, in this order, each beginning at a multiple of 1024 bytes:
 //
 //     strips    C x 2 x kStripBytes   a haloed strip of 64 channels: 128 bytes per pixel, swizzled
 //     outputs   C x kOutputBytes      features / 64 boxes of a strip; first holds the residual
-//     weights   stages x kStageBytes  weights of `taps` taps x 64 channels x features, swizzled
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,
-//                                     weights_full, weights_empty
+//                                     weights_full, weights_empty (the last two: kMaxStages each)
+//     weights   stages x kStageBytes  weights of `taps` taps x 64 channels x features, swizzled
+//
+// A block of a small call computes one tile, in less than 10000 cycles. It fetches its instructions
+// into an empty cache: those that are executed once take 4 to 9 cycles each (measured on an H100).
+// So there are few of them before the first TMA load and in the epilogue.
 //
 // With Traits::kWide, results are float32: wide_epilogue.cuh replaces the epilogue, and there are
 // no output buffers.
@@ -93,23 +97,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                           typename Block<T, Traits, kFlipped>::Given parameters) {
 #ifdef JAXUNET_SM90A_PASS
   const Block<T, Traits, kFlipped> block(parameters, shared_memory());
-  if (threadIdx.x == 0) {
-    block.init_barriers();
-    fence_barrier_init();
-  }
   if (threadIdx.x == Traits::kThreads - 1) block.prefetch_maps();
-  __syncthreads();
+  block.init_barriers();
   const int warpgroup = threadIdx.x / kWarpgroup;
   // With two warpgroups, each thread starts with as many registers as it can use.
   constexpr bool kMovesRegisters = Traits::kWarpgroups > 2;
+  // Each role waits in its own code, whose first instructions have then been fetched.
+  const auto wait_for_barriers = [] { named_barrier_sync(0, Traits::kThreads); };
   if (warpgroup < Traits::kConsumers) {
     if constexpr (kMovesRegisters) set_registers<Traits::kConsumerRegisters, true>();
+    wait_for_barriers();
     consume(block, warpgroup);
   } else if (warpgroup == Traits::kConsumers) {
     if constexpr (kMovesRegisters) set_registers<Traits::kProducerRegisters, false>();
+    wait_for_barriers();
     if (threadIdx.x % kWarpgroup == 0) produce(block);
   } else if constexpr (Traits::kActivated) {
     set_registers<Traits::kActivationRegisters, false>();
+    wait_for_barriers();
     activate(block, warpgroup - Traits::kConsumers - 1);
   }
 #else

@@ -11,13 +11,10 @@
 
 namespace jaxunet::cuda::forward {
 
-// The shifts that a thread reads before the mainloop, which hides the latency. In a transposed
-// tile, a thread keeps the shifts of its two accumulator rows (features), in a packed tile for each
-// sample of its two columns per group of eight: at[row][column]. In other tiles a thread needs the
-// shifts of many columns. Here it reads one or two of the tile's shifts only to bring them into the
-// L1 cache; the epilogue reads all that it needs.
+// The shifts of a thread's two accumulator rows (output channels) in a transposed tile; packed, of
+// the samples of its two columns per group of eight: at[row][column].
 template <class Traits>
-struct Shifts {
+struct RowShifts {
   static constexpr int kColumns = Traits::kPacked ? 2 : 1;
   float at[2][kColumns];
 };
@@ -31,7 +28,8 @@ struct Block {
   static constexpr int kLoads =
       Traits::kKernelTaps / kTaps;  // weight stages per chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
-  using Accumulator = float[Traits::kWgmmaN / 2];  // one thread's part
+  static constexpr int kMaxStages = Traits::kTile.max_stages();  // of the weight ring
+  using Accumulator = float[Traits::kWgmmaN / 2];                // one thread's part
   // The kernel's parameter.
   using Given = std::conditional_t<Traits::kWide, WideParameters, Parameters>;
 
@@ -43,29 +41,40 @@ struct Block {
   __device__ Block(const Given& parameters, unsigned char* shared) : p(parameters) {
     strips = shared;
     outputs = strips + kConsumers * kStripStages * Traits::kStripBytes;
-    weights = outputs + kConsumers * Traits::kOutputBytes;
-    auto* barriers = reinterpret_cast<Barrier*>(weights + p.schedule.stages * Traits::kStageBytes);
-    strip_full = barriers;
+    strip_full = reinterpret_cast<Barrier*>(outputs + kConsumers * Traits::kOutputBytes);
     strip_ready = strip_full + kConsumers * kStripStages;
     strip_empty = strip_ready + kConsumers * kStripStages;
     residual_full = strip_empty + kConsumers * kStripStages;
     turn = residual_full + kConsumers;
     weights_full = turn + 2;
-    weights_empty = weights_full + p.schedule.stages;
+    weights_empty = weights_full + kMaxStages;
+    weights = reinterpret_cast<unsigned char*>(strip_full) + kBarrierBytes;
   }
 
+  // All warps; four of them share the barriers. Their places and number are constants, so that this
+  // takes few instructions.
   __device__ void init_barriers() const {
-    for (int i = 0; i < kConsumers * kStripStages; ++i) {
-      strip_full[i].init(1);
-      strip_ready[i].init(kWarpgroup);
-      strip_empty[i].init(4);
+    static_assert(Traits::kThreads >= 4 * 32, "a warp for each case");
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 > 0 || warp > 3) return;
+    if (warp == 0) {
+      for (int i = 0; i < kConsumers * kStripStages; ++i) {
+        strip_full[i].init(1);
+        strip_empty[i].init(4);
+      }
     }
-    for (int i = 0; i < kConsumers; ++i) residual_full[i].init(1);
-    for (int i = 0; i < 2; ++i) turn[i].init(kWarpgroup);
-    for (int i = 0; i < p.schedule.stages; ++i) {
-      weights_full[i].init(1);
-      weights_empty[i].init(4 * kConsumers);
+    if (warp == 1) {
+      for (int i = 0; i < kMaxStages; ++i) weights_full[i].init(1);
     }
+    if (warp == 2) {
+      for (int i = 0; i < kMaxStages; ++i) weights_empty[i].init(4 * kConsumers);
+    }
+    if (warp == 3) {
+      for (int i = 0; i < kConsumers * kStripStages; ++i) strip_ready[i].init(kWarpgroup);
+      for (int i = 0; i < kConsumers; ++i) residual_full[i].init(1);
+      for (int i = 0; i < 2; ++i) turn[i].init(kWarpgroup);
+    }
+    fence_barrier_init();
   }
 
   // Prefetches the tensor maps that the first copies use.
@@ -112,9 +121,9 @@ struct Block {
     }
   }
 
-  // All threads of a consumer: adds shift and residual and stores the tile through `output`, its
+  // All threads of a consumer: adds shifts and residual and stores the tile through `output`, its
   // output buffer. `phase`: parity of residual_full. In forward_epilogue.cuh.
-  __device__ void epilogue(const Accumulator& accumulator, const Shifts<Traits>& shifts,
+  __device__ void epilogue(const Accumulator& accumulator, const RowShifts<Traits>& shifts,
                            int consumer, const Strip& at, int feature, unsigned char* output,
                            int phase) const;
 };

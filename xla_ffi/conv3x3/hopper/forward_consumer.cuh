@@ -8,10 +8,11 @@
 
 namespace jaxunet::cuda::forward {
 
-// Issues the wgmmas of one tap of 64 channels; without `add`, they overwrite the accumulator.
-// `strip` and `weights` are shared-memory addresses. The accumulator is pixels × features, or
-// features × pixels if kTransposed, which exchanges wgmma's operands. Pixels are always K-major,
-// because their channels are contiguous; so are the weights of a flipped kernel.
+// Issues the wgmmas of one tap of 64 channels. Without `add`, those of a transposed tile overwrite
+// the accumulator; any other accumulator starts with the shift. `strip` and `weights` are
+// shared-memory addresses. The accumulator is pixels × features, or features × pixels if
+// kTransposed, which exchanges wgmma's operands. Pixels are always K-major, because their channels
+// are contiguous; so are the weights of a flipped kernel.
 template <class Block>
 __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, uint32_t strip,
                                     int tap, uint32_t weights, bool add) {
@@ -31,14 +32,14 @@ __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, ui
       if constexpr (Traits::kTransposed) {
         Wgmma<T, true, false, kN>::run(accumulator, w, x, add || k > 0);
       } else {
-        Wgmma<T, false, true, kN>::run(accumulator, x, w, add || k > 0);
+        Wgmma<T, false, true, kN>::run(accumulator, x, w, true);
       }
     } else {
       const uint64_t w = advance(k_major, 32 * k);
       if constexpr (Traits::kTransposed) {
         Wgmma<T, false, false, kN>::run(accumulator, w, x, add || k > 0);
       } else {
-        Wgmma<T, false, false, kN>::run(accumulator, x, w, add || k > 0);
+        Wgmma<T, false, false, kN>::run(accumulator, x, w, true);
       }
     }
   }
@@ -52,16 +53,6 @@ __device__ inline int phase_bytes(int image_phase) {
   const int rows =
       (image_phase / 2 * Traits::kHaloColumns + image_phase % 2) * Traits::kSamples * kRowBytes;
   return Block::kFlipped ? -rows : rows;
-}
-
-// Reads the shifts that the epilogue adds, before the mainloop.
-template <class Block>
-__device__ inline auto read_ahead(const Block& block, const Strip& at, int feature) {
-  if constexpr (Block::Traits::kPhases) {
-    return prefetch_shifts(block, at, block.channel_of(feature));
-  } else {
-    return prefetch_shifts(block, at, feature);
-  }
 }
 
 // A consumer warpgroup: one strip of every tile. One long function, because splitting it changes
@@ -87,7 +78,12 @@ __device__ inline void consume(const Block& block, int consumer) {
     unsigned char* output = block.outputs + consumer * Traits::kOutputBytes;
     if (p.residual && thread == 0) load_residual(block, consumer, at, feature, output);
     typename Block::Accumulator accumulator;
-    const auto ahead = read_ahead(block, at, feature);
+    RowShifts<Traits> shifts;
+    if constexpr (Traits::kTransposed) {
+      shifts = read_row_shifts(block, at, block.channel_of(feature));
+    } else {
+      start_with_shift(block, accumulator, at, block.channel_of(feature));
+    }
     if (p.schedule.weights_resident) stage = stage_phase = 0;
 
     // The slot and stage that the last wgmmas read. They are released one step late, after the next
@@ -167,9 +163,9 @@ __device__ inline void consume(const Block& block, int consumer) {
     release_slot(-1);
     release_stage(-1);
     if constexpr (Traits::kWide) {
-      wide_epilogue(block, accumulator, ahead, at, feature);
+      wide_epilogue(block, accumulator, shifts, at, feature);
     } else {
-      block.epilogue(accumulator, ahead, consumer, at, feature, output, tile_phase);
+      block.epilogue(accumulator, shifts, consumer, at, feature, output, tile_phase);
     }
     tile_phase ^= 1;
   });

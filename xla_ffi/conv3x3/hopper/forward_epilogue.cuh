@@ -1,5 +1,5 @@
-// The epilogue of hopper_forward_kernel: adds shift and residual to the accumulator of a strip,
-// rounds, and stores through shared memory.
+// Shift and epilogue of hopper_forward_kernel. The epilogue adds the residual to the accumulator of
+// a strip, rounds, and stores through shared memory.
 #pragma once
 
 #include <cstring>
@@ -24,55 +24,62 @@ __device__ inline void load_residual(const Block& block, int consumer, const Str
   }
 }
 
-// The shift of an output channel; 0 past the last. For a strip past the last image, any sample's
-// shift will do.
+// The first number of a sample's shifts, or null if there are none. For a strip past the last
+// image, any sample's shifts will do.
 template <class Block>
-__device__ inline float shift_of(const Block& block, int sample, int feature) {
+__device__ inline const float* shifts_of(const Block& block, int sample) {
   const Parameters& p = block.p;
   const int64_t row = sample < p.schedule.batch ? sample : p.schedule.batch - 1;
-  return p.shift.data && feature < p.features ? p.shift.data[row * p.shift.stride + feature] : 0.0f;
+  return p.shift.data ? p.shift.data + row * p.shift.stride : nullptr;
 }
 
-// Called before the mainloop; see Shifts in forward_block.cuh.
+// Other than in a transposed tile, the accumulator starts with the shift. The reads overlap the
+// wait for the first strip. `channel`: the tile's first output channel. Channels are multiples of
+// eight.
 template <class Block>
-__device__ inline Shifts<typename Block::Traits> prefetch_shifts(const Block& block,
-                                                                 const Strip& at, int feature) {
+__device__ inline void start_with_shift(const Block& block,
+                                        typename Block::Accumulator& accumulator, const Strip& at,
+                                        int channel) {
+  const float* shifts = shifts_of(block, at.sample);
+#pragma unroll
+  for (int j = 0; j < Block::Traits::kWgmmaN / 8; ++j) {  // groups of eight columns (wgmma.cuh)
+    const int f = channel + 8 * j;
+    float2 two = make_float2(0.0f, 0.0f);
+    if (shifts && f < block.p.features)
+      two = *reinterpret_cast<const float2*>(shifts + f + threadIdx.x % 4 * 2);
+    accumulator[4 * j] = accumulator[4 * j + 2] = two.x;
+    accumulator[4 * j + 1] = accumulator[4 * j + 3] = two.y;
+  }
+}
+
+// In a transposed tile, a thread has only two output channels, and the epilogue adds their shifts.
+// Consumers that alternate (ping-pong) would wait for the shifts before their wgmmas.
+template <class Block>
+__device__ inline RowShifts<typename Block::Traits> read_row_shifts(const Block& block,
+                                                                    const Strip& at, int channel) {
   using Traits = typename Block::Traits;
-  constexpr int kColumns = Shifts<Traits>::kColumns;
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
-  Shifts<Traits> shifts{};
+  constexpr int kColumns = RowShifts<Traits>::kColumns;
+  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+  RowShifts<Traits> found;
 #pragma unroll
   for (int i = 0; i < 2 * kColumns; ++i) {
     const int row = i / kColumns, column = i % kColumns;
-    if constexpr (Traits::kTransposed) {
-      shifts.at[row][column] =
-          shift_of(block, at.sample + (lane % 4 * 2 + column) % Traits::kSamples,
-                   feature + 16 * warp + lane / 4 + 8 * row);
-    } else if (kWarpgroup * row < Traits::kFeatures) {
-      shifts.at[row][column] = shift_of(block, at.sample, feature + kWarpgroup * row + thread);
-    }
+    const float* shifts = shifts_of(block, at.sample + (lane % 4 * 2 + column) % Traits::kSamples);
+    const int f = channel + 16 * warp + lane / 4 + 8 * row;
+    found.at[row][column] = shifts && f < block.p.features ? shifts[f] : 0.0f;
   }
-  return shifts;
+  return found;
 }
 
-template <class T, class Traits, bool kFlipped>
-__device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& accumulator,
-                                                            const Shifts<Traits>& shifts,
-                                                            int consumer, const Strip& at,
-                                                            int feature, unsigned char* output,
-                                                            int phase) const {
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32,
-            matrix = lane / 8;
-  // Keeps the compiler from moving prefetch_shifts' reads behind the mainloop.
-  asm volatile("" ::"f"(shifts.at[0][0]), "f"(shifts.at[1][0]));
-  // The output buffer holds the residual, or is free once the last store has read it.
-  if (p.residual) {
-    residual_full[consumer].wait(phase);
-  } else {
-    if (thread == 0) tma_store_wait_read();
-    named_barrier_sync(1 + consumer, kWarpgroup);
-  }
-  const int channel = channel_of(feature);
+// Adds the shifts of a transposed tile and, with kResidual, the residual in the output buffer, to
+// which it writes the rounded sums.
+template <bool kResidual, class Block>
+__device__ inline void write_output(const typename Block::Accumulator& accumulator,
+                                    const RowShifts<typename Block::Traits>& shifts,
+                                    unsigned char* output) {
+  using T = typename Block::T;
+  using Traits = typename Block::Traits;
+  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32, matrix = lane / 8;
 #pragma unroll
   for (int j = 0; j < Traits::kKeptGroups; j += 2) {
     // Two groups of eight columns: 16 pixels, or 16 output channels. In each group, a thread holds
@@ -91,12 +98,11 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
     float values[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int f = channel + 8 * (j + i / 4) + lane % 4 * 2 + i % 2;
-      values[i] =
-          columns[i] + (Traits::kTransposed ? shifts.at[i / 2 % 2][i % Shifts<Traits>::kColumns]
-                                            : shift_of(*this, at.sample, f));
+      values[i] = columns[i];
+      if constexpr (Traits::kTransposed)
+        values[i] += shifts.at[i / 2 % 2][i % RowShifts<Traits>::kColumns];
     }
-    if (p.residual) {
+    if constexpr (kResidual) {
       uint32_t residual[4];
       ldmatrix_x4<Traits::kTransposed>(residual, row);
 #pragma unroll
@@ -114,6 +120,26 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
       memcpy(&packed[i], pair, 4);
     }
     stmatrix_x4<Traits::kTransposed>(row, packed);
+  }
+}
+
+template <class T, class Traits, bool kFlipped>
+__device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& accumulator,
+                                                            const RowShifts<Traits>& shifts,
+                                                            int consumer, const Strip& at,
+                                                            int feature, unsigned char* output,
+                                                            int phase) const {
+  const int thread = threadIdx.x % kWarpgroup;
+  // Keeps the compiler from moving the reads of the shifts behind the mainloop.
+  if constexpr (Traits::kTransposed) asm volatile("" ::"f"(shifts.at[0][0]), "f"(shifts.at[1][0]));
+  // The output buffer holds the residual, or is free once the last store has read it.
+  if (p.residual) {
+    residual_full[consumer].wait(phase);
+    write_output<true, Block>(accumulator, shifts, output);
+  } else {
+    if (thread == 0) tma_store_wait_read();
+    named_barrier_sync(1 + consumer, kWarpgroup);
+    write_output<false, Block>(accumulator, shifts, output);
   }
   fence_async_proxy();
   named_barrier_sync(1 + consumer, kWarpgroup);

@@ -1,4 +1,4 @@
-// The epilogue of hopper_forward_kernel for float32 results: adds shift and residual to the
+// The epilogue of hopper_forward_kernel for float32 results: adds shifts and residual to the
 // accumulator of a strip and stores the sums from registers. Each store of a warp writes whole
 // sectors of 32 bytes: eight adjacent output channels of a pixel.
 #pragma once
@@ -11,8 +11,8 @@ namespace jaxunet::cuda::forward {
 template <class Block>
 __device__ inline void wide_epilogue(const Block& block,
                                      const typename Block::Accumulator& accumulator,
-                                     const Shifts<typename Block::Traits>& shifts, const Strip& at,
-                                     int feature) {
+                                     const RowShifts<typename Block::Traits>& shifts,
+                                     const Strip& at, int feature) {
   using Traits = typename Block::Traits;
   const auto& p = block.p;
   const Schedule& s = p.schedule;
@@ -43,7 +43,7 @@ __device__ inline void wide_epilogue(const Block& block,
           const int64_t to = place(column + k, feature + row);
           if (to < 0) continue;
           const float added = residual ? residual[to] : 0.0f;
-          y[to] = values[2 * i + k] + shifts.at[i][k % Shifts<Traits>::kColumns] + added;
+          y[to] = values[2 * i + k] + shifts.at[i][k % RowShifts<Traits>::kColumns] + added;
         }
       } else {
         const int f = feature + column;
@@ -52,8 +52,7 @@ __device__ inline void wide_epilogue(const Block& block,
         const float2 added =
             residual ? *reinterpret_cast<const float2*>(residual + to) : make_float2(0.0f, 0.0f);
         *reinterpret_cast<float2*>(y + to) =
-            make_float2(values[2 * i] + shift_of(block, at.sample, f) + added.x,
-                        values[2 * i + 1] + shift_of(block, at.sample, f + 1) + added.y);
+            make_float2(values[2 * i] + added.x, values[2 * i + 1] + added.y);
       }
     }
   }
