@@ -29,7 +29,10 @@ struct Block {
       Traits::kKernelTaps / kTaps;  // weight stages per chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
   static constexpr int kMaxStages = Traits::kTile.max_stages();  // of the weight ring
-  using Accumulator = float[Traits::kWgmmaN / 2];                // one thread's part
+  static constexpr int kBarriers =
+      kConsumers * (3 * kStripStages + 1) + 2 + 2 * kMaxStages;  // in the order of the constructor
+  static_assert(kBarriers * sizeof(Barrier) <= kBarrierBytes, "room for all barriers");
+  using Accumulator = float[Traits::kWgmmaN / 2];  // one thread's part
   // The kernel's parameter.
   using Given = std::conditional_t<Traits::kWide, WideParameters, Parameters>;
 
