@@ -77,9 +77,9 @@
 //                                     weights_full, weights_empty (the last two: kMaxStages each)
 //     weights   stages x kStageBytes  weights of `taps` taps x 64 channels x features, swizzled
 //
-// A block of a small call computes one tile, in less than 10000 cycles. It fetches its instructions
-// into an empty cache: those that are executed once take 4 to 9 cycles each (measured on an H100).
-// So there are few of them before the first TMA load and in the epilogue.
+// A block of a small call computes a single tile, in 7,000 to 25,000 cycles. It fetches its
+// instructions into an empty cache: those that are executed once take 4 to 9 cycles each (measured
+// on an H100). So there are few of them before the first TMA load and in the epilogue.
 //
 // With Traits::kWide, results are float32: wide_epilogue.cuh replaces the epilogue, and there are
 // no output buffers.

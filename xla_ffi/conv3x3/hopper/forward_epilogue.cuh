@@ -71,8 +71,8 @@ __device__ inline RowShifts<typename Block::Traits> read_row_shifts(const Block&
   return found;
 }
 
-// Adds the shifts of a transposed tile and, with kResidual, the residual in the output buffer, to
-// which it writes the rounded sums.
+// Adds the shifts of a transposed tile and, with kResidual, the residual, which lies in the output
+// buffer. Writes the rounded sums to the output buffer.
 template <bool kResidual, class Block>
 __device__ inline void write_output(const typename Block::Accumulator& accumulator,
                                     const RowShifts<typename Block::Traits>& shifts,

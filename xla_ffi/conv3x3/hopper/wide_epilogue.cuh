@@ -1,6 +1,6 @@
-// The epilogue of hopper_forward_kernel for float32 results: adds shifts and residual to the
-// accumulator of a strip and stores the sums from registers. Each store of a warp writes whole
-// sectors of 32 bytes: eight adjacent output channels of a pixel.
+// The epilogue of hopper_forward_kernel for float32 results: adds the residual, and the shifts
+// of a transposed tile, to the accumulator of a strip and stores the sums from registers. Each
+// store of a warp writes whole sectors of 32 bytes: eight adjacent output channels of a pixel.
 #pragma once
 
 #include "conv3x3/hopper/forward_epilogue.cuh"
