@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "../graph_times.cuh"
 #include "conv3x3/kernels.h"
 
 using namespace jaxunet;
@@ -24,19 +25,13 @@ using namespace jaxunet::cuda;
 
 namespace {
 
-void check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::printf("CUDA: %s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
-
 struct Case {
   int size, channels, features;
 };
 constexpr Case kCases[] = {{64, 64, 64},   {64, 128, 64},  {32, 64, 128},  {32, 128, 128},
                            {32, 320, 128}, {16, 128, 192}, {16, 192, 192}, {16, 448, 192},
                            {8, 192, 256},  {8, 256, 256},  {8, 512, 256}};
-constexpr int kCalls = 64, kRounds = 40, kWarmup = 10;  // per graph; launches of the graph
+constexpr int kCalls = 64, kWarmup = 10, kRounds = 30;  // per graph; launches of the graph
 
 // Arrays for the largest case, of zeros.
 struct Arrays {
@@ -44,30 +39,27 @@ struct Arrays {
   float* shift;
 
   explicit Arrays(int batch) {
-    size_t x_bytes = 0, y_bytes = 0, kernel_bytes = 0;
+    size_t image_bytes = 0, kernel_bytes = 0;
     for (const Case& c : kCases) {
       const size_t pixels = size_t(batch) * c.size * c.size;
-      x_bytes = std::max(x_bytes, 2 * pixels * c.channels);
-      y_bytes = std::max(y_bytes, 2 * pixels * c.features);
+      image_bytes = std::max(image_bytes, 2 * pixels * std::max(c.channels, c.features));
       kernel_bytes = std::max(kernel_bytes, size_t{18} * c.channels * c.features);
     }
-    // The input gradient reads an image of y's size and writes one of x's.
-    x_bytes = y_bytes = std::max(x_bytes, y_bytes);
     shift = static_cast<float*>(zeros(4 * 1024 * size_t(batch)));
-    x = zeros(x_bytes);
-    y = zeros(y_bytes);
+    x = zeros(image_bytes);
+    y = zeros(image_bytes);
     kernel = zeros(kernel_bytes);
   }
   Arrays(const Arrays&) = delete;
   ~Arrays() {
-    for (void* array : {x, kernel, y, static_cast<void*>(shift)}) check(cudaFree(array));
+    for (void* array : {x, kernel, y, static_cast<void*>(shift)}) cuda_ok(cudaFree(array));
   }
 
  private:
   static void* zeros(size_t bytes) {
     void* array;
-    check(cudaMalloc(&array, bytes));
-    check(cudaMemset(array, 0, bytes));
+    cuda_ok(cudaMalloc(&array, bytes));
+    cuda_ok(cudaMemset(array, 0, bytes));
     return array;
   }
 };
@@ -87,38 +79,10 @@ Conv3x3 plan_of(const Arrays& arrays, int batch, const Case& c, bool flipped) {
   return plan;
 }
 
-// The microseconds per call, sorted.
-std::vector<float> times(const Conv3x3& plan, int multiprocessors) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  cudaEvent_t begin, end;
-  check(cudaStreamCreate(&stream));
-  check(cudaEventCreate(&begin));
-  check(cudaEventCreate(&end));
-  check(hopper_forward(plan, multiprocessors, stream));  // loads the kernel
-  check(cudaStreamSynchronize(stream));
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < kCalls; ++i) check(hopper_forward(plan, multiprocessors, stream));
-  check(cudaStreamEndCapture(stream, &graph));
-  check(cudaGraphInstantiate(&executable, graph, 0));
-  std::vector<float> found;
-  for (int i = 0; i < kRounds; ++i) {
-    check(cudaEventRecord(begin, stream));
-    check(cudaGraphLaunch(executable, stream));
-    check(cudaEventRecord(end, stream));
-    check(cudaEventSynchronize(end));
-    float ms;
-    check(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= kWarmup) found.push_back(ms * 1000 / kCalls);
-  }
-  check(cudaGraphExecDestroy(executable));
-  check(cudaGraphDestroy(graph));
-  check(cudaEventDestroy(begin));
-  check(cudaEventDestroy(end));
-  check(cudaStreamDestroy(stream));
-  std::sort(found.begin(), found.end());
-  return found;
+std::vector<float> times(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
+  const auto call = [&](int) { return hopper_forward(plan, multiprocessors, stream); };
+  cuda_ok(call(0));  // loads the kernel
+  return graph_times(stream, kCalls, kWarmup, kRounds, call);
 }
 
 }  // namespace
@@ -128,7 +92,9 @@ int main(int count, char** arguments) {
   for (int i = 1; i < count; ++i) batches.push_back(std::atoi(arguments[i]));
   if (batches.empty()) batches = {32, 256};
   int multiprocessors;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  cudaStream_t stream;
+  cuda_ok(cudaStreamCreate(&stream));
+  cuda_ok(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
   for (int batch : batches) {
     if (batch < 1) {
       std::printf("error: a batch: expected a whole number of 1 or more\n");
@@ -137,7 +103,7 @@ int main(int count, char** arguments) {
     const Arrays arrays(batch);
     for (const Case& c : kCases) {
       for (bool flipped : {false, true}) {
-        const auto us = times(plan_of(arrays, batch, c, flipped), multiprocessors);
+        const auto us = times(plan_of(arrays, batch, c, flipped), multiprocessors, stream);
         const double flops = 18.0 * batch * c.size * c.size * c.channels * c.features;
         const float median = us[us.size() / 2];
         std::printf("B%-3d %2dx%-2d %3d to %-3d %-14s %8.3f us [%.3f %.3f] %4.0f TFLOP/s\n", batch,

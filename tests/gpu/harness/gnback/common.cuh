@@ -19,6 +19,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../graph_times.cuh"
 #include "backward_smem_resident_tiling.h"
 #include "launch.h"
 #include "plan.h"
@@ -161,32 +162,7 @@ static NormGradient make_plan(const Shape& s, Type type, Memory& in, Memory& out
 // The microseconds of a call: the median of `reps` launches of a graph of `nodes` calls, which
 // rotate over `sets` sets of arrays.
 static double time_us(const std::function<cudaError_t(int)>& run, int sets, int nodes, int reps) {
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  CK(cudaStreamBeginCapture(st, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < nodes; ++i) CK(run(i % sets));
-  CK(cudaStreamEndCapture(st, &graph));
-  CK(cudaGraphInstantiate(&exec, graph, 0));
-  static cudaEvent_t a = nullptr, b;
-  if (!a) {
-    CK(cudaEventCreate(&a));
-    CK(cudaEventCreate(&b));
-  }
-  std::vector<float> t;
-  CK(cudaGraphLaunch(exec, st));
-  for (int r = 0; r < reps; ++r) {
-    CK(cudaEventRecord(a, st));
-    CK(cudaGraphLaunch(exec, st));
-    CK(cudaEventRecord(b, st));
-    CK(cudaEventSynchronize(b));
-    float ms;
-    CK(cudaEventElapsedTime(&ms, a, b));
-    t.push_back(ms);
-  }
-  CK(cudaGraphExecDestroy(exec));
-  CK(cudaGraphDestroy(graph));
-  std::sort(t.begin(), t.end());
-  return t[t.size() / 2] * 1000.0 / nodes;
+  return graph_times(st, nodes, 1, reps, [&](int i) { return run(i % sets); })[reps / 2];
 }
 static cudaError_t run_new(const NormGradient& p, const BackwardTiling& t, int vector) {
   const cudaError_t e = jaxunet::cuda::smem_resident_gradient(p, t, vector, st);

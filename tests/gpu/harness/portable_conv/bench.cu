@@ -13,6 +13,7 @@
 // The exit status is 1 if a check or a CUDA call failed; after failed checks nothing is timed.
 #include <cstdlib>
 
+#include "../graph_times.cuh"
 #include "check.cuh"
 #include "shapes.h"
 
@@ -44,29 +45,8 @@ cudaError_t reduce(const Conv3x3WeightGradient& plan, int splits) {
 template <class Run>
 double microseconds(Run run) {
   constexpr int kCalls = 6, kGraphs = 3;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
   CHECK(run());  // the first call of a kernel loads its code
-  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < kCalls; ++i) CHECK(run());
-  CHECK(cudaStreamEndCapture(stream, &graph));
-  CHECK(cudaGraphInstantiate(&executable, graph, 0));
-  CHECK(cudaGraphLaunch(executable, stream));
-  static cudaEvent_t begin = nullptr, end = nullptr;
-  if (!begin) CHECK(cudaEventCreate(&begin));
-  if (!end) CHECK(cudaEventCreate(&end));
-  std::vector<float> times(kGraphs);
-  for (float& time : times) {
-    CHECK(cudaEventRecord(begin, stream));
-    CHECK(cudaGraphLaunch(executable, stream));
-    CHECK(cudaEventRecord(end, stream));
-    CHECK(cudaEventSynchronize(end));
-    CHECK(cudaEventElapsedTime(&time, begin, end));
-  }
-  CHECK(cudaGraphExecDestroy(executable));
-  CHECK(cudaGraphDestroy(graph));
-  std::sort(times.begin(), times.end());
-  return 1000.0 * times[kGraphs / 2] / kCalls;
+  return graph_times(stream, kCalls, 1, kGraphs, [&](int) { return run(); })[kGraphs / 2];
 }
 
 // Microseconds of the implicit GEMM, the chosen tile and the fastest tile.
