@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warpgroup = threadIdx.x / kWarpgroup;
   // With two warpgroups, each thread starts with as many registers as it can use.
   constexpr bool kMovesRegisters = Traits::kWarpgroups > 2;
-  // Each role waits in its own code, whose first instructions have then been fetched.
+  // Each role waits in its own code, so that it fetches its first instructions before the wait
+  // ends.
   const auto wait_for_barriers = [] { named_barrier_sync(0, Traits::kThreads); };
   if (warpgroup < Traits::kConsumers) {
     if constexpr (kMovesRegisters) set_registers<Traits::kConsumerRegisters, true>();

@@ -54,8 +54,8 @@ struct Block {
     weights = reinterpret_cast<unsigned char*>(strip_full) + kBarrierBytes;
   }
 
-  // All warps; four of them share the barriers. Their places and number are constants, so that this
-  // takes few instructions.
+  // Every warp calls this; four of them initialise the barriers. The places and the number of the
+  // barriers are constants, so that it takes few instructions.
   __device__ void init_barriers() const {
     static_assert(Traits::kThreads >= 4 * 32, "a warp for each case");
     const int warp = threadIdx.x / 32;

@@ -24,7 +24,7 @@ __device__ inline void load_residual(const Block& block, int consumer, const Str
   }
 }
 
-// The first number of a sample's shifts, or null if there are none. For a strip past the last
+// Returns the address of a sample's shifts, or null if there are none. For a strip past the last
 // image, any sample's shifts will do.
 template <class Block>
 __device__ inline const float* shifts_of(const Block& block, int sample) {
@@ -33,9 +33,9 @@ __device__ inline const float* shifts_of(const Block& block, int sample) {
   return p.shift.data ? p.shift.data + row * p.shift.stride : nullptr;
 }
 
-// Other than in a transposed tile, the accumulator starts with the shift. The reads overlap the
-// wait for the first strip. `channel`: the tile's first output channel. Channels are multiples of
-// eight.
+// Sets the accumulator of a tile that is not transposed to the shifts, before the mainloop. The
+// reads overlap the wait for the first strip. `channel`: the tile's first output channel. The
+// number of channels is a multiple of eight.
 template <class Block>
 __device__ inline void start_with_shift(const Block& block,
                                         typename Block::Accumulator& accumulator, const Strip& at,
@@ -52,8 +52,9 @@ __device__ inline void start_with_shift(const Block& block,
   }
 }
 
-// In a transposed tile, a thread has only two output channels, and the epilogue adds their shifts.
-// Consumers that alternate (ping-pong) would wait for the shifts before their wgmmas.
+// Reads the shifts of a thread's two output channels in a transposed tile. The epilogue adds them:
+// if they were in the accumulator, consumers that alternate (ping-pong) would wait for the reads
+// before their wgmmas.
 template <class Block>
 __device__ inline RowShifts<typename Block::Traits> read_row_shifts(const Block& block,
                                                                     const Strip& at, int channel) {
