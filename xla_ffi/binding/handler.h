@@ -47,6 +47,7 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_conv3x3_upsampled_weight_gradient, conv3x3_upsampled_weight_gradient) \
   ENTRY(jaxunet_linear, linear)                                                       \
   ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)                       \
+  ENTRY(jaxunet_weight_gradients, weight_gradients)                                   \
   ENTRY(jaxunet_group_norm_forward, norm_forward)                                     \
   ENTRY(jaxunet_group_norm_dropout_forward, norm_dropout_forward)                     \
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)                               \

@@ -47,7 +47,9 @@ Type kind(ffi::DataType element) {
                                          : Type::kBfloat16;
 }
 
-void Reader::fail(const std::string& message) const { throw Mistake(op_ + ": " + message); }
+void Reader::fail(const std::string& message) const {
+  throw Mistake(op_ + ": " + member_ + message);
+}
 
 Array Reader::next_operand(const std::string& name) {
   if (operand_ >= operands_.size()) {
@@ -169,34 +171,38 @@ Rows Reader::rows(const std::string& name, int64_t batch, int64_t channels) {
   return {static_cast<const float*>(found.data), found.dims[0] == 1 ? 0 : channels};
 }
 
+void Reader::member(int64_t index) {
+  member_ = "member " + std::to_string(index) + ": ";
+  suffix_ = "_" + std::to_string(index);
+}
+
+void Reader::shared() {
+  member_.clear();
+  suffix_.clear();
+}
+
+template <class Value>
+Value Reader::attribute(const char* name, const char* expected) {
+  const auto value = attributes_.get<Value>(name + suffix_);
+  if (!value.has_value())
+    fail(std::string("attribute ") + name + ": expected " + expected + ": " +
+         value.error().message());
+  ++attribute_;
+  return *value;
+}
+
 int64_t Reader::integer(const char* name, int64_t low, int64_t high) {
-  const auto value = attributes_.get<int64_t>(name);
-  if (!value.has_value())
-    fail(std::string("attribute ") + name +
-         ": expected a 64-bit integer: " + value.error().message());
-  if (*value < low || *value > high) {
+  const int64_t value = attribute<int64_t>(name, "a 64-bit integer");
+  if (value < low || value > high) {
     fail(std::string("attribute ") + name + ": expected " + std::to_string(low) + " to " +
-         std::to_string(high) + ", found " + std::to_string(*value));
+         std::to_string(high) + ", found " + std::to_string(value));
   }
-  ++attribute_;
-  return *value;
+  return value;
 }
 
-float Reader::number(const char* name) {
-  const auto value = attributes_.get<float>(name);
-  if (!value.has_value())
-    fail(std::string("attribute ") + name + ": expected a float32: " + value.error().message());
-  ++attribute_;
-  return *value;
-}
+float Reader::number(const char* name) { return attribute<float>(name, "a float32"); }
 
-bool Reader::flag(const char* name) {
-  const auto value = attributes_.get<bool>(name);
-  if (!value.has_value())
-    fail(std::string("attribute ") + name + ": expected a bool: " + value.error().message());
-  ++attribute_;
-  return *value;
-}
+bool Reader::flag(const char* name) { return attribute<bool>(name, "a bool"); }
 
 KernelSet Reader::kernels() {
   if (!attributes_.contains("kernels")) return KernelSet::kFastest;

@@ -69,6 +69,11 @@ class Reader {
                   int64_t high = std::numeric_limits<int32_t>::max());
   float number(const char* name);
   bool flag(const char* name);
+  // Goes on with member `index` of a call that consists of several: the names of its attributes end
+  // in _index.
+  void member(int64_t index);
+  // Goes on with what all members share.
+  void shared();
   // The attribute `kernels`, which any call may have.
   KernelSet kernels();
 
@@ -89,7 +94,11 @@ class Reader {
   void check(const std::string& name, const Array& found, ffi::DataType element,
              const Dims& expected) const;
 
+  template <class Value>
+  Value attribute(const char* name, const char* expected);
+
   std::string op_;
+  std::string member_, suffix_;  // of the current member: for messages, for attributes
   ffi::RemainingArgs operands_;
   ffi::RemainingRets results_;
   ffi::Dictionary attributes_;

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
 #include "conv3x3/plan.h"
 #include "conv3x3/split_k.h"
 
@@ -74,17 +76,25 @@ WeightGradientTiling few_weight_gradient_tiling(const Conv3x3WeightGradient& pla
 cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK& split_k,
                                 float* partials, const ShiftPartials& shift, cudaStream_t stream);
 
-// hopper/: the same. With `accumulator_tiles`, which needs whole tiles, the partial results are
-// (splits, tiles) of accumulator_tile.h. The shortcut's partial results are (splits, projected
-// channels, features). Without x, the shortcut's blocks sum dy.
+// hopper/: the same, for one gradient or for several in as few launches as possible. Gradients with
+// the same number of samples per strip must be adjacent; those whose blocks take longest should
+// come first.
 constexpr int kMaxBlockChunks = 6;  // two for each of the three consumer warpgroups
 WeightGradientTiling hopper_weight_gradient_tiling(const Conv3x3WeightGradient& plan,
                                                    int max_block_chunks = kMaxBlockChunks);
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,
-                                   const WeightGradientTiling& tiling, const SplitK& split_k,
-                                   float* partials, bool accumulator_tiles,
-                                   const ShiftPartials& shift, const SplitK& shortcut_split_k,
-                                   float* shortcut_partials, cudaStream_t stream);
+struct HopperWeightGradient {
+  const Conv3x3WeightGradient* plan;  // of one type in all gradients of a call
+  WeightGradientTiling tiling;
+  SplitK split_k, shortcut_split_k;
+  // float32, or if there is one split, of the type of x. With `accumulator_tiles`, which needs
+  // whole tiles, the partial results are (splits, tiles) of accumulator_tile.h, in float32. Those
+  // of the shortcut are (splits, projected channels, features).
+  Result partials, shortcut_partials;
+  bool accumulator_tiles;
+  ShiftPartials shift;  // without x, the shortcut's blocks sum dy
+};
+cudaError_t hopper_weight_gradients(const std::vector<HopperWeightGradient>& gradients,
+                                    cudaStream_t stream);
 
 // Partial sums of dy for the weight gradients of portable/: (segments, batch, features), where each
 // of the `segments` covers a share of every sample's pixels.
@@ -102,7 +112,7 @@ struct SplitKReduction {
   int features = 0;
   int part_stride = 1;
 };
-constexpr int kReductions = 5;  // per launch
-cudaError_t split_k_reduce(const SplitKReduction (&reductions)[kReductions], cudaStream_t stream);
+// Runs all reductions in as few launches as possible, those that take longest first.
+cudaError_t split_k_reduce(const std::vector<SplitKReduction>& reductions, cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

@@ -111,6 +111,8 @@ Conv3x3 read_conv3x3(Reader& call);
 Conv3x3 read_conv3x3_shortcut_gradient(Reader& call);
 UpsampledConv3x3 read_conv3x3_upsampled(Reader& call);
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call);
+// The same without a workspace, for calls of several weight gradients.
+Conv3x3WeightGradient read_conv3x3_weight_gradient_member(Reader& call);
 UpsampledWeightGradient read_conv3x3_upsampled_weight_gradient(Reader& call);
 
 }  // namespace jaxunet

@@ -115,7 +115,7 @@ UpsampledConv3x3 read_conv3x3_upsampled(Reader& call) {
   return plan;
 }
 
-Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
+Conv3x3WeightGradient read_conv3x3_weight_gradient_member(Reader& call) {
   Conv3x3WeightGradient plan{};
   const Array first = read_image(call, plan);
   const Array dy = call.operand("dy", first.element, {plan.batch, plan.height, plan.width, kAny});
@@ -141,7 +141,12 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
     plan.of_scale = row("of_scale");
     plan.of_offset = row("of_offset");
   }
-  read_workspace(call, plan);
+  return plan;
+}
+
+Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
+  Conv3x3WeightGradient plan = read_conv3x3_weight_gradient_member(call);
+  read_workspace(call, plan, minimum_workspace(plan));
   return plan;
 }
 
@@ -155,7 +160,7 @@ UpsampledWeightGradient read_conv3x3_upsampled_weight_gradient(Reader& call) {
   plan.features = dy.dims[3];
   plan.dkernel = read_gradient(call, "dkernel", x.element, {3, 3, plan.channels, plan.features});
   read_shift_gradient(call, x.element, plan);
-  read_workspace(call, plan);
+  read_workspace(call, plan, minimum_workspace(plan));
   return plan;
 }
 

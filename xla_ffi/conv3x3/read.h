@@ -43,14 +43,15 @@ void read_shift_gradient(Reader& call, ffi::DataType element, Plan& plan) {
   }
 }
 
+// Reads the workspace, of at least `minimum` floats.
 template <class Plan>
-void read_workspace(Reader& call, Plan& plan) {
+void read_workspace(Reader& call, Plan& plan, int64_t minimum) {
   const Array workspace = call.result("workspace", ffi::DataType::F32, {kAny});
   plan.workspace = static_cast<float*>(workspace.data);
   plan.workspace_floats = workspace.dims[0];
-  if (plan.workspace_floats < minimum_workspace(plan)) {
-    call.fail("workspace: expected at least " + std::to_string(minimum_workspace(plan)) +
-              " numbers, found " + std::to_string(plan.workspace_floats));
+  if (plan.workspace_floats < minimum) {
+    call.fail("workspace: expected at least " + std::to_string(minimum) + " numbers, found " +
+              std::to_string(plan.workspace_floats));
   }
 }
 

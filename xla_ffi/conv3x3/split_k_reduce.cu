@@ -5,7 +5,7 @@
 // features. Eight lanes read a pixel's vectors, so 32 pixels are read at a time. The sums of these
 // 32 go through shared memory, where one thread per feature adds them.
 //
-// split_k_reduce: up to five sums of partial results, each with blocks of its own. A block's
+// split_k_reduce: several sums of partial results, each with blocks of its own. A block's
 // threads are rows × lanes, powers of two. A lane has four adjacent entries; row r adds them over
 // parts r, r + rows, r + 2 rows, ..., then row 0 adds the rows through shared memory. Results from
 // accumulator tiles are also transposed in shared memory before they are written. __syncthreads:
@@ -13,7 +13,10 @@
 // entries have been written.
 
 #include <algorithm>
+#include <memory>
+#include <vector>
 
+#include "common/block_ranges.h"
 #include "common/dispatch_dtype.cuh"
 #include "common/fast_divmod.h"
 #include "common/launch.cuh"
@@ -251,24 +254,30 @@ struct Layout {
 // 32-bit indices save registers, so that a fifth block fits on a multiprocessor.
 constexpr int64_t kMaxEntries = 1 << 30;
 
-// All reductions of a launch, with consecutive ranges of blocks.
-struct Reductions {
-  SplitKReduction job[kReductions];
-  Tiles tiles[kReductions];
-  int log_rows[kReductions];
-  int first[kReductions];  // block
+// A reduction as the kernel reads it.
+struct Job {
+  SplitKReduction sum;
+  Tiles tiles;
+  int log_rows;
 };
 
+// All reductions of a launch. kSome suffice for one weight gradient.
+constexpr int kSome = 8, kMany = 256;
+template <int kMost>
+struct Reductions {
+  Job jobs[kMost];
+  BlockRanges<kMost> ranges;
+};
+
+template <int kMost>
 __global__ void __launch_bounds__(kThreads)
-    split_k_reduce_kernel(const __grid_constant__ Reductions all) {
+    split_k_reduce_kernel(const __grid_constant__ Reductions<kMost> all) {
   constexpr int kFloats = kThreads / AccumulatorTile::kThreads * kTransposedFloats;
   __shared__ float4 totals[(kFloats > 4 * kThreads ? kFloats : 4 * kThreads) / 4];
-  int which = 0;  // this block's reduction; one without blocks begins where the next does
-#pragma unroll
-  for (int i = 1; i < kReductions; ++i) which += static_cast<int>(blockIdx.x) >= all.first[i];
-  const SplitKReduction& job = all.job[which];
-  const int log_rows = all.log_rows[which], log_lanes = kLogThreads - log_rows;
-  const int block = static_cast<int>(blockIdx.x) - all.first[which];
+  const int index = static_cast<int>(blockIdx.x), which = all.ranges.job_of(index);
+  const SplitKReduction& job = all.jobs[which].sum;
+  const int log_rows = all.jobs[which].log_rows, log_lanes = kLogThreads - log_rows;
+  const int block = index - all.ranges.first[which];
   const int rows = 1 << log_rows, lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1);
   const int row = threadIdx.x >> log_lanes;
   const int entry = (block * lanes + lane) * 4;  // the first of four
@@ -288,11 +297,30 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (job.features > 0) {
     __syncthreads();
-    put_tile(job, all.tiles[which], block * lanes * 4, log_lanes, total,
+    put_tile(job, all.jobs[which].tiles, block * lanes * 4, log_lanes, total,
              reinterpret_cast<float*>(totals));
   } else if (row == 0 && entry < job.count) {
     put(job.to, entry, job.count, total);
   }
+}
+
+// Launches as many reductions, from `begin` on, as have room in one launch, and moves `begin` past
+// them.
+template <int kMost>
+cudaError_t run_some(const std::vector<SplitKReduction>& reductions, size_t& begin,
+                     cudaStream_t stream) {
+  const auto all = std::make_unique<Reductions<kMost>>();
+  for (; begin < reductions.size() && !all->ranges.full(); ++begin) {
+    const SplitKReduction& sum = reductions[begin];
+    if (sum.count == 0) continue;
+    if (sum.count > kMaxEntries) return cudaErrorInvalidValue;
+    const Layout layout(sum);
+    all->jobs[all->ranges.jobs] = {sum, sum.features > 0 ? Tiles(sum) : Tiles(), layout.log_rows};
+    all->ranges.add(layout.blocks);
+  }
+  const unsigned blocks = static_cast<unsigned>(all->ranges.blocks);
+  return blocks ? launch(split_k_reduce_kernel<kMost>, dim3(blocks), kThreads, 0, stream, *all)
+                : cudaSuccess;
 }
 
 }  // namespace
@@ -304,21 +332,13 @@ cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float*
   });
 }
 
-cudaError_t split_k_reduce(const SplitKReduction (&reductions)[kReductions], cudaStream_t stream) {
-  Reductions all{};
-  int blocks = 0;
-  for (int i = 0; i < kReductions; ++i) {
-    if (reductions[i].count > kMaxEntries) return cudaErrorInvalidValue;
-    const Layout layout(reductions[i]);
-    all.job[i] = reductions[i];
-    if (reductions[i].features > 0) all.tiles[i] = Tiles(reductions[i]);
-    all.log_rows[i] = layout.log_rows;
-    all.first[i] = blocks;
-    blocks += static_cast<int>(layout.blocks);
+cudaError_t split_k_reduce(const std::vector<SplitKReduction>& reductions, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  for (size_t begin = 0; begin < reductions.size() && error == cudaSuccess;) {
+    error = reductions.size() <= kSome ? run_some<kSome>(reductions, begin, stream)
+                                       : run_some<kMany>(reductions, begin, stream);
   }
-  if (blocks == 0) return cudaSuccess;
-  return launch(split_k_reduce_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream,
-                all);
+  return error;
 }
 
 }  // namespace jaxunet::cuda

@@ -13,5 +13,7 @@ class Reader;
 
 Conv3x3 read_linear(Reader& call);
 Conv3x3WeightGradient read_linear_weight_gradient(Reader& call);
+// The same without a workspace, for calls of several weight gradients.
+Conv3x3WeightGradient read_linear_weight_gradient_member(Reader& call);
 
 }  // namespace jaxunet

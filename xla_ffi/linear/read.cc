@@ -33,7 +33,7 @@ Conv3x3 read_linear(Reader& call) {
   return plan;
 }
 
-Conv3x3WeightGradient read_linear_weight_gradient(Reader& call) {
+Conv3x3WeightGradient read_linear_weight_gradient_member(Reader& call) {
   Conv3x3WeightGradient plan{};
   const Array x = read_x(call, plan);
   const Array dy = call.operand("dy", x.element, {plan.batch, plan.height, plan.width, kAny});
@@ -43,7 +43,12 @@ Conv3x3WeightGradient read_linear_weight_gradient(Reader& call) {
   plan.dshift = read_gradient(call, "dbias", x.element, {1, plan.features}, &plan.shifts);
   // One sample, because dbias is the sum over all samples.
   regroup(plan, pixels(plan) / kRegroupedColumns);
-  read_workspace(call, plan);
+  return plan;
+}
+
+Conv3x3WeightGradient read_linear_weight_gradient(Reader& call) {
+  Conv3x3WeightGradient plan = read_linear_weight_gradient_member(call);
+  read_workspace(call, plan, minimum_workspace(plan));
   return plan;
 }
 

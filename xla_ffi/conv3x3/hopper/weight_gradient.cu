@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "common/launch.cuh"
 #include "common/tensor_map.h"
@@ -15,18 +16,19 @@ namespace {
 
 using namespace weight_gradient;
 
-template <class T, bool kPacked>
-cudaError_t run(const Parameters& p, cudaStream_t stream) {
+template <class T, bool kPacked, class Launch>
+cudaError_t run(const Launch& all, cudaStream_t stream) {
   constexpr int kBytes = Block<T, kPacked>::kBytes;
-  const auto kernel = hopper_weight_gradient_kernel<T, kPacked>;
+  const auto kernel = hopper_weight_gradient_kernel<T, kPacked, Launch>;
   const cudaError_t error = allow_shared_memory(kernel, kBytes);
-  const int blocks = p.kernel.blocks() + p.shortcut.blocks();
-  return error == cudaSuccess ? launch(kernel, dim3(blocks), kThreads, kBytes, stream, p) : error;
+  const dim3 grid(static_cast<unsigned>(all.ranges.blocks));
+  return error == cudaSuccess ? launch(kernel, grid, kThreads, kBytes, stream, all) : error;
 }
 
-template <class T>
-cudaError_t run(const Parameters& p, cudaStream_t stream) {
-  return p.samples == kPackedSamples ? run<T, true>(p, stream) : run<T, false>(p, stream);
+template <class T, class Launch>
+cudaError_t run(const Launch& all, cudaStream_t stream) {
+  return all.members[0].samples == kPackedSamples ? run<T, true>(all, stream)
+                                                  : run<T, false>(all, stream);
 }
 
 // Projected chunks per block: at most `max`, divided as evenly as possible.
@@ -59,52 +61,85 @@ WeightGradientTiling hopper_weight_gradient_tiling(const Conv3x3WeightGradient& 
   return tiling;
 }
 
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,
-                                   const WeightGradientTiling& tiling, const SplitK& split_k,
-                                   float* partials, bool accumulator_tiles,
-                                   const ShiftPartials& shift, const SplitK& shortcut_split_k,
-                                   float* shortcut_partials, cudaStream_t stream) {
-  const auto parameters = std::make_unique<Parameters>();
-  Parameters& p = *parameters;
+namespace {
+
+// Encodes the tensor maps of a member, from maps[at] on, and fills in its parameters.
+cudaError_t fill(const HopperWeightGradient& gradient, Member& p, CUtensorMap* maps, int& at) {
+  const Conv3x3WeightGradient& plan = *gradient.plan;
+  const WeightGradientTiling& tiling = gradient.tiling;
   const int samples = samples_of_strip(plan.height, plan.width);
   cudaError_t error = cudaSuccess;
-  const auto image = [&](CUtensorMap* map, const void* data, int64_t channels, int halo) {
-    if (error != cudaSuccess) return;
+  const auto image = [&](const void* data, int64_t channels, int halo) {
     const bool packed = samples == kPackedSamples;
     const int rows = packed ? kPackedStrip.rows : kRows / samples;
     const int columns = packed ? kPackedStrip.strip_columns() : kStripColumns;
-    error = image_map(map, plan.type, data, {plan.batch, plan.height, plan.width, channels},
-                      {samples, rows + halo, columns + halo, kChunk}, packed);
+    if (error == cudaSuccess)
+      error = image_map(&maps[at], plan.type, data, {plan.batch, plan.height, plan.width, channels},
+                        {samples, rows + halo, columns + halo, kChunk}, packed);
+    return at++;
   };
   const auto images = [&](Image* to, const Parts& parts, int halo) {
+    to->maps = at;
     to->parts = parts.count;
     to->total = static_cast<int>(parts.total);
     for (int i = 0; i < parts.count; ++i) {
       to->channels[i] = static_cast<int>(parts.channels[i]);
-      image(&to->maps[i], parts.data[i], parts.channels[i], halo);
+      image(parts.data[i], parts.channels[i], halo);
     }
   };
   images(&p.x, plan.x, 2);
   images(&p.projected, plan.projected, 0);
-  image(&p.dy, plan.dy, plan.features, 0);
-  if (error != cudaSuccess) return error;
+  p.dy = image(plan.dy, plan.features, 0);
   p.samples = samples;
   p.features = static_cast<int>(plan.features);
   p.feature_blocks = FastDivmod(ceil_div(plan.features, kChunk));
   p.x_blocks = FastDivmod(std::max<int64_t>(chunks_of(plan.x), 1));
-  p.kernel = Work(tiling.tiles, split_k);
-  p.shortcut = Work(tiling.shortcut_tiles, shortcut_split_k);
+  p.kernel = Work(tiling.tiles, gradient.split_k);
+  p.shortcut = Work(tiling.shortcut_tiles, gradient.shortcut_split_k);
   p.shortcut_chunks = static_cast<int>(chunks_of(plan.projected));
   p.block_chunks = tiling.block_chunks;
   p.height = static_cast<int>(plan.height);
   p.width = static_cast<int>(plan.width);
   p.strips_of_sample = FastDivmod(tiling.strips_of_sample);
   p.strips_across = FastDivmod(ceil_div(plan.width, kStripColumns));
-  p.partials = partials;
-  p.accumulator_tiles = accumulator_tiles;
-  p.shortcut_partials = shortcut_partials;
-  p.shift = shift;
-  return plan.type == Type::kFloat16 ? run<__half>(p, stream) : run<__nv_bfloat16>(p, stream);
+  p.partials = gradient.partials;
+  p.accumulator_tiles = gradient.accumulator_tiles;
+  p.shortcut_partials = gradient.shortcut_partials;
+  p.shift = gradient.shift;
+  return error;
+}
+
+// Launches as many members, from `begin` on, as have room in one `Launch` and the same samples per
+// strip, and moves `begin` past them.
+template <class Launch>
+cudaError_t run_some(const std::vector<HopperWeightGradient>& gradients, size_t& begin,
+                     cudaStream_t stream) {
+  const auto all = std::make_unique<Launch>();
+  const Type type = gradients[begin].plan->type;
+  const int64_t samples = gradients[begin].tiling.samples;
+  int maps = 0;
+  for (; begin < gradients.size() && !all->ranges.full(); ++begin) {
+    const HopperWeightGradient& next = gradients[begin];
+    const int more = next.plan->x.count + next.plan->projected.count + 1;
+    if (next.tiling.samples != samples || maps + more > Launch::kMostMaps) break;
+    Member& member = all->members[all->ranges.jobs];
+    const cudaError_t error = fill(next, member, all->maps, maps);
+    if (error != cudaSuccess) return error;
+    all->ranges.add(member.blocks());
+  }
+  return type == Type::kFloat16 ? run<__half>(*all, stream) : run<__nv_bfloat16>(*all, stream);
+}
+
+}  // namespace
+
+cudaError_t hopper_weight_gradients(const std::vector<HopperWeightGradient>& gradients,
+                                    cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  for (size_t begin = 0; begin < gradients.size() && error == cudaSuccess;) {
+    error = gradients.size() == 1 ? run_some<Alone>(gradients, begin, stream)
+                                  : run_some<Group>(gradients, begin, stream);
+  }
+  return error;
 }
 
 }  // namespace jaxunet::cuda

@@ -2,13 +2,14 @@
 //
 //   dW[i, j, c, f] = sum over pixels of x[pixel shifted by (i - 1, j - 1), c] · dy[pixel, f]
 //
-// A block owns 64 input × 64 output channels and all nine taps: 147 KB of float32 accumulators in
-// registers. K runs over pixels, and a block has one split of them (split-K, split_k.h). Strips of
-// 8 × 8 pixels pass through a ring in shared memory: dy, and x with one pixel of halo. Both
-// operands of wgmma are MN-major, because channels are contiguous and pixels are K. Each consumer
-// owns a row of taps. For tap (i, j), the operand is the haloed x starting at a shifted row. The
-// descriptor's leading stride, from 64 columns of B to the next 64, is one pixel: a single wgmma of
-// 64 × 192 multiplies dy by the three taps of a row.
+// A launch computes one weight gradient or several (weight_gradient_parameters.cuh), each with its
+// own blocks. A block owns 64 input × 64 output channels and all nine taps: 147 KB of float32
+// accumulators in registers. K runs over pixels, and a block has one split of them (split-K,
+// split_k.h). Strips of 8 × 8 pixels pass through a ring in shared memory: dy, and x with one pixel
+// of halo. Both operands of wgmma are MN-major, because channels are contiguous and pixels are K.
+// Each consumer owns a row of taps. For tap (i, j), the operand is the haloed x starting at a
+// shifted row. The descriptor's leading stride, from 64 columns of B to the next 64, is one pixel:
+// a single wgmma of 64 × 192 multiplies dy by the three taps of a row.
 //
 // For images of at most four rows, a strip holds two samples, one below the other: 2 · 4 × 8 pixels
 // of dy, 2 · 6 × 10 of x. For 4 × 4 images, a strip holds four packed samples (tile.h): 4 × 4 · 4
@@ -73,11 +74,13 @@ namespace jaxunet::cuda::weight_gradient {
 // the three consumers takes 24 more.
 constexpr int kConsumerRegisters = 152, kHelperRegisters = 56;
 
-template <class T, bool kPacked>
+template <class T, bool kPacked, class Launch>
 __global__ void __launch_bounds__(kThreads, 1)
-    hopper_weight_gradient_kernel(const __grid_constant__ Parameters parameters) {
+    hopper_weight_gradient_kernel(const __grid_constant__ Launch launch) {
 #ifdef JAXUNET_SM90A_PASS
-  const Block<T, kPacked> block(parameters, shared_memory());
+  const int index = static_cast<int>(blockIdx.x), member = launch.ranges.job_of(index);
+  const Block<T, kPacked> block(launch.members[member], launch.maps,
+                                index - launch.ranges.first[member], shared_memory());
   if (threadIdx.x == 0) {
     block.init_barriers();
     fence_barrier_init();

@@ -17,7 +17,7 @@ static_assert(kMaxBlockChunks == kChunksOfConsumer * kConsumers,
               "the consumers divide the chunks of a block");
 
 template <class T_, bool kPacked_>
-struct Block : StripLayout<kPacked_>, Share<Parameters> {
+struct Block : StripLayout<kPacked_>, Share<Member> {
   using T = T_;
   using Layout = StripLayout<kPacked_>;
   static constexpr int kXBytes = Layout::kXBytes;
@@ -31,14 +31,18 @@ struct Block : StripLayout<kPacked_>, Share<Parameters> {
   static_assert(3 * (1 + kMaxBlockChunks) * kDyBytes <= kRingBytes,
                 "one stage in use, one not yet released, one being filled");
 
-  __device__ Block(const Parameters& parameters, unsigned char* shared) : Share(parameters) {
+  const CUtensorMap* maps;
+
+  // `index`: of the block among those of its member.
+  __device__ Block(const Member& member, const CUtensorMap* maps_, int index, unsigned char* shared)
+      : Share(member), maps(maps_) {
     x = shared;
     dy = x + kStages * kXBytes;
     full = reinterpret_cast<Barrier*>(dy + kStages * kDyBytes);
     empty = full + kStages;
     scratch = reinterpret_cast<float*>(dy + kStages * kDyBytes + kBarrierBytes);
     // Neighbouring blocks read the same pixels, which are then in L2.
-    const int kernel_blocks = p.kernel.blocks(), index = static_cast<int>(blockIdx.x);
+    const int kernel_blocks = p.kernel.blocks();
     const bool projected = index >= kernel_blocks;
     const int at = projected ? index - kernel_blocks : index;
     const Work& own = projected ? p.shortcut : p.kernel;
@@ -63,12 +67,16 @@ struct Block : StripLayout<kPacked_>, Share<Parameters> {
     return fit < kStages ? fit : kStages;
   }
 
+  __device__ const CUtensorMap* map(int index) const { return maps + index; }
+  __device__ const CUtensorMap* map(const Image& image, int part) const {
+    return maps + image.maps + part;
+  }
+
   // Prefetches the tensor maps that the first copies use.
   __device__ void prefetch_maps() const {
     const Image& image = chunks ? p.projected : p.x;
-    prefetch_tensor_map(&p.dy);
-    prefetch_tensor_map(
-        &image.maps[Place(image, chunks ? x_block * p.block_chunks : x_block).part]);
+    prefetch_tensor_map(map(p.dy));
+    prefetch_tensor_map(map(image, Place(image, chunks ? x_block * p.block_chunks : x_block).part));
   }
 
   __device__ void init_barriers() const {

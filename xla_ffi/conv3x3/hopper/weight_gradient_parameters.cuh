@@ -1,4 +1,5 @@
-// The parameters of hopper_weight_gradient_kernel.
+// The parameters of hopper_weight_gradient_kernel: one or more weight gradients, and their tensor
+// maps.
 #pragma once
 
 #include <cuda.h>
@@ -6,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/block_ranges.h"
 #include "common/fast_divmod.h"
 #include "conv3x3/hopper/tile.h"
 #include "conv3x3/plan.h"
@@ -16,7 +18,7 @@ namespace jaxunet::cuda::weight_gradient {
 // An image in parts: arrays side by side along their channels, in chunks of 64 channels. No chunk
 // crosses from one array into the next.
 struct Image {
-  CUtensorMap maps[kMaxParts];            // boxes: 64 channels of a strip
+  int maps;  // index of the first part's tensor map; boxes: 64 channels of a strip
   int parts, channels[kMaxParts], total;  // total: channels of all parts
 };
 
@@ -43,10 +45,10 @@ struct Work {
   JAXUNET_HOST_DEVICE int count(int split) const { return size + (split < longer); }
 };
 
-// The kernel's only parameter.
-struct Parameters {
+// One weight gradient.
+struct Member {
   Image x, projected;
-  CUtensorMap dy;
+  int dy;       // index of its tensor map
   int samples;  // per strip: 1, 2 (one below the other) or 4 (packed)
   int features;
   FastDivmod feature_blocks, x_blocks;  // chunks of dy and of x (at least 1)
@@ -56,10 +58,25 @@ struct Parameters {
   FastDivmod strips_of_sample, strips_across;
   // (splits, 3, 3, channels, features), or if `accumulator_tiles`: (splits, tiles) of
   // accumulator_tile.h; (splits, projected channels, features).
-  float *partials, *shortcut_partials;
+  Result partials, shortcut_partials;
   bool accumulator_tiles;
   ShiftPartials shift;
+
+  JAXUNET_HOST_DEVICE int blocks() const { return kernel.blocks() + shortcut.blocks(); }
 };
+
+// The kernel's only parameter: up to kMembers weight gradients, each with a range of blocks.
+template <int kMembers, int kMaps>
+struct Launch {
+  static constexpr int kMostMaps = kMaps;
+  CUtensorMap maps[kMaps];
+  Member members[kMembers];
+  BlockRanges<kMembers> ranges;
+};
+using Alone = Launch<1, 2 * kMaxParts + 1>;
+// As many as fit in a kernel's parameters.
+using Group = Launch<64, 128>;
+static_assert(sizeof(Group) <= 32764, "the most bytes of a kernel's parameters");
 
 // The place of a chunk: its part, its first channel counted in that part, and the part's first
 // channel counted through all parts.

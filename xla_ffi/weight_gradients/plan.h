@@ -1,0 +1,23 @@
+// The weight gradients of several convolutions and linear layers in one call.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "conv3x3/plan.h"
+
+namespace jaxunet {
+
+class Reader;
+
+struct WeightGradients {
+  std::vector<Conv3x3WeightGradient> members;  // of one type, and without workspaces
+  // Uninitialized memory for the partial results of all members, at least the sum of their
+  // `minimum_workspace`.
+  float* workspace;
+  int64_t workspace_floats;
+};
+
+WeightGradients read_weight_gradients(Reader& call);
+
+}  // namespace jaxunet
