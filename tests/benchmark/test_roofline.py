@@ -175,6 +175,47 @@ def test_kernels_are_found_by_class_and_level(graph: bool) -> None:
     assert (lines[NORM_BACKWARD, ()].launches, lines[REDUCTIONS, ()].floor_ms) == (2, 0)
 
 
+@pytest.mark.parametrize('graph', [True, False])
+def test_a_merged_call_has_a_line_with_the_work_of_its_members(graph: bool) -> None:
+    """Its members are three convolutions, one of them with few channels, and a linear layer."""
+    members = {0: (2, 1, 'true'), 1: (1, 0, 'false'), 3: (1, 0, 'false')}
+    attributes = {'members': '4 : i64', 'linear_2': 'true'}
+    for i, (parts, residuals, norm) in members.items():
+        attributes |= {f'parts_{i}': f'{parts} : i64', f'residuals_{i}': f'{residuals} : i64'}
+        attributes |= {f'norm_{i}': norm, f'linear_{i}': 'false'}
+    operands = '%x, %x, %x, %x, %f, %small, %small, %small, %small, %image, %x'
+    merged = ffi('c.7', '(bf16[3,3,32,16])', operands, 'weight_gradients', 'backward', **attributes)
+    program = '\n'.join(merged if ' %c.7 =' in line else line for line in HLO.splitlines())
+    kernels = [('hopper_weight_gradient_kernel', 256.0), ('hopper_weight_gradient_kernel', 512.0)]
+    kernels += [('few_weight_gradient_kernel', 4096.0), ('split_k_reduce_kernel', 8192.0)]
+    step = [kernel for kernel in STEP if kernel[2] != 'c.7']
+    step[8:8] = [(name, us, 'c.7') for name, us in kernels]
+    alone = Work(WEIGHT_GRADIENT, (8, 8), 2 * 128 * 16 * 9 * 16, 1)  # of c.6
+    work = [
+        alone,
+        Work(WEIGHT_GRADIENT, (8, 8), 2 * 128 * 16 * (9 * 32 + 16), 10),
+        Work(WEIGHT_GRADIENT, (4, 4), 2 * 32 * 32 * 9 * 32, 100),
+        *(Work(LINEAR, (), 2 * 32 * 32 * 32, size) for size in (5_000, 1_000, 1_000)),
+        Work(FEW_CHANNELS, (8, 8), 2 * 128 * 16 * 9, 10_000),
+    ]
+    found = measure(trace(step, graph=graph), program, 2, work, RATES)
+    assert (found.unplaced, found.unknown) == (0, [])
+    lines = {(line.kind, line.level): line for line in found.lines}
+    weights = {level: lines[kind, level] for kind, level in lines if kind == WEIGHT_GRADIENT}
+    several = sum(w.flops for w in work[1:4])
+    assert {level: (line.launches, line.flops, line.bytes) for level, line in weights.items()} == {
+        (): (3, alone.flops + several, 1 + 1_110),
+        (8, 8): (1, alone.flops, 1),
+        ('several',): (2, several, 1_110),
+    }
+    assert weights['several',].ms == pytest.approx(768e-3)
+    assert (lines[LINEAR, ()].flops, lines[LINEAR, ()].bytes) == (2 * work[3].flops, 6_000)
+    assert lines[FEW_CHANNELS, ()].ms == pytest.approx(4.097)
+    assert lines[REDUCTIONS, ()].ms == pytest.approx(8.320)
+    levels = [row['level'] for row in to_rows(CASE, found, busy_ms=1.0, step_ms=1.0)]
+    assert 'several' in levels
+
+
 def test_xla_has_no_class_for_few_channels() -> None:
     """Its convolution of the images is in the class and level where `step_work` has its floor."""
     call = FFI.format('%image, %x', '', FORWARDS).replace('jaxunet_', '__cudnn$convForward')
@@ -225,6 +266,10 @@ def test_sums_belong_to_the_call_before_them() -> None:
     wg, sums, forward = 'weight_gradient_kernel', 'split_k_reduce_kernel', 'hopper_forward_kernel'
     assert place([wg, sums, forward, wg, sums, sums, wg], calls) == [0, 0, 1, 2, 2, 2, 3]
     assert place([wg, 'adamw_kernel', forward, wg, wg, sums], calls) == [0, None, 1, 2, 3, 3]
+    several = [weights, weights._replace(merged=True), product]
+    assert place([wg, sums, wg, wg, sums, forward], several) == [0, 0, 1, 1, 1, 2]
+    several = [weights._replace(merged=True), weights, product]
+    assert place([wg, wg, sums, wg, sums, forward], several) == [0, 0, 0, 1, 1, 2]
     assert place([wg, forward], calls) == [None, None]
     assert place([wg], []) == [None]
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxunet.benchmark.roofline import merged
 from jaxunet.benchmark.roofline.work import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
@@ -28,6 +29,7 @@ from jaxunet.benchmark.roofline.work import (
     REMAINING,
     UPDATE,
     WEIGHT_GRADIENT,
+    Level,
 )
 from jaxunet.profile.hlo_text import HloLine, target
 from jaxunet.profile.phases import BACKWARD, OPTIMIZER
@@ -74,11 +76,14 @@ class Call(NamedTuple):
       kind: its class.
       product: True for a forward convolution, its input gradient and a linear layer, which share
         kernels.
+      merged: True for the weight gradients of several layers, each of which may have kernels of its
+        own.
     """
 
     name: str
     kind: str
     product: bool
+    merged: bool = False
 
 
 def kind_of_name(name: str) -> str | None:
@@ -95,7 +100,7 @@ def handler_call(i: HloLine) -> Call | None:
     product = kind in (FORWARD, INPUT_GRADIENT, LINEAR) and 'weight_gradient' not in name
     if kind == FORWARD and re.search(r'\bflipped\s*=\s*true', i.rest):
         kind = INPUT_GRADIENT
-    return Call(i.name, kind, product)
+    return Call(i.name, kind, product, name == merged.TARGET)
 
 
 def kind_of_xla(i: HloLine | None, kernel: str, phase: str) -> str:
@@ -123,13 +128,13 @@ def kind_of_own(kernel: str, call: Call | None, phase: str) -> str | None:
       phase: one of `jaxunet.profile.phases.PHASES`.
     """
     kind = kind_of_name(kernel)
-    if call is not None and kind not in (None, REDUCTIONS):
+    if call is not None and not call.merged and kind not in (None, REDUCTIONS):
         return call.kind
     # Without a call, only the phase tells a forward convolution from an input gradient.
     return INPUT_GRADIENT if kind == FORWARD and phase == BACKWARD else kind
 
 
-def level_of(shapes: Sequence[Shape], levels: Collection[Shape]) -> Shape:
+def level_of(shapes: Sequence[Shape], levels: Collection[Level]) -> Shape:
     """Returns the largest level among shapes (batch, height, width, channels); () if there is none.
 
     Args:
@@ -138,7 +143,7 @@ def level_of(shapes: Sequence[Shape], levels: Collection[Shape]) -> Shape:
     return max((shape[1:3] for shape in _images(shapes, levels)), default=())
 
 
-def refined(kind: str, shapes: Sequence[Shape], levels: Collection[Shape]) -> str:
+def refined(kind: str, shapes: Sequence[Shape], levels: Collection[Level]) -> str:
     """Returns the class of one of our kernels, given the class that follows from its name.
 
     Convolutions with at most `FEW` channels on a side have their own.
@@ -147,7 +152,7 @@ def refined(kind: str, shapes: Sequence[Shape], levels: Collection[Shape]) -> st
     return FEW_CHANNELS if few and kind in CONVOLUTIONS else kind
 
 
-def _images(shapes: Sequence[Shape], levels: Collection[Shape]) -> list[Shape]:
+def _images(shapes: Sequence[Shape], levels: Collection[Level]) -> list[Shape]:
     return [shape for shape in shapes if len(shape) == 4 and shape[1:3] in levels]
 
 
@@ -156,7 +161,8 @@ def place(kernels: Sequence[str], calls: Sequence[Call]) -> list[int | None]:
 
     Every call launches one kernel or more, in the order of the calls. Among all ways to divide the
     kernels among the calls, it takes the one with the fewest impossible launches, and of these the
-    one with the fewest unlikely launches: a sum that begins a call, or a product that does not.
+    one with the fewest unlikely launches: a sum that begins a call, or a product that does not
+    (unless the call is `merged`).
 
     Args:
       kernels: names of the kernels, in the order in which they ran.
@@ -167,10 +173,11 @@ def place(kernels: Sequence[str], calls: Sequence[Call]) -> list[int | None]:
     costs = np.array([[0.0 if launches(c, k) else IMPOSSIBLE for c in calls] for k in rows])
     here = np.full(len(calls), np.inf)
     here[0] = costs[rows[kernels[0]], 0]
+    single = np.array([not c.merged for c in calls])
     moved = np.zeros((len(kernels), len(calls)), bool)
     for k, name in enumerate(kernels[1:], 1):
         kind = kind_of_name(name)
-        stay = here + (UNLIKELY if kind in (FORWARD, WEIGHT_GRADIENT) else 0)
+        stay = here + (UNLIKELY * single if kind in (FORWARD, WEIGHT_GRADIENT) else 0)
         move = np.concatenate([[np.inf], here[:-1]]) + (UNLIKELY if kind == REDUCTIONS else 0)
         moved[k] = move < stay
         here = np.minimum(stay, move) + costs[rows[name]]

@@ -16,14 +16,13 @@ from jaxunet.benchmark.roofline.classify import (
     place,
     refined,
 )
-from jaxunet.benchmark.roofline.work import LEVELLED, REMAINING, Work
+from jaxunet.benchmark.roofline.merged import level_of_members, merged_calls, moved
+from jaxunet.benchmark.roofline.work import LEVELLED, REMAINING, Level, Work
 from jaxunet.benchmark.traffic import Traffic
 from jaxunet.profile.events import DeviceOp, Trace
 from jaxunet.profile.hlo import Program, read_hlo
 from jaxunet.profile.hlo_text import target
 from jaxunet.profile.phases import CUDA, XLA, own_name, phase_of
-
-Level = tuple[int, ...]  # height and width; () = all levels
 
 
 class Line(NamedTuple):
@@ -72,6 +71,7 @@ def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rat
     traffic, program = Traffic(hlo), read_hlo(hlo)
     levels = {w.level for w in work if w.level}
     called, unplaced = _calls(trace.ops, traffic, program, steps)
+    several = merged_calls(traffic)
     spent: dict[tuple[str, Level], list[float]] = collections.defaultdict(list)
     unknown: set[str] = set()
     for op in trace.ops:
@@ -87,11 +87,14 @@ def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rat
         sure = known is not None and (op.backend != CUDA or call is not None)
         shapes = traffic.shapes(known) if known is not None and sure else []
         kind = kind or REMAINING
-        if op.backend != XLA:  # in `step_work`, too, XLA has no convolutions with few channels
+        level: Level = level_of(shapes, levels)
+        if call is not None and call.merged:
+            level = level_of_members(several[call.name])
+        elif op.backend != XLA:  # in `step_work`, too, XLA has no convolutions with few channels
             kind = refined(kind, shapes, levels)
-        for key in _keys(kind, level_of(shapes, levels)):
+        for key in _keys(kind, level):
             spent[key].append(op.duration)
-    every = [*work, *_remaining(traffic, program)]
+    every = [*moved(work, several.values()), *_remaining(traffic, program)]
     return Measured(_lines(every, spent, steps, rates), unplaced, sorted(unknown))
 
 

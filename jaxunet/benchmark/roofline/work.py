@@ -85,6 +85,7 @@ KINDS = (
 CONVOLUTIONS = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 # Classes that the report also shows by level.
 LEVELLED = (*CONVOLUTIONS, NORM_FORWARD, NORM_BACKWARD)
+Level = tuple[int | str, ...]  # (height, width), or another name in a table; () = no level
 FEW = 8  # most channels that the kernels for images take
 
 
@@ -99,7 +100,7 @@ class Work(NamedTuple):
     """
 
     kind: str
-    level: tuple[int, ...]
+    level: Level
     flops: int
     bytes: int
 
@@ -324,5 +325,5 @@ class _Recorder:
             self._note(NORM_BACKWARD, level, 0, elements * (3 + copies))
         return jnp.zeros((*image, x.channels), x.dtype)
 
-    def _note(self, kind: str, level: tuple[int, ...], flops: int, elements: int) -> None:
+    def _note(self, kind: str, level: Level, flops: int, elements: int) -> None:
         self.work.append(Work(kind, level, flops, elements * self._itemsize))
