@@ -178,6 +178,49 @@ def test_a_weight_gradient_says_how_much_workspace_it_needs():
 
 
 @pytest.mark.parametrize(
+    ('changed', 'dtype', 'workspace', 'message'),
+    [
+        ({'members': np.int64(0)}, 'float32', 235, 'attribute members: expected 1 to .*, found 0'),
+        ({'members': np.int64(1)}, 'float32', 235, 'workspace: expected .*, found F32'),
+        (
+            {'members': np.int64(3)},
+            'float32',
+            235,
+            'member 2: attribute linear: expected a bool',
+        ),
+        (
+            {'parts_0': np.int64(2)},
+            'float32',
+            235,
+            r'member 0: dy: expected F32\[2, 3, 3, any\], found F32\[2, 3, 4, 8\]',
+        ),
+        ({'linear_1': False}, 'float32', 235, 'member 1: attribute parts: expected a 64-bit'),
+        ({}, 'bfloat16', 235, 'member 1: expected the type of member 0, found another'),
+        ({}, 'float32', 234, 'workspace: expected at least 235 numbers, found 234'),
+    ],
+)
+def test_several_weight_gradients_say_what_is_wrong(changed, dtype, workspace, message):
+    """The members are a convolution, whose workspace has at least 190 numbers, and a layer with
+    45.
+    """
+    operands = [((2, 3, 3, size), jnp.float32) for size in (4, 5)]
+    operands += [((2, 3, 4, size), dtype) for size in (8, 5)]
+    shapes = [(3, 3, 4, 5), (1, 5), (8, 5), (1, 5), (workspace,)]
+    attributes = {'members': np.int64(2), 'linear_0': False, 'linear_1': True}
+    attributes |= {'parts_0': np.int64(1), 'residuals_0': np.int64(0), 'norm_0': False}
+    target, results = 'jaxunet_weight_gradients', [(shape, jnp.float32) for shape in shapes]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'{target}: {message}'):
+        Call(target, operands, results, attributes | changed)()
+
+
+def test_several_weight_gradients_take_the_least_workspace():
+    operands = [((2, 3, 4, size), jnp.float32) for size in (8, 5)] * 2
+    results = [((8, 5), jnp.float32), ((1, 5), jnp.float32)] * 2 + [((90,), jnp.float32)]
+    attributes = {'members': np.int64(2), 'linear_0': True, 'linear_1': True}
+    Call('jaxunet_weight_gradients', operands, results, attributes)()
+
+
+@pytest.mark.parametrize(
     ('sums', 'rows', 'message'),
     [
         (

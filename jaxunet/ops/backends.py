@@ -28,7 +28,7 @@ it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -136,6 +136,20 @@ def fused_update(backend: str, precision: str | None = None) -> FusedUpdate | No
     """Returns the kernels of the op `adamw`; None if optax and XLA do its work."""
     name = named(backend, precision)['adamw']
     return None if name == 'xla' else load_backend(name).ops['adamw']
+
+
+def transform_gradients(
+    backend: str, precision: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns what a step does to its gradient function: `Backend.transform_gradients`.
+
+    It is the identity unless one kernel backend computes all convolutions.
+    """
+    chosen = named(backend, precision)
+    name, other = chosen['conv3x3'], chosen['norm_silu_conv3x3']
+    if name == 'xla' or name != other:
+        return lambda function: function
+    return load_backend(name).transform_gradients
 
 
 def check_averages(config: Config) -> None:

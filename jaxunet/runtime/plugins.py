@@ -12,16 +12,21 @@ import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxunet.runtime.errors import UserError
 
 BACKEND_GROUP = 'jaxunet.backends'
+Transformed = TypeVar('Transformed', bound=Callable[..., Any])
 API = 2  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
 def _nothing() -> None:
     return None
+
+
+def _unchanged(function: Transformed) -> Transformed:
+    return function
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class Backend:
       incomplete: returns what the backend lacks to run calls of some shapes or types, or None if it
         runs all calls. Such calls raise UserError. A config that names the backend gets it anyway;
         `auto` does not choose it.
+      transform_gradients: takes a function that returns gradients and returns a faster one with the
+        same arguments and results, for example one that merges small kernels. Its positional
+        arguments are trees of arrays. A training step on one device uses it if the backend computes
+        the convolutions. It is called whenever such a step is traced.
     """
 
     name: str
@@ -47,6 +56,7 @@ class Backend:
     ops: Mapping[str, Any]
     unavailable: Callable[[], str | None]
     incomplete: Callable[[], str | None] = _nothing
+    transform_gradients: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from jaxunet.diffusion.weighting import Weighting, make_weighting
 from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet, computed_last
 from jaxunet.ops.adamw.packed import Packed, pack
-from jaxunet.ops.backends import fused_update
+from jaxunet.ops.backends import fused_update, transform_gradients
 from jaxunet.training.batch import Batch, Keys, clean_images, noise_batch, split_keys
 from jaxunet.training.noise_assignment import assigned_noise
 from jaxunet.training.update import Update, make_update, takes_packed
@@ -42,6 +42,7 @@ Metrics = dict[str, Array]  # float32 and int32 scalars by name
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Narrow = Callable[[list[Array]], Sequence[Array]]
 LossFn = Callable[..., tuple[Array, tuple[Array, object]]]  # arguments and results of `loss_fn`
+GradientFn = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class StepParts:
       sampler: the timestep sampler.
       schedule: learning rate by number of updates.
       update: applies the gradients (`jaxunet.training.update`).
+      transform: what the backend does to the gradient function on one device.
       narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
       packs: with several devices, gradients are packed for the all-reduce, and `update` takes them
         packed.
@@ -67,6 +69,7 @@ class StepParts:
     sampler: TimestepSampler
     schedule: optax.Schedule
     update: Update
+    transform: Callable[[GradientFn], GradientFn]
     narrow: Narrow | None
     packs: bool
     axis_name: str | None
@@ -131,6 +134,7 @@ def make_train_step(
         sampler=make_sampler(config, diffusion),
         schedule=learning_rate_schedule(config),
         update=make_update(config, optimizer),
+        transform=transform_gradients(config.backend, config.precision),
         narrow=(
             (lambda arrays: fused.narrow(arrays, config.precision))
             if fused and loss is None
@@ -231,9 +235,14 @@ def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> 
         if parts.narrow:
             params = parts.model.narrowed(params, parts.narrow)
 
+    differentiate: GradientFn = functools.partial(
+        jax.grad(parts.loss or loss_fn, argnums=1, has_aux=True), parts
+    )
+    if devices == 1:  # on several, gradients must be ready early, to be summed beside the others
+        differentiate = parts.transform(differentiate)
+
     def one(keys: Keys, batch: Batch) -> Gradients:
-        differentiate = jax.grad(parts.loss or loss_fn, argnums=1, has_aux=True)
-        grads, (loss, samples) = differentiate(parts, params, state, keys, batch, scale)
+        grads, (loss, samples) = differentiate(params, state, keys, batch, scale)
         return Gradients(grads, loss, samples)
 
     if parts.config.optimizer.accumulate_steps > 1:

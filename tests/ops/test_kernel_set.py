@@ -22,6 +22,7 @@ from jaxunet.ops.dropout import Dropout
 from jaxunet.runtime import compiled_cache, device, rows
 from jaxunet.runtime.device import VARIABLE, Target, use
 from jaxunet.runtime.errors import UserError
+from xla_ffi.weight_gradients.grouping import grouped
 
 OPS = backends.ops_of('cuda')
 HOPPER_ALONE = {
@@ -53,8 +54,10 @@ def upsampling(x, shift):
 
 def everything(x, kernel, row):
     """All handlers: the network with its gradients, and the optimizer's kernels."""
+    gradient = jax.grad(network, argnums=(0, 1, 2))
     gradients = (
-        *jax.grad(network, argnums=(0, 1, 2))(x, kernel, row),
+        *gradient(x, kernel, row),
+        *grouped(gradient)(x, kernel, row),
         *jax.grad(upsampling, argnums=(0, 1))(x, jnp.zeros((1, 64))),
     )
     fused = backends.fused_update('cuda')

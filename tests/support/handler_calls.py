@@ -29,6 +29,7 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_conv3x3_upsampled_weight_gradient',
     'jaxunet_linear',
     'jaxunet_linear_weight_gradient',
+    'jaxunet_weight_gradients',
     'jaxunet_group_norm_forward',
     'jaxunet_group_norm_statistics',
     'jaxunet_group_norm_gradient',
@@ -195,6 +196,21 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             'linear_weight_gradient', [*images([channels]), *images([features])], results, {}
         )
 
+    def several_weights() -> Call:
+        members = [draw.choice([weights, linear_weights])() for _ in range(draw.randint(1, 3))]
+        attributes: Attributes = {'members': np.int64(len(members))}
+        for i, member in enumerate(members):
+            attributes[f'linear_{i}'] = 'linear' in member.target
+            attributes |= {f'{name}_{i}': value for name, value in member.attributes.items()}
+        results = [result for member in members for result in member.results[:-1]]
+        workspace = sum(member.results[-1][0][0] for member in members)
+        return Call(
+            'weight_gradients',
+            [operand for member in members for operand in member.operands],
+            [*results, ((workspace,), jnp.float32)],
+            attributes,
+        )
+
     def norm(name: str, results: list[Shape], attributes: Attributes) -> Call:
         every = {
             'parts': np.int64(len(parts)),
@@ -312,6 +328,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         *convolutions,
         linear,
         linear_weights,
+        several_weights,
         norm_forward,
         norm_statistics,
         gradient,

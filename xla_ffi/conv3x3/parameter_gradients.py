@@ -144,4 +144,9 @@ def _from_terms(
 def _workspace(dy: Array, weights: int) -> int:
     """Float32 elements of the split-K workspace for `weights` weights, and for sums of dy."""
     of_weights = partial_sums(math.prod(dy.shape[:3]), weights, PARTIAL_SUMS)
-    return of_weights + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]
+    return of_weights + sums_of_dy(dy.shape[0], dy.shape[3])
+
+
+def sums_of_dy(batch: int, features: int) -> int:
+    """Returns the float32 elements of the workspace that the sums of dy take."""
+    return (2 * batch + PARTIAL_SHIFTS) * features

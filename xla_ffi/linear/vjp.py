@@ -71,9 +71,7 @@ def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | Non
         (((3,), (1,)), ((), ())),
         preferred_element_type=jnp.float32 if single else None,
     ).astype(dy.dtype)
-    workspace = (
-        partial_sums(pixels, weights, PARTIAL_SUMS) + (x.shape[0] + PARTIAL_BIASES) * features
-    )
+    workspace = partial_sums(pixels, weights, PARTIAL_SUMS) + sums_of_dy(x.shape[0], features)
     shapes = [
         *written([(kernel.shape, kernel.dtype), ((1, features), bias.dtype)], x.dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.float32),
@@ -83,3 +81,8 @@ def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | Non
 
 
 _linear.defvjp(_forward, _backward)
+
+
+def sums_of_dy(batch: int, features: int) -> int:
+    """Returns the float32 elements of the workspace that the sums of dy take."""
+    return (batch + PARTIAL_BIASES) * features
