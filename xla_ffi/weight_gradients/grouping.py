@@ -29,7 +29,7 @@ from xla_ffi.linear import vjp as linear
 TARGET = 'jaxunet_weight_gradients'
 CONVOLUTION, LINEAR = 'jaxunet_conv3x3_weight_gradient', 'jaxunet_linear_weight_gradient'
 # Largest product of a call that is merged; it bounds the memory in which operands wait.
-MOST_FLOPS = 40e9
+MOST_FLOPS = 120e9
 BLOCKS = 4  # blocks per multiprocessor whose partial sums the workspace holds
 
 Run = TypeVar('Run', bound=Callable[..., Any])

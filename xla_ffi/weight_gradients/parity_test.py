@@ -1,0 +1,125 @@
+"""Weight gradients in one call against the same gradients in a call each.
+
+`xla_ffi/conv3x3/parity_test.py` and `xla_ffi/linear/parity_test.py` compare the latter with the
+float64 oracle.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.parity import draw
+
+from jaxunet.ops.conv3x3.operands import Added
+from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
+from xla_ffi.linear import vjp as linear
+from xla_ffi.weight_gradients.grouping import grouped
+
+
+class Layer(NamedTuple):
+    """A convolution; a linear layer if it has no parts."""
+
+    side: int
+    parts: tuple[int, ...]
+    features: int
+    projected: tuple[int, ...] = ()
+    norm: bool = False
+    per_sample: bool = False
+
+
+# Strips of one sample, of two and of four; channels and features that fill tiles or not; first and
+# last layers, which have kernels of their own; images for which there is no Hopper kernel.
+LAYERS = (
+    Layer(8, (64, 64), 128, norm=True),
+    Layer(16, (128,), 64, (64, 64), norm=True),
+    Layer(16, (), 192, (64,)),
+    Layer(4, (64,), 72, (40, 24), per_sample=True),
+    Layer(8, (72,), 40, per_sample=True),
+    Layer(3, (16,), 24),
+    Layer(16, (3,), 64),
+    Layer(8, (), 64, (520,)),
+    Layer(4, (128,), 128, norm=True),
+    Layer(32, (64,), 64),
+    Layer(16, (64,), 3),
+    Layer(4, (), 24, (8,)),
+)
+
+
+def arrays_of(layer: Layer, batch: int, dtype: str):
+    """Returns x, dy, the projected images, and the sums of the norm."""
+
+    def image(channels: int):
+        shape = (batch, layer.side, layer.side, channels)
+        return jnp.asarray(draw(shape, dtype), dtype)
+
+    channels = sum(layer.parts)
+    sums = [jnp.asarray(draw((batch, 2, channels), 'float32'))] if layer.norm else []
+    return (
+        [image(c) for c in layer.parts],
+        image(layer.features),
+        [image(c) for c in layer.projected],
+        sums,
+    )
+
+
+def gradients_of(layer: Layer, arrays, weights: str):
+    x, dy, projected, sums = arrays
+    if not layer.parts:
+        kernel = jnp.zeros((layer.projected[0], layer.features), weights)
+        bias = jnp.zeros((1, layer.features), weights)
+        _, backward = jax.vjp(lambda k, b: linear.linear(projected[0], k, b), kernel, bias)
+        return backward(dy)
+    added = None
+    if projected:
+        shortcut = jnp.zeros((sum(layer.projected), layer.features), weights)
+        added = Added(tuple(projected), shortcut)
+    kernel = jnp.zeros((3, 3, sum(layer.parts), layer.features), weights)
+    shift = jnp.zeros((dy.shape[0] if layer.per_sample else 1, layer.features), weights)
+    found = parameter_gradients(tuple(x), kernel, shift, added, dy, *sums)
+    shortcut = [] if added is None else [found.added.shortcut]
+    return [found.kernel, found.shift, *shortcut, *found.norm]
+
+
+def both(layers, batch: int, dtype: str, weights: str):
+    """Returns the gradients in one call and in a call each, as lists of arrays."""
+
+    def separate(arrays):
+        return [
+            gradients_of(layer, own, weights) for layer, own in zip(layers, arrays, strict=True)
+        ]
+
+    arrays = [arrays_of(layer, batch, dtype) for layer in layers]
+    together = jax.jit(grouped(separate))
+    lowered = together.lower(arrays).as_text()
+    assert lowered.count('@jaxunet_weight_gradients') == 1
+    if dtype != 'float32':  # only products of 16-bit terms are merged
+        assert '@jaxunet_conv3x3_weight_gradient' not in lowered
+    found = [jax.tree.leaves(together(arrays)) for _ in range(2)]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return found[0], jax.tree.leaves(jax.jit(separate)(arrays))
+
+
+TYPES = [  # of images, of weights and their gradients
+    ('bfloat16', 'float32'),
+    ('bfloat16', 'bfloat16'),
+    ('float16', 'float32'),
+    ('float16', 'float16'),
+    pytest.param('float32', 'float32', marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(('dtype', 'weights'), TYPES)
+@pytest.mark.parametrize('batch', [3, pytest.param(37, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize('repeats', [1, pytest.param(7, marks=pytest.mark.gpu)])
+def test_one_call_gives_the_gradients_of_a_call_each(repeats, batch, dtype, weights):
+    """Repeated, the layers are more than one launch takes. Runs are identical."""
+    together, separate = both(LAYERS * repeats, batch, dtype, weights)
+    for got, want in zip(together, separate, strict=True):
+        assert got.dtype == want.dtype
+        exact = np.asarray(want.astype(jnp.float32))
+        scale = float(np.sqrt(np.mean(np.square(exact))))
+        rounding = 0 if weights == 'float32' else float(jnp.finfo(weights).eps)
+        np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=rounding, atol=1e-4 * scale)
