@@ -110,11 +110,16 @@ TYPES = [  # of images, of weights and their gradients
     pytest.param('float32', 'float32', marks=pytest.mark.gpu),
 ]
 
+SIZES = [
+    pytest.param(3, 1, id='small'),
+    pytest.param(3, 7, id='many_layers', marks=pytest.mark.gpu),
+    pytest.param(37, 7, id='many_samples', marks=pytest.mark.gpu),
+]
+
 
 @pytest.mark.parametrize(('dtype', 'weights'), TYPES)
-@pytest.mark.parametrize('batch', [3, pytest.param(37, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize('repeats', [1, pytest.param(7, marks=pytest.mark.gpu)])
-def test_one_call_gives_the_gradients_of_a_call_each(repeats, batch, dtype, weights):
+@pytest.mark.parametrize(('batch', 'repeats'), SIZES)
+def test_one_call_gives_the_gradients_of_a_call_each(batch, repeats, dtype, weights):
     """Repeated, the layers are more than one launch takes. Runs are identical."""
     together, separate = both(LAYERS * repeats, batch, dtype, weights)
     for got, want in zip(together, separate, strict=True):
