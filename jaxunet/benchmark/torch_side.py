@@ -175,7 +175,8 @@ class TorchSide:
         before = torch.cuda.memory_allocated()
         if self.best:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph), self._tuned():
+            # JAX's threads may call CUDA meanwhile, which in the default mode breaks the capture.
+            with torch.cuda.graph(graph, capture_error_mode='thread_local'), self._tuned():
                 call()
             call = graph.replay
         call()
