@@ -112,7 +112,7 @@ struct SplitKReduction {
   int features = 0;
   int part_stride = 1;
 };
-// Runs all reductions in as few launches as possible, those that take longest first.
+// Runs all reductions in as few launches as possible. Those that take longest should come first.
 cudaError_t split_k_reduce(const std::vector<SplitKReduction>& reductions, cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

@@ -59,8 +59,8 @@ struct Partials {
     return plan.workspace + kernel_floats(splits) + shortcut_floats(splits);
   }
 
-  // The reductions that add the partial results of all gradients, and the norm's sums. They take
-  // longest first: the shift's has many parts of few entries.
+  // The reductions that add the partial results of all gradients, and the norm's sums. The first
+  // takes longest: the shift has many parts of few entries.
   std::vector<SplitKReduction> reductions(const Splits& splits, bool accumulator_tiles,
                                           int64_t slots) const {
     // If all samples share one shift, its gradient is also summed over the samples: each sample's

@@ -28,7 +28,9 @@ from xla_ffi.linear import vjp as linear
 
 TARGET = 'jaxunet_weight_gradients'
 CONVOLUTION, LINEAR = 'jaxunet_conv3x3_weight_gradient', 'jaxunet_linear_weight_gradient'
-# Largest product of a call that is merged; it bounds the memory in which operands wait.
+# Largest product of a call that is merged; it bounds the memory in which operands wait. To refit,
+# time steps of batches 64 to 256 with half and with twice as much (tests/gpu/steps.py), and compare
+# their memory (tests/gpu/compile.py).
 MOST_FLOPS = 120e9
 BLOCKS = 4  # blocks per multiprocessor whose partial sums the workspace holds
 
