@@ -1,8 +1,9 @@
 // Checks GroupNorm's backward_smem_resident.cu (check.cuh), and times all its tilings on the calls
 // of the training steps of elephants64 (batch 256 and 32) and cifar10 (batch 128; shapes.inc), in
-// bfloat16. The baseline is norm_gradient of another checkout, or of this one, which chooses among
-// the kernels as in training. Inputs rotate, so that they are not in the L2 cache. Needs a GPU of
-// compute capability 9.0 with 10 GiB of free memory.
+// bfloat16. The baseline is norm_gradient of another checkout, which chooses among the kernels as
+// in training, or of this one without clusters, which takes the streaming kernels for large
+// samples. Inputs rotate, so that they are not in the L2 cache. Needs a GPU of compute
+// capability 9.0 with 10 GiB of free memory.
 //
 //   tests/gpu/harness/gnback/build.sh FOLDER [BASELINE_CHECKOUT]
 //   cd FOLDER && OUT_DIR=. ./bench      or run.sh, which also limits its time
