@@ -55,6 +55,8 @@ struct Partials {
     return shortcut_floats(splits) ? Result{plan.workspace + kernel_floats(splits), Type::kFloat32}
                                    : plan.dshortcut;
   }
+  // The address of partial results as floats; it is not read if there are none.
+  static float* floats_at(const Result& partials) { return static_cast<float*>(partials.data); }
   float* shift_at(const Splits& splits) const {
     return plan.workspace + kernel_floats(splits) + shortcut_floats(splits);
   }
@@ -87,11 +89,6 @@ struct Partials {
   }
 
  private:
-  // Partial results in the workspace; the address is not read if there are none.
-  static const float* floats_at(const Result& partials) {
-    return static_cast<const float*>(partials.data);
-  }
-
   // The reduction over the samples of one of the norm's two sums: `which` is 0 for the offset's
   // gradient, 1 for the scale's. In norm_sums (batch, 2, channels) they are every second part.
   SplitKReduction norm_parameter(int which, float* to) const {

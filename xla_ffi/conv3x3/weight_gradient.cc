@@ -1,5 +1,5 @@
 // Entry point of the weight gradient's handler: chooses the kernel and the number of splits of K
-// (split_k.h), places the partial results, and reduces them.
+// (split_k.h; for Hopper, hopper/splits.h), and reduces the partial results (partials.h).
 //
 // It takes two or three launches: channel_sums and a kernel of portable/, or only a kernel of
 // hopper/ or small_channels/, which also sums dy; then split_k_reduce, which also narrows the sums
@@ -17,8 +17,6 @@
 namespace jaxunet::cuda {
 namespace {
 
-float* floats(const Result& partials) { return static_cast<float*>(partials.data); }
-
 // Runs the weight gradient of a layer with few channels or features. Two blocks per multiprocessor,
 // if the workspace has room. To refit, time the first and the last layer's weight gradients with
 // half and with twice as many.
@@ -32,8 +30,8 @@ cudaError_t run_few(const Partials& partials, int multiprocessors, cudaStream_t 
   const Splits splits{n, 1};
   const ShiftPartials shift{partials.shift_at(splits), split_k(n).slots(),
                             static_cast<int>(plan.batch), static_cast<int>(plan.features)};
-  const cudaError_t error =
-      few_weight_gradient(plan, split_k(n), floats(partials.kernel_at(splits)), shift, stream);
+  const cudaError_t error = few_weight_gradient(
+      plan, split_k(n), Partials::floats_at(partials.kernel_at(splits)), shift, stream);
   return error == cudaSuccess
              ? split_k_reduce(partials.reductions(splits, false, shift.slots), stream)
              : error;
@@ -83,8 +81,8 @@ cudaError_t run_portable(const Partials& partials, bool multistage, int multipro
   }
   const Splits splits{choice.splits, choice.splits};
   const int count = static_cast<int>(choice.splits);
-  float *const kernel = floats(partials.kernel_at(splits)), *const shortcut = floats(
-                                                                partials.shortcut_at(splits));
+  float* const kernel = Partials::floats_at(partials.kernel_at(splits));
+  float* const shortcut = Partials::floats_at(partials.shortcut_at(splits));
   cudaError_t error =
       channel_sums(plan, static_cast<int>(segments), partials.shift_at(splits), stream);
   if (error != cudaSuccess) return error;

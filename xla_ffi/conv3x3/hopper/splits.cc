@@ -58,8 +58,8 @@ Choice hopper_splits(const WeightGradientTiling& tiling, const Partials& partial
 constexpr int64_t kWhole = int64_t{1} << 40;  // a length that no block has
 
 // The choice for a gradient whose blocks take about as long as `length` strips of the kernel's.
-Choice choice_of_length(const Partials& partials, int64_t length) {
-  const WeightGradientTiling tiling = hopper_weight_gradient_tiling(partials.plan);
+Choice choice_of_length(const WeightGradientTiling& tiling, const Partials& partials,
+                        int64_t length) {
   const int64_t strips = strips_of(tiling, partials.plan.batch);
   const double share = tiling.tiles == 0 ? tiling.shortcut_time : 1;
   const int64_t n = static_cast<int64_t>(
@@ -120,10 +120,11 @@ Choice hopper_choice(const Partials& partials, int multiprocessors) {
 
 std::vector<Choice> hopper_choices(const std::vector<Partials>& gradients, int64_t workspace_floats,
                                    int multiprocessors) {
+  std::vector<WeightGradientTiling> tilings;
   int64_t longest = 1;
   for (const Partials& partials : gradients) {
-    const WeightGradientTiling tiling = hopper_weight_gradient_tiling(partials.plan);
-    longest = std::max(longest, strips_of(tiling, partials.plan.batch));
+    tilings.push_back(hopper_weight_gradient_tiling(partials.plan));
+    longest = std::max(longest, strips_of(tilings.back(), partials.plan.batch));
   }
   std::vector<Choice> best;  // the first is without splits, and always fits
   double least = 0;
@@ -132,9 +133,9 @@ std::vector<Choice> hopper_choices(const std::vector<Partials>& gradients, int64
     const int64_t length = n == 0 ? kWhole : ceil_div(longest, n);
     std::vector<Choice> choices;
     int64_t floats = 0;
-    for (const Partials& partials : gradients) {
-      choices.push_back(choice_of_length(partials, length));
-      floats += floats_of(partials, choices.back());
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      choices.push_back(choice_of_length(tilings[i], gradients[i], length));
+      floats += floats_of(gradients[i], choices.back());
     }
     const double microseconds = microseconds_of(gradients, choices, multiprocessors);
     if (best.empty() || (microseconds < least && floats <= workspace_floats)) {

@@ -39,8 +39,8 @@ SplitK quickest_split(const UpsampledWeightGradient& plan, int64_t tiles, int64_
                       int64_t strips_of_sample, int multiprocessors) {
   // Microseconds for a strip, to start a block and store its partial results, and to reduce those.
   // The first is an estimate of the time to read a strip from L2, which limits this kernel. The
-  // other two are those of splits.cc, which says how to fit them; they have not been
-  // fitted to this kernel.
+  // other two are those of splits.cc, which says how to fit them; they have not been fitted to this
+  // kernel.
   constexpr double kStripTime = 0.9, kBlockTime = 5, kReduceTime = 0.03;
   const auto splits_of = [&](int64_t splits) {
     return SplitK{static_cast<int>(strips), static_cast<int>(strips_of_sample),
