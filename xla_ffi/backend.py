@@ -12,6 +12,7 @@ from xla_ffi.conv3x3.upsampled import upsample_conv3x3
 from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3, norm_silu_conv3x3_and_input
 from xla_ffi.group_norm.vjp import group_norm, group_norm_and_input
 from xla_ffi.linear.vjp import linear
+from xla_ffi.projections.vjp import project
 from xla_ffi.weight_gradients.grouping import grouped_if_faster
 
 BACKEND = Backend(
@@ -27,6 +28,7 @@ BACKEND = Backend(
         'group_norm_and_input': group_norm_and_input,
         'attention': attention,
         'linear': linear,
+        'project': project,
         'adamw': FusedUpdate(sum_of_squares, adamw, narrow),
     },
     unavailable=unavailable,

@@ -10,7 +10,7 @@ Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import flax.linen as nn
 import jax
@@ -130,6 +130,19 @@ class Block(nn.Module):
         return {'groups': self.model.norm_groups, 'eps': self.model.norm_eps}
 
 
+class Shifts(NamedTuple):
+    """The parts of a residual block that a network computes for all of its blocks at once.
+
+    Fields:
+      embedded: the projection of the embedding; without `scale_shift_norm`, it includes the bias of
+        the first convolution.
+      second: the biases of the second convolution and of the shortcut; None = no shortcut.
+    """
+
+    embedded: Float[Array, 'batch projected']
+    second: Float[Array, '1 features'] | None
+
+
 class ResBlock(Block):
     """Residual block with an embedding.
 
@@ -154,36 +167,36 @@ class ResBlock(Block):
         x: Activation,
         embedding: Float[Array, 'batch width'],
         dropout_seeds: UInt32[Array, 'batch 2'] | None,
-        embedded: Float[Array, 'batch projected'] | None = None,
+        shifts: Shifts | None = None,
     ) -> WithInput[Activation]:
         """Returns the block's result, and with `skip` one copy of x.
 
         Args:
           embedding: the embedding of time and class.
           dropout_seeds: from `jaxunet.model.dropout.dropout_seeds`; None = no dropout.
-          embedded: this block's projection of the embedding, if the network has computed those of
-            all blocks at once.
+          shifts: this block's; None during initialization, when the block creates their parameters.
         """
         channels, features = x.channels, self.features
         scale_1, offset_1 = Affine(channels, name='norm_1')()
         kernel_1, shift_1 = self.kernel('conv_1', 3, 3, channels, features)
         scale_2, offset_2 = Affine(features, name='norm_2')()
         kernel_2, shift_2 = self.kernel('conv_2', 3, 3, features, features, zero=True)
-        if embedded is None:
-            width = 2 * features if self.model.scale_shift_norm else features
-            embedded = self.dense('embed', width)(jax.nn.silu(embedding))
-        embedded = embedded.astype(jnp.float32)
-        if self.model.scale_shift_norm:
-            scale, offset = jnp.split(embedded, 2, axis=-1)
-            scale_2, offset_2 = scale_2 * (1 + scale), offset_2 * (1 + scale) + offset
-        else:
-            shift_1 = shift_1 + embedded
-        h, x, skip = _first_half(self, x, scale_1, offset_1, kernel_1, shift_1)
-
-        shortcut = None
+        shortcut, bias = None, None
         if channels != features:
             shortcut, bias = self.kernel('shortcut', channels, features)
-            shift_2 = shift_2 + bias
+        if shifts is None:
+            width = 2 * features if self.model.scale_shift_norm else features
+            embedded = self.dense('embed', width)(jax.nn.silu(embedding)).astype(jnp.float32)
+            shifts = Shifts(embedded, bias)
+        if self.model.scale_shift_norm:
+            scale, offset = jnp.split(shifts.embedded, 2, axis=-1)
+            scale_2, offset_2 = scale_2 * (1 + scale), offset_2 * (1 + scale) + offset
+        else:
+            shift_1 = shifts.embedded
+        if shifts.second is not None:
+            shift_2 = shifts.second
+        h, x, skip = _first_half(self, x, scale_1, offset_1, kernel_1, shift_1)
+
         if dropout_seeds is not None:
             dropout = block_dropout(dropout_seeds, self.model.dropout, self.path)
             active = self.ops.group_norm(

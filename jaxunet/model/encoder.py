@@ -19,12 +19,14 @@ from jaxunet.model.blocks import (
     Block,
     Resample,
     ResBlock,
+    Shifts,
     average_pool,
     nearest,
 )
 from jaxunet.model.dropout import dropout_seeds
 from jaxunet.model.embeddings import label_embedding, timestep_embedding
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.vocabulary import WithInput
 from jaxunet.runtime.errors import UserError
 
@@ -131,31 +133,31 @@ class Encoder(Block):
         )
         return embedding + label_embedding(table.embedding, labels)
 
-    def _project(self, embedding: Float[Array, 'batch width']) -> dict[str, Array]:
-        """Returns each residual block's projection of the embedding, by the block's name.
+    def _project(self, embedding: Float[Array, 'batch width']) -> dict[str, Shifts]:
+        """Returns the shifts of each residual block by the block's name.
 
-        One product computes all of them: a product per block, and three more for its gradients,
-        take a GPU longer to launch than to compute. The result is empty during initialization, when
-        the blocks create their parameters themselves.
+        The result is empty during initialization, when the blocks create their parameters.
         """
         if self.is_initializing():
             return {}
-        layers = {
-            name: block['embed']
-            for name, block in self.variables['params'].items()
-            if 'embed' in block
-        }
-        kernels, biases = (
-            [layer[part].astype(self.dtype) for layer in layers.values()]
-            for part in ('kernel', 'bias')
-        )
-        widths = [bias.shape[0] for bias in biases]
+        blocks = {n: block for n, block in self.variables['params'].items() if 'embed' in block}
+        layers = []
+        for block in blocks.values():
+            biases = [block['embed']['bias']]
+            if not self.model.scale_shift_norm:
+                biases.append(block['conv_1']['bias'])
+            kernel = block['embed']['kernel'].astype(self.dtype)
+            layers.append(Projection(kernel, tuple(biases)))
+            if 'shortcut' in block:
+                seconds = (block['conv_2']['bias'], block['shortcut']['bias'])
+                layers.append(Projection(None, seconds))
         with jax.named_scope('embed'):
-            projected = (
-                jax.nn.silu(embedding).astype(self.dtype) @ jnp.concatenate(kernels, axis=1)
-                + jnp.concatenate(biases)[None, :]
-            )
-        return dict(zip(layers, jax.lax.split(projected, widths, axis=1), strict=True))
+            active = jax.nn.silu(embedding).astype(self.dtype)
+            found = iter(self.ops.project(active, layers))
+        return {
+            name: Shifts(next(found), next(found) if 'shortcut' in block else None)
+            for name, block in blocks.items()
+        }
 
     def _resample(
         self,
@@ -195,14 +197,12 @@ def make_layers(
     remats = network.model.remat and not network.is_initializing()
     remat = nn.remat if remats else lambda block: block
     fields = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}
-    res_block, projections = (
-        functools.partial(remat(ResBlock), **fields),
-        network._project(embedding),
-    )
+    res_block = functools.partial(remat(ResBlock), **fields)
+    shifts = network._project(embedding)
     attention = functools.partial(remat(AttentionBlock), **fields)
 
     def res(name: str, x: Activation, **options: int | bool | str) -> WithInput[Activation]:
-        return res_block(name=name, **options)(x, embedding, seeds, projections.get(name))
+        return res_block(name=name, **options)(x, embedding, seeds, shifts.get(name))
 
     def attend(name: str, h: Activation, num_heads: int) -> Activation:
         return attention(num_heads=num_heads, name=name)(h)

@@ -17,16 +17,18 @@ from jaxunet.ops.attention.reference import attention
 from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
 from jaxunet.ops.conv3x3.upsampling import upsampled
 from jaxunet.ops.group_norm.reference import group_norm
+from jaxunet.ops.linear.projections import project
 from jaxunet.ops.linear.reference import linear
 from jaxunet.ops.vocabulary import FusedUpdate, Ops, WithInput, check_copies
 
 Op = Callable[..., Any]  # a field of `Ops`, each of which has its own signature
-UPSAMPLED = 'upsample_conv3x3'
+UPSAMPLED, PROJECT = 'upsample_conv3x3', 'project'
 # The plain op that a variant belongs to: a config gives both to the same backend.
 VARIANTS = {
     UPSAMPLED: 'conv3x3',
     'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',
     'group_norm_and_input': 'group_norm',
+    PROJECT: 'linear',
 }
 REFERENCES: Mapping[str, Op] = {
     'conv3x3': conv3x3,
@@ -56,12 +58,16 @@ def and_input(op: Op) -> Callable[..., WithInput[Activation | Array]]:
 def implementation(name: str, ops: Mapping[str, Op]) -> Op:
     """Returns a backend's op or variant; composes a missing variant.
 
+    `project` does not call the plain op `linear`: XLA computes it.
+
     Args:
       name: a field of `Ops`.
       ops: the backend's implementations by name.
     """
     if name in ops:
         return ops[name]
+    if name == PROJECT:
+        return project
     compose = upsampled if name == UPSAMPLED else and_input
     return compose(ops[VARIANTS[name]])
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import AdamW, Tree
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.linear.projections import Projection
 
 Result = TypeVar('Result')
 MAX_COPIES = 2  # other readers of x that a residual block has: its shortcut and a skip connection
@@ -158,10 +159,21 @@ class Linear(Protocol):
     ) -> Float[Array, 'batch height width features']: ...
 
 
+class Project(Protocol):
+    """x · kernel + biases of many layers at once.
+
+    See `jaxunet.ops.linear.projections.project`.
+    """
+
+    def __call__(
+        self, x: Float[Array, 'batch width'], layers: Sequence[Projection]
+    ) -> tuple[Float[Array, '#batch features'], ...]: ...
+
+
 class Ops(NamedTuple):
     """The ops that a UNet is built from.
 
-    A backend implements some of them under these names. `upsample_conv3x3` and the two
+    A backend implements some of them under these names. `upsample_conv3x3`, `project` and the two
     `..._and_input` are optional: for a backend that has only the plain op, `jaxunet.ops.backends`
     composes them.
     """
@@ -174,6 +186,7 @@ class Ops(NamedTuple):
     group_norm_and_input: GroupNormAndInput
     attention: Attention
     linear: Linear
+    project: Project
 
 
 class FusedUpdate(NamedTuple):

@@ -317,8 +317,10 @@ def test_backends_mix_op_by_op(monkeypatch):
         xla = {name: getattr(seam.XLA, name) for name in ('group_norm', 'group_norm_and_input')}
         assert mixed == cuda._replace(attention=pallas.attention, **xla)
         assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'
-        assert seam.load_ops('pallas+linear=cuda') == pallas._replace(linear=cuda.linear)
-        assert seam.load_ops('cuda+linear=xla') == cuda._replace(linear=seam.XLA.linear)
+        linear = {'linear': cuda.linear, 'project': cuda.project}
+        assert seam.load_ops('pallas+linear=cuda') == pallas._replace(**linear)
+        linear = {'linear': seam.XLA.linear, 'project': seam.XLA.project}
+        assert seam.load_ops('cuda+linear=xla') == cuda._replace(**linear)
         with pytest.raises(UserError, match="linear: expected one of xla, cuda, found 'pallas'"):
             seam.choose('pallas+linear=pallas')
         assert [

@@ -30,6 +30,8 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_linear',
     'jaxunet_linear_weight_gradient',
     'jaxunet_weight_gradients',
+    'jaxunet_projections',
+    'jaxunet_projection_gradients',
     'jaxunet_group_norm_forward',
     'jaxunet_group_norm_statistics',
     'jaxunet_group_norm_gradient',
@@ -211,6 +213,31 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             attributes,
         )
 
+    def layers() -> list[tuple[bool, int, int]]:
+        """Returns, for 1 to 3 layers, whether it has a kernel, its features and its biases."""
+        return [
+            (draw.random() < 0.5, draw.randint(1, 9), draw.randint(1, 2))
+            for _ in range(draw.randint(1, 3))
+        ]
+
+    def projections() -> Call:
+        operands, results = [((batch, channels), kind)], []
+        found = layers()
+        attributes: Attributes = {'layers': np.int64(len(found))}
+        for i, (product, size, biases) in enumerate(found):
+            operands += [((channels, size), kind)] * product + [((size,), jnp.float32)] * biases
+            results.append(((batch if product else 1, size), jnp.float32))
+            attributes |= {f'kernel_{i}': product, f'biases_{i}': np.int64(biases)}
+        return Call('projections', operands, results, attributes)
+
+    def projection_gradients() -> Call:
+        operands, results, found = [((batch, channels), kind)], [], layers()
+        for _, size, _ in found:
+            operands += [((channels, size), kind), ((batch, size), jnp.float32)]
+            results += [((channels, size), kind), ((size,), jnp.float32)]
+        results += [((batch, channels), kind), ((len(found), batch, channels), jnp.float32)]
+        return Call('projection_gradients', operands, results, {'layers': np.int64(len(found))})
+
     def norm(name: str, results: list[Shape], attributes: Attributes) -> Call:
         every = {
             'parts': np.int64(len(parts)),
@@ -329,6 +356,8 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         linear,
         linear_weights,
         several_weights,
+        projections,
+        projection_gradients,
         norm_forward,
         norm_statistics,
         gradient,

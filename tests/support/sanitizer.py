@@ -60,6 +60,7 @@ OPS = {
         'or (dropout_inside and (34x33 or 61x41 or 16x16_192))',
     ),
     'cuda linear': Op('xla_ffi/linear/parity_test.py', 'awkward or gradients_have'),
+    'cuda projections': Op('xla_ffi/projections/parity_test.py', 'awkward or without_samples'),
     'cuda weight_gradients': Op('xla_ffi/weight_gradients/parity_test.py', 'small'),
     'cuda adamw': Op(
         'xla_ffi/adamw/parity_test.py',

@@ -13,6 +13,7 @@
 #include "conv3x3/plan.h"
 #include "group_norm/plan.h"
 #include "linear/plan.h"
+#include "projections/plan.h"
 #include "weight_gradients/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -50,6 +51,8 @@ void conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan, Pool
 void linear(const Conv3x3& plan, Pool& pool);
 void linear_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
 void weight_gradients(const WeightGradients& plan, Pool& pool);
+void projections(const Projections& plan, Pool& pool);
+void projection_gradients(const ProjectionGradients& plan, Pool& pool);
 void norm_forward(const NormForward& plan, Pool& pool);
 void norm_dropout_forward(const NormForward& plan, Pool& pool);
 void norm_statistics(const NormStatistics& plan, Pool& pool);

@@ -8,6 +8,7 @@
 #include "conv3x3/kernels.h"
 #include "group_norm/kernels.h"
 #include "linear/kernels.h"
+#include "projections/kernels.h"
 #include "weight_gradients/kernels.h"
 
 namespace jaxunet {

@@ -48,6 +48,8 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_linear, linear)                                                       \
   ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)                       \
   ENTRY(jaxunet_weight_gradients, weight_gradients)                                   \
+  ENTRY(jaxunet_projections, projections)                                             \
+  ENTRY(jaxunet_projection_gradients, projection_gradients)                           \
   ENTRY(jaxunet_group_norm_forward, norm_forward)                                     \
   ENTRY(jaxunet_group_norm_dropout_forward, norm_dropout_forward)                     \
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)                               \

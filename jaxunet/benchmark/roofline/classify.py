@@ -45,7 +45,7 @@ NAMES = (
     (re.compile(r'group_norm_((dropout_)?gradient|backward|sum|dx|parameters)'), NORM_BACKWARD),
     (re.compile(r'group_norm_'), NORM_FORWARD),
     (re.compile(r'few_|triton_products'), FEW_CHANNELS),
-    (re.compile(r'linear'), LINEAR),
+    (re.compile(r'linear|projection'), LINEAR),
     (re.compile(r'weight_gradient'), WEIGHT_GRADIENT),
     (re.compile(r'dx|shortcut_gradient'), INPUT_GRADIENT),
     (re.compile(r'conv3x3|(hopper|multistage|implicit_gemm)_forward'), FORWARD),
@@ -74,8 +74,8 @@ class Call(NamedTuple):
     Fields:
       name: name of its instruction.
       kind: its class.
-      product: True for a forward convolution, its input gradient and a linear layer, which share
-        kernels.
+      product: True for a forward convolution, its input gradient and a linear layer of images,
+        which share kernels.
       merged: True for the weight gradients of several layers, each of which may have kernels of its
         own.
     """
@@ -97,7 +97,8 @@ def handler_call(i: HloLine) -> Call | None:
     if not name.startswith('jaxunet_'):
         return None
     kind = kind_of_name(name) or REMAINING
-    product = kind in (FORWARD, INPUT_GRADIENT, LINEAR) and 'weight_gradient' not in name
+    apart = re.search('weight_gradient|projection', name)
+    product = kind in (FORWARD, INPUT_GRADIENT, LINEAR) and not apart
     if kind == FORWARD and re.search(r'\bflipped\s*=\s*true', i.rest):
         kind = INPUT_GRADIENT
     return Call(i.name, kind, product, name == merged.TARGET)

@@ -53,6 +53,7 @@ from jaxunet.model.unet import Params
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.upsampling import nearest
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.linear.projections import project
 from jaxunet.ops.vocabulary import Ops, WithInput
 
 KINDS = (
@@ -165,6 +166,7 @@ class _Recorder:
             self.group_norm_and_input,
             self.attention,
             self.linear,
+            project,  # its products are recorded by `product`
         )
 
     def conv3x3(

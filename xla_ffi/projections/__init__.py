@@ -1,0 +1,1 @@
+"""Projections of one embedding by many layers, in one launch."""

@@ -1,0 +1,157 @@
+"""The handlers of projections against the float64 oracle."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+from support.parity import DTYPES, assert_parity, assert_runs_are_identical, draw
+
+from jaxunet.ops.linear import projections as reference
+from jaxunet.ops.linear.projections import Projection
+from xla_ffi.projections import vjp
+
+
+class Case(NamedTuple):
+    """A call.
+
+    Fields:
+      products: features of the layers with a kernel, and the number of their biases.
+      sums: features of the layers without one, and the number of their biases.
+    """
+
+    name: str
+    batch: int
+    width: int
+    products: tuple[tuple[int, int], ...]
+    sums: tuple[tuple[int, int], ...] = ()
+
+
+ELEPHANTS64 = tuple((64 * level, 2) for level in (1, 1, 2, 2, 3, 3, 4, 4, 4, 4))
+# Rows that are multiples of 16 bytes or not, in one type or in both; several tiles of every side;
+# more layers than a launch takes.
+AWKWARD = (
+    Case('one_sample', 1, 5, ((3, 1),)),
+    Case('odd_rows', 7, 33, ((9, 2), (70, 1)), ((5, 2), (300, 1))),
+    Case('rows_of_four', 3, 20, ((12, 1), (68, 2))),
+    Case('several_tiles', 70, 136, ((72, 2), (8, 1)), ((64, 2),)),
+    Case('many_layers', 2, 8, ((8, 1),) * 70, ((8, 2),) * 70),
+    Case('sums_only', 4, 8, (), ((8, 1), (13, 2))),
+)
+TRAINING = (
+    Case('elephants64', 32, 256, ELEPHANTS64 * 2, ((64, 2), (128, 2), (256, 2))),
+    Case('cifar10', 128, 512, ((128, 2),) * 8 + ((256, 2),) * 14, ((256, 2),) * 5),
+    Case('scale_shift', 64, 768, ((384, 1), (768, 1), (1152, 1), (1536, 1)), ((768, 2),)),
+)
+
+
+def inputs(case: Case, dtype: str):
+    named = {'x': ((case.batch, case.width), dtype)}
+    for i, (features, biases) in enumerate((*case.products, *case.sums)):
+        if i < len(case.products):
+            named[f'kernel_{i}'] = ((case.width, features), dtype)
+        named |= {f'bias_{i}_{j}': ((features,), 'float32') for j in range(biases)}
+    scales = {name: case.width**-0.5 for name in named if name.startswith('kernel')}
+    return {
+        name: (draw(shape, kind, scale=scales.get(name, 1.0)), kind)
+        for name, (shape, kind) in named.items()
+    }
+
+
+def with_layers(op, case: Case):
+    """Returns the op as a function of the arrays of `inputs`."""
+
+    def run(x: Array, **arrays: Array) -> tuple[Array, ...]:
+        layers = [
+            Projection(
+                arrays.get(f'kernel_{i}'), tuple(arrays[f'bias_{i}_{j}'] for j in range(biases))
+            )
+            for i, (_, biases) in enumerate((*case.products, *case.sums))
+        ]
+        return op(x, layers)
+
+    return run
+
+
+def check(case: Case, dtype: str):
+    assert_parity(
+        with_layers(vjp.project, case), with_layers(reference.project, case), inputs(case, dtype)
+    )
+
+
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+def test_awkward_shapes(case, dtype):
+    check(case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', TRAINING, ids=lambda c: c.name)
+def test_training(case, dtype):
+    check(case, dtype)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_awkward_runs_are_identical(dtype):
+    case = AWKWARD[3]
+    assert_runs_are_identical(with_layers(vjp.project, case), inputs(case, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('case', TRAINING, ids=lambda c: c.name)
+def test_runs_are_identical(case):
+    assert_runs_are_identical(with_layers(vjp.project, case), inputs(case, 'bfloat16'))
+
+
+def test_results_and_gradients_without_samples():
+    layer = Projection(jnp.ones((8, 16), jnp.bfloat16), (jnp.ones(16),))
+    x = jnp.zeros((0, 8), jnp.bfloat16)
+    (y,), backward = jax.vjp(lambda x, layer: vjp.project(x, [layer]), x, layer)
+    assert y.shape == (0, 16)
+    dx, of_layer = backward((y,))
+    assert dx.shape == x.shape
+    assert not of_layer.kernel.any()
+    assert not of_layer.biases[0].any()
+
+
+# Not JAX's arrays: tests are collected before they may use the GPU.
+BIAS = np.zeros(5, np.float32)
+ONE = Projection(np.ones((8, 5), np.float32), (BIAS,))
+
+
+@pytest.mark.parametrize(
+    ('x', 'layer', 'message'),
+    [
+        ((2, 3, 8), ONE, r'x: shape \[2, 3, 8\]; expected \[batch, width\]'),
+        ((2, 0), ONE, r'x: shape \[2, 0\]; expected \[batch, width\], width at least 1'),
+        ((2, 9), ONE, r'layers\[0\].kernel: float32\[8, 5\]; expected float32\[9, features\]'),
+        (
+            (2, 8),
+            ONE._replace(kernel=np.ones((8, 5), jnp.bfloat16)),
+            r'layers\[0\].kernel: bfloat16\[8, 5\]',
+        ),
+        ((2, 8), ONE._replace(biases=()), r'layers\[0\]: 0 biases; expected 1 to 2'),
+        ((2, 8), ONE._replace(biases=(BIAS,) * 3), r'layers\[0\]: 3 biases'),
+        (
+            (2, 8),
+            ONE._replace(biases=(BIAS[:4],)),
+            r'layers\[0\].biases: shape \[4\]; expected \[5\]',
+        ),
+        (
+            (2, 8),
+            Projection(None, (BIAS[:4], BIAS)),
+            r'layers\[0\].biases: shape \[5\]; expected \[4\]',
+        ),
+    ],
+)
+def test_wrong_calls_say_what_is_expected(x, layer, message):
+    with pytest.raises(ValueError, match=f'project: {message}'):
+        vjp.project(jnp.zeros(x), [layer])
+
+
+def test_wrong_types_say_what_is_expected():
+    with pytest.raises(ValueError, match=r'project: x: int8; expected bfloat16, float16 or'):
+        vjp.project(jnp.zeros((2, 8), jnp.int8), [ONE])
