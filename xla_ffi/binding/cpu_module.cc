@@ -72,11 +72,11 @@ pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t c
 
 // The tiling of the smem_resident GroupNorm kernel of the backward pass.
 pybind11::dict group_norm_backward(int64_t batch, int64_t pixels, int64_t channels, int64_t group,
-                                   int vector, int element, int64_t sms, int64_t smem_bytes,
-                                   int max_cluster) {
+                                   int vector, int element, int added, int64_t sms,
+                                   int64_t smem_bytes, int max_cluster) {
   const DeviceLimits limits{sms, smem_bytes, max_cluster};
   const BackwardTiling tiling =
-      backward_tiling(limits, batch, pixels, channels, group, vector, element);
+      backward_tiling(limits, batch, pixels, channels, group, vector, element, added);
   check(tiling, limits);
   pybind11::dict found;
   found["channels"] = tiling.vectors * vector;
@@ -94,13 +94,13 @@ pybind11::dict group_norm_backward(int64_t batch, int64_t pixels, int64_t channe
 }
 
 // True if the backward pass takes the smem_resident kernel although the streaming kernels could
-// run, too.
+// run, too. Added tensors make no difference.
 bool group_norm_faster_than_streaming(int64_t batch, int64_t pixels, int64_t channels,
                                       int64_t group, int vector, int element, int64_t sms,
                                       int64_t smem_bytes, int max_cluster) {
   const DeviceLimits limits{sms, smem_bytes, max_cluster};
   return faster_than_streaming(
-      backward_tiling(limits, batch, pixels, channels, group, vector, element), limits, element);
+      backward_tiling(limits, batch, pixels, channels, group, vector, element, 0), limits, element);
 }
 
 // The tiling of the streaming GroupNorm kernels; None if they are not used.

@@ -23,10 +23,13 @@ constexpr int kBackwardStages = 4;     // chunks in shared memory or being copie
 constexpr int kBackwardThreads = 512;  // most threads of a block
 constexpr int kBackwardTeam = 8;       // most lanes that add up the rows of one channel
 
-// Limits for the staged bytes of a block: if two of them, with their scratch memory, share a Hopper
-// multiprocessor; if it has a multiprocessor to itself; and in a cluster.
-constexpr int64_t kBackwardTileBytes = 104 * 1024, kBackwardSingleBytes = 200 * 1024,
-                  kBackwardClusterBytes = 80 * 1024;
+// Limits for the staged bytes of a block: if two or three of them, with their scratch memory, share
+// a Hopper multiprocessor; if it has a multiprocessor to itself; and in a cluster.
+constexpr int64_t kBackwardTileBytes = 104 * 1024, kBackwardThirdBytes = 64 * 1024,
+                  kBackwardSingleBytes = 200 * 1024, kBackwardClusterBytes = 80 * 1024;
+
+// Shared memory of a multiprocessor that the driver reserves for each block.
+constexpr int64_t kReservedBytes = 1024;
 
 struct BackwardTiling : StreamingTiling {
   int threads;
@@ -101,10 +104,12 @@ inline BackwardTiling make_backward_tiling(int64_t smem, int64_t pixels, int64_t
   return t;
 }
 
-// The choice for a call. The numbers were fitted for 16-bit types, on an H200, and those of
-// clusters on an H100; to refit them, time all choices with tests/gpu/harness/gnback.
+// The choice for a call with `added` tensors to add to dx. The numbers were fitted for 16-bit types
+// without dropout, on an H200, and kBackwardClusterBytes on an H100; to refit them, time all
+// choices with tests/gpu/harness/gnback.
 inline BackwardChoice choose_backward(const DeviceLimits& limits, int64_t batch, int64_t pixels,
-                                      int64_t channels, int64_t group, int vector, int element) {
+                                      int64_t channels, int64_t group, int vector, int element,
+                                      int added) {
   const int64_t unit = std::lcm<int64_t>(group, vector);
   BackwardChoice choice{unit, 1, 1};
   // Channels: rows (one pixel's channels in a block) of at least 64 bytes, two sectors of memory,
@@ -130,28 +135,54 @@ inline BackwardChoice choose_backward(const DeviceLimits& limits, int64_t batch,
   while (choice.ranks < limits.max_cluster && pixels / choice.ranks >= 512 &&
          blocks() * 2 <= limits.sms)
     choice.ranks *= 2;
+  // More and smaller blocks, so that some load or store while others compute; only where this was
+  // measured. Samples that one block could hold get clusters of two, as long as a block keeps 128
+  // pixels. Blocks that are small even with twice the channels get these, and so longer rows,
+  // except with two added tensors, where shorter rows are faster.
+  const bool measured = element == 2 && vector > 1 && has_clusters(limits);
+  if (measured && choice.ranks == 1 && pixels >= 256 && blocks() > 2 * limits.sms) {
+    choice.ranks = 2;
+    if (added < 2 && channels % (2 * choice.channels) == 0 &&
+        2 * choice.channels * element <= 256 && 2 * tile_bytes() <= kBackwardThirdBytes)
+      choice.channels *= 2;
+  }
   // Rows: doubled as long as a thread keeps the number of steps, at most four, that it has with 768
-  // threads on each multiprocessor, and as long as a second block, if there is one, fits beside
-  // this one.
+  // threads on each multiprocessor, for which there are registers, and as long as the blocks that
+  // share a multiprocessor have no more threads: one block, or two if there are two and they fit.
   constexpr int64_t kThreads = 768, kMaxSteps = 4;  // per multiprocessor; per thread
-  const bool single = blocks() <= limits.sms || tile_bytes() > kBackwardTileBytes;
   const int64_t work = ceil_div(batch * pixels * channels / vector, limits.sms * kThreads);
   const int64_t steps = std::min(work, kMaxSteps), share = ceil_div(pixels, choice.ranks);
   const auto block_threads = [&](int64_t rows) { return rows * choice.channels / vector; };
-  while (choice.rows * 2 * steps <= share &&
-         block_threads(choice.rows * 2) <= (single ? kBackwardThreads : kThreads / 2))
-    choice.rows *= 2;
+  const auto rows_for = [&](int64_t sharing) {
+    const int64_t most = std::min<int64_t>(kThreads / sharing, kBackwardThreads);
+    int rows = 1;
+    while (rows * 2 * steps <= share && block_threads(rows * 2) <= most) rows *= 2;
+    return rows;
+  };
+  choice.rows = rows_for(blocks() <= limits.sms || tile_bytes() > kBackwardTileBytes ? 1 : 2);
   // Small blocks: more channels, as long as each multiprocessor has two blocks.
   while (block_threads(choice.rows) < 128 && channels % (2 * choice.channels) == 0 &&
          choice.channels * element <= 256 && blocks() >= 4 * limits.sms)
     choice.channels *= 2;
+  // Fewer rows, if three or four blocks then share a multiprocessor; not four if two tensors are
+  // added, because more threads are needed to hide the latency of loading those into registers.
+  const int most = !measured ? 2 : added < 2 ? 4 : 3;
+  for (int sharing = 3; sharing <= most && blocks() > (sharing - 1) * limits.sms; ++sharing) {
+    const BackwardChoice smaller{choice.channels, choice.ranks, rows_for(sharing)};
+    const BackwardTiling t =
+        make_backward_tiling(limits.smem_bytes, pixels, channels, group, vector, element, smaller);
+    const int64_t bytes = t.stage_bytes + t.scratch_bytes + kReservedBytes;
+    if (sharing * bytes <= limits.smem_bytes + kReservedBytes) choice = smaller;
+  }
   return choice;
 }
 
 // The kernel's tiling, for check().
 inline BackwardTiling backward_tiling(const DeviceLimits& limits, int64_t batch, int64_t pixels,
-                                      int64_t channels, int64_t group, int vector, int element) {
-  BackwardChoice choice = choose_backward(limits, batch, pixels, channels, group, vector, element);
+                                      int64_t channels, int64_t group, int vector, int element,
+                                      int added) {
+  BackwardChoice choice =
+      choose_backward(limits, batch, pixels, channels, group, vector, element, added);
   for (;; choice.rows /= 2) {  // fewer rows for groups of more than a thousand channels
     const BackwardTiling tiling =
         make_backward_tiling(limits.smem_bytes, pixels, channels, group, vector, element, choice);
@@ -174,8 +205,12 @@ constexpr int64_t kRereadBytes = 256 * 1024;
 // have a streaming tiling. Without clusters, kRereadBytes decides. With clusters, this kernel is
 // faster if it reads x and dy only once. Of 13 calls that need a cluster, with 32 to 256 samples of
 // 32x32 or 64x64 pixels, it took 0.72 to 0.93 of the time of streaming in 12, and 1.05 in one (32
-// samples of 64x64 pixels, 64 channels, two added tensors), on an H100 in bfloat16. To measure
-// again, run tests/gpu/harness/gnback. Clusters in float32 were not measured.
+// samples of 64x64 pixels, 64 channels, two added tensors), on an H100 in bfloat16. On an H200,
+// this kernel was timed only against the streaming kernels that use no clusters. Those took 0.91 to
+// 0.94 of its time for 64x64 pixels with 192 channels, where each block has a multiprocessor to
+// itself, and 0.93 to 0.98 with 64 channels and two added tensors. To measure again, run
+// tests/gpu/harness/gnback; its baseline streams with clusters if it is a checkout in which this
+// function returns false. Clusters in float32 were not measured.
 inline bool faster_than_streaming(const BackwardTiling& tiling, const DeviceLimits& limits,
                                   int element) {
   if (!has_clusters(limits)) {

@@ -94,7 +94,7 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream, KernelS
   const int vector = vector_of(plan.x, plan.type);
   const BackwardTiling tiling =
       backward_tiling(limits, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
-                      vector, element_bytes(plan.type));
+                      vector, element_bytes(plan.type), plan.added_count);
   if (!faster_than_streaming(tiling, limits, element_bytes(plan.type))) {
     if (const auto streaming = streaming_tiling_of(plan, limits, vector))
       return streaming_gradient(plan, *streaming, limits, vector, stream);

@@ -54,7 +54,7 @@ def tilings(device, batch, side, channels, element):
         'streaming': module.group_norm_streaming(LARGE, *shape, *on),
         'statistics': module.group_norm_statistics(*shape, *on),
         'smem_forward': module.group_norm_smem_resident(*shape, True, *on),
-        'smem_backward': module.group_norm_backward(*shape, *on),
+        'smem_backward': module.group_norm_backward(*shape, 0, *on),
     }
     return found, (*shape, *on)
 

@@ -33,11 +33,17 @@ def forward(device, batch, pixels, channels, group, *, parts=(), element=2, writ
     )
 
 
-def backward(device, batch, pixels, channels, group, *, parts=(), element=2):
+def backward(device, batch, pixels, channels, group, *, parts=(), element=2, added=0):
     vector = vector_of(element, (*parts, channels))
     return vector, xla_ffi._cpu.group_norm_backward(
-        batch, pixels, channels, group, vector, element, *device.values()
+        batch, pixels, channels, group, vector, element, added, *device.values()
     )
+
+
+def blocks_of_a_multiprocessor(found):
+    """Returns how many blocks of a backward tiling share a multiprocessor of an H200."""
+    size = found['stage_bytes'] + found['scratch_bytes'] + 1024  # reserved by the driver
+    return min(228 * 1024 // size, 768 // found['threads'])  # 80 registers per thread
 
 
 @pytest.mark.parametrize('device', [H200, A100, L4], ids=['H200', 'A100', 'L4'])
@@ -92,9 +98,9 @@ def test_every_pixel_and_channel_has_a_thread(case, device):
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_the_backward_pass_covers_every_pixel_and_channel(case, device):
     pixels, channels, group = case.height * case.width, case.channels, case.channels // case.groups
-    for batch, element in itertools.product((1, 32, 256), (2, 4)):
+    for batch, element, added in itertools.product((1, 32, 256), (2, 4), (0, 2)):
         vector, found = backward(
-            device, batch, pixels, channels, group, parts=case.parts, element=element
+            device, batch, pixels, channels, group, parts=case.parts, element=element, added=added
         )
         own, rows, ranks = found['channels'], found['rows'], found['ranks']
         assert own % math.lcm(group, vector) == 0
@@ -140,27 +146,53 @@ def test_forward_tilings_of_an_h200(side, channels, writes_y, own, ranks, read_o
 
 
 @pytest.mark.parametrize(
-    ('batch', 'side', 'channels', 'expected'),
-    [  # channels, cluster, rows
-        (32, 64, 64, (32, 8, 64)),
-        (32, 32, 64, (32, 2, 128)),  # one block per multiprocessor: as large as possible
-        (256, 32, 64, (32, 4, 64)),
-        (256, 32, 192, (48, 4, 64)),
-        (32, 16, 192, (48, 1, 64)),
-        (256, 16, 320, (40, 1, 64)),
-        (256, 16, 448, (56, 2, 32)),
-        (32, 8, 256, (32, 1, 64)),
-        (256, 8, 256, (64, 1, 16)),
-        (128, 4, 512, (128, 1, 8)),
+    ('batch', 'side', 'channels', 'added', 'expected', 'sharing'),
+    [  # channels, cluster, rows; blocks of a multiprocessor
+        (32, 64, 64, 0, (32, 8, 64), 2),
+        (32, 32, 64, 2, (32, 2, 128), 1),  # one block per multiprocessor: as large as possible
+        (256, 32, 128, 0, (32, 4, 32), 4),
+        (256, 32, 128, 2, (32, 4, 64), 3),  # more threads
+        (256, 32, 192, 1, (48, 4, 64), 2),  # a third block would not fit
+        (256, 32, 320, 1, (40, 4, 32), 3),
+        (32, 16, 192, 0, (48, 1, 64), 2),
+        (32, 16, 512, 1, (64, 2, 16), 4),
+        (256, 16, 192, 0, (48, 2, 32), 4),  # clusters of two
+        (256, 16, 192, 2, (48, 2, 32), 4),
+        (256, 16, 256, 0, (64, 2, 16), 4),  # and longer rows
+        (256, 16, 256, 2, (32, 2, 32), 6),
+        (256, 16, 320, 1, (80, 2, 16), 3),
+        (32, 8, 256, 0, (32, 1, 64), 3),
+        (256, 8, 256, 0, (64, 1, 16), 6),
+        (256, 8, 448, 1, (112, 1, 8), 4),
+        (128, 4, 512, 1, (128, 1, 8), 6),
     ],
 )
-def test_backward_tilings_of_an_h200(batch, side, channels, expected):
-    _, found = backward(H200, batch, side * side, channels, channels // 32)
+def test_backward_tilings_of_an_h200(batch, side, channels, added, expected, sharing):
+    _, found = backward(H200, batch, side * side, channels, channels // 32, added=added)
     assert tuple(found[k] for k in ('channels', 'ranks', 'rows')) == expected
     assert found['keep']  # x and dy are read once, dz is computed once
-    blocks = batch * found['channel_blocks'] * found['ranks']
-    size = found['stage_bytes'] + found['scratch_bytes'] + 1024  # reserved by the driver
-    assert blocks <= 132 or found['threads'] == THREADS or 2 * size <= 228 * 1024  # room for two
+    assert blocks_of_a_multiprocessor(found) == sharing
+
+
+@pytest.mark.parametrize(
+    ('device', 'channels', 'vector', 'element', 'expected'),
+    [
+        (A100, 256, 8, 2, (32, 1, 64)),
+        (L4, 256, 8, 2, (32, 1, 64)),
+        (H200, 256, 4, 4, (16, 1, 64)),
+        (H200, 96, 1, 2, (48, 1, 8)),  # one channel per load
+    ],
+    ids=['A100', 'L4', 'float32', 'odd'],
+)
+def test_small_backward_blocks_only_where_they_were_measured(
+    device, channels, vector, element, expected
+):
+    """Elsewhere, two blocks get all threads of a multiprocessor, and one block holds a sample."""
+    for added in (0, 2):
+        found = xla_ffi._cpu.group_norm_backward(
+            256, 256, channels, channels // 32, vector, element, added, *device.values()
+        )
+        assert tuple(found[k] for k in ('channels', 'ranks', 'rows')) == expected
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ int main() {
       }
       std::vector<double> times[3];  // old, default, best
       const BackwardTiling best = found[0].second;
-      const BackwardTiling usual =
-          backward_tiling({132, 232448, 8}, s.batch, plans[0].pixels, C, C / s.groups, vector, 2);
+      const BackwardTiling usual = backward_tiling({132, 232448, 8}, s.batch, plans[0].pixels, C,
+                                                   C / s.groups, vector, 2, s.added);
       for (int r = 0; r < 3; ++r) {
         times[0].push_back(time_us(old_run, sets, nodes, 3));
         times[1].push_back(time_new(usual, 3));

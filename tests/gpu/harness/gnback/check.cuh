@@ -133,8 +133,9 @@ static int check_all(unsigned seed) {
       // The default tiling and others, the last two with so little shared memory that chunks leave
       // it and are copied again.
       const long unit = std::lcm<long>(C / p.groups, vector);
-      std::vector<BackwardTiling> tests = {backward_tiling(
-          {132, 232448, 8}, p.batch, p.pixels, C, C / p.groups, vector, (int)bytes_of(type))};
+      std::vector<BackwardTiling> tests = {backward_tiling({132, 232448, 8}, p.batch, p.pixels, C,
+                                                           C / p.groups, vector,
+                                                           (int)bytes_of(type), s.added)};
       for (int k = 0; k < 9; ++k) {
         const long own = C % (unit << (k % 3)) ? unit : unit << (k % 3);
         const int ranks = k % 4 == 1 ? 8 : k % 4 == 2 ? 2 : 1;
