@@ -16,6 +16,7 @@
 //   stays in shared memory.
 // SUM lines add up the calls of a step, by image size (8^2 includes 4^2) and in total.
 // $OUT_DIR/sweep.csv gets all tilings: batch, side, channels, active, added, tiling, microseconds.
+// Calls with dropout are those with neither.
 //
 // The exit status is 1 if a check is bad or a CUDA call failed. No shape begins after 20 s; after
 // 30 s SIGALRM ends the program.
@@ -72,7 +73,7 @@ int main() {
     double sums[4][4] = {};         // [old, default, best, floor][image size]
     auto level = [](int side) { return side == 64 ? 0 : side == 32 ? 1 : side == 16 ? 2 : 3; };
     printf(
-        "batch %d: count shape silu/act/added/samples | old | default | best | floor us | "
+        "batch %d: count shape silu/act/added/samples/drops | old | default | best | floor us | "
         "tilings: channels/cluster/rows\n",
         batch ? batch : 128);
     for (Shape s : base) {
@@ -129,9 +130,9 @@ int main() {
         sums[k][level(s.side)] += s.count * times[k][1];
       }
       sums[3][level(s.side)] += s.count * floor_us;
-      printf("%dx %d^2 %ld %d%d%d%d |%6.1f |%6.1f %s |%6.1f |%6.1f |", s.count, s.side, C, s.silu,
-             s.active, s.added, s.samples, times[0][1], times[1][1], name_of(usual, vector).c_str(),
-             times[2][1], floor_us);
+      printf("%dx %d^2 %ld %d%d%d%d%d |%6.1f |%6.1f %s |%6.1f |%6.1f |", s.count, s.side, C, s.silu,
+             s.active, s.added, s.samples, s.drops, times[0][1], times[1][1],
+             name_of(usual, vector).c_str(), times[2][1], floor_us);
       for (int i = 0; i < std::min<int>(12, (int)found.size()); ++i)
         printf(" %s=%.1f", name_of(found[i].second, vector).c_str(), found[i].first);
       printf("\n");

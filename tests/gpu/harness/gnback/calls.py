@@ -4,7 +4,7 @@
 
 The step is lowered for an H200; this needs the built CUDA extension, but no GPU. Prints a line for
 each kind of call: number of calls, shape of dy, channels of the parts of x, then the attributes
-groups, silu, activation, added and samples.
+groups, silu, activation, added and samples, and whether it has dropout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main(config: str) -> None:
                 parts = int(options['parts'])
                 kinds = ('groups', 'silu', 'activation', 'added', 'samples')
                 widths = tuple(x.shape[3] for x in operands[:parts])
-                calls[operands[parts].shape, widths, *(int(options[k]) for k in kinds)] += 1
+                flags = (*(int(options[k]) for k in kinds), int('dropout' in name))
+                calls[operands[parts].shape, widths, *flags] += 1
             return call(*operands, **options)
 
         return run

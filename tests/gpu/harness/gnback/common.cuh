@@ -54,9 +54,10 @@ struct Shape {
   int count, batch, side;  // calls in a step; samples; width and height of the images
   std::vector<int> parts;  // channels of the parts of x
   int groups;
-  bool silu, active;  // active: the kernel also writes y
-  int added;          // tensors added to dx
-  bool samples;       // the gradients of scale and offset are computed, too
+  bool silu, active;   // active: the kernel also writes y
+  int added;           // tensors added to dx
+  bool samples;        // the gradients of scale and offset are computed, too
+  bool drops = false;  // dropout, at a rate of 0.1
 };
 static double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -121,7 +122,8 @@ struct Memory {
     return p;
   }
 };
-// rows: scale, offset, mean and inverse in this order, with room for (batch, channels) each.
+// rows: scale, offset, mean and inverse in this order, with room for (batch, channels) each. Their
+// bits are also the seeds of dropout.
 static NormGradient make_plan(const Shape& s, Type type, Memory& in, Memory& out, bool per_sample,
                               float* rows) {
   NormGradient p{};
@@ -157,6 +159,7 @@ static NormGradient make_plan(const Shape& s, Type type, Memory& in, Memory& out
   p.offset = {rows + bc, per_sample ? C : 0};
   p.mean = {rows + 2 * bc, C};
   p.inverse = {rows + 3 * bc, C};
+  if (s.drops) p.dropout = {reinterpret_cast<const uint32_t*>(rows), 6554, 1.109375f};
   return p;
 }
 // The microseconds of a call: the median of `reps` launches of a graph of `nodes` calls, which
