@@ -194,7 +194,7 @@ class FusedUpdate(NamedTuple):
 
     Fields:
       sum_of_squares: sum over all elements of a tree of gradients, a float32 scalar.
-      adamw: one step of AdamW and of the averages of the weights.
+      adamw: one step of AdamW, of the averages of the weights, and of their 16-bit copies.
       narrow: converts float32 arrays to a 16-bit type, rounding to nearest even.
     """
 

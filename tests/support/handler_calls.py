@@ -332,15 +332,20 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
                 sum(room(math.prod(s)) for s, _ in part) for part in (found[:cut], found[cut:])
             ]
             given = [((size,), jnp.float32) for size in sizes[:packed]]
+        copied = [draw.random() < 0.5 for _ in found] if draw.random() < 0.5 else []
+        narrow = draw.choice([jnp.float16, jnp.bfloat16])
+        copies = [(shape, narrow) for (shape, _), c in zip(found, copied, strict=False) if c]
+        flags: Attributes = {f'copied_{i}': c for i, c in enumerate(copied)}
+        flags['copies'] = bool(copied)
         counts = {
             'averages': np.int64(averages),
             'tensors': np.int64(len(found)),
             'packed': np.int64(packed),
         }
-        operands = [((5 + averages,), jnp.float32), *given, *found * (3 + averages)]
-        return Call(
-            'adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(given)
-        )
+        updated = [*found * (3 + averages), *copies]
+        operands = [((5 + averages,), jnp.float32), *given, *updated]
+        attributes = constants | counts | flags
+        return Call('adamw', operands, updated, attributes, in_place=1 + len(given))
 
     def narrow() -> Call:
         found, to = tensors(), draw.choice([jnp.float16, jnp.bfloat16])

@@ -40,6 +40,10 @@ void adamw(const AdamW& plan, Pool& pool) {
         average += s[kFirstFollow + a] * (p - average);
       }
     }
+    if (arrays[plan.copy()]) {
+      narrow({array(kParameter), array(kParameter) + plan.sizes[tensor]}, plan.copies,
+             arrays[plan.copy()]);
+    }
   });
 }
 

@@ -124,10 +124,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Returns two numbers rounded to the type of the last argument.
+__device__ inline __half2 pair(float x, float y, __half) { return __floats2half2_rn(x, y); }
+__device__ inline __nv_bfloat162 pair(float x, float y, __nv_bfloat16) {
+  return __floats2bfloat162_rn(x, y);
+}
+
 // The arguments of AdamW other than its tensors.
 struct Rule {
   float b1, b2, rest1, rest2, eps, decay;
   int averages;
+  Type copies;
   const float* scalars;
 };
 
@@ -145,7 +152,33 @@ __device__ inline void step(const Rule& rule, const float* s, float g, float& p,
        (m / s[kCorrection1] / (sqrtf(v / s[kCorrection2]) + rule.eps) + rule.decay * p);
 }
 
-// Does one step of AdamW, and of the averages of the weights, for the block's elements.
+// Four elements of T, stored at once.
+template <class T>
+struct alignas(8) TwoPairs {
+  decltype(pair(0, 0, T())) at[2];
+};
+
+// Writes elements of a copy, from `i` on.
+template <class T>
+__device__ inline void write_copy(T* copy, long long i, float4 p) {
+  *reinterpret_cast<TwoPairs<T>*>(copy + i) = {{pair(p.x, p.y, T()), pair(p.z, p.w, T())}};
+}
+template <class T>
+__device__ inline void write_copy(T* copy, long long i, float p) {
+  copy[i] = narrow<T>(p);
+}
+template <class Value>
+__device__ inline void write_copy(Type type, unsigned long long copy, long long i, Value p) {
+  if (!copy) return;
+  if (type == Type::kFloat16) {
+    write_copy(reinterpret_cast<__half*>(copy), i, p);
+  } else {
+    write_copy(reinterpret_cast<__nv_bfloat16*>(copy), i, p);
+  }
+}
+
+// Does one step of AdamW, of the averages of the weights and of the copies, for the block's
+// elements.
 __global__ void __launch_bounds__(kThreads)
     adamw_kernel(const __grid_constant__ TensorList tensors, const __grid_constant__ Rule rule) {
   if (rule.scalars[kApplied] == 0) return;
@@ -158,6 +191,7 @@ __global__ void __launch_bounds__(kThreads)
   float* const p = pointer(entry[kAddresses + kParameter]);
   float* const m = pointer(entry[kAddresses + kFirstMoment]);
   float* const v = pointer(entry[kAddresses + kSecondMoment]);
+  const unsigned long long copy = entry[kAddresses + kFirstAverage + rule.averages];
 #pragma unroll 2
   for (int round = 0; round < kVectors; ++round) {
     const long long at = start + 4LL * (round * kThreads + threadIdx.x);
@@ -173,6 +207,7 @@ __global__ void __launch_bounds__(kThreads)
       *reinterpret_cast<float4*>(p + at) = ps;
       *reinterpret_cast<float4*>(m + at) = ms;
       *reinterpret_cast<float4*>(v + at) = vs;
+      write_copy(rule.copies, copy, at, ps);
       for (int a = 0; a < rule.averages; ++a) {
         const float follow = rule.scalars[kFirstFollow + a];
         auto* const to =
@@ -187,6 +222,7 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       for (long long i = at; i < size; ++i) {
         step(rule, s, g.one(i), p[i], m[i], v[i]);
+        write_copy(rule.copies, copy, i, p[i]);
         for (int a = 0; a < rule.averages; ++a) {
           float& e = pointer(entry[kAddresses + kFirstAverage + a])[i];
           e += rule.scalars[kFirstFollow + a] * (p[i] - e);
@@ -194,12 +230,6 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-}
-
-// Returns two numbers rounded to the type of the last argument.
-__device__ inline __half2 pair(float x, float y, __half) { return __floats2half2_rn(x, y); }
-__device__ inline __nv_bfloat162 pair(float x, float y, __nv_bfloat16) {
-  return __floats2bfloat162_rn(x, y);
 }
 
 // Eight elements of T, stored at once.
@@ -282,6 +312,7 @@ cudaError_t adamw(const AdamW& plan, cudaStream_t stream, KernelSet) {
                   plan.eps,
                   plan.decay,
                   static_cast<int>(plan.averages),
+                  plan.copies,
                   plan.scalars};
   return launch_all(
       plan.sizes, plan.arrays_per_tensor(), kBlockElements, [&](size_t i) { return plan.types[i]; },

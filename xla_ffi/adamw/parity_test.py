@@ -96,7 +96,7 @@ def narrowed(tree):
     return [leaf.astype(('bfloat16', 'float32', 'float16')[i % 3]) for i, leaf in enumerate(tree)]
 
 
-def fused(g, p, mu, nu, averages, step, rate, factor, follow, take=True):
+def fused(g, p, mu, nu, averages, step, rate, factor, follow, take=True, copies=()):
     corrections = tuple(jnp.float32(1 - b ** (step + 1)) for b in (RULE.b1, RULE.b2))
     scalars = {
         'take': jnp.asarray(take),
@@ -104,11 +104,16 @@ def fused(g, p, mu, nu, averages, step, rate, factor, follow, take=True):
         'learning_rate': jnp.float32(rate),
     }
     call = jax.jit(
-        lambda *a: adamw(
-            RULE, *a, corrections=corrections, follow=[jnp.float32(f) for f in follow], **scalars
+        lambda *a, copies: adamw(
+            RULE,
+            *a,
+            corrections=corrections,
+            follow=[jnp.float32(f) for f in follow],
+            copies=copies,
+            **scalars,
         )
     )
-    return call(g, p, mu, nu, averages)
+    return call(g, p, mu, nu, averages, copies=copies)
 
 
 def test_a_step_that_is_not_taken_changes_nothing():
@@ -133,6 +138,26 @@ def test_packed_gradients_give_the_same_bits(full, where, monkeypatch):
     found, want = (fused(given, p, mu, nu, [average], 3, 0.1, 0.5, (0.25,)) for given in (other, g))
     jax.tree.map(np.testing.assert_array_equal, found, want)
     np.testing.assert_allclose(sum_of_squares(other), sum_of_squares(g), rtol=1e-5)
+
+
+@pytest.mark.parametrize('take', [True, False])
+@pytest.mark.parametrize('pack', [False, True])
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+# 1000: more arrays than one launch takes.
+@pytest.mark.parametrize('more', [3, pytest.param(1000, marks=pytest.mark.gpu)])
+def test_copies_are_the_new_weights_in_16_bits(more, dtype, pack, take):
+    g, p, mu, nu, average = trees(5, sizes=(*SIZES, *[(9,)] * more))
+    copies = [None if i % 3 == 0 else x.astype(dtype) - 1 for i, x in enumerate(p)]
+    given = packed.pack(g, [i % 4 == 1 for i in range(len(g))]) if pack else g
+    found = fused(given, p, mu, nu, [average], 3, 0.1, 0.5, (0.25,), take, copies)
+    without = fused(given, p, mu, nu, [average], 3, 0.1, 0.5, (0.25,), take)
+    jax.tree.map(np.testing.assert_array_equal, found[:4], without[:4])
+    for before, weights, copy in zip(copies, found.params, found.copies, strict=True):
+        if before is None:
+            assert copy is None
+        else:
+            want = weights.astype(dtype) if take else before
+            np.testing.assert_array_equal(copy.view(jnp.uint16), want.view(jnp.uint16))
 
 
 def test_arguments_that_are_kept_are_not_overwritten():
@@ -164,6 +189,14 @@ def test_mistakes_are_named():
         fused(g, p, mu[1:], nu, [], 0, 0.1, 1.0, ())
     with pytest.raises(ValueError, match='adamw: params: expected float32, found bfloat16'):
         fused(g, jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), mu, nu, [], 0, 0.1, 1.0, ())
+    for copies, message in (
+        ([p[0]], f'1 for {len(p)} arrays'),
+        ([x.astype(jnp.bfloat16)[None] for x in p], r'copies\[0\]: shape'),
+        (p, 'expected bfloat16 or float16, all alike, found float32'),
+        (narrowed(p), 'all alike, found bfloat16, float16, float32'),
+    ):
+        with pytest.raises(ValueError, match=f'adamw: copies.*: .*{message}|{message}'):
+            fused(g, p, mu, nu, [], 0, 0.1, 1.0, (), copies=copies)
     with pytest.raises(ValueError, match='adamw: gradients: no arrays'):
         sum_of_squares([])
     with pytest.raises(

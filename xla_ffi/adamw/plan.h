@@ -37,7 +37,8 @@ constexpr int64_t kFirstFollow = kCorrection2 + 1;
 // kCorrection1 and kCorrection2,
 //   m = b1 * m + rest1 * g,  v = b2 * v + rest2 * g * g,
 //   p -= rate * (m / correction1 / (sqrt(v / correction2) + eps) + decay * p),
-//   average += follow * (p - average)  for each average of the weights.
+//   average += follow * (p - average)  for each average of the weights,
+//   copy = p in 16 bits, for the tensors that have a copy.
 struct AdamW {
   float b1, b2;
   // 1 - b1 and 1 - b2, computed before b1 and b2 are rounded to float32; afterwards they would be
@@ -47,11 +48,14 @@ struct AdamW {
   int64_t averages;
   std::vector<int64_t> sizes;  // elements of each tensor
   std::vector<Type> types;     // of the gradients: float32, or the type of the 16-bit copies
-  // [tensors][arrays_per_tensor()], in the order of AdamWArray; all float32 except the gradients.
+  Type copies;                 // type of the copies
+  // [tensors][arrays_per_tensor()], in the order of AdamWArray, then the averages, then the copy
+  // (null: none); all float32 except the gradients and the copies.
   std::vector<void*> arrays;
   const float* scalars;  // (kFirstFollow + averages), in the order of AdamWScalar
 
-  int64_t arrays_per_tensor() const { return kFirstAverage + averages; }
+  int64_t copy() const { return kFirstAverage + averages; }  // the index of the copy
+  int64_t arrays_per_tensor() const { return copy() + 1; }
 };
 
 // Copies of float32 tensors, rounded to 16 bits.

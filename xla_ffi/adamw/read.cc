@@ -60,6 +60,29 @@ void place_packed(Reader& call, const std::vector<Array>& packed, AdamW& plan) {
     call.fail(numbered("gradients", array) + ": expected no more elements than the tensors take");
 }
 
+// Reads the copies of tensors in 16 bits, all of one type; returns the tensors that have one.
+std::vector<int64_t> read_copies(Reader& call, const std::vector<Dims>& shapes, AdamW& plan) {
+  std::vector<int64_t> found;
+  if (!call.flag("copies")) return found;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    call.member(i);
+    if (!call.flag("copied")) continue;
+    call.shared();
+    const std::string name = numbered("copies", i);
+    const Array copy = call.floating(name, 0);
+    if (copy.dims != shapes[i]) call.fail(name + ": expected the shape of its parameter");
+    const Type type = kind(copy.element);
+    if (type == Type::kFloat32) call.fail(name + ": expected float16 or bfloat16, found float32");
+    if (!found.empty() && type != plan.copies)
+      call.fail(name + ": expected the type of the first copy, found another");
+    plan.copies = type;
+    plan.arrays[i * plan.arrays_per_tensor() + plan.copy()] = copy.data;
+    found.push_back(static_cast<int64_t>(i));
+  }
+  call.shared();
+  return found;
+}
+
 }  // namespace
 
 SumOfSquares read_sum_of_squares(Reader& call) {
@@ -91,6 +114,7 @@ AdamW read_adamw(Reader& call) {
   constexpr int64_t kMaxAverages = 64;
   plan.averages = call.integer("averages", 0, kMaxAverages);
   const int64_t count = read_tensors(call), arrays = plan.arrays_per_tensor();
+  const int64_t last = plan.copy();  // of the arrays of weights and moments
   plan.scalars = static_cast<const float*>(
       call.operand("scalars", ffi::DataType::F32, {kFirstFollow + plan.averages}).data);
   const auto name = [](int64_t array, int64_t tensor) {
@@ -111,7 +135,7 @@ AdamW read_adamw(Reader& call) {
     plan.types.push_back(kind(found.element));
     plan.arrays[i * arrays + kGradient] = found.data;
   }
-  for (int64_t array = kParameter; array < arrays; ++array) {
+  for (int64_t array = kParameter; array < last; ++array) {
     for (int64_t i = 0; i < count; ++i) {
       if (array == kParameter && packed > 0) {
         const Array found = call.floating(name(array, i), 0);
@@ -127,16 +151,17 @@ AdamW read_adamw(Reader& call) {
   for (const Dims& shape : shapes) plan.sizes.push_back(size_of(shape));
   check_elements(call, plan.sizes);
   if (packed > 0) place_packed(call, gradients, plan);
-  for (int64_t array = kParameter; array < arrays; ++array) {
-    for (int64_t i = 0; i < count; ++i) {
-      const std::string which = "new " + name(array, i);
-      if (call.result(which, ffi::DataType::F32, shapes[i]).data !=
-              plan.arrays[i * arrays + array] &&
-          plan.sizes[i]) {
-        call.fail(which + ": expected a result that aliases its operand");
-      }
-    }
-  }
+  const std::vector<int64_t> copied = read_copies(call, shapes, plan);
+  const auto aliased = [&](const std::string& of, ffi::DataType element, int64_t array, int64_t i) {
+    const std::string which = "new " + of;
+    const void* const found = call.result(which, element, shapes[i]).data;
+    if (found != plan.arrays[i * arrays + array] && plan.sizes[i])
+      call.fail(which + ": expected a result that aliases its operand");
+  };
+  for (int64_t array = kParameter; array < last; ++array)
+    for (int64_t i = 0; i < count; ++i) aliased(name(array, i), ffi::DataType::F32, array, i);
+  const auto element = plan.copies == Type::kFloat16 ? ffi::DataType::F16 : ffi::DataType::BF16;
+  for (const int64_t i : copied) aliased(numbered("copies", i), element, last, i);
   return plan;
 }
 

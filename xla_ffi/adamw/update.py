@@ -8,6 +8,7 @@ allows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.adamw.operands import (
     AdamWResult,
+    Copies,
     Rule,
     Tree,
+    check_copies,
     check_scalars,
     gradient_leaves,
     state_leaves,
@@ -59,6 +62,7 @@ def adamw(
     learning_rate: Array,
     corrections: tuple[Array, Array],
     follow: Sequence[Array],
+    copies: Copies = (),
 ) -> AdamWResult:
     """Does one step of AdamW, then of the averages; see `jaxunet.ops.adamw.operands.AdamW`.
 
@@ -84,7 +88,11 @@ def adamw(
         # types of the weights that are updated in place (jax 0.11.2).
         leaves = jax.lax.optimization_barrier(leaves)
     trees = state_leaves(None if packed else leaves, params, mu, nu, averages)
+    check_copies(copies, trees[0])
     flat = [tree[number] for tree in trees for number in order]
+    copied = {i: copies[number] for i, number in enumerate(order) if copies}
+    flags: dict[str, Any] = {f'copied_{i}': copy is not None for i, copy in copied.items()}
+    flat += [copy for copy in copied.values() if copy is not None]
     scalars = jnp.stack(
         [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
     )
@@ -101,16 +109,21 @@ def adamw(
         averages=np.int64(len(averages)),
         tensors=np.int64(tensors),
         packed=np.int64(len(leaves) if packed else 0),
+        copies=bool(copies),
         b1=np.float32(rule.b1),
         b2=np.float32(rule.b2),
         rest1=np.float32(1 - rule.b1),
         rest2=np.float32(1 - rule.b2),
         eps=np.float32(rule.eps),
         decay=np.float32(rule.weight_decay),
+        **flags,
     )
     places = np.argsort(order)
+    rest = iter(new[len(trees) * tensors :])
+    found = {i: None if copy is None else next(rest) for i, copy in copied.items()}
+    new_copies = tuple(found[int(at)] for at in places if copies)
     each = [
         jax.tree.unflatten(jax.tree.structure(tree), [new[i * tensors + at] for at in places])
         for i, tree in enumerate((params, mu, nu, *averages))
     ]
-    return AdamWResult(each[0], each[1], each[2], tuple(each[3:]))
+    return AdamWResult(each[0], each[1], each[2], tuple(each[3:]), new_copies)

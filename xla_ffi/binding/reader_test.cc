@@ -147,7 +147,8 @@ void adamw(int64_t elements) {
   const Tensor each = float32({elements});
   tell("adamw", read_adamw, {float32({5}), each, each, each, each}, {each, each, each},
        {number("b1", 0), number("b2", 0), number("rest1", 1), number("rest2", 1), number("eps", 1),
-        number("decay", 0), integer("averages", 0), integer("tensors", 1), integer("packed", 0)});
+        number("decay", 0), integer("averages", 0), integer("tensors", 1), integer("packed", 0),
+        flag("copies", false)});
 }
 
 // Two tensors of 40 and 8 elements, whose gradients lie in arrays of these sizes.
@@ -163,7 +164,7 @@ void packed_adamw(std::vector<int64_t> sizes) {
   tell("packed adamw", read_adamw, operands, results,
        {number("b1", 0), number("b2", 0), number("rest1", 1), number("rest2", 1), number("eps", 1),
         number("decay", 0), integer("averages", 0), integer("tensors", 2),
-        integer("packed", static_cast<int64_t>(sizes.size()))});
+        integer("packed", static_cast<int64_t>(sizes.size())), flag("copies", false)});
 }
 
 void narrow(int64_t elements) {

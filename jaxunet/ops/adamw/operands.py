@@ -19,6 +19,10 @@ GRADIENT_TYPES = ('float32', 'bfloat16', 'float16')
 MAX_AVERAGES = 64  # that kernels take in one call; the reference takes any number
 
 
+# 16-bit copies of the arrays of a tree, in their order; None = no copy of that one. () = no copies.
+Copies: TypeAlias = Sequence[Array | None]
+
+
 class Rule(NamedTuple):
     """The constants of AdamW."""
 
@@ -29,12 +33,13 @@ class Rule(NamedTuple):
 
 
 class AdamWResult(NamedTuple):
-    """The updated trees: float32 arrays, each shaped as its argument."""
+    """The updated trees: float32 arrays, each shaped as its argument; and the updated copies."""
 
     params: Tree
     mu: Tree
     nu: Tree
     averages: tuple[Tree, ...]
+    copies: Copies = ()
 
 
 class AdamW(Protocol):
@@ -49,6 +54,8 @@ class AdamW(Protocol):
       factor: scales the gradients before anything else.
       corrections: the bias corrections 1 − b₁ᵗ and 1 − b₂ᵗ of mu and nu.
       follow: for each average e, the factor f of its step: e += f · (p − e), p the new parameters.
+      copies: of the parameters, all of one type; they become the new parameters, rounded to nearest
+        even. XLA may reuse their buffers.
 
     Raises:
       ValueError: the trees differ in shapes, or an array has another type.
@@ -68,6 +75,7 @@ class AdamW(Protocol):
         learning_rate: Array,
         corrections: tuple[Array, Array],
         follow: Sequence[Array],
+        copies: Copies = (),
     ) -> AdamWResult: ...
 
 
@@ -100,6 +108,28 @@ def state_leaves(
         if [leaf.shape for leaf in found] != shapes:
             raise ValueError(f'adamw: {name}: shapes differ from those of the {of_what}')
     return leaves
+
+
+def check_copies(copies: Copies, params: Sequence[Array]) -> None:
+    """Checks that the copies fit the arrays of the parameters.
+
+    Raises:
+      ValueError: there are fewer or more of them, or one has another shape, or they are not of one
+        16-bit type.
+    """
+    if not copies:
+        return
+    if len(copies) != len(params):
+        raise ValueError(f'adamw: copies: {len(copies)} for {len(params)} arrays; give one each')
+    for i, (copy, p) in enumerate(zip(copies, params, strict=True)):
+        if copy is not None and copy.shape != p.shape:
+            raise ValueError(
+                f'adamw: copies[{i}]: shape {list(copy.shape)}; expected {list(p.shape)}'
+            )
+    types = {str(copy.dtype) for copy in copies if copy is not None}
+    if len(types) > 1 or not types <= set(GRADIENT_TYPES[1:]):
+        found = ', '.join(sorted(types))
+        raise ValueError(f'adamw: copies: expected bfloat16 or float16, all alike, found {found}')
 
 
 def check_scalars(

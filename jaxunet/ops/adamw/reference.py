@@ -14,7 +14,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import at_least_float32
-from jaxunet.ops.adamw.operands import AdamWResult, Rule, Tree, check_scalars
+from jaxunet.ops.adamw.operands import (
+    AdamWResult,
+    Copies,
+    Rule,
+    Tree,
+    check_copies,
+    check_scalars,
+)
 from jaxunet.ops.adamw.packed import Packed, unpack
 
 
@@ -41,6 +48,7 @@ def adamw(
     learning_rate: Array,
     corrections: tuple[Array, Array],
     follow: Sequence[Array],
+    copies: Copies = (),
 ) -> AdamWResult:
     """One step of AdamW, then of the averages; see `jaxunet.ops.adamw.operands.AdamW`.
 
@@ -77,11 +85,18 @@ def adamw(
         jax.tree.map(lambda e, p, f=f: taken(e + f * (p - e), e), average, new_params)
         for average, f in zip(averages, follow, strict=True)
     )
+    leaves = jax.tree.leaves(new_params)
+    check_copies(copies, leaves)
+    new_copies = tuple(
+        None if copy is None else taken(p.astype(copy.dtype), copy)
+        for copy, p in zip(copies, leaves[: len(copies)], strict=True)
+    )
     return AdamWResult(
         jax.tree.map(taken, new_params, params),
         jax.tree.map(taken, new_mu, mu),
         jax.tree.map(taken, new_nu, nu),
         new_averages,
+        new_copies,
     )
 
 
