@@ -31,8 +31,9 @@ from jaxunet.model.unet import Params
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.training.batch import Batch, Keys, noise_batch
+from jaxunet.training.gradients import LossFn, StepParts
 from jaxunet.training.session import Session
-from jaxunet.training.step import LossFn, StepParts, TrainStep, make_train_step
+from jaxunet.training.step import TrainStep, make_train_step
 from jaxunet.weights import read_classifier
 from jaxunet.weights.fields import check_reusable
 from jaxunet.weights.guided_diffusion import FIXED

@@ -1,8 +1,8 @@
 """The training step: a pure function from state and batch to new state and metrics.
 
-A step minimises mean(w(t_i) c_i loss_i). The weight w comes from `loss.weighting`; the timesteps t
-and their factors c come from `timesteps.sampler`. The states of both are updated with the losses of
-the whole batch, gathered from all devices, and are therefore the same on every device.
+`jaxunet.training.gradients` computes the gradients and says what a step minimises. The states of
+the loss weighting and of the timestep sampler are updated with the losses of the whole batch,
+gathered from all devices, and are therefore the same on every device.
 
 `jaxunet.profile` recognises the phases of a step by its named scopes: data, forward (its
 derivative counts as backward), backward, all_reduce, optimizer and ema.
@@ -12,96 +12,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Key
 
 from jaxunet.checkpoint.recent_norms import RecentNorms
 from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
-from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import Diffusion
 from jaxunet.diffusion.timestep_policy import Event
-from jaxunet.diffusion.timesteps import TimestepSampler, make_sampler
-from jaxunet.diffusion.weighting import Weighting, make_weighting
+from jaxunet.diffusion.timesteps import make_sampler
+from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.low_res import low_res_of
-from jaxunet.model.unet import Params, UNet, computed_last
-from jaxunet.ops.adamw.packed import Packed, pack
+from jaxunet.model.unet import Params, UNet
+from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import fused_update, transform_gradients
-from jaxunet.training.batch import Batch, Keys, clean_images, noise_batch, split_keys
+from jaxunet.training.batch import Batch, Keys, clean_images, split_keys
+from jaxunet.training.gradients import (
+    LossFn,
+    SampleLosses,
+    Scalar,
+    StepParts,
+    gradients,
+    summable,
+)
 from jaxunet.training.noise_assignment import assigned_noise
-from jaxunet.training.update import Update, make_update, takes_packed
+from jaxunet.training.update import make_update, takes_packed
 
-Scalar = Float[Array, '']
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-Narrow = Callable[[list[Array]], Sequence[Array]]
-LossFn = Callable[..., tuple[Array, tuple[Array, object]]]  # arguments and results of `loss_fn`
-GradientFn = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """The parts of a training step that its functions share and that are fixed while tracing.
-
-    Attributes:
-      weighting: the loss weighting, w(t).
-      sampler: the timestep sampler.
-      schedule: learning rate by number of updates.
-      update: applies the gradients (`jaxunet.training.update`).
-      transform: what the backend does to the gradient function on one device.
-      narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
-      packs: with several devices, gradients are packed for the all-reduce, and `update` takes them
-        packed.
-      axis_name: axis of the devices under `jax.pmap` or `jax.shard_map`; None without them.
-      loss: takes the arguments of `loss_fn` and replaces it; None = `loss_fn`.
-    """
-
-    config: Config
-    model: UNet
-    diffusion: Diffusion
-    weighting: Weighting
-    sampler: TimestepSampler
-    schedule: optax.Schedule
-    update: Update
-    transform: Callable[[GradientFn], GradientFn]
-    narrow: Narrow | None
-    packs: bool
-    axis_name: str | None
-    loss: LossFn | None = None
-
-    @property
-    def uniform(self) -> bool:
-        """True if timesteps are drawn and weighted uniformly, so nothing learns from the losses."""
-        methods = self.config.loss.weighting, self.config.timesteps.sampler
-        return methods == ('uniform', 'uniform')
-
-
-class SampleLosses(NamedTuple):
-    """Losses by sample, from which timestep samplers and loss weightings learn."""
-
-    t: Int[Array, ' batch']
-    loss: Float[Array, ' batch']
-    importance: Float[Array, ' batch']  # 1/(T p_t)
-
-
-class Gradients(NamedTuple):
-    """Gradients of one batch.
-
-    Attributes:
-      grads: the gradients, times the loss scale.
-      loss: the mean loss that is minimised.
-      samples: the losses by sample; None if nothing learns from them.
-    """
-
-    grads: Params
-    loss: Scalar
-    samples: SampleLosses | None
 
 
 def make_train_step(
@@ -182,120 +124,6 @@ def comparable_loss(samples: SampleLosses) -> Scalar:
     the losses where p_t is small.
     """
     return jnp.sum(samples.loss * samples.importance) / jnp.sum(samples.importance)
-
-
-def loss_fn(
-    parts: StepParts, params: Params, state: TrainState, keys: Keys, batch: Batch, scale: Scalar
-) -> tuple[Scalar, tuple[Scalar, SampleLosses | None]]:
-    """Returns (loss · scale, (loss, samples)) for `jax.grad`, which differentiates the first.
-
-    Args:
-      batch: this device's rows of one micro-batch, with their `keys`.
-      scale: the loss scale, divided by the number of devices.
-    """
-    with jax.named_scope('data'):
-        noisy = noise_batch(
-            parts.config, parts.diffusion, parts.sampler, state.timesteps, keys, batch
-        )
-        draw = noisy.draw
-    with jax.named_scope('forward'):
-        output = parts.model.predict(
-            params,
-            noisy.seen,
-            noisy.time,
-            noisy.labels,
-            noisy.dropout_keys,
-            noisy.augmentation,
-            noisy.low_res,
-        )
-        losses = per_sample_loss(
-            parts.diffusion, output, noisy.x0, noisy.xt, noisy.time, noisy.noise
-        )
-        if parts.uniform:
-            loss = jnp.mean(losses)
-            return loss * scale, (loss, None)
-        loss = jnp.mean(losses * parts.weighting.table(state.weighting)[draw.t] * draw.weight)
-        return loss * scale, (loss, SampleLosses(draw.t, losses, draw.importance))
-
-
-def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> Gradients:
-    """Returns this device's share of the gradients, and the losses of its rows.
-
-    The sum of the shares over the devices is the gradient of the whole batch. Gradients have the
-    types of the weights that the network was called with: 16 bits where `narrow` cast the weights,
-    else float32; those of several micro-batches are float32.
-    """
-    scale = state.loss_scale.scale
-    devices = 1 if parts.axis_name is None else jax.lax.axis_size(parts.axis_name)
-    if devices > 1:
-        # Makes the sum over devices a mean: dividing each gradient would take a separate kernel.
-        scale = scale / devices
-    with jax.named_scope('forward'):
-        params = state.params
-        if parts.narrow:
-            params = parts.model.narrowed(params, parts.narrow)
-
-    differentiate: GradientFn = functools.partial(
-        jax.grad(parts.loss or loss_fn, argnums=1, has_aux=True), parts
-    )
-    if devices == 1:  # on several, gradients must be ready early, to be summed beside the others
-        differentiate = parts.transform(differentiate)
-
-    def one(keys: Keys, batch: Batch) -> Gradients:
-        grads, (loss, samples) = differentiate(params, state, keys, batch, scale)
-        return Gradients(grads, loss, samples)
-
-    if parts.config.optimizer.accumulate_steps > 1:
-        return accumulate(parts.config.optimizer.accumulate_steps, one, state.params, keys, batch)
-    return one(keys, batch)
-
-
-def accumulate(
-    count: int,
-    gradients_of: Callable[[Keys, Batch], Gradients],
-    params: Params,
-    keys: Keys,
-    batch: Batch,
-) -> Gradients:
-    """Returns the mean float32 gradients of `count` micro-batches, computed one after another.
-
-    Micro-batch i consists of rows i, i + count, i + 2 count, ... of the batch.
-    """
-
-    def split(x: Array) -> Array:
-        return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
-
-    def add(
-        total: tuple[Params, Scalar], micro: tuple[Keys, Batch]
-    ) -> tuple[tuple[Params, Scalar], SampleLosses | None]:
-        found = gradients_of(*micro)
-        with jax.named_scope('backward'):
-            return jax.tree.map(jnp.add, total, (widen(found.grads), found.loss)), found.samples
-
-    zeros = (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
-    total, samples = jax.lax.scan(add, zeros, jax.tree.map(split, (keys, batch)))
-    with jax.named_scope('backward'):
-        grads, loss = jax.tree.map(lambda x: x / count, total)
-    samples = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1), samples)
-    return Gradients(grads, loss, samples)
-
-
-def summable(parts: StepParts, grads: Params) -> Params | Packed:
-    """Returns gradients in float32 for the sum over several devices; packed if `parts.packs`.
-
-    Each gradient is cast, or each array packed, on its own, so that the first can be summed while
-    others are still computed.
-    """
-    if not parts.packs:
-        return widen(grads)
-    with jax.named_scope('backward'):
-        return pack(grads, computed_last(grads))
-
-
-def widen(grads: Params) -> Params:
-    """Casts gradients to float32."""
-    with jax.named_scope('backward'):
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
 
 def apply_gradients(

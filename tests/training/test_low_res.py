@@ -24,9 +24,10 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training.batch import noise_batch, normalise, split_keys
 from jaxunet.training.conditions import SampleConditions
 from jaxunet.training.evaluation import read_evaluations
+from jaxunet.training.gradients import loss_fn
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
-from jaxunet.training.step import loss_fn, make_train_step
+from jaxunet.training.step import make_train_step
 from jaxunet.weights import write_weights
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
