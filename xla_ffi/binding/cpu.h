@@ -38,6 +38,9 @@ inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 void affine_silu(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a,
                  const Rows& b);
 
+// Adds a norm's sums over the samples.
+void add_samples(const NormSums& norm);
+
 void sum_of_squares(const SumOfSquares& plan, Pool& pool);
 void adamw(const AdamW& plan, Pool& pool);
 void narrow_all(const Narrow& plan, Pool& pool);

@@ -168,6 +168,19 @@ void conv3x3_upsampled_weight_gradient(const UpsampledWeightGradient& plan, Pool
   conv3x3_weight_gradient(wide, pool);
 }
 
+void add_samples(const NormSums& norm) {
+  for (int64_t c = 0; c < norm.channels; ++c) {
+    double offset = 0, scale = 0;
+    for (int64_t sample = 0; sample < norm.batch; ++sample) {
+      const float* of_sample = norm.sums + 2 * sample * norm.channels + c;
+      offset += static_cast<double>(of_sample[0]);
+      scale += static_cast<double>(of_sample[norm.channels]);
+    }
+    norm.of_offset[c] = static_cast<float>(offset);
+    norm.of_scale[c] = static_cast<float>(scale);
+  }
+}
+
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, image = plan.height * plan.width;
   const auto x = join(plan.x, plan.type, plan.batch * image),
@@ -206,16 +219,7 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
     }
     for (int64_t f = 0; f < features; ++f) dshift[row * features + f] = static_cast<float>(sums[f]);
   });
-  for (int64_t c = 0; plan.norm && c < channels; ++c) {
-    double offset = 0, scale = 0;
-    for (int64_t sample = 0; sample < plan.batch; ++sample) {
-      const float* of_sample = plan.norm_sums + 2 * sample * channels + c;
-      offset += static_cast<double>(of_sample[0]);
-      scale += static_cast<double>(of_sample[channels]);
-    }
-    plan.of_offset[c] = static_cast<float>(offset);
-    plan.of_scale[c] = static_cast<float>(scale);
-  }
+  add_samples(plan.norm);
   if (channels > 0) narrow(dkernel, plan.dkernel.type, plan.dkernel.data);
   narrow(dshift, plan.dshift.type, plan.dshift.data);
   if (extra > 0) narrow(dshortcut, plan.dshortcut.type, plan.dshortcut.data);

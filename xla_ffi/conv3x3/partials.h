@@ -1,6 +1,8 @@
-// The partial results of a weight gradient: where they go, and the reductions that add them.
+// The partial results of a weight gradient: where they go, and the reductions that add them and a
+// norm's sums.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -14,6 +16,22 @@ namespace jaxunet::cuda {
 struct Splits {
   int64_t kernel, shortcut;
 };
+
+// The reductions over the samples of a norm's two sums, for the gradients of offset and scale. In
+// (batch, 2, channels) the parts of each are every second one.
+inline std::array<SplitKReduction, 2> norm_reductions(const NormSums& norm) {
+  const auto reduction = [&](int which, float* to) {
+    SplitKReduction sum;
+    if (norm.channels == 0) return sum;
+    sum.from = norm.sums + which * norm.channels;
+    sum.to = {to, Type::kFloat32};
+    sum.parts = static_cast<int>(2 * norm.batch);
+    sum.count = norm.channels;
+    sum.part_stride = 2;
+    return sum;
+  };
+  return {reduction(0, norm.of_offset), reduction(1, norm.of_scale)};
+}
 
 // Where the partial results go. A gradient that is not split is written in place, if it is float32
 // or the kernel narrows it. All others are in the workspace, in this order: the kernel's gradient,
@@ -68,10 +86,11 @@ struct Partials {
     // If all samples share one shift, its gradient is also summed over the samples: each sample's
     // sum in a slot is then a part to add.
     const int64_t parts_of_slot = plan.shifts == 1 ? plan.batch : 1;
+    const auto [offset, scale] = norm_reductions(plan.norm);
     return {{shift_at(splits), plan.dshift, static_cast<int>(slots * parts_of_slot),
              shift / parts_of_slot},
-            norm_parameter(0, plan.of_offset),
-            norm_parameter(1, plan.of_scale),
+            offset,
+            scale,
             {floats_at(shortcut_at(splits)), plan.dshortcut, static_cast<int>(splits.shortcut),
              shortcut_floats(splits) ? shortcut : 0},
             {floats_at(kernel_at(splits)), plan.dkernel, static_cast<int>(splits.kernel),
@@ -81,25 +100,12 @@ struct Partials {
 
   // Without pixels or features, all gradients except the norm's are zeros.
   std::vector<SplitKReduction> reductions_of_nothing() const {
+    const auto [offset, scale] = norm_reductions(plan.norm);
     return {{nullptr, plan.dshift, 0, plan.shifts * plan.features},
-            norm_parameter(0, plan.of_offset),
-            norm_parameter(1, plan.of_scale),
+            offset,
+            scale,
             {nullptr, plan.dshortcut, 0, shortcut},
             {nullptr, plan.dkernel, 0, kernel}};
-  }
-
- private:
-  // The reduction over the samples of one of the norm's two sums: `which` is 0 for the offset's
-  // gradient, 1 for the scale's. In norm_sums (batch, 2, channels) they are every second part.
-  SplitKReduction norm_parameter(int which, float* to) const {
-    if (!plan.norm) return {};
-    SplitKReduction sum;
-    sum.from = plan.norm_sums + which * plan.x.total;
-    sum.to = {to, Type::kFloat32};
-    sum.parts = static_cast<int>(2 * plan.batch);
-    sum.count = plan.x.total;
-    sum.part_stride = 2;
-    return sum;
   }
 };
 

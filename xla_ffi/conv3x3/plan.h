@@ -56,6 +56,15 @@ struct Result {
   Type type;
 };
 
+// The gradients of a norm's scale and offset if all samples share them: the norm's gradient kernel
+// writes those of each sample to `sums`, first of offset, then of scale, and the last launch of a
+// weight gradient adds them over the samples.
+struct NormSums {
+  const float* sums;            // (batch, 2, channels)
+  int64_t batch, channels;      // channels = 0: no norm
+  float *of_scale, *of_offset;  // the gradients, (1, channels)
+};
+
 // dkernel[i, j] = sum over pixels of x shifted by (i - 1, j - 1), times dy; dshortcut = the same
 // for `projected`, not shifted; dshift = sums of dy over pixels. Either x or `projected` may be
 // empty.
@@ -69,11 +78,7 @@ struct Conv3x3WeightGradient {
   Result dshift;     // (shifts, features)
   int64_t shifts;    // batch, or 1: the sum over all samples
   Result dshortcut;  // (projected channels, features)
-  // The preceding norm's gradient kernel writes each sample's gradients of offset (0) and scale (1)
-  // to norm_sums; if `norm`, the last launch adds them over the samples.
-  bool norm;
-  const float* norm_sums;       // (batch, 2, channels)
-  float *of_scale, *of_offset;  // the gradients, (1, channels)
+  NormSums norm;     // of the norm that precedes the convolution
   // Uninitialized memory for partial results, at least `minimum_workspace` floats. The smaller it
   // is, the fewer blocks share the work.
   float* workspace;

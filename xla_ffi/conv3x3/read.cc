@@ -123,10 +123,12 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient_member(Reader& call) {
   plan.features = dy.dims[3];
   plan.projected = call.parts("residual", call.integer("residuals", 0, kMaxParts), first.element,
                               {plan.batch, plan.height, plan.width});
-  plan.norm = call.flag("norm");
-  if (plan.norm) {
+  const bool norm = call.flag("norm");
+  if (norm) {
     const Array sums = call.operand("norm_sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total});
-    plan.norm_sums = static_cast<const float*>(sums.data);
+    plan.norm.sums = static_cast<const float*>(sums.data);
+    plan.norm.batch = plan.batch;
+    plan.norm.channels = plan.x.total;
   }
   plan.dkernel = read_gradient(call, "dkernel", first.element, {3, 3, plan.x.total, plan.features});
   read_shift_gradient(call, first.element, plan);
@@ -134,12 +136,12 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient_member(Reader& call) {
     plan.dshortcut =
         read_gradient(call, "dshortcut", first.element, {plan.projected.total, plan.features});
   }
-  if (plan.norm) {
+  if (norm) {
     const auto row = [&](const char* name) {
       return static_cast<float*>(call.result(name, ffi::DataType::F32, {1, plan.x.total}).data);
     };
-    plan.of_scale = row("of_scale");
-    plan.of_offset = row("of_offset");
+    plan.norm.of_scale = row("of_scale");
+    plan.norm.of_offset = row("of_offset");
   }
   return plan;
 }
