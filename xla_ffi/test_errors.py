@@ -181,7 +181,7 @@ def test_a_weight_gradient_says_how_much_workspace_it_needs():
     ('changed', 'dtype', 'workspace', 'message'),
     [
         ({'members': np.int64(0)}, 'float32', 235, 'attribute members: expected 1 to .*, found 0'),
-        ({'members': np.int64(1)}, 'float32', 235, 'workspace: expected .*, found F32'),
+        ({'members': np.int64(1)}, 'float32', 235, r'norm_sums\[0\]: expected .*, found F32'),
         (
             {'members': np.int64(3)},
             'float32',
@@ -197,26 +197,47 @@ def test_a_weight_gradient_says_how_much_workspace_it_needs():
         ({'linear_1': False}, 'float32', 235, 'member 1: attribute parts: expected a 64-bit'),
         ({}, 'bfloat16', 235, 'member 1: expected the type of member 0, found another'),
         ({}, 'float32', 234, 'workspace: expected at least 235 numbers, found 234'),
+        ({'norms': np.int64(-1)}, 'float32', 235, 'attribute norms: expected 0 to .*, found -1'),
+        ({'norms': np.int64(0)}, 'float32', 235, r'workspace: .*, found F32\[1, 7\]'),
+        ({'norms': np.int64(2)}, 'float32', 235, r'norm_sums\[1\]: missing; the call has 5'),
     ],
 )
 def test_several_weight_gradients_say_what_is_wrong(changed, dtype, workspace, message):
-    """The members are a convolution, whose workspace has at least 190 numbers, and a layer with
-    45.
+    """The members are a convolution, whose workspace has at least 190 numbers, and a layer with 45;
+    a norm of 7 channels follows.
     """
     operands = [((2, 3, 3, size), jnp.float32) for size in (4, 5)]
-    operands += [((2, 3, 4, size), dtype) for size in (8, 5)]
-    shapes = [(3, 3, 4, 5), (1, 5), (8, 5), (1, 5), (workspace,)]
-    attributes = {'members': np.int64(2), 'linear_0': False, 'linear_1': True}
+    operands += [((2, 3, 4, size), dtype) for size in (8, 5)] + [((3, 2, 7), jnp.float32)]
+    shapes = [(3, 3, 4, 5), (1, 5), (8, 5), (1, 5), (1, 7), (1, 7), (workspace,)]
+    attributes = {'members': np.int64(2), 'norms': np.int64(1)}
+    attributes |= {'linear_0': False, 'linear_1': True}
     attributes |= {'parts_0': np.int64(1), 'residuals_0': np.int64(0), 'norm_0': False}
     target, results = 'jaxunet_weight_gradients', [(shape, jnp.float32) for shape in shapes]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f'{target}: {message}'):
         Call(target, operands, results, attributes | changed)()
 
 
+@pytest.mark.parametrize(
+    ('sums', 'row', 'message'),
+    [
+        ((3, 1, 7), (1, 7), r'norm_sums\[0\]: expected F32\[any, 2, any\], found F32\[3, 1, 7\]'),
+        ((3, 2, 7), (3, 7), r'of_scale: expected F32\[1, 7\], found F32\[3, 7\]'),
+        ((65536, 2, 1), (1, 1), r'norm_sums\[0\]: expected at most 65535 samples, found 65536'),
+    ],
+)
+def test_the_sums_of_norms_say_what_is_wrong(sums, row, message):
+    operands = [((2, 3, 4, 8), jnp.float32), ((2, 3, 4, 5), jnp.float32), (sums, jnp.float32)]
+    results = [(shape, jnp.float32) for shape in ((8, 5), (1, 5), row, row, (45,))]
+    attributes = {'members': np.int64(1), 'norms': np.int64(1), 'linear_0': True}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'weight_gradients: {message}'):
+        Call('jaxunet_weight_gradients', operands, results, attributes)()
+
+
 def test_several_weight_gradients_take_the_least_workspace():
     operands = [((2, 3, 4, size), jnp.float32) for size in (8, 5)] * 2
     results = [((8, 5), jnp.float32), ((1, 5), jnp.float32)] * 2 + [((90,), jnp.float32)]
-    attributes = {'members': np.int64(2), 'linear_0': True, 'linear_1': True}
+    attributes = {'members': np.int64(2), 'norms': np.int64(0)}
+    attributes |= {'linear_0': True, 'linear_1': True}
     Call('jaxunet_weight_gradients', operands, results, attributes)()
 
 

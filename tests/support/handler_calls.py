@@ -200,15 +200,18 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
 
     def several_weights() -> Call:
         members = [draw.choice([weights, linear_weights])() for _ in range(draw.randint(1, 3))]
-        attributes: Attributes = {'members': np.int64(len(members))}
+        norms = draw.randint(0, 2)
+        attributes: Attributes = {'members': np.int64(len(members)), 'norms': np.int64(norms)}
         for i, member in enumerate(members):
             attributes[f'linear_{i}'] = 'linear' in member.target
             attributes |= {f'{name}_{i}': value for name, value in member.attributes.items()}
         results = [result for member in members for result in member.results[:-1]]
+        results += [((1, channels), jnp.float32)] * (2 * norms)
+        sums: list[Shape] = [((batch, 2, channels), jnp.float32)] * norms
         workspace = sum(member.results[-1][0][0] for member in members)
         return Call(
             'weight_gradients',
-            [operand for member in members for operand in member.operands],
+            [operand for member in members for operand in member.operands] + sums,
             [*results, ((workspace,), jnp.float32)],
             attributes,
         )
@@ -399,7 +402,9 @@ def spoil(call: Call, mistake: str, draw: random.Random) -> Call:
         arrays[at] = (shape, draw.choice([jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64]))
     elif mistake == 'size':
         changed = list(shape)
-        changed[draw.randrange(len(shape))] += 97  # more than any dimension could be
+        # Sums of a norm alone may be of any number of samples.
+        first = int('norms' in attributes and len(shape) == 3)
+        changed[draw.randrange(first, len(shape))] += 97  # more than any dimension could be
         arrays[at] = (tuple(changed), kind)
     elif mistake == 'rank':
         arrays[at] = (draw.choice([(), shape[1:], (*shape, 1)]), kind)

@@ -60,11 +60,14 @@ def test_a_step_calls_one_handler_and_trains_alike(
             patch.setattr(step, 'transform_gradients', lambda *_, t=transform: t)
             bench = Bench(changed, source, shared=False)
             found = calls(bench.lowered)
+            own_sums = 'samples = true' in bench.lowered.as_text()
         losses.append(bench.losses())
         states.append(jax.tree.map(np.asarray, bench.state.params))
         if transform is grouped:
             assert found == {TARGET: 1}
+            assert not own_sums
         else:
+            assert own_sums
             assert found[CONVOLUTION] > 10
             assert found[LINEAR] >= 4
             assert TARGET not in found

@@ -14,8 +14,8 @@
 //                      backward_streaming.cu: large samples; two launches
 //                      backward_smem_resident.cu: the rest
 //
-// parameter_gradients.cu follows backward_smem_resident.cu; backward_streaming.cu sums the
-// gradients of scale and offset itself.
+// parameter_gradients.cu follows backward_smem_resident.cu, unless a weight gradient adds the sums;
+// backward_streaming.cu sums the gradients of scale and offset itself.
 #include "common/device.h"
 #include "kernels.h"
 #include "launch.h"

@@ -3,7 +3,7 @@
 At small batches, a weight gradient is too little work for the GPU, and its call takes two launches:
 the kernel, and the sum of its splits. One call of `jaxunet_weight_gradients` computes many of them
 in a few launches. It comes after everything that does not need its results, so its operands stay in
-memory until then.
+memory until then. Its last launch also adds the gradients of norms over the samples.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from xla_ffi.linear import vjp as linear
 
 TARGET = 'jaxunet_weight_gradients'
 CONVOLUTION, LINEAR = 'jaxunet_conv3x3_weight_gradient', 'jaxunet_linear_weight_gradient'
+NORMS = ('jaxunet_group_norm_gradient', 'jaxunet_group_norm_dropout_gradient')
 # Largest product of a call that is merged; it bounds the memory in which operands wait. To refit,
 # time steps of batches 64 to 256 with half and with twice as much (tests/gpu/steps.py), and compare
 # their memory (tests/gpu/compile.py).
@@ -87,6 +88,27 @@ class Member(NamedTuple):
         return _shape(self.equation.outvars[-1]).shape[0]
 
 
+class Norm(NamedTuple):
+    """A call of a norm's gradient whose sums a merged call adds over the samples.
+
+    Fields:
+      without: the same call without the gradients of scale and offset.
+    """
+
+    equation: JaxprEqn
+    without: JaxprEqn
+
+    @property
+    def sums(self) -> Var:
+        """The sums of each sample, (batch, 2, channels)."""
+        return self.without.outvars[0]
+
+    @property
+    def gradients(self) -> list[Var]:
+        """The gradients of scale and offset, both (1, channels)."""
+        return self.equation.outvars[1:3]
+
+
 def grouped_if_faster(function: Run) -> Run:
     """Returns `grouped(function)` where one call is faster: on Hopper, with the fastest kernels.
 
@@ -102,6 +124,9 @@ def grouped(function: Run) -> Run:
     has at most `MOST_FLOPS`, separately by type. It leaves calls alone that depend on a merged
     call, and calls inside loops, branches and functions of their own (`jax.lax.scan`,
     `jax.lax.cond`, `jax.checkpoint`, `jax.jit`).
+
+    Calls of `NORMS` whose samples share scale and offset then return only the sums of each sample,
+    and the first merged call adds them. It leaves those alone whose gradients a merged call needs.
 
     Args:
       function: takes positional arguments, trees of arrays, and returns a tree of arrays; it is
@@ -123,16 +148,19 @@ def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
     groups = _groups(jaxpr.eqns)
     members = [member.equation for group in groups for member in group]
     wanted = _variables(jaxpr.outvars)
-    before, after = _split(jaxpr.eqns, members)
+    norms = _norms(jaxpr.eqns, members, wanted) if groups else []
+    before, after = _split(jaxpr.eqns, members, norms)
     after = _needed(after, wanted)
     values: Values = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True)
     )
     # The parts of the function have other arguments and results than the function.
     source = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    _run(before, values, wanted | _read(members) | _read(after), source)
+    operands = _read(members) | {norm.sums for norm in norms}
+    _run(before, values, wanted | operands | _read(after), source)
     for group in groups:
-        _call(group, values)
+        _call(group, norms, values)
+        norms = []
     _run(after, values, wanted, source)
     return [_value(atom, values) for atom in jaxpr.outvars]
 
@@ -164,18 +192,68 @@ def _member(equation: JaxprEqn) -> Member | None:
     return member if narrow and member.flops <= MOST_FLOPS else None
 
 
+def _norms(
+    equations: Sequence[JaxprEqn], members: Sequence[JaxprEqn], wanted: set[Var]
+) -> list[Norm]:
+    """Returns the norms whose sums the merged calls can add, in the order of the equations.
+
+    They do not depend on members, and neither members nor the sums of other norms depend on their
+    gradients.
+    """
+    before, _ = _split(equations, members)
+    used, needed, found = wanted | _read(equations), _read(members), []
+    for equation in reversed(before):
+        norm = _norm(equation, used)
+        if norm is not None and needed.isdisjoint(norm.gradients):
+            found.append(norm)
+        elif needed.isdisjoint(equation.outvars):
+            continue
+        needed |= _read([equation])
+    return found[::-1]
+
+
+def _norm(equation: JaxprEqn, used: set[Var]) -> Norm | None:
+    """Returns an equation as a norm; None if it is no call that adds sums over the samples.
+
+    Args:
+      used: the variables that are read or wanted. If the sums are not, they get a new variable,
+        because JAX does not name results that are not used.
+    """
+    if equation.primitive.name != 'ffi_call' or equation.params['target_name'] not in NORMS:
+        return None
+    attributes = dict(equation.params['attributes'])
+    sums, *results = [_shape(var) for var in equation.outvars]
+    if not attributes['samples'] or any(row.shape[0] != 1 for row in results[:2]):
+        return None
+    # Traced instead of copied: the other parameters of the call belong to the version of JAX.
+    shapes = [sums, *results[2:]]
+    method = equation.params['vmap_method']
+    call = jax.ffi.ffi_call(equation.params['target_name'], shapes, vmap_method=method)
+    traced = jax.make_jaxpr(functools.partial(call, **attributes | {'samples': False}))
+    (alone,) = traced(*(_shape(atom) for atom in equation.invars)).jaxpr.eqns
+    own = equation.outvars[0]
+    outvars = [own if own in used else alone.outvars[0], *equation.outvars[3:]]
+    return Norm(equation, equation.replace(params=alone.params, outvars=outvars))
+
+
 def _split(
-    equations: Sequence[JaxprEqn], members: Sequence[JaxprEqn]
+    equations: Sequence[JaxprEqn], members: Sequence[JaxprEqn], norms: Sequence[Norm] = ()
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Returns the other equations: those that do not depend on members, and those that do."""
+    """Returns the other equations: those that do not depend on members, and those that do.
+
+    Args:
+      norms: those whose gradients the members' call computes; they do not depend on members.
+    """
     chosen = {id(equation) for equation in members}
+    without = {id(norm.equation): norm.without for norm in norms}
     dependent = {var for equation in members for var in equation.outvars}
+    dependent |= {var for norm in norms for var in norm.gradients}
     before, after = [], []
     for equation in equations:
         if id(equation) in chosen:
             continue
         if dependent.isdisjoint(_read([equation])):
-            before.append(equation)
+            before.append(without.get(id(equation), equation))
         else:
             after.append(equation)
             dependent.update(equation.outvars)
@@ -213,12 +291,14 @@ def _run(
     values |= zip(results, jaxpr_as_fun(part)(*(values[var] for var in read)), strict=True)
 
 
-def _call(group: Sequence[Member], values: Values) -> None:
-    """Runs the members in one call, and adds their results to the values."""
+def _call(group: Sequence[Member], norms: Sequence[Norm], values: Values) -> None:
+    """Runs the members in one call that also adds sums of norms; adds all results to the values."""
     operands = [_value(atom, values) for member in group for atom in member.equation.invars]
-    shapes = [shape for member in group for shape in member.results]
-    shapes += [jax.ShapeDtypeStruct((_workspace(group),), jnp.float32)]
-    attributes: dict[str, Any] = {'members': np.int64(len(group))}
+    operands += [values[norm.sums] for norm in norms]
+    names = [var for member in group for var in member.equation.outvars[:-1]]
+    names += [var for norm in norms for var in norm.gradients]
+    shapes = [*map(_shape, names), jax.ShapeDtypeStruct((_workspace(group),), jnp.float32)]
+    attributes: dict[str, Any] = {'members': np.int64(len(group)), 'norms': np.int64(len(norms))}
     for i, member in enumerate(group):
         attributes[f'linear_{i}'] = member.target == LINEAR
         attributes |= {f'{name}_{i}': value for name, value in member.attributes.items()}
@@ -229,7 +309,6 @@ def _call(group: Sequence[Member], values: Values) -> None:
     call = jax.ffi.ffi_call(TARGET, shapes, vmap_method='sequential')
     with jax.named_scope('backward'):  # its phase for jaxunet.profile
         *found, _ = call(*vary(operands, varying_axes(operands)), **attributes)
-    names = [var for member in group for var in member.equation.outvars[:-1]]
     values |= zip(names, found, strict=True)
 
 

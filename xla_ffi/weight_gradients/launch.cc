@@ -1,7 +1,9 @@
 // The weight gradients of several layers: one launch of the Hopper kernel, whose blocks are divided
 // among the layers, and one of split_k_reduce. Layers that cannot fill the GPU alone then need few
-// splits of K, or none, and share the time in which the last blocks of a launch end.
+// splits of K, or none, and share the time in which the last blocks of a launch end. The last
+// launch also adds the sums of norms, which would take a launch for each norm.
 #include <algorithm>
+#include <utility>
 
 #include "common/device.h"
 #include "conv3x3/dispatch.h"
@@ -19,14 +21,15 @@ double length_of(const HopperWeightGradient& gradient) {
   return gradient.tiling.tiles > 0 ? std::max(strips(gradient.split_k), shortcut) : shortcut;
 }
 
-// Runs the gradients that the Hopper kernel takes. Their plans get their parts of the workspace.
+// Runs the gradients that the Hopper kernel takes, and `reductions` besides their own. Their plans
+// get their parts of the workspace.
 cudaError_t run_hopper(std::vector<Conv3x3WeightGradient>& plans, float* workspace, int64_t floats,
-                       int multiprocessors, cudaStream_t stream) {
+                       std::vector<SplitKReduction> reductions, int multiprocessors,
+                       cudaStream_t stream) {
   std::vector<Partials> partials;
   for (const Conv3x3WeightGradient& plan : plans) partials.emplace_back(plan, true);
   const std::vector<Choice> choices = hopper_choices(partials, floats, multiprocessors);
   std::vector<HopperWeightGradient> gradients;
-  std::vector<SplitKReduction> reductions;
   for (size_t i = 0; i < plans.size(); ++i) {
     plans[i].workspace = workspace;
     plans[i].workspace_floats = floats_of(partials[i], choices[i]);
@@ -61,8 +64,15 @@ cudaError_t weight_gradients(const WeightGradients& plan, cudaStream_t stream, K
       error = conv3x3_weight_gradient(member, stream, kernels);
     }
   }
-  if (error != cudaSuccess || hopper.empty()) return error;
-  return run_hopper(hopper, plan.workspace, plan.workspace_floats, device.multiprocessors, stream);
+  if (error != cudaSuccess) return error;
+  std::vector<SplitKReduction> reductions;
+  for (const NormSums& norm : plan.norms) {
+    const auto own = norm_reductions(norm);
+    reductions.insert(reductions.end(), own.begin(), own.end());
+  }
+  if (hopper.empty()) return split_k_reduce(reductions, stream);
+  return run_hopper(hopper, plan.workspace, plan.workspace_floats, std::move(reductions),
+                    device.multiprocessors, stream);
 }
 
 }  // namespace jaxunet::cuda

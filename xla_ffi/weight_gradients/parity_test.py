@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from support.parity import draw
 
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Added
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
+from xla_ffi.group_norm.vjp import group_norm
 from xla_ffi.linear import vjp as linear
 from xla_ffi.weight_gradients.grouping import grouped
 
 
 class Layer(NamedTuple):
-    """A convolution; a linear layer if it has no parts."""
+    """A convolution; a linear layer if it has no parts; if `alone`, a norm."""
 
     side: int
     parts: tuple[int, ...]
@@ -27,6 +29,7 @@ class Layer(NamedTuple):
     projected: tuple[int, ...] = ()
     norm: bool = False
     per_sample: bool = False
+    alone: bool = False
 
 
 # Strips of one sample, of two and of four; channels and features that fill tiles or not; first and
@@ -44,6 +47,9 @@ LAYERS = (
     Layer(32, (64,), 64),
     Layer(16, (64,), 3),
     Layer(4, (), 24, (8,)),
+    Layer(8, (64, 64), 128, alone=True),
+    Layer(4, (20,), 20, alone=True),
+    Layer(3, (12, 6), 18, alone=True),  # sums that are read one by one
 )
 
 
@@ -66,6 +72,10 @@ def arrays_of(layer: Layer, batch: int, dtype: str):
 
 def gradients_of(layer: Layer, arrays, weights: str):
     x, dy, projected, sums = arrays
+    if layer.alone:
+        rows = [jnp.ones((1, layer.features), weights)] * 2
+        _, backward = jax.vjp(lambda *w: group_norm(Activation(tuple(x)), *w, groups=2), *rows)
+        return backward(dy)
     if not layer.parts:
         kernel = jnp.zeros((layer.projected[0], layer.features), weights)
         bias = jnp.zeros((1, layer.features), weights)
@@ -96,6 +106,7 @@ def both(layers, batch: int, dtype: str, weights: str):
     assert lowered.count('@jaxunet_weight_gradients') == 1
     if dtype != 'float32':  # only products of 16-bit terms are merged
         assert '@jaxunet_conv3x3_weight_gradient' not in lowered
+    assert 'samples = true' not in lowered
     found = [jax.tree.leaves(together(arrays)) for _ in range(2)]
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)

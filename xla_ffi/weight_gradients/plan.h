@@ -12,6 +12,7 @@ class Reader;
 
 struct WeightGradients {
   std::vector<Conv3x3WeightGradient> members;  // of one type, and without workspaces
+  std::vector<NormSums> norms;                 // of norms that precede no member
   // Uninitialized memory for the partial results of all members, at least the sum of their
   // `minimum_workspace`.
   float* workspace;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,15 @@ from jax.sharding import PartitionSpec
 from support import kernel_names
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.transformations import vary, varying_axes
 from xla_ffi.conv3x3.parameter_gradients import PARTIAL_SUMS
 from xla_ffi.conv3x3.split_k import MULTIPROCESSORS
 from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3
+from xla_ffi.group_norm.vjp import group_norm, group_norm_and_input
 from xla_ffi.linear.vjp import linear
 from xla_ffi.weight_gradients import grouping
-from xla_ffi.weight_gradients.grouping import CONVOLUTION, LINEAR, TARGET, grouped
+from xla_ffi.weight_gradients.grouping import CONVOLUTION, LINEAR, NORMS, TARGET, grouped
 
 pytestmark = pytest.mark.extension
 
@@ -45,7 +47,8 @@ def weights(dtype: str = 'bfloat16') -> Weights:
         name: (0.2 * jax.random.normal(key, shape)).astype(dtype)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
-    return found | {'row': jnp.ones((1, c)), 'scale': jnp.ones((1, 2 * c))}
+    rows = {'row': c, 'norm': c, 'scale': 2 * c}
+    return found | {name: jnp.ones((1, size)) for name, size in rows.items()}
 
 
 def images(dtype: str = 'bfloat16', batch: int = BATCH) -> jax.Array:
@@ -68,7 +71,8 @@ def network(w: Weights, x: jax.Array) -> jax.Array:
             groups=2,
         )
     with jax.named_scope('linear'):
-        y = Activation.of(linear(y.value, w['linear'], w['row'], residual=h.value))
+        normed, (passed,) = group_norm_and_input(y, w['norm'], w['norm'], groups=2)
+        y = Activation.of(linear(normed, w['linear'], w['row'], residual=passed.value))
     y = conv3x3(Activation((*y.parts, *h.parts)), w['last'], w['row'], residual=y)
     out = linear(y.value, w['linear_2'], w['row'][:, :3])
     return jnp.sum(jnp.sin(out.astype(jnp.float32)))
@@ -94,11 +98,18 @@ def assert_equal(function: Callable[..., Any], *arguments: Any) -> None:
         assert jnp.any(b != 0)
 
 
-def attributes(function: Callable[..., Any], *arguments: Any) -> list[dict[str, Any]]:
-    """Returns the attributes of the merged calls of a function."""
+def attributes(
+    function: Callable[..., Any], *arguments: Any, targets: Sequence[str] = (TARGET,)
+) -> list[dict[str, Any]]:
+    """Returns the attributes of the calls of some handlers, of the merged calls by default."""
     equations = jax.make_jaxpr(function)(*arguments).jaxpr.eqns
-    merged = [e for e in equations if e.params.get('target_name') == TARGET]
-    return [dict(e.params['attributes']) for e in merged]
+    found = [e for e in equations if e.params.get('target_name') in targets]
+    return [dict(e.params['attributes']) for e in found]
+
+
+def samples(function: Callable[..., Any], *arguments: Any) -> list[bool]:
+    """Returns which norms' gradients are added by their own calls, in the order of the calls."""
+    return [found['samples'] for found in attributes(function, *arguments, targets=NORMS)]
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
@@ -124,7 +135,8 @@ def test_the_call_has_the_attributes_of_its_members() -> None:
     assert [found[f'parts_{i}'] for i in of_convolutions] == [2, 1, 1]
     assert [found[f'residuals_{i}'] for i in of_convolutions] == [0, 2, 0]
     assert [found[f'norm_{i}'] for i in of_convolutions] == [False, True, False]
-    assert len(found) == 1 + 5 + 3 * 3
+    assert found['norms'] == 1
+    assert len(found) == 2 + 5 + 3 * 3
 
 
 def test_the_call_keeps_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +178,85 @@ def test_calls_that_depend_on_a_member_stay_alone() -> None:
 
     assert calls(grouped(twice), weights(), images()) == SINGLE | {TARGET: 1}
     assert_equal(twice, weights(), images())
+
+
+def test_a_merged_call_adds_the_sums_of_norms() -> None:
+    def several(*given: tuple[Weights, jax.Array]) -> list[Weights]:
+        return [gradient(w, x) for w, x in given]
+
+    given = [(weights(dtype), images(dtype)) for dtype in ('bfloat16', 'float32', 'float16')]
+    for one in given:
+        assert samples(gradient, *one) == [True, False]
+    assert samples(several, *given) == [True, False] * 3
+    assert samples(grouped(several), *given) == [False] * 6
+    assert [a['norms'] for a in attributes(grouped(several), *given)] == [3, 0]
+    assert samples(grouped(gradient), *given[1]) == [True, False]  # nothing is merged
+
+
+def norm_gradient(
+    x: jax.Array, scale: jax.Array, offset: jax.Array, **options: Any
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients of x, scale and offset."""
+
+    def loss(*arguments: jax.Array) -> jax.Array:
+        x, scale, offset = arguments
+        y = group_norm(Activation.of(x), scale, offset, groups=2, **options)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    return jax.grad(loss, argnums=(0, 1, 2))(x, scale, offset)
+
+
+@pytest.mark.parametrize('rows', [(1, 1), (BATCH, 1), (1, BATCH), (BATCH, BATCH)])
+@pytest.mark.parametrize('dropout', [True, False])
+def test_norms_whose_samples_share_scale_and_offset(rows: tuple[int, int], dropout: bool) -> None:
+    x = jnp.sin(jnp.tile(images(), 2))
+    options: dict[str, Any] = {'silu': True}
+    if dropout:
+        options['dropout'] = Dropout(jnp.ones((BATCH, 2), jnp.uint32), 0.5)
+
+    def run(w: Weights, x: jax.Array, *given: jax.Array) -> Any:
+        return gradient(w, images()), norm_gradient(x, *given, **options)
+
+    given = weights(), x, *(jnp.ones((r, CHANNELS)) for r in rows)
+    assert samples(run, *given) == [True, False, True]
+    assert samples(grouped(run), *given) == [False, False, rows != (1, 1)]
+    assert_equal(run, *given)
+
+
+def test_norms_whose_gradients_a_merged_call_needs_stay_alone() -> None:
+    row = jnp.ones((1, 4))
+
+    def run(w: Weights, x: jax.Array, row: jax.Array) -> Any:
+        """The second norm needs the first one's gradients, and members need the third's."""
+        first = norm_gradient(x, row, row)
+        second = norm_gradient(x, *first[1:])
+        third = norm_gradient(second[0], row, row)
+        return first, second, third, gradient(w, x * jnp.sum(third[2]).astype(x.dtype))
+
+    given = weights(), images(), row
+    assert samples(run, *given) == [True, True, True, True, False]
+    assert samples(grouped(run), *given) == [True, False, True, False, False]
+    assert_equal(run, *given)
+
+
+def test_norms_that_depend_on_a_member_stay_alone() -> None:
+    def run(w: Weights, x: jax.Array) -> Any:
+        found = gradient(w, x)
+        return found, norm_gradient(x, found['row'][:, :4], found['row'][:, 4:])
+
+    given = weights(), images()
+    assert samples(grouped(run), *given) == [False, False, True]
+    assert_equal(run, *given)
+
+
+@pytest.mark.parametrize('used', [slice(1), slice(1, 2), slice(0)])
+def test_norms_with_unused_gradients(used: slice) -> None:
+    def run(w: Weights, x: jax.Array, row: jax.Array) -> Any:
+        return gradient(w, x), norm_gradient(x, row, row)[used]
+
+    given = weights(), images(), jnp.ones((1, 4))
+    assert calls(grouped(run), *given) == {TARGET: 1}
+    assert_equal(run, *given)
 
 
 def test_unused_results_and_results_that_are_not_gradients() -> None:

@@ -50,7 +50,7 @@ def members(i: HloLine, shapes: Sequence[Shape]) -> list[Member]:
 
     Args:
       shapes: of its operands: for each member the parts of x, dy, the parts that a shortcut
-        projects, and the sums of a norm.
+        projects, and the sums of a norm; then the sums of further norms.
     """
     attributes: dict[int, dict[str, str]] = collections.defaultdict(dict)
     for name, index, value in ATTRIBUTE.findall(i.rest):
