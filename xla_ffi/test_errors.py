@@ -166,6 +166,27 @@ def test_a_linear_layer_says_what_is_wrong(operands, results, attributes, messag
         call()
 
 
+@pytest.mark.parametrize(
+    ('shift', 'operands', 'message'),
+    [
+        (True, [], 'shift: missing; the call has 2 operands'),
+        (True, [(1, 6)], r'shift: expected F32\[any, 5\], found F32\[1, 6\]'),
+        (False, [(1, 5)], '3 operands given, 2 expected'),
+    ],
+)
+def test_a_convolution_says_if_its_shift_is_missing_or_unannounced(shift, operands, message):
+    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'shift': shift}
+    attributes |= dict.fromkeys(('flipped', 'shortcut', 'activation'), False)
+    call = Call(
+        'jaxunet_conv3x3',
+        [(shape, jnp.float32) for shape in [(2, 3, 3, 4), (3, 3, 4, 5), *operands]],
+        [((2, 3, 3, 5), jnp.float32)],
+        attributes,
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'jaxunet_conv3x3: {message}'):
+        call()
+
+
 def test_a_weight_gradient_says_how_much_workspace_it_needs():
     images = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32)]
     results = [((3, 3, 4, 5), jnp.float32), ((1, 5), jnp.float32), ((189,), jnp.float32)]

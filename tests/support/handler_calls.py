@@ -104,7 +104,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         return Call('attention_backward', operands, call.operands, call.attributes)
 
     def conv() -> Call:
-        flipped, activation, shortcut = (draw.random() < 0.5 for _ in range(3))
+        flipped, shift, activation, shortcut = (draw.random() < 0.5 for _ in range(4))
         residual = (
             [draw.randint(1, 4) for _ in range(draw.randint(1, 2))]
             if shortcut
@@ -115,9 +115,10 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             ((3, 3, *((features, channels) if flipped else (channels, features))), kind),
         ]
         matrix = (features, sum(residual)) if flipped else (sum(residual), features)
-        operands += [*rows(1, features), *images(residual), *([(matrix, kind)] if shortcut else [])]
+        operands += [*rows(shift, features), *images(residual), *[(matrix, kind)] * shortcut]
         counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual))}
-        flags = {'flipped': flipped, 'shortcut': shortcut, 'activation': activation}
+        flags = {'flipped': flipped, 'shift': shift}
+        flags |= {'shortcut': shortcut, 'activation': activation}
         return Call('conv3x3', operands + rows(2 * activation), images([features]), counts | flags)
 
     def shortcut() -> Call:

@@ -108,7 +108,7 @@ void convolution(Dims image, uintptr_t x = 4096, uintptr_t y = 4096) {
   y_dims.push_back(16);
   tell("conv", read_conv3x3, {bfloat16(x_dims, x), bfloat16({3, 3, 8, 16}), float32({1, 16})},
        {bfloat16(y_dims, y)},
-       {integer("parts", 1), flag("flipped", false), integer("residuals", 0),
+       {integer("parts", 1), flag("flipped", false), integer("residuals", 0), flag("shift", true),
         flag("shortcut", false), flag("activation", false)});
 }
 

@@ -54,7 +54,7 @@ def _weight_terms(weights: Array, axis: int) -> Array:
 def convolve(
     parts: Parts,
     kernel: Array,
-    shift: Array,
+    shift: Array | None,
     added: Added | None,
     affine: Affine | None,
     *,
@@ -63,6 +63,7 @@ def convolve(
     """conv(act(x), kernel) + shift + added.
 
     Args:
+      shift: None: no shift.
       affine: act(x) = SiLU(a · x + b); None: act is the identity.
       flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged, which is
         the input gradient.
@@ -80,31 +81,31 @@ def convolve(
         weights = tuple(_weight_terms(w, axis=w.ndim - (1 if flipped else 2)) for w in weights)
 
     def run(
-        images: tuple[Parts, Array, Parts, Affine | tuple[()]], weights: tuple[Array, ...]
+        images: tuple[Parts, tuple[Array, ...], Parts, Affine | tuple[()]],
+        weights: tuple[Array, ...],
     ) -> Array:
-        parts, shift, extra, affine = images
+        parts, shifts, extra, affine = images
         shape = jax.ShapeDtypeStruct((*parts[0].shape[:3], features), dtype)
         kernel, *matrix = weights
         return ffi_call('jaxunet_conv3x3', shape)(
-            *(*parts, kernel, shift, *extra, *matrix, *affine),
+            *(*parts, kernel, *shifts, *extra, *matrix, *affine),
             parts=np.int64(len(parts)),
             residuals=np.int64(len(extra)),
             flipped=flipped,
+            shift=bool(shifts),
             shortcut=bool(matrix),
             activation=bool(affine),
         )
 
-    return joins_batch(run)((parts, shift.astype(jnp.float32), extra, affine or ()), weights)
+    shifts = () if shift is None else (shift.astype(jnp.float32),)
+    return joins_batch(run)((parts, shifts, extra, affine or ()), weights)
 
 
 def input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
     """Returns the gradient of each part of the convolution's input."""
     ends = np.cumsum(widths)
     slices = (kernel[:, :, end - width : end] for end, width in zip(ends, widths, strict=True))
-    return tuple(
-        convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True)
-        for part in slices
-    )
+    return tuple(convolve((dy,), part, None, None, None, flipped=True) for part in slices)
 
 
 def shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:

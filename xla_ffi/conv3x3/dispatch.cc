@@ -26,6 +26,16 @@ cudaError_t by_phases(const Plan& plan, cudaStream_t stream, KernelSet kernels,
   return run(plan, device.multiprocessors, stream);
 }
 
+// Runs a kernel for few channels or few features, which reads a shift even if there is none.
+cudaError_t few_forward(Conv3x3 plan, Kernel kernel, int multiprocessors, cudaStream_t stream) {
+  if (!plan.shift.data) {
+    const cudaError_t error = no_shift(&plan.shift);
+    if (error != cudaSuccess) return error;
+  }
+  return kernel == Kernel::kFewChannels ? few_channels_forward(plan, multiprocessors, stream)
+                                        : few_features_forward(plan, multiprocessors, stream);
+}
+
 }  // namespace
 
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels) {
@@ -40,9 +50,8 @@ cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels)
   }
   switch (kernel) {
     case Kernel::kFewChannels:
-      return few_channels_forward(plan, device.multiprocessors, stream);
     case Kernel::kFewFeatures:
-      return few_features_forward(plan, device.multiprocessors, stream);
+      return few_forward(plan, kernel, device.multiprocessors, stream);
     case Kernel::kHopper:
       return hopper_forward(plan, device.multiprocessors, stream);
     case Kernel::kMultistage:

@@ -3,7 +3,8 @@
 // float32 results. The first kernel in this list that accepts a call runs it:
 //
 //   kFewChannels   16-bit types; x is one array of at most 8 channels; features a multiple of 8; no
-//                  shortcut. Forward: no residual, no activation
+//                  shortcut. Forward: no residual, no activation; without a shift, features at
+//                  most kMostUnshifted
 //   kFewFeatures   16-bit types; at most 8 features; channels of each part a multiple of 8, in at
 //                  most 6 chunks of 64; no shortcut. Forward: no residual
 //   kHopper        16-bit types; channels of each part and features multiples of 8; at least 4 × 4
@@ -27,6 +28,10 @@ constexpr int kFew = 8;  // channels or features
 // Most channels of a convolution with few features: few_features_forward holds all weights in
 // shared memory, and a block of compute capability 8.6 or 8.9 has 99 KiB.
 constexpr int64_t kMaxChannelsToFew = 384;
+
+// Most features of a convolution of few channels without a shift: its kernel reads the zeros of
+// `no_shift` (kernels.h) instead.
+constexpr int64_t kMostUnshifted = 4096;
 
 // True if each aligned group of eight channels is contiguous: 16 bytes in a 16-bit type.
 constexpr bool in_eights(const Parts& parts) {
@@ -72,7 +77,9 @@ constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kImplicitGemm;  // wgmma has tf32, not float32
   const bool activation = plan.a.data != nullptr;
   if (plan.residual.count + plan.projected.count == 0 && !plan.wide) {
-    if (few_channels(plan.x, plan.features) && !activation) return Kernel::kFewChannels;
+    if (few_channels(plan.x, plan.features) && !activation &&
+        (plan.shift.data || plan.features <= kMostUnshifted))
+      return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
   const Kernel portable = takes_multistage(plan) ? Kernel::kMultistage : Kernel::kImplicitGemm;

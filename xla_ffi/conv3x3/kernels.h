@@ -38,9 +38,12 @@ cudaError_t multistage_weight_gradient(const Conv3x3WeightGradient& plan, int ti
                                        cudaStream_t stream);
 
 // small_channels/: 16-bit types, compute capability 8.0 and later. At most eight channels, read
-// from one array; or at most eight features.
+// from one array; or at most eight features. The plan has a shift, if only that of `no_shift`.
 cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+// Points `shift` at kMostUnshifted (dispatch.h) zeros in the memory of the current device. They
+// stay there as long as the process, so a CUDA graph may read them.
+cudaError_t no_shift(Rows* shift);
 
 // hopper/: 16-bit types, compute capability 9.0, built for sm_90a. The parts of y begin at
 // multiples of 64 channels.

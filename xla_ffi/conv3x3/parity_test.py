@@ -31,6 +31,8 @@ SHORTCUTS = (
     Case(3, 4, (5,), 7, (3, 2, 4, 1), norm=False, batch=2),
 )
 
+MOST_UNSHIFTED = 4096  # kMostUnshifted in dispatch.h
+
 # Images of four rows. The weight gradient reads two samples at a time, or four of 4 × 4; these
 # batches are not multiples of that. The cases have two strips across, channels that fill whole
 # tiles and channels that do not, and so many samples of one strip that several blocks share the
@@ -210,6 +212,33 @@ def test_under_vmap_the_mapped_axis_joins_the_batch():
     assert 'stablehlo.while' not in lowered.as_text()
     got, want = lowered.compile()(split), jax.jit(lambda a: call(**a))(arrays)
     np.testing.assert_array_equal(got.reshape(want.shape), want)
+
+
+@pytest.mark.parametrize('flipped', [False, True])
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize(
+    ('channels', 'features'), [(3, 64), (64, 3), (64, 72), (5, 7), (3, MOST_UNSHIFTED)]
+)
+def test_without_a_shift_the_results_are_those_of_zeros(channels, features, dtype, flipped):
+    """The shapes take the kernels for few channels, for few features, for eights and for any."""
+    x = jax.random.normal(jax.random.key(0), (2, 7, 5, channels), dtype)
+    ends = (features, channels) if flipped else (channels, features)
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, *ends))
+    got, want = (
+        jax.jit(lambda x, k, s=shift: convolve((x,), k, s, None, None, flipped=flipped))(x, kernel)
+        for shift in (None, jnp.zeros((1, features)))
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+def test_with_more_features_than_zeros_another_kernel_takes_the_shiftless_call():
+    x = jax.random.normal(jax.random.key(0), (1, 4, 4, 3), 'bfloat16')
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, 3, MOST_UNSHIFTED + 8))
+    got, want = (
+        convolve((x,), kernel, shift, None, None).astype(jnp.float32)
+        for shift in (None, jnp.zeros((1, kernel.shape[3])))
+    )
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.gpu

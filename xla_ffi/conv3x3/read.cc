@@ -52,7 +52,7 @@ Conv3x3 read_conv3x3(Reader& call) {
   const Array kernel = call.operand("kernel", first.element, shape);
   plan.kernel = kernel.data;
   plan.features = kernel.dims[plan.flipped ? 2 : 3];
-  plan.shift = call.rows("shift", plan.batch, plan.features);
+  if (call.flag("shift")) plan.shift = call.rows("shift", plan.batch, plan.features);
   const Dims image{plan.batch, plan.height, plan.width, plan.features};
   const Array y = plan.type == Type::kBfloat16
                       ? call.result("y", first.element, ffi::DataType::F32, image)

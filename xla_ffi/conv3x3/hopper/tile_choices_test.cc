@@ -50,6 +50,14 @@ constexpr Conv3x3WeightGradient weight_gradient(int64_t channels, int64_t featur
 
 static_assert(forward_kernel(convolution(3, 64, false, false, 0), true) == Kernel::kFewChannels);
 static_assert(forward_kernel(convolution(3, 64, true, false, 0), false) == Kernel::kFewChannels);
+// More features without a shift than there are zeros to read.
+static_assert(forward_kernel(convolution(3, 4104, true, false, 0), true) == Kernel::kImplicitGemm);
+constexpr Conv3x3 shifted(Conv3x3 plan) {
+  plan.shift.data = &kSomewhere;
+  return plan;
+}
+static_assert(forward_kernel(shifted(convolution(3, 4104, true, false, 0)), true) ==
+              Kernel::kFewChannels);
 static_assert(forward_kernel(convolution(64, 3, false, true, 0), true) == Kernel::kFewFeatures);
 static_assert(forward_kernel(convolution(64, 3, true, false, 0), false) == Kernel::kFewFeatures);
 static_assert(forward_kernel(convolution(3, 64, false, false, 64), true) == Kernel::kImplicitGemm);
