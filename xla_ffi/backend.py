@@ -29,7 +29,7 @@ BACKEND = Backend(
         'attention': attention,
         'linear': linear,
         'project': project,
-        'adamw': FusedUpdate(sum_of_squares, adamw, narrow),
+        'adamw': FusedUpdate(sum_of_squares, adamw, narrow, updates_copies=True),
     },
     unavailable=unavailable,
     transform_gradients=grouped_if_faster,

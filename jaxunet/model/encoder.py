@@ -26,6 +26,7 @@ from jaxunet.model.blocks import (
 from jaxunet.model.dropout import dropout_seeds
 from jaxunet.model.embeddings import label_embedding, timestep_embedding
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.vocabulary import WithInput
 from jaxunet.runtime.errors import UserError
@@ -71,27 +72,31 @@ class Encoder(Block):
         """Channels of every level."""
         return [int(mult * self.model.base_channels) for mult in self.model.channel_mult]
 
-    def narrowed(self, params: PyTree, narrow: Callable[[list[Array]], Sequence[Array]]) -> PyTree:
-        """Returns the parameters for `predict` with all kernels in `dtype`, converted together.
-
-        Without this, every layer converts its own kernel, in one launch per layer. A float32
-        network returns `params`.
+    def copies(self, params: PyTree, narrow: Callable[[list[Array]], Sequence[Array]]) -> Copies:
+        """Returns copies of all kernels in `dtype`, converted together; () for a float32 network.
 
         Args:
           narrow: converts a list of float32 arrays to `dtype`.
         """
         if jnp.dtype(self.dtype).itemsize > 2:
-            return params
-        paths, structure = jax.tree.flatten_with_path(params)
-        at = [
-            i
-            for i, (path, _) in enumerate(paths)
-            if path[-1].key == 'kernel' and not path[0].key.startswith(self.FLOAT32)
-        ]
-        leaves = [leaf for _, leaf in paths]
-        for i, leaf in zip(at, narrow([leaves[i] for i in at]), strict=True):
-            leaves[i] = leaf
-        return jax.tree.unflatten(structure, leaves)
+            return ()
+        found: list[Array | None] = []
+        kernels = []
+        for path, leaf in jax.tree.leaves_with_path(params):
+            found.append(None)
+            if path[-1].key == 'kernel' and not path[0].key.startswith(self.FLOAT32):
+                found[-1] = leaf
+                kernels.append(leaf)
+        narrowed = iter(narrow(kernels))
+        return tuple(None if leaf is None else next(narrowed) for leaf in found)
+
+    def narrowed(self, params: PyTree, narrow: Callable[[list[Array]], Sequence[Array]]) -> PyTree:
+        """Returns the parameters for `predict` with all kernels in `dtype`, converted together.
+
+        Without this, every layer converts its own kernel, in one launch per layer. A float32
+        network returns `params`. Arguments as `copies`.
+        """
+        return with_copies(params, self.copies(params, narrow))
 
     def _embed(
         self,
@@ -174,6 +179,15 @@ class Encoder(Block):
                 model=self.model, ops=self.ops, dtype=self.dtype, direction=direction, name=name
             )(h)
         return Activation.of(average_pool(h.value) if direction == 'down' else nearest(h.value))
+
+
+def with_copies(params: PyTree, copies: Copies) -> PyTree:
+    """Returns the parameters with their copies in their place, where they have one."""
+    if not copies:
+        return params
+    leaves, structure = jax.tree.flatten(params)
+    chosen = [p if copy is None else copy for p, copy in zip(leaves, copies, strict=True)]
+    return jax.tree.unflatten(structure, chosen)
 
 
 # Functions, not methods: Flax would add a method's name to the names of the ops in a profile.

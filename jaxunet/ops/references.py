@@ -73,5 +73,5 @@ def implementation(name: str, ops: Mapping[str, Op]) -> Op:
 
 
 # The reference of the op `adamw`; training on xla runs optax.
-UPDATE = FusedUpdate(update.sum_of_squares, update.adamw, update.narrow)
+UPDATE = FusedUpdate(update.sum_of_squares, update.adamw, update.narrow, updates_copies=True)
 XLA = Ops(**{name: implementation(name, REFERENCES) for name in Ops._fields})

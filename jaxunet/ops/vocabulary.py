@@ -196,11 +196,13 @@ class FusedUpdate(NamedTuple):
       sum_of_squares: sum over all elements of a tree of gradients, a float32 scalar.
       adamw: one step of AdamW, of the averages of the weights, and of their 16-bit copies.
       narrow: converts float32 arrays to a 16-bit type, rounding to nearest even.
+      updates_copies: True if `adamw` takes `copies`.
     """
 
     sum_of_squares: Callable[[Tree], Float[Array, '']]
     adamw: AdamW
     narrow: Callable[[Sequence[Array], DTypeLike], tuple[Array, ...]]
+    updates_copies: bool = False
 
 
 def check_copies(op: str, copies: int) -> int:

@@ -22,7 +22,9 @@ from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import Diffusion
 from jaxunet.diffusion.timesteps import TimestepSampler
 from jaxunet.diffusion.weighting import Weighting
+from jaxunet.model.encoder import with_copies
 from jaxunet.model.unet import Params, UNet, computed_last
+from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed, pack
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.update import Update
@@ -44,6 +46,7 @@ class StepParts:
       update: applies the gradients (`jaxunet.training.update`).
       transform: what the backend does to the gradient function on one device.
       narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
+      keeps_copies: in a loop of steps, `update` keeps the cast weights up to date.
       packs: with several devices, gradients are packed for the all-reduce, and `update` takes them
         packed.
       axis_name: axis of the devices under `jax.pmap` or `jax.shard_map`; None without them.
@@ -59,6 +62,7 @@ class StepParts:
     update: Update
     transform: Callable[[GradientFn], GradientFn]
     narrow: Narrow | None
+    keeps_copies: bool
     packs: bool
     axis_name: str | None
     loss: LossFn | None = None
@@ -126,11 +130,21 @@ def loss_fn(
         return loss * scale, (loss, SampleLosses(draw.t, losses, draw.importance))
 
 
-def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> Gradients:
+def copies_of(parts: StepParts, params: Params) -> Copies:
+    """Returns the weights in 16 bits that the network is called with; () = it takes `params`."""
+    if parts.narrow is None:
+        return ()
+    with jax.named_scope('forward'):
+        return parts.model.copies(params, parts.narrow)
+
+
+def gradients(
+    parts: StepParts, state: TrainState, copies: Copies, keys: Keys, batch: Batch
+) -> Gradients:
     """Returns this device's share of the gradients, and the losses of its rows.
 
     The sum of the shares over the devices is the gradient of the whole batch. Gradients have the
-    types of the weights that the network was called with: 16 bits where `narrow` cast the weights,
+    types of the weights that the network was called with: 16 bits where `copies` has the weight,
     else float32; those of several micro-batches are float32.
     """
     scale = state.loss_scale.scale
@@ -138,11 +152,7 @@ def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> 
     if devices > 1:
         # Makes the sum over devices a mean: dividing each gradient would take a separate kernel.
         scale = scale / devices
-    with jax.named_scope('forward'):
-        params = state.params
-        if parts.narrow:
-            params = parts.model.narrowed(params, parts.narrow)
-
+    params = with_copies(state.params, copies)
     differentiate: GradientFn = functools.partial(
         jax.grad(parts.loss or loss_fn, argnums=1, has_aux=True), parts
     )

@@ -30,6 +30,7 @@ from jaxtyping import Array
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.order import batch_indices
+from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.backends import choose, overlaps
 from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
@@ -309,19 +310,26 @@ class Parallel:
         """Lowers the step, or a loop of `steps` steps, for these arguments; see `compile`."""
         step = make_step(AXIS)
 
-        def one(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
-            new_state, metrics = step(state, self._rows(state, data))
-            if STOP in data:
-                metrics = {**metrics, STOP: jax.lax.pmax(data[STOP][0], AXIS)}
-            return new_state, metrics
+        def with_stop(metrics: Metrics, data: Data) -> Metrics:
+            return metrics | {STOP: jax.lax.pmax(data[STOP][0], AXIS)} if STOP in data else metrics
 
         def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
             if steps == 1:
-                return one(state, data)
+                state, metrics = step(state, self._rows(state, data))
+                return state, with_stop(metrics, data)
+
+            def one(
+                carry: tuple[TrainState, Copies], batch: Data
+            ) -> tuple[tuple[TrainState, Copies], Metrics]:
+                state, copies = carry
+                rows = self._rows(state, data | batch)
+                state, copies, metrics = step.advance(state, copies, rows)
+                return (state, copies), with_stop(metrics, data)
+
             batches = {name: data[name] for name in STREAMED if name in data}
-            return jax.lax.scan(
-                lambda state, batch: one(state, data | batch), state, batches, length=steps
-            )
+            carry = (state, step.copies(state))
+            (state, _), metrics = jax.lax.scan(one, carry, batches, length=steps)
+            return state, metrics
 
         if self.pmap:
             mapped = jax.pmap(whole, axis_name=AXIS, devices=self.devices, donate_argnums=0)

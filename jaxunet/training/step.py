@@ -11,8 +11,7 @@ derivative counts as backward), backward, all_reduce, optimizer and ema.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet
+from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import fused_update, transform_gradients
 from jaxunet.training.batch import Batch, Keys, clean_images, split_keys
@@ -36,14 +36,43 @@ from jaxunet.training.gradients import (
     SampleLosses,
     Scalar,
     StepParts,
+    copies_of,
     gradients,
     summable,
 )
 from jaxunet.training.noise_assignment import assigned_noise
-from jaxunet.training.update import make_update, takes_packed
+from jaxunet.training.update import make_update, takes_packed, updates_copies
 
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """One training step; called, it maps (state, batch) to (state, metrics).
+
+    A loop of steps can pass on the 16-bit copies of the weights, which the optimizer updates more
+    cheaply than a step makes them.
+    """
+
+    parts: StepParts
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Runs one step; see `make_train_step`."""
+        copies = copies_of(self.parts, state.params)
+        new_state, _, metrics = train_step(self.parts, state, copies, (), batch)
+        return new_state, metrics
+
+    def copies(self, state: TrainState) -> Copies:
+        """Returns the copies that the first step of a loop takes; () = they are not passed on."""
+        return copies_of(self.parts, state.params) if self.parts.keeps_copies else ()
+
+    def advance(
+        self, state: TrainState, copies: Copies, batch: Batch
+    ) -> tuple[TrainState, Copies, Metrics]:
+        """Runs one step of a loop; returns the new state, its copies and the metrics."""
+        return train_step(
+            self.parts, state, copies or copies_of(self.parts, state.params), copies, batch
+        )
 
 
 def make_train_step(
@@ -55,7 +84,7 @@ def make_train_step(
     axis_name: str | None = None,
     loss: LossFn | None = None,
 ) -> TrainStep:
-    """Builds `train_step(state, batch) -> (state, metrics)`.
+    """Builds the training step.
 
     With `axis_name` the batch is this device's share of the global batch, under `jax.pmap` or
     `jax.shard_map`; without it, the whole batch. Losses and gradients are means over the global
@@ -82,22 +111,32 @@ def make_train_step(
             if fused and loss is None
             else None
         ),
+        keeps_copies=loss is None and updates_copies(config),
         packs=takes_packed(config),
         axis_name=axis_name,
         loss=loss,
     )
-    return functools.partial(train_step, parts)
+    return TrainStep(parts)
 
 
-def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """Runs one training step; see `make_train_step`."""
+def train_step(
+    parts: StepParts, state: TrainState, copies: Copies, kept: Copies, batch: Batch
+) -> tuple[TrainState, Copies, Metrics]:
+    """Runs one training step; see `make_train_step`.
+
+    Args:
+      copies: the weights in 16 bits that the network is called with.
+      kept: those that the optimizer updates: `copies`, or () to update none.
+
+    Returns: the new state, `kept` for it, and the metrics.
+    """
     with jax.named_scope('data'):
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         keys = split_keys(step_key, batch['row'], parts.sampler.paired)
         if parts.config.data.noise_assignment == 'batch':
             noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
             keys = keys._replace(noise=noise)
-    grads, minimised, samples = gradients(parts, state, keys, batch)
+    grads, minimised, samples = gradients(parts, state, copies, keys, batch)
     if parts.axis_name is not None:
         if jax.lax.axis_size(parts.axis_name) > 1:
             grads = summable(parts, grads)
@@ -109,11 +148,11 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
             )
     with jax.named_scope('optimizer'):
         loss = minimised if samples is None else comparable_loss(samples)
-        new_state, metrics = apply_gradients(parts, state, grads, loss, minimised)
+        new_state, kept, metrics = apply_gradients(parts, state, kept, grads, loss, minimised)
     if samples is not None:
         key = jax.random.fold_in(step_key, parts.config.data.batch_size)
         new_state = learn_from_losses(parts, state, new_state, samples, keys, batch, key)
-    return new_state, metrics
+    return new_state, kept, metrics
 
 
 def comparable_loss(samples: SampleLosses) -> Scalar:
@@ -127,18 +166,24 @@ def comparable_loss(samples: SampleLosses) -> Scalar:
 
 
 def apply_gradients(
-    parts: StepParts, state: TrainState, grads: Params | Packed, loss: Scalar, minimised: Scalar
-) -> tuple[TrainState, Metrics]:
-    """Updates weights, averages and counters, and computes the metrics.
+    parts: StepParts,
+    state: TrainState,
+    kept: Copies,
+    grads: Params | Packed,
+    loss: Scalar,
+    minimised: Scalar,
+) -> tuple[TrainState, Copies, Metrics]:
+    """Updates weights, averages, copies and counters, and computes the metrics.
 
     Args:
+      kept: copies of the weights to update; () = none.
       grads: summed over the devices, times the loss scale; packed if `parts.packs` and there are
         several devices.
       loss: the loss to log.
       minimised: the loss that the gradients belong to.
     """
     config = parts.config
-    updated = parts.update(state, grads, loss, minimised)
+    updated = parts.update(state, grads, loss, minimised, kept)
     taken = updated.taken
     earlier_updates = state.step - state.skipped
     skipped = state.skipped + jnp.where(taken, 0, 1)
@@ -174,7 +219,7 @@ def apply_gradients(
         loss_count=jnp.where(logged, 0, loss_count),
         recent_norms=recent_norms,
     )
-    return new_state, metrics
+    return new_state, updated.copies, metrics
 
 
 def learn_from_losses(

@@ -21,6 +21,7 @@ from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.ops.adamw import operands
+from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import fused_update
 from jaxunet.ops.vocabulary import FusedUpdate
@@ -30,17 +31,22 @@ Scalar = Float[Array, '']
 
 
 class Weights(NamedTuple):
-    """Some or all weights, with the state of their optimizer and their averages by name."""
+    """Some or all weights, with the state of their optimizer, their averages by name, and copies.
+
+    Attributes:
+      copies: 16-bit copies of the weights, which the update keeps equal to them; () = none.
+    """
 
     params: Params
     opt_state: optax.OptState
     ema: dict[str, Params]
+    copies: Copies = ()
 
 
 class Updated(NamedTuple):
     """The result of an update.
 
-    If `taken` is false, `params`, `opt_state` and `ema` are those of the old state.
+    If `taken` is false, `params`, `opt_state`, `ema` and `copies` are the old ones.
 
     Attributes:
       grad_norm: global norm of the gradients, before clipping.
@@ -51,14 +57,16 @@ class Updated(NamedTuple):
     params: Params
     opt_state: optax.OptState
     ema: dict[str, Params]
+    copies: Copies
     grad_norm: Scalar
     finite: Bool[Array, '']
     taken: Bool[Array, '']
 
 
-# Takes the state, its gradients times the loss scale, the logged loss and the minimised loss.
-# Gradients may be packed if the update of the config `takes_packed`.
-Update = Callable[[TrainState, Params | Packed, Scalar, Scalar], Updated]
+# Takes the state, its gradients times the loss scale, the logged loss, the minimised loss, and
+# copies of the weights in 16 bits. Gradients may be packed if the update of the config
+# `takes_packed`; copies are () unless it `updates_copies`.
+Update = Callable[[TrainState, Params | Packed, Scalar, Scalar, Copies], Updated]
 # Takes weights, their gradients, the share of the new weights in each average, the factor of the
 # gradients, and whether to take the step.
 Rule = Callable[[Weights, Params | Packed, list[Scalar], Scalar, Bool[Array, '']], Weights]
@@ -79,8 +87,17 @@ def takes_packed(config: Config) -> bool:
     return kernels is not None and config.optimizer.name != 'muon'
 
 
+def updates_copies(config: Config) -> bool:
+    """Returns True if the update takes 16-bit copies of the weights and updates them, too."""
+    kernels = fused_update(config.backend, config.precision)
+    return kernels is not None and kernels.updates_copies and config.optimizer.name != 'muon'
+
+
 def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
-    def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
+    def update(
+        state: TrainState, grads: Params, loss: Scalar, minimised: Scalar, copies: Copies
+    ) -> Updated:
+        del copies
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
         finite = _all_finite(grad_norm, loss, minimised)
@@ -100,13 +117,17 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
     adamw = _fused_adamw(config, kernels)
 
     def update(
-        state: TrainState, grads: Params | Packed, loss: Scalar, minimised: Scalar
+        state: TrainState,
+        grads: Params | Packed,
+        loss: Scalar,
+        minimised: Scalar,
+        copies: Copies,
     ) -> Updated:
         grad_norm = _fused_norm(kernels, state, grads)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
         factor = _factor(config, state, grad_norm)
-        weights = Weights(state.params, state.opt_state, state.ema)
+        weights = Weights(state.params, state.opt_state, state.ema, copies)
         return Updated(
             *adamw(weights, grads, _shares(config, state), factor, taken), grad_norm, finite, taken
         )
@@ -118,7 +139,9 @@ def _muon_update(config: Config, kernels: FusedUpdate) -> Update:
     """Returns the update by Muon, with the kernels for the norm and for the weights of AdamW."""
     adamw, muon = _fused_adamw(config, kernels), _matrix_update(config)
 
-    def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
+    def update(
+        state: TrainState, grads: Params, loss: Scalar, minimised: Scalar, copies: Copies
+    ) -> Updated:
         grad_norm = _fused_norm(kernels, state, grads)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
@@ -134,6 +157,7 @@ def _muon_update(config: Config, kernels: FusedUpdate) -> Update:
             join(new[MUON].params, new[ADAM].params),
             state.opt_state._replace(inner_states=inner),
             {name: join(new[MUON].ema[name], new[ADAM].ema[name]) for name in state.ema},
+            copies,
             grad_norm,
             finite,
             taken,
@@ -157,6 +181,7 @@ def _fused_adamw(config: Config, kernels: FusedUpdate) -> Rule:
     ) -> Weights:
         adam, empty, scheduled = weights.opt_state
         count = optax.safe_increment(adam.count)
+        options_of_copies = {'copies': weights.copies} if weights.copies else {}
         moved = kernels.adamw(
             rule,
             grads,
@@ -172,13 +197,14 @@ def _fused_adamw(config: Config, kernels: FusedUpdate) -> Rule:
                 1 - jnp.power(options.betas[1], count.astype(jnp.float32)),
             ),
             follow=shares,
+            **options_of_copies,
         )
         adam = adam._replace(count=jnp.where(taken, count, adam.count), mu=moved.mu, nu=moved.nu)
         scheduled = scheduled._replace(
             count=jnp.where(taken, optax.safe_increment(scheduled.count), scheduled.count)
         )
         ema = dict(zip(weights.ema, moved.averages, strict=True))
-        return Weights(moved.params, (adam, empty, scheduled), ema)
+        return Weights(moved.params, (adam, empty, scheduled), ema, moved.copies)
 
     return update
 

@@ -66,7 +66,7 @@ def test_the_loss_sees_the_small_version_of_the_flipped_image(monkeypatch):
     monkeypatch.setattr(UNet, 'predict', predict)
     config = tiny_config(model=MODEL, data={'augment': 'flip'}, diffusion={'objective': 'flow'})
     model, diffusion = build_unet(config, XLA), make_diffusion(config.diffusion)
-    parts = make_train_step(config, model, diffusion, make_optimizer(config)).args[0]
+    parts = make_train_step(config, model, diffusion, make_optimizer(config)).parts
     state, row = fresh_state(config), jnp.arange(8, dtype=jnp.int32)
     image = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1), dtype=np.uint8)
     batch = {'image': jnp.asarray(image), 'label': 0 * row, 'row': row}

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import jax
 import numpy as np
 import pytest
 from support.bench import Bench
@@ -42,6 +43,24 @@ def test_the_update_takes_narrow_gradients_and_sums_are_wide(spread, narrow, nar
     assert (
         any('bf16' in operands for operands in sums) == narrow
     )  # over a single device they are none
+
+
+@pytest.mark.parametrize('spread', ['one', 'devices', 'micro_batches'])
+def test_a_loop_keeps_the_copies_of_the_weights(spread, narrow_benches):
+    """In a loop, the weights are narrowed once; steps give the same bits as one by one."""
+    bench = narrow_benches(spread)
+    bench.restart()
+    loop = bench.parallel.lower(bench.make, bench.state, bench.resident, 3)
+    program = loop.as_text()
+    assert program.count('@jaxunet_narrow(') == 1
+    assert program.index('@jaxunet_narrow(') < program.index('stablehlo.while')
+    assert 'copies = true' in program
+    bench.losses(3)
+    want = jax.device_get(bench.state)
+    bench.restart()
+    found, _ = loop.compile()(bench.state, bench.resident)
+    bench.restart()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), want)
 
 
 @pytest.mark.parametrize('spread', ['devices', 'micro_batches'])

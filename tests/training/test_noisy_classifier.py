@@ -90,7 +90,7 @@ def test_the_loss_is_the_cross_entropy_at_its_timesteps(monkeypatch: pytest.Monk
         diffusion,
         make_optimizer(config),
         loss=make_loss(network),
-    ).args[0]
+    ).parts
     rng, row = np.random.default_rng(0), jnp.arange(8, dtype=jnp.int32)
     image = jnp.asarray(rng.integers(0, 256, (8, 8, 8, 1), dtype=np.uint8))
     batch = {'image': image, 'label': row % 10, 'row': row}
