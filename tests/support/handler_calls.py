@@ -218,10 +218,13 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         )
 
     def layers() -> list[tuple[bool, int, int]]:
-        """Returns, for 1 to 3 layers, whether it has a kernel, its features and its biases."""
+        """Returns, for 1 to 3 layers, whether it has a kernel, its features and its biases.
+
+        The first one has a kernel: without any, x may have any size.
+        """
         return [
-            (draw.random() < 0.5, draw.randint(1, 9), draw.randint(1, 2))
-            for _ in range(draw.randint(1, 3))
+            (i == 0 or draw.random() < 0.5, draw.randint(1, 9), draw.randint(1, 2))
+            for i in range(draw.randint(1, 3))
         ]
 
     def projections() -> Call:
