@@ -47,7 +47,7 @@ def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
                 grads if backend == 'cuda' else jax.tree.map(lambda g: g.astype(jnp.float32), grads)
             )
         loss = jnp.full((), jnp.nan) if step == spoil else zero
-        found = update(state, grads, loss, zero)
+        found = update(state, grads, loss, zero, ())
         assert bool(found.finite) == (step != spoil)
         state = dataclasses.replace(
             state,
@@ -88,7 +88,8 @@ def test_a_norm_that_is_not_finite_changes_nothing():
     optimizer = make_optimizer(config)
     state = fresh_state(config)
     grads = jax.tree.map(lambda p: jnp.full(p.shape, jnp.inf), state.params)
-    found = jax.jit(make_update(config, optimizer))(state, grads, jnp.zeros(()), jnp.zeros(()))
+    zero = jnp.zeros(())
+    found = jax.jit(make_update(config, optimizer))(state, grads, zero, zero, ())
     assert not bool(found.finite)
     for kept, old in zip(
         jax.tree.leaves(found[:3]),

@@ -102,22 +102,12 @@ def adamw(
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat],
         input_output_aliases={first + i: i for i in range(len(flat))},
     )
-    new = call(
-        scalars,
-        *leaves,
-        *flat,
-        averages=np.int64(len(averages)),
-        tensors=np.int64(tensors),
-        packed=np.int64(len(leaves) if packed else 0),
-        copies=bool(copies),
-        b1=np.float32(rule.b1),
-        b2=np.float32(rule.b2),
-        rest1=np.float32(1 - rule.b1),
-        rest2=np.float32(1 - rule.b2),
-        eps=np.float32(rule.eps),
-        decay=np.float32(rule.weight_decay),
-        **flags,
-    )
+    counts = {
+        'averages': np.int64(len(averages)),
+        'tensors': np.int64(tensors),
+        'packed': np.int64(len(leaves) if packed else 0),
+    }
+    new = call(scalars, *leaves, *flat, **counts, **_constants(rule), copies=bool(copies), **flags)
     places = np.argsort(order)
     rest = iter(new[len(trees) * tensors :])
     found = {i: None if copy is None else next(rest) for i, copy in copied.items()}
@@ -127,3 +117,15 @@ def adamw(
         for i, tree in enumerate((params, mu, nu, *averages))
     ]
     return AdamWResult(each[0], each[1], each[2], tuple(each[3:]), new_copies)
+
+
+def _constants(rule: Rule) -> dict[str, np.float32]:
+    """Returns the attributes of a call that follow from its rule."""
+    return {
+        'b1': np.float32(rule.b1),
+        'b2': np.float32(rule.b2),
+        'rest1': np.float32(1 - rule.b1),
+        'rest2': np.float32(1 - rule.b2),
+        'eps': np.float32(rule.eps),
+        'decay': np.float32(rule.weight_decay),
+    }
