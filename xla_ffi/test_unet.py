@@ -70,8 +70,9 @@ def test_what_is_left_to_xla() -> None:
     linear = [found.pop(name) for name in list(found) if 'attention' in name]
     assert sum(linear) == 2 * attentions, linear
     # Forward, and the gradients by input and weights, except that the time itself needs no
-    # gradient. All blocks share one product.
-    assert found == {'embed': 3, 'time_embed_': 5}, found
+    # gradient. All blocks share one call for the projections of the embedding.
+    assert found == {'time_embed_': 5}, found
+    assert kernels['jaxunet_projections'] == kernels['jaxunet_projection_gradients'] == 1
     # If a convolution follows the norm, its weight gradient also sums the gradients of scale and
     # offset.
     text = lowered.as_text()

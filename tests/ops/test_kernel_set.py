@@ -19,6 +19,7 @@ from jaxunet.ops import backends, choices
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Rule
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.linear.projections import Projection
 from jaxunet.runtime import compiled_cache, device, rows
 from jaxunet.runtime.device import VARIABLE, Target, use
 from jaxunet.runtime.errors import UserError
@@ -36,7 +37,8 @@ CALL = re.compile(r'stablehlo\.custom_call @(jaxunet_\w+)\(.*?\{(.*)\}')
 def network(x, kernel, row):
     """Every op of the UNet, on images whose norm Hopper's convolutions apply themselves."""
     image = Activation.of(x)
-    image = OPS.conv3x3(image, kernel, row, residual=image, shortcut=kernel[0, 0])
+    (shift,) = OPS.project(x[:, 0, 0], [Projection(kernel[0, 0], (row[0],))])
+    image = OPS.conv3x3(image, kernel, shift, residual=image, shortcut=kernel[0, 0])
     image = OPS.norm_silu_conv3x3(image, row, row, kernel, row, groups=4)
     dropout = Dropout(jnp.zeros((1, 2), jnp.uint32), 0.1)
     image = Activation.of(OPS.group_norm(image, row, row, groups=4, silu=True, dropout=dropout))
