@@ -25,6 +25,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Rule, Tree, check_scalars, gradient_leaves, state_leaves
 from jaxunet.ops.backends import choose, fused_update, load_ops
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.transformations import vary, varying_axes
 from jaxunet.ops.vocabulary import Ops
 
@@ -188,6 +189,34 @@ def linear(
             residual = _pixels(residual)
     y = _ops(backend, x).linear(x, kernel, bias, residual=residual)
     return y.reshape(*shape[:-1], y.shape[-1])
+
+
+def project(
+    x: Float[Array, 'batch width'],
+    kernels: Sequence[Float[Array, 'width _']],
+    biases: Sequence[Float[Array, ' _']],
+    *,
+    backend: str = 'auto',
+) -> tuple[Float[Array, 'batch _'], ...]:
+    """x · kernel + bias for each kernel and its bias, in float32: many small layers in one launch.
+
+    Such as the projections of a time embedding, one for each block of a network.
+
+    Args:
+      kernels: of any numbers of features; they are cast to the type of x.
+
+    Raises:
+      ValueError: as `conv3x3`, or there are fewer or more biases than kernels.
+      UserError: this machine does not run the backend.
+    """
+    if len(kernels) != len(biases):
+        raise ValueError(f'project: {len(biases)} biases for {len(kernels)} kernels')
+    x, *weights = _prepared(x, *kernels, *biases)
+    layers = [
+        Projection(kernel.astype(x.dtype), (bias,))
+        for kernel, bias in zip(weights[: len(kernels)], weights[len(kernels) :], strict=True)
+    ]
+    return _ops(backend, x).project(x, layers)
 
 
 def adamw_init(params: Tree) -> AdamWState:

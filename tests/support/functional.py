@@ -66,6 +66,12 @@ OPS: dict[str, tuple[tuple[str, ...], Callable[..., jax.Array]]] = {
         ('tokens', 'matrix', 'bias', 'short'),
         lambda *a, backend: kernels.linear(*a[:3], residual=a[3], backend=backend),
     ),
+    'project': (
+        ('rows', 'shortcut', 'bias'),
+        lambda x, kernel, bias, backend: jnp.concatenate(
+            kernels.project(x, [kernel, kernel[:, :3]], [bias, bias[:3]], backend=backend), axis=1
+        ),
+    ),
 }
 CUDA = pytest.param('cuda', marks=pytest.mark.extension)
 WITH_ADAMW = ['xla', CUDA]
