@@ -133,6 +133,11 @@ ONE = Projection(np.ones((8, 5), np.float32), (BIAS,))
             ONE._replace(kernel=np.ones((8, 5), jnp.bfloat16)),
             r'layers\[0\].kernel: bfloat16\[8, 5\]',
         ),
+        (
+            (2, 8),
+            ONE._replace(kernel=ONE.kernel[:, :0]),
+            r'.*float32\[8, 0\]; .* features at least 1',
+        ),
         ((2, 8), ONE._replace(biases=()), r'layers\[0\]: 0 biases; expected 1 to 2'),
         ((2, 8), ONE._replace(biases=(BIAS,) * 3), r'layers\[0\]: 3 biases'),
         (

@@ -31,6 +31,7 @@ void read_kernel(Reader& call, const Plan& plan, const Array& x, Layer& layer) {
   const Array kernel = call.operand("kernel", x.element, {plan.width, kAny});
   layer.kernel = kernel.data;
   layer.features = kernel.dims[1];
+  if (layer.features == 0) call.fail("kernel: expected at least one feature, found none");
   call.at_most("kernel", "elements", plan.width * layer.features, kMaxElements);
   call.at_most("y", "elements", plan.batch * layer.features, kMaxElements);
 }

@@ -81,11 +81,14 @@ def check_projections(x: Array, layers: Sequence[Projection]) -> None:
                 f'project: layers[{i}]: {len(biases)} biases; expected 1 to {MAX_BIASES}'
             )
         if kernel is not None and (
-            kernel.ndim != 2 or kernel.shape[0] != x.shape[1] or kernel.dtype != x.dtype
+            kernel.ndim != 2
+            or kernel.shape[0] != x.shape[1]
+            or kernel.shape[1] == 0
+            or kernel.dtype != x.dtype
         ):
             raise ValueError(
                 f'project: layers[{i}].kernel: {kernel.dtype}{list(kernel.shape)}; '
-                f'expected {x.dtype}[{x.shape[1]}, features]'
+                f'expected {x.dtype}[{x.shape[1]}, features], features at least 1'
             )
         features = biases[0].shape[-1:] if kernel is None else kernel.shape[1:]
         for bias in biases:
