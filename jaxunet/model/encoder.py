@@ -32,6 +32,7 @@ from jaxunet.ops.vocabulary import WithInput
 from jaxunet.runtime.errors import UserError
 
 TIME_EMBEDDING = 'time_embed_'  # layers that always compute in float32
+LABEL_EMBEDDING = 'label_embed'
 AUGMENTATION = f'{TIME_EMBEDDING}augmentation'  # the layer of `augmentation_inputs`
 
 
@@ -134,7 +135,7 @@ class Encoder(Block):
             return embedding
         labels = jnp.full(t.shape, -1, jnp.int32) if labels is None else labels
         table = nn.Embed(
-            m.num_classes, width, embedding_init=nn.initializers.normal(1.0), name='label_embed'
+            m.num_classes, width, embedding_init=nn.initializers.normal(1.0), name=LABEL_EMBEDDING
         )
         return embedding + label_embedding(table.embedding, labels)
 

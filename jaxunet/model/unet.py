@@ -21,7 +21,14 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Real
 
 from jaxunet.config import Config
 from jaxunet.model.blocks import Affine
-from jaxunet.model.encoder import TIME_EMBEDDING, Encoder, Layers, encode, make_layers
+from jaxunet.model.encoder import (
+    LABEL_EMBEDDING,
+    TIME_EMBEDDING,
+    Encoder,
+    Layers,
+    encode,
+    make_layers,
+)
 from jaxunet.model.initializers import drawn_together
 from jaxunet.model.low_res import enlarged
 from jaxunet.ops.activation import Activation
@@ -120,11 +127,18 @@ class UNet(Encoder):
 
 
 def computed_last(gradients: Params) -> list[bool]:
-    """Returns True for leaves that the backward pass computes at its end: the time embedding's."""
+    """Returns True for leaves whose gradients the backward pass computes at its end.
+
+    These are the embeddings of time and class, their projections, and the biases of the first
+    convolutions of residual blocks, which `project` adds.
+    """
     paths, _ = jax.tree.flatten_with_path(gradients)
+    names = [[key.key for key in path] for path, _ in paths]
     return [
-        path[0].key.startswith(TIME_EMBEDDING) or any(key.key == 'embed' for key in path)
-        for path, _ in paths
+        name[0].startswith((TIME_EMBEDDING, LABEL_EMBEDDING))
+        or 'embed' in name
+        or name[-2:] == ['conv_1', 'bias']
+        for name in names
     ]
 
 

@@ -4,12 +4,15 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.bench import Bench
 from support.tiny import tiny_config
 
 from jaxunet.data.sources import open_source
+from jaxunet.model.unet import build_unet, computed_last, init_params
+from jaxunet.ops.backends import ops_of
 
 pytestmark = [pytest.mark.extension, pytest.mark.usefixtures('shared_steps')]
 
@@ -81,3 +84,27 @@ def test_gradients_of_several_devices_are_summed_packed(narrow_benches):
     (update,) = (line for line in program.splitlines() if '@jaxunet_adamw(' in line)
     assert 'packed = 2 : i64' in update
     assert 'packed = 0 : i64' in narrow_benches('one').lowered.as_text()
+
+
+@pytest.mark.parametrize('changed', [{}, {'num_classes': 10}, {'scale_shift_norm': True}])
+def test_gradients_that_come_last_are_known(changed, source):
+    """Those that wait for the gradients of all projections are packed apart from the others."""
+    config = tiny_config(backend='cuda', precision='bfloat16', model=changed)
+    model, images = build_unet(config, ops_of('cuda')), jnp.zeros((2, *config.image_shape))
+    params = jax.eval_shape(lambda: init_params(model, config, jax.random.key(0)))
+    labels = jnp.zeros(2, jnp.int32) if changed.get('num_classes') else None
+
+    def loss(params):
+        return jnp.sum(model.predict(params, images, jnp.zeros(2, jnp.int32), labels))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+    late: set[object] = set()
+    for equation in jaxpr.eqns:
+        projections = equation.params.get('target_name') == 'jaxunet_projection_gradients'
+        if projections or any(id(var) in late for var in equation.invars):
+            late |= {id(var) for var in equation.outvars}
+    assert late
+    found = [id(var) in late for var in jaxpr.outvars]
+    known = computed_last(params)
+    assert not [late for late, told in zip(found, known, strict=True) if late and not told]
+    assert not all(known)
