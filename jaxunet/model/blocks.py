@@ -136,7 +136,8 @@ class Shifts(NamedTuple):
     Fields:
       embedded: the projection of the embedding; without `scale_shift_norm`, it includes the bias of
         the first convolution.
-      second: the biases of the second convolution and of the shortcut; None = no shortcut.
+      second: the sum of the biases of the second convolution and of the shortcut; None = no
+        shortcut.
     """
 
     embedded: Float[Array, 'batch projected']
@@ -187,7 +188,9 @@ class ResBlock(Block):
         if shifts is None:
             width = 2 * features if self.model.scale_shift_norm else features
             embedded = self.dense('embed', width)(jax.nn.silu(embedding)).astype(jnp.float32)
-            shifts = Shifts(embedded, bias)
+            if not self.model.scale_shift_norm:
+                embedded = embedded + shift_1
+            shifts = Shifts(embedded, None if bias is None else shift_2 + bias)
         if self.model.scale_shift_norm:
             scale, offset = jnp.split(shifts.embedded, 2, axis=-1)
             scale_2, offset_2 = scale_2 * (1 + scale), offset_2 * (1 + scale) + offset
