@@ -174,8 +174,8 @@ class Ops(NamedTuple):
     """The ops that a UNet is built from.
 
     A backend implements some of them under these names. `upsample_conv3x3`, `project` and the two
-    `..._and_input` are optional: for a backend that has only the plain op, `jaxunet.ops.backends`
-    composes them.
+    `..._and_input` are optional. `jaxunet.ops.references` composes a missing one from the plain op,
+    except `project`, which XLA then computes.
     """
 
     conv3x3: Conv3x3

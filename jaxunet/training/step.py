@@ -50,8 +50,8 @@ Metrics = dict[str, Array]  # float32 and int32 scalars by name
 class TrainStep:
     """One training step; called, it maps (state, batch) to (state, metrics).
 
-    A loop of steps can pass on the 16-bit copies of the weights, which the optimizer updates more
-    cheaply than a step makes them.
+    In a loop, a step can hand the 16-bit copies of the weights to the next one: updating them in
+    the optimizer costs less than converting the weights again.
     """
 
     parts: StepParts

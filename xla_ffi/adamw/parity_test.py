@@ -191,11 +191,11 @@ def test_mistakes_are_named():
         fused(g, jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), mu, nu, [], 0, 0.1, 1.0, ())
     for copies, message in (
         ([p[0]], f'1 for {len(p)} arrays'),
-        ([x.astype(jnp.bfloat16)[None] for x in p], r'copies\[0\]: shape'),
+        ([x.astype(jnp.bfloat16)[None] for x in p], r'\[0\]: shape'),
         (p, 'expected bfloat16 or float16, all alike, found float32'),
         (narrowed(p), 'all alike, found bfloat16, float16, float32'),
     ):
-        with pytest.raises(ValueError, match=f'adamw: copies.*: .*{message}|{message}'):
+        with pytest.raises(ValueError, match=f'adamw: copies.*{message}'):
             fused(g, p, mu, nu, [], 0, 0.1, 1.0, (), copies=copies)
     with pytest.raises(ValueError, match='adamw: gradients: no arrays'):
         sum_of_squares([])

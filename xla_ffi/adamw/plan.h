@@ -47,8 +47,8 @@ struct AdamW {
   float eps, decay;
   int64_t averages;
   std::vector<int64_t> sizes;  // elements of each tensor
-  std::vector<Type> types;     // of the gradients: float32, or the type of the 16-bit copies
-  Type copies;                 // type of the copies
+  std::vector<Type> types;     // of the gradients: any of the three, in any mixture
+  Type copies;                 // of all copies; not read if no tensor has one
   // [tensors][arrays_per_tensor()], in the order of AdamWArray, then the averages, then the copy
   // (null: none); all float32 except the gradients and the copies.
   std::vector<void*> arrays;

@@ -20,8 +20,8 @@ from jaxunet.ops.adamw.operands import (
     Copies,
     Rule,
     Tree,
-    check_copies,
     check_scalars,
+    check_weight_copies,
     gradient_leaves,
     state_leaves,
 )
@@ -64,7 +64,9 @@ def adamw(
     follow: Sequence[Array],
     copies: Copies = (),
 ) -> AdamWResult:
-    """Does one step of AdamW, then of the averages; see `jaxunet.ops.adamw.operands.AdamW`.
+    """Does one step of AdamW, of the averages and of the copies.
+
+    See `jaxunet.ops.adamw.operands.AdamW`.
 
     Raises:
       ValueError: the trees differ in shapes, an array has another type, or there are more than
@@ -88,7 +90,7 @@ def adamw(
         # types of the weights that are updated in place (jax 0.11.2).
         leaves = jax.lax.optimization_barrier(leaves)
     trees = state_leaves(None if packed else leaves, params, mu, nu, averages)
-    check_copies(copies, trees[0])
+    check_weight_copies(copies, trees[0])
     flat = [tree[number] for tree in trees for number in order]
     copied = {i: copies[number] for i, number in enumerate(order) if copies}
     flags: dict[str, Any] = {f'copied_{i}': copy is not None for i, copy in copied.items()}

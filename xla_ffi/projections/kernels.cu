@@ -30,7 +30,7 @@ namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kLayers = 64;  // most layers of a launch; more would exceed 4 KB of parameters
+constexpr int kLayers = 64;  // most layers of a launch; they take 2.5 KB of the kernel's parameter
 // Tiles of each matrix in shared memory: 40 KB in all.
 template <class T>
 constexpr int kDepths = sizeof(T) == 2 ? 4 : 2;

@@ -157,6 +157,11 @@ def test_wrong_calls_say_what_is_expected(x, layer, message):
         vjp.project(jnp.zeros(x), [layer])
 
 
+def test_too_many_layers_are_refused():
+    with pytest.raises(ValueError, match='project: 4097 layers; the kernels take at most 4096'):
+        vjp.project(jnp.zeros((2, 8)), [ONE] * 4097)
+
+
 def test_wrong_types_say_what_is_expected():
     with pytest.raises(ValueError, match=r'project: x: int8; expected bfloat16, float16 or'):
         vjp.project(jnp.zeros((2, 8), jnp.int8), [ONE])

@@ -14,6 +14,7 @@ from jaxunet.ops.checks import check_kernel_type
 from jaxunet.ops.linear.projections import Projection, check_projections
 from xla_ffi.call import ffi_call
 
+MAX_LAYERS = 1 << 12  # kMaxLayers in read.cc
 Kernels = tuple[Array | None, ...]
 Biases = tuple[tuple[Array, ...], ...]
 
@@ -31,6 +32,8 @@ def project(
     """
     check_projections(x, layers)
     check_kernel_type('project', 'x', x)
+    if len(layers) > MAX_LAYERS:
+        raise ValueError(f'project: {len(layers)} layers; the kernels take at most {MAX_LAYERS}')
     if not layers:
         return ()
     biases = tuple(tuple(b.astype(jnp.float32) for b in layer.biases) for layer in layers)

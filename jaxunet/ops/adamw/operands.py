@@ -43,7 +43,9 @@ class AdamWResult(NamedTuple):
 
 
 class AdamW(Protocol):
-    """One step of AdamW, then of the averages of the weights. Changes nothing unless `take`.
+    """One step of AdamW, of the averages of the weights and of the copies.
+
+    Changes nothing unless `take`.
 
     Args:
       gradients: a tree of float32 arrays, or of 16-bit ones when narrowed weights were trained; or
@@ -110,7 +112,7 @@ def state_leaves(
     return leaves
 
 
-def check_copies(copies: Copies, params: Sequence[Array]) -> None:
+def check_weight_copies(copies: Copies, params: Sequence[Array]) -> None:
     """Checks that the copies fit the arrays of the parameters.
 
     Raises:

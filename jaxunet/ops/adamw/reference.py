@@ -19,8 +19,8 @@ from jaxunet.ops.adamw.operands import (
     Copies,
     Rule,
     Tree,
-    check_copies,
     check_scalars,
+    check_weight_copies,
 )
 from jaxunet.ops.adamw.packed import Packed, unpack
 
@@ -50,7 +50,7 @@ def adamw(
     follow: Sequence[Array],
     copies: Copies = (),
 ) -> AdamWResult:
-    """One step of AdamW, then of the averages; see `jaxunet.ops.adamw.operands.AdamW`.
+    """One step of AdamW, of the averages and of the copies; see `jaxunet.ops.adamw.operands.AdamW`.
 
     Computes in the type of the parameters, which is that of all numbers but the gradients.
 
@@ -86,7 +86,7 @@ def adamw(
         for average, f in zip(averages, follow, strict=True)
     )
     leaves = jax.tree.leaves(new_params)
-    check_copies(copies, leaves)
+    check_weight_copies(copies, leaves)
     new_copies = tuple(
         None if copy is None else taken(p.astype(copy.dtype), copy)
         for copy, p in zip(copies, leaves[: len(copies)], strict=True)
