@@ -58,21 +58,18 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Runs one step; see `make_train_step`."""
-        copies = copies_of(self.parts, state.params)
-        new_state, _, metrics = train_step(self.parts, state, copies, (), batch)
+        new_state, _, metrics = train_step(self.parts, state, (), batch)
         return new_state, metrics
 
     def copies(self, state: TrainState) -> Copies:
-        """Returns the copies that the first step of a loop takes; () = they are not passed on."""
+        """Returns the copies for the first step of a loop; () = its steps hand on none."""
         return copies_of(self.parts, state.params) if self.parts.keeps_copies else ()
 
     def advance(
         self, state: TrainState, copies: Copies, batch: Batch
     ) -> tuple[TrainState, Copies, Metrics]:
         """Runs one step of a loop; returns the new state, its copies and the metrics."""
-        return train_step(
-            self.parts, state, copies or copies_of(self.parts, state.params), copies, batch
-        )
+        return train_step(self.parts, state, copies, batch)
 
 
 def make_train_step(
@@ -120,23 +117,24 @@ def make_train_step(
 
 
 def train_step(
-    parts: StepParts, state: TrainState, copies: Copies, kept: Copies, batch: Batch
+    parts: StepParts, state: TrainState, copies: Copies, batch: Batch
 ) -> tuple[TrainState, Copies, Metrics]:
     """Runs one training step; see `make_train_step`.
 
     Args:
-      copies: the weights in 16 bits that the network is called with.
-      kept: those that the optimizer updates: `copies`, or () to update none.
+      copies: of the weights in 16 bits, which the optimizer updates; () = the step makes its own
+        and updates none.
 
-    Returns: the new state, `kept` for it, and the metrics.
+    Returns: the new state, its copies, and the metrics.
     """
+    weights = copies or copies_of(parts, state.params)
     with jax.named_scope('data'):
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         keys = split_keys(step_key, batch['row'], parts.sampler.paired)
         if parts.config.data.noise_assignment == 'batch':
             noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
             keys = keys._replace(noise=noise)
-    grads, minimised, samples = gradients(parts, state, copies, keys, batch)
+    grads, minimised, samples = gradients(parts, state, weights, keys, batch)
     if parts.axis_name is not None:
         if jax.lax.axis_size(parts.axis_name) > 1:
             grads = summable(parts, grads)
@@ -148,11 +146,11 @@ def train_step(
             )
     with jax.named_scope('optimizer'):
         loss = minimised if samples is None else comparable_loss(samples)
-        new_state, kept, metrics = apply_gradients(parts, state, kept, grads, loss, minimised)
+        new_state, copies, metrics = apply_gradients(parts, state, copies, grads, loss, minimised)
     if samples is not None:
         key = jax.random.fold_in(step_key, parts.config.data.batch_size)
         new_state = learn_from_losses(parts, state, new_state, samples, keys, batch, key)
-    return new_state, kept, metrics
+    return new_state, copies, metrics
 
 
 def comparable_loss(samples: SampleLosses) -> Scalar:
@@ -168,7 +166,7 @@ def comparable_loss(samples: SampleLosses) -> Scalar:
 def apply_gradients(
     parts: StepParts,
     state: TrainState,
-    kept: Copies,
+    copies: Copies,
     grads: Params | Packed,
     loss: Scalar,
     minimised: Scalar,
@@ -176,14 +174,14 @@ def apply_gradients(
     """Updates weights, averages, copies and counters, and computes the metrics.
 
     Args:
-      kept: copies of the weights to update; () = none.
+      copies: of the weights, to update; () = none.
       grads: summed over the devices, times the loss scale; packed if `parts.packs` and there are
         several devices.
       loss: the loss to log.
       minimised: the loss that the gradients belong to.
     """
     config = parts.config
-    updated = parts.update(state, grads, loss, minimised, kept)
+    updated = parts.update(state, grads, loss, minimised, copies)
     taken = updated.taken
     earlier_updates = state.step - state.skipped
     skipped = state.skipped + jnp.where(taken, 0, 1)
