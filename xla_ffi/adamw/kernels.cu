@@ -152,16 +152,16 @@ __device__ inline void step(const Rule& rule, const float* s, float g, float& p,
        (m / s[kCorrection1] / (sqrtf(v / s[kCorrection2]) + rule.eps) + rule.decay * p);
 }
 
-// Four elements of T, stored at once.
-template <class T>
-struct alignas(8) TwoPairs {
-  decltype(pair(0, 0, T())) at[2];
+// Two elements of T for each pair, stored at once.
+template <class T, int kPairs>
+struct alignas(4 * kPairs) Pairs {
+  decltype(pair(0, 0, T())) at[kPairs];
 };
 
 // Writes elements of a copy, from `i` on.
 template <class T>
 __device__ inline void write_copy(T* copy, long long i, float4 p) {
-  *reinterpret_cast<TwoPairs<T>*>(copy + i) = {{pair(p.x, p.y, T()), pair(p.z, p.w, T())}};
+  *reinterpret_cast<Pairs<T, 2>*>(copy + i) = {{pair(p.x, p.y, T()), pair(p.z, p.w, T())}};
 }
 template <class T>
 __device__ inline void write_copy(T* copy, long long i, float p) {
@@ -232,12 +232,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Eight elements of T, stored at once.
-template <class T>
-struct alignas(16) Pairs {
-  decltype(pair(0, 0, T())) at[4];
-};
-
 // Rounds the block's float32 elements to T.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -253,7 +247,7 @@ __global__ void __launch_bounds__(kThreads)
     if (at + 8 <= size) {
       const auto* const fours = reinterpret_cast<const float4*>(from + at);
       const float4 a = fours[0], b = fours[1];
-      *reinterpret_cast<Pairs<T>*>(to + at) = {
+      *reinterpret_cast<Pairs<T, 4>*>(to + at) = {
           {pair(a.x, a.y, T()), pair(a.z, a.w, T()), pair(b.x, b.y, T()), pair(b.z, b.w, T())}};
     } else {
       for (long long i = at; i < size; ++i) to[i] = narrow<T>(from[i]);

@@ -114,7 +114,7 @@ AdamW read_adamw(Reader& call) {
   constexpr int64_t kMaxAverages = 64;
   plan.averages = call.integer("averages", 0, kMaxAverages);
   const int64_t count = read_tensors(call), arrays = plan.arrays_per_tensor();
-  const int64_t last = plan.copy();  // of the arrays of weights and moments
+  const int64_t end = plan.copy();  // of the float32 arrays
   plan.scalars = static_cast<const float*>(
       call.operand("scalars", ffi::DataType::F32, {kFirstFollow + plan.averages}).data);
   const auto name = [](int64_t array, int64_t tensor) {
@@ -135,7 +135,7 @@ AdamW read_adamw(Reader& call) {
     plan.types.push_back(kind(found.element));
     plan.arrays[i * arrays + kGradient] = found.data;
   }
-  for (int64_t array = kParameter; array < last; ++array) {
+  for (int64_t array = kParameter; array < end; ++array) {
     for (int64_t i = 0; i < count; ++i) {
       if (array == kParameter && packed > 0) {
         const Array found = call.floating(name(array, i), 0);
@@ -158,10 +158,10 @@ AdamW read_adamw(Reader& call) {
     if (found != plan.arrays[i * arrays + array] && plan.sizes[i])
       call.fail(which + ": expected a result that aliases its operand");
   };
-  for (int64_t array = kParameter; array < last; ++array)
+  for (int64_t array = kParameter; array < end; ++array)
     for (int64_t i = 0; i < count; ++i) aliased(name(array, i), ffi::DataType::F32, array, i);
   const auto element = plan.copies == Type::kFloat16 ? ffi::DataType::F16 : ffi::DataType::BF16;
-  for (const int64_t i : copied) aliased(numbered("copies", i), element, last, i);
+  for (const int64_t i : copied) aliased(numbered("copies", i), element, end, i);
   return plan;
 }
 

@@ -310,11 +310,10 @@ cudaError_t launch_all(const Plan& plan, Call shared, const Convert& convert, co
 }
 
 // True if the rows of all matrices of a call are multiples of 16 bytes.
-template <class Plan>
+template <class T, class Plan>
 bool aligned(const Plan& plan) {
-  const int vector = plan.type == Type::kFloat32 ? 4 : 8;
-  const auto fits = [&](const auto& layer) { return layer.features % vector == 0; };
-  return plan.width % vector == 0 && std::all_of(plan.layers.begin(), plan.layers.end(), fits);
+  const auto fits = [](const auto& layer) { return layer.features % kVector<T> == 0; };
+  return plan.width % kVector<T> == 0 && std::all_of(plan.layers.begin(), plan.layers.end(), fits);
 }
 
 }  // namespace
@@ -330,7 +329,8 @@ cudaError_t projections(const Projections& plan, cudaStream_t stream, KernelSet)
   };
   return dispatch_dtype(plan.type, [&](auto zero) {
     using T = decltype(zero);
-    const auto kernel = aligned(plan) ? projections_kernel<T, true> : projections_kernel<T, false>;
+    const auto kernel =
+        aligned<T>(plan) ? projections_kernel<T, true> : projections_kernel<T, false>;
     return launch_all(plan, Forward{}, convert, blocks,
                       [&](const Forward& call, dim3 grid, size_t) {
                         return launch(kernel, grid, kThreads, 0, stream, call);
@@ -350,8 +350,8 @@ cudaError_t projection_gradients(const ProjectionGradients& plan, cudaStream_t s
   };
   return dispatch_dtype(plan.type, [&](auto zero) {
     using T = decltype(zero);
-    const auto kernel = aligned(plan) ? projection_gradients_kernel<T, true>
-                                      : projection_gradients_kernel<T, false>;
+    const auto kernel = aligned<T>(plan) ? projection_gradients_kernel<T, true>
+                                         : projection_gradients_kernel<T, false>;
     const auto run = [&](Backward& call, dim3 grid, size_t first) {
       call.partial = plan.partial + static_cast<int64_t>(first) * elements;
       return launch(kernel, grid, kThreads, 0, stream, call);

@@ -52,17 +52,15 @@ def _project(x: Array, kernels: Kernels, biases: Biases) -> tuple[Array, ...]:
     return tuple(ffi_call('jaxunet_projections', shapes)(*operands, **attributes))
 
 
-# Saved for the backward pass: x, the kernels, the number of biases of every layer.
-Saved = tuple[Array, Kernels, tuple[tuple[None, ...], ...]]
+Saved = tuple[Array, Kernels, Biases]  # for the backward pass: x, the kernels and the biases
 
 
 def _forward(x: Array, kernels: Kernels, biases: Biases) -> tuple[tuple[Array, ...], Saved]:
-    counts = tuple((None,) * len(added) for added in biases)
-    return _project(x, kernels, biases), (x, kernels, counts)
+    return _project(x, kernels, biases), (x, kernels, biases)
 
 
 def _backward(saved: Saved, given: Sequence[Array]) -> tuple[Array, Kernels, Biases]:
-    x, kernels, counts = saved
+    x, kernels, biases = saved
     products = [(i, kernel) for i, kernel in enumerate(kernels) if kernel is not None]
     of_kernel: list[Array | None] = [None] * len(kernels)
     # The result of a layer without a kernel has one row.
@@ -84,8 +82,8 @@ def _backward(saved: Saved, given: Sequence[Array]) -> tuple[Array, Kernels, Bia
         *found, dx, _ = call(*operands, layers=np.int64(len(products)))
         for n, (i, _) in enumerate(products):
             of_kernel[i], of_bias[i] = found[2 * n : 2 * n + 2]
-    biases = tuple((bias,) * len(count) for bias, count in zip(of_bias, counts, strict=True))
-    return dx, tuple(of_kernel), biases
+    of_biases = tuple((db,) * len(added) for db, added in zip(of_bias, biases, strict=True))
+    return dx, tuple(of_kernel), of_biases
 
 
 _project.defvjp(_forward, _backward)
