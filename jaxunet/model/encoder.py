@@ -81,15 +81,14 @@ class Encoder(Block):
         """
         if jnp.dtype(self.dtype).itemsize > 2:
             return ()
-        found: list[Array | None] = []
-        kernels = []
-        for path, leaf in jax.tree.leaves_with_path(params):
-            found.append(None)
-            if path[-1].key == 'kernel' and not path[0].key.startswith(self.FLOAT32):
-                found[-1] = leaf
-                kernels.append(leaf)
+        paths, _ = jax.tree.flatten_with_path(params)
+        chosen = [
+            path[-1].key == 'kernel' and not path[0].key.startswith(self.FLOAT32)
+            for path, _ in paths
+        ]
+        kernels = [leaf for (_, leaf), copied in zip(paths, chosen, strict=True) if copied]
         narrowed = iter(narrow(kernels))
-        return tuple(None if leaf is None else next(narrowed) for leaf in found)
+        return tuple(next(narrowed) if copied else None for copied in chosen)
 
     def narrowed(self, params: PyTree, narrow: Callable[[list[Array]], Sequence[Array]]) -> PyTree:
         """Returns the parameters for `predict` with all kernels in `dtype`, converted together.
@@ -183,7 +182,7 @@ class Encoder(Block):
 
 
 def with_copies(params: PyTree, copies: Copies) -> PyTree:
-    """Returns the parameters with their copies in their place, where they have one."""
+    """Returns the parameters; those that have a copy are replaced by it."""
     if not copies:
         return params
     leaves, structure = jax.tree.flatten(params)

@@ -200,7 +200,7 @@ def project(
 ) -> tuple[Float[Array, 'batch _'], ...]:
     """x · kernel + bias for each kernel and its bias, in float32: many small layers in one launch.
 
-    Such as the projections of a time embedding, one for each block of a network.
+    Use it for the projections of a time embedding, one for each block of a network.
 
     Args:
       kernels: of any numbers of features; they are cast to the type of x.
