@@ -21,6 +21,8 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw import reference as adamw_reference
 from jaxunet.ops.adamw.cases import CIFAR10, ELEPHANTS64
 from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.linear import projection_cases
+from jaxunet.ops.linear.projection_cases import Layer
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import load_backend
@@ -206,19 +208,42 @@ def test_adamw_is_that_of_optax(steps):
     assert float(adamw_reference.sum_of_squares(g)) == pytest.approx(squares, rel=1e-12)
 
 
-@pytest.mark.parametrize('case', [ELEPHANTS64, CIFAR10], ids=lambda c: c.name)
-def test_the_cases_of_adamw_are_the_parameters_of_the_configs(case):
-    values = runpy.run_path(str(CONFIGS / f'{case.name}.py'))['get_config']()
-    config = resolve(values)
+def network_of(name, ops=OPS):
+    """Returns the config of a name, its network, and the shapes of an image, t and parameters."""
+    config = resolve(runpy.run_path(str(CONFIGS / f'{name}.py'))['get_config']())
+    network = build_unet(config, ops)
     x = jax.ShapeDtypeStruct((1, *config.image_shape), 'float32')
     t = jax.ShapeDtypeStruct((1,), 'int32')
+    params = jax.eval_shape(lambda x, t: network.init(jax.random.key(0), x, t)['params'], x, t)
+    return config, network, x, t, params
+
+
+@pytest.mark.parametrize('case', [ELEPHANTS64, CIFAR10], ids=lambda c: c.name)
+def test_the_cases_of_adamw_are_the_parameters_of_the_configs(case):
     with jax.enable_x64(False):
-        network = jax.eval_shape(
-            lambda x, t: build_unet(config, OPS).init(jax.random.key(0), x, t)['params'], x, t
-        )
-    shapes = [leaf.shape for leaf in jax.tree.leaves(network)]
+        config, *_, params = network_of(case.name)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     assert sorted(case.shapes) == sorted(shapes)
     assert case.averages == len(config.ema.rates)
+
+
+@pytest.mark.parametrize(
+    'case', [projection_cases.ELEPHANTS64, projection_cases.CIFAR10], ids=lambda c: c.name
+)
+def test_the_cases_of_projections_are_the_layers_of_the_configs(case):
+    calls = []
+
+    def project(x, layers):
+        found = tuple(
+            Layer(b[0].shape[0], len(b), product=kernel is not None) for kernel, b in layers
+        )
+        calls.append((x.shape, found))
+        return OPS.project(x, layers)
+
+    with jax.enable_x64(False):
+        _, network, x, t, params = network_of(case.name, OPS._replace(project=project))
+        jax.eval_shape(network.predict, params, x, t, None)
+    assert calls == [((1, case.width), case.layers)]
 
 
 def test_an_unknown_backend_is_named():

@@ -1,6 +1,7 @@
-"""The handlers of projections against the float64 oracle."""
+"""The handlers of projections against the float64 oracle.
 
-from typing import NamedTuple
+The CPU handlers run the awkward cases, the GPU handlers all cases.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,49 +11,20 @@ from jaxtyping import Array
 from support.parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
 from jaxunet.ops.linear import projections as reference
+from jaxunet.ops.linear.projection_cases import AWKWARD, CIFAR10, ELEPHANTS64, SCALE_SHIFT, Case
 from jaxunet.ops.linear.projections import Projection
 from xla_ffi.projections import vjp
 
-
-class Case(NamedTuple):
-    """A call.
-
-    Fields:
-      products: features of the layers with a kernel, and the number of their biases.
-      sums: features of the layers without one, and the number of their biases.
-    """
-
-    name: str
-    batch: int
-    width: int
-    products: tuple[tuple[int, int], ...]
-    sums: tuple[tuple[int, int], ...] = ()
-
-
-ELEPHANTS64 = tuple((64 * level, 2) for level in (1, 1, 2, 2, 3, 3, 4, 4, 4, 4))
-# Rows that are multiples of 16 bytes or not, in one type or in both; several tiles of every side;
-# more layers than a launch takes.
-AWKWARD = (
-    Case('one_sample', 1, 5, ((3, 1),)),
-    Case('odd_rows', 7, 33, ((9, 2), (70, 1)), ((5, 2), (300, 1))),
-    Case('rows_of_four', 3, 20, ((12, 1), (68, 2))),
-    Case('several_tiles', 70, 136, ((72, 2), (8, 1)), ((64, 2),)),
-    Case('many_layers', 2, 8, ((8, 1),) * 70, ((8, 2),) * 70),
-    Case('sums_only', 4, 8, (), ((8, 1), (13, 2))),
-)
-TRAINING = (
-    Case('elephants64', 32, 256, ELEPHANTS64 * 2, ((64, 2), (128, 2), (256, 2))),
-    Case('cifar10', 128, 512, ((128, 2),) * 8 + ((256, 2),) * 14, ((256, 2),) * 5),
-    Case('scale_shift', 64, 768, ((384, 1), (768, 1), (1152, 1), (1536, 1)), ((768, 2),)),
-)
+# Batches of one tile of samples, and of several.
+TRAINING = (ELEPHANTS64._replace(batch=32), CIFAR10._replace(batch=128), SCALE_SHIFT)
 
 
 def inputs(case: Case, dtype: str):
     named = {'x': ((case.batch, case.width), dtype)}
-    for i, (features, biases) in enumerate((*case.products, *case.sums)):
-        if i < len(case.products):
-            named[f'kernel_{i}'] = ((case.width, features), dtype)
-        named |= {f'bias_{i}_{j}': ((features,), 'float32') for j in range(biases)}
+    for i, layer in enumerate(case.layers):
+        if layer.product:
+            named[f'kernel_{i}'] = ((case.width, layer.features), dtype)
+        named |= {f'bias_{i}_{j}': ((layer.features,), 'float32') for j in range(layer.biases)}
     scales = {name: case.width**-0.5 for name in named if name.startswith('kernel')}
     return {
         name: (draw(shape, kind, scale=scales.get(name, 1.0)), kind)
@@ -66,9 +38,10 @@ def with_layers(op, case: Case):
     def run(x: Array, **arrays: Array) -> tuple[Array, ...]:
         layers = [
             Projection(
-                arrays.get(f'kernel_{i}'), tuple(arrays[f'bias_{i}_{j}'] for j in range(biases))
+                arrays.get(f'kernel_{i}'),
+                tuple(arrays[f'bias_{i}_{j}'] for j in range(layer.biases)),
             )
-            for i, (_, biases) in enumerate((*case.products, *case.sums))
+            for i, layer in enumerate(case.layers)
         ]
         return op(x, layers)
 
