@@ -28,6 +28,7 @@ class Measurement(NamedTuple):
       flops: multiplications and additions of matrix products; None if they do not matter.
       updated: inputs whose memory the results reuse. Each call gets copies of them; the time to
         copy does not count.
+      unread: those of `updated` whose old values need not be read.
     """
 
     op: str
@@ -38,6 +39,7 @@ class Measurement(NamedTuple):
     inputs: dict[str, PyTree[jax.ShapeDtypeStruct]]
     flops: int | None
     updated: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -45,11 +47,10 @@ class Measurement(NamedTuple):
         return f'{self.op} {self.direction}, {self.case}, batch {self.batch}'
 
     def bytes_needed(self) -> int:
-        """Returns the fewest bytes possible: all inputs read once and all outputs written once."""
+        """Returns the fewest bytes possible: inputs are read once, and outputs written once."""
         outputs = jax.eval_shape(self.sides['xla'], self.inputs)
-        return sum(
-            math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((self.inputs, outputs))
-        )
+        read = [value for name, value in self.inputs.items() if name not in self.unread]
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((read, outputs)))
 
 
 def with_gradients(function: Side, fixed: tuple[str, ...] = ()) -> Side:

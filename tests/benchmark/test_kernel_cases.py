@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 import jax
+import numpy as np
 import pytest
 from support import kernel_names
 from support.commands import call
@@ -22,11 +23,12 @@ from jaxunet.ops.adamw.cases import AWKWARD
 from jaxunet.runtime import device
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.measurement import Measurement
+from jaxunet.runtime.measurement import Inputs, Measurement
 from jaxunet.runtime.plugins import load_backend
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
 
 PALLAS, CUDA = load_backend('pallas'), load_backend('cuda')
+ONLY_CUDA = ('linear', 'adamw')
 
 
 def test_other_processes_lower() -> None:
@@ -113,16 +115,17 @@ def test_every_measurement_can_be_built() -> None:
             shapes = {
                 side: jax.eval_shape(function, m.inputs) for side, function in m.sides.items()
             }
-        pallas = {'pallas'} if m.op not in ('linear', 'adamw') else set()
+        pallas = {'pallas'} if m.op not in ONLY_CUDA else set()
         assert set(shapes) == {'xla', 'cuda'} | pallas
         assert all(shape == shapes['xla'] for shape in shapes.values()), m.name
         assert m.bytes_needed() > 0
         assert (m.flops is None) == (m.op in ('group_norm', 'adamw'))
 
 
+@pytest.mark.parametrize('direction', ['step', 'step_with_copies'])
 @pytest.mark.parametrize('side', ['xla', 'cuda'])
-def test_results_of_adamw_have_the_memory_of_their_own_inputs(side) -> None:
-    m = next(adamw.measurements(1, backends=[CUDA]))
+def test_results_of_adamw_have_the_memory_of_their_own_inputs(side, direction) -> None:
+    m = next(m for m in adamw.measurements(1, backends=[CUDA]) if m.direction == direction)
     donated, kept = {}, {}
     for name, value in m.inputs.items():
         (donated if name in m.updated else kept)[name] = value
@@ -139,13 +142,15 @@ def test_results_of_adamw_have_the_memory_of_their_own_inputs(side) -> None:
         assert names[int(argument)] == results[int(result)][0]
 
 
+DIRECTIONS_OF_ADAMW = ('step', 'step_with_copies', 'step_then_narrow', 'sum_of_squares', 'narrow')
+
+
 @pytest.mark.extension
 def test_adamw_is_measured_once_and_in_place(monkeypatch) -> None:
     monkeypatch.setattr(adamw, 'CASES', (AWKWARD[1],))
     wanted = kernels.select(['adamw'], ['32', '256'], '', [PALLAS, CUDA])
     assert [m.name for m in wanted] == [
-        f'adamw {direction}, two_averages, batch 1'
-        for direction in ('step', 'sum_of_squares', 'narrow')
+        f'adamw {direction}, two_averages, batch 1' for direction in DIRECTIONS_OF_ADAMW
     ]
     called = collections.Counter()
 
@@ -156,17 +161,45 @@ def test_adamw_is_measured_once_and_in_place(monkeypatch) -> None:
                 called[name] += 1
         return {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs}
 
-    found = measured(*wanted, trace=trace)
-    assert [row['error'] for row in found] == [None] * 3
+    found = {row['direction']: row for row in measured(*wanted, trace=trace)}
+    assert [row['error'] for row in found.values()] == [None] * 5
     assert set(called.values()) == {3}
-    assert len(called) == 6
+    assert len(called) == 10
     elements = AWKWARD[1].elements
-    assert found[0]['bytes'] == 4 * (1 + elements * (1 + 5 + 5)) - 2 * sum(
-        math.prod(shape) for shape in AWKWARD[1].shapes if len(shape) > 1
+    copied = sum(math.prod(shape) for shape in AWKWARD[1].shapes if len(shape) > 1)
+    step = 4 * (1 + elements * (1 + 5 + 5)) - 2 * copied
+    assert {direction: row['bytes'] for direction, row in found.items()} == {
+        'step': step,
+        'step_with_copies': step + 2 * copied,  # they are written, but not read
+        'step_then_narrow': step + 2 * copied,
+        'sum_of_squares': 4 * (elements + 1) - 2 * copied,
+        'narrow': 6 * copied,
+    }
+
+
+def test_copies_are_measured_where_a_backend_updates_them() -> None:
+    update = CUDA.ops['adamw']._replace(updates_copies=False)
+    other = dataclasses.replace(CUDA, name='other', ops={'adamw': update})
+    sides = {m.direction: list(m.sides) for m in adamw.measurements(1, backends=[other, CUDA])}
+    assert sides.pop('step_with_copies') == ['xla', 'cuda']
+    assert all(names == ['xla', 'other', 'cuda'] for names in sides.values())
+
+
+@pytest.mark.parametrize('side', ['xla', pytest.param('cuda', marks=pytest.mark.extension)])
+def test_both_ways_to_copies_have_the_same_results(monkeypatch, side) -> None:
+    monkeypatch.setattr(adamw, 'CASES', (AWKWARD[1],))
+    by_direction = {m.direction: m for m in adamw.measurements(1, backends=[CUDA])}
+    m = by_direction['step_with_copies']
+    inputs = Inputs().of(m, 0)
+    together, apart = (
+        jax.jit(way.sides[side])({name: inputs[name] for name in way.inputs})
+        for way in (m, by_direction['step_then_narrow'])
     )
-    assert found[2]['bytes'] == 6 * sum(
-        math.prod(shape) for shape in AWKWARD[1].shapes if len(shape) > 1
-    )
+    updated = [m.inputs[name] for name in m.updated]
+    assert len(jax.tree.leaves(together)) == len(jax.tree.leaves(updated))
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.extension

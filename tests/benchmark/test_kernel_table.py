@@ -115,6 +115,7 @@ def test_a_verdict_names_the_bars_that_a_group_misses(cases, share, text):
         ('conv3x3', 'weight_gradient', 1.3),
         ('attention', 'forward+backward', 3.0),
         ('adamw', 'step', 1.5),
+        ('adamw', 'step_with_copies', 1.5),
     ],
 )
 def test_the_bar_of_a_group(op, direction, bar):
@@ -135,7 +136,7 @@ def test_committed_rows_make_a_table_of_each_backend() -> None:
     assert "XLA's time over the Pallas kernels'." in two
     assert 'CUDA' not in two
     assert "XLA's time over the CUDA kernels'." in three
-    assert three.startswith(two)
+    assert set(two.split('\n\n')) <= set(three.split('\n\n'))  # titles and tables
 
 
 @pytest.mark.parametrize(

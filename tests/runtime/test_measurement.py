@@ -35,3 +35,15 @@ def test_gradients() -> None:
         {'a': jnp.float32(2), 'b': jnp.float32(3), 'c': jnp.float32(1), 'dy': jnp.float32(10)}
     )
     assert (y, gradients) == (7, {'a': 30, 'b': 20})
+
+
+def test_bytes() -> None:
+    """Inputs and results count, but not an input of which only the memory is used."""
+    like = {
+        name: jax.ShapeDtypeStruct((5,), kind) for name, kind in (('x', 'float32'), ('y', 'int8'))
+    }
+    m = Measurement(
+        'op', 'case', 'forward', 1, {'xla': lambda i: i['x'].astype('int8')}, like, None, ('y',)
+    )
+    assert m.bytes_needed() == 20 + 5 + 5
+    assert m._replace(unread=('y',)).bytes_needed() == 20 + 5
