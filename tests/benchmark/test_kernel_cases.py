@@ -16,10 +16,11 @@ from support import kernel_names
 from support.commands import call
 from support.kernel_measurements import ORIGIN, measured
 
-from jaxunet.benchmark.kernels import adamw, lowering
+from jaxunet.benchmark.kernels import adamw, lowering, project
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.ops.adamw.cases import AWKWARD
+from jaxunet.ops.linear.projection_cases import ELEPHANTS64, Case, Layer
 from jaxunet.runtime import device
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.errors import UserError
@@ -28,7 +29,7 @@ from jaxunet.runtime.plugins import load_backend
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
 
 PALLAS, CUDA = load_backend('pallas'), load_backend('cuda')
-ONLY_CUDA = ('linear', 'adamw')
+ONLY_CUDA = ('linear', 'project', 'adamw')
 
 
 def test_other_processes_lower() -> None:
@@ -203,6 +204,57 @@ def test_both_ways_to_copies_have_the_same_results(monkeypatch, side) -> None:
 
 
 @pytest.mark.extension
+def test_projections_are_measured_with_the_work_of_a_call(monkeypatch) -> None:
+    """A product with one bias, one with two, and a sum, which only the CUDA backend computes."""
+    layers = (Layer(8), Layer(12, product=False), Layer(4, biases=1))
+    monkeypatch.setattr(project, 'CASES', (Case('three', 16, layers),))
+    other = dataclasses.replace(CUDA, name='other', ops={'linear': CUDA.ops['linear']})
+    wanted = kernels.select(['project'], ['2', '5'], '', [PALLAS, other, CUDA])
+    assert [(m.direction, m.batch, list(m.sides)) for m in wanted] == [
+        (direction, batch, ['xla', 'cuda'])
+        for batch in (2, 5)
+        for direction in ('forward', 'forward+backward')
+    ]
+    found = measured(
+        *wanted,
+        trace=lambda programs, **_: {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs},
+    )
+    assert [row['error'] for row in found] == [None] * 4
+    assert all(0 <= row['difference'] < 0.02 for row in found)
+    for row, both in zip(found, (False, True) * 2, strict=True):
+        batch, (x, kernels_, biases) = row['batch'], (2 * 16 * row['batch'], 2 * 16 * 12, 4 * 44)
+        results = 4 * (12 * batch + 12)
+        forward = x + kernels_ + biases + results
+        # dy is read, and the gradients of x, of the kernels and of one bias each are written.
+        assert row['bytes'] == forward + both * (4 * 12 * batch + x + kernels_ + 4 * 12)
+        assert row['flops'] == (3 if both else 1) * 2 * batch * 16 * 12
+    text = kernel_table.tables([ORIGIN | row for row in found])
+    assert '| project | forward+backward | 5 | 1 | 1.00 | 1.00 | three |' in text
+
+
+def test_the_gradients_of_projections_are_those_of_the_op() -> None:
+    """The gradients are those of x, of all kernels and of one bias each."""
+    m = next(m for m in project.measurements(2, 'float32', [CUDA]) if '+' in m.direction)
+    inputs = jax.tree.map(np.asarray, Inputs().of(m, 0))
+    products, sums, (gradients,) = jax.tree.map(np.asarray, jax.jit(m.sides['xla'])(inputs))
+    assert len(products) + len(sums) == len(ELEPHANTS64.layers)
+    pairs = list(zip(inputs['dy'], inputs['kernel'], strict=True))
+    np.testing.assert_allclose(gradients['x'], sum(dy @ k.T for dy, k in pairs), atol=1e-3)
+    for kernel, bias, dy, dk, db, y, added in zip(
+        *(inputs[name] for name in ('kernel', 'bias', 'dy')),
+        *(gradients[name] for name in ('kernel', 'bias')),
+        products,
+        inputs['added'],
+        strict=True,
+    ):
+        np.testing.assert_allclose(y, inputs['x'] @ kernel + bias + added[0], atol=1e-4)
+        np.testing.assert_allclose(dk, inputs['x'].T @ dy, atol=1e-4)
+        np.testing.assert_allclose(db, dy.sum(axis=0), atol=1e-4)
+    for (first, second), y in zip(inputs['sums'], sums, strict=True):
+        np.testing.assert_allclose(y[0], first + second, atol=1e-4)
+
+
+@pytest.mark.extension
 def test_an_op_that_pallas_has_not_is_measured() -> None:
     wanted = kernels.select(['linear'], ['1'], '^4x4', [PALLAS, CUDA])
     found = measured(
@@ -233,6 +285,12 @@ def test_a_kernel_is_measured_through_to_its_row() -> None:
 
 
 def test_directions_are_chosen() -> None:
+    every = kernels.select(['project', 'adamw'], ['2'], '', [CUDA])
+    directions = ['forward', 'forward+backward', 'step_with_copies']
+    found = kernels.select(['project', 'adamw'], ['2'], '', [CUDA], directions)
+    assert [m.name for m in found] == [
+        m.name for m in every if m.op == 'project' or m.direction == 'step_with_copies'
+    ]
     every = kernels.select(['conv3x3'], ['2'], '8x8', [PALLAS])
     found = kernels.select(['conv3x3'], ['2'], '8x8', [PALLAS], directions=['weight_gradient'])
     assert found
@@ -244,6 +302,7 @@ def test_directions_are_chosen() -> None:
     [
         ((['conv'], ['32'], ''), '--ops: .*did you mean "conv3x3"'),
         ((['linear'], ['32'], ''), '--ops: linear: only the CUDA backend has kernels for that'),
+        ((['project'], ['32'], ''), '--ops: project: only the CUDA backend has kernels for that'),
         (([], [], ''), '--batch_sizes: .*found none'),
         (([], ['0'], ''), "--batch_sizes: .*found '0'"),
         (([], ['32'], '('), '--cases: .*not a regular expression'),

@@ -41,7 +41,7 @@ steps step elephants64 --directions step --backends xla,pallas,auto --batch_size
 kernels --ops conv3x3 --cases '^norm_'
 kernels --ops conv3x3 --cases '^(?!norm_)'
 steps networks cifar10 --directions step --backends xla,auto --batch_sizes 128
-kernels --ops linear,attention,group_norm,adamw
+kernels --ops linear,project,attention,group_norm,adamw
 steps networks imagenet64 --directions step --backends auto --batch_sizes 64
 steps sampling elephants64 --directions forward --backends xla,auto --batch_sizes 64 --peers pytorch-best
 steps sampling elephants64 --directions sample --backends xla,auto --batch_sizes 64,256

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxunet.benchmark.kernels import adamw, attention, conv3x3, group_norm, linear
+from jaxunet.benchmark.kernels import adamw, attention, conv3x3, group_norm, linear, project
 from jaxunet.runtime import device
 from jaxunet.runtime.measurement import Measurement
 from jaxunet.runtime.plugins import load_backend
@@ -21,6 +21,7 @@ from jaxunet.runtime.plugins import load_backend
 # By the cost of lowering, cheapest first.
 KINDS: dict[str, ModuleType] = {
     'adamw': adamw,
+    'project': project,
     'linear': linear,
     'attention': attention,
     'group_norm': group_norm,
