@@ -265,21 +265,10 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   }
   dropout.prepare(staged, tile.steps);
 
-  // Where the epilogue writes, and the tensors that it adds there, which are loaded one step ahead.
+  // Where the epilogue writes.
   T* dx = reinterpret_cast<T*>(g.operands.dx.data[place.part]) + place.first +
           static_cast<int64_t>(tile.steps - 1) * place.step;
-  const char* next = reinterpret_cast<const char*>(dx);
-  Vector<T, V> others[kAdded > 0 ? kAdded : 1];
-  int others_left = kAdded > 0 ? tile.steps : 0;
-  const auto load_others = [&] {
-    if (others_left-- > 0) {
-#pragma unroll
-      for (int k = 0; k < kAdded; ++k)
-        others[k] = load_read_only(reinterpret_cast<const Vector<T, V>*>(
-            next + (g.operands.added[k].data[place.part] - g.operands.dx.data[place.part])));
-      next -= place.step * static_cast<int>(sizeof(T));
-    }
-  };
+  AddedTensors<T, V, kAdded, kKeep ? kStepsAhead[kAdded] : 1> others(g, place, dx, tile.steps);
 
   // Mainloop.
   {
@@ -316,7 +305,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
         fetch_again(g, tile, place, staged, chunk + kBackwardStages);
       cp_async_commit();
     }
-    load_others();
+    others.start();
     reduce<T, V>(g, scratch, tile, dz_sum, product_sum);
   }
   __syncthreads();
@@ -333,45 +322,52 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
     }
     load_floats(scratch.group_terms[0] + tile.local, constant);
     load_floats(scratch.group_terms[1] + tile.local, slope);
-#pragma unroll 1
-    for (int chunk = (tile.steps - 1) / tiling.chunk_steps; chunk >= 0; --chunk) {
-      cp_async_wait<kBackwardStages - 1>();
-      const int count = min(tile.steps - chunk * tiling.chunk_steps, tiling.chunk_steps);
-      Vector<T, V>* slot = staged.slot(chunk, count - 1);
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        Vector<T, V> now[kAdded > 0 ? kAdded : 1];
+    // Writes dx of a step. `slot`: of those in flight, the one of its added vectors.
+    const auto write = [&](float (&value)[V], float (&dz)[V], int slot) {
 #pragma unroll
-        for (int k = 0; k < kAdded; ++k) now[k] = others[k];
-        load_others();
-        float value[V], dz[V], active[V];
-        unpack(*slot, value);
-        norm.centre(value);
-        if constexpr (kKeep) {
+      for (int j = 0; j < V; ++j)
+        value[j] = norm.factor[j] * dz[j] - (constant[j] + value[j] * slope[j]);
+      others.add(slot, value, dz);
+      Vector<T, V> out;
+      out.from_floats(value);
+      *reinterpret_cast<Vector<T, V>*>(dx) = out;
+      dx -= place.step;
+    };
+    if constexpr (kKeep) {  // all steps are in shared memory, so the chunks do not matter
+      Vector<T, V>* slot = staged.slot(0, tile.steps - 1);
+#pragma unroll 1
+      for (int left = tile.steps; left > 0; left -= others.kAhead) {
+#pragma unroll
+        for (int i = 0; i < others.kAhead; ++i) {
+          if (i > 0 && i >= left) break;
+          float value[V], dz[V];
+          unpack(*slot, value);
+          norm.centre(value);
           staged.read_kept(slot, dz);
-        } else {
-          const int step = chunk * tiling.chunk_steps + count - 1 - i;
-          dropout.read(staged, slot, dropout.bits(staged, slot, step), dz);
-          differentiate<T, V, false>(norm, kDrops || g.operands.silu, value, dz, active);
+          slot -= staged.pitch;
+          write(value, dz, i);
         }
-        slot -= staged.pitch;
-#pragma unroll
-        for (int j = 0; j < V; ++j)
-          value[j] = norm.factor[j] * dz[j] - (constant[j] + value[j] * slope[j]);
-#pragma unroll
-        for (int k = 0; k < kAdded; ++k) {
-          unpack(now[k], dz);  // reuses `dz`: another array would change the register count
-#pragma unroll
-          for (int j = 0; j < V; ++j) value[j] += dz[j];
-        }
-        Vector<T, V> out;
-        out.from_floats(value);
-        *reinterpret_cast<Vector<T, V>*>(dx) = out;
-        dx -= place.step;
       }
-      if (!kKeep && chunk >= kBackwardStages)
-        fetch_again(g, tile, place, staged, chunk - kBackwardStages);
-      cp_async_commit();
+    } else {
+#pragma unroll 1
+      for (int chunk = (tile.steps - 1) / tiling.chunk_steps; chunk >= 0; --chunk) {
+        cp_async_wait<kBackwardStages - 1>();
+        const int first = chunk * tiling.chunk_steps,
+                  count = min(tile.steps - first, tiling.chunk_steps);
+        Vector<T, V>* slot = staged.slot(chunk, count - 1);
+#pragma unroll 1
+        for (int i = count - 1; i >= 0; --i) {
+          float value[V], dz[V], active[V];
+          unpack(*slot, value);
+          norm.centre(value);
+          dropout.read(staged, slot, dropout.bits(staged, slot, first + i), dz);
+          differentiate<T, V, false>(norm, kDrops || g.operands.silu, value, dz, active);
+          slot -= staged.pitch;
+          write(value, dz, 0);
+        }
+        if (chunk >= kBackwardStages) fetch_again(g, tile, place, staged, chunk - kBackwardStages);
+        cp_async_commit();
+      }
     }
   }
 }

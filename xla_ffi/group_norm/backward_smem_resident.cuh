@@ -204,6 +204,53 @@ __device__ void fetch_again(const Backward& g, const StreamingTile& tile, const 
   from.fetch(staged, chunk, tile.steps);
 }
 
+// Steps of the epilogue for which a thread has the added vectors in flight, by the number of added
+// tensors, if dz stays in shared memory: as many as there are registers for.
+constexpr int kStepsAhead[] = {1, 4, 2};
+
+// A thread's vectors of the tensors that are added to dx, from the last step backwards. Those of
+// kSteps steps are in registers or being loaded.
+template <class T, int V, int kAdded, int kSteps>
+struct AddedTensors {
+  static constexpr int kAhead = kSteps;
+  Vector<T, V> vectors[kAhead][kAdded > 0 ? kAdded : 1];
+  const Backward& g;
+  const Place& place;
+  const char* next;  // the vector of dx to which the next ones are added
+  int left;          // steps that are not loaded yet
+
+  // dx: of the last step.
+  __device__ AddedTensors(const Backward& backward, const Place& at, const T* dx, int steps)
+      : g(backward), place(at), next(reinterpret_cast<const char*>(dx)), left(steps) {}
+  __device__ void start() {
+#pragma unroll
+    for (int slot = 0; slot < kAhead; ++slot) load(slot);
+  }
+  // Adds a step's vectors to `value`, and starts to load those of kAhead steps later. Overwrites
+  // `scratch`.
+  __device__ void add(int slot, float (&value)[V], float (&scratch)[V]) {
+#pragma unroll
+    for (int k = 0; k < kAdded; ++k) {
+      unpack(vectors[slot][k], scratch);
+#pragma unroll
+      for (int j = 0; j < V; ++j) value[j] += scratch[j];
+    }
+    load(slot);
+  }
+
+ private:
+  __device__ void load(int slot) {
+    if constexpr (kAdded > 0) {
+      if (left-- <= 0) return;
+#pragma unroll
+      for (int k = 0; k < kAdded; ++k)
+        vectors[slot][k] = load_read_only(reinterpret_cast<const Vector<T, V>*>(
+            next + (g.operands.added[k].data[place.part] - g.operands.dx.data[place.part])));
+      next -= place.step * static_cast<int>(sizeof(T));
+    }
+  }
+};
+
 // One channel's entries in the rows of the sample.
 struct ChannelRows {
   float scale, offset, mean, inverse;
