@@ -137,15 +137,12 @@ pybind11::dict found_block(const BlockReduction& block, int vector) {
   return found;
 }
 
-// The tiling of the register_resident GroupNorm kernel; None if it is not used.
-pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int64_t channels,
-                                              int64_t group, int vector, int element, int64_t sms,
-                                              int64_t smem_bytes, int max_cluster) {
-  const DeviceLimits limits{sms, smem_bytes, max_cluster};
-  const auto tiling =
-      register_resident_tiling(limits, batch, pixels, channels, group, vector, element);
+// The fields of a tiling of the register_resident GroupNorm kernel; None if it is not used.
+pybind11::object found_registers(const std::optional<RegisterResidentTiling>& tiling,
+                                 const DeviceLimits& limits, int vector, int element) {
   if (!tiling) return pybind11::none();
   pybind11::dict found = found_block(tiling->block, vector);
+  found["ranks"] = tiling->ranks;
   found["channel_blocks"] = tiling->channel_blocks;
   found["thread_pixels"] = tiling->thread_pixels;
   found["each"] = tiling->each;
@@ -153,6 +150,25 @@ pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int
   found["bytes"] = tiling->smem_bytes;
   found["faster_than_streaming"] = faster_than_streaming(*tiling, limits, vector, element);
   return found;
+}
+
+pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int64_t channels,
+                                              int64_t group, int vector, int element, int64_t sms,
+                                              int64_t smem_bytes, int max_cluster) {
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  return found_registers(
+      register_resident_tiling(limits, batch, pixels, channels, group, vector, element), limits,
+      vector, element);
+}
+
+pybind11::object group_norm_register_resident_cluster(int64_t pixels, int64_t channels,
+                                                      int64_t group, int vector, int element,
+                                                      int64_t sms, int64_t smem_bytes,
+                                                      int max_cluster) {
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  return found_registers(
+      register_resident_cluster_tiling(limits, pixels, channels, group, vector, element), limits,
+      vector, element);
 }
 
 // The tiling of the GroupNorm statistics kernel; None if it is not used.
@@ -187,6 +203,8 @@ PYBIND11_MODULE(_cpu, module) {
              "The tiling of the streaming GroupNorm kernels; None where they are not taken.");
   module.def("group_norm_register_resident", &jaxunet::group_norm_register_resident,
              "The tiling of the register_resident GroupNorm kernel; None where it is not taken.");
+  module.def("group_norm_register_resident_cluster", &jaxunet::group_norm_register_resident_cluster,
+             "Its tiling with clusters; None where it is not taken.");
   module.def("group_norm_statistics", &jaxunet::group_norm_statistics,
              "The tiling of the GroupNorm statistics kernel; None where it is not taken.");
 }

@@ -6,8 +6,8 @@
 //
 //   statistics alone   statistics.cu
 //                      forward_smem_resident.cu, which then writes no y: no pixels
-//   y and statistics   forward_register_resident.cu: small samples; large ones, where it is
-//                      faster_than_streaming()
+//   y and statistics   forward_register_resident.cu: small samples; large ones that a cluster can
+//                      hold, or, without clusters, where it is faster_than_streaming()
 //                      forward_streaming.cu: large samples; two launches
 //                      forward_smem_resident.cu: the rest
 //   backward           backward_smem_resident.cu: where it is faster_than_streaming()
@@ -59,6 +59,12 @@ cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_
     if (small &&
         (!large || faster_than_streaming(*small, limits, vector, element_bytes(plan.type))))
       return register_resident_forward(plan, *small, to, stream);
+    if (large) {
+      if (const auto cluster = register_resident_cluster_tiling(limits, plan.pixels, plan.x.total,
+                                                                plan.x.total / plan.groups, vector,
+                                                                element_bytes(plan.type)))
+        return register_resident_forward(plan, *cluster, to, stream);
+    }
     const auto first = tiling_of(statistics_tiling);
     if (large && first) {
       return streaming_forward(plan, *first, second_pass_tiling(*large, limits, plan.batch), vector,

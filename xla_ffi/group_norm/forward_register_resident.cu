@@ -1,26 +1,32 @@
 // GroupNorm forward in one launch, from registers: mean and inverse = 1 / sqrt(variance + eps) of
 // each group, z = scale * (x - mean) * inverse + offset, y = act(z).
 //
-// A block owns some channels of a sample, always whole groups, and all pixels
-// (forward_register_resident_tiling.h). dispatch.cu says which calls take this kernel.
+// A block owns some channels of a sample, always whole groups, and all pixels, or the blocks of a
+// cluster share the pixels (forward_register_resident_tiling.h). dispatch.cu says which calls take
+// this kernel.
 // - Loads: each thread loads all of its vectors, at most kPixels of 16 bytes; scale, offset and
 //   pivots are copied to shared memory.
 // - Moments: the mean, then m2, of each thread's numbers, from registers.
 // - Reduction: each thread writes the moments of its pieces to shared memory, where a team of lanes
-//   merges those of each group (moments.cuh). The team writes the group's mean and inverse, and
-//   replaces its channels' scale and offset by a and b of y = act(a * (x - pivot) + b).
+//   merges those of each group (moments.cuh). In a cluster, it sends them to all blocks, whose
+//   teams merge those of all blocks. The team writes the group's mean and inverse, and replaces its
+//   channels' scale and offset by a and b of y = act(a * (x - pivot) + b).
 // - Epilogue: y from registers.
 //
 // With kDrops, each thread computes which of its elements are dropped (dropout.cuh) while its loads
 // are in flight, which hides the time of the hash. Two registers keep one bit per element for the
 // epilogue.
 //
-// Two __syncthreads: before the teams read the pieces, and before the threads read a and b.
+// Two __syncthreads: before the teams read the pieces, and before the threads read a and b. In a
+// cluster, every block arrives at the cluster barrier when it starts, and waits there before it
+// sends its moments; it then waits for those of all blocks at its mbarrier (Mailbox).
 //
-// Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands.
+// Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands; in a cluster, at
+// slots_at, float2 [block of the cluster][group]. The mbarrier is static shared memory.
 #include "common/dispatch_dtype.cuh"
 #include "dropout.cuh"
 #include "launch.h"
+#include "mailbox.cuh"
 #include "moments.cuh"
 #include "packed.cuh"
 
@@ -66,30 +72,62 @@ __device__ void thread_moments(const Packed<T, V> (&x)[kPixels], int steps,
   }
 }
 
-// Merges the moments of the block's groups and writes their statistics. Replaces scale and offset
-// by a and b of y = act(a * (x - pivot) + b).
+// Writes the statistics of a group's channels, if `writes`, and replaces their scale and offset by
+// a and b of y = act(a * (x - pivot) + b). `all`: mean minus the pivot, and m2, of the group's
+// `total` numbers.
 template <class T>
-__device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int first_channel,
-                                int64_t sample, const float2* entries,
-                                const ChannelOperands& operands) {
-  const BlockReduction& block = f.tiling.block;
+__device__ void finish_group(const Forward& f, const Team& team, int group, int first_channel,
+                             int64_t sample, float2 all, float total,
+                             const ChannelOperands& operands, bool writes) {
+  const int size = f.tiling.block.group;
+  const float mean = operands.pivot_of<T>(group) + all.x, inverse = rsqrtf(all.y / total + f.eps);
+#pragma unroll 1
+  for (int c = team.member; c < size; c += team.size) {
+    const int local = group * size + c;
+    const int64_t channel = sample * f.tiling.channels + first_channel + local;
+    if (writes) {
+      f.mean[channel] = mean;
+      f.inverse[channel] = inverse;
+    }
+    const float a = operands.scale[local] * inverse;
+    operands.scale[local] = a;
+    operands.offset[local] -= all.x * a;
+  }
+}
+
+// Merges the moments of the block's groups and, in a cluster, of all blocks, and finishes the
+// groups. `rank`: the block's rank in its cluster.
+template <class T, bool kCluster>
+__device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int rank,
+                                int first_channel, int64_t sample, const float2* entries,
+                                const ChannelOperands& operands, const Mailbox& mailbox) {
+  const RegisterResidentTiling& tiling = f.tiling;
+  const BlockReduction& block = tiling.block;
   const Team team(block);
-  const auto total = static_cast<float>(block.group) * static_cast<float>(f.tiling.pixels);
+  const auto size = static_cast<float>(block.group),
+             total = size * static_cast<float>(tiling.pixels);
+  const float here = kCluster ? size * static_cast<float>(pixels.of_block(block.rows)) : total;
+  if constexpr (kCluster) mailbox.wait_open();
 #pragma unroll 1
   for (int start = 0; start < block.groups; start += team.teams) {
     const int group = start + team.index;
-    const float2 all = merge_group(block, team, pixels, group, total, entries);
+    const float2 all = merge_group(block, team, pixels, group, here, entries);
     if (group >= block.groups) continue;
-    const float mean = operands.pivot_of<T>(group) + all.x, inverse = rsqrtf(all.y / total + f.eps);
+    if constexpr (kCluster) {
+      if (team.member < tiling.ranks) mailbox.send(team.member, rank * block.groups + group, all);
+    } else {
+      finish_group<T>(f, team, group, first_channel, sample, all, total, operands, true);
+    }
+  }
+  if constexpr (kCluster) {
+    mailbox.wait_full(tiling.ranks * block.groups * static_cast<int>(sizeof(float2)));
 #pragma unroll 1
-    for (int c = team.member; c < block.group; c += team.size) {
-      const int local = group * block.group + c;
-      const int64_t channel = sample * f.tiling.channels + first_channel + local;
-      f.mean[channel] = mean;
-      f.inverse[channel] = inverse;
-      const float a = operands.scale[local] * inverse;
-      operands.scale[local] = a;
-      operands.offset[local] -= all.x * a;
+    for (int start = 0; start < block.groups; start += team.teams) {
+      const int group = start + team.index;
+      const float2 all =
+          merge_ranks(block, team, pixels, tiling.ranks, group, total, mailbox.slots);
+      if (group < block.groups)
+        finish_group<T>(f, team, group, first_channel, sample, all, total, operands, rank == 0);
     }
   }
 }
@@ -98,13 +136,14 @@ __device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int f
 // vector i.
 template <class T, int V, bool kDrops>
 __device__ uint64_t dropped_bits(const Forward& f, const SampleDropout<T, V, kDrops>& dropout,
-                                 const BlockThread& thread, int channel, int steps) {
+                                 int first_pixel, int channel, int steps) {
   uint64_t found = 0;
   if constexpr (kDrops) {
-    const int rows = f.tiling.block.rows, channels = f.tiling.channels;
+    const int rows = f.tiling.stride, channels = f.tiling.channels;
 #pragma unroll 1
     for (int i = steps - 1; i >= 0; --i)
-      found = found << V | dropout.bits(dropout.position(thread.row + i * rows, channels, channel));
+      found =
+          found << V | dropout.bits(dropout.position(first_pixel + i * rows, channels, channel));
   }
   return found;
 }
@@ -113,16 +152,15 @@ __device__ uint64_t dropped_bits(const Forward& f, const SampleDropout<T, V, kDr
 // `dropped`: their dropped_bits().
 template <class T, int V, int kPixels, bool kDrops>
 __device__ void write_y(const Forward& f, const BlockThread& thread,
-                        const ChannelOperands& operands, int64_t sample, int channel, int steps,
-                        const Packed<T, V> (&x)[kPixels],
+                        const ChannelOperands& operands, int64_t sample, int first_pixel,
+                        int channel, int steps, const Packed<T, V> (&x)[kPixels],
                         const SampleDropout<T, V, kDrops>& dropout, uint64_t dropped) {
   const RegisterResidentTiling& tiling = f.tiling;
-  const BlockReduction& block = tiling.block;
   float scale[V], offset[V];
   load_floats(operands.scale + thread.column * V, scale);
   load_floats(operands.offset + thread.column * V, offset);
   T* const to =
-      static_cast<T*>(f.y) + (sample * tiling.pixels + thread.row) * tiling.channels + channel;
+      static_cast<T*>(f.y) + (sample * tiling.pixels + first_pixel) * tiling.channels + channel;
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {
     if (i >= steps) break;
@@ -137,39 +175,46 @@ __device__ void write_y(const Forward& f, const BlockThread& thread,
     Packed<T, V> out;
     out.from_floats(value);
     dropout.scale(reinterpret_cast<T*>(out.words));
-    out.store(to + static_cast<int64_t>(i) * block.rows * tiling.channels);
+    out.store(to + static_cast<int64_t>(i) * tiling.stride * tiling.channels);
   }
 }
 
-template <class T, int V, int kPixels, bool kDrops>
+// kCluster: the blocks of a cluster share the pixels; a constant, so that calls without clusters do
+// not pay for it.
+template <class T, int V, int kPixels, bool kDrops, bool kCluster>
 __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
     group_norm_forward_in_registers(const __grid_constant__ Forward f) {
   const RegisterResidentTiling& tiling = f.tiling;
   const BlockReduction& block = tiling.block;
   const BlockThread thread(block);
-  const int64_t sample = blockIdx.y;
+  const int64_t sample = blockIdx.z;
+  const int rank = kCluster ? static_cast<int>(blockIdx.x) : 0;
   const int block_channels = block.vectors * V,
-            first_channel = static_cast<int>(blockIdx.x) * block_channels;
+            first_channel = static_cast<int>(blockIdx.y) * block_channels;
   const int channel = first_channel + thread.column * V;
-  const RowPixels pixels{tiling.each, tiling.rest, 0};
-  const int steps = thread.present ? pixels.of(thread.row) : 0;
+  const RowPixels pixels{tiling.each, tiling.rest, rank * block.rows};
+  const int steps = thread.present ? pixels.of(thread.row) : 0,
+            first_pixel = pixels.first + thread.row;
+  __shared__ Barrier full;
+  const Mailbox mailbox{&full, reinterpret_cast<float2*>(dynamic_smem() + tiling.slots_at)};
+  if constexpr (kCluster) mailbox.open(true);
 
   // Loads.
   const SampleDropout<T, V, kDrops> dropout(f.dropout, sample);  // its words load before the pixels
   Packed<T, V> x[kPixels];
   int stride;
   const T* from = find_channel<T>(f.x, channel, sample, tiling.pixels, &stride);
-  from += static_cast<int64_t>(thread.row) * stride;
+  from += static_cast<int64_t>(first_pixel) * stride;
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {
-    if (i < steps) x[i].load(from + static_cast<int64_t>(i) * block.rows * stride);
+    if (i < steps) x[i].load(from + static_cast<int64_t>(i) * tiling.stride * stride);
   }
   auto* const entries = reinterpret_cast<float2*>(dynamic_smem());
   const ChannelOperands operands(block, block_channels, dynamic_smem() + tiling.entry_bytes);
   operands.fetch<T>(block, block_channels, f.x, tiling.pixels, f.scale, f.offset, sample,
                     first_channel);
   static_assert(!kDrops || kPixels * V <= 64, "a bit an element");
-  const uint64_t dropped = dropped_bits(f, dropout, thread, channel, steps);
+  const uint64_t dropped = dropped_bits(f, dropout, first_pixel, channel, steps);
 
   // Moments.
   if constexpr (kUsesPivot<T>) {
@@ -193,12 +238,12 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
   // Reduction.
   cp_async_wait<0>();
   __syncthreads();
-  merge_and_write<T>(f, pixels, first_channel, sample, entries, operands);
+  merge_and_write<T, kCluster>(f, pixels, rank, first_channel, sample, entries, operands, mailbox);
   __syncthreads();
 
   // Epilogue.
   if (steps == 0) return;
-  write_y(f, thread, operands, sample, channel, steps, x, dropout, dropped);
+  write_y(f, thread, operands, sample, first_pixel, channel, steps, x, dropout, dropped);
 }
 
 template <class T, bool kDrops>
@@ -216,12 +261,13 @@ cudaError_t launch_forward(const NormInput& plan, const RegisterResidentTiling& 
                   to.statistics.inverse,
                   to.dropout};
   const auto kernel =
-      tiling.thread_pixels <= 2   ? group_norm_forward_in_registers<T, kVector, 2, kDrops>
-      : tiling.thread_pixels <= 4 ? group_norm_forward_in_registers<T, kVector, 4, kDrops>
-                                  : group_norm_forward_in_registers<T, kVector, 8, kDrops>;
-  return launch(
-      kernel, dim3(static_cast<unsigned>(tiling.channel_blocks), static_cast<unsigned>(plan.batch)),
-      threads_of(tiling.block), tiling.smem_bytes, stream, f, false);
+      tiling.ranks > 1            ? group_norm_forward_in_registers<T, kVector, 8, kDrops, true>
+      : tiling.thread_pixels <= 2 ? group_norm_forward_in_registers<T, kVector, 2, kDrops, false>
+      : tiling.thread_pixels <= 4 ? group_norm_forward_in_registers<T, kVector, 4, kDrops, false>
+                                  : group_norm_forward_in_registers<T, kVector, 8, kDrops, false>;
+  const dim3 grid(static_cast<unsigned>(tiling.ranks), static_cast<unsigned>(tiling.channel_blocks),
+                  static_cast<unsigned>(plan.batch));
+  return launch(kernel, grid, threads_of(tiling.block), tiling.smem_bytes, stream, f);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Tiling of forward_register_resident.cu: GroupNorm forward in one launch, for samples so small
-// that one block can hold all pixels of some groups. Each thread loads all of its pixels at once,
-// at most kMaxThreadPixels vectors, and keeps them in registers until y is written. Grid:
-// (channel_blocks, batch).
+// that one block, or a cluster of `ranks` blocks, can hold all pixels of some groups. Each thread
+// loads all of its pixels at once, at most kMaxThreadPixels vectors, and keeps them in registers
+// until y is written. The rows of threads of all blocks of a cluster take the pixels in turns
+// (RowPixels, moments.cuh). Grid: (ranks, channel_blocks, batch).
 #pragma once
 
 #include <numeric>
@@ -17,29 +18,35 @@ constexpr int kMaxThreadPixels = 8;            // most pixels per thread
 struct RegisterResidentTiling {
   int pixels, channels;  // per sample
   int thread_pixels;     // most per thread: the kernel's 2, 4 or 8
-  int channel_blocks;    // blocks side by side along the channels
+  int ranks;             // blocks per cluster
+  int channel_blocks;    // blocks, or clusters, side by side along the channels
   int each, rest;        // pixels per row of threads; how many rows have one more
+  int stride;            // pixels from one of a thread to its next: the rows of all ranks
   BlockReduction block;
   int64_t entry_bytes;  // shared memory for the block's entries
+  int64_t slots_at;     // byte offset of the moments of the cluster's blocks
   int64_t smem_bytes;   // shared memory of the block
 };
 
 // The tiling for given blocks; nothing if a block would be too large.
 inline std::optional<RegisterResidentTiling> register_resident_tiling_of(
     int64_t vectors, int64_t thread_pixels, int64_t pixels, int64_t channels, int64_t group,
-    int vector) {
-  const int64_t rows = ceil_div(pixels, thread_pixels);
+    int vector, int64_t ranks = 1) {
+  const int64_t rows = ceil_div(pixels, thread_pixels * ranks);
   if (vectors * rows > kRegisterResidentThreads) return std::nullopt;
   RegisterResidentTiling to{};
   to.pixels = static_cast<int>(pixels);
   to.channels = static_cast<int>(channels);
   to.thread_pixels = static_cast<int>(thread_pixels);
+  to.ranks = static_cast<int>(ranks);
   to.channel_blocks = static_cast<int>(channels / (vectors * vector));
   to.block = block_reduction(vectors, rows, group, vector);
-  to.each = static_cast<int>(pixels / rows);
-  to.rest = static_cast<int>(pixels % rows);
+  to.stride = static_cast<int>(rows * ranks);
+  to.each = static_cast<int>(pixels / to.stride);
+  to.rest = static_cast<int>(pixels % to.stride);
   to.entry_bytes = entry_bytes(to.block);
-  to.smem_bytes = to.entry_bytes + operand_bytes(to.block);
+  to.slots_at = to.entry_bytes + operand_bytes(to.block);
+  to.smem_bytes = to.slots_at + (ranks > 1 ? 8 * ranks * to.block.groups : 0);
   return to;
 }
 
@@ -86,6 +93,32 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
       break;
   }
   return best;
+}
+
+// The tiling with clusters, for large samples; nothing if there are no clusters, or if the kernel
+// does not accept the call: as for register_resident_tiling(), or more pixels than a cluster can
+// hold.
+//
+// A block has the fewest channels for which a row is at least 64 bytes of whole sectors. Clusters
+// are as small as blocks of 256 threads allow, so that four blocks share a multiprocessor; larger
+// blocks only where the largest clusters need them.
+inline std::optional<RegisterResidentTiling> register_resident_cluster_tiling(
+    const DeviceLimits& limits, int64_t pixels, int64_t channels, int64_t group, int vector,
+    int element) {
+  constexpr int64_t kRowBytes = 64, kGoodThreads = 256;
+  if (!has_clusters(limits) || vector == 1 || group % kPair != 0) return std::nullopt;
+  const int64_t unit = std::lcm<int64_t>(group, vector) / vector, all = channels / vector;
+  for (int64_t vectors = unit; vectors <= all; vectors += unit) {
+    const int64_t bytes = vectors * vector * element;
+    if (all % vectors != 0 || bytes < kRowBytes || bytes % kSectorBytes != 0) continue;
+    int64_t ranks = 2;
+    while (ranks < kPortableCluster &&
+           vectors * ceil_div(pixels, kMaxThreadPixels * ranks) > kGoodThreads)
+      ranks *= 2;
+    return register_resident_tiling_of(vectors, kMaxThreadPixels, pixels, channels, group, vector,
+                                       ranks);
+  }
+  return std::nullopt;
 }
 
 // True if one launch of this kernel should replace the two streaming launches, for samples that

@@ -125,6 +125,22 @@ __device__ inline float2 merge_group(const BlockReduction& block, const Team& te
   return make_float2(mean, team.sum(m2));
 }
 
+// Merges the moments that the blocks of a cluster have sent, [rank][group], into the mean and m2 of
+// a group. All lanes of a warp must call it. `pixels`: of any of the blocks. `total`: how many
+// numbers the group has.
+__device__ inline float2 merge_ranks(const BlockReduction& block, const Team& team,
+                                     const RowPixels& pixels, int ranks, int group, float total,
+                                     const float2* sent) {
+  const bool there = group < block.groups && team.member < ranks;
+  const RowPixels theirs{pixels.each, pixels.rest, team.member * block.rows};
+  const float count =
+      there ? static_cast<float>(block.group) * static_cast<float>(theirs.of_block(block.rows))
+            : 0.0f;
+  const float2 part = there ? sent[team.member * block.groups + group] : make_float2(0, 0);
+  const float mean = team.sum(count * part.x) / total, delta = part.x - mean;
+  return make_float2(mean, team.sum(part.y + count * delta * delta));
+}
+
 // Starts to copy 4 bytes from global to shared memory.
 __device__ inline void cp_async_4(float* to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)

@@ -129,20 +129,6 @@ struct ThreadSums {
   }
 };
 
-// Merges the cluster's blocks into the mean and m2 of a group. All lanes of a warp must call it.
-__device__ inline float2 merge_ranks(const StatisticsTiling& tiling, const Team& team, int group,
-                                     float total, const float2* sent) {
-  const BlockReduction& block = tiling.block;
-  const bool there = group < block.groups && team.member < tiling.ranks;
-  const RowPixels pixels{tiling.each, tiling.rest, team.member * block.rows};
-  const float count =
-      there ? static_cast<float>(block.group) * static_cast<float>(pixels.of_block(block.rows))
-            : 0.0f;
-  const float2 part = there ? sent[team.member * block.groups + group] : make_float2(0, 0);
-  const float mean = team.sum(count * part.x) / total, delta = part.x - mean;
-  return make_float2(mean, team.sum(part.y + count * delta * delta));
-}
-
 // Writes the statistics of a group's channels, which the team's lanes divide. `all`: mean minus the
 // pivot, and m2, of the group's `total` numbers.
 template <class T>
@@ -194,7 +180,7 @@ __device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, in
 #pragma unroll 1
   for (int start = 0; start < block.groups; start += team.teams) {
     const int group = start + team.index;
-    const float2 all = merge_ranks(tiling, team, group, total, mailbox.slots);
+    const float2 all = merge_ranks(block, team, pixels, tiling.ranks, group, total, mailbox.slots);
     if (group < block.groups)
       write_statistics<T>(f, team, operands, group, first_channel, sample, all, total);
   }

@@ -385,6 +385,37 @@ def test_registers_of_an_h200(batch, side, channels, own, pixels):
     assert (found['channels'], found['thread_pixels']) == (own, pixels)
 
 
+def cluster_tiling(side, channels, element=2, device=H200):
+    """Returns the register-resident tiling with clusters for 32 groups, or None."""
+    vector = 16 // element
+    shape = (side * side, channels, channels // 32)
+    module = xla_ffi._cpu
+    return module.group_norm_register_resident_cluster(*shape, vector, element, *device.values())
+
+
+@pytest.mark.parametrize(
+    ('side', 'channels', 'own', 'ranks', 'threads'),
+    [
+        (64, 64, 32, 8, 256),
+        (64, 192, 48, 8, 384),  # rows of 48 bytes would not be whole sectors
+        (32, 192, 48, 4, 192),
+        (32, 256, 32, 2, 256),
+        (32, 320, 80, 8, 160),
+    ],
+)
+def test_clusters_hold_large_samples_in_registers(side, channels, own, ranks, threads):
+    found = cluster_tiling(side, channels)
+    assert (found['channels'], found['ranks'], found['threads']) == (own, ranks, threads)
+    check_block(Case(side, side, (channels,)), 8, found, ranks)
+    assert found['each'] + (found['rest'] > 0) <= found['thread_pixels'] == 8
+
+
+def test_clusters_cannot_hold_everything():
+    assert cluster_tiling(96, 64) is None  # more pixels than 8 blocks of 512 threads
+    assert cluster_tiling(64, 96) is None  # groups of an odd number of channels
+    assert cluster_tiling(64, 64, device=A100) is None
+
+
 def test_kernels_that_load_to_registers_leave_images_without_pixels_to_others():
     for name in ('statistics', 'register_resident'):
         assert tiling(name, H200, 2, CASES[0]._replace(height=0), 2)[1] is None

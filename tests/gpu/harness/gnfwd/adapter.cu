@@ -51,12 +51,13 @@ cudaError_t new_statistics(const Call& c, int vectors, int threads, int ranks, c
       statistics_tiling_of(vectors, threads, ranks, p.pixels, p.x.total, p.x.total / p.groups, v);
   return cuda::statistics(p, t, v, {c.a, c.b, c.mean, c.inverse}, s);
 }
-bool new_registers(const Call& c, int vectors, int k, cudaStream_t s, bool run, cudaError_t* e) {
+bool new_registers(const Call& c, int vectors, int k, int ranks, cudaStream_t s, bool run,
+                   cudaError_t* e) {
   NormInput p{};
   fill(p, c);
   const int v = cuda::vector_of(p.x, p.type);
   const auto t =
-      register_resident_tiling_of(vectors, k, p.pixels, p.x.total, p.x.total / p.groups, v);
+      register_resident_tiling_of(vectors, k, p.pixels, p.x.total, p.x.total / p.groups, v, ranks);
   if (!t) return false;
   if (run)
     *e = cuda::register_resident_forward(

@@ -5,7 +5,7 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 old=$(cd "$1" && pwd)/xla_ffi new=$here/../../../../xla_ffi
 mkdir -p "$2" && cd "$2"
-flags="-std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -I $here"
+flags="-std=c++17 -O3 -DJAXUNET_BUILT_FOR_SM90A -gencode arch=compute_90a,code=sm_90a -I $here"
 as_old="-I $old -Djaxunet=jaxunet_old"
 for file in "$old"/group_norm/*.cu; do
   nvcc $flags $as_old -c "$file" -o "old_$(basename "$file").o"

@@ -23,6 +23,7 @@ cudaError_t run_new(const Call&, cudaStream_t);
 // cluster; k: pixels per thread. The last two return false if they do not accept the call or the
 // tiling; if `run` is false, they do nothing else.
 cudaError_t new_statistics(const Call& c, int vectors, int threads, int ranks, cudaStream_t s);
-bool new_registers(const Call& c, int vectors, int k, cudaStream_t s, bool run, cudaError_t* e);
+bool new_registers(const Call& c, int vectors, int k, int ranks, cudaStream_t s, bool run,
+                   cudaError_t* e);
 // ranks: for the first launch; 0: the default tiling.
 bool new_streaming(const Call& c, int ranks, cudaStream_t s, bool run, cudaError_t* e);

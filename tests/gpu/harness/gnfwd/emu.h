@@ -59,17 +59,17 @@ inline char* smem() {
   auto p = reinterpret_cast<uintptr_t>(now->block->smem.data());
   return reinterpret_cast<char*>((p + 15) / 16 * 16);
 }
-// The address in block 0 of the cluster that corresponds to `here` in this block (mapa).
+// The address in block `rank` of the cluster that corresponds to `here` in this block (mapa).
 template <class T>
-T* of_rank0(T* here) {
-  Block& zero = (*blocks)[0];
+T* of_rank(T* here, int rank) {
+  Block& peer = (*blocks)[rank];
   auto base = [](Block& b) {
     return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(b.smem.data()) + 15) / 16 * 16);
   };
   char* h = (char*)here;
   char* own = base(*now->block);
-  if (h >= own && h < own + now->block->smem_bytes) return (T*)(base(zero) + (h - own));
-  return (T*)(zero.statics + (h - now->block->statics));
+  if (h >= own && h < own + now->block->smem_bytes) return (T*)(base(peer) + (h - own));
+  return (T*)(peer.statics + (h - now->block->statics));
 }
 void run(const std::function<void()>& kernel, dim3 grid, int threads, int64_t smem_bytes,
          bool clusters);

@@ -235,6 +235,9 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
       for (int k : {2, 4, 8})
         if (auto t = register_resident_tiling_of(u, k, pixels, C, g, v))
           if (rs.size() < 7) rs.push_back(*t);
+  if (auto t = register_resident_cluster_tiling(h200, pixels, C, g, v, el)) rs.push_back(*t);
+  for (int ranks : {2, 8})
+    if (auto t = register_resident_tiling_of(unit, 8, pixels, C, g, v, ranks)) rs.push_back(*t);
   // Each tiling without dropout and, if the kernel supports it for this call, with it.
   std::vector<uint32_t> seeds(2 * batch);
   for (auto& s : seeds) s = rng();
@@ -252,7 +255,9 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
     cuda::register_resident_forward(
         p, t, {{nullptr, nullptr, &out[0], &out[batch * C]}, silu, y, drops ? dropout : Dropout{}},
         nullptr);
-    check("registers", std::to_string(t.block.vectors) + "x" + std::to_string(t.thread_pixels),
+    check("registers",
+          std::to_string(t.block.vectors) + "x" + std::to_string(t.thread_pixels) + "x" +
+              std::to_string(t.ranks),
           false);
     for (int64_t s = 0; s < batch; ++s)
       for (int64_t q = 0; q < pixels; ++q)

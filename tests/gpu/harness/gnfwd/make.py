@@ -16,11 +16,15 @@ inline float power_of_two(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1 / x; }
 }  // namespace jaxunet::cuda
 """
-SEND = """    if (rank != 0) emu::fail("send to another block than 0");
-    emu::aligned(slots + slot, 8);
-    *emu::of_rank0(slots + slot) = value;
-    emu::of_rank0(full)->complete(8);
+SEND = """    emu::aligned(slots + slot, 8);
+    *emu::of_rank(slots + slot, rank) = value;
+    emu::of_rank(full, rank)->complete(8);
 """
+STATIC_BARRIER = (
+    '__shared__ Barrier full;',
+    '\n',
+    'Barrier& full = *static_cast<Barrier*>(emu::shared_static());',
+)
 COPIED = (
     'block_reduction.h tiling.h statistics_tiling.h forward_register_resident_tiling.h '
     'streaming_tiling.h backward_smem_resident_tiling.h moments.cuh packed.cuh vector.cuh plan.h '
@@ -34,13 +38,8 @@ EDITS = {
     'packed.cuh': [
         ('const uint4 four', ' = __ldg', 'emu::aligned(from, 16); const uint4 four'),
     ],
-    'statistics.cu': [
-        (
-            '__shared__ Barrier full;',
-            '\n',
-            'Barrier& full = *static_cast<Barrier*>(emu::shared_static());',
-        ),
-    ],
+    'statistics.cu': [STATIC_BARRIER],
+    'forward_register_resident.cu': [STATIC_BARRIER],
     'mailbox.cuh': [
         ('    const uint64_t bits', '#else', SEND),
         ('    uint32_t done;', '#else', '    full->wait(0);\n'),
