@@ -138,6 +138,17 @@ def test_activation_inside_the_convolution(case, dtype, monkeypatch):
     check(case, dtype, 2)
 
 
+@pytest.mark.parametrize('keeps', [True, False])
+@pytest.mark.parametrize('case', AWKWARD[1:3], ids=lambda c: c.name)
+def test_an_activation_is_kept_or_recomputed(case, keeps, monkeypatch):
+    monkeypatch.setattr(vjp, '_keeps_activation', lambda: keeps)
+    call, arrays = op(vjp, case), inputs(case, 'float32', 2)
+    given = {name: jnp.asarray(value, kind) for name, (value, kind) in arrays.items()}
+    gradient = jax.jit(jax.grad(lambda arrays: jnp.sum(call(**arrays))))
+    assert (f'activation = {str(not keeps).lower()}' in gradient.lower(given).as_text())
+    assert_parity(lambda **a: call(**a), op(reference, case), arrays)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('case', TILES, ids=lambda c: c.name)

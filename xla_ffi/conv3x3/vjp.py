@@ -1,8 +1,8 @@
 """The convolution ops as calls of the FFI handlers, with their gradients.
 
-Between forward and backward only raw convolution outputs are kept: the norm's gradient kernel
-recomputes the activation silu(norm(x)) for the weight gradient. `FUSED_PIXELS` decides whether the
-forward pass applies the norm inside the convolution or in a separate kernel before it.
+`FUSED_PIXELS` decides whether the forward pass applies the norm inside the convolution or in a
+separate kernel before it. In the first case, the norm's gradient kernel recomputes the activation
+silu(norm(x)) for the weight gradient; in the second, it is kept (`_keeps_activation`).
 """
 
 from __future__ import annotations
@@ -159,6 +159,16 @@ def _fuses_activation(parts: Parts, features: int) -> bool:
     return tiled and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
 
 
+def _keeps_activation() -> bool:
+    """Returns True if an activation in memory is kept between forward and backward.
+
+    This saves the norm's gradient kernel from writing it again. On one Hopper GPU it costs little
+    memory: all weight gradients are computed at the end (`xla_ffi/weight_gradients`), so the
+    activations of all layers are then in memory anyway. Portable kernels recompute it.
+    """
+    return not device.portable()
+
+
 class _NormSaved(NamedTuple):
     """The arrays saved for the backward pass of `_norm_conv`.
 
@@ -166,6 +176,8 @@ class _NormSaved(NamedTuple):
       shift: its `outline`.
       added: what `kept_for_backward` keeps of the residual.
       mean, inverse: of the channel's group, for every sample and channel.
+      active: the convolution's input; None if the convolution has applied the norm itself, or if
+        it is not kept.
     """
 
     x: Activation
@@ -176,6 +188,7 @@ class _NormSaved(NamedTuple):
     added: Added | tuple[()] | None
     mean: Array
     inverse: Array
+    active: Array | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -206,13 +219,21 @@ def _norm_conv_forward(
 ) -> tuple[tuple[Array, Copies], _NormSaved]:
     if _fuses_activation(x.parts, kernel.shape[3]):
         a, b, mean, inverse = statistics(x, scale, offset, groups=groups, eps=eps)
-        y = convolve(x.parts, kernel, shift, added, (a, b))
+        active, y = None, convolve(x.parts, kernel, shift, added, (a, b))
     else:
         active, mean, inverse = normalise(x, scale, offset, groups=groups, eps=eps, silu=True)
         y = convolve((active,), kernel, shift, added, None)
     kept = kept_for_backward(added)
     return (y, (x.parts,) * copies), _NormSaved(
-        x, scale, offset, kernel, outline(shift), kept, mean, inverse
+        x,
+        scale,
+        offset,
+        kernel,
+        outline(shift),
+        kept,
+        mean,
+        inverse,
+        active if _keeps_activation() else None,
     )
 
 
@@ -220,11 +241,11 @@ def _norm_conv_backward(
     groups: int, eps: float, copies: int, saved: _NormSaved, given: tuple[Array, Copies]
 ) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
     del eps, copies
-    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse) = given, saved
+    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, active) = given, saved
     (dactive,) = input_gradient(dy, kernel, (x.channels,))
-    # This launch also writes the activation for the weight gradient, because activating the strips
-    # inside that kernel would halve its speed. If samples share scale and offset, the weight
-    # gradient's last launch adds their sums over the samples.
+    # If the activation was not kept, this launch also writes it for the weight gradient, because
+    # activating the strips inside that kernel would halve its speed. If samples share scale and
+    # offset, the weight gradient's last launch adds their sums over the samples.
     shared = scale.shape[0] == offset.shape[0] == 1
     found = gradient(
         x.parts,
@@ -235,12 +256,13 @@ def _norm_conv_backward(
         inverse,
         groups=groups,
         silu=True,
-        activation=True,
+        activation=active is None,
         added=passed,
         samples=not shared,
     )
     of_norm = found.sums if shared else None
-    others = parameter_gradients(found.active, kernel, shift, added, dy, of_norm)
+    read = found.active if active is None else (active,)
+    others = parameter_gradients(read, kernel, shift, added, dy, of_norm)
     of_scale, of_offset = others.norm if shared else found.norm
     return (
         Activation(found.dx),
