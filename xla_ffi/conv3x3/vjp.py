@@ -34,7 +34,7 @@ from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 # themselves: a tile is activated once for its nine taps, while the tensor cores work. For smaller
 # images, the fastest tiles leave no shared memory for this, and a separate kernel moves few bytes.
 # To refit, time both sides of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
-FUSED_PIXELS = 1024
+FUSED_PIXELS = 4096
 FEW = 8  # most features of the kernel for few features: kFew in dispatch.h
 
 
