@@ -16,8 +16,8 @@ from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
 from jaxunet.runtime import device, gpu_time
 from xla_ffi.attention.vjp import attention
 
-# Heads that the Hopper kernels accept (hopper/shapes.cuh): one, several, and slightly more than an
-# H200 runs at once.
+# Heads that the Hopper kernels accept (hopper/shapes.cuh): one, several, and slightly more than the
+# persistent kernels run at once on an H200.
 HOPPER = (
     Case(64, 3, 32, batch=1),
     Case(64, 3, 32, batch=177),

@@ -3,46 +3,49 @@
 // heads.
 //   out = softmax(q * k^T / sqrt(width)) * v, and the log-sum-exp of each row.
 //
-// A *unit* is 128 queries: half a head of 256 tokens, or two heads of 64 tokens. A block has two
-// warpgroups, is persistent and processes one unit after another. Two blocks share a
-// multiprocessor, so that the softmax of one overlaps the wgmmas of the other.
+// A *tile* is 64 rows of q, k or v of one head. A block has two warpgroups, and each computes one
+// tile of queries: two of the four tiles of a head of 256 tokens, or two heads of 64 tokens. Three
+// blocks or more share a multiprocessor, so that one computes its softmax while others wait for
+// their loads or wgmmas.
 //
 //     global memory             shared memory                 registers
 //
-//     qkv       ---TMA--->      2 stages of {q, k, v}  --->   warpgroup 0, 1: 64 queries each
-//               by thread 0,                                    s = q * k^T     (wgmma)
-//               one unit ahead                                  online softmax of s
+//     qkv       ---TMA--->      tiles of q, k, v       --->   warpgroup 0, 1: a tile of queries
+//               by thread 0,                                  for each tile of the head's keys:
+//               all tiles                                       s = q * k^T     (wgmma)
+//               at once                                         p = online softmax of s
 //                                                               out += p * v    (wgmma; p is its
 //     out, lse  <--------------------------------------         left operand, from registers)
 //
-// The mainloop iterates over all keys of the head, kStepKeys at a time.
+// Barriers (mbarrier), one for each tile of keys, so that the first product starts before all keys
+// have arrived:
 //
-// Barriers (mbarrier), whose parities alternate from 0:
+//     barrier          waits                   arrives (arrivals)          parity waited for
+//     full[kKeyTiles]  warpgroups of the head  thread 0 (1 + bytes below)  0: used once
 //
-//     barrier  waits        arrives (arrivals)                       parity waited for
-//     full[2]  all threads  thread 0 (1 + bytes of the unit's boxes) 0, flips when the ring wraps
+// The bytes are those of tile i of k and of v; at the first barrier of a head, also those of its
+// queries.
 //
-// There is no empty barrier: one __syncthreads per unit ensures that no warp still reads the stage
-// that the next loads overwrite.
-//
-// Shared memory: 2 stages of {q [128], k, v [kKeyRows]} [kWidth], swizzled; barriers.
+// Shared memory: tiles q [2], k [kKeyTiles], v [kKeyTiles], each [64][kWidth], swizzled; barriers.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "attention/hopper/tile.cuh"
 #include "attention/plan.h"
+#include "common/fast_divmod.h"
 #include "common/launch.cuh"
 #include "common/tma.cuh"
 
 namespace jaxunet::cuda::hopper_attention {
 
 struct ForwardParameters {
-  CUtensorMap queries, keys;  // maps of qkv; boxes of 64 rows, and of one head's tokens
+  CUtensorMap qkv;  // boxes of a tile
   void* out;
   float* lse;
   int heads, all_heads;  // per sample; in the batch
-  int units;             // in the batch
+  FastDivmod by_heads;
 };
 
 // The fastest options on an H200; to refit one, change it and run tests/gpu/harness/attn.
@@ -50,119 +53,161 @@ template <class T_, int kWidth_, int kTokens_>
 struct ForwardTraits {
   using T = T_;
   static constexpr int kWidth = kWidth_, kTokens = kTokens_;
-  // Keys per mainloop step. With 128, ptxas has too few registers to overlap the wgmmas (its
-  // message C7512). With 64 it overlaps them, but 256 tokens take 1.09 times as long.
-  static constexpr int kStepKeys = kTokens < 128 ? kTokens : 128;
-  static constexpr int kStages = 2;       // units in shared memory
-  static constexpr int kBlocksPerSm = 2;  // concurrent blocks per multiprocessor
-  static constexpr int kWarpgroups = 2, kThreads = kWarpgroups * kWarpgroup,
-                       kQueryRows = kWarpgroups * kTileRows;
-  // Heads per unit and units per head: one of the two is 1.
-  static constexpr int kUnitHeads = kTokens < kQueryRows ? kQueryRows / kTokens : 1;
-  static constexpr int kHeadUnits = kTokens < kQueryRows ? 1 : kTokens / kQueryRows;
-  static constexpr int kKeyRows = kUnitHeads * kTokens;  // rows of k, and of v, per stage
-  static constexpr int kQueryBytes = kQueryRows * kWidth * 2, kKeyBytes = kKeyRows * kWidth * 2,
-                       kStageBytes = kQueryBytes + 2 * kKeyBytes;
-  static constexpr int kBytes = kStages * kStageBytes + kStages * 8;
+  static constexpr int kBlocksPerSm = 3;  // at least; with four, ptxas would spill
+  static constexpr int kWarpgroups = 2, kThreads = kWarpgroups * kWarpgroup;
+  static constexpr int kHeadTiles = kTokens / kTileRows;
+  // In a block: tiles of queries per head, heads, and tiles of keys.
+  static constexpr int kQueryTiles = std::min(kWarpgroups, kHeadTiles),
+                       kBlockHeads = kWarpgroups / kQueryTiles,
+                       kKeyTiles = kBlockHeads * kHeadTiles;
+  static constexpr int kTileBytes = kTileRows * kWidth * 2,
+                       kTilesBytes = (kWarpgroups + 2 * kKeyTiles) * kTileBytes;
+  static constexpr int kBytes = kTilesBytes + kKeyTiles * 8;
 };
+
+// online_softmax and left_from_accumulator (tile.cuh) in one, 16 columns after the other, so that a
+// number of s is dead once its weight is packed. Apart, they would need more registers than three
+// blocks leave to a thread.
+template <class T, int kColumns>
+__device__ inline void online_softmax_packed(uint32_t (&weights)[kColumns / 16][4],
+                                             const float (&s)[kColumns / 2], float scale2,
+                                             float (&max)[2], float (&sum)[2],
+                                             float (&rescale)[2]) {
+  float base[2], part[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    base[half] = raise_max<kColumns>(s, half, scale2, max[half], rescale[half]);
+#pragma unroll
+  for (int k = 0; k < kColumns / 16; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int half = i % 2, at = 8 * k + 2 * i;
+      const float first = power_of_two(s[at] * scale2 - base[half]),
+                  second = power_of_two(s[at + 1] * scale2 - base[half]);
+      part[half] += first;
+      part[half] += second;
+      weights[k][i] = pack(first, second, T());
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) sum[half] = sum[half] * rescale[half] + part[half];
+}
 
 template <class Traits>
 struct ForwardBlock {
   using T = typename Traits::T;
   using Tile = HeadTile<Traits::kWidth>;
-  static constexpr int kWidth = Traits::kWidth, kStepKeys = Traits::kStepKeys,
-                       kTokens = Traits::kTokens;
+  static constexpr int kWidth = Traits::kWidth, kTokens = Traits::kTokens,
+                       kHeadTiles = Traits::kHeadTiles, kTileBytes = Traits::kTileBytes;
 
   const ForwardParameters& p;
-  unsigned char* const shared;
-  Barrier* full;
+  unsigned char *const q, *const k, *const v;  // tiles in shared memory
+  Barrier* const full;
+  const int first;  // the block's first tile of queries, among those of all heads
 
   __device__ ForwardBlock(const ForwardParameters& parameters, unsigned char* memory)
       : p(parameters),
-        shared(memory),
-        full(reinterpret_cast<Barrier*>(memory + Traits::kStages * Traits::kStageBytes)) {}
+        q(memory),
+        k(q + Traits::kWarpgroups * kTileBytes),
+        v(k + Traits::kKeyTiles * kTileBytes),
+        full(reinterpret_cast<Barrier*>(memory + Traits::kTilesBytes)),
+        first(blockIdx.x * Traits::kWarpgroups) {}
 
-  // One thread: starts to load a unit. The last unit may have fewer heads.
-  __device__ void load(int unit, int stage) const {
-    unsigned char* const to = shared + stage * Traits::kStageBytes;
-    const int first = unit / Traits::kHeadUnits * Traits::kUnitHeads,
-              row = unit % Traits::kHeadUnits * Traits::kQueryRows,
-              count = min(Traits::kUnitHeads, p.all_heads - first);
-    constexpr int tile_bytes = kTileRows * kWidth * 2, head_bytes = kTokens * kWidth * 2;
-    constexpr int head_tiles = Traits::kWarpgroups / Traits::kUnitHeads;
-    full[stage].arrive_expect(count * (head_tiles * tile_bytes + 2 * head_bytes));
-    for (int i = 0; i < count; ++i) {
-      const Place at(first + i, p.heads, kWidth);
-      for (int tile = 0; tile < head_tiles; ++tile) {
-        tma_load(to + (i * head_tiles + tile) * tile_bytes, &p.queries, full + stage, at.channel,
-                 row + tile * kTileRows, at.sample);
-      }
-      for (int which = 0; which < 2; ++which) {
-        tma_load(to + Traits::kQueryBytes + which * Traits::kKeyBytes + i * head_bytes, &p.keys,
-                 full + stage, at.channel + (1 + which) * p.heads * kWidth, 0, at.sample);
+  // One thread: starts all loads. The last block may have fewer heads.
+  __device__ void load() const {
+    for (int i = 0; i < Traits::kBlockHeads; ++i) {
+      const int head = first / kHeadTiles + i;
+      if (head >= p.all_heads) return;
+      const Place at(head, p.by_heads, kWidth);
+      Barrier* barrier = full + i * kHeadTiles;
+      const auto load_tile = [&](unsigned char* to, Qkv which, int tile) {
+        tma_load(to, &p.qkv, barrier, at.channel + which * p.heads * kWidth, tile * kTileRows,
+                 at.sample);
+      };
+      barrier->arrive_expect((Traits::kQueryTiles + 2) * kTileBytes);
+#pragma unroll
+      for (int tile = 0; tile < Traits::kQueryTiles; ++tile)
+        load_tile(q + (i + tile) * kTileBytes, kQ, first % kHeadTiles + tile);
+#pragma unroll 1
+      for (int tile = 0; tile < kHeadTiles; ++tile, ++barrier) {
+        if (tile > 0) barrier->arrive_expect(2 * kTileBytes);
+        const int offset = (i * kHeadTiles + tile) * kTileBytes;
+        load_tile(k + offset, kK, tile);
+        load_tile(v + offset, kV, tile);
       }
     }
   }
 
-  // Starts s = q * k^T for the keys at `k`.
-  static __device__ void start_logits(float (&s)[kStepKeys / 2], uint32_t q, uint32_t k) {
-    const uint64_t left = Tile::descriptor(q), right = Tile::descriptor(k);
+  // Starts s = queries * keys^T, whose tiles are at these addresses.
+  static __device__ void start_logits(float (&s)[kTileRows / 2], uint32_t queries, uint32_t keys) {
+    const uint64_t left = Tile::descriptor(queries), right = Tile::descriptor(keys);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kWidth / 16; ++step) {
-      Wgmma<T, false, false, kStepKeys>::run(s, advance(left, step * Tile::kKMajorStep),
+      Wgmma<T, false, false, kTileRows>::run(s, advance(left, step * Tile::kKMajorStep),
                                              advance(right, step * Tile::kKMajorStep), step > 0);
     }
+    wgmma_commit();
   }
 
-  // Starts out += weights * v for the values at `v`.
+  // Starts out += weights * values, whose tile is at this address.
   static __device__ void start_out(float (&out)[kWidth / 2],
-                                   const uint32_t (&weights)[kStepKeys / 16][4], uint32_t v) {
-    const uint64_t right = Tile::descriptor(v);
+                                   const uint32_t (&weights)[kTileRows / 16][4], uint32_t values) {
+    const uint64_t right = Tile::descriptor(values);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kStepKeys / 16; ++step) {
+    for (int step = 0; step < kTileRows / 16; ++step) {
       WgmmaRegisters<T, true, kWidth>::run(out, weights[step],
                                            advance(right, step * Tile::kMnMajorStep), true);
     }
     wgmma_commit();
   }
 
-  // One warpgroup: computes 64 queries from `row` of a head on. q: address of these rows; k, v:
-  // addresses of the head's first row. The product with v is still running when the logits of the
-  // next step are issued.
-  __device__ void compute(uint32_t q, uint32_t k, uint32_t v, int head, int row) const {
+  // One warpgroup: computes its tile of queries.
+  __device__ void compute(int warpgroup) const {
+    const int tile = first + warpgroup, head = tile / kHeadTiles,
+              key_tile = warpgroup / Traits::kQueryTiles * kHeadTiles;
+    if (head >= p.all_heads) return;
     float out[kWidth / 2], max[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) out[i] = 0;
 #pragma unroll 1
-    for (int first = 0; first < kTokens; first += kStepKeys) {
-      float s[kStepKeys / 2], rescale[2];
-      start_logits(s, q, k + first * Tile::kRowBytes);
-      wgmma_commit();
+    for (int i = key_tile; i < key_tile + kHeadTiles; ++i) {
+      float s[kTileRows / 2], rescale[2];
+      uint32_t weights[kTileRows / 16][4];
+      full[i].wait(0);
+      start_logits(s, shared_address(q + warpgroup * kTileBytes),
+                   shared_address(k + i * kTileBytes));
       wgmma_wait<0>();
       fence_accumulator(s);
-      fence_accumulator(out);
-      online_softmax<kStepKeys>(s, kScale2<kWidth>, max, sum, rescale);
+      online_softmax_packed<T, kTileRows>(weights, s, kScale2<kWidth>, max, sum, rescale);
       scale_rows(out, rescale);
-      uint32_t weights[kStepKeys / 16][4];
-      left_from_accumulator<T, kStepKeys>(weights, s);
-      start_out(out, weights, v + first * Tile::kRowBytes);
+      start_out(out, weights, shared_address(v + i * kTileBytes));
+      wgmma_wait<0>();  // here and not a step later, so that s and weights can share registers
+      fence_accumulator(out);
     }
-    wgmma_wait<0>();
-    fence_accumulator(out);
-    write(out, max, sum, head, row);
+    write(out, max, sum, head, tile % kHeadTiles * kTileRows);
   }
 
-  // Divides by the sums, and writes 64 rows of the output and their log-sum-exp.
+  // Divides by the sums, and writes 64 rows of the output and their log-sum-exp. The sums are 1 to
+  // kTokens, so the approximations are accurate to 22 bits (1 / sum) and about 1e-6 (logarithm):
+  // far below the rounding of out and of the weights in the backward pass.
   __device__ void write(const float (&out)[kWidth / 2], const float (&max)[2], float (&sum)[2],
                         int head, int row) const {
+    float* const lse = p.lse + static_cast<int64_t>(head) * kTokens + row;
+    const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 1);
+      sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 2);
+      if (lane % 4 == 0)
+        lse[own_row + 8 * half] = (max[half] * kScale2<kWidth> + __log2f(sum[half])) * kLn2;
+    }
     const int stride = p.heads * kWidth;
-    write_lse(p.lse + static_cast<int64_t>(head) * kTokens + row, kScale2<kWidth>, max, sum);
-    const Place at(head, p.heads, kWidth);
+    const Place at(head, p.by_heads, kWidth);
     T* const to = static_cast<T*>(p.out) +
                   (static_cast<int64_t>(at.sample) * kTokens + row) * stride + at.channel;
-    write_rows<kWidth>(to, stride, out, 1 / sum[0], 1 / sum[1]);
+    write_rows<kWidth>(to, stride, out, reciprocal(sum[0]), reciprocal(sum[1]));
   }
 };
 
@@ -172,33 +217,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
 #ifdef JAXUNET_SM90A_PASS
   const ForwardBlock<Traits> block(p, shared_memory());
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kStages; ++i) block.full[i].init(1);
+    prefetch_tensor_map(&p.qkv);
+    for (int i = 0; i < Traits::kKeyTiles; ++i) block.full[i].init(1);
     fence_barrier_init();
-    prefetch_tensor_map(&p.queries);
-    prefetch_tensor_map(&p.keys);
+    block.load();
   }
   __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-  if (threadIdx.x == 0) block.load(blockIdx.x, 0);
-  int count = 0;
-  for (int unit = blockIdx.x; unit < p.units; unit += gridDim.x, ++count) {
-    if (count > 0) __syncthreads();  // no warp reads the previous unit
-    const int next = unit + gridDim.x, stage = count % Traits::kStages;
-    if (threadIdx.x == 0 && next < p.units) block.load(next, (count + 1) % Traits::kStages);
-    __syncwarp();
-    block.full[stage].wait(count / Traits::kStages & 1);
-    constexpr int kOwnHead = Traits::kUnitHeads > 1 ? 1 : 0;  // one per warpgroup, else shared
-    const int head = unit / Traits::kHeadUnits * Traits::kUnitHeads + kOwnHead * warpgroup,
-              row = unit % Traits::kHeadUnits * Traits::kQueryRows +
-                    (1 - kOwnHead) * warpgroup * kTileRows;
-    if (head < p.all_heads) {
-      constexpr int row_bytes = HeadTile<Traits::kWidth>::kRowBytes;
-      const uint32_t q = shared_address(block.shared + stage * Traits::kStageBytes),
-                     k = q + Traits::kQueryBytes +
-                         kOwnHead * warpgroup * Traits::kTokens * row_bytes;
-      block.compute(q + warpgroup * kTileRows * row_bytes, k, k + Traits::kKeyBytes, head, row);
-    }
-  }
+  // The same in all lanes, so that the compiler keeps addresses in uniform registers.
+  block.compute(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0));
 #else
   __trap();  // never launched: dispatch.cu
 #endif

@@ -22,21 +22,21 @@ cudaError_t map(CUtensorMap* to, const Plan& plan, const void* data, int64_t cha
 }
 
 template <class Traits>
-cudaError_t run_forward(const AttentionForward& plan, int multiprocessors, cudaStream_t stream) {
-  const int64_t channels = plan.heads * plan.width, all = plan.batch * plan.heads;
+cudaError_t run_forward(const AttentionForward& plan, cudaStream_t stream) {
+  const int64_t all = plan.batch * plan.heads;
   ForwardParameters p{};
-  cudaError_t error = map(&p.queries, plan, plan.qkv, 3 * channels, kTileRows);
-  if (error == cudaSuccess) error = map(&p.keys, plan, plan.qkv, 3 * channels, Traits::kTokens);
+  cudaError_t error = map(&p.qkv, plan, plan.qkv, 3 * plan.heads * plan.width, kTileRows);
   p.out = plan.out;
   p.lse = plan.lse;
   p.heads = static_cast<int>(plan.heads);
   p.all_heads = static_cast<int>(all);
-  p.units = static_cast<int>(ceil_div(all, Traits::kUnitHeads) * Traits::kHeadUnits);
+  p.by_heads = FastDivmod(plan.heads);
   const auto kernel = hopper_attention_forward_kernel<Traits>;
   if (error == cudaSuccess) error = allow_shared_memory(kernel, Traits::kBytes);
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(std::min(p.units, Traits::kBlocksPerSm * multiprocessors)),
-                Traits::kThreads, Traits::kBytes, stream, p);
+  const int64_t blocks = ceil_div(all * Traits::kHeadTiles, Traits::kWarpgroups);
+  return launch(kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads, Traits::kBytes,
+                stream, p);
 }
 
 template <class Traits>

@@ -30,9 +30,9 @@ std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int mu
   const auto is = [&](int width, int tokens) {
     return plan.width == width && plan.tokens == tokens;
   };
-  if (is(32, 64)) return run_forward<ForwardTraits<T, 32, 64>>(plan, multiprocessors, stream);
-  if (is(32, 256)) return run_forward<ForwardTraits<T, 32, 256>>(plan, multiprocessors, stream);
-  if (is(64, 64)) return run_forward<ForwardTraits<T, 64, 64>>(plan, multiprocessors, stream);
+  if (is(32, 64)) return run_forward<ForwardTraits<T, 32, 64>>(plan, stream);
+  if (is(32, 256)) return run_forward<ForwardTraits<T, 32, 256>>(plan, stream);
+  if (is(64, 64)) return run_forward<ForwardTraits<T, 64, 64>>(plan, stream);
   if (plan.tokens % 128 != 0) return std::nullopt;
   if (plan.width == 64) return run_streaming_forward<T, 64>(plan, multiprocessors, stream);
   if (plan.width == 256) return run_streaming_forward<T, 256>(plan, multiprocessors, stream);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention/flash_tile.cuh"
+#include "common/fast_divmod.h"
 #include "common/mbarrier.cuh"
 #include "common/wgmma.cuh"
 
@@ -129,24 +130,33 @@ __device__ inline void scale_rows(float (&accumulator)[kCount], const float (&by
   for (int i = 0; i < kCount; ++i) accumulator[i] *= by[i / 2 % 2];
 }
 
+// One step of the online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), for one of the
+// thread's two rows: raises `max`, the largest s = q * k^T of the row so far. Sets `rescale`, the
+// factor for sums of earlier weights, and returns what the logits subtract.
+template <int kColumns>
+__device__ inline float raise_max(const float (&s)[kColumns / 2], int half, float scale2,
+                                  float& max, float& rescale) {
+  float new_max = max;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j)
+    new_max = fmaxf(new_max, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+  new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 1));
+  new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 2));
+  const float base = new_max * scale2;
+  rescale = power_of_two(max * scale2 - base);
+  max = new_max;
+  return base;
+}
+
 // Turns s = q * k^T, 64 rows of kColumns, into weights relative to `max`, the largest s of the row
 // so far. Adds this thread's weights to `sum`. The caller multiplies its earlier sums by `rescale`.
-// max, sum and rescale belong to the thread's two rows. Milakov & Gimelshein 2018, arXiv
-// 1805.02867.
+// max, sum and rescale belong to the thread's two rows.
 template <int kColumns>
 __device__ inline void online_softmax(float (&s)[kColumns / 2], float scale2, float (&max)[2],
                                       float (&sum)[2], float (&rescale)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float new_max = max[half];
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j)
-      new_max = fmaxf(new_max, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
-    new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 1));
-    new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 2));
-    const float base = new_max * scale2;
-    rescale[half] = power_of_two(max[half] * scale2 - base);
-    max[half] = new_max;
+    const float base = raise_max<kColumns>(s, half, scale2, max[half], rescale[half]);
     float part[2] = {};
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
@@ -179,6 +189,8 @@ struct Place {
 
   __device__ Place(int head, int heads, int width)
       : sample(head / heads), channel((head - sample * heads) * width) {}
+  __device__ Place(int head, const FastDivmod& by_heads, int width)
+      : sample(by_heads.quotient(head)), channel(by_heads.remainder(head, sample) * width) {}
 };
 
 }  // namespace jaxunet::cuda::hopper_attention
