@@ -101,7 +101,10 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
 //
 // A block has the fewest channels for which a row is at least 64 bytes of whole sectors. Clusters
 // are as small as blocks of 256 threads allow, so that four blocks share a multiprocessor; larger
-// blocks only where the largest clusters need them.
+// blocks only where the largest clusters need them. Of all tilings, this one takes at most 9%
+// longer than the fastest for large images of elephants64, with 32 and 256 samples in bfloat16 on
+// an H200, and 0.72 to 1.01 of the time of streaming (1.07 for 32 samples of 64x64 pixels with 192
+// channels). To time all, run tests/gpu/harness/gnfwd.
 inline std::optional<RegisterResidentTiling> register_resident_cluster_tiling(
     const DeviceLimits& limits, int64_t pixels, int64_t channels, int64_t group, int vector,
     int element) {
