@@ -32,8 +32,8 @@ from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 
 # Smallest images, in pixels, for which the forward convolutions apply GroupNorm and SiLU
 # themselves: a tile is activated once for its nine taps, while the tensor cores work. For smaller
-# images, the fastest tiles leave no shared memory for this, and a separate kernel moves few bytes.
-# To refit, time both sides of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
+# images, a separate kernel and a convolution without activation are faster together, because the
+# activation is then kept for the backward pass. To refit, time steps with tests/gpu/steps.py.
 FUSED_PIXELS = 4096
 FEW = 8  # most features of the kernel for few features: kFew in dispatch.h
 
@@ -164,7 +164,8 @@ def _keeps_activation() -> bool:
 
     This saves the norm's gradient kernel from writing it again. On one Hopper GPU it costs little
     memory: all weight gradients are computed at the end (`xla_ffi/weight_gradients`), so the
-    activations of all layers are then in memory anyway. Portable kernels recompute it.
+    activations of all layers are then in memory anyway. On several Hopper GPUs, it costs the memory
+    of these activations. Portable kernels recompute it.
     """
     return not device.portable()
 

@@ -227,7 +227,7 @@ struct AddedTensors {
     for (int slot = 0; slot < kAhead; ++slot) load(slot);
   }
   // Adds a step's vectors to `value`, and starts to load those of kAhead steps later. Overwrites
-  // `scratch`.
+  // `scratch`, so that it needs no registers of its own.
   __device__ void add(int slot, float (&value)[V], float (&scratch)[V]) {
 #pragma unroll
     for (int k = 0; k < kAdded; ++k) {

@@ -113,7 +113,8 @@ __device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int r
     const int group = start + team.index;
     const float2 all = merge_group(block, team, pixels, group, here, entries);
     if (group >= block.groups) continue;
-    if constexpr (kCluster) {
+    if constexpr (kCluster) {  // a team has at least 8 lanes, one for each block
+      static_assert(kPortableCluster <= 8);
       if (team.member < tiling.ranks) mailbox.send(team.member, rank * block.groups + group, all);
     } else {
       finish_group<T>(f, team, group, first_channel, sample, all, total, operands, true);
@@ -139,11 +140,11 @@ __device__ uint64_t dropped_bits(const Forward& f, const SampleDropout<T, V, kDr
                                  int first_pixel, int channel, int steps) {
   uint64_t found = 0;
   if constexpr (kDrops) {
-    const int rows = f.tiling.stride, channels = f.tiling.channels;
+    const int stride = f.tiling.stride, channels = f.tiling.channels;
 #pragma unroll 1
     for (int i = steps - 1; i >= 0; --i)
       found =
-          found << V | dropout.bits(dropout.position(first_pixel + i * rows, channels, channel));
+          found << V | dropout.bits(dropout.position(first_pixel + i * stride, channels, channel));
   }
   return found;
 }

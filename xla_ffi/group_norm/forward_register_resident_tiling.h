@@ -96,8 +96,8 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
 }
 
 // The tiling with clusters, for large samples; nothing if there are no clusters, or if the kernel
-// does not accept the call: as for register_resident_tiling(), or more pixels than a cluster can
-// hold.
+// does not accept the call: as for register_resident_tiling(), more pixels than a cluster can
+// hold, or no rows of whole sectors.
 //
 // A block has the fewest channels for which a row is at least 64 bytes of whole sectors. Clusters
 // are as small as blocks of 256 threads allow, so that four blocks share a multiprocessor; larger
@@ -109,7 +109,8 @@ inline std::optional<RegisterResidentTiling> register_resident_cluster_tiling(
     const DeviceLimits& limits, int64_t pixels, int64_t channels, int64_t group, int vector,
     int element) {
   constexpr int64_t kRowBytes = 64, kGoodThreads = 256;
-  if (!has_clusters(limits) || vector == 1 || group % kPair != 0) return std::nullopt;
+  if (!has_clusters(limits) || vector == 1 || group % kPair != 0 || pixels == 0)
+    return std::nullopt;
   const int64_t unit = std::lcm<int64_t>(group, vector) / vector, all = channels / vector;
   for (int64_t vectors = unit; vectors <= all; vectors += unit) {
     const int64_t bytes = vectors * vector * element;
@@ -125,8 +126,8 @@ inline std::optional<RegisterResidentTiling> register_resident_cluster_tiling(
 }
 
 // True if one launch of this kernel should replace the two streaming launches, for samples that
-// have both tilings. With clusters, the answer is always false: kStreamingMinElements has decided
-// already. Without clusters, it is true unless two blocks would read each sector because a block
+// have both tilings. With clusters, it is always false: large samples take a cluster (above) or
+// stream. Without clusters, it is true unless two blocks would read each sector because a block
 // holds only one vector of a pixel (64x64 pixels). Not fitted: whole training steps were timed with
 // this rule (docs/cuda.md), but the two kernels were not compared; time them with
 // JAXUNET_KERNELS=portable, and on a GPU without clusters.

@@ -10,7 +10,7 @@
 //
 // The levels: accumulators of a thread -> pieces of its vector (merge_neighbours) -> entries [row]
 // [piece] in shared memory (write_entries) -> groups of the block, one team of lanes per group
-// (merge_group).
+// (merge_group) -> groups of the cluster (merge_ranks).
 #pragma once
 
 #include "block_reduction.h"

@@ -39,7 +39,7 @@ constexpr int kStreamingBlocks = 3;
 // samples the second launch costs more than streaming saves. Fitted on an H200 at batch 32 in
 // 16-bit types, only with clusters; to refit, time both on the cases of group_norm with this number
 // at 0 and at its maximum. For some larger samples, faster_than_streaming() still chooses one
-// launch.
+// launch and, forward, so does register_resident_cluster_tiling().
 constexpr int64_t kStreamingMinElements = 192 * 1024;
 
 // A line of memory; longer rows are read no faster.

@@ -155,7 +155,7 @@ def test_first_launches_of_64x64_pixels(batch, channels, row, blocks):
     assert (2 * large['channels'], batch * large['channel_blocks']) == (row, blocks)
 
 
-def test_with_clusters_one_block_does_not_hold_large_samples():
+def test_with_clusters_one_block_never_takes_large_samples():
     """On Hopper, a cluster holds them, or they stream."""
     shape = (32, 1024, 256, 8, 8, 2, 132, 227 * 1024, 8)
     assert not xla_ffi._cpu.group_norm_register_resident(*shape)['faster_than_streaming']

@@ -419,3 +419,4 @@ def test_clusters_cannot_hold_everything():
 def test_kernels_that_load_to_registers_leave_images_without_pixels_to_others():
     for name in ('statistics', 'register_resident'):
         assert tiling(name, H200, 2, CASES[0]._replace(height=0), 2)[1] is None
+    assert cluster_tiling(0, 64) is None

@@ -1,7 +1,7 @@
 """Measurements of the optimizer: AdamW, the sum of the squared gradients, and 16-bit copies.
 
-The copies are of all arrays of two and more dimensions, the kernels. (Training makes none of the
-time embedding's kernels, which have less than 1% of the weights.) They are measured in three
+The copies are of all arrays of two and more dimensions, the kernels. (Training does not copy
+the time embedding's kernels, which have less than 1% of the weights.) They are measured in three
 directions: `narrow` is the conversion of the weights alone, `step_then_narrow` a step of AdamW and
 then this conversion, and `step_with_copies` a step that also updates the copies, with the same
 results.

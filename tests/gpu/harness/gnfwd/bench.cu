@@ -291,6 +291,8 @@ static vector<Variant> variants(const Shape& sh, const Buffers& b, bool wide) {
       for (auto [k, r] : {std::pair(2, 1), {4, 1}, {8, 1}, {8, 2}, {8, 4}, {8, 8}}) {
         cudaError_t e;
         if (!new_registers(b.c, u, k, r, S, false, &e)) continue;
+        // Blocks that are sure to be slow, in clusters those of fewer than three warps, are left
+        // out.
         const int64_t thr = u * ((sh.pixels() + k * r - 1) / (k * r));
         if (thr < (r > 1 ? 96 : wide ? 16 : 1) || (wide && k > sh.pixels())) continue;
         char n[64];
