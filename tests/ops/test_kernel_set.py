@@ -147,7 +147,7 @@ def test_the_norm_is_applied_before_convolutions_of_portable_kernels(monkeypatch
     """The implicit GEMM would apply it once per tap; the kernel for few features does once."""
 
     def handlers(features):
-        x, row = jnp.zeros((1, 32, 32, 16), jnp.bfloat16), jnp.zeros((1, 16))
+        x, row = jnp.zeros((1, 64, 64, 16), jnp.bfloat16), jnp.zeros((1, 16))
         kernel, shift = jnp.zeros((3, 3, 16, features), jnp.bfloat16), jnp.zeros((1, features))
         call = jax.jit(
             lambda x: (
