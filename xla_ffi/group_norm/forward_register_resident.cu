@@ -107,29 +107,18 @@ __device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int r
   const auto size = static_cast<float>(block.group),
              total = size * static_cast<float>(tiling.pixels);
   const float here = kCluster ? size * static_cast<float>(pixels.of_block(block.rows)) : total;
-  if constexpr (kCluster) mailbox.wait_open();
-#pragma unroll 1
-  for (int start = 0; start < block.groups; start += team.teams) {
-    const int group = start + team.index;
-    const float2 all = merge_group(block, team, pixels, group, here, entries);
-    if (group >= block.groups) continue;
-    if constexpr (kCluster) {  // a team has at least 8 lanes, one for each block
-      static_assert(kPortableCluster <= 8);
-      if (team.member < tiling.ranks) mailbox.send(team.member, rank * block.groups + group, all);
-    } else {
-      finish_group<T>(f, team, group, first_channel, sample, all, total, operands, true);
-    }
-  }
+  const auto finish = [&](int group, float2 all) {
+    finish_group<T>(f, team, group, first_channel, sample, all, total, operands, rank == 0);
+  };
   if constexpr (kCluster) {
-    mailbox.wait_full(tiling.ranks * block.groups * static_cast<int>(sizeof(float2)));
-#pragma unroll 1
-    for (int start = 0; start < block.groups; start += team.teams) {
-      const int group = start + team.index;
-      const float2 all =
-          merge_ranks(block, team, pixels, tiling.ranks, group, total, mailbox.slots);
-      if (group < block.groups)
-        finish_group<T>(f, team, group, first_channel, sample, all, total, operands, rank == 0);
-    }
+    mailbox.wait_open();
+    static_assert(kPortableCluster <= 8);  // a team has at least 8 lanes, one for each block
+    merge_entries(block, team, pixels, here, entries, [&](int group, float2 all) {
+      if (team.member < tiling.ranks) mailbox.send(team.member, rank * block.groups + group, all);
+    });
+    merge_sent(tiling, team, pixels, total, mailbox, finish);
+  } else {
+    merge_entries(block, team, pixels, here, entries, finish);
   }
 }
 

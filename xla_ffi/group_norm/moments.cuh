@@ -15,6 +15,7 @@
 
 #include "block_reduction.h"
 #include "launch.h"
+#include "mailbox.cuh"
 #include "vector.cuh"
 
 namespace jaxunet::cuda {
@@ -139,6 +140,35 @@ __device__ inline float2 merge_ranks(const BlockReduction& block, const Team& te
   const float2 part = there ? sent[team.member * block.groups + group] : make_float2(0, 0);
   const float mean = team.sum(count * part.x) / total, delta = part.x - mean;
   return make_float2(mean, team.sum(part.y + count * delta * delta));
+}
+
+// Merges the entries of each of the block's groups. All threads of a block must call it. The lanes
+// of a group's team call take(group, moments); `here`: how many numbers of a group this block has.
+template <class Take>
+__device__ void merge_entries(const BlockReduction& block, const Team& team,
+                              const RowPixels& pixels, float here, const float2* entries,
+                              const Take& take) {
+#pragma unroll 1
+  for (int start = 0; start < block.groups; start += team.teams) {
+    const int group = start + team.index;
+    const float2 all = merge_group(block, team, pixels, group, here, entries);
+    if (group < block.groups) take(group, all);
+  }
+}
+
+// Waits for the moments that all blocks of a cluster send to this one, and merges those of each
+// group, as merge_entries does. `total`: how many numbers a group has.
+template <class Tiling, class Take>
+__device__ void merge_sent(const Tiling& tiling, const Team& team, const RowPixels& pixels,
+                           float total, const Mailbox& mailbox, const Take& take) {
+  const BlockReduction& block = tiling.block;
+  mailbox.wait_full(tiling.ranks * block.groups * static_cast<int>(sizeof(float2)));
+#pragma unroll 1
+  for (int start = 0; start < block.groups; start += team.teams) {
+    const int group = start + team.index;
+    const float2 all = merge_ranks(block, team, pixels, tiling.ranks, group, total, mailbox.slots);
+    if (group < block.groups) take(group, all);
+  }
 }
 
 // Starts to copy 4 bytes from global to shared memory.

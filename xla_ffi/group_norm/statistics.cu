@@ -163,27 +163,19 @@ __device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, in
   const auto size = static_cast<float>(block.group),
              total = size * static_cast<float>(tiling.pixels),
              here = size * static_cast<float>(pixels.of_block(block.rows));
+  const auto write = [&](int group, float2 all) {
+    write_statistics<T>(f, team, operands, group, first_channel, sample, all, total);
+  };
   if (tiling.ranks > 1) mailbox.wait_open();
-#pragma unroll 1
-  for (int start = 0; start < block.groups; start += team.teams) {
-    const int group = start + team.index;
-    const float2 all = merge_group(block, team, pixels, group, here, entries);
-    if (group >= block.groups) continue;
+  merge_entries(block, team, pixels, here, entries, [&](int group, float2 all) {
     if (tiling.ranks == 1) {
-      write_statistics<T>(f, team, operands, group, first_channel, sample, all, total);
+      write(group, all);
     } else if (team.member == 0) {
       mailbox.send(0, rank * block.groups + group, all);
     }
-  }
+  });
   if (tiling.ranks == 1 || rank != 0) return;
-  mailbox.wait_full(tiling.ranks * block.groups * static_cast<int>(sizeof(float2)));
-#pragma unroll 1
-  for (int start = 0; start < block.groups; start += team.teams) {
-    const int group = start + team.index;
-    const float2 all = merge_ranks(block, team, pixels, tiling.ranks, group, total, mailbox.slots);
-    if (group < block.groups)
-      write_statistics<T>(f, team, operands, group, first_channel, sample, all, total);
-  }
+  merge_sent(tiling, team, pixels, total, mailbox, write);
 }
 
 // kWidth: channels of an accumulator, kPair or 1. A multiprocessor holds two blocks, but only one
