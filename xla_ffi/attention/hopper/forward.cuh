@@ -194,15 +194,8 @@ struct ForwardBlock {
   // far below the rounding of out and of the weights in the backward pass.
   __device__ void write(const float (&out)[kWidth / 2], const float (&max)[2], float (&sum)[2],
                         int head, int row) const {
-    float* const lse = p.lse + static_cast<int64_t>(head) * kTokens + row;
-    const int lane = threadIdx.x % 32, own_row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 1);
-      sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 2);
-      if (lane % 4 == 0)
-        lse[own_row + 8 * half] = (max[half] * kScale2<kWidth> + __log2f(sum[half])) * kLn2;
-    }
+    write_lse(p.lse + static_cast<int64_t>(head) * kTokens + row, max, sum,
+              [](float max, float sum) { return (max * kScale2<kWidth> + __log2f(sum)) * kLn2; });
     const int stride = p.heads * kWidth;
     const Place at(head, p.by_heads, kWidth);
     T* const to = static_cast<T*>(p.out) +

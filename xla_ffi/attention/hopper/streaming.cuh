@@ -299,8 +299,8 @@ struct StreamingConsumer {
                                                                                : kQ;
     float factor[2] = {1, 1};
     if constexpr (kRole == Role::kForward) {
-      write_lse(block.p.lse + static_cast<int64_t>(head) * block.p.tokens + row, kScale2<kWidth>,
-                max, sum);
+      write_lse(block.p.lse + static_cast<int64_t>(head) * block.p.tokens + row, max, sum,
+                [](float max, float sum) { return (max * kScale2<kWidth> + log2f(sum)) / kLog2e; });
       factor[0] = 1 / sum[0];
       factor[1] = 1 / sum[1];
     } else if constexpr (Traits::kHasDp) {

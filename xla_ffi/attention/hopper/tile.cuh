@@ -171,14 +171,16 @@ __device__ inline void online_softmax(float (&s)[kColumns / 2], float scale2, fl
   }
 }
 
-// Completes the sums over the lanes of a row, and writes the log-sum-exp of 64 rows to `lse`.
-__device__ inline void write_lse(float* lse, float scale2, const float (&max)[2], float (&sum)[2]) {
+// Completes the sums over the lanes of a row, and writes log_sum_exp(max, sum) of 64 rows to `lse`.
+template <class LogSumExp>
+__device__ void write_lse(float* lse, const float (&max)[2], float (&sum)[2],
+                          const LogSumExp& log_sum_exp) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 1);
     sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 2);
-    if (lane % 4 == 0) lse[row + 8 * half] = (max[half] * scale2 + log2f(sum[half])) / kLog2e;
+    if (lane % 4 == 0) lse[row + 8 * half] = log_sum_exp(max[half], sum[half]);
   }
 }
 
