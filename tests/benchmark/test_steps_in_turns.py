@@ -13,13 +13,14 @@ OLD, NEW = pathlib.Path('old'), pathlib.Path('new')
 @pytest.mark.parametrize(
     ('lists', 'labels'),
     [
-        (([OLD, NEW], ['auto'], ['fastest']), ['old', 'new']),
-        (([OLD], ['xla', 'cuda'], ['portable']), ['xla', 'cuda']),
+        (([OLD, NEW], ['auto'], ['fastest'], [1]), ['old', 'new']),
+        (([OLD], ['xla', 'cuda'], ['portable'], [2]), ['xla', 'cuda']),
         (
-            ([OLD], ['xla', 'cuda', 'cuda'], ['fastest', 'fastest', 'ada']),
+            ([OLD], ['xla', 'cuda', 'cuda'], ['fastest', 'fastest', 'ada'], [1]),
             ['xla fastest', 'cuda fastest', 'cuda ada'],
         ),
-        (([OLD], ['auto'], ['fastest']), ['old']),
+        (([OLD, OLD, NEW], ['auto'], ['fastest'], [1, 2, 2]), ['old 1', 'old 2', 'new 2']),
+        (([OLD], ['auto'], ['fastest'], [1]), ['old']),
     ],
 )
 def test_sides_have_the_values_of_every_list(lists, labels):
@@ -31,7 +32,7 @@ def test_sides_have_the_values_of_every_list(lists, labels):
 
 def test_lists_of_different_lengths_are_an_error():
     with pytest.raises(SystemExit, match='--kernels: expected 1 or 3 values, found 2'):
-        STEPS['sides']([OLD], ['xla', 'auto', 'cuda'], ['fastest', 'ada'])
+        STEPS['sides']([OLD], ['xla', 'auto', 'cuda'], ['fastest', 'ada'], [1])
 
 
 def test_rounds_without_quartiles_are_an_error(monkeypatch, capsys):

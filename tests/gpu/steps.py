@@ -3,16 +3,17 @@
 A drift of the machine's speed then affects all equally.
 
     python3 tests/gpu/steps.py OLD NEW [MORE ...] [--config configs/elephants64.py]
-      [--batch_sizes 32,256] [--backends auto] [--kernels fastest] [--precision float32]
-      [--rounds 8] [--output rows.jsonl]
+      [--batch_sizes 32,256] [--backends auto] [--kernels fastest] [--devices 1]
+      [--precision float32] [--rounds 8] [--output rows.jsonl]
     python3 tests/gpu/steps.py . --backends xla,auto,cuda --kernels fastest,fastest,portable
+    python3 tests/gpu/steps.py . --devices 1,2
 
-A side is a checkout, a backend and a value of JAXUNET_KERNELS (`--kernels`). Give each of these
-either one value for all sides, or one value for every side. Each checkout must be built
-(tests/gpu/build.sh). Each side has its own process, with random images; all compile at the same
-time, then one runs while the others wait. The default of `--precision` is that of the config.
-Prints a line for each batch size with the medians and their ratios to the first side; rows are
-appended to the file of `--output`.
+A side is a checkout, a backend, a value of JAXUNET_KERNELS (`--kernels`) and a number of devices,
+each of which trains on `--batch_sizes` images. Give each of these either one value for all sides,
+or one value for every side. Each checkout must be built (tests/gpu/build.sh). Each side has its own
+process, with random images; all compile at the same time, then one runs while the others wait. The
+default of `--precision` is that of the config. Prints a line for each of `--batch_sizes` with the
+medians and their ratios to the first side; rows are appended to the file of `--output`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TURN_SECONDS = 0.4
@@ -38,16 +39,24 @@ class Side(NamedTuple):
     checkout: pathlib.Path
     backend: str
     kernels: str
+    devices: int
 
 
-def sides(checkouts: list[pathlib.Path], backends: list[str], kernels: list[str]) -> list[Side]:
+def sides(
+    checkouts: list[pathlib.Path], backends: list[str], kernels: list[str], devices: list[int]
+) -> list[Side]:
     """Returns the sides; a list of one value is repeated.
 
     Raises:
       SystemExit: the lists differ in length.
     """
-    count = max(map(len, (checkouts, backends, kernels)))
-    lists = {'checkouts': checkouts, '--backends': backends, '--kernels': kernels}
+    lists: dict[str, list[Any]] = {
+        'checkouts': checkouts,
+        '--backends': backends,
+        '--kernels': kernels,
+        '--devices': devices,
+    }
+    count = max(map(len, lists.values()))
     for name, values in lists.items():
         if len(values) not in (1, count):
             sys.exit(f'{name}: expected 1 or {count} values, found {len(values)}')
@@ -69,6 +78,7 @@ def main() -> None:
     parser.add_argument('--batch_sizes', default='32,256')
     parser.add_argument('--backends', '--backend', default='auto')
     parser.add_argument('--kernels', default=os.environ.get('JAXUNET_KERNELS') or 'fastest')
+    parser.add_argument('--devices', default='1')
     parser.add_argument('--precision', help='in place of that of the config')
     parser.add_argument('--rounds', type=int, default=8)
     parser.add_argument('--output', type=pathlib.Path)
@@ -79,7 +89,12 @@ def main() -> None:
         return
     if options.rounds < 2:
         parser.error(f'--rounds: quartiles need 2 or more, found {options.rounds}')
-    timed = sides(options.checkouts, options.backends.split(','), options.kernels.split(','))
+    timed = sides(
+        options.checkouts,
+        options.backends.split(','),
+        options.kernels.split(','),
+        [int(count) for count in options.devices.split(',')],
+    )
     names = labels(timed)
     origin = provenance(timed) if options.output else {}
     print(' | '.join(['batch', *(f'{name}, ms' for name in names), 'ratios, median (quartiles)']))
@@ -98,8 +113,12 @@ def main() -> None:
             if options.output:
                 row = origin | {'batch_size': size, 'config': options.config}
                 row |= {'precision': options.precision} if options.precision else {}
-                for name, values in zip(Side._fields, zip(*timed, strict=True), strict=True):
-                    row[name if name == 'kernels' else f'{name}s'] = [str(v) for v in values]
+                row |= {
+                    'checkouts': [str(side.checkout) for side in timed],
+                    'backends': [side.backend for side in timed],
+                    'kernels': [side.kernels for side in timed],
+                    'devices_by_side': [side.devices for side in timed],
+                }
                 with options.output.open('a') as file:
                     file.write(json.dumps(row | {'ms': times, 'medians': medians}) + '\n')
     finally:
@@ -127,6 +146,7 @@ def start(side: Side, config: str, precision: str | None) -> subprocess.Popen[st
     root = str(side.checkout.resolve())
     path = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))
     flags = ['--worker', '--config', config, '--backend', side.backend]
+    flags += ['--devices', str(side.devices)]
     flags += [f'--precision={precision}'] if precision else []
     return subprocess.Popen(
         [sys.executable, str(pathlib.Path(__file__).resolve()), *flags, '.'],
@@ -189,13 +209,15 @@ def work(options: argparse.Namespace) -> None:
     config = benchmark_config(resolve(values)).replace(backend=options.backends)
     if options.precision:
         config = config.replace(precision=options.precision)
+    devices = int(options.devices)
+    config = config.replace(parallel={'devices': devices})
     source, state, prepared = synthetic_source(config), fresh_state(config), None
     for line in sys.stdin:
         what, number = line.split()
         if what == 'batch':
             if prepared is not None:
                 prepared.close()
-            sized = config.replace(data={'batch_size': int(number)})
+            sized = config.replace(data={'batch_size': devices * int(number)})
             prepared = JaxSide(sized, source, state).prepare('step')
             calls, scale = 1, 1.0
         else:
