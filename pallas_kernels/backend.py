@@ -61,7 +61,7 @@ def incomplete() -> str | None:
 BACKEND = Backend(
     name='pallas',
     title='Pallas kernels',
-    api=2,
+    api=3,
     ops={
         'conv3x3': conv3x3,
         'norm_silu_conv3x3': norm_silu_conv3x3,

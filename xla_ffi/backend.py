@@ -6,6 +6,7 @@ from jaxunet.ops.vocabulary import FusedUpdate
 from jaxunet.runtime.plugins import Backend
 from xla_ffi import unavailable
 from xla_ffi.adamw.narrow import narrow
+from xla_ffi.adamw.pack import pack
 from xla_ffi.adamw.update import adamw, sum_of_squares
 from xla_ffi.attention.vjp import attention
 from xla_ffi.conv3x3.upsampled import upsample_conv3x3
@@ -18,7 +19,7 @@ from xla_ffi.weight_gradients.grouping import grouped_if_faster
 BACKEND = Backend(
     name='cuda',
     title='CUDA kernels',
-    api=2,
+    api=3,
     ops={
         'conv3x3': conv3x3,
         'upsample_conv3x3': upsample_conv3x3,
@@ -29,7 +30,7 @@ BACKEND = Backend(
         'attention': attention,
         'linear': linear,
         'project': project,
-        'adamw': FusedUpdate(sum_of_squares, adamw, narrow, updates_copies=True),
+        'adamw': FusedUpdate(sum_of_squares, adamw, narrow, pack, updates_copies=True),
     },
     unavailable=unavailable,
     transform_gradients=grouped_if_faster,

@@ -10,6 +10,7 @@ import pytest
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Rule
 from xla_ffi.adamw.narrow import narrow
+from xla_ffi.adamw.pack import pack
 from xla_ffi.adamw.update import adamw, sum_of_squares
 from xla_ffi.backend import BACKEND
 from xla_ffi.checks import MAX_ARRAYS, MAX_PARTS
@@ -64,6 +65,7 @@ def test_more_parts_than_the_kernels_read_are_an_error_when_traced(call, operand
     [
         (lambda arrays: narrow(arrays, jnp.bfloat16), 'narrow: arrays'),
         (sum_of_squares, 'sum_of_squares: gradients'),
+        (pack, 'pack: gradients'),
         (
             lambda arrays: adamw(
                 Rule(0.9, 0.999, 1e-8, 0.0),

@@ -63,7 +63,9 @@ def test_the_message_names_what_is_wrong(results, heads, message):
 
 
 @pytest.mark.parametrize('tensors', [2**16 + 1, 2**31 - 1])
-@pytest.mark.parametrize('target', ['jaxunet_sum_of_squares', 'jaxunet_adamw', 'jaxunet_narrow'])
+@pytest.mark.parametrize(
+    'target', ['jaxunet_sum_of_squares', 'jaxunet_adamw', 'jaxunet_narrow', 'jaxunet_pack']
+)
 def test_the_optimizers_handlers_refuse_a_huge_number_of_tensors(target, tensors):
     """Before they reserve memory for it."""
     attributes = {'chunk': np.int64(4)} if 'squares' in target else {}
@@ -113,6 +115,20 @@ FLOATS = dict.fromkeys(('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay'), np.float3
             [((4,), 'bfloat16')],
             {},
             r'narrowed\[0\]: expected BF16\[3\], found BF16\[4\]',
+        ),
+        (
+            'jaxunet_pack',
+            [((3,), 'int32')],
+            [((32,), 'float32')],
+            {},
+            r'gradients\[0\]: expected float32, float16 or bfloat16',
+        ),
+        (
+            'jaxunet_pack',
+            [((33,), 'float16')],
+            [((33,), 'float32')],
+            {},
+            r'packed: expected F32\[64\], found F32\[33\]',
         ),
     ],
 )

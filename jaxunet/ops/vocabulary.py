@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import AdamW, Tree
+from jaxunet.ops.adamw.packed import Join, joined
 from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.linear.projections import Projection
 
@@ -196,12 +197,14 @@ class FusedUpdate(NamedTuple):
       sum_of_squares: sum over all elements of a tree of gradients, a float32 scalar.
       adamw: one step of AdamW, of the averages of the weights, and of their 16-bit copies.
       narrow: converts float32 arrays to a 16-bit type, rounding to nearest even.
+      pack: joins gradients in one float32 array (`jaxunet.ops.adamw.packed.joined`).
       updates_copies: True if `adamw` takes `copies`.
     """
 
     sum_of_squares: Callable[[Tree], Float[Array, '']]
     adamw: AdamW
     narrow: Callable[[Sequence[Array], DTypeLike], tuple[Array, ...]]
+    pack: Join = joined
     updates_copies: bool = False
 
 

@@ -18,7 +18,7 @@ from jaxunet.runtime.errors import UserError
 
 BACKEND_GROUP = 'jaxunet.backends'
 Transformed = TypeVar('Transformed', bound=Callable[..., Any])
-API = 2  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
+API = 3  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
 def _nothing() -> None:

@@ -25,7 +25,7 @@ from jaxunet.diffusion.weighting import Weighting
 from jaxunet.model.encoder import with_copies
 from jaxunet.model.unet import Params, UNet, computed_last
 from jaxunet.ops.adamw.operands import Copies
-from jaxunet.ops.adamw.packed import Packed, pack
+from jaxunet.ops.adamw.packed import Join, Packed, pack
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.update import Update
 
@@ -47,8 +47,8 @@ class StepParts:
       transform: what the backend does to the gradient function on one device.
       narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
       keeps_copies: in a loop of steps, `update` keeps the cast weights up to date.
-      packs: with several devices, gradients are packed for the all-reduce, and `update` takes them
-        packed.
+      join: with several devices, packs gradients for the all-reduce, and `update` takes them
+        packed; None = they are summed one by one.
       axis_name: axis of the devices under `jax.pmap` or `jax.shard_map`; None without them.
       loss: takes the arguments of `loss_fn` and replaces it; None = `loss_fn`.
     """
@@ -63,7 +63,7 @@ class StepParts:
     transform: Callable[[GradientFn], GradientFn]
     narrow: Narrow | None
     keeps_copies: bool
-    packs: bool
+    join: Join | None
     axis_name: str | None
     loss: LossFn | None = None
 
@@ -199,15 +199,15 @@ def accumulate(
 
 
 def summable(parts: StepParts, grads: Params) -> Params | Packed:
-    """Returns gradients in float32 for the sum over several devices; packed if `parts.packs`.
+    """Returns gradients in float32 for the sum over several devices; packed by `parts.join`.
 
     Each gradient is cast, or each array packed, on its own, so that the first can be summed while
     others are still computed.
     """
-    if not parts.packs:
+    if parts.join is None:
         return widen(grads)
     with jax.named_scope('backward'):
-        return pack(grads, computed_last(grads))
+        return pack(grads, computed_last(grads), parts.join)
 
 
 def widen(grads: Params) -> Params:

@@ -109,7 +109,7 @@ def make_train_step(
             else None
         ),
         keeps_copies=loss is None and updates_copies(config),
-        packs=takes_packed(config),
+        join=fused.pack if fused and takes_packed(config) else None,
         axis_name=axis_name,
         loss=loss,
     )
@@ -175,8 +175,8 @@ def apply_gradients(
 
     Args:
       copies: of the weights, to update; () = none.
-      grads: summed over the devices, times the loss scale; packed if `parts.packs` and there are
-        several devices.
+      grads: summed over the devices, times the loss scale; packed if there are several and
+        `parts.join` is not None.
       loss: the loss to log.
       minimised: the loss that the gradients belong to.
     """

@@ -20,6 +20,7 @@ from jaxunet.benchmark.kernels import adamw, lowering, project
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.ops.adamw.cases import AWKWARD
+from jaxunet.ops.adamw.packed import room
 from jaxunet.ops.linear.projection_cases import ELEPHANTS64, Case, Layer
 from jaxunet.runtime import device
 from jaxunet.runtime import gpu_time as timing
@@ -143,7 +144,10 @@ def test_results_of_adamw_have_the_memory_of_their_own_inputs(side, direction) -
         assert names[int(argument)] == results[int(result)][0]
 
 
-DIRECTIONS_OF_ADAMW = ('step', 'step_with_copies', 'step_then_narrow', 'sum_of_squares', 'narrow')
+DIRECTIONS_OF_ADAMW = (
+    *('step', 'step_with_copies', 'step_then_narrow'),
+    *('sum_of_squares', 'pack', 'narrow'),
+)
 
 
 @pytest.mark.extension
@@ -163,17 +167,19 @@ def test_adamw_is_measured_once_and_in_place(monkeypatch) -> None:
         return {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs}
 
     found = {row['direction']: row for row in measured(*wanted, trace=trace)}
-    assert [row['error'] for row in found.values()] == [None] * 5
+    assert [row['error'] for row in found.values()] == [None] * 6
     assert set(called.values()) == {3}
-    assert len(called) == 10
+    assert len(called) == 12
     elements = AWKWARD[1].elements
     copied = sum(math.prod(shape) for shape in AWKWARD[1].shapes if len(shape) > 1)
     step = 4 * (1 + elements * (1 + 5 + 5)) - 2 * copied
+    sizes = [math.prod(shape) for shape in AWKWARD[1].shapes]
     assert {direction: row['bytes'] for direction, row in found.items()} == {
         'step': step,
         'step_with_copies': step + 2 * copied,  # they are written, but not read
         'step_then_narrow': step + 2 * copied,
         'sum_of_squares': 4 * (elements + 1) - 2 * copied,
+        'pack': 4 * elements - 2 * copied + 4 * sum(map(room, sizes)),
         'narrow': 6 * copied,
     }
 

@@ -16,14 +16,13 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize('full', [1, 300, 2**24])
-def test_packed_gradients_are_the_leaves_with_zeros_between_them(full, monkeypatch):
-    monkeypatch.setattr(packed, 'FULL', full)
+@pytest.mark.parametrize('full', [1, 300, 2**24, None])
+def test_packed_gradients_are_the_leaves_with_zeros_between_them(full):
     late = [False, True, False, False, False]
-    found = packed.pack(TREE, late)
+    found = packed.pack(TREE, late, full=full)
     assert found.groups[-1] == (1,)
     assert found.order == (0, 2, 3, 4, 1)
-    assert len(found.groups) == {1: 4, 300: 3, 2**24: 2}[full]
+    assert len(found.groups) == {1: 4, 300: 3, 2**24: 2, None: 2}[full]
     assert all(a.dtype == jnp.float32 and a.size % packed.ALIGNMENT == 0 for a in found.arrays)
     back = packed.unpack(found, TREE)
     jax.tree.map(np.testing.assert_array_equal, back, TREE)

@@ -40,6 +40,7 @@ HANDLERS = (  # in the order of `right`
     'jaxunet_sum_of_squares',
     'jaxunet_adamw',
     'jaxunet_narrow',
+    'jaxunet_pack',
 )
 
 
@@ -360,6 +361,11 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             'narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))}
         )
 
+    def pack() -> Call:
+        found = gradients(tensors())
+        size = sum(room(math.prod(shape)) for shape, _ in found)
+        return Call('pack', found, [((size,), jnp.float32)], {'tensors': np.int64(len(found))})
+
     convolutions = [conv, shortcut, upsampled, weights, upsampled_weights]
     ops = [
         forward,
@@ -378,6 +384,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         sums,
         adamw,
         narrow,
+        pack,
     ]
     call = ops[number % len(HANDLERS)]()
     assert f'jaxunet_{call.target}' == HANDLERS[number % len(HANDLERS)]
@@ -390,10 +397,10 @@ MISTAKES = ['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unk
 def spoil(call: Call, mistake: str, draw: random.Random) -> Call:
     """The call with one thing wrong."""
     operands, results, attributes = list(call.operands), list(call.results), dict(call.attributes)
-    # An image whose statistics alone are wanted may have any height and width; an array to sum may
-    # have any shape.
+    # An image whose statistics alone are wanted may have any height and width; an array to sum or
+    # to pack may have any shape.
     free = mistake in ('size', 'rank') and any(
-        name in call.target for name in ('statistics', 'sum_of_squares')
+        name in call.target for name in ('statistics', 'sum_of_squares', 'pack')
     )
     arrays = results if free else draw.choice([operands, results])
     # So may a workspace, the last result.

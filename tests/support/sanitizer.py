@@ -65,7 +65,7 @@ OPS = {
     'cuda adamw': Op(
         'xla_ffi/adamw/parity_test.py',
         'awkward or identical or (every_case and many) or not_taken or are_kept '
-        'or sum_of_squares or narrow_as_astype',
+        'or sum_of_squares or narrow_as_astype or packed_as',
     ),
     'pallas attention': Op('pallas_kernels/attention/parity_test.py', 'awkward'),
     'pallas conv3x3': Op(

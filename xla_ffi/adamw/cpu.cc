@@ -1,5 +1,5 @@
-// AdamW, sums of squares and 16-bit copies on the CPU: plain loops, for tests and for machines
-// without a GPU. plan.h has the formulas.
+// AdamW, sums of squares, 16-bit copies and packed gradients on the CPU: plain loops, for tests and
+// for machines without a GPU. plan.h has the formulas.
 #include "binding/cpu.h"
 
 #include <algorithm>
@@ -52,6 +52,15 @@ void narrow_all(const Narrow& plan, Pool& pool) {
     const auto* from = static_cast<const float*>(plan.arrays[2 * tensor]);
     narrow({from, from + plan.sizes[tensor]}, plan.type,
            const_cast<void*>(plan.arrays[2 * tensor + 1]));
+  });
+}
+
+void pack(const Pack& plan, Pool& pool) {
+  parallel(pool, static_cast<int64_t>(plan.sizes.size()), [&](int64_t tensor) {
+    std::vector<float> found =
+        widen(plan.arrays[2 * tensor], plan.types[tensor], plan.sizes[tensor]);
+    found.resize(packed_room(plan.sizes[tensor]));
+    std::copy(found.begin(), found.end(), static_cast<float*>(plan.arrays[2 * tensor + 1]));
   });
 }
 

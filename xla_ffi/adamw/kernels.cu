@@ -1,4 +1,5 @@
-// AdamW, sums of squares and 16-bit copies of many tensors in one launch (formulas in plan.h).
+// AdamW, sums of squares, 16-bit copies and packing of many tensors in one launch (formulas in
+// plan.h).
 //
 // The sizes and pointers of the tensors are passed in the kernel's parameter, TensorList, so that
 // nothing is copied to the device. Each block processes one chunk of one tensor. It finds the
@@ -138,7 +139,7 @@ struct Rule {
   const float* scalars;
 };
 
-// Vectors of four elements per thread of adamw_kernel or narrow_kernel.
+// Vectors of four elements per thread of adamw_kernel, narrow_kernel or pack_kernel.
 constexpr int kVectors = 4;
 constexpr long long kBlockElements = kThreads * kVectors * 4LL;
 
@@ -255,6 +256,28 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Writes the block's elements to their packed array, and the zeros after the tensor's last element.
+// The room of a tensor ends in the block of that element, because kBlockElements is a multiple of
+// kPackedAlignment.
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const __grid_constant__ TensorList tensors) {
+  static_assert(kBlockElements % kPackedAlignment == 0);
+  const unsigned long long* const entry = tensors.find(blockIdx.x);
+  const auto size = static_cast<long long>(entry[kSize]);
+  const long long start = static_cast<long long>(blockIdx.x - entry[kFirstBlock]) * kBlockElements;
+  const FirstArray from(entry, 0);
+  float* const to = pointer(entry[kAddresses + 1]);
+#pragma unroll
+  for (int round = 0; round < kVectors; ++round) {
+    const long long at = start + 4LL * (round * kThreads + threadIdx.x);
+    if (at + 4 <= size) {
+      *reinterpret_cast<float4*>(to + at) = from.four(at);
+    } else if (at < packed_room(size)) {
+      for (long long i = at; i < at + 4; ++i) to[i] = i < size ? from.one(i) : 0;
+    }
+  }
+}
+
 // Calls run(list, blocks, blocks of earlier launches), which launches a kernel, for as many tensors
 // at a time as a list holds. Tensor i has `arrays` arrays, whose addresses are at pointers(i) and
 // the first of which has type(i). A block processes `chunk` elements.
@@ -324,6 +347,15 @@ cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream, KernelSet) {
         const auto kernel =
             plan.type == Type::kFloat16 ? narrow_kernel<__half> : narrow_kernel<__nv_bfloat16>;
         return launch(kernel, blocks, kThreads, 0, stream, tensors);
+      });
+}
+
+cudaError_t pack(const Pack& plan, cudaStream_t stream, KernelSet) {
+  return launch_all(
+      plan.sizes, 2, kBlockElements, [&](size_t i) { return plan.types[i]; },
+      [&](size_t i) { return plan.arrays.data() + 2 * i; },
+      [&](const TensorList& tensors, dim3 blocks, int64_t) {
+        return launch(pack_kernel, blocks, kThreads, 0, stream, tensors);
       });
 }
 

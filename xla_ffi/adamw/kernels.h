@@ -12,5 +12,6 @@ namespace jaxunet::cuda {
 cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream, KernelSet);
 cudaError_t adamw(const AdamW& plan, cudaStream_t stream, KernelSet);
 cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream, KernelSet);
+cudaError_t pack(const Pack& plan, cudaStream_t stream, KernelSet);
 
 }  // namespace jaxunet::cuda

@@ -1,4 +1,4 @@
-"""The fused AdamW, sums of squares and 16-bit copies against the float64 oracle."""
+"""AdamW, sums of squares, 16-bit copies and packed gradients against the float64 oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxunet.ops.adamw.cases import AWKWARD, CASES, MANY, SIZES, Case
 from jaxunet.ops.adamw.operands import Rule
 from xla_ffi.adamw import update
 from xla_ffi.adamw.narrow import narrow
+from xla_ffi.adamw.pack import pack
 from xla_ffi.adamw.update import CHUNK, adamw, sum_of_squares
 
 RULE = Rule(0.9, 0.999, 1e-8, 0.01)
@@ -214,6 +215,24 @@ def test_narrow_as_astype(more, dtype):
     found = jax.jit(lambda a: narrow(a, dtype))(arrays)
     for want, got in zip(reference.narrow(arrays, dtype), found, strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+# 1500: more arrays than one launch takes.
+@pytest.mark.parametrize('more', [3, pytest.param(1500, marks=pytest.mark.gpu)])
+def test_gradients_are_packed_as_joined(more):
+    (arrays,) = trees(1, sizes=(*SIZES, *[(9,)] * more, (64,), (32, 129), (0,)))
+    types = ('float32', 'bfloat16', 'float16')
+    given = [x.astype(types[i % 3]) for i, x in enumerate(arrays)]
+    given += [x.astype(types[(i + 1) % 3]) for i, x in enumerate(arrays)]
+    found = jax.jit(pack)(given)
+    np.testing.assert_array_equal(found, jax.jit(packed.joined)(given))
+
+
+def test_what_cannot_be_packed_is_named():
+    with pytest.raises(ValueError, match=r'expected float32 or bfloat16 or float16, found int32'):
+        pack([jnp.arange(3)])
+    with pytest.raises(ValueError, match='gradients: no arrays'):
+        pack([])
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])

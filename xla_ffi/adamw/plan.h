@@ -1,11 +1,12 @@
 // The calls of the handlers that work on many tensors at once: AdamW (Loshchilov & Hutter 2019,
 // arXiv 1711.05101, algorithm 2) with averages of the weights, the sum of squares of the gradients,
-// and copies of the weights in 16 bits.
+// copies of the weights in 16 bits, and gradients packed for an all-reduce.
 #pragma once
 
 #include <vector>
 
 #include "binding/plan.h"
+#include "common/host_device.h"
 
 namespace jaxunet {
 
@@ -23,6 +24,10 @@ struct SumOfSquares {
 
 // Packed gradients (jaxunet/ops/adamw/packed.py) begin at multiples of this many elements.
 constexpr int64_t kPackedAlignment = 32;
+// The elements that a gradient of `size` elements takes in its packed array.
+JAXUNET_HOST_DEVICE constexpr int64_t packed_room(int64_t size) {
+  return (size + kPackedAlignment - 1) / kPackedAlignment * kPackedAlignment;
+}
 
 // The arrays of a tensor: indices within its entry of AdamW::arrays.
 enum AdamWArray : int { kGradient, kParameter, kFirstMoment, kSecondMoment, kFirstAverage };
@@ -65,10 +70,19 @@ struct Narrow {
   std::vector<const void*> arrays;  // [tensors][2]: the float32 tensor, its copy
 };
 
+// Gradients in float32, one after the other in one array. A gradient takes packed_room(size)
+// elements; those after its last one are zeros.
+struct Pack {
+  std::vector<int64_t> sizes;  // elements of each tensor
+  std::vector<Type> types;     // of the tensors: any of the three, in any mixture
+  std::vector<void*> arrays;   // [tensors][2]: the tensor, its place in the packed array
+};
+
 // Read and check a call; throw Mistake where an operand, a result or an attribute is not as
 // described above.
 SumOfSquares read_sum_of_squares(Reader& call);
 AdamW read_adamw(Reader& call);
 Narrow read_narrow_all(Reader& call);
+Pack read_pack(Reader& call);
 
 }  // namespace jaxunet

@@ -1,6 +1,6 @@
 // Reads and checks the calls of the handlers that work on many tensors at once: operands, results
-// and attributes in the order in which update.py and narrow.py pass them. Shared by the CPU and the
-// CUDA build.
+// and attributes in the order in which update.py, narrow.py and pack.py pass them. Shared by the
+// CPU and the CUDA build.
 #include "adamw/plan.h"
 #include "binding/reader.h"
 #include "common/integers.h"
@@ -42,7 +42,7 @@ void place_packed(Reader& call, const std::vector<Array>& packed, AdamW& plan) {
   size_t array = 0;
   int64_t at = 0;  // in that array
   for (size_t i = 0; i < plan.sizes.size(); ++i) {
-    const int64_t room = ceil_div(plan.sizes[i], kPackedAlignment) * kPackedAlignment;
+    const int64_t room = packed_room(plan.sizes[i]);
     if (room > 0 && at == size_of(packed[array].dims) && array + 1 < packed.size()) {
       ++array;
       at = 0;
@@ -192,6 +192,26 @@ Narrow read_narrow_all(Reader& call) {
     plan.arrays[2 * i + 1] = found.data;
   }
   plan.type = kind(element);
+  return plan;
+}
+
+Pack read_pack(Reader& call) {
+  Pack plan{};
+  const int64_t count = read_tensors(call);
+  int64_t room = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Array found = call.floating(numbered("gradients", i), 0);
+    plan.types.push_back(kind(found.element));
+    plan.sizes.push_back(size_of(found.dims));
+    plan.arrays.insert(plan.arrays.end(), {found.data, nullptr});
+    room += packed_room(plan.sizes.back());
+  }
+  check_elements(call, plan.sizes);
+  auto* to = static_cast<float*>(call.result("packed", ffi::DataType::F32, {room}).data);
+  for (int64_t i = 0; i < count; ++i) {
+    plan.arrays[2 * i + 1] = to;
+    to += packed_room(plan.sizes[i]);
+  }
   return plan;
 }
 

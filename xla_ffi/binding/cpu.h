@@ -44,6 +44,7 @@ void add_samples(const NormSums& norm);
 void sum_of_squares(const SumOfSquares& plan, Pool& pool);
 void adamw(const AdamW& plan, Pool& pool);
 void narrow_all(const Narrow& plan, Pool& pool);
+void pack(const Pack& plan, Pool& pool);
 void attention_forward(const AttentionForward& plan, Pool& pool);
 void attention_backward(const AttentionBackward& plan, Pool& pool);
 void conv3x3(const Conv3x3& plan, Pool& pool);

@@ -38,6 +38,7 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_sum_of_squares, sum_of_squares)                                       \
   ENTRY(jaxunet_adamw, adamw)                                                         \
   ENTRY(jaxunet_narrow, narrow_all)                                                   \
+  ENTRY(jaxunet_pack, pack)                                                           \
   ENTRY(jaxunet_attention_forward, attention_forward)                                 \
   ENTRY(jaxunet_attention_backward, attention_backward)                               \
   ENTRY(jaxunet_conv3x3, conv3x3)                                                     \

@@ -61,6 +61,8 @@ def measurements(
         yield Measurement(
             'adamw', case.name, 'sum_of_squares', 1, sums, {'gradients': gradients}, None
         )
+        packs = {name: _pack(op) for name, op in sides.items()}
+        yield Measurement('adamw', case.name, 'pack', 1, packs, {'gradients': gradients}, None)
         copies = {name: _narrow(op, dtype) for name, op in sides.items()}
         yield Measurement('adamw', case.name, 'narrow', 1, copies, {'weights': wide}, None)
 
@@ -128,6 +130,10 @@ def _step_then_narrow(step: Side, op: FusedUpdate, dtype: DTypeLike) -> Side:
 
 def _sum(op: FusedUpdate) -> Side:
     return lambda i: op.sum_of_squares(i['gradients'])
+
+
+def _pack(op: FusedUpdate) -> Side:
+    return lambda i: op.pack(i['gradients'])
 
 
 def _narrow(op: FusedUpdate, dtype: DTypeLike) -> Side:

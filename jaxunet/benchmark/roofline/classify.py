@@ -37,7 +37,7 @@ from jaxunet.profile.phases import BACKWARD, OPTIMIZER
 Shape = tuple[int, ...]
 # The class of one of our kernels or custom calls: the first pattern found in its name decides.
 NAMES = (
-    (re.compile(r'adamw|narrow|sum_of_squares'), UPDATE),
+    (re.compile(r'adamw|narrow|sum_of_squares|pack_kernel'), UPDATE),
     # Sums of split weight gradients, and of dy over the pixels for a bias.
     (re.compile(r'split_k_reduce|fold_upsampled|[a-z]_sums_kernel|group_norm_channel_sums'), REDUCTIONS),  # noqa: E501
     (re.compile(r'attention_backward|flash_(backward|delta)|backward_(query|key)_'), ATTENTION_BACKWARD),  # noqa: E501

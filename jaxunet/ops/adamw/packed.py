@@ -7,18 +7,19 @@ out of it again, in a launch of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 ALIGNMENT = 32  # elements at whose multiples a gradient begins; xla_ffi/adamw/plan.h has it too
-# Bytes from which an array is full. Larger transfers use the links between GPUs better, but a
-# transfer begins only when all of its gradients are computed.
+# Bytes from which an array is full, if gradients are computed one by one. Larger transfers use the
+# links between GPUs better, but a transfer begins only when all of its gradients are computed.
 FULL = 16 * 2**20
 
 Groups = tuple[tuple[int, ...], ...]
+Join = Callable[[Sequence[Array]], Array]  # `joined`, or a kernel that does the same
 
 
 @jax.tree_util.register_dataclass
@@ -45,20 +46,28 @@ def room(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def pack(tree: PyTree[Array], late: Sequence[bool]) -> Packed:
+def joined(arrays: Sequence[Array]) -> Float[Array, ' elements']:
+    """Returns arrays one after the other as float32; zeros follow each (`room`)."""
+    return jnp.concatenate([_padded(array.astype(jnp.float32)) for array in arrays])
+
+
+def pack(
+    tree: PyTree[Array],
+    late: Sequence[bool],
+    join: Join = joined,
+    full: int | None = FULL,
+) -> Packed:
     """Returns the gradients as float32, packed in the order of the tree's leaves.
 
     Args:
       late: True for leaves that the backward pass computes last. They have an array of their own,
         so that the others are not kept waiting.
+      full: the bytes from which an array gets no further leaf; None = no limit.
     """
     leaves = jax.tree.leaves(tree)
-    groups = _groups([leaf.size for leaf in leaves], late)
-    arrays = [
-        jnp.concatenate([_padded(leaves[number].astype(jnp.float32)) for number in group])
-        for group in groups
-    ]
-    return Packed(tuple(arrays), groups)
+    groups = _groups([leaf.size for leaf in leaves], late, full)
+    arrays = tuple(join([leaves[number] for number in group]) for group in groups)
+    return Packed(arrays, groups)
 
 
 def unpack(packed: Packed, like: PyTree[Array]) -> PyTree[Array]:
@@ -74,13 +83,13 @@ def unpack(packed: Packed, like: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.unflatten(structure, found)
 
 
-def _groups(sizes: Sequence[int], late: Sequence[bool]) -> Groups:
+def _groups(sizes: Sequence[int], late: Sequence[bool], full: int | None) -> Groups:
     groups: list[list[int]] = [[]]
     bytes_ = 0
     for number, size in enumerate(sizes):
         if late[number]:
             continue
-        if bytes_ >= FULL:
+        if full is not None and bytes_ >= full:
             groups.append([])
             bytes_ = 0
         groups[-1].append(number)
