@@ -140,15 +140,16 @@ def fused_update(backend: str, precision: str | None = None) -> FusedUpdate | No
 
 def transform_gradients(
     backend: str, precision: str | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[..., Callable[..., Any]]:
     """Returns what a step does to its gradient function: `Backend.transform_gradients`.
 
-    It is the identity unless one kernel backend computes all convolutions.
+    It takes the function and the number of devices, by default 1. It is the identity unless one
+    kernel backend computes all convolutions.
     """
     chosen = named(backend, precision)
     name, other = chosen['conv3x3'], chosen['norm_silu_conv3x3']
     if name == 'xla' or name != other:
-        return lambda function: function
+        return lambda function, devices=1: function
     return load_backend(name).transform_gradients
 
 

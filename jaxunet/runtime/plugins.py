@@ -25,7 +25,8 @@ def _nothing() -> None:
     return None
 
 
-def _unchanged(function: Transformed) -> Transformed:
+def _unchanged(function: Transformed, devices: int = 1) -> Transformed:
+    del devices
     return function
 
 
@@ -44,10 +45,11 @@ class Backend:
       incomplete: returns what the backend lacks to run calls of some shapes or types, or None if it
         runs all calls. Such calls raise UserError. A config that names the backend gets it anyway;
         `auto` does not choose it.
-      transform_gradients: takes a function that returns gradients and returns a faster one with the
-        same arguments and results, for example one that merges small kernels. Its positional
-        arguments are trees of arrays. A training step on one device uses it if the backend computes
-        the convolutions. It is called whenever such a step is traced.
+      transform_gradients: takes a function that returns gradients and the number of `devices` whose
+        gradients are then added, by default 1. It returns a faster function with the same arguments
+        and results, for example one that merges small kernels. The function's positional arguments
+        are trees of arrays. A training step uses it if the backend computes the convolutions. It is
+        called whenever such a step is traced.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Backend:
     ops: Mapping[str, Any]
     unavailable: Callable[[], str | None]
     incomplete: Callable[[], str | None] = _nothing
-    transform_gradients: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
+    transform_gradients: Callable[..., Callable[..., Any]] = _unchanged
 
 
 @functools.cache

@@ -6,6 +6,7 @@ The weight w comes from `loss.weighting`; the timesteps t and their factors c co
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from jaxunet.diffusion.weighting import Weighting
 from jaxunet.model.encoder import with_copies
 from jaxunet.model.unet import Params, UNet, computed_last
 from jaxunet.ops.adamw.operands import Copies
-from jaxunet.ops.adamw.packed import Join, Packed, pack
+from jaxunet.ops.adamw.packed import FULL, Join, Packed, pack
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.update import Update
 
@@ -44,7 +45,8 @@ class StepParts:
       sampler: the timestep sampler.
       schedule: learning rate by number of updates.
       update: applies the gradients (`jaxunet.training.update`).
-      transform: what the backend does to the gradient function on one device.
+      transform: what the backend does to the gradient function, which it takes with the number of
+        devices whose gradients are then added.
       narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
       keeps_copies: in a loop of steps, `update` keeps the cast weights up to date.
       join: with several devices, packs gradients for the all-reduce, and `update` takes them
@@ -60,12 +62,17 @@ class StepParts:
     sampler: TimestepSampler
     schedule: optax.Schedule
     update: Update
-    transform: Callable[[GradientFn], GradientFn]
+    transform: Callable[[GradientFn, int], GradientFn]
     narrow: Narrow | None
     keeps_copies: bool
     join: Join | None
     axis_name: str | None
     loss: LossFn | None = None
+
+    @property
+    def merges(self) -> bool:
+        """True if the backend changes the gradient function, to merge calls."""
+        return self.transform(loss_fn, 1) is not loss_fn
 
     @property
     def uniform(self) -> bool:
@@ -156,14 +163,15 @@ def gradients(
     differentiate: GradientFn = functools.partial(
         jax.grad(parts.loss or loss_fn, argnums=1, has_aux=True), parts
     )
-    if devices == 1:  # on several, gradients must be ready early, to be summed beside the others
-        differentiate = parts.transform(differentiate)
+    # The gradients of several micro-batches are summed over the devices after the last one.
+    accumulates = parts.config.optimizer.accumulate_steps > 1
+    differentiate = parts.transform(differentiate, 1 if accumulates else devices)
 
     def one(keys: Keys, batch: Batch) -> Gradients:
         grads, (loss, samples) = differentiate(params, state, keys, batch, scale)
         return Gradients(grads, loss, samples)
 
-    if parts.config.optimizer.accumulate_steps > 1:
+    if accumulates:
         return accumulate(parts.config.optimizer.accumulate_steps, one, state.params, keys, batch)
     return one(keys, batch)
 
@@ -198,16 +206,42 @@ def accumulate(
     return Gradients(grads, loss, samples)
 
 
-def summable(parts: StepParts, grads: Params) -> Params | Packed:
-    """Returns gradients in float32 for the sum over several devices; packed by `parts.join`.
+def summed(parts: StepParts, grads: Params) -> Params | Packed:
+    """Returns the sum of gradients over the devices; if there are several, in float32.
 
-    Each gradient is cast, or each array packed, on its own, so that the first can be summed while
-    others are still computed.
+    Several devices pack the gradients by `parts.join`. Each gradient is cast, or each array packed,
+    on its own, so that the first can be summed while others are still computed. If the backend
+    merges calls, most gradients are ready at once, so they are packed in one array, and summed
+    while those at the network's input are computed.
     """
-    if parts.join is None:
-        return widen(grads)
+    assert parts.axis_name is not None
+    single = jax.lax.axis_size(parts.axis_name) == 1
+    if single or parts.join is None:
+        grads = grads if single else widen(grads)
+        with jax.named_scope('all_reduce'):
+            return jax.lax.psum(grads, parts.axis_name)
     with jax.named_scope('backward'):
-        return pack(grads, computed_last(grads), parts.join)
+        full = None if parts.merges else FULL
+        packed = pack(grads, computed_last(grads), parts.join, full)
+    with jax.named_scope('all_reduce'):
+        if not parts.merges:
+            return jax.lax.psum(packed, parts.axis_name)
+        return _summed_in_order(packed, parts.axis_name)
+
+
+def _summed_in_order(packed: Packed, axis_name: str) -> Packed:
+    """Returns the sum of packed gradients, array by array.
+
+    Without the order, XLA begins with the array that is ready last, and computes nothing while it
+    sums the others.
+    """
+    sums: list[Array] = []
+    for array in packed.arrays:
+        ready = array
+        if sums:
+            ready, sums[-1] = jax.lax.optimization_barrier((array, sums[-1]))
+        sums.append(jax.lax.psum(ready, axis_name))
+    return dataclasses.replace(packed, arrays=tuple(sums))
 
 
 def widen(grads: Params) -> Params:

@@ -38,7 +38,7 @@ from jaxunet.training.gradients import (
     StepParts,
     copies_of,
     gradients,
-    summable,
+    summed,
 )
 from jaxunet.training.noise_assignment import assigned_noise
 from jaxunet.training.update import make_update, takes_packed, updates_copies
@@ -136,10 +136,8 @@ def train_step(
             keys = keys._replace(noise=noise)
     grads, minimised, samples = gradients(parts, state, weights, keys, batch)
     if parts.axis_name is not None:
-        if jax.lax.axis_size(parts.axis_name) > 1:
-            grads = summable(parts, grads)
+        grads = summed(parts, grads)
         with jax.named_scope('all_reduce'):
-            grads = jax.lax.psum(grads, parts.axis_name)
             minimised = jax.lax.pmean(minimised, parts.axis_name)
             samples = jax.tree.map(
                 lambda x: jax.lax.all_gather(x, parts.axis_name, tiled=True), samples

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
+import re
+import runpy
 from collections.abc import Iterator
 
 import jax
+import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import kernel_names
 from support.bench import Bench
 from support.tiny import tiny_config
 
-from jaxunet.config import Config
+from jaxunet.config import Config, resolve
 from jaxunet.data.sources import Source, open_source
-from jaxunet.ops.backends import transform_gradients
+from jaxunet.model.unet import Params, build_unet, computed_last, init_params
+from jaxunet.ops.adamw.packed import LATE_SHARE
+from jaxunet.ops.backends import ops_of, transform_gradients
 from jaxunet.runtime import device, plugins
 from jaxunet.training import step
+from jaxunet.training.gradients import GradientFn
 from xla_ffi.weight_gradients.grouping import CONVOLUTION, LINEAR, TARGET, grouped
 
 pytestmark = pytest.mark.extension
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope='module')
@@ -40,6 +50,11 @@ def calls(lowered: jax.stages.Lowered) -> dict[str, int]:
     return {name: found[name] for name in (TARGET, CONVOLUTION, LINEAR) if found[name]}
 
 
+def unchanged(function: GradientFn, devices: int) -> GradientFn:
+    del devices
+    return function
+
+
 @contextlib.contextmanager
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Groups gradients as on Hopper, in a step for the handlers of this machine."""
@@ -55,7 +70,7 @@ def test_a_step_calls_one_handler_and_trains_alike(
     """With several micro-batches, the call is inside their loop."""
     changed = config(optimizer={'accumulate_steps': count})
     losses, states = [], []
-    for transform in (lambda function: function, grouped):
+    for transform in (unchanged, lambda function, _: grouped(function)):
         with monkeypatch.context() as patch:
             patch.setattr(step, 'transform_gradients', lambda *_, t=transform: t)
             bench = Bench(changed, source, shared=False)
@@ -63,26 +78,71 @@ def test_a_step_calls_one_handler_and_trains_alike(
             own_sums = 'samples = true' in bench.lowered.as_text()
         losses.append(bench.losses())
         states.append(jax.tree.map(np.asarray, bench.state.params))
-        if transform is grouped:
-            assert found == {TARGET: 1}
-            assert not own_sums
-        else:
+        if transform is unchanged:
             assert own_sums
             assert found[CONVOLUTION] > 10
             assert found[LINEAR] >= 4
             assert TARGET not in found
+        else:
+            assert found == {TARGET: 1}
+            assert not own_sums
     assert losses[0] == losses[1]
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_only_one_device_merges_calls(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several sum the first gradients while they compute others."""
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_several_devices_sum_most_gradients_before_the_last_call(
+    mode: str, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They compute the same bits as with a call for each gradient."""
+    changed = config(parallel={'devices': 2, 'mode': mode})
+    alone = Bench(changed, source, shared=False)
     with on_hopper(monkeypatch):
-        one = calls(Bench(config(), source, shared=False).lowered)
-        two = calls(Bench(config(parallel={'devices': 2}), source, shared=False).lowered)
-    assert one == {TARGET: 1}
-    assert two[CONVOLUTION] > 10
-    assert TARGET not in two
+        merged = Bench(changed, source, shared=False)
+        program = merged.lowered.as_text()
+    assert TARGET not in calls(alone.lowered)
+    assert calls(merged.lowered) == {TARGET: 2}
+    order = re.findall(r'stablehlo.(all_reduce|optimization_barrier)', program)
+    assert order == ['all_reduce', 'optimization_barrier', 'all_reduce', 'all_reduce']  # the loss
+    assert alone.losses() == merged.losses()
+    states = [jax.tree.map(np.asarray, bench.state.params) for bench in (alone, merged)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.parametrize('name', ['elephants64', 'cifar10'])
+def test_the_last_call_computes_no_gradient_that_is_summed_early(name: str) -> None:
+    """Its gradients are packed apart from the others."""
+    values = runpy.run_path(str(ROOT / 'configs' / f'{name}.py'))['get_config']()
+    full = resolve(values).replace(backend='cuda', precision='bfloat16')
+    model = build_unet(full, ops_of('cuda'))
+    params = jax.eval_shape(lambda: init_params(model, full, jax.random.key(0)))
+    images = jnp.zeros((2, *full.image_shape))
+
+    def loss(params: Params) -> jax.Array:
+        return jnp.sum(model.predict(params, images, jnp.zeros(2, jnp.int32)))
+
+    jaxpr = jax.make_jaxpr(grouped(jax.grad(loss), tail=LATE_SHARE))(params).jaxpr
+    last = [e for e in jaxpr.eqns if e.params.get('target_name') == TARGET][1:]
+    assert len(last) == 1
+    late = set(last[0].outvars)
+    for equation in jaxpr.eqns:
+        if not late.isdisjoint(v for v in equation.invars if isinstance(v, jax.extend.core.Var)):
+            late.update(equation.outvars)
+    told = computed_last(params)
+    found = [var in late for var in jaxpr.outvars]
+    assert sum(found) > 5
+    assert not [late for late, known in zip(found, told, strict=True) if late and not known]
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    assert sum(s for s, late in zip(sizes, found, strict=True) if late) < LATE_SHARE * sum(sizes)
+
+
+def test_several_devices_merge_micro_batches_in_one_call(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradients are summed after the last micro-batch."""
+    changed = config(parallel={'devices': 2}, optimizer={'accumulate_steps': 2})
+    with on_hopper(monkeypatch):
+        assert calls(Bench(changed, source, shared=False).lowered) == {TARGET: 1}
 
 
 def test_only_hopper_merges_calls() -> None:
@@ -105,3 +165,4 @@ def test_other_backends_change_nothing(backend: str) -> None:
 def test_a_backend_need_not_transform_gradients() -> None:
     fields = {field.name: field for field in dataclasses.fields(plugins.Backend)}
     assert fields['transform_gradients'].default(abs) is abs
+    assert fields['transform_gradients'].default(abs, 2) is abs

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxunet.ops.adamw.packed import LATE_SHARE
 from jaxunet.ops.transformations import vary, varying_axes
 from jaxunet.runtime import device
 from xla_ffi.conv3x3 import parameter_gradients
@@ -109,15 +110,21 @@ class Norm(NamedTuple):
         return self.equation.outvars[1:3]
 
 
-def grouped_if_faster(function: Run) -> Run:
-    """Returns `grouped(function)` where one call is faster: on Hopper, with the fastest kernels.
+def grouped_if_faster(function: Run, devices: int = 1) -> Run:
+    """Returns `grouped(function)` where it is faster: on Hopper, with the fastest kernels.
 
     The portable kernels compute the members of a call one after the other.
+
+    Args:
+      devices: if there are several, they sum the gradients, so the call is cut in two: all but the
+        last gradients can then be summed beside the end of the backward pass.
     """
-    return grouped(function) if device.family() is device.Target.HOPPER else function
+    if device.family() is not device.Target.HOPPER:
+        return function
+    return grouped(function, tail=LATE_SHARE if devices > 1 else 0.0)
 
 
-def grouped(function: Run) -> Run:
+def grouped(function: Run, *, tail: float = 0.0) -> Run:
     """Returns a function with the same results that computes its small weight gradients together.
 
     It merges the calls of `CONVOLUTION` and `LINEAR` whose images have 16 bits and whose product
@@ -131,21 +138,22 @@ def grouped(function: Run) -> Run:
     Args:
       function: takes positional arguments, trees of arrays, and returns a tree of arrays; it is
         traced.
+      tail: the largest share of the weights that a second call may have (`_cut`); 0 = one call.
     """
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = _evaluate(closed, jax.tree.leaves(arguments))
+        results = _evaluate(closed, jax.tree.leaves(arguments), tail)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run  # type: ignore[return-value]
 
 
-def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
-    """Runs a traced function, with the members of each group in one call."""
+def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Array], tail: float) -> list[Array]:
+    """Runs a traced function, with the members of each group in one call, or two (`_cut`)."""
     jaxpr = closed.jaxpr
-    groups = _groups(jaxpr.eqns)
+    groups = [part for group in _groups(jaxpr.eqns) for part in _cut(group, tail)]
     members = [member.equation for group in groups for member in group]
     wanted = _variables(jaxpr.outvars)
     norms = _norms(jaxpr.eqns, members, wanted) if groups else []
@@ -158,9 +166,8 @@ def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
     source = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     operands = _read(members) | {norm.sums for norm in norms}
     _run(before, values, wanted | operands | _read(after), source)
-    for group in groups:
-        _call(group, norms, values)
-        norms = []
+    for group, own in zip(groups, _shared(norms, groups, jaxpr.eqns), strict=True):
+        _call(group, own, values)
     _run(after, values, wanted, source)
     return [_value(atom, values) for atom in jaxpr.outvars]
 
@@ -177,6 +184,36 @@ def _groups(equations: Sequence[JaxprEqn]) -> list[list[Member]]:
             found.setdefault((member.dy.dtype, member.kernels), []).append(member)
             dependent.update(equation.outvars)
     return [group for group in found.values() if len(group) > 1]
+
+
+def _cut(group: list[Member], tail: float) -> list[list[Member]]:
+    """Cuts a group in two where the images change in size, or returns it whole.
+
+    The second part is the largest that has at most the share `tail` of the weights. In a network
+    with levels, it belongs to its first levels, which have the most pixels and the fewest weights.
+    """
+    weights = [member.weights for member in group]
+    for i in range(1, len(group)):
+        resized = group[i].dy.shape[1:3] != group[i - 1].dy.shape[1:3]
+        if resized and sum(weights[i:]) <= tail * sum(weights):
+            return [group[:i], group[i:]]
+    return [group]
+
+
+def _shared(
+    norms: Sequence[Norm], groups: Sequence[Sequence[Member]], equations: Sequence[JaxprEqn]
+) -> list[list[Norm]]:
+    """Returns the norms of each group: of the first that has a member after the norm's equation.
+
+    Norms after all members go to the last group.
+    """
+    place = {id(equation): i for i, equation in enumerate(equations)}
+    shared: list[list[Norm]] = [[] for _ in groups]
+    for norm in norms:
+        ends = [place[id(group[-1].equation)] for group in groups]
+        after = [i for i, end in enumerate(ends) if end > place[id(norm.equation)]]
+        shared[after[0] if after else -1].append(norm)
+    return shared
 
 
 def _member(equation: JaxprEqn) -> Member | None:

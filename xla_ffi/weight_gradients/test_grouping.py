@@ -189,8 +189,28 @@ def test_a_merged_call_adds_the_sums_of_norms() -> None:
         assert samples(gradient, *one) == [True, False]
     assert samples(several, *given) == [True, False] * 3
     assert samples(grouped(several), *given) == [False] * 6
-    assert [a['norms'] for a in attributes(grouped(several), *given)] == [3, 0]
+    # The norm of the float32 gradient is between the calls of the others.
+    assert [a['norms'] for a in attributes(grouped(several), *given)] == [1, 2]
     assert samples(grouped(gradient), *given[1]) == [True, False]  # nothing is merged
+
+
+@pytest.mark.parametrize(('tail', 'members'), [(0.0, [10]), (0.49, [10]), (0.5, [5, 5])])
+def test_a_call_is_cut_where_images_change_in_size(tail: float, members: list[int]) -> None:
+    """The second part has at most the share `tail` of the weights."""
+
+    def levels(w: Weights, x: jax.Array) -> tuple[Weights, Weights]:
+        return gradient(w, x), gradient(w, x[:, 1:])
+
+    given = weights(), images()
+    cut = grouped(levels, tail=tail)
+    found = attributes(cut, *given)
+    assert [a['members'] for a in found] == members
+    assert [a['norms'] for a in found] == [count // 5 for count in members]
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(cut)(*given), jax.jit(levels)(*given))
+
+
+def test_images_of_one_size_are_not_cut() -> None:
+    assert calls(grouped(gradient, tail=1.0), weights(), images()) == {TARGET: 1}
 
 
 def norm_gradient(
