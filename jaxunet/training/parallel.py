@@ -58,6 +58,11 @@ OVERLAP: Options = {
     # Bytes up to which gradients are combined. Larger transfers use the links better, but the last
     # one can only start when all of its gradients are computed.
     'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
+    # The kinds of operations that become part of a CUDA graph: XLA's default, and COLLECTIVES.
+    # Without these, a step is one graph for each part between two all-reduces.
+    'xla_gpu_enable_command_buffer': (
+        'FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES'
+    ),
 }
 # Kernels of a CUDA graph that do not depend on each other, such as those of a layer's two
 # gradients, run at once. XLA can then share less memory between their results.
