@@ -26,7 +26,8 @@ from jaxunet.ops.backends import ops_of, transform_gradients
 from jaxunet.runtime import device, plugins
 from jaxunet.training import step
 from jaxunet.training.gradients import GradientFn
-from xla_ffi.weight_gradients.grouping import CONVOLUTION, LINEAR, TARGET, grouped
+from xla_ffi.weight_gradients.grouping import TARGET, grouped
+from xla_ffi.weight_gradients.members import CONVOLUTION, LINEAR
 
 pytestmark = pytest.mark.extension
 

@@ -162,10 +162,9 @@ def _fuses_activation(parts: Parts, features: int) -> bool:
 def _keeps_activation() -> bool:
     """Returns True if an activation in memory is kept between forward and backward.
 
-    This saves the norm's gradient kernel from writing it again. On one Hopper GPU it costs little
-    memory: all weight gradients are computed at the end (`xla_ffi/weight_gradients`), so the
-    activations of all layers are then in memory anyway. On several Hopper GPUs, it costs the memory
-    of these activations. Portable kernels recompute it.
+    This saves the norm's gradient kernel from writing it again. On Hopper it costs little memory:
+    most weight gradients are computed together (`xla_ffi/weight_gradients`), so the activations of
+    their layers are then in memory anyway. Portable kernels recompute it.
     """
     return not device.portable()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,104 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from support import kernel_names
+from support.merging import (
+    BATCH,
+    CHANNELS,
+    SINGLE,
+    Weights,
+    assert_equal,
+    attributes,
+    calls,
+    gradient,
+    images,
+    network,
+    samples,
+    weights,
+)
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.dropout import Dropout
-from jaxunet.ops.transformations import vary, varying_axes
 from xla_ffi.conv3x3.parameter_gradients import PARTIAL_SUMS
 from xla_ffi.conv3x3.split_k import MULTIPROCESSORS
-from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3
-from xla_ffi.group_norm.vjp import group_norm, group_norm_and_input
-from xla_ffi.linear.vjp import linear
-from xla_ffi.weight_gradients import grouping
-from xla_ffi.weight_gradients.grouping import CONVOLUTION, LINEAR, NORMS, TARGET, grouped
+from xla_ffi.conv3x3.vjp import conv3x3
+from xla_ffi.group_norm.vjp import group_norm
+from xla_ffi.weight_gradients import members as chosen
+from xla_ffi.weight_gradients.grouping import TARGET, grouped
+from xla_ffi.weight_gradients.members import CONVOLUTION
 
 pytestmark = pytest.mark.extension
-
-CHANNELS, BATCH = 8, 3
-Weights = dict[str, jax.Array]
-
-
-def weights(dtype: str = 'bfloat16') -> Weights:
-    """Returns the weights of `network`: of three convolutions and two linear layers."""
-    c = CHANNELS
-    shapes = {
-        'first': (3, 3, 4, c),
-        'joined': (3, 3, 2 * c, c),
-        'shortcut': (2 * c, c),
-        'last': (3, 3, 2 * c, c),
-        'linear': (c, c),
-        'linear_2': (c, 3),
-    }
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    found = {
-        name: (0.2 * jax.random.normal(key, shape)).astype(dtype)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-    rows = {'row': c, 'norm': c, 'scale': 2 * c}
-    return found | {name: jnp.ones((1, size)) for name, size in rows.items()}
-
-
-def images(dtype: str = 'bfloat16', batch: int = BATCH) -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (batch, 5, 6, 4)).astype(dtype)
-
-
-def network(w: Weights, x: jax.Array) -> jax.Array:
-    """Returns a loss: inputs of two parts, a shortcut, norms, shifts per sample, linear layers."""
-    w = vary(w, varying_axes(x))
-    rows = w['row'] * jnp.arange(1.0, 1.0 + x.shape[0])[:, None]
-    with jax.named_scope('first'):
-        h = conv3x3(Activation.of(x), w['first'], rows)
-    both = Activation((*h.parts, jnp.sin(h.value)))
-    with jax.named_scope('joined'):
-        y = norm_silu_conv3x3(
-            both,
-            *(w['scale'], w['scale'], w['joined'], w['row']),
-            residual=both,
-            shortcut=w['shortcut'],
-            groups=2,
-        )
-    with jax.named_scope('linear'):
-        normed, (passed,) = group_norm_and_input(y, w['norm'], w['norm'], groups=2)
-        y = Activation.of(linear(normed, w['linear'], w['row'], residual=passed.value))
-    y = conv3x3(Activation((*y.parts, *h.parts)), w['last'], w['row'], residual=y)
-    out = linear(y.value, w['linear_2'], w['row'][:, :3])
-    return jnp.sum(jnp.sin(out.astype(jnp.float32)))
-
-
-gradient = jax.grad(network)
-SINGLE = {CONVOLUTION: 3, LINEAR: 2}  # the calls of `gradient`
-
-
-def calls(function: Callable[..., Any], *arguments: Any) -> dict[str, int]:
-    """Returns how often the lowered function calls the handlers of weight gradients."""
-    found = kernel_names.count(jax.jit(function).lower(*arguments))
-    return {name: found[name] for name in (TARGET, CONVOLUTION, LINEAR) if found[name]}
-
-
-def assert_equal(function: Callable[..., Any], *arguments: Any) -> None:
-    """Checks that a function and its merged form return the same bits."""
-    wanted, found = (jax.jit(f)(*arguments) for f in (function, grouped(function)))
-    assert jax.tree.structure(wanted) == jax.tree.structure(found)
-    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
-        np.testing.assert_array_equal(a, b)
-        assert jnp.any(b != 0)
-
-
-def attributes(
-    function: Callable[..., Any], *arguments: Any, targets: Sequence[str] = (TARGET,)
-) -> list[dict[str, Any]]:
-    """Returns the attributes of the calls of some handlers, of the merged calls by default."""
-    equations = jax.make_jaxpr(function)(*arguments).jaxpr.eqns
-    found = [e for e in equations if e.params.get('target_name') in targets]
-    return [dict(e.params['attributes']) for e in found]
-
-
-def samples(function: Callable[..., Any], *arguments: Any) -> list[bool]:
-    """Returns which norms' gradients are added by their own calls, in the order of the calls."""
-    return [found['samples'] for found in attributes(function, *arguments, targets=NORMS)]
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
@@ -148,18 +76,6 @@ def test_the_call_keeps_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert_equal(portable, weights(), images())
 
 
-def test_large_products_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    pixels = BATCH * 5 * 6
-    joined = 2 * pixels * (9 * 2 + 2) * CHANNELS * CHANNELS  # the largest
-    monkeypatch.setattr(grouping, 'MOST_FLOPS', joined)
-    assert calls(grouped(gradient), weights(), images()) == {TARGET: 1}
-    monkeypatch.setattr(grouping, 'MOST_FLOPS', joined - 1)
-    assert calls(grouped(gradient), weights(), images()) == {TARGET: 1, CONVOLUTION: 1}
-    assert_equal(gradient, weights(), images())
-    monkeypatch.setattr(grouping, 'MOST_FLOPS', 2 * pixels * CHANNELS * 3)
-    assert calls(grouped(gradient), weights(), images()) == SINGLE  # a single call is left
-
-
 def test_float32_stays_alone_and_types_do_not_mix() -> None:
     assert calls(grouped(gradient), weights('float32'), images('float32')) == SINGLE
 
@@ -192,25 +108,6 @@ def test_a_merged_call_adds_the_sums_of_norms() -> None:
     # The norm of the float32 gradient is between the calls of the others.
     assert [a['norms'] for a in attributes(grouped(several), *given)] == [1, 2]
     assert samples(grouped(gradient), *given[1]) == [True, False]  # nothing is merged
-
-
-@pytest.mark.parametrize(('tail', 'members'), [(0.0, [10]), (0.49, [10]), (0.5, [5, 5])])
-def test_a_call_is_cut_where_images_change_in_size(tail: float, members: list[int]) -> None:
-    """The second part has at most the share `tail` of the weights."""
-
-    def levels(w: Weights, x: jax.Array) -> tuple[Weights, Weights]:
-        return gradient(w, x), gradient(w, x[:, 1:])
-
-    given = weights(), images()
-    cut = grouped(levels, tail=tail)
-    found = attributes(cut, *given)
-    assert [a['members'] for a in found] == members
-    assert [a['norms'] for a in found] == [count // 5 for count in members]
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(cut)(*given), jax.jit(levels)(*given))
-
-
-def test_images_of_one_size_are_not_cut() -> None:
-    assert calls(grouped(gradient, tail=1.0), weights(), images()) == {TARGET: 1}
 
 
 def norm_gradient(
@@ -316,9 +213,12 @@ def test_loops_and_functions_inside() -> None:
 
 
 @pytest.mark.parametrize('check_vma', [True, False])
-@pytest.mark.parametrize('devices', [1, 2])
-def test_inside_of_shard_map(devices: int, check_vma: bool) -> None:
-    """Weights are the same on every device, and the images vary."""
+@pytest.mark.parametrize(('devices', 'count'), [(1, 1), (2, 1), (2, 2)])
+def test_inside_of_shard_map(
+    devices: int, count: int, check_vma: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are the same on every device, and the images vary. Also with two merged calls."""
+    monkeypatch.setattr(chosen, 'MOST_WAITING', 0)
     mesh = jax.sharding.Mesh(jax.devices()[:devices], 'd')
     each, one = PartitionSpec('d'), PartitionSpec()
 
@@ -334,9 +234,13 @@ def test_inside_of_shard_map(devices: int, check_vma: bool) -> None:
             shard, mesh=mesh, in_specs=(one, each), out_specs=one, check_vma=check_vma
         )
 
+    def levels(w: Weights, x: jax.Array) -> Weights:
+        found = [gradient(w, x[:, start:]) for start in range(count)]
+        return jax.tree.map(lambda *g: sum(g), *found)
+
     given = weights(), images(batch=2 * BATCH)
-    assert calls(of(grouped(gradient)), *given) == {TARGET: 1}
-    wanted, found = (jax.jit(of(f))(*given) for f in (gradient, grouped(gradient)))
+    assert calls(of(grouped(levels)), *given) == {TARGET: count}
+    wanted, found = (jax.jit(of(f))(*given) for f in (levels, grouped(levels)))
     jax.tree.map(np.testing.assert_array_equal, wanted, found)
 
 
