@@ -70,11 +70,6 @@ class StepParts:
     loss: LossFn | None = None
 
     @property
-    def merges(self) -> bool:
-        """True if the backend changes the gradient function, to merge calls."""
-        return self.transform(loss_fn, 1) is not loss_fn
-
-    @property
     def uniform(self) -> bool:
         """True if timesteps are drawn and weighted uniformly, so nothing learns from the losses."""
         methods = self.config.loss.weighting, self.config.timesteps.sampler
@@ -96,11 +91,14 @@ class Gradients(NamedTuple):
       grads: the gradients, times the loss scale.
       loss: the mean loss that is minimised.
       samples: the losses by sample; None if nothing learns from them.
+      at_once: most gradients become known at the same time, because calls are merged, or after a
+        loop of micro-batches.
     """
 
     grads: Params
     loss: Scalar
     samples: SampleLosses | None
+    at_once: bool
 
 
 def loss_fn(
@@ -165,11 +163,15 @@ def gradients(
     )
     # The gradients of several micro-batches are summed over the devices after the last one.
     accumulates = parts.config.optimizer.accumulate_steps > 1
-    differentiate = parts.transform(differentiate, 1 if accumulates else devices)
+    alone = differentiate
+    differentiate = parts.transform(alone, 1 if accumulates else devices)
+    # Calls of float32 layers, and those inside `jax.checkpoint`, are not merged.
+    narrow = jnp.dtype(parts.config.precision).itemsize == 2 and not parts.config.model.remat
+    at_once = narrow and differentiate is not alone
 
     def one(keys: Keys, batch: Batch) -> Gradients:
         grads, (loss, samples) = differentiate(params, state, keys, batch, scale)
-        return Gradients(grads, loss, samples)
+        return Gradients(grads, loss, samples, at_once)
 
     if accumulates:
         return accumulate(parts.config.optimizer.accumulate_steps, one, state.params, keys, batch)
@@ -203,16 +205,16 @@ def accumulate(
     with jax.named_scope('backward'):
         grads, loss = jax.tree.map(lambda x: x / count, total)
     samples = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1), samples)
-    return Gradients(grads, loss, samples)
+    return Gradients(grads, loss, samples, at_once=True)
 
 
-def summed(parts: StepParts, grads: Params) -> Params | Packed:
+def summed(parts: StepParts, grads: Params, *, at_once: bool) -> Params | Packed:
     """Returns the sum of gradients over the devices; if there are several, in float32.
 
     Several devices pack the gradients by `parts.join`. Each gradient is cast, or each array packed,
-    on its own, so that the first can be summed while others are still computed. If the backend
-    merges calls, most gradients are ready at once, so they are packed in one array, and summed
-    while those at the network's input are computed.
+    on its own, so that the first can be summed while others are still computed. Gradients that are
+    known `at_once` are packed in one array, and summed while those at the network's input are
+    computed.
     """
     assert parts.axis_name is not None
     single = jax.lax.axis_size(parts.axis_name) == 1
@@ -221,10 +223,10 @@ def summed(parts: StepParts, grads: Params) -> Params | Packed:
         with jax.named_scope('all_reduce'):
             return jax.lax.psum(grads, parts.axis_name)
     with jax.named_scope('backward'):
-        full = None if parts.merges else FULL
+        full = None if at_once else FULL
         packed = pack(grads, computed_last(grads), parts.join, full)
     with jax.named_scope('all_reduce'):
-        if not parts.merges:
+        if not at_once:
             return jax.lax.psum(packed, parts.axis_name)
         return _summed_in_order(packed, parts.axis_name)
 

@@ -134,9 +134,9 @@ def train_step(
         if parts.config.data.noise_assignment == 'batch':
             noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
             keys = keys._replace(noise=noise)
-    grads, minimised, samples = gradients(parts, state, weights, keys, batch)
+    grads, minimised, samples, at_once = gradients(parts, state, weights, keys, batch)
     if parts.axis_name is not None:
-        grads = summed(parts, grads)
+        grads = summed(parts, grads, at_once=at_once)
         with jax.named_scope('all_reduce'):
             minimised = jax.lax.pmean(minimised, parts.axis_name)
             samples = jax.tree.map(

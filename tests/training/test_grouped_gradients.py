@@ -24,7 +24,7 @@ from jaxunet.model.unet import Params, build_unet, computed_last, init_params
 from jaxunet.ops.adamw.packed import LATE_SHARE
 from jaxunet.ops.backends import ops_of, transform_gradients
 from jaxunet.runtime import device, plugins
-from jaxunet.training import step
+from jaxunet.training import gradients, step
 from jaxunet.training.gradients import GradientFn
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
 from xla_ffi.weight_gradients.members import CONVOLUTION, LINEAR
@@ -108,6 +108,25 @@ def test_several_devices_sum_most_gradients_before_the_last_call(
     assert alone.losses() == merged.losses()
     states = [jax.tree.map(np.asarray, bench.state.params) for bench in (alone, merged)]
     jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'at_once'),
+    [
+        ({}, True),
+        ({'precision': 'float32'}, False),
+        ({'model': {'channel_mult': (1, 2), 'remat': True}}, False),
+        ({'optimizer': {'accumulate_steps': 2}, 'precision': 'float32'}, True),
+    ],
+)
+def test_gradients_that_become_known_one_by_one_fill_several_arrays(
+    changes: dict[str, object], at_once: bool, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, 'FULL', 1000)
+    with on_hopper(monkeypatch):
+        lowered = Bench(config(parallel={'devices': 2}, **changes), source, shared=False).lowered
+    sums = lowered.as_text().count('stablehlo.all_reduce')
+    assert sums == 3 if at_once else sums > 5
 
 
 @pytest.mark.parametrize('name', ['elephants64', 'cifar10'])

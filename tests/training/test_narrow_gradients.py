@@ -80,7 +80,7 @@ def test_gradients_of_several_devices_are_summed_packed(narrow_benches):
     """Each array takes one all-reduce, and the update reads it as it is."""
     program = narrow_benches('devices').lowered.as_text()
     reductions = [line for line in program.splitlines() if 'stablehlo.all_reduce' in line]
-    assert len(reductions) == 3  # the time embedding's, all others, and the loss
+    assert len(reductions) == 3  # those that come last, all others, and the loss
     (update,) = (line for line in program.splitlines() if '@jaxunet_adamw(' in line)
     assert 'packed = 2 : i64' in update
     assert 'packed = 0 : i64' in narrow_benches('one').lowered.as_text()
