@@ -58,12 +58,15 @@ OVERLAP: Options = {
     # Bytes up to which gradients are combined. Larger transfers use the links better, but the last
     # one can only start when all of its gradients are computed.
     'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
-    # The kinds of operations that become part of a CUDA graph: XLA's default, and COLLECTIVES.
-    # Without these, a step is one graph for each part between two all-reduces.
-    'xla_gpu_enable_command_buffer': (
-        'FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES'
-    ),
 }
+# For several GPUs of one process: the kinds of operations that become part of a CUDA graph, which
+# are the default of XLA in this version of JAX, and COLLECTIVES. Without these, a step has a graph
+# for each part between two all-reduces. Runs of several processes keep the default, because nobody
+# has tried them with this.
+_GRAPHED = 'FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES'
+if jax.__version_info__ >= (0, 12):
+    _GRAPHED += ',COLLECTIVES_KERNEL'
+WHOLE_GRAPH: Options = {'xla_gpu_enable_command_buffer': _GRAPHED}
 # Kernels of a CUDA graph that do not depend on each other, such as those of a layer's two
 # gradients, run at once. XLA can then share less memory between their results.
 CONCURRENT: Options = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
@@ -289,12 +292,12 @@ class Parallel:
 
     @property
     def compiler_options(self) -> Options:
-        """`OVERLAP` on several GPUs, and `CONCURRENT` where kernels overlap well."""
+        """`OVERLAP` and `WHOLE_GRAPH` on several GPUs, `CONCURRENT` where kernels overlap well."""
         if self.devices[0].platform != 'gpu':
             return {}
         options: Options = {}
         if len(self.devices) > 1:
-            options |= OVERLAP
+            options |= OVERLAP | (WHOLE_GRAPH if jax.process_count() == 1 else {})
         if overlaps(self.config, len(self.devices)):
             options |= CONCURRENT
         flags = os.environ.get('XLA_FLAGS', '')

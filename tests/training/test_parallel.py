@@ -11,7 +11,7 @@ from jaxunet.checkpoint.state import fresh_state, make_optimizer
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
-from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
+from jaxunet.training.parallel import CONCURRENT, OVERLAP, WHOLE_GRAPH, Parallel
 from jaxunet.training.step import make_train_step
 
 
@@ -39,11 +39,14 @@ def test_each_gradient_is_reduced_on_its_own(mode):
 
 def test_xla_knows_the_options_of_overlap():
     """Options for GPUs are parsed, and refused if unknown, on any device."""
-    for name, value in (OVERLAP | CONCURRENT).items():
+    for name, value in (OVERLAP | WHOLE_GRAPH | CONCURRENT).items():
         assert int(jax.jit(lambda x: x + 1, compiler_options={name: value})(1)) == 2
     with pytest.raises(Exception, match='No such compile option'):
         jax.jit(lambda x: x + 1, compiler_options={'xla_gpu_overlap': True})(1)
     assert not Parallel(tiny_config(backend='cuda')).compiler_options  # on a CPU
+
+
+SEVERAL = OVERLAP | WHOLE_GRAPH
 
 
 @pytest.mark.parametrize(
@@ -54,11 +57,11 @@ def test_xla_knows_the_options_of_overlap():
         ('cuda', 8, {'concurrent_kernels': False}, {}),
         ('cuda', 2**15, {}, {}),
         ('xla', 8, {}, {}),
-        ('cuda', 8, {'devices': 2}, OVERLAP | CONCURRENT),
-        ('cuda', 2**14, {'devices': 2}, OVERLAP | CONCURRENT),
-        ('cuda', 2**15, {'devices': 2}, OVERLAP),
-        ('cuda', 8, {'devices': 2, 'concurrent_kernels': False}, OVERLAP),
-        ('xla', 8, {'devices': 2}, OVERLAP),
+        ('cuda', 8, {'devices': 2}, SEVERAL | CONCURRENT),
+        ('cuda', 2**14, {'devices': 2}, SEVERAL | CONCURRENT),
+        ('cuda', 2**15, {'devices': 2}, SEVERAL),
+        ('cuda', 8, {'devices': 2, 'concurrent_kernels': False}, SEVERAL),
+        ('xla', 8, {'devices': 2}, SEVERAL),
     ],
 )
 def test_kernels_overlap_where_it_helps(monkeypatch, backend, batch, parallel, found):
@@ -69,3 +72,11 @@ def test_kernels_overlap_where_it_helps(monkeypatch, backend, batch, parallel, f
     assert step.compiler_options == found
     monkeypatch.setenv('XLA_FLAGS', ' '.join(f'--{name}=x' for name in found))
     assert step.compiler_options == {}
+
+
+def test_several_processes_keep_the_default_graphs(monkeypatch):
+    step = Parallel(tiny_config(backend='cuda', parallel={'devices': 2}))
+    step.devices = [types.SimpleNamespace(platform='gpu')] * 2
+    monkeypatch.delenv('XLA_FLAGS')
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    assert step.compiler_options == OVERLAP | CONCURRENT
