@@ -1,4 +1,4 @@
-"""jaxunet's side of a comparison: its network and its training step, on one device."""
+"""jaxunet's side of a comparison: its network and its training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times whole training steps of several checkouts, backends or sets of kernels, in turns.
+"""Times training steps of several checkouts, backends, sets of kernels or devices, in turns.
 
 A drift of the machine's speed then affects all equally.
 

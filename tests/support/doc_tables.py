@@ -422,6 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'devices_batch': study('devices_batch'),
     'devices_batch_h100': study('devices_batch_h100'),
     'devices_batch_h200': study('devices_batch_h200'),
+    'devices_batch_merged': study('devices_batch_merged'),
     'devices_batch_concurrent': study('devices_batch_concurrent'),
     'amp': study('amp'),
     'loader_workers': study('loader_workers'),
