@@ -69,7 +69,8 @@ def everything(x, kernel, row):
         Rule(0.9, 0.99, 1e-8, 0.0), leaves, leaves, leaves, leaves, (),
         take=one > 0, factor=one, learning_rate=one, corrections=(one, one), follow=(),
     )  # fmt: skip
-    return new, fused.sum_of_squares(leaves), fused.narrow(leaves, jnp.bfloat16)
+    sums, packed = fused.sum_of_squares(leaves), fused.pack(leaves)
+    return new, sums, packed, fused.narrow(leaves, jnp.bfloat16)
 
 
 def calls_of_everything() -> list[tuple[str, str]]:
