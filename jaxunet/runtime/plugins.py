@@ -25,7 +25,8 @@ def _nothing() -> None:
     return None
 
 
-def _unchanged(function: Transformed, devices: int = 1) -> Transformed:
+def unchanged(function: Transformed, devices: int = 1) -> Transformed:
+    """Returns a gradient function as it is."""
     del devices
     return function
 
@@ -50,7 +51,8 @@ class Backend:
         and results, for example one that merges small kernels. The function's positional arguments
         are trees of arrays. A training step uses it if the backend computes the convolutions. It is
         called whenever such a step is traced. If it returns another function, a step in 16 bits on
-        several devices expects most gradients at the same time, and sums them together.
+        several devices, without `model.remat`, expects most gradients at the same time, and sums
+        them together.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Backend:
     ops: Mapping[str, Any]
     unavailable: Callable[[], str | None]
     incomplete: Callable[[], str | None] = _nothing
-    transform_gradients: Callable[..., Callable[..., Any]] = _unchanged
+    transform_gradients: Callable[..., Callable[..., Any]] = unchanged
 
 
 @functools.cache

@@ -25,7 +25,6 @@ from jaxunet.ops.adamw.packed import LATE_SHARE
 from jaxunet.ops.backends import ops_of, transform_gradients
 from jaxunet.runtime import device, plugins
 from jaxunet.training import gradients, step
-from jaxunet.training.gradients import GradientFn
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
 from xla_ffi.weight_gradients.members import CONVOLUTION, LINEAR
 
@@ -51,11 +50,6 @@ def calls(lowered: jax.stages.Lowered) -> dict[str, int]:
     return {name: found[name] for name in (TARGET, CONVOLUTION, LINEAR) if found[name]}
 
 
-def unchanged(function: GradientFn, devices: int) -> GradientFn:
-    del devices
-    return function
-
-
 @contextlib.contextmanager
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Groups gradients as on Hopper, in a step for the handlers of this machine."""
@@ -71,7 +65,7 @@ def test_a_step_calls_one_handler_and_trains_alike(
     """With several micro-batches, the call is inside their loop."""
     changed = config(optimizer={'accumulate_steps': count})
     losses, states = [], []
-    for transform in (unchanged, lambda function, _: grouped(function)):
+    for transform in (plugins.unchanged, lambda function, _: grouped(function)):
         with monkeypatch.context() as patch:
             patch.setattr(step, 'transform_gradients', lambda *_, t=transform: t)
             bench = Bench(changed, source, shared=False)
@@ -79,7 +73,7 @@ def test_a_step_calls_one_handler_and_trains_alike(
             own_sums = 'samples = true' in bench.lowered.as_text()
         losses.append(bench.losses())
         states.append(jax.tree.map(np.asarray, bench.state.params))
-        if transform is unchanged:
+        if transform is plugins.unchanged:
             assert own_sums
             assert found[CONVOLUTION] > 10
             assert found[LINEAR] >= 4
