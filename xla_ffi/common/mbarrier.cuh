@@ -45,7 +45,7 @@ struct Barrier {
   }
 };
 
-// Makes initialized barriers visible to the other threads and to TMA. A __syncthreads() must
+// Makes initialized barriers visible to the other threads and to TMA. A barrier of all threads must
 // follow.
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -59,6 +59,11 @@ __device__ inline void fence_async_proxy() {
 // Synchronizes `threads` threads at named barrier `number`, 1 to 15; number 0 is __syncthreads().
 __device__ inline void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Counts this warp's threads at a named barrier, at which `threads` threads arrive or wait in all.
+__device__ inline void named_barrier_arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // Changes the number of registers per thread of this warpgroup (setmaxnreg). All of its warps must

@@ -67,7 +67,8 @@
 // Named barrier 1 + c, the 128 threads of consumer c: (1) before the epilogue writes the output
 // buffer, thread 0 has waited until the last TMA store has read it (with a residual, thread 0 waits
 // before it loads the residual into the buffer, and residual_full signals the others); (2) before
-// the next TMA store, all threads have written.
+// the next TMA store, all threads have written. Named barrier 1 + C + r: role r waits until all
+// threads have initialised the mbarriers.
 //
 // Shared memory, in this order, each beginning at a multiple of 1024 bytes:
 //
@@ -103,19 +104,27 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // With two warpgroups, each thread starts with as many registers as it can use.
   constexpr bool kMovesRegisters = Traits::kWarpgroups > 2;
   // Each role waits in its own code, so that it fetches its first instructions before the wait
-  // ends.
-  const auto wait_for_barriers = [] { named_barrier_sync(0, Traits::kThreads); };
+  // ends, and at a barrier of its own, at which the other roles only arrive: synccheck reports an
+  // error if threads of a block wait for one barrier at different instructions.
+  constexpr int kRoles = Traits::kActivated ? 3 : 2;
+  const auto wait_for_barriers = [](int role) {
+#pragma unroll
+    for (int other = 0; other < kRoles; ++other) {
+      if (other != role) named_barrier_arrive(1 + Traits::kConsumers + other, Traits::kThreads);
+    }
+    named_barrier_sync(1 + Traits::kConsumers + role, Traits::kThreads);
+  };
   if (warpgroup < Traits::kConsumers) {
     if constexpr (kMovesRegisters) set_registers<Traits::kConsumerRegisters, true>();
-    wait_for_barriers();
+    wait_for_barriers(0);
     consume(block, warpgroup);
   } else if (warpgroup == Traits::kConsumers) {
     if constexpr (kMovesRegisters) set_registers<Traits::kProducerRegisters, false>();
-    wait_for_barriers();
+    wait_for_barriers(1);
     if (threadIdx.x % kWarpgroup == 0) produce(block);
   } else if constexpr (Traits::kActivated) {
     set_registers<Traits::kActivationRegisters, false>();
-    wait_for_barriers();
+    wait_for_barriers(2);
     activate(block, warpgroup - Traits::kConsumers - 1);
   }
 #else
