@@ -27,7 +27,7 @@ from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.outputs import Missing, Outputs, missing_outputs
-from jaxunet.training.parallel import STOP
+from jaxunet.training.parallel import stop_asked
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.replicas import Replicas
 from jaxunet.training.resume import StartingPoint, how_to_go_on, keep_images, starting_point
@@ -347,7 +347,7 @@ class _Loop:
             # Read after the same number of calls in each process, so all stop at the same step.
             with self._save_on_error():
                 self.watch.wait(metrics)  # numpy would crash on those of a step that failed
-            self.stop |= bool(np.any(metrics.get(STOP, 0)))
+            self.stop |= stop_asked(metrics)
             bad = int(np.ravel(metrics['bad_steps']).max())
             self.bar.update(self.session.steps_per_call)
             if bad >= train.max_bad_steps:

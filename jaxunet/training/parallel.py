@@ -113,6 +113,15 @@ def on_fewer_devices(config: Config) -> Config:
     return config.replace(parallel={'devices': count})
 
 
+def stop_asked(metrics: Metrics) -> bool:
+    """Returns True if a process was asked to stop before the call with these metrics (`STOP`).
+
+    The metric is read as a numpy array, because a method of the JAX array, which `np.any` would
+    call, runs on the device, after the steps that are queued there.
+    """
+    return bool(np.asarray(metrics.get(STOP, 0)).any())
+
+
 class Parallel:
     """The devices of a run: places arrays on them and compiles steps for them.
 

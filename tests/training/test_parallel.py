@@ -11,7 +11,14 @@ from jaxunet.checkpoint.state import fresh_state, make_optimizer
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
-from jaxunet.training.parallel import CONCURRENT, OVERLAP, WHOLE_GRAPH, Parallel
+from jaxunet.training.parallel import (
+    CONCURRENT,
+    OVERLAP,
+    STOP,
+    WHOLE_GRAPH,
+    Parallel,
+    stop_asked,
+)
 from jaxunet.training.step import make_train_step
 
 
@@ -72,6 +79,25 @@ def test_kernels_overlap_where_it_helps(monkeypatch, backend, batch, parallel, f
     assert step.compiler_options == found
     monkeypatch.setenv('XLA_FLAGS', ' '.join(f'--{name}=x' for name in found))
     assert step.compiler_options == {}
+
+
+class Metric:
+    """An array on a device: it can be copied to the host, but its methods run on the device."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.values, dtype)
+
+    def any(self, *arguments, **options):
+        raise AssertionError('runs after the steps that are queued on the device')
+
+
+def test_a_stop_is_read_without_a_program_on_the_device():
+    assert stop_asked({STOP: Metric([0, 1])})
+    assert not stop_asked({STOP: Metric([0, 0])})
+    assert not stop_asked({})  # a run of one process
 
 
 def test_several_processes_keep_the_default_graphs(monkeypatch):
