@@ -70,6 +70,21 @@ def check_listens(address: str) -> None:
         raise UserError(NOT_LISTENING.format(address=address)) from None
 
 
+def shares_gpu(error: BaseException) -> bool:
+    """Returns True for an exception of JAX that says that two processes use the same GPU."""
+    return isinstance(error, RuntimeError) and 'Duplicate GPU detected' in str(error)
+
+
+def shared_gpu_error() -> UserError:
+    """Returns an error with a one-line message for an exception of `shares_gpu`."""
+    seen = os.environ.get('CUDA_VISIBLE_DEVICES')
+    return UserError(
+        'two processes of the run use the same GPU: one that is started by hand uses all GPUs that '
+        'it sees; give every process of a host its own, such as CUDA_VISIBLE_DEVICES=0 for the '
+        f'first, found {"none set" if seen is None else seen}'
+    )
+
+
 def addresses(host: str) -> set[str]:
     """Returns the addresses of a host's name; an empty set if the name is unknown."""
     try:

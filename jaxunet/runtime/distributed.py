@@ -23,7 +23,13 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from jaxunet.runtime.by_hand import check_by_hand, check_listens, listens_at
+from jaxunet.runtime.by_hand import (
+    check_by_hand,
+    check_listens,
+    listens_at,
+    shared_gpu_error,
+    shares_gpu,
+)
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED
@@ -100,6 +106,8 @@ def joined(start: Start) -> Iterator[None]:
             error = out_of_memory_error(error, 'this process', 'lower its batch size')
         elif is_no_device(error):
             error = no_device_error(error)
+        elif shares_gpu(error):
+            error = shared_gpu_error()
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)
             end(error.exit_code)

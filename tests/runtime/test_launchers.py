@@ -2,11 +2,12 @@
 
 import sys
 
+import jax
 import pytest
 from support.launchers import open_mpi, slurm
 
 from jaxunet.runtime import by_hand as start_by_hand
-from jaxunet.runtime import launchers
+from jaxunet.runtime import distributed, launchers
 from jaxunet.runtime.by_hand import BIND_VARIABLE, check_by_hand, listens_at
 from jaxunet.runtime.distributed import Start, join
 from jaxunet.runtime.errors import UserError
@@ -176,6 +177,24 @@ def test_a_forgotten_srun_is_logged(cluster, lines, monkeypatch, caplog):
 )
 def test_which_gpus_a_process_takes(method, environ, everything):
     assert all_devices(method, environ) is everything
+
+
+def test_processes_that_share_a_gpu_are_told_so(monkeypatch, capsys):
+    def exit_with(code, **_):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(distributed, 'join', lambda start: True)
+    monkeypatch.setattr(distributed, 'end', exit_with)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
+    with pytest.raises(SystemExit) as ended, distributed.joined(Start()):
+        raise jax.errors.JaxRuntimeError(
+            'INTERNAL: NCCL operation ncclCommInitRankConfig(&comm) failed: invalid usage. Last '
+            "NCCL warning 'Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 80'."
+        )
+    assert ended.value.code == UserError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith('error: two processes of the run use the same GPU')
+    assert line.endswith('CUDA_VISIBLE_DEVICES=0 for the first, found 0,1')
 
 
 def test_tasks_of_node():
