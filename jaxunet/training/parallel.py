@@ -278,8 +278,8 @@ class Parallel:
         Args:
           state: from `replicate` or `replicated_shapes`.
           make_step: returns the step for an axis name; see `make_train_step`.
-          steps: steps per call. If there are several, streamed data and the metrics have an axis
-            of steps in front.
+          steps: steps per call. If there are several, streamed data and the metrics, except
+            `STOP`, have an axis of steps in front.
           cache: look the step up in `compiled_cache.folder()`, and keep it there. Only for a step
             that is made from nothing but the config. Ignored unless `compiled_cache.pays`.
         """
@@ -341,12 +341,12 @@ class Parallel:
                 state, copies = carry
                 rows = self._rows(state, data | batch)
                 state, copies, metrics = step.advance(state, copies, rows)
-                return (state, copies), with_stop(metrics, data)
+                return (state, copies), metrics
 
             batches = {name: data[name] for name in STREAMED if name in data}
             carry = (state, step.copies(state))
             (state, _), metrics = jax.lax.scan(one, carry, batches, length=steps)
-            return state, metrics
+            return state, with_stop(metrics, data)  # one sum for all steps
 
         if self.pmap:
             mapped = jax.pmap(whole, axis_name=AXIS, devices=self.devices, donate_argnums=0)
