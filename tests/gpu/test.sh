@@ -16,6 +16,6 @@ pytest=(python3 -m pytest -m gpu -q -p no:benchmark -p show_failures)
 failed=0
 "${pytest[@]}" -n $((8 * ${#gpus[@]})) -p one_gpu_each "$@" || failed=$?
 if ((${#gpus[@]} > 1 && $# == 0)); then
-  "${pytest[@]}" -n 6 tests/gpu/test_gpu.py -k every_gpu || failed=$?
+  "${pytest[@]}" -n 6 tests/gpu/test_gpu.py tests/gpu/test_processes.py -k every_gpu || failed=$?
 fi
 exit $failed
