@@ -2,6 +2,7 @@
 when one is lost.
 """
 
+import re
 import shutil
 import signal
 import socket
@@ -181,6 +182,21 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all(cache, tmp_path, one
     assert saved == last_step(tmp_path) == int(checkpoint.read(tmp_path).state.step)
     assert saved % 2 == 0
     np.testing.assert_allclose(losses(tmp_path)[0], np.mean(one[:2]), rtol=1e-4)
+
+
+@pytest.mark.long
+def test_no_program_but_the_step_runs_between_calls(tmp_path):
+    """It would run after the step that is queued, and Python would wait for both."""
+
+    def logged(port, rank):
+        extra, variables = by_hand(port, rank)
+        return extra, variables | {'JAX_LOG_COMPILES': '1'}
+
+    processes = start(tmp_path, launcher=logged, python=['-m'])
+    for error in finish(processes):
+        programs = re.findall(r'Finished XLA compilation of jit\((\w+)\)', error)
+        after = programs[programs.index('whole') + 1 :]  # the step
+        assert set(after) <= {'_identity_fn'}, after  # of `wait_for_others`
 
 
 @pytest.mark.long
