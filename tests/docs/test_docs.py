@@ -23,7 +23,8 @@ from jaxunet.config import Config
 from jaxunet.runtime.plugins import BACKEND_GROUP
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), ROOT / 'docs/results/README.md'])
+RESULTS = ('docs/results/README.md', 'docs/results/step/tried.md')
+PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), *map(ROOT.joinpath, RESULTS)])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKED = re.compile(r'(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 README_LINES = 150
