@@ -205,12 +205,11 @@ constexpr int64_t kRereadBytes = 256 * 1024;
 // have a streaming tiling. Without clusters, kRereadBytes decides. With clusters, this kernel is
 // faster if it reads x and dy only once. Of 13 calls that need a cluster, with 32 to 256 samples of
 // 32x32 or 64x64 pixels, it took 0.72 to 0.93 of the time of streaming in 12, and 1.05 in one (32
-// samples of 64x64 pixels, 64 channels, two added tensors), on an H100 in bfloat16. On an H200,
-// this kernel was timed only against the streaming kernels that use no clusters. Those took 0.91 to
-// 0.94 of its time for 64x64 pixels with 192 channels, where each block has a multiprocessor to
-// itself, and 0.93 to 0.98 with 64 channels and two added tensors. To measure again, run
-// tests/gpu/harness/gnback; its baseline streams with clusters if it is a checkout in which this
-// function returns false. Clusters in float32 were not measured.
+// samples of 64x64 pixels, 64 channels, two added tensors), on an H100 in bfloat16. On an H200, it
+// took 0.76 to 0.97 of the time of the streaming kernels that use no clusters at batch 256, and
+// 0.81 to 1.00 at 32 (32d48c0f). To measure again, run tests/gpu/harness/gnback; its baseline
+// streams with clusters if it is a checkout in which this function returns false. Clusters in
+// float32 were not measured.
 inline bool faster_than_streaming(const BackwardTiling& tiling, const DeviceLimits& limits,
                                   int element) {
   if (!has_clusters(limits)) {
