@@ -55,7 +55,7 @@ if ((${#gpus[@]} < 2)); then
   done
 fi
 if wanted scaling && ((${#gpus[@]} > 1)); then
-  within tests-of-all-gpus python3 -m pytest -m gpu -n 6 -q -p no:benchmark tests/gpu/test_gpu.py -k every_gpu \
+  within tests-of-all-gpus python3 -m pytest -m gpu -n 6 -q -p no:benchmark tests/gpu/test_gpu.py tests/gpu/test_processes.py -k every_gpu \
     >"$out/tests_all_gpus.log" 2>&1
   tail -2 "$out/tests_all_gpus.log"
   within scaling "${sweep[@]}" --preset devices_batch --vary "parallel.devices=1,${#gpus[@]}" --vary batch_per_device=32,128 \

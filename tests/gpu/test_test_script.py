@@ -35,7 +35,7 @@ def run(folder: pathlib.Path, gpus: str, *arguments: str, **variables: str) -> t
 def test_the_workers_divide_the_gpus(tmp_path):
     assert run(tmp_path, '0\\n') == (0, f'0 {SPREAD.format(8)} \n')
     both = f'0,1 {SPREAD.format(16)}'
-    every = f'0,1 {TOGETHER} tests/gpu/test_gpu.py -k every_gpu'
+    every = f'0,1 {TOGETHER} tests/gpu/test_gpu.py tests/gpu/test_processes.py -k every_gpu'
     assert run(tmp_path, '0\\n1\\n') == (0, f'{both} \n{every} \n')
     assert run(tmp_path, '0\\n1\\n', '-x') == (0, f'{both} -x \n')
     one = run(tmp_path, '0\\n1\\n', CUDA_VISIBLE_DEVICES='1')
