@@ -61,8 +61,8 @@ OVERLAP: Options = {
 }
 # For several GPUs of one process: the kinds of operations that become part of a CUDA graph, which
 # are the default of XLA in this version of JAX, and COLLECTIVES. Without these, a step has a graph
-# for each part between two all-reduces. Runs of several processes keep the default: it costs them
-# 1% on one host, and COLLECTIVES were not tried on several hosts.
+# for each part between two all-reduces. Runs of several processes keep the default, because
+# COLLECTIVES were not tried on several hosts; on one host they would save 1%.
 _GRAPHED = 'FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES'
 if jax.__version_info__ >= (0, 12):
     _GRAPHED += ',COLLECTIVES_KERNEL'
