@@ -1,4 +1,7 @@
-"""Runs of several processes on the GPUs of one host."""
+"""Runs of two processes on the GPUs of one host.
+
+test.sh selects the tests that need all GPUs by `every_gpu` in their names.
+"""
 
 import os
 import subprocess
@@ -8,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from support.commands import NO_LAUNCHER, free_port
-from support.launchers import by_hand
+from support.launchers import by_hand, finish
 from support.tiny import flags
 
 from jaxunet.runtime.errors import USER_ERROR
@@ -26,7 +29,7 @@ def visible():
     return os.environ.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(count)))).split(',')[:2]
 
 
-def finish(workdir, gpus):
+def trained(workdir, gpus):
     """Trains with one process for each entry of `gpus`, the GPUs that it sees.
 
     Returns the exit codes and what the processes printed to stderr.
@@ -44,11 +47,7 @@ def finish(workdir, gpus):
                 text=True,
             )
         )
-    try:
-        errors = [process.communicate(timeout=SECONDS)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    errors = finish(running, SECONDS)
     return [process.returncode for process in running], errors
 
 
@@ -60,7 +59,7 @@ def losses(workdir):
 def test_a_process_for_every_gpu_trains_as_one_process(tmp_path):
     first, second = visible()
     for name, gpus in (('one', [f'{first},{second}']), ('two', [first, second])):
-        codes, errors = finish(tmp_path / name, gpus)
+        codes, errors = trained(tmp_path / name, gpus)
         assert not any(codes), errors
     # Sums over the GPUs may be in another order.
     np.testing.assert_allclose(losses(tmp_path / 'two'), losses(tmp_path / 'one'), rtol=0.01)
@@ -69,6 +68,6 @@ def test_a_process_for_every_gpu_trains_as_one_process(tmp_path):
 @pytest.mark.gpu
 def test_processes_that_share_a_gpu_of_every_gpu_end_with_one_line(tmp_path):
     first, _ = visible()
-    codes, errors = finish(tmp_path, [first, first])
+    codes, errors = trained(tmp_path, [first, first])
     assert USER_ERROR in codes, errors
     assert any('two processes of the run use the same GPU' in error for error in errors), errors

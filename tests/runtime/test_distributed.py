@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from support.commands import NO_LAUNCHER, Fork, free_port
-from support.launchers import by_hand, open_mpi, slurm
+from support.launchers import by_hand, finish, open_mpi, slurm
 from support.settings import QUICK
 from support.shared_steps import shared_steps
 from support.tiny import flags, tiny_config
@@ -57,15 +57,6 @@ def start(workdir, *arguments, launcher=by_hand, only=None, python=()):
             else Fork(command, environment)
         )
     return processes
-
-
-def finish(processes, seconds=100):
-    """Waits for the processes to end, and returns what each printed to stderr."""
-    try:
-        return [process.communicate(timeout=seconds)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def last_step(workdir):

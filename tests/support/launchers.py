@@ -1,4 +1,13 @@
-"""Flags and variables of two processes that a launcher starts, as functions of (port, rank)."""
+"""Runs of two processes: flags and variables by launcher, as functions of (port, rank)."""
+
+
+def finish(processes, seconds=100):
+    """Waits for the processes to end, and returns what each printed to stderr."""
+    try:
+        return [process.communicate(timeout=seconds)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def by_hand(port, rank):
