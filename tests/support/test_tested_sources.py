@@ -115,7 +115,7 @@ def test_the_digest_follows_what_is_imported_and_included(checkout):
     assert checkout() == before
     for name in set(FILES) - {*OTHERS, 'pyproject.toml'}:
         assert checkout(name, f'{FILES[name]}x = 1\n') != before, name
-    assert checkout('xla_ffi/c/new.cuh', '') != before
+    assert checkout('xla_ffi/c/new.cu', '') != before
     assert checkout('pyproject.toml', FILES['pyproject.toml'].replace('"a"', '"b"')) != before
 
 
@@ -128,6 +128,7 @@ def test_the_digest_is_the_same_after_other_changes(checkout):
         ('xla_ffi/a/a.cu', f'{FILES["xla_ffi/a/a.cu"]}\n// Other words.\n'),
         ('xla_ffi/CMakeLists.txt', '# Other words.\n'),
         ('xla_ffi/common/new.cuh', ''),
+        ('xla_ffi/c/not_included.cuh', ''),
         ('xla_ffi/_cuda.so', 'built'),
         ('xla_ffi/c/__pycache__/c.pyc', 'compiled'),
         ('docs/cuda.md', 'words'),

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from support import comments
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-NATIVE = ('.cu', '.cuh', '.cc', '.h')
+COMPILED = ('.cu', '.cc')  # headers count if one of these includes them
 SHARED = ('binding', 'build_tools')  # folders of xla_ffi that belong to the build of every op
-COMMON = 'common'  # the folder from which an op includes only some headers
+COMMON = 'common'  # the folder from which an op uses only some sources
 CPU_MODULE = 'binding/cpu_module.cc'  # exports the rules of tilings to tests on a CPU
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 # conftest.py imports it for a fixture of training steps, which no kernel test asks for.
@@ -33,8 +33,9 @@ def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
 
     These are the test file, conftest.py, and all modules of the project that they import directly
     or indirectly. For each folder of xla_ffi among these modules, its C++ and CUDA sources count,
-    the sources of folders that these include, and `SHARED`; from `COMMON`, only included headers
-    and their sources count. For a test that reads tables of measured tiles, the tables count, too.
+    those of the folders that these include, and `SHARED`; from `COMMON`, only the sources of
+    included headers count. A header counts if a source includes it. For a test that reads tables of
+    measured tiles, the tables count, too.
 
     Raises:
       ValueError: an import is relative, so its file is unknown.
@@ -103,8 +104,8 @@ def _native(folders: set[str], root: pathlib.Path) -> set[str]:
     """Returns the sources that the ops of these folders of xla_ffi are built from."""
     package = root / 'xla_ffi'
     found = {package / 'CMakeLists.txt'}
-    left = {p for name in SHARED for p in _sources(package / name, (*NATIVE, '.py'))}
-    left |= {path for name in folders for path in _sources(package / name, NATIVE)}
+    left = {p for name in SHARED for p in _sources(package / name, (*COMPILED, '.py'))}
+    left |= {path for name in folders for path in _sources(package / name, COMPILED)}
     while left:
         path = left.pop()
         if path == package / CPU_MODULE:
@@ -113,10 +114,10 @@ def _native(folders: set[str], root: pathlib.Path) -> set[str]:
         of_every_op = path.relative_to(package).parts[0] in SHARED  # includes headers of all ops
         for header in _headers(path, package):
             folder = header.relative_to(package).parts[0]
-            if folder == COMMON:
+            if folder in (COMMON, *SHARED):
                 left |= {header, *_sources_of(header)} - found
             elif not of_every_op:
-                left |= {header, *_sources(package / folder, NATIVE)} - found
+                left |= {header, *_sources(package / folder, COMPILED)} - found
     return _names(found, root)
 
 
