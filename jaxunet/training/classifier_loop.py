@@ -6,7 +6,6 @@ every checkpoint. The run has one process, on one or all of its devices.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import pathlib
@@ -25,6 +24,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.board import Board
+from jaxunet.training.calls import Calls
 from jaxunet.training.classifier_accuracy import COLUMNS, KINDS, Accuracy, columns, sentence
 from jaxunet.training.clock import Clock, due
 from jaxunet.training.logs import FILE as METRICS
@@ -41,7 +41,6 @@ from jaxunet.training.resume import StartingPoint, adapted, how_to_go_on, keep_i
 from jaxunet.training.rollback import TooManySkippedError
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.stalls import StallWatch
-from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
 from jaxunet.weights import write_classifier
 
@@ -79,7 +78,7 @@ class _Loop:
 
     Attributes:
       step: the step reached by the calls made so far, which may still be running.
-      queue: the calls whose metrics have not been read: (step after the call, metrics).
+      calls: those whose metrics have not been read.
       measured: columns of metrics.csv by the step whose row has not been written.
       saver: writes checkpoints.
       watch: waits for the devices.
@@ -102,7 +101,7 @@ class _Loop:
         self.checkpoints = _checkpoints(config, workdir)
         self.session = ClassifierSession(config, source)
         self.accuracy: Accuracy | None = None
-        self.queue: collections.deque[tuple[int, Metrics]] = collections.deque()
+        self.calls = Calls()
         self.measured: dict[int, dict[str, float]] = {}
         self.failure: UserError | None = None
 
@@ -130,6 +129,7 @@ class _Loop:
         config, session = self.config, self.session
         self.watch = StallWatch(config.train.stall_seconds, self.workdir)
         stack.callback(self.watch.close)
+        stack.callback(self.calls.close)
         stack.callback(quietly, 'images', lambda: self.watch.call(session.close))
         session.expect(begin.shapes, begin.step, progress=True)
         session.open_stream()
@@ -178,7 +178,7 @@ class _Loop:
         with self._save_on_error():
             metrics = self.watch.call(session.call, session.next_data())
             self.step += session.steps_per_call
-            self.queue.append((self.step, session.parallel.shards(metrics)))
+            self.calls.add(self.step, session.parallel.shards(metrics))
         self._read_metrics(leave=session.calls_ahead)
         self.preemption.nothing_to_save = False
         measure = due(train.holdout_every, self.step, train.steps)
@@ -187,7 +187,7 @@ class _Loop:
             return
         self._read_metrics(leave=1)
         with self._save_on_error():
-            self.watch.wait(self.queue[-1][1])
+            self.watch.wait(self.calls.newest.metrics)
         self.clock.pause()
         if measure and self.accuracy:
             with self._save_on_error(), memory_for(*ACCURACY_MEMORY):
@@ -206,8 +206,8 @@ class _Loop:
           TooManySkippedError: too many steps in a row were skipped.
         """
         train = self.config.train
-        while len(self.queue) > leave:
-            step, metrics = self.queue.popleft()
+        while len(self.calls) > leave:
+            step, metrics, done = self.calls.take()
             with self._save_on_error():
                 self.watch.wait(metrics)  # numpy would crash on those of a step that failed
             bad = int(np.ravel(metrics['bad_steps']).max())
@@ -216,10 +216,10 @@ class _Loop:
                 raise TooManySkippedError(self.config, step, bad, self.checkpoints.latest(), 0)
             if due(train.log_every, step, train.steps):
                 last = {name: float(np.ravel(value)[-1]) for name, value in metrics.items()}
-                self._log(step, last)
+                self._log(step, last, done.result())
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
-        elapsed, steps = self.clock.lap(step)
+    def _log(self, step: int, metrics: dict[str, float], done: float) -> None:
+        elapsed, steps = self.clock.lap(step, done)
         row = {
             'step': step,
             'loss': mean_loss(metrics, step, self.config.train.log_every),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,29 +30,31 @@ class Clock:
     ) -> None:
         self._now, self._step = now, step
         self._lap_from, self._before = seconds, seconds
-        self._running_since: float | None = now()
+        self._since, self._until = now(), math.inf  # when it started, and was paused
 
     @property
     def seconds(self) -> float:
         """Training time of the run, that of earlier processes included."""
-        if self._running_since is None:
-            return self._before
-        return self._before + self._now() - self._running_since
+        return self.at(self._now())
 
-    def lap(self, step: int) -> tuple[float, int]:
-        """Returns the seconds and steps since the last lap."""
-        seconds = self.seconds
+    def at(self, time: float) -> float:
+        """Returns `seconds` as they were at a time of `now` since the clock last started."""
+        return self._before + min(time, self._until) - self._since
+
+    def lap(self, step: int, done: float) -> tuple[float, int]:
+        """Returns the seconds and steps since the last lap; `step` was done at a time of `now`."""
+        seconds = self.at(done)
         lap = seconds - self._lap_from, step - self._step
         self._lap_from, self._step = seconds, step
         return lap
 
     def pause(self) -> None:
-        """Stops the clock."""
-        self._before, self._running_since = self.seconds, None
+        """Stops the clock, unless it is stopped."""
+        self._until = min(self._until, self._now())
 
     def resume(self) -> None:
         """Starts the clock again."""
-        self._running_since = self._now()
+        self._before, self._since, self._until = self.seconds, self._now(), math.inf
 
 
 def _ignore() -> None:

@@ -1,12 +1,11 @@
 """The training loop: runs steps, and schedules logging, sampling, evaluating, saving and stopping.
 
-Steps run in a `Session`; `Outputs` and `Saver` write the results. The device never waits for
-Python: `Session.calls_ahead` calls are queued before the metrics of the oldest are read.
+Steps run in a `Session`; `Outputs` and `Saver` write the results. So that the device rarely waits
+for Python, `Session.calls_ahead` calls are queued before the metrics of the oldest are read.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import gc
 import pathlib
@@ -24,6 +23,7 @@ from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, wait_for_others
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.training.calls import Calls
 from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.outputs import Missing, Outputs, missing_outputs
@@ -35,7 +35,6 @@ from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.session import Session
 from jaxunet.training.stalls import StallWatch
-from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
 
 
@@ -81,7 +80,7 @@ class _Loop:
     Attributes:
       step: the step reached by the calls made so far, which may still be running.
       rollbacks: number of times that the run has gone back to an earlier checkpoint.
-      queue: the calls whose metrics have not been read: (step after the call, metrics).
+      calls: those whose metrics have not been read.
       stop: all processes of the run have seen that one of them was asked to stop.
       saver: writes checkpoints and snapshots.
       watch: waits for the devices.
@@ -122,7 +121,7 @@ class _Loop:
             scores=self.evaluator.scores_of(workdir) if self.evaluator else dict,
         )
         self.outputs: Outputs | None = None
-        self.queue: collections.deque[tuple[int, Metrics]] = collections.deque()
+        self.calls = Calls()
         self.stop = False
 
     def run(self, initial: TrainState | None, failed: TooManySkippedError | None) -> int:
@@ -147,6 +146,7 @@ class _Loop:
             session = self.session
             self.watch = StallWatch(self.config.train.stall_seconds, self.workdir)
             stack.callback(self.watch.close)
+            stack.callback(self.calls.close)
             stack.callback(quietly, 'images', lambda: self.watch.call(session.close))
             session.expect(begin.shapes, self.step, progress=self.main)
             self.saver = Saver(
@@ -239,7 +239,7 @@ class _Loop:
             data = session.next_data()
             metrics = self.watch.call(session.call, data, stop=self.preemption.requested)
             self.step += session.steps_per_call
-            self.queue.append((self.step, session.parallel.shards(metrics)))
+            self.calls.add(self.step, session.parallel.shards(metrics))
         self._read_metrics(leave=session.calls_ahead)
         self.preemption.nothing_to_save = False
 
@@ -258,7 +258,7 @@ class _Loop:
             return True
         self._read_metrics(leave=1)
         with self._save_on_error():
-            self.watch.wait(self.queue[-1][1])
+            self.watch.wait(self.calls.newest.metrics)
         self.clock.pause()
         if check or save:
             self._check_replicas()
@@ -324,26 +324,22 @@ class _Loop:
             self._show(sample=missing.samples, evaluate=missing.metrics)
             self.clock.resume()
 
-    def _seconds(self, step: int | None = None) -> float:
-        """Returns the training time in seconds, by the milestones' seconds per step if they fix it.
-
-        Args:
-          step: None = the last one.
-        """
-        return self.milestones.time(self.step if step is None else step, self.clock.seconds)
+    def _seconds(self) -> float:
+        """Returns the training time, by the milestones' seconds per step if they fix it."""
+        return self.milestones.time(self.step, self.clock.seconds)
 
     def _due(self, every: int) -> bool:
         return due(every, self.step, self.config.train.steps)
 
     def _read_metrics(self, leave: int = 0) -> None:
-        """Waits for the oldest calls in the queue until `leave` are left, and logs their metrics.
+        """Waits for the oldest calls until `leave` are left, and logs their metrics.
 
         Raises:
           TooManySkippedError: too many steps in a row were skipped.
         """
         train = self.config.train
-        while len(self.queue) > leave:
-            step, metrics = self.queue.popleft()
+        while len(self.calls) > leave:
+            step, metrics, done = self.calls.take()
             # Read after the same number of calls in each process, so all stop at the same step.
             with self._save_on_error():
                 self.watch.wait(metrics)  # numpy would crash on those of a step that failed
@@ -355,10 +351,11 @@ class _Loop:
                     self.config, step, bad, self.checkpoints.latest(), self.rollbacks
                 )
             if due(train.log_every, step, train.steps):
-                elapsed, steps = self.clock.lap(step)
+                elapsed, steps = self.clock.lap(step, done.result())
                 if self.outputs:
                     last = jax.tree.map(lambda x: np.ravel(x)[-1], metrics)
-                    self.outputs.log(step, last, elapsed / steps, self._seconds(step))
+                    seconds = self.milestones.time(step, self.clock.at(done.result()))
+                    self.outputs.log(step, last, elapsed / steps, seconds)
 
     def _save_on_error(self) -> contextlib.AbstractContextManager[None]:
         return save_on_error(self.session, self.saver, self._save_all)

@@ -42,7 +42,7 @@ STEP_MEMORY = (  # for `memory_for`
     'model.remat=True',
 )
 STREAMED_BYTES = 2**26  # limit of the streamed batches of a call; a device holds those of two calls
-IN_FLIGHT = 8  # steps to queue before reading the metrics of the oldest, so the device never waits
+IN_FLIGHT = 8  # steps to queue before the oldest's metrics are read, so the device rarely waits
 
 
 class Session:

@@ -177,11 +177,13 @@ def test_clock():
     now[0] = 20.0
     assert clock.seconds == 5
     clock.resume()
-    now[0] = 21.0
-    assert clock.lap(9) == (4, 4)
     now[0] = 21.5
-    assert clock.lap(10) == (0.5, 1)
-    assert clock.seconds == 6.5
+    assert clock.lap(9, 21.0) == (4, 4)
+    clock.pause()
+    now[0] = 23.0
+    clock.pause()
+    assert clock.lap(10, 21.25) == (0.25, 1)
+    assert clock.at(24.0) == clock.seconds == 6.5
 
 
 def test_a_statistics_file_or_other_images_as_the_reference(features, source, tmp_path):
