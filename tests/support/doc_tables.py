@@ -7,7 +7,7 @@ import json
 import pathlib
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxunet.benchmark import table as benchmark_table
 from jaxunet.benchmark.kernels import table as kernel_table
@@ -76,13 +76,7 @@ def step_summary() -> str:
         rate, memory = found[-1]['images_per_second'], found[-1]['peak_bytes'] / 2**30
         body.append([shown + ops, *times, f'{rate:,.0f}', f'{memory:.1f} GiB'])
     used = list(chosen.values())
-    at_once = max(row.get('steps_per_call', 1) for row in used)
     versions = {name: used[-1]['versions'][name] for name in ('jax', 'torch')}
-    together = [
-        str(batch)
-        for batch in BATCHES
-        if any(row.get('steps_per_call', 1) > 1 for (_, b), row in chosen.items() if b == batch)
-    ]
     commits = ', '.join(dict.fromkeys(str(row['git']) for row in used))
     head = [
         'a whole training step',
@@ -94,8 +88,29 @@ def step_summary() -> str:
         f'{markdown.table(head, body)}\n\n'
         f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, '
         f'torch {versions["torch"]}; commits {commits}.\n'
-        f'jaxunet ran {at_once} steps per call at batch {", ".join(together)}.'
+        f'{steps_per_call(chosen)}'
     )
+
+
+def steps_per_call(chosen: Mapping[tuple[str, int], Row]) -> str:
+    """Returns a sentence that says how many steps per call jaxunet's rows ran.
+
+    Args:
+      chosen: rows by side and batch.
+    """
+    by_number: dict[int, list[str]] = {}
+    for (side, batch), row in sorted(chosen.items()):
+        if not side.startswith('pytorch'):
+            ran = by_number.setdefault(row.get('steps_per_call', 1), [])
+            ran.append(f'`{side}` at batch {batch}')
+    usual = max(by_number)
+    text = f'jaxunet ran {usual} step{"s" * (usual > 1)} per call'
+    others = [
+        f'{" and ".join(ran)}, which ran {number} per call'
+        for number, ran in by_number.items()
+        if number != usual
+    ]
+    return f'{text}, except {"; and ".join(others)}.' if others else f'{text}.'
 
 
 def steps() -> str:
