@@ -6,8 +6,8 @@ elephants64.zip stands for a folder or archive of your own; docs/training.md say
 it comes from.
 
 Hardware: one GPU. Time: 40,000 steps took 9 minutes on an H200 with backend=xla; a step of
-backend=auto takes half the time (docs/results.md). Result: recognisable elephants, from 500
-photographs.
+backend=auto takes about a third of the time (docs/results.md). Result: recognisable elephants, from
+500 photographs.
 
 The architecture is unet.cu's to the letter: its scripts read what `python -m jaxunet.export` writes
 to a .bin. The training differs: bfloat16, last layers that start at zero, averaged weights,

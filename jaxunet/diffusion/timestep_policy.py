@@ -13,8 +13,9 @@ mean(log π(u | x) R(x)) with R(x) = Σ_{t∈S} Δ_t(x) + η H(π(· | x)). The 
 weight.
 
 Cost: the policy network at every step, and 2 (T + |S| batch) forward passes of the UNet every
-`policy_every` steps. With the published settings (T = 1000, batch 128, 40 steps, 3 probes) this is
-0.54 forward passes per image, about a sixth of a training step.
+`policy_every` steps. With the published settings (T = 1000, batch 128, 40 steps, 3 probes), these
+passes are 0.54 per image and step, about a sixth of a training step. The policy network and its
+draws come on top: docs/results.md has the measured time of a whole step.
 
 Differences from the authors' code: S is chosen from the third measurement on instead of the second;
 both measurements of a drop use the same noise (fresh noise only adds variance) and no dropout; Δ
