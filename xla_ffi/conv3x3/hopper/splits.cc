@@ -83,6 +83,7 @@ double microseconds_of(const std::vector<Partials>& gradients, const std::vector
     const WeightGradientTiling& tiling = choices[i].tiling;
     const double strips = static_cast<double>(strips_of(tiling, gradients[i].plan.batch));
     const auto add = [&](int64_t tiles, int64_t splits, double time, double size) {
+      if (tiles == 0) return;  // a linear layer, or no shortcut
       const Blocks blocks{kStripTime * time * strips / static_cast<double>(splits) + kBlockTime,
                           tiles * splits};
       all.push_back(blocks);
