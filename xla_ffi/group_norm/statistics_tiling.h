@@ -73,7 +73,8 @@ inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int
 
 // The tiling with the least predicted time, among blocks with all channels, half of them and so on,
 // as long as these are whole groups. Nothing for images without pixels, if even the smallest block
-// has more vectors per pixel than threads, or if the batch exceeds the grid's z.
+// has more vectors per pixel than threads or needs more shared memory than there is, or if the
+// batch exceeds the grid's z.
 inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& limits, int64_t batch,
                                                          int64_t pixels, int64_t channels,
                                                          int64_t group, int vector, int element) {
@@ -88,6 +89,7 @@ inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& lim
       for (int64_t ranks = 1; ranks <= max_ranks; ranks *= 2) {
         const StatisticsTiling next =
             statistics_tiling_of(block_vectors, threads, ranks, pixels, channels, group, vector);
+        if (next.smem_bytes > limits.smem_bytes) continue;
         const double time = statistics_time(next, batch, limits.sms, width);
         if (!best || time < least) {
           best = next;

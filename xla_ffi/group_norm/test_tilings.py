@@ -347,6 +347,13 @@ def test_statistics_read_every_pixel(case):
         assert found['ranks'] <= device['cluster']
 
 
+def test_statistics_of_many_groups_fit_into_shared_memory():
+    case = Case(8, 8, (4096,), groups=4096)
+    _, found = tiling('statistics', L4, 256, case, 2)
+    assert found['channel_blocks'] == 2  # a block with all channels would need 112 KB
+    assert found['bytes'] <= L4['shared']
+
+
 @pytest.mark.parametrize(
     ('batch', 'side', 'channels', 'own', 'threads', 'ranks'),
     [
