@@ -203,6 +203,18 @@ def test_a_convolution_says_if_its_shift_is_missing_or_unannounced(shift, operan
         call()
 
 
+def test_an_upsampled_convolution_says_if_its_image_has_no_channels():
+    shapes = [(2, 4, 4, 0), (2, 2, 2, 2, 0, 64), (1, 64)]
+    call = Call(
+        'jaxunet_conv3x3_upsampled',
+        [(shape, jnp.float32) for shape in shapes],
+        [((2, 8, 8, 64), jnp.float32)],
+        {'flipped': False},
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match='upsampled: x: no channels'):
+        call()
+
+
 def test_a_weight_gradient_says_how_much_workspace_it_needs():
     images = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32)]
     results = [((3, 3, 4, 5), jnp.float32), ((1, 5), jnp.float32), ((189,), jnp.float32)]
@@ -345,6 +357,18 @@ def test_a_normalisation_says_which_gradient_does_not_fit(added, operands, messa
         attributes,
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call()
+
+
+def test_a_normalisation_says_if_its_image_has_no_pixels():
+    row, rows = ((1, 16), jnp.float32), ((2, 16), jnp.float32)
+    call = Call(
+        'jaxunet_group_norm_statistics',
+        [((2, 0, 4, 16), jnp.float32), row, row],
+        [rows] * 4,
+        {'parts': np.int64(1), 'groups': np.int64(4), 'eps': np.float32(1)},
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match='group_norm_statistics: x: no pixels'):
         call()
 
 

@@ -1,6 +1,7 @@
 """The ops on plain arrays, with operands that do not fit or that some kernels refuse."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.functional import BATCHED, IMAGE, OPS, WEIGHTS, WITH_ADAMW
 
 from jaxunet.ops import backends as seam
 from jaxunet.ops import functional as kernels
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import fused_update
 from jaxunet.runtime.device import Target, use
 from jaxunet.runtime.errors import UserError
@@ -97,6 +99,21 @@ def test_what_does_not_fit_is_named(backend):
     for op, changed, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             trace(op, changed, backend)
+
+
+@pytest.mark.parametrize('shape', [(2, 0, 4, 8), (2, 4, 0, 8)])
+def test_a_norm_needs_pixels(shape, backend):
+    ops, x = seam.ops_of(backend), Activation.of(jnp.ones(shape))
+    row, kernel = jnp.ones((1, 8)), jnp.ones((3, 3, 8, 8))
+    message = re.escape(f'group_norm: x: shape {list(shape)}: no pixels; give at least one')
+    for op, *convolution in (
+        (ops.group_norm,),
+        (ops.group_norm_and_input,),
+        (ops.norm_silu_conv3x3, kernel, row),
+        (ops.norm_silu_conv3x3_and_input, kernel, row),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op(x, row, row, *convolution, groups=4)
 
 
 def test_a_linear_layer_takes_any_number_of_dimensions(backend):

@@ -45,8 +45,9 @@ cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels)
   const Kernel kernel = forward_kernel(plan, device.hopper);
   if (plan.wide && kernel != Kernel::kHopper) {
     throw std::runtime_error(
-        "y: float32 results of bfloat16 images need the Hopper kernels, no activation, channels in "
-        "multiples of 8 and images of at least 4 x 4 pixels");
+        "y: float32 results of bfloat16 images need the Hopper kernels, no activation, a residual "
+        "in "
+        "one array, channels in multiples of 8 and images of at least 4 x 4 pixels");
   }
   switch (kernel) {
     case Kernel::kFewChannels:

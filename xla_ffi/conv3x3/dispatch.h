@@ -105,7 +105,7 @@ constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
 template <class Plan>
 constexpr bool takes_upsampled(const Plan& plan, bool hopper) {
   return hopper && plan.type != Type::kFloat32 && plan.channels % 64 == 0 &&
-         plan.features % 64 == 0 && plan.height >= 4 && plan.width >= 4;
+         plan.features % 64 == 0 && plan.features > 0 && plan.height >= 4 && plan.width >= 4;
 }
 
 constexpr Kernel weight_gradient_kernel(const Conv3x3WeightGradient& plan, bool hopper) {

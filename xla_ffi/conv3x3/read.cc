@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "group_norm/plan.h"
+
 namespace jaxunet {
 namespace {
 
@@ -33,6 +35,7 @@ Array read_image_of_phases(Reader& call, Plan& plan, bool upsampled) {
   plan.height = x.dims[1];
   plan.width = x.dims[2];
   plan.channels = x.dims[3];
+  if (plan.channels == 0) call.fail("x: no channels");
   if (upsampled) {
     if (plan.height % 2 || plan.width % 2) call.fail("x: expected an even height and width");
     plan.height /= 2;
@@ -126,6 +129,7 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient_member(Reader& call) {
   const bool norm = call.flag("norm");
   if (norm) {
     const Array sums = call.operand("norm_sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total});
+    call.at_most("norm_sums", "samples", plan.batch, kMaxSamples);
     plan.norm.sums = static_cast<const float*>(sums.data);
     plan.norm.batch = plan.batch;
     plan.norm.channels = plan.x.total;

@@ -56,7 +56,7 @@ def upsample_conv3x3(
 
 def takes(x: Array, features: int) -> bool:
     """Returns True if the convolution runs by phases (`takes_upsampled` in dispatch.h)."""
-    whole = x.shape[3] % CHUNK == features % CHUNK == 0
+    whole = x.shape[3] % CHUNK == features % CHUNK == 0 < features
     return (
         x.dtype.itemsize == 2
         and whole
@@ -81,9 +81,8 @@ def phase_kernels(kernel: Float[Array, '3 3 channels features']) -> PhaseKernels
     return columns.transpose(2, 0, 3, 1, 4, 5).astype(kernel.dtype)
 
 
-def _call(image: Array, taps: PhaseKernels, shift: Array | None) -> Array:
-    """Runs the handler: forward with a shift, the input gradient without one."""
-    flipped = shift is None
+def _call(image: Array, taps: PhaseKernels, shift: Array | None, *, flipped: bool) -> Array:
+    """Runs the handler: forward with a shift, or `flipped`, the input gradient, without one."""
     features = taps.shape[4 if flipped else 5]
 
     def run(images: tuple[Array, ...], weights: tuple[Array]) -> Array:
@@ -134,12 +133,12 @@ def _conv(x: Array, kernel: Array, shift: Array) -> Array:
 
 def _conv_forward(x: Array, kernel: Array, shift: Array) -> tuple[Array, Saved]:
     taps = phase_kernels(kernel).astype(x.dtype)
-    return _call(x, taps, shift), (x, taps, outline(kernel), outline(shift))
+    return _call(x, taps, shift, flipped=False), (x, taps, outline(kernel), outline(shift))
 
 
 def _conv_backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array]:
     x, taps, kernel, shift = saved
-    dx = _call(dy, taps, None)
+    dx = _call(dy, taps, None, flipped=True)
     return dx, *_weight_gradient(x, dy, kernel, shift)
 
 

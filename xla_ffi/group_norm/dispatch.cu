@@ -5,7 +5,8 @@
 // is large if streaming_tiling() returns a tiling.
 //
 //   statistics alone   statistics.cu
-//                      forward_smem_resident.cu, which then writes no y: no pixels
+//                      forward_smem_resident.cu, which then writes no y: very wide groups (more
+//                      than 4,096 channels of 16 bits)
 //   y and statistics   forward_register_resident.cu: small samples; large ones that a cluster can
 //                      hold, or, without clusters, where it is faster_than_streaming()
 //                      forward_streaming.cu: large samples; two launches

@@ -15,6 +15,7 @@ Array read_image(Reader& call, Plan& plan) {
   plan.type = kind(first.element);
   plan.batch = first.dims[0];
   plan.pixels = first.dims[1] * first.dims[2];
+  if (plan.pixels == 0) call.fail("x: no pixels");
   call.at_most("x", "samples", plan.batch, kMaxSamples);
   call.at_most("x", "pixels of a sample", plan.pixels, kMaxPixels);
   first.dims[3] = plan.x.total;

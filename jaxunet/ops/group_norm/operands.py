@@ -15,10 +15,11 @@ from jaxunet.ops.checks import (
 
 
 def check_operands(x: Activation, scale: Array, offset: Array) -> None:
-    """Checks that x, scale and offset fit each other.
+    """Checks that x, scale and offset fit each other, and that x has pixels.
 
     Raises:
-      ValueError: shapes or types do not fit; the message names the operand.
+      ValueError: shapes or types do not fit, or there are no pixels, and so no statistics; the
+        message names the operand.
     """
     if not x.parts:
         raise ValueError('group_norm: x: no parts; give at least one array')
@@ -36,6 +37,8 @@ def check_operands(x: Activation, scale: Array, offset: Array) -> None:
                 f'group_norm: x.parts[{i}]: {part.dtype}, but x.parts[0] is {first.dtype}; '
                 f'convert one of them'
             )
+    if 0 in first.shape[1:3]:
+        raise ValueError(f'group_norm: x: shape {list(first.shape)}: no pixels; give at least one')
     shared, own = [1, x.channels], [first.shape[0], x.channels]
     for name, value in (('scale', scale), ('offset', offset)):
         if list(value.shape) not in (shared, own):

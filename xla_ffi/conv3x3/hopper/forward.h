@@ -36,7 +36,6 @@ struct WideParameters : Parameters {
 
 inline void set_schedule(const Schedule& schedule, Parameters* p) {
   p->schedule = schedule;
-  if (schedule.tiles == 0) return;
   p->feature_tiles = FastDivmod(schedule.feature_tiles);
   p->strips_of_image = FastDivmod(schedule.strips_down * schedule.strips_across);
   p->strips_across = FastDivmod(schedule.strips_across);
