@@ -118,6 +118,14 @@ void narrow(const std::vector<float>& from, Type type, void* to) {
   for (size_t i = 0; i < from.size(); ++i) store(from[i], type, to, static_cast<int64_t>(i));
 }
 
+void round_to(Type type, std::vector<float>& values) {
+  for (float& value : values) {
+    float bits;
+    store(value, type, &bits, 0);
+    value = load(&bits, type, 0);
+  }
+}
+
 std::vector<float> join(const Parts& parts, Type type, int64_t pixels) {
   std::vector<float> to(pixels * parts.total);
   for (int64_t p = 0, i = 0; p < pixels; ++p) {

@@ -27,6 +27,8 @@ void parallel(Pool& pool, int64_t count, const std::function<void(int64_t)>& bod
 // Convert `count` numbers to float32, and back with rounding to nearest even.
 std::vector<float> widen(const void* from, Type type, int64_t count);
 void narrow(const std::vector<float>& from, Type type, void* to);
+// Rounds the values to numbers of a type.
+void round_to(Type type, std::vector<float>& values);
 
 // Concatenates the parts along channels into (pixels, channels); `split` is the inverse.
 std::vector<float> join(const Parts& parts, Type type, int64_t pixels);

@@ -59,9 +59,7 @@ uint32_t mix_bits(uint32_t word) {
 // Applies dropout to (batch, pixels, channels); values are rounded to the type before and
 // afterwards.
 void apply_dropout(const Dropout& dropout, Type type, int64_t batch, std::vector<float>& values) {
-  std::vector<char> rounded(values.size() * sizeof(float));
-  narrow(values, type, rounded.data());
-  values = widen(rounded.data(), type, static_cast<int64_t>(values.size()));
+  round_to(type, values);
   const size_t size = values.size() / std::max<int64_t>(batch, 1);
   for (size_t i = 0; i < values.size(); ++i) {
     const uint32_t* const seeds = dropout.seeds + 2 * (i / size);
@@ -70,8 +68,7 @@ void apply_dropout(const Dropout& dropout, Type type, int64_t batch, std::vector
     const uint32_t bits = position % 2 ? word >> 16 : word & 0xFFFFu;
     values[i] = bits < dropout.threshold ? 0.0f : values[i] * dropout.factor;
   }
-  narrow(values, type, rounded.data());
-  values = widen(rounded.data(), type, static_cast<int64_t>(values.size()));
+  round_to(type, values);
 }
 
 }  // namespace

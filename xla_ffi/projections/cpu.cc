@@ -30,7 +30,9 @@ void projection_gradients(const ProjectionGradients& plan, Pool& pool) {
     const ProjectionGradient& layer = plan.layers[i];
     const int64_t features = layer.features;
     const std::vector<float> kernel = widen(layer.kernel, plan.type, plan.width * features);
-    std::vector<float> dkernel(plan.width * features);
+    std::vector<float> dkernel(plan.width * features),
+        dy(layer.dy, layer.dy + plan.batch * features);
+    round_to(plan.type, dy);
     for (int64_t c = 0; c < features; ++c) {
       double sum = 0;
       for (int64_t sample = 0; sample < plan.batch; ++sample)
@@ -41,7 +43,7 @@ void projection_gradients(const ProjectionGradients& plan, Pool& pool) {
       for (int64_t c = 0; c < features; ++c) {
         double sum = 0;
         for (int64_t sample = 0; sample < plan.batch; ++sample)
-          sum += static_cast<double>(x[sample * plan.width + k]) * layer.dy[sample * features + c];
+          sum += static_cast<double>(x[sample * plan.width + k]) * dy[sample * features + c];
         dkernel[k * features + c] = static_cast<float>(sum);
       }
     }
@@ -50,7 +52,7 @@ void projection_gradients(const ProjectionGradients& plan, Pool& pool) {
       for (int64_t k = 0; k < plan.width; ++k) {
         double sum = 0;
         for (int64_t c = 0; c < features; ++c)
-          sum += static_cast<double>(layer.dy[sample * features + c]) * kernel[k * features + c];
+          sum += static_cast<double>(dy[sample * features + c]) * kernel[k * features + c];
         plan.partial[i * rows + sample * plan.width + k] = static_cast<float>(sum);
       }
     }

@@ -90,6 +90,16 @@ def test_results_and_gradients_without_samples():
     assert not of_layer.biases[0].any()
 
 
+def test_gradients_are_rounded_before_they_are_multiplied():
+    layer = Projection(jnp.zeros((8, 16), jnp.bfloat16), (jnp.zeros(16),))
+    x = jnp.full((2, 8), 256, jnp.bfloat16) * jnp.array([[1], [-1]], jnp.bfloat16)
+    _, backward = jax.vjp(lambda layer: vjp.project(x, [layer]), layer)
+    dy = jnp.ones((2, 16)).at[0].add(2**-9)  # 1 in bfloat16
+    (of_layer,) = backward((dy,))
+    assert not of_layer.kernel.any()
+    np.testing.assert_array_equal(of_layer.biases[0], 2 + 2**-9)
+
+
 # Not JAX's arrays: tests are collected before they may use the GPU.
 BIAS = np.zeros(5, np.float32)
 ONE = Projection(np.ones((8, 5), np.float32), (BIAS,))
