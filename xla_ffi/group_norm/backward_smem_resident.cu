@@ -387,9 +387,9 @@ cudaError_t smem_resident_gradient(const NormGradient& plan, const BackwardTilin
       return tiling.keep ? group_norm_backward<T, kVector, count, true>
                          : group_norm_backward<T, kVector, count, false>;
     });
-    return launch(kernel, grid_of(tiling, plan.batch), tiling.threads,
-                  tiling.stage_bytes + tiling.scratch_bytes, stream,
-                  Backward{tiling, operands_of(plan), plan.dropout});
+    return launch_row_clusters(kernel, grid_of(tiling, plan.batch), tiling.threads,
+                               tiling.stage_bytes + tiling.scratch_bytes, stream,
+                               Backward{tiling, operands_of(plan), plan.dropout});
   });
 }
 

@@ -151,14 +151,14 @@ cudaError_t launch_sums(const Gradient& g, int64_t batch, cudaStream_t stream) {
   if (tiling.ranks == 1) {
     static_assert(kPipelines >= static_cast<int64_t>(2 * sizeof(float)) * kStreamingThreads * V,
                   "the sums of all rows fit the memory of the pipelines");
-    return launch(group_norm_sums<T, V, false, kDrops>, grid_of(tiling, batch), kStreamingThreads,
-                  kPipelines, stream, g);
+    return launch_row_clusters(group_norm_sums<T, V, false, kDrops>, grid_of(tiling, batch),
+                               kStreamingThreads, kPipelines, stream, g);
   }
   const int64_t block_channels = static_cast<int64_t>(tiling.vectors) * V;
   const int64_t sums_bytes =
       block_channels * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
-  return launch(group_norm_sums<T, V, true, kDrops>, grid_of(tiling, batch), kStreamingThreads,
-                kPipelines + sums_bytes, stream, g);
+  return launch_row_clusters(group_norm_sums<T, V, true, kDrops>, grid_of(tiling, batch),
+                             kStreamingThreads, kPipelines + sums_bytes, stream, g);
 }
 
 // kDrops: dy goes through dropout first; act(z) is not written.
@@ -219,8 +219,8 @@ cudaError_t launch_dx(const Gradient& g, int64_t layers, cudaStream_t stream) {
   const int64_t block_channels = static_cast<int64_t>(g.tiling.vectors) * V;
   const int64_t smem_bytes =
       Pipelines<T, V, kAdded>::kBytes + 4 * block_channels * static_cast<int64_t>(sizeof(float));
-  return launch(group_norm_dx<T, V, kAdded, kDrops>, grid_of(g.tiling, layers), kStreamingThreads,
-                smem_bytes, stream, g, false);
+  return launch_single_blocks(group_norm_dx<T, V, kAdded, kDrops>, grid_of(g.tiling, layers),
+                              kStreamingThreads, smem_bytes, stream, g);
 }
 
 template <class T, int V, bool kDrops>

@@ -257,7 +257,7 @@ cudaError_t launch_forward(const NormInput& plan, const RegisterResidentTiling& 
                                   : group_norm_forward_in_registers<T, kVector, 8, kDrops, false>;
   const dim3 grid(static_cast<unsigned>(tiling.ranks), static_cast<unsigned>(tiling.channel_blocks),
                   static_cast<unsigned>(plan.batch));
-  return launch(kernel, grid, threads_of(tiling.block), tiling.smem_bytes, stream, f);
+  return launch_row_clusters(kernel, grid, threads_of(tiling.block), tiling.smem_bytes, stream, f);
 }
 
 }  // namespace

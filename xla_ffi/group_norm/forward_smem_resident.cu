@@ -249,8 +249,8 @@ cudaError_t launch_forward(const NormInput& plan, const DeviceLimits& limits, in
   const auto kernel = to.dropout.seeds ? group_norm_forward<T, kVector, true>
                       : vector > 1     ? group_norm_forward<T, kVector, false>
                                        : group_norm_forward<T, 1, false>;
-  return launch(kernel, grid_of(tiling, plan.batch), tiling.threads,
-                tiling.stage_bytes + tiling.scratch_bytes, stream, f);
+  return launch_row_clusters(kernel, grid_of(tiling, plan.batch), tiling.threads,
+                             tiling.stage_bytes + tiling.scratch_bytes, stream, f);
 }
 
 }  // namespace

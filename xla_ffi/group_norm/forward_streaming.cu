@@ -84,8 +84,8 @@ cudaError_t launch_finish(const NormInput& plan, const StreamingTiling& tiling,
                  to.silu,
                  to.y,
                  to.dropout};
-  return launch(group_norm_finish<T, V, kDrops>, grid_of(tiling, plan.batch), kStreamingThreads,
-                Pipeline<T, V, kFinishStages>::kBytes, stream, f, false);
+  return launch_single_blocks(group_norm_finish<T, V, kDrops>, grid_of(tiling, plan.batch),
+                              kStreamingThreads, Pipeline<T, V, kFinishStages>::kBytes, stream, f);
 }
 
 }  // namespace

@@ -8,42 +8,32 @@
 #include <cstdint>
 
 #include "common/cluster.cuh"
+#include "common/launch.cuh"
 #include "common/mbarrier.cuh"
 #include "common/shared_memory.h"
 #include "common/warp_instructions.cuh"
 
 namespace jaxunet::cuda {
 
-// Launches `kernel` with `smem_bytes` of dynamic shared memory. With `clusters`, all blocks with
-// the same y and z form a cluster, if the grid has more than one block along x.
+// Launches `kernel` with `smem_bytes` of dynamic shared memory.
 template <class Plan>
-cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes,
-                   cudaStream_t stream, const Plan& plan, bool clusters = true) {
-  cudaError_t error = allow_shared_memory(kernel, static_cast<int>(smem_bytes));
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = grid.x;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = clusters && grid.x > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, plan);
+cudaError_t launch_single_blocks(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes,
+                                 cudaStream_t stream, const Plan& plan) {
+  const int bytes = static_cast<int>(smem_bytes);
+  const cudaError_t error = allow_shared_memory(kernel, bytes);
+  return error == cudaSuccess ? launch(kernel, grid, threads, bytes, stream, plan) : error;
 }
 
-// Launches `kernel` without dynamic shared memory or clusters.
+// The same, but all blocks with the same y and z form a cluster, if there are several.
 template <class Plan>
-cudaError_t launch_static(void (*kernel)(Plan), dim3 grid, int threads, cudaStream_t stream,
-                          const Plan& plan) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, plan);
+cudaError_t launch_row_clusters(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes,
+                                cudaStream_t stream, const Plan& plan) {
+  if (grid.x == 1) return launch_single_blocks(kernel, grid, threads, smem_bytes, stream, plan);
+  const int bytes = static_cast<int>(smem_bytes);
+  const cudaError_t error = allow_shared_memory(kernel, bytes);
+  return error == cudaSuccess
+             ? launch_clusters(kernel, grid, static_cast<int>(grid.x), threads, bytes, stream, plan)
+             : error;
 }
 
 // The dynamic shared memory of the block.

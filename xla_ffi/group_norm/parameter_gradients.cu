@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kReduceChannels* kReduceSlices)
 cudaError_t launch_parameter_gradients(const NormGradient& plan, cudaStream_t stream) {
   if (!plan.parameter_gradients) return cudaSuccess;
   const dim3 grid(static_cast<unsigned>(ceil_div(plan.x.total, kReduceChannels)), 2);
-  return launch_static(group_norm_parameters, grid, kReduceChannels * kReduceSlices, stream,
-                       parameter_gradients_of(plan));
+  return launch(group_norm_parameters, grid, kReduceChannels * kReduceSlices, 0, stream,
+                parameter_gradients_of(plan));
 }
 
 }  // namespace jaxunet::cuda

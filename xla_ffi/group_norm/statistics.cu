@@ -239,7 +239,7 @@ cudaError_t launch_statistics(const NormInput& plan, const StatisticsTiling& til
   const auto kernel = vector == 1                       ? group_norm_statistics<T, 1, 1>
                       : tiling.block.group % kPair == 0 ? group_norm_statistics<T, kVector, kPair>
                                                         : group_norm_statistics<T, kVector, 1>;
-  return launch(
+  return launch_row_clusters(
       kernel,
       dim3(static_cast<unsigned>(tiling.ranks), static_cast<unsigned>(tiling.channel_blocks),
            static_cast<unsigned>(plan.batch)),
