@@ -87,10 +87,11 @@ __device__ inline void store_16(void* to, const void* from) {
                : "memory");
 }
 
-// Stores two or four adjacent floats to shared memory, at a multiple of 8 or 16 bytes.
+// Stores two adjacent floats to shared memory, at a multiple of 8 bytes.
 __device__ inline void store_shared(uint32_t to, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
 }
+// Loads four adjacent floats from shared memory, at a multiple of 16 bytes.
 __device__ inline void load_shared(float* out, uint32_t from) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])

@@ -2,8 +2,9 @@
 
 On Hopper, a float32 convolution is the sum of three bfloat16 products. x = h + l and kernel = H + L
 are split into a high and a low bfloat16 term each, and x · kernel ≈ h · H + l · H + h · L is one
-convolution with three times the channels, accurate to about 16 bits. Elsewhere, and for channel
-counts that the Hopper kernels do not accept, it is the sum of three tf32 products.
+convolution with three times the channels, accurate to about 16 bits. Elsewhere, for channel counts
+that the Hopper kernels do not accept, and in `shortcut_gradient`, it is the sum of three tf32
+products.
 """
 
 from __future__ import annotations

@@ -164,5 +164,5 @@ def _workspace(group: Sequence[Member]) -> int:
     """
     blocks = BLOCKS * device.multiprocessors(MULTIPROCESSORS)
     partial = blocks * parameter_gradients.PARTIAL_SUMS
-    needed = sum(member.weights + member.sums for member in group)
-    return min(needed + partial, sum(member.own_workspace for member in group))
+    gradients = sum(member.weights + member.sums for member in group)
+    return min(gradients + partial, sum(member.own_workspace for member in group))
