@@ -128,6 +128,42 @@ def test_tuning(
     assert all(entry.us is not None for entry in found.values())
 
 
+@pytest.mark.usefixtures('table')
+def test_attention_without_tiles_that_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The op is timed all the same, and so are the kernels of other shapes."""
+    forward, shapes = triton.forward, []
+    monkeypatch.setattr(
+        triton, 'forward', lambda qkv, *a, **k: shapes.append(qkv.shape) or forward(qkv, *a, **k)
+    )
+    run(monkeypatch, attention, '--dtype=float32', '--shapes=256:1:256,64:1:32', '--batch=1')
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith('{')]
+    timed = [(row['tokens'], row['what']) for row in rows if 'what' in row]
+    assert timed == [(256, 'forward'), (256, 'both'), (64, 'forward'), (64, 'both')]
+    tiles = [(row['tokens'], row['kernel']) for row in rows if 'kernel' in row]
+    assert tiles == [(64, kernel) for kernel in attention.KERNELS]
+    message = '(1, 256, 1, 256) float32: no tiles to time for '
+    assert f'{message}forward, backward, backward_dq, backward_dkv' in lines
+    assert set(shapes) == {(1, 64, 96)}
+
+
+@pytest.mark.parametrize('lacking', attention.PAIR)
+def test_attention_without_tiles_for_one_of_a_pair(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    candidates = attention.candidates
+    monkeypatch.setattr(
+        attention, 'candidates', lambda name, *a: [] if name == lacking else candidates(name, *a)
+    )
+    jobs = attention.jobs_for((1, 64, 1, 32), list(attention.KERNELS), jnp.dtype('float32'))
+    assert {what for _, what, _ in jobs} == {'forward', 'backward'}
+    assert capsys.readouterr().out == (
+        '(1, 64, 1, 32) float32: no tiles to time for backward_dq, backward_dkv\n'
+    )
+
+
 @pytest.mark.parametrize('module', [attention, group_norm, tune_hopper, tune_triton])
 def test_a_machine_without_a_gpu_is_told(
     module: Program | types.ModuleType,

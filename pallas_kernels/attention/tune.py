@@ -5,9 +5,10 @@
 
 A shape is tokens:heads:width[:batch]. `both` times the op on the kernels that it takes on this GPU,
 on XLA, and on the Triton kernels if the op takes others: forward alone, and with its gradient. The
-other names are Triton kernels, whose tiles it times. Times are sums of GPU kernel time per call
-from a profiler trace, without launch overhead. Prints one JSON line per result. `--write` puts the
-fastest tiles into the device's table (`tile_table.update`).
+other names are Triton kernels, whose tiles it times; a line names those without a tile that fits.
+Times are sums of GPU kernel time per call from a profiler trace, without launch overhead. Prints
+one JSON line per result. `--write` puts the fastest tiles into the device's table
+(`tile_table.update`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from pallas_kernels.checks import DTYPES, check_gpu, some_of
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
 SIDES = ('ours', 'triton', 'xla')  # the op on the chosen kernels, on Triton's, on XLA
+PAIR = KERNELS[2:]  # the two backward kernels, which are timed together
 SETS = 2  # sets of inputs that a program processes
 Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
 JobTiles = Tile | tuple[Tile, Tile] | None  # for one kernel, for both backward kernels, for the op
@@ -52,13 +54,18 @@ Job = tuple[Shape, str, JobTiles]  # shape, what, tiles
 def inputs(
     shape: Shape, dtype: jnp.dtype
 ) -> tuple[list[Array], list[Array], list[tuple[Array, Array, Array]]]:
-    """Returns sets of qkv, of the output's gradient, and of what the forward kernel returns."""
+    """Returns sets of qkv, of the output's gradient, and of what the forward kernel returns.
+
+    The last are for the backward kernels' tiles; there are none if no tile of `forward` fits.
+    """
     batch, tokens, heads, width = shape
     keys = jax.random.split(jax.random.key(0), 2 * SETS)
     qkv = [
         jax.random.normal(k, (batch, tokens, 3 * heads * width)).astype(dtype) for k in keys[:SETS]
     ]
     grad = [jax.random.normal(k, (batch, tokens, heads * width)).astype(dtype) for k in keys[SETS:]]
+    if not candidates('forward', tokens, width, dtype):
+        return qkv, grad, []
     tiles = default_tiles(tokens, width, dtype)
     exact = triton_backward.wants_exact(tiles.backward, tokens, dtype)
     forward = jax.jit(lambda x: triton.forward(x, heads, tiles.forward, exact=exact))
@@ -100,6 +107,23 @@ def build(job: Job) -> Callable[..., PyTree]:
     ]
 
 
+def tiles_to_time(shape: Shape, dtype: jnp.dtype) -> dict[str, list[Tile]]:
+    """Returns the candidates of each kernel that can be timed, the chosen tile first.
+
+    Backward kernels need candidates of `forward`, whose results they read; those of PAIR also need
+    each other's.
+    """
+    _, tokens, _, width = shape
+    tiles = {}
+    for name in KERNELS:
+        if found := candidates(name, tokens, width, dtype):
+            chosen = default_tile(name, tokens, width, dtype)
+            tiles[name] = [*dict.fromkeys([chosen, *random.sample(found, len(found))])]
+    if 'forward' not in tiles:
+        return {}
+    return tiles if tiles.keys() >= set(PAIR) else {k: v for k, v in tiles.items() if k not in PAIR}
+
+
 def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
     """Returns all jobs of a shape; the two backward kernels are timed in pairs."""
     batch, tokens, heads, width = shape
@@ -113,22 +137,17 @@ def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
             if side != 'triton' or not on_triton
             for direction in ('forward', 'both')
         ]
-    tiles = {}
-    for name in KERNELS:  # begins with the chosen tile
-        if found := candidates(name, tokens, width, dtype):
-            tiles[name] = [
-                *dict.fromkeys(
-                    [default_tile(name, tokens, width, dtype), *random.sample(found, len(found))]
-                )
-            ]
+    tiles = tiles_to_time(shape, dtype)
+    if without := [name for name in KERNELS if name in kernels and name not in tiles]:
+        print(f'{shape} {dtype}: no tiles to time for {", ".join(without)}', flush=True)
     jobs += [
         (shape, name, tile)
         for name in ('forward', 'backward')
         if name in kernels
         for tile in tiles.get(name, ())
     ]
-    if {'backward_dq', 'backward_dkv'} & set(kernels):
-        dq, dkv = tiles['backward_dq'], tiles['backward_dkv']
+    if set(PAIR) & set(kernels) & set(tiles):
+        dq, dkv = (tiles[name] for name in PAIR)
         jobs += [
             (shape, 'pair', (dq[i % len(dq)], dkv[i % len(dkv)]))
             for i in range(max(len(dq), len(dkv)))
@@ -207,7 +226,7 @@ def report_tiles(shape: Shape, dtype: jnp.dtype, results: list[Result], top: int
             if tile is None
             else {what: tile}
             if isinstance(tile, Tile)
-            else dict(zip(KERNELS[2:], tile, strict=True))
+            else dict(zip(PAIR, tile, strict=True))
         )
         for kernel, used in tiles.items():
             timed[kernel].append((kernels[f'jaxunet_attention_{kernel}'], used))
