@@ -17,8 +17,8 @@ from jaxunet.ops import backends, references
 from jaxunet.ops.activation import Activation
 from jaxunet.runtime import device, plugins
 from jaxunet.runtime.errors import UserError
-from pallas_kernels import jax_modules
-from pallas_kernels.conv3x3 import hopper_views, triton_blocks
+from pallas_kernels import hopper_views, jax_modules
+from pallas_kernels.conv3x3 import triton_blocks
 
 PROJECT = pathlib.Path(__file__).parents[1] / 'pyproject.toml'
 TRITON = (

@@ -40,8 +40,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from pallas_kernels import hopper_views as views
 from pallas_kernels.attention.hopper_plan import BLOCK, K, Plan, Q, V
-from pallas_kernels.conv3x3 import hopper_views as views
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Layout, Ref
 

@@ -18,8 +18,8 @@ from support.turns import in_turn
 
 from jaxunet.ops.attention.cases import ADM, AWKWARD, CIFAR10, ELEPHANTS64, LONG
 from jaxunet.runtime import device
+from pallas_kernels import hopper_views
 from pallas_kernels.attention import dispatch, hopper, hopper_kernels, hopper_plan, vjp
-from pallas_kernels.conv3x3 import hopper_views
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 
 TYPES = (('bfloat16',), ('float16',))

@@ -26,7 +26,7 @@ from pallas_kernels.attention.tiles import (
     candidates,
     default_tile,
     default_tiles,
-    power_of_two,
+    dot_size,
 )
 from pallas_kernels.attention.vjp import attention
 
@@ -41,7 +41,7 @@ SMALL = Tile(32, 16, 4), (Tile(16, 32, 4), Tile(32, 16, 4))
 
 
 def small(tokens: int, *, one_kernel: bool = False) -> Tiles:
-    return Tiles(SMALL[0], Tile(16, power_of_two(tokens), 4) if one_kernel else SMALL[1])
+    return Tiles(SMALL[0], Tile(16, dot_size(tokens), 4) if one_kernel else SMALL[1])
 
 
 def check(batch, tokens, heads, width, dtype, tiles=None, *, values=None, gradients=True):
@@ -315,8 +315,8 @@ def test_tiles(kernel, tokens, width, dtype):
         default_tile(kernel, tokens, width, dtype),
         *candidates(kernel, tokens, width, dtype),
     ]:
-        assert tile.queries <= power_of_two(tokens)
-        assert tile.keys >= tokens if kernel == 'backward' else tile.keys <= power_of_two(tokens)
+        assert tile.queries <= dot_size(tokens)
+        assert tile.keys >= tokens if kernel == 'backward' else tile.keys <= dot_size(tokens)
 
 
 @pytest.mark.parametrize(

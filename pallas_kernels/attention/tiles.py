@@ -94,8 +94,8 @@ DEFAULTS: dict[str, tuple[tuple[int, int, Tile], ...]] = {
 }
 
 
-def power_of_two(n: int) -> int:
-    """Returns the smallest power of two that is at least n and 16."""
+def dot_size(n: int) -> int:
+    """Returns the smallest power of two ≥ n that a dot accepts: at least 16."""
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -136,7 +136,7 @@ def _fit(kernel: str, tile: Tile, tokens: int, width: int, dtype: DTypeLike, sha
     """Limits a tile to the number of tokens, then reduces its stages or rows to fit in `shared`
     bytes.
     """
-    most = power_of_two(tokens)
+    most = dot_size(tokens)
     tile = dataclasses.replace(
         tile,
         queries=min(tile.queries, most),
@@ -157,7 +157,7 @@ def _fit(kernel: str, tile: Tile, tokens: int, width: int, dtype: DTypeLike, sha
 
 def shape_class(tokens: int, width: int) -> str:
     """Returns the name of this size in the table of tiles; both are rounded up to powers of two."""
-    return f'{power_of_two(tokens)} tokens, {power_of_two(width)} wide'
+    return f'{dot_size(tokens)} tokens, {dot_size(width)} wide'
 
 
 def default_tile(
@@ -173,7 +173,7 @@ def default_tile(
     """
     if kernel not in KERNELS:
         raise ValueError(f'attention: kernel {kernel!r}: expected one of {", ".join(KERNELS)}')
-    width = power_of_two(width)
+    width = dot_size(width)
     tile = tile_table.measured(Tile, f'attention/{kernel}', dtype, shape_class(tokens, width))
     if tile is None:
         tile = next(
@@ -199,7 +199,7 @@ def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | No
     if whole is not None and len(known) == len(parts):
         single = whole <= sum(known)
     else:
-        single = tokens <= 64 and power_of_two(width) * jnp.dtype(dtype).itemsize <= 256
+        single = tokens <= 64 and dot_size(width) * jnp.dtype(dtype).itemsize <= 256
     return Tiles(forward, one if single else (dq, dkv))
 
 
@@ -213,7 +213,7 @@ def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[T
     """
     if kernel not in KERNELS:
         raise ValueError(f'attention: kernel {kernel!r}: expected one of {", ".join(KERNELS)}')
-    padded, width = power_of_two(tokens), power_of_two(width)
+    padded, width = dot_size(tokens), dot_size(width)
     rows = [n for n in (32, 64, 128) if n <= padded] or [padded]
     # Blocks of 256 hold all keys at once.
     wide = [*rows, 256] if padded == 256 and kernel in ('forward', 'backward_dq') else rows

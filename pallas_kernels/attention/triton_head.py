@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxunet.ops.attention.operands import check_kernel_operands
-from pallas_kernels.attention.tiles import Tile, power_of_two
+from pallas_kernels.attention.tiles import Tile, dot_size
 from pallas_kernels.jax_modules import triton as plgpu
 from pallas_kernels.types import Index, Ref
 
@@ -41,7 +41,7 @@ class Head:
     """
 
     def __init__(self, tokens: int, width: int, dtype: DTypeLike, interpret: bool) -> None:
-        self.tokens, self.width, self.padded_width = tokens, width, power_of_two(width)
+        self.tokens, self.width, self.padded_width = tokens, width, dot_size(width)
         self.dtype, self.interpret = dtype, interpret
         self.scale = width**-0.5
         self.scale2 = self.scale * math.log2(math.e)
@@ -128,7 +128,7 @@ def head_blocks(
 
     Their order: packed arrays, outputs, log-sum-exp, delta.
     """
-    width = power_of_two(width)
+    width = dot_size(width)
     packed = pl.BlockSpec((None, rows, 3, None, width), lambda i, h, b: (b, 0, 0, h, 0))
     single = pl.BlockSpec((None, rows, None, width), lambda i, h, b: (b, 0, h, 0))
     lse = pl.BlockSpec((None, None, 2, rows), lambda i, h, b: (b, h, 0, 0))

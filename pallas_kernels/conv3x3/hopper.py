@@ -18,8 +18,10 @@ from jaxtyping import Array, Float
 from jaxunet.ops.terms import bfloat16_terms
 from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper_kernel, hopper_tiles
+from pallas_kernels.conv3x3.activation import activated
 from pallas_kernels.conv3x3.hopper_plan import Plan, plan
-from pallas_kernels.conv3x3.schedule import CHUNK, TAPS, Tile, ceil_div
+from pallas_kernels.conv3x3.schedule import CHUNK, TAPS, Tile
+from pallas_kernels.hopper_grid import ceil_div
 from pallas_kernels.types import Shaped
 
 Image = Float[Array, 'batch height width _']
@@ -224,7 +226,7 @@ def _forward(
     dtype, features = parts[0].dtype, kernel.shape[-2 if flipped else -1]
     if affine is not None and dtype == jnp.float32:
         # A float32 must be split into bfloat16 terms after the activation.
-        parts, affine = _activated(parts, affine), None
+        parts, affine = activated(parts, affine), None
     p = _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype)
 
     split = dtype == jnp.float32
@@ -311,16 +313,6 @@ def _weights(
         return matrices
     high, low = bfloat16_terms(matrices, 2)
     return jnp.concatenate([high, low, high], axis=2 if wanted_first else 1)
-
-
-def _activated(parts: tuple[Image, ...], affine: tuple[Array, Array]) -> tuple[Image, ...]:
-    """Returns SiLU(a · x + b) of each part, computed by XLA."""
-    ends = list(itertools.accumulate(_channels(parts)))
-    a, b = (vector[:, None, None, :] for vector in affine)
-    return tuple(
-        jax.nn.silu(a[..., end - x.shape[-1] : end] * x + b[..., end - x.shape[-1] : end])
-        for x, end in zip(parts, ends, strict=True)
-    )
 
 
 def _silu(x: Array) -> Array:

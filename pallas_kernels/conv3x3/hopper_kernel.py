@@ -54,7 +54,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.conv3x3 import hopper_views as views
+from pallas_kernels import hopper_views as views
 from pallas_kernels.conv3x3.hopper_plan import Plan
 from pallas_kernels.conv3x3.hopper_producers import activate, produce
 from pallas_kernels.conv3x3.hopper_program import Program, SiluOf, loop
@@ -63,7 +63,7 @@ from pallas_kernels.conv3x3.schedule import (
     HALO_COLUMNS,
     STRIP_COLUMNS,
     TAPS,
-    tap_offset,
+    tap_origin,
 )
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref
@@ -80,7 +80,7 @@ def consume(program: Program, me: Index) -> None:  # noqa: PLR0915
     of_features = plgpu.Layout.WGMMA.reduce(1 if tile.transposed else 0)
 
     def multiply(accumulators: Ref, slot: Index, tap: int, block: Index) -> None:
-        down, right = tap_offset(TAPS - 1 - tap if p.flipped else tap)
+        down, right = tap_origin(TAPS - 1 - tap if p.flipped else tap)
         pixels = views.matrix(
             program.strips.at[me, slot, pl.ds(down, tile.rows), :, pl.ds(right, STRIP_COLUMNS), :]
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.conv3x3.schedule import CHUNK, Schedule, Tile, ceil_div
+from pallas_kernels.conv3x3.schedule import CHUNK, Schedule, Tile
+from pallas_kernels.hopper_grid import ceil_div
 
 
 @dataclasses.dataclass(frozen=True)

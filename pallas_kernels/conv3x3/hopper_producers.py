@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.conv3x3 import hopper_views as views
+from pallas_kernels import hopper_views as views
 from pallas_kernels.conv3x3.hopper_plan import Source
 from pallas_kernels.conv3x3.hopper_program import Program, SiluOf, loop
 from pallas_kernels.conv3x3.schedule import (
@@ -21,8 +21,8 @@ from pallas_kernels.conv3x3.schedule import (
     HALO_COLUMNS,
     LOADING_REGISTERS,
     TAPS,
-    ceil_div,
 )
+from pallas_kernels.hopper_grid import ceil_div
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref, Slice
 

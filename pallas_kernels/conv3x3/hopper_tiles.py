@@ -6,14 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from pallas_kernels.conv3x3.hopper_plan import Plan
-from pallas_kernels.conv3x3.schedule import (
-    CHUNK,
-    HALO_COLUMNS,
-    TAPS,
-    Tile,
-    ceil_div,
-    multiprocessors,
-)
+from pallas_kernels.conv3x3.schedule import CHUNK, HALO_COLUMNS, TAPS, Tile
+from pallas_kernels.hopper_grid import ceil_div, multiprocessors
 
 # Factors of `cycles`, fitted to times on an H200 (batch 32, 64² to 8² pixels, 64 to 512 channels;
 # 7% rms). To refit, time `candidates` with `pallas_kernels.conv3x3.tune_hopper`.

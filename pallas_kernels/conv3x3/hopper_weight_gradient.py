@@ -50,6 +50,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from jaxunet.ops.terms import bfloat16_terms
 from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper_weight_gradient_inline as inline
 from pallas_kernels.conv3x3.hopper_weight_gradient_plan import (
@@ -59,7 +60,8 @@ from pallas_kernels.conv3x3.hopper_weight_gradient_plan import (
     Plan,
     Tile,
 )
-from pallas_kernels.conv3x3.schedule import SHARED_BYTES, multiprocessors
+from pallas_kernels.conv3x3.schedule import SHARED_BYTES
+from pallas_kernels.hopper_grid import multiprocessors
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref, Shaped
 
@@ -201,10 +203,7 @@ def split_float32(
     x: Float[Array, 'batch height width channels'],
 ) -> Float[Array, '2*batch height width channels']:
     """Returns the high and low bfloat16 halves of x, one after the other along the batch."""
-    # Uses reduce_precision, because XLA may drop a conversion to bfloat16 and back, and with it the
-    # low half.
-    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return jnp.concatenate([high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)])
+    return jnp.concatenate(bfloat16_terms(x, 2))
 
 
 def _partial_sums(

@@ -18,7 +18,7 @@ from typing import TypeVar
 import jax
 from jax import lax
 
-from jaxunet.runtime import device
+from pallas_kernels.hopper_grid import ceil_div, multiprocessors
 
 Index = TypeVar('Index', int, jax.Array)
 
@@ -31,12 +31,6 @@ BARRIER_BYTES = 2048  # upper bound for barriers, scratch and alignment
 LOADING_REGISTERS = 40  # per thread of the producer, which only computes addresses
 REGISTERS = 65536  # per multiprocessor
 MOST_REGISTERS = 232  # per thread; the limit is 255, and setmaxnreg counts in eights
-SXM_MULTIPROCESSORS = 132  # on an H100 or H200 SXM
-
-
-def multiprocessors() -> int:
-    """Returns the multiprocessors of the GPU that is traced for; if it is unknown, an H200's."""
-    return device.multiprocessors(SXM_MULTIPROCESSORS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +68,6 @@ def quotient(a: Index, b: int) -> Index:
 def remainder(a: Index, b: int) -> Index:
     """Returns a % b for non-negative integers."""
     return a % b if isinstance(a, int) else lax.rem(a, b)
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Returns a / b, rounded up."""
-    return -(-a // b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,6 +347,6 @@ class Schedule:
         return None
 
 
-def tap_offset(tap: int) -> tuple[int, int]:
-    """Returns row and column of a tap in the haloed strip, for the strip's first pixel."""
+def tap_origin(tap: int) -> tuple[int, int]:
+    """Returns the row and column, 0..2, at which the pixels of tap 0..8 begin in a haloed strip."""
     return divmod(tap, 3)

@@ -18,7 +18,7 @@ from pallas_kernels.conv3x3.schedule import (
     STRIP_COLUMNS,
     TAPS,
     Tile,
-    tap_offset,
+    tap_origin,
 )
 
 RESIDENT = Tile(rows=16, features=64, groups=2, slots=2, taps=9, ring=0, transposed=True)
@@ -84,7 +84,7 @@ def scheduled(
                             arrays[source.array], starts, (1, tile.rows + 2, HALO_COLUMNS, CHUNK)
                         )[0]
                         for tap in (TAPS // 2,) if extra else range(TAPS):
-                            down, right = tap_offset(tap)
+                            down, right = tap_origin(tap)
                             pixels = haloed[
                                 down : down + tile.rows, right : right + STRIP_COLUMNS
                             ].reshape(-1, CHUNK)

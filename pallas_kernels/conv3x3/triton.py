@@ -28,11 +28,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tile_table
+from pallas_kernels.conv3x3.activation import activated
 from pallas_kernels.conv3x3.triton_blocks import (
     DTYPES,
     TAPS,
     Launch,
-    activated,
     call,
     dot_size,
     shape_class,

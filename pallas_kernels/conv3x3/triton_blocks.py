@@ -106,24 +106,6 @@ def load(ref: Ref, rows: Array, columns: Array, mask: Array | None) -> Array:
     return plgpu.load(ref.at[rows, columns], mask=mask, other=None if mask is None else 0.0)
 
 
-def affine_silu(x: Array, a: Array, b: Array) -> Array:
-    """Returns SiLU(a · x + b) in float32."""
-    y = a * x.astype(jnp.float32) + b
-    return y / (1.0 + jnp.exp(-y))
-
-
-def activated(parts: Sequence[Array], affine: tuple[Array, Array]) -> tuple[Array, ...]:
-    """Returns SiLU(a · x + b) of each part, in its type; a and b have the channels of all parts."""
-    ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(len(parts))]
-    found = []
-    for part, end in zip(parts, ends, strict=True):
-        a, b = (
-            value[:, None, None, end - part.shape[-1] : end].astype(jnp.float32) for value in affine
-        )
-        found.append(affine_silu(part, a, b).astype(part.dtype))
-    return tuple(found)
-
-
 def dot(a: Array, b: Array, contract: tuple[int, int], interpret: bool) -> Array:
     """Multiplies two tiles over one axis of each, in float32.
 

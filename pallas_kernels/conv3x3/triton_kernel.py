@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from pallas_kernels.conv3x3.activation import affine_silu
 from pallas_kernels.conv3x3.triton_blocks import (
     TAPS,
     Ref,
-    affine_silu,
     as_column,
     below,
     dot,

@@ -33,8 +33,9 @@ def conv3x3(
 ) -> Activation:
     """conv(x, kernel) + shift [+ residual, or residual · shortcut].
 
-    See `jaxunet.ops.conv3x3.reference.conv3x3`. Products accumulate in float32. For float32 x, the
-    operands of the products are tf32 or pairs of bfloat16.
+    See `jaxunet.ops.conv3x3.reference.conv3x3`. Products accumulate in float32. A product of
+    float32 numbers is computed as three products: of bfloat16 terms by the Hopper kernels, of tf32
+    terms by the Triton kernels.
 
     Raises:
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or a

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.conv3x3.schedule import ceil_div, multiprocessors
+from pallas_kernels.hopper_grid import ceil_div, multiprocessors
 from pallas_kernels.types import Index, Shaped
 
 THREADS = 128  # per warpgroup

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from pallas_kernels.conv3x3.hopper_views import load, store
 from pallas_kernels.group_norm.hopper_plan import LANES, THREADS, Plan
+from pallas_kernels.hopper_views import load, store
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Layout, Ref
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxunet.runtime import device
-from pallas_kernels.conv3x3 import schedule
+from pallas_kernels import hopper_grid
 from xla_ffi.conv3x3 import parameter_gradients as gradients
 
 
@@ -22,7 +22,7 @@ def gpu(**fields):
 )
 def test_multiprocessors_are_those_of_this_gpu(monkeypatch, here, found):
     monkeypatch.setattr(jax, 'devices', lambda: [here])
-    assert device.multiprocessors(132) == schedule.multiprocessors() == found
+    assert device.multiprocessors(132) == hopper_grid.multiprocessors() == found
     dy = jnp.zeros((64, 8, 8, 16))
     extra = (2 * 64 + gradients.PARTIAL_SHIFTS) * 16
     assert gradients._workspace(dy, 10**6) == found * gradients.PARTIAL_SUMS + extra
