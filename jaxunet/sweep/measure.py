@@ -28,10 +28,11 @@ from absl import logging
 
 from jaxunet.benchmark.jax_side import timed_compile
 from jaxunet.checkpoint.state import TrainState, fresh_state
-from jaxunet.config import Config, cli, resolve
+from jaxunet.config import PRECISIONS, Config, cli, resolve
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
+from jaxunet.ops.backends import UNNAMED, describe, named
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.garbage import garbage_set_aside
 from jaxunet.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
@@ -60,6 +61,7 @@ def measure(task: Task) -> Row:
       lower_s, compile_s: seconds. With jit off, the rest of the first step, and compiling all the
         small programs in it.
       compile_cached: all programs came from a cache.
+      ops: the backend of each op (`jaxunet.ops.backends.describe`).
       data_cache: device or stream.
       steps_per_call: optimizer steps per call of the compiled program.
       steps: number of timed steps.
@@ -139,6 +141,7 @@ def _compile(session: Session, *, jit: bool) -> Row:
         'lower_s': lower_s,
         'compile_s': compile_s,
         'compile_cached': programs.cached,
+        'ops': describe(session.config.backend, session.config.precision),
         'data_cache': 'device' if session.resident else 'stream',
         'steps_per_call': session.steps_per_call,
     }
@@ -310,6 +313,7 @@ def main(argument: str) -> None:
             'platform': jax.default_backend(),
             'devices': len(jax.devices()),
             'provenance': provenance(),
+            'auto': {precision: named(UNNAMED, precision) for precision in PRECISIONS},
         }
     else:
         row = outcome(Task(**json.loads(argument)))

@@ -57,11 +57,13 @@ class Machine:
       platform: cpu, gpu, ...
       devices: number of devices that JAX sees.
       provenance: device, versions and commit for every row (`runtime.rows.provenance`).
+      auto: the backend that `backend=auto` takes for each op, by precision.
     """
 
     platform: str
     devices: int
     provenance: Row = field(default_factory=dict)
+    auto: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Runs the points of a sweep, each in its own process, and keeps their results.
 
 `OUTPUT/results.jsonl` gets one row per point as soon as the point is done. The row has a key made
-from everything that its numbers depend on: the resolved config, the options of the measurement,
-the versions, the device and the code. The same command runs only the missing points.
+from everything that its numbers depend on: the resolved config, the ops that `backend=auto` takes,
+XLA_FLAGS, the options of the measurement, the versions, the device and the code. The same command
+runs only the missing points.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 from jaxunet.config import identity
 from jaxunet.config.schema import Fields
+from jaxunet.ops.backends import UNNAMED
 from jaxunet.runtime import fingerprint, rows
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
@@ -31,6 +33,7 @@ from jaxunet.sweep.row import IMPOSSIBLE, OK, check_row
 
 MEASURE = 'jaxunet.sweep.measure'
 RESULTS = 'results.jsonl'
+XLA_FLAGS = 'XLA_FLAGS'  # environment variable
 # Tool of a point: time training steps, or trace them with jaxunet.profile.
 STEP, PROFILE = 'step', 'profile'
 PROBE_SECONDS = 300.0
@@ -103,12 +106,20 @@ def key(point: Point, options: Options, machine: Machine) -> str:
     same = {
         'config': identity(point.raw),
         'jit': point.jit,
+        'auto': _auto(point, machine),
+        'xla_flags': os.environ.get(XLA_FLAGS, ''),
         'measuring': [options.tool, options.steps, options.warmup, options.max_seconds],
         'device': [machine.platform, machine.devices, origin.get('device'), origin.get('driver')],
         'versions': origin.get('versions'),
         'code': code(origin.get('git')),
     }
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _auto(point: Point, machine: Machine) -> dict[str, str] | None:
+    """Returns the ops that `backend=auto` takes for a point; None if its backend is another."""
+    raw = point.raw
+    return machine.auto.get(raw['precision']) if raw['backend'].split('+')[0] == UNNAMED else None
 
 
 def code(git: str | None) -> str:
@@ -227,8 +238,8 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
         env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus)
     wanted = point.raw['parallel']['devices']
     if machine.platform == 'cpu' and wanted > machine.devices:
-        env['XLA_FLAGS'] = (
-            f'{env.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={wanted}'.strip()
+        env[XLA_FLAGS] = (
+            f'{env.get(XLA_FLAGS, "")} --xla_force_host_platform_device_count={wanted}'.strip()
         )
     return env
 
@@ -307,6 +318,7 @@ class _Runner:
             'config': point.raw,
             'jit': point.jit,
             'side_by_side': bool(gpus),
+            'xla_flags': os.environ.get(XLA_FLAGS, ''),
             **self.machine.provenance,
         }
 

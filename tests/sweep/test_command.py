@@ -61,6 +61,7 @@ def test_from_the_command_line(tmp_path):
     assert 0 < low <= row['images_per_s'] <= high
     assert row['peak_bytes'] > 2**26
     assert row['config']['data']['cache'] == 'stream'
+    assert row['ops'].startswith('ops: conv3x3=xla, ')
     assert row['versions']['jax'] == jax.__version__
     losses = [found[n, 0]['loss'] for n in (1, 2)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # the same batches, the same steps

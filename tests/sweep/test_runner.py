@@ -1,6 +1,7 @@
 """The processes of the points: whatever they do is a row, and done points are not run again."""
 
 import dataclasses
+import os
 import pathlib
 import sys
 import threading
@@ -10,6 +11,7 @@ import pytest
 from support.commands import gone
 from support.sweeps import CPU, GPU, ORIGIN, grid
 
+from jaxunet.config import OPS, PRECISIONS
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import runner
@@ -75,6 +77,7 @@ def test_whatever_a_process_does_is_a_row(faults, tmp_path):
     assert log[1:] == ['starting', 'ValueError: went wrong']
     assert rows[8]['images_per_s'] == 4000
     assert rows[8]['git'] == 'abc1234'
+    assert rows[8]['xla_flags'] == os.environ['XLA_FLAGS']
     assert any('timeout: not done after 1.5 s' in line for line in said)
     assert gone((tmp_path / 'worker').read_text())  # the worker of the point that hung
 
@@ -116,6 +119,29 @@ def test_keys_tell_apart_what_may_differ():
     assert len(set(keys)) == len(keys)
     (labelled,), _ = grid('seed=0')  # another axis, but the same config as by data.batch_size=8
     assert runner.key(labelled, Options(timeout=1), GPU) == keys[0]
+
+
+def test_keys_tell_apart_the_kernels_of_auto(monkeypatch):
+    """They are measured on the machine, and a point that names its backend has none of them."""
+    measured = dataclasses.replace(GPU, auto={'bfloat16': {'attention': 'pallas'}})
+    other = dataclasses.replace(GPU, auto={'bfloat16': {'attention': 'cuda'}})
+    points, _ = grid('backend=auto,auto+linear=xla,xla', precision='bfloat16')
+    (float32,), _ = grid('backend=auto', precision='float32')
+
+    def keys():
+        return [
+            [runner.key(point, Options(), machine) for machine in (GPU, measured, other)]
+            for point in (*points, float32)
+        ]
+
+    found = keys()
+    assert [len(set(one)) for one in found] == [3, 3, 1, 1]
+    monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_autotune_level=0')
+    assert not {k for one in found for k in one} & {k for one in keys() for k in one}
+
+
+def test_the_probe_says_what_auto_takes():
+    assert runner.probe().auto == {p: dict.fromkeys(OPS, 'xla') for p in PRECISIONS}
 
 
 def test_compile_jobs_compile_before_anything_is_timed(faults, tmp_path):
