@@ -30,8 +30,7 @@ class Board:
 
     def __init__(self, folder: pathlib.Path, start_step: int) -> None:
         self._events = EventsWriter(f'{PREFIX}:{folder / "events"}')
-        if start_step:
-            self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Adds one point to each curve: a value by the name of the curve."""

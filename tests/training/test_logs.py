@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import resource
+import time
 
 import pytest
-from support.events import points
+from support.events import points, shown_steps
 
 from jaxunet.training.logs import COLUMNS, Logs, StepTable, read_metrics, read_rows
 
@@ -116,4 +117,17 @@ def test_nothing_of_a_full_disk_stops_the_logs(tmp_path, caplog):
     written.row(row(30))
     assert steps(tmp_path / 'metrics.csv') == list(range(1, 31))
     (events,) = (tmp_path / 'tensorboard').iterdir()
-    assert [step for step, _ in points(events)] == [0, *range(1, 31)]
+    assert [step for step, values in points(events) if values] == list(range(1, 31))
+
+
+@pytest.mark.parametrize('start', [0, 2])
+def test_tensorboard_drops_the_steps_that_are_run_again(start, tmp_path, monkeypatch):
+    """A run that was killed before its first checkpoint starts from step 0 again."""
+    for second, begin in ((1, 0), (2, start)):  # the name of a file has the second of its start
+        monkeypatch.setattr(time, 'time', lambda second=second: float(second))
+        written = Logs(tmp_path, begin)
+        for step in range(begin + 1, 6 - second):
+            written.row(row(step))
+        written.close()
+    assert steps(tmp_path / 'metrics.csv') == [1, 2, 3]
+    assert shown_steps(tmp_path / 'tensorboard') == [1, 2, 3]
