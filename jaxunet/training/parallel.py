@@ -103,12 +103,15 @@ def on_fewer_devices(config: Config) -> Config:
     if count == asked:
         return config
     logging.warning(
-        'parallel.devices: %s asked for, %d found; training on %d, among which data.batch_size=%d '
-        'divides (--fewer_devices)',
+        'parallel.devices: %s asked for, %d found; training on %d: data.batch_size=%d in '
+        'optimizer.accumulate_steps=%d parts gives %d images, which divide among them '
+        '(--fewer_devices)',
         config.parallel.devices or 'all',
         available,
         count,
         config.data.batch_size,
+        config.optimizer.accumulate_steps,
+        micro,
     )
     return config.replace(parallel={'devices': count})
 

@@ -239,7 +239,10 @@ def test_fewer_devices(there, asked, accumulate, found, monkeypatch, caplog):
         assert changed == config
         return
     assert changed == config.replace(parallel={'devices': found})
-    told = f'{asked or "all"} asked for, {there} found; training on {found}, among which'
+    told = (
+        f'{asked or "all"} asked for, {there} found; training on {found}: data.batch_size=8 in '
+        f'optimizer.accumulate_steps={accumulate} parts gives {8 // accumulate} images, which'
+    )
     assert told in caplog.text
 
 
@@ -267,7 +270,7 @@ def test_a_run_that_loses_a_device(tmp_path):
     )
     error = process.communicate()[1]
     assert process.returncode == 0, error
-    assert 'parallel.devices: 4 asked for, 3 found; training on 2, among which' in error
+    assert 'parallel.devices: 4 asked for, 3 found; training on 2: data.batch_size=8 in' in error
     found = read_metrics(workdir / 'metrics.csv')
     assert [row['step'] for row in found] == [str(step) for step in range(1, 41)]
     assert {row['devices'] for row in found[:10]} == {''}
