@@ -71,16 +71,6 @@ def permuted(i: U32, epoch: Broadcast, n: int, seed: int) -> U32:
     return x
 
 
-def shuffled_index(position: U32, n: int, seed: int) -> U32:
-    """Returns the image at each position of the endless sequence of epochs.
-
-    Args:
-      position: uint32, one-dimensional; epoch = position // n.
-      n, seed: as in `permuted`.
-    """
-    return permuted(position % np.uint32(n), position // np.uint32(n), n, seed)
-
-
 def batch_indices(
     step: int | Int[Array, ''] | Int[np.ndarray, ''], batch_size: int, n: int, seed: int
 ) -> Int[Array, ' batch'] | Int[np.ndarray, ' batch']:

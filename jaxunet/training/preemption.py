@@ -44,9 +44,8 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
-            return (
-                self  # only the main thread may set handlers; the embedding program keeps its own
-            )
+            # Only the main thread may set handlers; the embedding program keeps its own.
+            return self
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
