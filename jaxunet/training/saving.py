@@ -56,12 +56,13 @@ class Saver:
         self._images = begin.images
         self._main = jax.process_index() == 0
         self._failure = ''  # why the last checkpoint could not be written
-        self._snapshots: SnapshotWriter | None = None
-        self._snapshot_every = 0
-        config = session.config
-        if snapshots and self._main and config.ema.widths:
-            self._snapshot_every = spacing(config, session.steps_per_call)
-            self._snapshots = SnapshotWriter(workdir, config, begin.step)
+        # On every process, so that all read as many calls before a snapshot.
+        self._snapshot_every = spacing(session.config, session.steps_per_call) if snapshots else 0
+        self._snapshots = (
+            SnapshotWriter(workdir, session.config, begin.step)
+            if self._snapshot_every and self._main
+            else None
+        )
 
     def close(self) -> None:
         """Waits for a snapshot in progress and ends its thread."""
@@ -69,12 +70,13 @@ class Saver:
             self._snapshots.close()
 
     def snapshot_due(self, step: int) -> bool:
-        """Returns True if a snapshot is to be taken after this step."""
+        """Returns True if a snapshot is to be taken after this step, on all processes alike."""
         return self._snapshot_every > 0 and step % self._snapshot_every == 0
 
     def snapshot(self, step: int) -> None:
         """Starts writing a snapshot of the power-function averages."""
-        assert self._snapshots is not None
+        if self._snapshots is None:
+            return
         state = self._session.state
         averages = {name: state.ema[name] for name in self._session.config.ema.width_names}
         skipped, averages = self._session.parallel.fetch((state.skipped, averages))

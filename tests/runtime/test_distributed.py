@@ -158,11 +158,24 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
     assert len(one_process(tmp_path, source, devices=2, steps=saved + 2)) == saved + 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize('cache', ['device', 'stream'])
-def test_a_signal_to_one_process_saves_the_same_step_on_all(cache, tmp_path, one):
-    """All processes save at the end of a call, which has two steps here."""
-    together = ['--config.train.steps_per_call=2', '--config.train.log_every=2']
+SNAPSHOTS = ['--config.ema.widths=0.1,', '--config.ema.snapshot_every=2']
+
+
+@pytest.mark.parametrize(
+    ('cache', 'extra'),
+    [
+        pytest.param('device', [], marks=pytest.mark.long),
+        pytest.param('stream', [], marks=pytest.mark.long),
+        ('device', SNAPSHOTS),
+    ],
+    ids=['device', 'stream', 'snapshots'],
+)
+def test_a_signal_to_one_process_saves_the_same_step_on_all(cache, extra, tmp_path, one):
+    """All processes save at the end of a call, which has two steps here.
+
+    With snapshots after every call, process 0 has files to write each time, and the other has none.
+    """
+    together = ['--config.train.steps_per_call=2', '--config.train.log_every=2', *extra]
     together += [f'--config.data.cache={cache}']
     processes = start(tmp_path, ENDLESS, '--config.train.checkpoint_every=100000', *together)
     wait_for_step(processes, tmp_path, 3)
