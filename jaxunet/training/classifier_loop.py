@@ -222,7 +222,7 @@ class _Loop:
         elapsed, steps = self.clock.lap(step, done)
         row = {
             'step': step,
-            'loss': mean_loss(metrics, step, self.config.train.log_every),
+            'loss': mean_loss(metrics),
             'learning_rate': metrics['learning_rate'],
             'grad_norm': metrics['grad_norm'],
             'step_ms': elapsed / steps * 1e3,

@@ -80,16 +80,15 @@ class Logs:
         self._table.close()
 
 
-def mean_loss(metrics: Mapping[str, Any], step: int, every: int) -> float:
+def mean_loss(metrics: Mapping[str, Any]) -> float:
     """Returns the mean loss of the steps since the last log; nan if all of them were skipped.
 
     Args:
       metrics: of the last of these steps.
-      every: steps between two logs.
     """
-    # All steps since then were skipped, so that the sum is 0.
-    skipped = int(metrics['bad_steps']) >= (step % every or every)
-    return math.nan if skipped else float(metrics['loss'])
+    loss = float(metrics['loss'])
+    # Without a single loss the sum is exactly 0, as no mean of losses is.
+    return math.nan if int(metrics['bad_steps']) and loss == 0.0 else loss
 
 
 def curves(row: Mapping[str, float], measured: Collection[str]) -> dict[str, float]:

@@ -131,7 +131,7 @@ class Outputs:
     ) -> None:
         """Writes the metrics of one step to the log files and the progress bar."""
         rate = self._config.data.batch_size / seconds_per_step
-        loss = mean_loss(metrics, step, self._config.train.log_every)
+        loss = mean_loss(metrics)
         held_out = self._measured.pop(step, None)
         self._logs.row(
             {

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from absl import logging
 
 from jaxunet.checkpoint import store as checkpoint
@@ -155,6 +156,9 @@ def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:
 def adapted(restored: checkpoint.Restored, config: Config) -> TrainState:
     """Resets the parts of the state whose meaning depends on a field that the config changes."""
     state = restored.state
+    if int(state.step) == restored.config.train.steps:  # the last row of the run has these losses
+        total, count = jax.tree.map(np.zeros_like, (state.loss_sum, state.loss_count))
+        state = dataclasses.replace(state, loss_sum=total, loss_count=count)
     if restored.config.precision != config.precision:
         state = dataclasses.replace(state, loss_scale=jax.device_get(start_loss_scale(config)))
     weighting, timesteps = jax.device_get(jax.jit(lambda: start_methods(config))())

@@ -18,7 +18,7 @@ from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.ema import ema_decay
-from jaxunet.training.logs import read_metrics
+from jaxunet.training.logs import mean_loss, read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.session import Session, choose_steps_per_call
@@ -219,6 +219,27 @@ def test_the_loss_of_steps_that_were_all_skipped(tmp_path, source):
     two = dataclasses.replace(state, bad_steps=np.int32(2))  # and then finite ones
     train(config, tmp_path / 'two', source, two)
     assert all(float(r['loss']) > 0 for r in read_metrics(tmp_path / 'two' / 'metrics.csv'))
+
+
+def test_a_row_after_the_last_step_of_a_shorter_run_counts_no_step_twice(tmp_path, source):
+    """The row of step 8 has two steps; that of step 12 has six, or four after a run of eight."""
+
+    def rows(name, *ends):
+        for steps in ends:
+            train(noisy(train={'steps': steps}), tmp_path / name, source)
+        found = read_metrics(tmp_path / name / 'metrics.csv')
+        return {int(row['step']): float(row['loss']) for row in found}
+
+    whole, extended = rows('whole', 12), rows('extended', 8, 12)
+    assert list(extended) == [6, 8, 12]
+    assert extended[6] == whole[6]
+    np.testing.assert_allclose(2 * extended[8] + 4 * extended[12], 6 * whole[12], rtol=1e-6)
+
+
+def test_the_mean_of_no_losses():
+    """It is nan, however many steps were to come until the next row."""
+    assert math.isnan(mean_loss({'loss': np.float32(0), 'bad_steps': np.int32(2)}))
+    assert mean_loss({'loss': np.float32(0.5), 'bad_steps': np.int32(2)}) == 0.5
 
 
 def test_as_many_steps_of_a_call_as_suit():
