@@ -129,7 +129,7 @@ def _from_checkpoint(path: str, ema: str) -> Model:
         picked.params,
         get_moments(restored.state.opt_state),
         f'{path}, step {int(restored.state.step)}, {picked.note}',
-        restored.class_names,
+        restored.facts.class_names,
     )
 
 

@@ -28,7 +28,7 @@ from jaxunet.checkpoint.content import OtherVersionError, check_arrays, check_me
 from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.keeping import Scores, preservation_policy
-from jaxunet.checkpoint.meta import check_seal, sealed
+from jaxunet.checkpoint.meta import RunFacts, check_seal, sealed
 from jaxunet.checkpoint.refused import raise_if_whole
 from jaxunet.checkpoint.state import Draw, TrainState, draw_state, drawing_device, state_config
 from jaxunet.config import Config, resolve, to_dict
@@ -40,6 +40,7 @@ FOLDER = 'checkpoints'
 UNET = 'UNet'  # the network of checkpoints that name none
 # A write has practically no time limit: orbax measures it by the wall clock, which may jump.
 WRITE_SECONDS = 5 * 10**9
+NO_FACTS = RunFacts()
 MAX_REASON = 400  # characters of a library's error message that are shown
 
 
@@ -51,23 +52,13 @@ class Restored:
       workdir: the folder of the run.
       state: numpy arrays.
       config: the config that the run was saved with.
-      seconds: training time so far, without compiling, sampling and saving.
-      class_names: names of the labels 0, 1, ...; empty for an unconditional model, and in
-        checkpoints of versions that stored none.
-      rollbacks: number of times that the run has gone back to an earlier checkpoint.
-      milestone: the training time (`Milestones`) at which it was saved, in seconds; None if it was
-        saved at any other moment.
-      images: number of images that the run began with; 0 in checkpoints that store none.
+      facts: about the run.
     """
 
     workdir: pathlib.Path
     state: TrainState
     config: Config
-    seconds: float
-    class_names: tuple[str, ...]
-    rollbacks: int = 0
-    milestone: float | None = None
-    images: int = 0
+    facts: RunFacts
 
 
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
@@ -146,11 +137,7 @@ class Checkpoints:
         step: int,
         state: TrainState,
         config: Config,
-        seconds: float,
-        class_names: tuple[str, ...] = (),
-        rollbacks: int = 0,
-        milestone: float | None = None,
-        images: int = 0,
+        facts: RunFacts = NO_FACTS,
     ) -> str:
         """Starts writing a checkpoint in the background; only process 0 may call this.
 
@@ -158,9 +145,6 @@ class Checkpoints:
 
         Args:
           state: numpy arrays.
-          seconds: training time so far.
-          milestone: the milestone that the run has just reached, in seconds; None if none.
-          images: number of images that the run began with; 0 stores none.
 
         Returns the error of the previous write, or ''.
 
@@ -171,11 +155,7 @@ class Checkpoints:
             {
                 'config': to_dict(config),
                 'checksum': checksum(state),
-                'seconds': seconds,
-                'class_names': list(class_names),
-                **({'rollbacks': rollbacks} if rollbacks else {}),
-                **({'milestone': milestone} if milestone is not None else {}),
-                **({'images': images} if images else {}),
+                **facts.meta(),
                 **({'network': self._network} if self._network != UNET else {}),
             }
         )
@@ -305,11 +285,7 @@ class Checkpoints:
             workdir=self.workdir,
             state=state,
             config=config,
-            seconds=meta['seconds'],
-            class_names=tuple(meta.get('class_names', ())),
-            rollbacks=meta.get('rollbacks', 0),
-            milestone=meta.get('milestone'),
-            images=meta.get('images', 0),
+            facts=RunFacts.of(meta),
         )
 
     def _set_aside_unfinished(self) -> None:

@@ -76,7 +76,7 @@ def measure_averages(
     source = open_images(config) if needs_images else None
     evaluator = Evaluator(config, source, jax.local_devices())
     first_rate = str(config.ema.rates[0])
-    step, seconds = int(restored.state.step), restored.seconds
+    step, seconds = int(restored.state.step), restored.facts.seconds
     for ema, (params, note) in zip(averages, weights, strict=True):
         results = evaluator.measure(params)
         assert results is not None  # nothing stops it early

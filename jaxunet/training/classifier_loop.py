@@ -7,7 +7,6 @@ every checkpoint. The run has one process, on one or all of its devices.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 
 import numpy as np
@@ -15,6 +14,7 @@ from absl import logging
 from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.resumable import FIXED_FIELDS, fixed_changes, other_run
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
@@ -117,7 +117,7 @@ class _Loop:
                 print(how_to_go_on(self.config, self.workdir, self.step))
             else:
                 self._open(begin, stack)
-                self.clock = Clock(self.step, begin.seconds)
+                self.clock = Clock(self.step, begin.facts.seconds)
                 del begin  # its state is a second copy of all weights, in this machine's memory
                 self._train()
         if self.failure:
@@ -282,18 +282,17 @@ def _start(
       UserError: the run in the workdir is another one, no checkpoint can be read, or the run cannot
         start from `init_from`.
     """
-    restored = checkpoints.restore()
+    restored, facts = checkpoints.restore(), RunFacts(class_names=class_names)
     if restored is None:
         if config.init_from:
-            return StartingPoint.of(starting_state(config), 0.0, class_names)
-        return StartingPoint.fresh(config, class_names, draw_state)
+            return StartingPoint.of(starting_state(config), facts)
+        return StartingPoint.fresh(config, facts, draw_state)
     # A classifier has no averages of its weights.
     fixed = tuple(name for name in FIXED_FIELDS if not name.startswith('ema.'))
     changed = fixed_changes(restored.config, config, fixed)
-    if restored.class_names != class_names:
-        changed.append(f'classes: {restored.class_names} -> {class_names}')
+    if (found := restored.facts.class_names) != class_names:
+        changed.append(f'classes: {found} -> {class_names}')
     if changed:
         raise other_run(workdir, changed)
     logging.info('resuming %s at step %d', workdir, int(restored.state.step))
-    begin = StartingPoint.of(adapted(restored, config), restored.seconds, class_names)
-    return dataclasses.replace(begin, images=restored.images)
+    return StartingPoint.of(adapted(restored, config), restored.facts)

@@ -134,8 +134,9 @@ class _Loop:
                 self.config, self.workdir, self.checkpoints, names, initial, failed
             )
             begin = keep_images(begin, self.source)
-            self.step, self.rollbacks = begin.step, begin.rollbacks
-            self.milestones.check(self.step, begin.seconds, begin.milestone)
+            facts = begin.facts
+            self.step, self.rollbacks = begin.step, facts.rollbacks
+            self.milestones.check(self.step, facts.seconds, facts.milestone)
             agree({'the step to resume from': self.step})
             if failed and self.main:
                 self.checkpoints.set_aside_after(self.step)
@@ -158,7 +159,6 @@ class _Loop:
                 warn=self._warn,
             )
             stack.callback(quietly, 'snapshots', self.saver.close)
-            seconds, milestone = begin.seconds, begin.milestone
             session.open_stream()
             agree({'the steps per call': session.steps_per_call})
             self.bar = stack.enter_context(
@@ -176,11 +176,11 @@ class _Loop:
             del begin  # its state is a second copy of all weights, in this machine's memory
             # Training time leaves out how much longer other processes compile.
             wait_for_others('compiled the step')
-            self.clock = Clock(self.step, seconds)
+            self.clock = Clock(self.step, facts.seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
             self._write_missing_outputs()
-            if self._report_restored(milestone):
+            if self._report_restored(facts.milestone):
                 self._train()
         if self.milestones_left or not self.milestones.seconds:
             self.saver.check()

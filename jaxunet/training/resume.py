@@ -12,6 +12,7 @@ import numpy as np
 from absl import logging
 
 from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import (
     Draw,
@@ -37,41 +38,21 @@ class StartingPoint:
       step: the step of the state.
       shapes: the state, or its shapes and types.
       state: returns the state as numpy arrays, once it is there; raises the error of drawing it.
-      seconds: training time of the run so far.
-      class_names: names of the labels 0, 1, ...; empty for an unconditional model.
-      rollbacks: number of times that the run has gone back to an earlier checkpoint.
-      milestone: the milestone in seconds (`Milestones`) at which the checkpoint was saved; None if
-        it was not saved at one.
-      images: number of images that the run began with, held out or not; 0 if it is not known.
+      facts: about the run so far.
     """
 
     step: int
     shapes: TrainState
     state: Callable[[], TrainState]
-    seconds: float
-    class_names: tuple[str, ...]
-    rollbacks: int = 0
-    milestone: float | None = None
-    images: int = 0
+    facts: RunFacts
 
     @classmethod
-    def of(
-        cls,
-        state: TrainState,
-        seconds: float,
-        class_names: tuple[str, ...],
-        rollbacks: int = 0,
-        milestone: float | None = None,
-    ) -> StartingPoint:
+    def of(cls, state: TrainState, facts: RunFacts) -> StartingPoint:
         """Returns the starting point of a state of numpy arrays."""
-        return cls(
-            int(state.step), state, lambda: state, seconds, class_names, rollbacks, milestone
-        )
+        return cls(int(state.step), state, lambda: state, facts)
 
     @classmethod
-    def fresh(
-        cls, config: Config, class_names: tuple[str, ...], draw: Draw = draw_state
-    ) -> StartingPoint:
+    def fresh(cls, config: Config, facts: RunFacts, draw: Draw = draw_state) -> StartingPoint:
         """Returns the starting point of a fresh state, which a thread draws from now on.
 
         Compiling the step needs only the shapes of the state, and takes longer than drawing it.
@@ -81,7 +62,7 @@ class StartingPoint:
         """
         shapes = checkpoint.state_template(config, draw)
         drawing = Background(lambda: fresh_state(config, draw))
-        return cls(0, shapes, drawing.wait, 0.0, class_names)
+        return cls(0, shapes, drawing.wait, facts)
 
 
 def starting_point(
@@ -105,21 +86,20 @@ def starting_point(
     names = class_names if config.model.num_classes else ()
     restored = last_good(checkpoints, failed) if failed else checkpoints.restore()
     if restored is None:
+        facts = RunFacts(class_names=names)
         if initial is None:
-            return StartingPoint.fresh(config, names)
-        return StartingPoint.of(initial, 0.0, names)
+            return StartingPoint.fresh(config, facts)
+        return StartingPoint.of(initial, facts)
     changes = check_resumable(restored.config, config, workdir)
-    names = keep_classes(restored.class_names, names, config, workdir)
+    names = keep_classes(restored.facts.class_names, names, config, workdir)
     logging.info(
         'resuming %s at step %d%s',
         workdir,
         int(restored.state.step),
         '; changed: ' + ', '.join(changes) if changes else '',
     )
-    begin = StartingPoint.of(
-        adapted(restored, config), restored.seconds, names, restored.rollbacks, restored.milestone
-    )
-    return dataclasses.replace(begin, images=restored.images)
+    facts = dataclasses.replace(restored.facts, class_names=names)
+    return StartingPoint.of(adapted(restored, config), facts)
 
 
 def keep_images(begin: StartingPoint, source: Source) -> StartingPoint:
@@ -132,14 +112,15 @@ def keep_images(begin: StartingPoint, source: Source) -> StartingPoint:
     """
     held_out = len(source.held_out) if source.held_out else 0
     images = len(source) + held_out
-    if held_out and begin.images not in (0, images):
+    if held_out and begin.facts.images not in (0, images):
         logging.warning(
             'data.holdout: the run began with %s images and now has %s, so other images are held '
             'out; it has trained on most of them, and their loss does not show copying',
-            f'{begin.images:,}',
+            f'{begin.facts.images:,}',
             f'{images:,}',
         )
-    return dataclasses.replace(begin, images=begin.images or images)
+    facts = dataclasses.replace(begin.facts, images=begin.facts.images or images)
+    return dataclasses.replace(begin, facts=facts)
 
 
 def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:

@@ -97,5 +97,6 @@ def last_good(checkpoints: Checkpoints, failed: TooManySkippedError) -> Restored
         key = jax.random.fold_in(jax.random.wrap_key_data(restored.state.rng), count)
         rng = jax.device_get(jax.random.key_data(key))
         state = dataclasses.replace(restored.state, rng=rng)
-        return dataclasses.replace(restored, state=state, rollbacks=count)
+        facts = dataclasses.replace(restored.facts, rollbacks=count)
+        return dataclasses.replace(restored, state=state, facts=facts)
     raise failed

@@ -6,6 +6,7 @@ If training ends with an error, the run is still saved, provided that its state 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import sys
@@ -52,8 +53,7 @@ class Saver:
     ) -> None:
         self._checkpoints, self._session, self._warn = checkpoints, session, warn
         self._config = config or session.config
-        self._class_names, self._rollbacks = begin.class_names, begin.rollbacks
-        self._images = begin.images
+        self._facts = begin.facts
         self._main = jax.process_index() == 0
         self._failure = ''  # why the last checkpoint could not be written
         # On every process, so that all read as many calls before a snapshot.
@@ -93,17 +93,10 @@ class Saver:
             return
         self._failure = ''
         self._wait_for_snapshots()
+        facts = dataclasses.replace(self._facts, seconds=seconds, milestone=milestone)
+        state = self._session.parallel.fetch(self._session.state)
         try:
-            warning = self._checkpoints.save(
-                step,
-                self._session.parallel.fetch(self._session.state),
-                self._config,
-                seconds,
-                self._class_names,
-                self._rollbacks,
-                milestone,
-                self._images,
-            )
+            warning = self._checkpoints.save(step, state, self._config, facts)
         except CheckpointWriteError as error:
             warning = self._failure = str(error)
         self._show(warning)

@@ -15,12 +15,13 @@ from jaxunet.checkpoint import damaged
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.content import OtherVersionError
 from jaxunet.checkpoint.damaged import set_aside
+from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.newest import newest_config
 from jaxunet.checkpoint.refused import RefusedError
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.runtime.errors import UserError
 
-NAMES = ('cow', 'bull')
+FACTS = RunFacts(1.5, ('cow', 'bull'), rollbacks=2, milestone=1.25, images=9)
 
 
 @pytest.fixture(scope='module')
@@ -29,7 +30,7 @@ def saved(tmp_path_factory):
     workdir, config = tmp_path_factory.mktemp('saved'), tiny_config()
     state, checkpoints = fresh_state(config), checkpoint.Checkpoints(workdir, keep=3)
     for step in (1, 2):
-        checkpoints.save(step, state.replace(step=np.int32(step)), config, 1.5, NAMES)
+        checkpoints.save(step, state.replace(step=np.int32(step)), config, FACTS)
     checkpoints.wait()
     checkpoints.close()
     return workdir
@@ -71,7 +72,7 @@ def replace(path, old, new):
 def test_the_checkpoint_before_a_damaged_one(file, old, new, run, caplog):
     replace(run / 'checkpoints/2' / file, old, new)
     restored = restore(run)
-    assert (restored.state.step, restored.seconds, restored.class_names) == (1, 1.5, NAMES)
+    assert (restored.state.step, restored.facts) == (1, FACTS)
     assert newest_config(run) == restored.config == tiny_config()
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
     assert warning.startswith(f'damaged checkpoint {run}/checkpoints/2: using ')
@@ -82,9 +83,26 @@ def test_the_checkpoint_before_a_damaged_one(file, old, new, run, caplog):
 def test_nothing_is_moved_if_no_checkpoint_can_be_read(run):
     for step in (1, 2):
         replace(run / f'checkpoints/{step}/meta/metadata', b'"seed": 0', b'"seed": 1')
-    with pytest.raises(UserError, match=r'no readable checkpoint:\n.*checksum of meta'):
+    with pytest.raises(UserError, match=r'no readable checkpoint:\n.*checksum of meta') as error:
         restore(run)
+    assert str(error.value).endswith('\nTo start over, choose another --workdir.')
     assert not (run / 'damaged').exists()
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize(
+    ('path', 'advice'),
+    [
+        ('.', 'Give another run.'),
+        ('checkpoints/2', "Give the run's workdir or another of its checkpoints."),
+    ],
+)
+def test_other_commands_than_training_have_their_own_advice(path, advice, run):
+    for step in (1, 2):
+        replace(run / f'checkpoints/{step}/meta/metadata', b'"seed": 0', b'"seed": 1')
+    with pytest.raises(UserError, match=r'no readable checkpoint:\n') as error:
+        checkpoint.read(run / path)
+    assert str(error.value).splitlines()[-1] == advice
 
 
 def test_metadata_of_earlier_versions_have_no_checksum(run):

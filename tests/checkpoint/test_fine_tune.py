@@ -284,7 +284,7 @@ def test_the_command_starts_with_other_classes(tmp_path):
     assert f'model.base_channels={model.base_channels} (now 32)' in refused
     call('jaxunet.train', *arguments, f'--config.model.base_channels={model.base_channels}')
     started = checkpoint.read(tmp_path / 'run')
-    assert started.class_names == ('3', '7')
+    assert started.facts.class_names == ('3', '7')
     assert started.state.params['label_embed']['embedding'].shape[0] == 2
     before, after = flatten(read_weights(path).params), flatten(started.state.params)
     for leaf in before.keys() - {TABLE}:

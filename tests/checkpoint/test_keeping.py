@@ -36,7 +36,7 @@ def test_a_checkpoint_stays_for_one_of_three_reasons(
     scores: dict[int, float] = {}
     checkpoints = Checkpoints(tmp_path, scores=lambda: scores, **options)
     for step in range(1, 7):
-        checkpoints.save(step, state, tiny_config(), 0.0)
+        checkpoints.save(step, state, tiny_config())
         checkpoints.wait()
         scores |= {2: {2: 0.5}, 3: {3: 0.9}, 4: {4: -1.0}}.get(step, {})  # evaluated once saved
     checkpoints.close()

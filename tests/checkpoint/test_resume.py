@@ -253,13 +253,13 @@ def test_another_model_in_the_workdir_is_refused(run, source):
 def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
     config = config_of()
     state, checkpoints = fresh_state(config), checkpoint.Checkpoints(tmp_path, keep=3)
-    checkpoints.save(1, state, config, 0.0)
+    checkpoints.save(1, state, config)
     checkpoints.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        assert checkpoints.save(2, state, config, 0.0) == ''
-        assert 'the last good one is step 1' in checkpoints.save(3, state, config, 0.0)
+        assert checkpoints.save(2, state, config) == ''
+        assert 'the last good one is step 1' in checkpoints.save(3, state, config)
         with pytest.raises(
             checkpoint.CheckpointWriteError,
             match=r'could not be written.*the last good one is step 1',
@@ -267,7 +267,7 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert checkpoints.save(4, state, config, 0.0) == ''
+    assert checkpoints.save(4, state, config) == ''
     checkpoints.wait()
     checkpoints.close()
     assert checkpoint.find(tmp_path / 'checkpoints' / '4') == (tmp_path, 4)

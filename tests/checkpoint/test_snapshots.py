@@ -228,7 +228,7 @@ def test_a_damaged_snapshot_is_named(damage, run) -> None:
 def test_runs_without_widths_say_so(tmp_path, source) -> None:
     config = config_of(())
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(0, fresh_state(config), config, 0.0)
+    checkpoints.save(0, fresh_state(config), config)
     checkpoints.close()
     with pytest.raises(UserError, match=r'0.995 or none, found .0.10.; a width needs a run that'):
         load_model(str(tmp_path), ema='0.10')

@@ -132,7 +132,7 @@ def test_export_round_trip_and_init_from(extension, run, tmp_path):
     state = checkpoint.read(run).state
     loaded = load_model(str(path))
     assert checkpoint.checksum(loaded.params) == checkpoint.checksum(state.ema['0.995'])
-    assert loaded.class_names == checkpoint.read(run).class_names == tuple('0123456789')
+    assert loaded.class_names == checkpoint.read(run).facts.class_names == tuple('0123456789')
     a, _ = sample(run, tmp_path / 'a.npz')
     b, _ = sample(path, tmp_path / 'b.npz')
     assert np.abs(a.astype(int) - b).max() <= 1

@@ -8,6 +8,7 @@ from support.commands import call_each
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.state import fresh_state
 
 MISTAKES = [
@@ -62,6 +63,10 @@ MISTAKES = [
     (
         ['jaxunet.train', '--config.data.image_size=8', '--config.data.image_size=16'],
         '--config.data.image_size: given twice',
+    ),
+    (
+        ['jaxunet.train', '--config.data.image_size=16x16'],
+        "data.image_size: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64, found '16x16'",
     ),
     (
         ['jaxunet.train', '--config.seed=4294967296'],
@@ -158,14 +163,18 @@ MISTAKES = [
         ['jaxunet.evaluate', '--checkpoint=RUN', '--reference=digits:', '--seed=4294967296'],
         'flag --seed=4294967296: 4294967296 is not an integer in the range [0, 4294967295]',
     ),
-    (['jaxunet.export', '--checkpoint=RUN', '--output=m.onnx'], 'm.onnx'),
+    (['jaxunet.export', '--checkpoint=nowhere', '--output=m.onnx'], 'm.onnx: extension: expected'),
+    (
+        ['jaxunet.export', '--checkpoint=nowhere', '--output=/proc/version/m.pt'],
+        '--output: /proc/version/m.pt: cannot be written; check the name',
+    ),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],
         '--config: expected a Python file with get_config()',
     ),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.bin'],
-        'What unet.cu needs: model.base_channels: expected a multiple of 32',
+        'model.base_channels: expected a multiple of 32, found 8\n',
     ),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.bin', '--with_optimizer', '--ema=0.995'],
@@ -204,7 +213,7 @@ def run(tmp_path_factory):
     config = tiny_config(model={'num_classes': 10, 'label_dropout': 0.1})
     checkpoints = checkpoint.Checkpoints(workdir, keep=1)
     state = fresh_state(config).replace(step=np.int32(6))
-    checkpoints.save(6, state, config, 1.0, tuple('0123456789'))
+    checkpoints.save(6, state, config, RunFacts(class_names=tuple('0123456789')))
     checkpoints.wait()
     checkpoints.close()
     return workdir

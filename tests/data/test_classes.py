@@ -43,7 +43,11 @@ def run(tmp_path_factory):
 
 
 def test_a_run_keeps_the_names_of_its_classes(run):
-    assert checkpoint.read(run).class_names == load_model(str(run)).class_names == ('bull', 'cow')
+    assert (
+        checkpoint.read(run).facts.class_names
+        == load_model(str(run)).class_names
+        == ('bull', 'cow')
+    )
     assert train(conditional(), run, herd('bull', 'cow')) == 6
 
 
@@ -74,7 +78,7 @@ def test_a_checkpoint_without_names_goes_on_and_gets_them(tmp_path):
     """Earlier versions kept none."""
     config = conditional()
     checkpoints = checkpoint.Checkpoints(tmp_path, keep=3)
-    checkpoints.save(6, fresh_state(config).replace(step=np.int32(6)), config, 0.0)
+    checkpoints.save(6, fresh_state(config).replace(step=np.int32(6)), config)
     checkpoints.wait()
     checkpoints.close()
     meta = tmp_path / 'checkpoints' / '6' / 'meta' / 'metadata'
@@ -82,9 +86,9 @@ def test_a_checkpoint_without_names_goes_on_and_gets_them(tmp_path):
     assert saved.pop('class_names') == []
     del saved['meta_checksum']
     meta.write_text(json.dumps(saved))
-    assert checkpoint.read(tmp_path).class_names == ()
+    assert checkpoint.read(tmp_path).facts.class_names == ()
     assert train(conditional(steps=7), tmp_path, herd('cow', 'bull')) == 7
-    assert checkpoint.read(tmp_path).class_names == ('cow', 'bull')
+    assert checkpoint.read(tmp_path).facts.class_names == ('cow', 'bull')
 
 
 def test_names_that_change_no_label_may_come_and_go(tmp_path):

@@ -65,7 +65,7 @@ for suffix, period in (('bin', 1000), ('pt', 10000), ('safetensors', 1000)):
     same = config.replace(model={'max_period': period})
     write_weights(f'{folder}/model.{suffix}', state.params, same)
 store = Checkpoints(pathlib.Path(folder) / 'workdir', keep=1)
-store.save(1, state.replace(step=np.int32(1)), config.replace(precision='bfloat16'), 0.0)
+store.save(1, state.replace(step=np.int32(1)), config.replace(precision='bfloat16'))
 store.close()
 print(forward_flops(config))
 """

@@ -64,7 +64,7 @@ def untrained(tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp('untrained')
     state = fresh_state(CONFIG).replace(step=np.int32(STEPS))
     checkpoints = Checkpoints(workdir, keep=1)
-    checkpoints.save(STEPS, state, CONFIG, 0.0)
+    checkpoints.save(STEPS, state, CONFIG)
     checkpoints.close()
     averages = {name: state.ema[name] for name in CONFIG.ema.width_names}
     snapshots = SnapshotWriter(workdir, CONFIG, start=0)

@@ -144,17 +144,17 @@ def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkey
     monkeypatch.setattr(Evaluator, 'measure', slowly)
     began = time.perf_counter()
     train(config_of(features), tmp_path, source)
-    seconds = read(tmp_path).seconds
+    seconds = read(tmp_path).facts.seconds
     assert 0 < seconds < time.perf_counter() - began - 2
     longer = config_of(features, train={'steps': 10})
     began = time.perf_counter()
     train(longer, tmp_path, source)
-    assert 0 < read(tmp_path).seconds - seconds < time.perf_counter() - began - 2
+    assert 0 < read(tmp_path).facts.seconds - seconds < time.perf_counter() - began - 2
     rows = read_evaluations(tmp_path)
     assert [row['step'] for row in rows[::2]] == ['3', '6', '9', '10']
     times = [float(row['training_seconds']) for row in rows]
     assert sorted(times) == times
-    assert times[-1] == pytest.approx(read(tmp_path).seconds, abs=1e-6)
+    assert times[-1] == pytest.approx(read(tmp_path).facts.seconds, abs=1e-6)
 
 
 @pytest.mark.long

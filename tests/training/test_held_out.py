@@ -146,7 +146,7 @@ def test_a_resumed_run_tells_that_other_images_are_held_out(removed, whole, capl
     train(config, whole, source)  # has no steps left
     warning = 'data.holdout: the run began with 1,797 images and now has 1,796, so other images'
     assert (warning in caplog.text) == bool(removed)
-    assert restored.images == 1797
+    assert restored.facts.images == 1797
 
 
 @pytest.mark.long

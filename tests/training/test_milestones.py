@@ -112,7 +112,7 @@ def test_a_run_saves_at_its_milestones(whole):
         (8, pytest.approx(0.8)),
     ]
     assert (seen.saved, seen.compiled) == (3, 1)
-    assert read(workdir).milestone == 0.8
+    assert read(workdir).facts.milestone == 0.8
 
 
 def test_the_speed_of_the_bar_leaves_out_compiling(source, tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(whole, source, tmp_path, 
     bar = capsys.readouterr().err
     assert '1step' in bar
     assert str(CONFIG.train.steps) not in bar  # times end the run
-    assert read(tmp_path).milestone is None
+    assert read(tmp_path).facts.milestone is None
     second = Seen(dies_at=0.5)
     with pytest.raises(Died):
         train(CONFIG, tmp_path, source, milestones=second.milestones())
@@ -172,7 +172,7 @@ def test_a_run_that_stops_just_after_a_milestone_keeps_it(source, tmp_path):
     milestones = dataclasses.replace(milestones, keep_on=keep_on)
     step = train(CONFIG, tmp_path, source, milestones=milestones)
     assert step == 1
-    assert (seen.reports, read(tmp_path).milestone) == ([], 3.0)
+    assert (seen.reports, read(tmp_path).facts.milestone) == ([], 3.0)
     again = dataclasses.replace(milestones, keep_on=lambda: False)
     assert train(CONFIG, tmp_path, source, milestones=again) == step
     assert [(reported, seconds >= 3.0) for reported, seconds, _ in seen.reports] == [(step, True)]

@@ -125,7 +125,7 @@ def test_other_weights_move_as_by_adamw(layer, first_step):
 
 def test_checkpoints_keep_the_state_which_has_no_moments_of_adam(state, tmp_path):
     checkpoints = store.Checkpoints(tmp_path, keep=1)
-    checkpoints.save(3, dataclasses.replace(state, step=np.int32(3)), muon_config(), seconds=1.0)
+    checkpoints.save(3, dataclasses.replace(state, step=np.int32(3)), muon_config())
     checkpoints.close()
     found = store.read(tmp_path).state
     assert store.checksum(found.opt_state) == store.checksum(state.opt_state)

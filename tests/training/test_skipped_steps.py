@@ -166,7 +166,7 @@ def test_the_second_try_draws_other_numbers(begin, fate, source, tmp_path, caplo
         (step, str(int(step > FIRST_BAD)), '0') for step in range(BEGIN + 1, 9)
     ]
     ended, good = read(run), read(run / 'checkpoints' / str(FIRST_BAD))
-    assert (ended.rollbacks, good.rollbacks) == (1, 0)
+    assert (ended.facts.rollbacks, good.facts.rollbacks) == (1, 0)
     assert {row['spikes'] for row in rows} == {'5'}
 
     key = folded(begin.rng, 1)  # the same steps with the key changed by hand
@@ -178,7 +178,7 @@ def test_the_second_try_draws_other_numbers(begin, fate, source, tmp_path, caplo
     checkpoints = Checkpoints(run, keep=9)
     begin = starting_point(off, run, checkpoints, source.class_names, None)
     checkpoints.close()
-    assert (begin.state().recent_norms, begin.rollbacks) == ((), 1)
+    assert (begin.state().recent_norms, begin.facts.rollbacks) == ((), 1)
 
 
 def test_without_a_good_checkpoint_the_run_ends(begin, fate, source, tmp_path):

@@ -158,7 +158,7 @@ def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tm
         if name not in ('loss', 'timesteps')
     }
     checkpoints = checkpoint.Checkpoints(tmp_path / 'old', keep=3)
-    checkpoints.save(6, old, config, 0.0)
+    checkpoints.save(6, old, config)
     checkpoints.wait()
     checkpoints.close()
     meta = tmp_path / 'old' / 'checkpoints' / '6' / 'meta' / 'metadata'
@@ -190,7 +190,7 @@ def test_a_state_of_another_version_is_no_damage(tmp_path, source, field, method
         other,
     )
     checkpoints = checkpoint.Checkpoints(tmp_path, keep=3)
-    checkpoints.save(6, state, config, 0.0)
+    checkpoints.save(6, state, config)
     checkpoints.wait()
     checkpoints.close()
     with pytest.raises(
