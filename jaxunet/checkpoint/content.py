@@ -54,8 +54,8 @@ def check_method_states(folder: pathlib.Path, config: Config, template: dict[str
             raise OtherVersionError(
                 f'{folder}: was written by another version of jaxunet, whose state of {method} '
                 f"holds {', '.join(found) or 'nothing'}; this one's holds "
-                f'{", ".join(expected) or "nothing"}. Go on with the version that wrote it, or '
-                'choose another --workdir.',
+                f'{", ".join(expected) or "nothing"}. Use the version that wrote it, or another '
+                'run.',
                 certain=False,
             )
 

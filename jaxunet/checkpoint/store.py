@@ -215,11 +215,12 @@ class Checkpoints:
             raise damaged[0][1]
         if damaged:
             lines = [f'{folder}: {_first_line(error)}' for folder, error in damaged]
-            raise UserError(
-                'no readable checkpoint:\n  '
-                + '\n  '.join(lines)
-                + '\nTo start over, choose another --workdir.'
-            )
+            advice = 'To start over, choose another --workdir.'
+            if self.read_only and step is None:
+                advice = 'Give another run.'
+            elif self.read_only:
+                advice = "Give the run's workdir or another of its checkpoints."
+            raise UserError('\n  '.join(['no readable checkpoint:', *lines]) + f'\n{advice}')
         return None
 
     def _skip(self, damaged: list[tuple[pathlib.Path, Exception]], good: pathlib.Path) -> None:
