@@ -196,8 +196,16 @@ def run(config: Config) -> None:
     with write_error_ends():
         reached = train(config, folder, source, initial)
     if reached >= config.train.steps and jax.process_index() == 0:
-        command = f'python -m jaxunet.sample --checkpoint {shlex.quote(str(folder))}'
-        print(f'samples of the trained model: {command}', flush=True)
+        print(f'samples of the trained model: {sample_command(config, folder)}', flush=True)
+
+
+def sample_command(config: Config, folder: pathlib.Path) -> str:
+    """Returns the command that draws samples of the run in a folder.
+
+    A network that enlarges or colours pictures needs some; PICTURES stands for their path.
+    """
+    pictures = ' --low_res PICTURES' if config.low_res_shape else ''
+    return f'python -m jaxunet.sample --checkpoint {shlex.quote(str(folder))}{pictures}'
 
 
 def workdir() -> pathlib.Path:

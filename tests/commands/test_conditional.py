@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.commands import ROOT, Fork, call
+from support.tiny import flags as tiny_flags
 from support.tiny import tiny_config
 from support.weight_cases import torch_bytes
 
+from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.classes import Classes
@@ -173,6 +175,18 @@ def test_samples_of_other_pictures_are_not_kept(
     assert 'holds samples that were made from other pictures, such as sample 1; repeat' in error
     np.savez(path, **small)
     assert '2 images in' in call(*enlarge(2))
+
+
+def test_a_run_tells_how_to_enlarge_pictures(tmp_path: pathlib.Path) -> None:
+    config = tiny_config(model={'low_res_size': (4,)})
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=1)
+    state = fresh_state(config).replace(step=np.int32(config.train.steps))
+    checkpoints.save(config.train.steps, state, config)
+    checkpoints.wait()
+    checkpoints.close()
+    flags = [*tiny_flags(), '--config.model.low_res_size=4', f'--workdir={tmp_path}']
+    out = call('jaxunet.train', *flags)
+    assert f'jaxunet.sample --checkpoint {tmp_path} --low_res PICTURES\n' in out
 
 
 def test_a_checksum_is_of_the_picture_and_its_class() -> None:
