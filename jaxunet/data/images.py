@@ -21,6 +21,8 @@ GAP = 2  # pixels between the images of a grid
 TINY = 32  # pixels; a grid enlarges images with a shorter side than this
 ENLARGED = 48  # pixels; least shorter side of an enlarged image
 
+SUFFIXES = ('.png', '.npz')  # one grid, arrays
+
 MAX_CLASS_COLUMNS = 20  # classes, for a grid whose columns have one class each
 
 # uint8; `_check_pixels` reports other types.
@@ -115,12 +117,11 @@ def save_images(
 
     - `X.png`: one grid (`columns` as in `grid`), without the labels.
     - `X.npz`: arrays `images` and, if given, `labels` (int32), which `data.path` reads.
-    - no suffix, a / at the end, or an empty folder: a folder of `000000.png`, ... or, with labels,
-      `000000_class7.png`, ...
+    - no suffix, a / at the end, or another empty folder: a folder of `000000.png`, ... or, with
+      labels, `000000_class7.png`, ...
 
     Raises:
-      UserError: an unknown suffix, a folder with files in it, channels that PNG lacks, or a failed
-        write.
+      UserError: see `check_output`, channels that PNG lacks, or a failed write.
       ValueError: labels that do not fit the images, or images that are not uint8.
     """
     check_output(path)
@@ -148,16 +149,26 @@ def check_output(path: str | os.PathLike[str]) -> None:
     """Checks that `save_images` accepts this path, so that a command fails before its work.
 
     Raises:
-      UserError: an unknown suffix, or a folder with files in it.
+      UserError: an unknown suffix, a folder with files in it, a folder with the name of a .png or
+        .npz, or a file with the name of a folder.
     """
     folder, path = _names_folder(path), Path(path)
     if path.is_dir():
+        if not folder:
+            raise UserError(
+                f'{path}: is a folder; name a file, or put a / at the end to write one PNG an '
+                'image into it'
+            )
         if any(path.iterdir()):
             raise UserError(
                 f'{path}: expected a new or empty folder, found files in it, which would mix with '
                 'these images; choose another'
             )
-    elif not folder and path.suffix.lower() not in ('.png', '.npz'):
+    elif folder and path.exists():
+        raise UserError(
+            f'{path}: is a file; name a folder (one PNG an image), .png (one grid) or .npz (arrays)'
+        )
+    elif not folder and path.suffix.lower() not in SUFFIXES:
         raise UserError(
             f'{path}: expected a name that ends in .png (one grid) or .npz (arrays), '
             f'or a folder (one PNG an image), found {path.suffix!r}; a / at the end makes it a '
@@ -166,11 +177,14 @@ def check_output(path: str | os.PathLike[str]) -> None:
 
 
 def _names_folder(path: str | os.PathLike[str]) -> bool:
-    """Returns True for an existing folder, a name without a suffix, and one that ends in a slash.
+    """Returns True for a name without a suffix, one that ends in a slash, and an existing folder.
 
-    `Path` drops the slash, without which samples_0.15/ has the suffix .15.
+    `Path` drops the slash, without which samples_0.15/ has the suffix .15. A name that ends in .png
+    or .npz means a file, even if there is a folder.
     """
-    return os.fspath(path).endswith('/') or Path(path).is_dir() or Path(path).suffix == ''
+    suffix = Path(path).suffix.lower()
+    existing = suffix not in SUFFIXES and Path(path).is_dir()
+    return os.fspath(path).endswith('/') or existing or suffix == ''
 
 
 def _save_folder(path: Path, images: Pixels, labels: Labels | None) -> None:

@@ -185,11 +185,24 @@ def test_save_images_refuses_other_suffixes(tmp_path):
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / 'file').write_text('in the way')
-    for name in ('file/x.png', 'file/x.npz', 'file/sub/x', 'file'):
+    for name in ('file/x.png', 'file/x.npz', 'file/sub/x'):
         with pytest.raises(UserError, match=r'cannot be written: .*; check the folder'):
             im.save_images(tmp_path / name, pixels())
     assert (tmp_path / 'file').read_text() == 'in the way'
     assert os.listdir(tmp_path) == ['file']
+
+
+def test_a_file_is_not_taken_for_a_folder_nor_a_folder_for_a_file(tmp_path):
+    (tmp_path / 'file').write_text('in the way')
+    (tmp_path / 'file.png').write_text('in the way')
+    for name in ('file', 'file.png/'):
+        with pytest.raises(UserError, match=r'is a file; name a folder .*, \.png .* or \.npz'):
+            im.check_output(f'{tmp_path}/{name}')
+    for name in ('d.png', 'd.npz'):
+        (tmp_path / name).mkdir()
+        with pytest.raises(UserError, match=rf'{name}: is a folder; name a file, or put a / at'):
+            im.check_output(tmp_path / name)
+        im.check_output(f'{tmp_path}/{name}/')
 
 
 @pytest.mark.parametrize('name', ['x.png', 'x.npz', 'x'])
