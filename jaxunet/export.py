@@ -27,8 +27,10 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config, cli
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import check_file
 from jaxunet.weights import (
     PROGRAMS,
+    extension_of,
     read_classifier,
     unetcu,
     write_classifier,
@@ -95,6 +97,8 @@ def main(argv: Sequence[str]) -> None:
     if INIT.value == bool(CHECKPOINT.value):
         found = 'both' if INIT.value else 'none'
         raise UserError(f'--checkpoint, --init: expected one of them, found {found}')
+    extension_of(OUTPUT.value)
+    check_file(OUTPUT.value, '--output')
     if CLASSIFIER.value:
         copy_classifier()
         return

@@ -64,7 +64,7 @@ def read_weights(
         malicious or not finite, it holds another network, or something is neither in the file nor
         given.
     """
-    extension = _extension(path)
+    extension = extension_of(path)
     given = Given(config, stated, new_attention_order, like)
     if ema and extension != '.pt':
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
@@ -103,7 +103,7 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
             f'{path}: is a folder, expected the file of a classifier; a run of '
             'jaxunet.training.train_classifier writes it to WORKDIR/classifier.pt'
         )
-    extension = _extension(path)
+    extension = extension_of(path)
     with _opened(path) as file:
         if extension == '.pt':
             with TorchFile(str(path), file) as state:
@@ -123,7 +123,12 @@ def _read_bin(path: str, file: BinaryIO, given: Given) -> Weights:
     return Weights(contents.params, contents.config, contents.moments, contents.note)
 
 
-def _extension(path: str | os.PathLike[str]) -> str:
+def extension_of(path: str | os.PathLike[str]) -> str:
+    """Returns the extension of a weight file, one of `EXTENSIONS`.
+
+    Raises:
+      UserError: it is another one.
+    """
     extension = pathlib.Path(path).suffix.lower()
     if extension not in EXTENSIONS:
         known = ', '.join(EXTENSIONS)
@@ -164,7 +169,7 @@ def write_weights(
         format cannot express the network (the message lists the fields), or the file cannot be
         written.
     """
-    extension = _extension(path)
+    extension = extension_of(path)
     _check_expressible(path, program, config, moments is not None, new_attention_order)
     check_tree(params, config)
     if moments is not None:
@@ -224,7 +229,7 @@ def write_classifier(
     Raises:
       UserError: another extension, or a file that cannot be written.
     """
-    extension = _extension(path)
+    extension = extension_of(path)
     if extension == '.bin':
         raise UserError(f'{path}: {NO_CLASSIFIER}')
     state = from_tree(params, noisy_classifier.table(config, classes), interleaved=True)
@@ -243,7 +248,7 @@ def _check_expressible(
     new_attention_order: bool,
 ) -> None:
     """Raises UserError if the format cannot hold this model."""
-    extension = _extension(path)
+    extension = extension_of(path)
     if program != guided_diffusion.PROGRAM and extension != '.pt':
         raise UserError(f'{path}: only a .pt has the names of a program, found {program}')
     if extension == '.bin' or program == unetcu.PROGRAM:
