@@ -198,12 +198,16 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
         has_rng=0,
     )
     problems = _problems(header, FIELDS.__getitem__)
-    if not problems:
-        theirs = config_of(header)
-        problems = [
-            *network_differences(theirs, config, min(height, width)),
-            *differences(diffusion_fields(theirs), diffusion_fields(config)),
-        ]
+    if problems:  # compare the other fields, with words that make a network
+        config = config.replace(model={'base_channels': GROUPS, 'max_period': MAX_PERIOD})
+        words = {'channels_model': GROUPS, 'height': SIDE, 'width': SIDE, 'max_period': MAX_PERIOD}
+        header = header._replace(batch=1, **words)
+    theirs = config_of(header)
+    problems = [
+        *differences(diffusion_fields(theirs), diffusion_fields(config)),
+        *problems,
+        *network_differences(theirs, config, min(height, width)),
+    ]
     if problems:
         raise UserError(
             'unet.cu has no such model, so a .bin cannot hold it; write .safetensors instead. '

@@ -135,6 +135,19 @@ def test_bin_refuses_what_unetcu_lacks(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bin_names_all_that_unetcu_lacks(tmp_path: pathlib.Path) -> None:
+    """Words of the header that it cannot hold, too; the objective, which nothing mends, first."""
+    changes = {'base_channels': 40, 'num_res_blocks': 3}
+    config = UNETCU_SMALL.replace(model=changes, diffusion={'objective': 'v'})
+    with pytest.raises(UserError) as error:
+        write_weights(tmp_path / 'a.bin', {}, config)
+    assert str(error.value).splitlines()[1:] == [
+        "  diffusion.objective: expected 'epsilon', found 'v'",
+        '  model.base_channels: expected a multiple of 32, found 40',
+        '  model.num_res_blocks: expected 2, found 3',
+    ]
+
+
 def test_a_bin_and_its_config_name_attention_by_the_sides_in_pixels(
     tmp_path: pathlib.Path,
 ) -> None:
