@@ -53,6 +53,7 @@ CHOICES = {
     'optimizer.name': ('adamw', 'adam', 'muon'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
 }
+SIZES = ('data.image_size', 'model.low_res_size')
 # Ranges of numbers. Each element of a tuple field must lie in the range.
 POSITIVE = (
     'model.image_channels',
@@ -287,6 +288,13 @@ def _coerce(
     if isinstance(hint, types.GenericAlias):
         if not isinstance(value, list | tuple):
             problems.append(f'{path}: expected a tuple, found {value!r}; write ({value!r},)')
+            return ()
+        if path in SIZES and len(value) == 1 and isinstance(value[0], str):
+            # Such as --config.data.image_size=16x16 on a command line.
+            problems.append(
+                f'{path}: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64, '
+                f'found {shown(value[0])}'
+            )
             return ()
         if hint.__args__[0] is str:
             # --config.data.classes=7,1 on a command line means the names '7' and '1'.
