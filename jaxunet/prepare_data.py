@@ -6,8 +6,8 @@
 The input is anything that `data.path` accepts. Images are cropped to their centre and resized
 (`jaxunet.data.pixels`), and written in sorted depth-first order of their paths. Images that already
 have the given size keep their pixels, so that a .bin of them equals unet.cu's byte for byte.
-Corrupt images and other files are listed, counted and left out; with --strict they are an error,
-and nothing is written.
+Corrupt images and other files are listed, counted and left out; with --strict all of them are
+listed in an error, and nothing is written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.runtime.whole_files import written
+from jaxunet.runtime.untrusted import printable
+from jaxunet.runtime.whole_files import check_file, written
 
 INPUT = flags.DEFINE_string(
     'input',
@@ -114,8 +115,8 @@ def prepare(
       strict: fail if any file must be left out.
 
     Raises:
-      UserError: the path is wrong, no image is usable, the disk is full, or with `strict` a file
-        had to be left out.
+      UserError: the path is wrong, no image is usable, the file cannot be written, or with `strict`
+        a file had to be left out; the message lists all such files.
     """
     target = Path(output).expanduser()
     if target.suffix not in SUFFIXES:
@@ -125,8 +126,7 @@ def prepare(
         )
     if image_shape[2] < 1:
         raise UserError(f'--channels: expected 1 (grey) or 3 (RGB), found {image_shape[2]}')
-    if target.is_dir():
-        raise UserError(f'--output: {target} is a folder; name a file')
+    check_file(target, '--output')
     if (
         target.exists()
         and Path(path).expanduser().exists()
@@ -135,14 +135,16 @@ def prepare(
         raise UserError(f'--output: {target} is the input; choose another name')
     try:
         with (
-            written(target) as partial,
+            written(target, '--output') as partial,
             _opened(path, image_shape, classes, target.parent) as source,
         ):
-            if strict and source.skipped:
-                raise _strict(list(source.skipped))
             write = _write_bin if target.suffix == '.bin' else _write_npz
-            counts = write(source, partial, strict)
-        _report(target, source, counts)
+            counts = write(source, partial)
+            left_out = [*source.skipped, *counts.bad]
+            if strict and left_out:
+                raise _strict(left_out)
+            _require_some(source, counts)
+        _report(target, source, counts, left_out)
     except MemoryError:
         raise UserError(
             f'{target}: not enough memory to collect a .npz; write a .bin, which streams'
@@ -153,7 +155,8 @@ def prepare(
 def _opened(path: str, shape: Shape, classes: tuple[str, ...], scratch: Path) -> Iterator[Source]:
     """Opens the source; a compressed tar is unpacked into `scratch` first, not into memory."""
     if (tar := compressed_tar(path)) is None:
-        yield open_source(path, image_shape=shape, classes=classes, option='--classes')
+        # `_report` lists the files that are not images.
+        yield open_source(path, image_shape=shape, classes=classes, option='--classes', warn=False)
         return
     with tempfile.TemporaryDirectory(prefix='.prepare_data.', dir=scratch) as folder:
         plain = Path(folder) / 'unpacked.tar'
@@ -167,10 +170,11 @@ class _Counts:
 
     kept: int = 0
     enlarged: int = 0  # the images among `kept` that were smaller
-    bad: list[tuple[str, str]] = field(default_factory=list)  # name and reason of corrupt images
+    # Name in the set, as in `Source.skipped`, and reason of corrupt images.
+    bad: list[tuple[str, str]] = field(default_factory=list)
 
 
-def _images(source: Source, strict: bool, counts: _Counts) -> Iterator[tuple[int, Pixels]]:
+def _images(source: Source, counts: _Counts) -> Iterator[tuple[int, Pixels]]:
     """Yields index and pixels of every good image, in order, with a progress bar."""
     height, width = source.image_shape[:2]
 
@@ -184,37 +188,41 @@ def _images(source: Source, strict: bool, counts: _Counts) -> Iterator[tuple[int
     with progress_bar(total=len(source), unit='image') as bar:
         for index, image in enumerate(ordered_map(load, range(len(source)))):
             bar.update()
-            if not isinstance(image, BadImage):
-                counts.kept += 1
-                counts.enlarged += image[1]
-                yield index, image[0]
+            if isinstance(image, BadImage):
+                counts.bad.append((_name_in_set(image), image.reason))
                 continue
-            counts.bad.append((image.name, image.reason))
-            if strict:
-                raise _strict(counts.bad)
+            counts.kept += 1
+            counts.enlarged += image[1]
+            yield index, image[0]
 
 
-def _write_bin(source: Source, partial: Path, strict: bool) -> _Counts:
+def _name_in_set(image: BadImage) -> str:
+    """Returns the name of an image without the path of its set."""
+    name = image.name
+    for start in (f'{printable(image.images)}/', f'{image.images}: '):  # of a folder, an archive
+        name = name.removeprefix(start)
+    return name
+
+
+def _write_bin(source: Source, partial: Path) -> _Counts:
     counts = _Counts()
     with partial.open('wb') as file:
         file.write(header_bytes(len(source), source.image_shape))
-        for _, image in _images(source, strict, counts):
+        for _, image in _images(source, counts):
             file.write(to_values(image).tobytes())
-        _require_some(source, counts)
         file.seek(0)
         file.write(header_bytes(counts.kept, source.image_shape))
         _flush(file)
     return counts
 
 
-def _write_npz(source: Source, partial: Path, strict: bool) -> _Counts:
+def _write_npz(source: Source, partial: Path) -> _Counts:
     counts = _Counts()
     images = np.empty((len(source), *source.image_shape), np.uint8)
     rows: list[int] = []
-    for index, image in _images(source, strict, counts):
+    for index, image in _images(source, counts):
         images[len(rows)] = image
         rows.append(index)
-    _require_some(source, counts)
     arrays = {'images': images[: len(rows)]}
     if source.class_names:
         arrays |= {
@@ -244,20 +252,18 @@ def _require_some(source: Source, counts: _Counts) -> None:
 
 def _strict(bad: list[tuple[str, str]]) -> UserError:
     listed = ''.join(f'\n  {name}: {reason}' for name, reason in bad)
-    return UserError(
-        f'--strict: {len(bad)} files are corrupt or not images; nothing was written:{listed}'
-    )
+    files = '1 file is corrupt or not an image'
+    if len(bad) > 1:
+        files = f'{len(bad)} files are corrupt or not images'
+    return UserError(f'--strict: {files}; nothing was written:{listed}')
 
 
-def _report(target: Path, source: Source, counts: _Counts) -> None:
+def _report(target: Path, source: Source, counts: _Counts, left_out: list[tuple[str, str]]) -> None:
     height, width, channels = source.image_shape
-    left_out = [*source.skipped, *counts.bad]
     for name, reason in left_out:
         print(f'left out {name}: {reason}')
-    print(
-        f'{target}: {counts.kept} images of {height}x{width}x{channels}; '
-        f'{len(left_out)} files left out'
-    )
+    files = '1 file' if len(left_out) == 1 else f'{len(left_out)} files'
+    print(f'{target}: {counts.kept} images of {height}x{width}x{channels}; {files} left out')
     if source.unlabelled_by and target.suffix == '.npz':
         print(
             f'warning: no labels, as {source.unlabelled_by}; '

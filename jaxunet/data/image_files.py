@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -70,7 +71,6 @@ class ImageFiles(Source):
             else:
                 images.append(i)
         self.skipped = tuple(skipped)
-        report_skipped(self.name, self.skipped)
         if not images:
             raise no_images(self.name, self.skipped)
         self._files = np.array(images, np.int64)
@@ -80,14 +80,16 @@ class ImageFiles(Source):
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Decodes the images at these indices; see `Source.load`."""
         out = np.empty((len(indices), *self.image_shape), np.uint8)
-        for row, index in enumerate(indices):
-            out[row] = self._one(int(self._files[index]), crop_of(crops, row))
+        with _in_set(self.name):
+            for row, index in enumerate(indices):
+                out[row] = self._one(int(self._files[index]), crop_of(crops, row))
         return out
 
     def stored_size(self, index: int) -> tuple[int, int]:
         """Reads the size from the image file; see `Source.stored_size`."""
         i = int(self._files[index])
-        return size_of(self._container.read(i), self._container.describe(i))
+        with _in_set(self.name):
+            return size_of(self._container.read(i), self._container.describe(i))
 
     def _one(self, i: int, crop: Crop) -> Pixels:
         data, name = self._container.read(i), self._container.describe(i)
@@ -103,10 +105,9 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
     check_channels(image_shape[2])
     names: list[str] = []
     skipped: list[tuple[str, str]] = []
-    with TarReader(path) as members:
+    with _in_set(str(path)), TarReader(path) as members:
         files = _image_members(members, math.prod(image_shape), image_shape, names, skipped)
         pixels = list(ordered_map(lambda file: decode(file[1], file[0], image_shape), files))
-    report_skipped(str(path), tuple(skipped))
     if not names:
         raise no_images(str(path), tuple(skipped))
     order = sorted((i for i in range(len(names)) if names[i]), key=lambda i: path_order(names[i]))
@@ -126,9 +127,18 @@ def tar_stream_sizes(path: Path, count: int) -> list[tuple[int, int]]:
     Raises:
       BadImage: one of them is corrupt.
     """
-    with TarReader(path) as members:
+    with _in_set(str(path)), TarReader(path) as members:
         files = _image_members(members, 1, (1, 1, 1), [], [])
         return [size_of(data, name) for name, data in itertools.islice(files, count)]
+
+
+@contextlib.contextmanager
+def _in_set(images: str) -> Iterator[None]:
+    """Adds the path of the set to the error of an image in it."""
+    try:
+        yield
+    except BadImage as error:
+        raise BadImage(error.name, error.reason, images) from None
 
 
 def _image_members(
@@ -219,7 +229,7 @@ def _loose_images(loose: list[str], folders: list[str]) -> str:
 def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:
     """Logs one warning that counts the files left out and names the first ones.
 
-    Only the first time: a run opens its images once to look at them, and again to train.
+    Does so only the first time: a run opens its images once to look at them, and again to train.
     """
     if skipped:
         count = '1 file is' if len(skipped) == 1 else f'{len(skipped)} files are'

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
+import shlex
 import warnings
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -98,16 +99,21 @@ class BadImage(UserError):
     Args:
       name: the file.
       reason: the problem, for the message.
+      images: path of the set that the file is in, for advice; '' if it is not known.
     """
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)  # both arguments, so that it can be pickled
-        self.name, self.reason = name, reason
+    def __init__(self, name: str, reason: str, images: str = '') -> None:
+        super().__init__(name, reason, images)  # all arguments, so that it can be pickled
+        self.name, self.reason, self.images = name, reason, images
 
     def __str__(self) -> str:
+        text = f'{self.name}: {self.reason}'
+        if not self.images:
+            return text
         return (
-            f'{self.name}: {self.reason}; remove the file, or convert the set with '
-            '`python -m jaxunet.prepare_data`, which leaves it out'
+            f'{text}; remove the file, or convert the set, which leaves it out: python -m '
+            f'jaxunet.prepare_data --input {shlex.quote(self.images)} --output images.npz '
+            '--image_size ...'
         )
 
 

@@ -11,7 +11,7 @@ from jaxunet.config import Config
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Folder, ZipArchive
 from jaxunet.data.holdout import hold_out
-from jaxunet.data.image_files import ImageFiles, decode_tar_stream
+from jaxunet.data.image_files import ImageFiles, decode_tar_stream, report_skipped
 from jaxunet.data.npz import NpzSource
 from jaxunet.data.pixels import MAGIC_BYTES, Shape, why_not_image
 from jaxunet.data.source import ArraySource, Selection, Source
@@ -28,6 +28,7 @@ FORMS = (
     'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin or .bin.gz, digits:, '
     'cifar10: or cifar10_test:'
 )
+OTHER_FIELDS = ('data.classes: ', 'model.image_channels: ')  # begin errors that name their field
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
@@ -57,6 +58,8 @@ def open_data(config: Config, image_shape: Shape) -> Source:
     try:
         return open_source(config.data.path, image_shape=image_shape, classes=config.data.classes)
     except UserError as error:
+        if str(error).startswith(OTHER_FIELDS):
+            raise
         raise UserError(f'data.path: {error}') from None
 
 
@@ -66,6 +69,7 @@ def open_source(
     image_shape: Shape,
     classes: tuple[str, ...] = (),
     option: str = 'data.classes',
+    warn: bool = True,
 ) -> Source:
     """Opens a set of images.
 
@@ -79,6 +83,7 @@ def open_source(
         converted (`jaxunet.data.pixels`).
       classes: keep only these, as labels 0, 1, ...; empty keeps all, sorted by name.
       option: the field or flag that named the classes, for messages.
+      warn: log a warning of the files that are not images; they are in `skipped` of the result.
 
     Raises:
       UserError: a wrong path, file or class.
@@ -98,6 +103,8 @@ def open_source(
         raise UserError(
             f'{path}: cannot be read: {error.strerror or error}; check the file and its permissions'
         ) from None
+    if warn:
+        report_skipped(source.name, source.skipped)
     return Selection(source, classes, option) if classes else source
 
 
@@ -143,7 +150,7 @@ def compressed_tar(path: str) -> Path | None:
 def open_unpacked_tar(
     path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...], option: str
 ) -> Source:
-    """Opens a compressed tar that was unpacked, like `open_source`.
+    """Opens a compressed tar that was unpacked, like `open_source` without `warn`.
 
     Args:
       path: the plain tar.

@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
-from jaxunet.data.image_files import ImageFiles
+from jaxunet.data.image_files import ImageFiles, report_skipped
 from jaxunet.data.images import ENLARGED, GAP, TINY
 from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of, why_not_image
 from jaxunet.data.source import ArraySource, Source
@@ -85,6 +85,7 @@ class SameSize(ImageFiles):
     def __init__(self, container: Container) -> None:
         height, width = _first_size(container)
         super().__init__(container, (height, width, 3), strip_leading=True)
+        report_skipped(self.name, self.skipped)
 
     def _one(self, i: int, crop: Crop) -> Pixels:
         data, name = self._container.read(i), self._container.describe(i)

@@ -11,7 +11,8 @@ from PIL import Image
 from support.data_errors import PNG, fails
 from support.data_files import encoded, put, random_pixels, write_folder, write_zip
 
-from jaxunet.data.sources import check_path
+from jaxunet.config import Config
+from jaxunet.data.sources import check_path, open_data
 from jaxunet.runtime.errors import UserError
 
 PATHS = {
@@ -130,7 +131,8 @@ BAD_IMAGES = {
 def test_images_that_cannot_be_decoded(tmp_path, case, form):
     data, match = BAD_IMAGES[case]
     path = put(tmp_path, {'a.png': PNG, 'sub/bad.png': data}, form)
-    fails(path, rf'sub/bad.png: (.|\n)*{match}(.|\n)*jaxunet.prepare_data')
+    command = rf'python -m jaxunet.prepare_data --input {path} --output images.npz --image_size'
+    fails(path, rf'sub/bad.png: (.|\n)*{match}(.|\n)*: {command} \.\.\.$')
 
 
 def test_other_numbers_of_channels(tmp_path):
@@ -169,6 +171,22 @@ def test_classes_of_a_set_without(tmp_path):
         r'to choose from, as x.png lies beside the sub-folders cat, found cat',
         classes=('cat',),
     )
+
+
+@pytest.mark.parametrize(
+    ('changes', 'start'),
+    [
+        ({'classes': ('cow',)}, 'data.classes: digits: has no class "cow"'),
+        ({'path': '{dir}'}, 'model.image_channels: expected 1'),
+        ({'path': 'digit:'}, 'data.path: unknown set "digit:"'),
+    ],
+)
+def test_an_error_names_one_field(tmp_path, changes, start):
+    write_folder(tmp_path, {'a.png': PNG})
+    changes = {name: str(tmp_path) if v == '{dir}' else v for name, v in changes.items()}
+    with pytest.raises(UserError) as error:
+        open_data(Config().replace(data=changes), (8, 8, 2 if 'path' in changes else 1))
+    assert str(error.value).startswith(start)
 
 
 def test_digits_have_one_size_of_channels():

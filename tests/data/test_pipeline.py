@@ -87,11 +87,11 @@ def test_a_corrupt_image_reaches_the_main_process_by_name(folder, workers):
 
 
 def test_bad_image_survives_pickling():
-    error = pickle.loads(pickle.dumps(BadImage('x.png', 'broken')))
+    error = pickle.loads(pickle.dumps(BadImage('x.png', 'broken', 'set')))
     assert (error.name, error.reason, str(error)) == (
         'x.png',
         'broken',
-        str(BadImage('x.png', 'broken')),
+        str(BadImage('x.png', 'broken', 'set')),
     )
 
 
