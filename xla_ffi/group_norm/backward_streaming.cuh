@@ -148,7 +148,7 @@ __device__ inline void reduce_over_batch(const Gradient& g) {
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.y) * tiling.ranks + static_cast<int>(blockIdx.x);
        i < 2 * tiles; i += blocks) {
-    reduce_parameter_gradients(g.parameters, i >> 1, i & 1);
+    reduce_parameter_gradients<kReduceSlices>(g.parameters, i >> 1, i & 1);
     __syncthreads();
   }
 }

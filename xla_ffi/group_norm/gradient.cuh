@@ -59,8 +59,9 @@ struct ParameterGradients {
   float* to[2];
 };
 
-// Threads of a block that reduces these gradients: adjacent channels × slices of the batch.
-constexpr int kReduceChannels = 32, kReduceSlices = 8;
+// A block that reduces these gradients has kReduceChannels threads for each slice of the batch: few
+// slices beside other work, many in a kernel of its own, whose few blocks must load much at a time.
+constexpr int kReduceChannels = 32, kReduceSlices = 8, kManyReduceSlices = kReduceChannels;
 
 inline ParameterGradients parameter_gradients_of(const NormGradient& plan) {
   return {plan.sums,
@@ -71,11 +72,13 @@ inline ParameterGradients parameter_gradients_of(const NormGradient& plan) {
 }
 
 // Reduces kReduceChannels channels, from kReduceChannels * tile on, of offset (which = 0) or scale
-// (1). Called by all kReduceChannels * kReduceSlices threads of a block; samples are added in the
-// same order in every run.
-__device__ inline void reduce_parameter_gradients(const ParameterGradients& p, int tile,
-                                                  int which) {
-  __shared__ float partial[kReduceSlices][kReduceChannels];
+// (1). Called by all kReduceChannels * kSlices threads of a block; samples are added in the same
+// order in every run.
+template <int kSlices>
+__device__ void reduce_parameter_gradients(const ParameterGradients& p, int tile, int which) {
+  constexpr bool kMany = kSlices == kManyReduceSlices;
+  // One more column, so that a warp reads a column without bank conflicts.
+  __shared__ float partial[kSlices][kReduceChannels + (kMany ? 1 : 0)];
   const int lane = static_cast<int>(threadIdx.x) % kReduceChannels;
   const int slice = static_cast<int>(threadIdx.x) / kReduceChannels;
   const int channel = tile * kReduceChannels + lane;
@@ -85,20 +88,28 @@ __device__ inline void reduce_parameter_gradients(const ParameterGradients& p, i
   };
   float* const to = p.to[which] + channel;
   if (p.per_sample[which]) {
-    for (int sample = slice; there && sample < p.batch; sample += kReduceSlices) {
+    for (int sample = slice; there && sample < p.batch; sample += kSlices) {
       to[static_cast<int64_t>(sample) * p.channels] = sum(sample);
     }
     return;
   }
   float total = 0;
 #pragma unroll 4
-  for (int sample = slice; there && sample < p.batch; sample += kReduceSlices) total += sum(sample);
+  for (int sample = slice; there && sample < p.batch; sample += kSlices) total += sum(sample);
   partial[slice][lane] = total;
   __syncthreads();
-  if (slice > 0 || !there) return;
+  if constexpr (kMany) {  // warp `slice` adds the slices of one channel
+    total = partial[lane][slice];
+    for (int step = kReduceChannels / 2; step > 0; step /= 2)
+      total += __shfl_xor_sync(~0u, total, step);
+    const int own = tile * kReduceChannels + slice;
+    if (lane == 0 && own < p.channels) p.to[which][own] = total;
+  } else {
+    if (slice > 0 || !there) return;
 #pragma unroll
-  for (int i = 1; i < kReduceSlices; ++i) total += partial[i][lane];
-  *to = total;
+    for (int i = 1; i < kSlices; ++i) total += partial[i][lane];
+    *to = total;
+  }
 }
 
 }  // namespace jaxunet::cuda
