@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from jaxtyping import Array
+
 from jaxunet.ops.transformations import is_checked
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
@@ -23,6 +25,19 @@ def check_shard_map(op: str) -> None:
         raise ValueError(
             f'{op}: the Pallas kernels run under jax.shard_map with check_vma=False only; '
             f'pass that, or use the cuda or xla backend'
+        )
+
+
+def check_not_empty(op: str, name: str, value: Array) -> None:
+    """Checks that an operand has elements.
+
+    Raises:
+      ValueError: it has no samples, or no pixels or tokens.
+    """
+    if not value.size:
+        raise ValueError(
+            f'{op}: {name}: shape {list(value.shape)}; the Pallas kernels take at least one sample '
+            'and one pixel or token; use the cuda or xla backend'
         )
 
 

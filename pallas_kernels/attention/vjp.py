@@ -11,7 +11,7 @@ from jaxunet.ops.attention.operands import check_kernel_operands
 from jaxunet.ops.checks import MAX_SAMPLES, check_count
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.tiles import Tiles
-from pallas_kernels.checks import check_shard_map
+from pallas_kernels.checks import check_not_empty, check_shard_map
 
 
 def attention(
@@ -34,12 +34,14 @@ def attention(
       tiles: run the Triton kernels on these tiles, for tuning; None: `dispatch.choose` chooses.
 
     Raises:
-      ValueError: channels that the heads do not divide, heads wider than 256, another type, more
-        samples, heads or queries than the kernels accept, or a checked `shard_map`.
+      ValueError: channels that the heads do not divide, heads wider than 256, another type, no
+        samples or tokens, more samples, heads or queries than the kernels accept, or a checked
+        `shard_map`.
       UserError: this version of JAX lacks what the kernels need.
     """
     check_shard_map('attention')
     check_kernel_operands(qkv, num_heads)
+    check_not_empty('attention', 'qkv', qkv)
     for unit, count in (('samples', qkv.shape[0]), ('heads', num_heads)):  # the grid's z and y
         check_count('attention', 'qkv', unit, count, MAX_SAMPLES)
     return _attention(

@@ -17,7 +17,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Added, Parts, checked_residual, kept_for_backward, outline
 from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_operands
 from jaxunet.runtime import device
-from pallas_kernels.checks import check_shard_map
+from pallas_kernels.checks import check_not_empty, check_shard_map
 from pallas_kernels.conv3x3 import dispatch
 from pallas_kernels.group_norm import dispatch as norm_dispatch
 from pallas_kernels.group_norm.parameters import parameter_gradients
@@ -38,12 +38,13 @@ def conv3x3(
     terms by the Triton kernels.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or a
-        checked `shard_map`.
+      ValueError: shapes or types that do not fit each other, no samples or pixels, a shortcut
+        without a residual, or a checked `shard_map`.
       UserError: this version of JAX lacks what the kernels need; below too.
     """
     check_shard_map('conv3x3')
     added = checked_residual(x, kernel, shift, residual, shortcut)
+    check_not_empty('conv3x3', 'x', x.parts[0])
     return Activation.of(_conv(x.parts, kernel, shift, added))
 
 
@@ -64,12 +65,13 @@ def norm_silu_conv3x3(
     See `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, a shortcut without a residual,
-        channels not a multiple of `groups`, or a checked `shard_map`.
+      ValueError: shapes or types that do not fit each other, no samples, a shortcut without a
+        residual, channels not a multiple of `groups`, or a checked `shard_map`.
     """
     check_shard_map('norm_silu_conv3x3')
     added = checked_residual(x, kernel, shift, residual, shortcut)
     check_norm_operands(x, scale, offset, groups)
+    check_not_empty('norm_silu_conv3x3', 'x', x.parts[0])
     return Activation.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 

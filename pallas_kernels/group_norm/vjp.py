@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm.operands import check_kernel_sizes, check_operands
-from pallas_kernels.checks import check_shard_map
+from pallas_kernels.checks import check_not_empty, check_shard_map
 from pallas_kernels.group_norm import dispatch
 from pallas_kernels.group_norm.parameters import parameter_gradients
 
@@ -33,12 +33,13 @@ def group_norm(
     See `jaxunet.ops.group_norm.reference.group_norm`. Wu & He 2018, arXiv 1803.08494.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, channels that are not a multiple of
-        `groups`, or a checked `shard_map`.
+      ValueError: shapes or types that do not fit each other, no samples, channels that are not a
+        multiple of `groups`, or a checked `shard_map`.
       UserError: this version of JAX lacks what the kernels need.
     """
     check_shard_map('group_norm')
     check_operands(x, scale, offset)
+    check_not_empty('group_norm', 'x', x.parts[0])
     check_kernel_sizes(x)
     return _group_norm(x, scale, offset, groups, eps, silu, interpret)
 
