@@ -16,7 +16,7 @@ import numpy as np
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.pickles import Refused
-from jaxunet.runtime.untrusted import shown
+from jaxunet.runtime.untrusted import one_line, shown
 from jaxunet.weights.torch_pickle import (
     MAX_NAME,
     MAX_PICKLE,
@@ -85,7 +85,7 @@ def read_torch_script(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
                 name: _tensor(path, archive, entries, view, order) for name, view in views.items()
             }
     except (*archives.ERRORS, OSError) as error:
-        raise damaged(error) from None
+        raise damaged(one_line(error)) from None
 
 
 def _stored(

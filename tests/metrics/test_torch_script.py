@@ -143,3 +143,18 @@ def test_what_torch_writes_now(tmp_path):
     found = read(tmp_path / 'w.pt')
     for name, value in linear.state_dict().items():
         np.testing.assert_array_equal(found[name], value.numpy())
+
+
+def test_a_damaged_archive_gives_a_short_message(tmp_path):
+    """zipfile's own error quotes both names of an entry."""
+    path = tmp_path / 'long.pt'
+    name = f'{"x" * 5000}/data.pkl'
+    with zipfile.ZipFile(path, 'w') as archive:
+        archive.writestr(name, b'\x80\x02}.')
+        archive.writestr('code/', b'')
+        archive.writestr(f'{"x" * 5000}/constants.pkl', b'')
+    content = path.read_bytes()
+    path.write_bytes(content.replace(name.encode(), name.replace('x', 'y', 1).encode(), 1))
+    with path.open('rb') as file, pytest.raises(UserError, match='File name in directory') as error:
+        read_torch_script(path.name, file)
+    assert len(str(error.value)) < 600
