@@ -68,6 +68,8 @@ FILES = {
     'xla_ffi/binding/module.cc': '#include "b/b.h"\n#include "common/bound.h"\n',
     'xla_ffi/binding/cpu_module.cc': '#include "d/d.h"\n',
     'xla_ffi/a/parity_test.py': 'from jaxunet.ops import op\n',
+    'xla_ffi/a/cpu.cc': '#include "e/e.h"\n',
+    'xla_ffi/a/a_test.cc': '#include "e/e.h"\n',
     'xla_ffi/a/a.cu': '#include "c/c.h"\n#include <vector>\n#include "common/used.h"\n',
     'xla_ffi/b/b.h': '',
     'xla_ffi/c/c.h': '',
@@ -79,9 +81,13 @@ FILES = {
     'xla_ffi/common/unused.h': '',
     'xla_ffi/common/unused.cc': '',
     'xla_ffi/d/d.h': '',
+    'xla_ffi/e/e.h': '',
 }
 OTHERS = (
     'jaxunet/other.py',
+    'xla_ffi/a/cpu.cc',
+    'xla_ffi/a/a_test.cc',
+    'xla_ffi/e/e.h',
     'xla_ffi/binding/cpu_module.cc',
     'xla_ffi/b/b.h',
     'xla_ffi/common/unused.h',

@@ -21,7 +21,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMPILED = ('.cu', '.cc')  # headers count if one of these includes them
 SHARED = ('binding', 'build_tools')  # folders of xla_ffi that belong to the build of every op
 COMMON = 'common'  # the folder from which an op uses only some sources
-CPU_MODULE = 'binding/cpu_module.cc'  # exports the rules of tilings to tests on a CPU
+# The CPU handlers, and programs that tests compile; no GPU runs them.
+CPU_ONLY = re.compile(r'cpu\.(cc|h)|cpu_module\.cc|.*_test\.cc')
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 # conftest.py imports it for a fixture of training steps, which no kernel test asks for.
 FIXTURE = 'tests/support/shared_steps.py'
@@ -34,8 +35,8 @@ def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
     These are the test file, conftest.py, and all modules of the project that they import directly
     or indirectly. For each folder of xla_ffi among these modules, its C++ and CUDA sources count,
     those of the folders that these include, and `SHARED`; from `COMMON`, only the sources of
-    included headers count. A header counts if a source includes it. For a test that reads tables of
-    measured tiles, the tables count, too.
+    included headers count. A header counts if a source includes it; `CPU_ONLY` files never count.
+    For a test that reads tables of measured tiles, the tables count, too.
 
     Raises:
       ValueError: an import is relative, so its file is unknown.
@@ -108,7 +109,7 @@ def _native(folders: set[str], root: pathlib.Path) -> set[str]:
     left |= {path for name in folders for path in _sources(package / name, COMPILED)}
     while left:
         path = left.pop()
-        if path == package / CPU_MODULE:
+        if CPU_ONLY.fullmatch(path.name):
             continue
         found.add(path)
         of_every_op = path.relative_to(package).parts[0] in SHARED  # includes headers of all ops
