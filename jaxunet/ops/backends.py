@@ -180,7 +180,7 @@ def describe(backend: str, precision: str | None = None) -> str:
     line = 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend, precision).items())
     if device.asked() is not device.Kernels.FASTEST:
         line += f' ({device.VARIABLE}={device.asked().value})'
-    follows = split_backend(backend)[0] == UNNAMED and precision and _measured(precision)
+    follows = split_backend(backend)[0] == UNNAMED and precision and measured(precision)
     return f'{line} (measured here: {choices.path()})' if follows else line
 
 
@@ -237,8 +237,10 @@ def _missing(name: str) -> str | None:
         return str(error)
 
 
-def _measured(precision: str) -> dict[str, str] | None:
-    """Returns the choice that was measured for this kind of GPU, if all its backends run here.
+def measured(precision: str) -> dict[str, str] | None:
+    """Returns what `auto` takes for each op because it was measured for this kind of GPU.
+
+    None if nothing was measured, or some of its backends do not run here.
 
     None while JAXUNET_KERNELS chooses the kernels: the fastest were measured.
     """
@@ -267,7 +269,7 @@ def _auto(precision: str) -> dict[str, str]:
     """
     if precision not in KERNEL_TYPES:
         return dict.fromkeys(OPS, 'xla')
-    if found := _measured(precision):
+    if found := measured(precision):
         return found
     hopper = device.family() is device.Target.HOPPER
     if not hopper and (precision == 'float32' or not _runs_portable()):

@@ -32,7 +32,7 @@ from jaxunet.config import PRECISIONS, Config, cli, resolve
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
-from jaxunet.ops.backends import UNNAMED, describe, named
+from jaxunet.ops.backends import describe, measured
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.garbage import garbage_set_aside
 from jaxunet.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
@@ -313,7 +313,7 @@ def main(argument: str) -> None:
             'platform': jax.default_backend(),
             'devices': len(jax.devices()),
             'provenance': provenance(),
-            'auto': {precision: named(UNNAMED, precision) for precision in PRECISIONS},
+            'auto': {p: choice for p in PRECISIONS if (choice := measured(p))},
         }
     else:
         row = outcome(Task(**json.loads(argument)))

@@ -57,7 +57,8 @@ class Machine:
       platform: cpu, gpu, ...
       devices: number of devices that JAX sees.
       provenance: device, versions and commit for every row (`runtime.rows.provenance`).
-      auto: the backend that `backend=auto` takes for each op, by precision.
+      auto: the backend that `backend=auto` takes for each op, by precision; empty where it follows
+        no measurements of this kind of device.
     """
 
     platform: str

@@ -1,9 +1,9 @@
 """Runs the points of a sweep, each in its own process, and keeps their results.
 
 `OUTPUT/results.jsonl` gets one row per point as soon as the point is done. The row has a key made
-from everything that its numbers depend on: the resolved config, the ops that `backend=auto` takes,
-XLA_FLAGS, the options of the measurement, the versions, the device and the code. The same command
-runs only the missing points.
+from everything that its numbers depend on: the resolved config, the measured ops that
+`backend=auto` takes, XLA_FLAGS, the options of the measurement, the versions, the device and the
+code. The same command runs only the missing points.
 """
 
 from __future__ import annotations
@@ -106,18 +106,25 @@ def key(point: Point, options: Options, machine: Machine) -> str:
     same = {
         'config': identity(point.raw),
         'jit': point.jit,
-        'auto': _auto(point, machine),
-        'xla_flags': os.environ.get(XLA_FLAGS, ''),
         'measuring': [options.tool, options.steps, options.warmup, options.max_seconds],
         'device': [machine.platform, machine.devices, origin.get('device'), origin.get('driver')],
         'versions': origin.get('versions'),
         'code': code(origin.get('git')),
     }
+    # Only if there are any, so that rows of earlier versions keep their keys.
+    same |= {
+        name: value
+        for name, value in (
+            ('auto', _auto(point, machine)),
+            ('xla_flags', os.environ.get(XLA_FLAGS)),
+        )
+        if value
+    }
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _auto(point: Point, machine: Machine) -> dict[str, str] | None:
-    """Returns the ops that `backend=auto` takes for a point; None if its backend is another."""
+    """Returns the measured ops of a point with `backend=auto`; None if it has none."""
     raw = point.raw
     return machine.auto.get(raw['precision']) if raw['backend'].split('+')[0] == UNNAMED else None
 

@@ -92,12 +92,14 @@ SHORT = {'conditional', 'edm'}  # runs whose continuation is no long test
 ROUNDING = 1e-16
 
 
-def call(folder: pathlib.Path, command: str, *flags: str) -> str:
+def call(folder: pathlib.Path, command: str, *flags: str, **changes: str) -> str:
     """Returns what `python -m jaxunet.COMMAND` prints; paths are relative to `folder`.
+
+    `changes` are environment variables.
 
     Training with dropout drops the elements that it dropped when the fixtures were written.
     """
-    variables = {'PYTHONPATH': str(ROOT), 'JAXUNET_GIT_SHA': COMMIT}
+    variables = {'PYTHONPATH': str(ROOT), 'JAXUNET_GIT_SHA': COMMIT, **changes}
     arguments = [f'jaxunet.{command}', *flags]
     if command == 'train' and any('model.dropout=' in flag for flag in flags):
         return call_with_earlier_dropout(arguments, environment() | variables, folder)
@@ -433,7 +435,7 @@ def test_a_sweep_is_reported_again(tmp_path):
 
 def test_a_sweep_is_complete(tmp_path):
     """Its rows belong to a machine and to versions, so the same command knows them again only where
-    these are the same.
+    these are the same. Their keys are of a version that did not count XLA_FLAGS.
     """
     folder = copied('sweep', tmp_path)
     before = contents(folder)
@@ -443,6 +445,7 @@ def test_a_sweep_is_complete(tmp_path):
         pytest.skip(f'the rows were measured with {row["versions"]}, here are {here}')
     if shutil.which('nvidia-smi'):
         pytest.skip('the rows were measured on a machine without an NVIDIA driver')
-    out = call(tmp_path, 'sweep', *run_flags(CONDITIONAL), *FLAGS['sweep'], '--output=sweep')
+    flags = [*run_flags(CONDITIONAL), *FLAGS['sweep'], '--output=sweep']
+    out = call(tmp_path, 'sweep', *flags, XLA_FLAGS='')
     assert '4 of 4 points are done' in out
     assert contents(folder) == before
