@@ -136,10 +136,10 @@ def test_what_was_measured_with_other_kernels_is_not_followed(monkeypatch):
     measured = dict.fromkeys(backends.OPS, 'xla')
     monkeypatch.setattr(choices, 'read', lambda device, precision: measured)
     assert device.target() is Target.HOPPER
-    assert backends._measured('bfloat16') == measured
+    assert backends.measured('bfloat16') == measured
     monkeypatch.setenv(VARIABLE, 'portable')
     assert device.target() is Target.TRITON
-    assert backends._measured('bfloat16') is None
+    assert backends.measured('bfloat16') is None
     with pytest.raises(UserError, match='--choose: JAXUNET_KERNELS=portable leaves out'):
         choose.check_kernels()
 
