@@ -302,21 +302,23 @@ def _watch_parent() -> None:
     threading.Thread(target=watch, daemon=True, name='watch the sweep').start()
 
 
+def probe() -> Row:
+    """Returns the attributes of `Machine`, as JAX sees them in this process."""
+    return {
+        'platform': jax.default_backend(),
+        'devices': len(jax.devices()),
+        'provenance': provenance(),
+        'auto': {p: choice for p in PRECISIONS if (choice := measured(p))},
+    }
+
+
 def main(argument: str) -> None:
     """Prints the row of a task, or of the probe, and ends the process."""
     answer = os.fdopen(os.dup(1), 'w')
     os.dup2(2, 1)  # what libraries print goes to stderr, not into the row
     _watch_parent()
     logging.set_verbosity(logging.INFO)
-    if argument == 'probe':
-        row: Row = {
-            'platform': jax.default_backend(),
-            'devices': len(jax.devices()),
-            'provenance': provenance(),
-            'auto': {p: choice for p in PRECISIONS if (choice := measured(p))},
-        }
-    else:
-        row = outcome(Task(**json.loads(argument)))
+    row = probe() if argument == 'probe' else outcome(Task(**json.loads(argument)))
     print(json.dumps(row), file=answer, flush=True)
     answer.close()
     sys.stderr.flush()

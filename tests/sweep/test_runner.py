@@ -13,7 +13,7 @@ from support.sweeps import CPU, GPU, ORIGIN, grid
 
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
-from jaxunet.sweep import runner
+from jaxunet.sweep import measure, runner
 from jaxunet.sweep.folder import load, save
 from jaxunet.sweep.points import Machine, parse_axes
 from jaxunet.sweep.runner import Options
@@ -141,6 +141,12 @@ def test_keys_tell_apart_the_kernels_of_auto(monkeypatch):
 
 def test_the_probe_finds_no_measured_choices_on_a_cpu():
     assert runner.probe().auto == {}
+
+
+def test_the_probe_says_what_was_measured_for_auto(monkeypatch):
+    found = {'attention': 'pallas'}
+    monkeypatch.setattr(measure, 'measured', {'bfloat16': found}.get)
+    assert Machine(**measure.probe()).auto == {'bfloat16': found}
 
 
 def test_compile_jobs_compile_before_anything_is_timed(faults, tmp_path):
