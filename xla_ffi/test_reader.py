@@ -1,14 +1,9 @@
 """Checks of calls that no test in Python can make: `reader_test.cc` makes them."""
 
-import os
 import pathlib
-import shutil
-import subprocess
 
-import jax.ffi
-import pytest
+from support.cpp import needs_compiler, printed_by
 
-XLA_FFI = pathlib.Path(__file__).parent
 SOURCES = (
     'binding/reader_test.cc',
     'binding/reader.cc',
@@ -18,9 +13,6 @@ SOURCES = (
     'group_norm/read.cc',
     'linear/read.cc',
 )
-NAMES = (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++')
-COMPILER = next((path for name in NAMES if name and (path := shutil.which(name))), '')
-
 # In the order of `tell_all`.
 WANTED = """\
 conv: read
@@ -53,13 +45,6 @@ conv: y: expected an address that is a multiple of 16, found one 2 bytes past; c
 """
 
 
-@pytest.mark.skipif(
-    not COMPILER, reason='no C++ compiler: none of CXX, c++, g++, clang++ is on PATH'
-)
+@needs_compiler
 def test_what_the_reader_says(tmp_path: pathlib.Path) -> None:
-    program = tmp_path / 'reader_test'
-    command = [COMPILER, '-std=c++17', f'-I{XLA_FFI}', '-isystem', jax.ffi.include_dir()]
-    command += [*(str(XLA_FFI / source) for source in SOURCES), '-o', str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == WANTED
+    assert printed_by(SOURCES, tmp_path) == WANTED

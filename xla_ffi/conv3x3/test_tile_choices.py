@@ -2,25 +2,19 @@
 folder.
 """
 
-import os
 import pathlib
-import shutil
 import subprocess
 
 import pytest
+from support.cpp import COMPILER, XLA_FFI, needs_compiler
 
-XLA_FFI = pathlib.Path(__file__).parents[1]
 # Each folder's test, and one of its assertions.
 SOURCES = {
     'hopper': 'samples_at_4x4(19, 2, 0, 520) == 4',
     'portable': 'multistage_choice(linear(), 108, 1).splits == 1',
 }
-NAMES = (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++')
-COMPILER = next((path for name in NAMES if name and (path := shutil.which(name))), '')
 
-pytestmark = pytest.mark.skipif(
-    not COMPILER, reason='no C++ compiler: none of CXX, c++, g++, clang++ is on PATH'
-)
+pytestmark = needs_compiler
 
 
 def compile_source(source: pathlib.Path) -> subprocess.CompletedProcess[str]:
