@@ -39,6 +39,7 @@ from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.training.loop import train
 from jaxunet.training.meeting import Place
 from jaxunet.training.parallel import Parallel, on_fewer_devices
@@ -103,6 +104,7 @@ RESTARTS = flags.DEFINE_integer(
     'with the devices and processes that are left.',
     lower_bound=0,
 )
+of_user(WORKDIR)
 
 
 def main(argv: Sequence[str]) -> int | None:
@@ -219,7 +221,7 @@ def check_workdir(config: Config) -> None:
     Raises:
       UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
     """
-    images, folder = pathlib.Path(config.data.path).expanduser().resolve(), workdir().resolve()
+    images, folder = pathlib.Path(expanded(config.data.path)).resolve(), workdir().resolve()
     if not config.data.path or not images.is_dir() or not folder.is_relative_to(images):
         return
     if not any(part.startswith('.') for part in folder.relative_to(images).parts):

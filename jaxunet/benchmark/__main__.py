@@ -48,6 +48,7 @@ from jaxunet.ops import choices
 from jaxunet.ops.backends import load_ops, runnable
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
 
 CONFIG = cli.define_config()
@@ -89,6 +90,7 @@ CHOOSE = flags.DEFINE_bool(
     f'{choices.VARIABLE} names the file; default: choices.json in the cache folder.',
 )
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
+of_user(OUTPUT, TABLE)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -55,6 +55,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 from jaxunet.sweep.runner import probe
 from jaxunet.training.evaluation import evaluation_network
 from jaxunet.training.workdir import opened
@@ -124,6 +125,7 @@ PLOT_ONLY = flags.DEFINE_bool(
     'plot_only', False, 'Write the report of the results in OUTPUT without running anything.'
 )
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plot.')
+of_user(FILE, DATA, ADD, OUTPUT)
 # Flags that --file replaces (`STATED`), and flags that need it (`WITH_FILE`).
 STATED = ('config', 'methods', 'seconds', 'seeds', 'evaluations', 'step_cost', 'train', 'timeout')
 WITH_FILE = ('data', 'limit', 'reserve', 'resume', 'add')

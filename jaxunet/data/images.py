@@ -15,6 +15,7 @@ from jaxtyping import ArrayLike, Integer, Shaped, UInt8
 from PIL import Image
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.whole_files import written
 
 GAP = 2  # pixels between the images of a grid
@@ -125,6 +126,7 @@ def save_images(
       ValueError: labels that do not fit the images, or images that are not uint8.
     """
     check_output(path)
+    path = expanded(path)
     folder, path = _names_folder(path), Path(path)
     _check_pixels(images)
     if labels is not None and labels.shape != images.shape[:1]:
@@ -152,6 +154,7 @@ def check_output(path: str | os.PathLike[str]) -> None:
       UserError: an unknown suffix, a folder with files in it, a folder with the name of a .png or
         .npz, or a file with the name of a folder.
     """
+    path = expanded(path)
     folder, path = _names_folder(path), Path(path)
     if path.is_dir():
         if not folder:

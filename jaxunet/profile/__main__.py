@@ -50,6 +50,7 @@ from jaxunet.profile.chrome import write_trace
 from jaxunet.profile.summary import Summary, summarise
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.training.parallel import Parallel
 
@@ -73,6 +74,7 @@ COMPARE = flags.DEFINE_string(
 )
 OUTPUT = flags.DEFINE_string('output', 'profile', 'Folder that the files are written to.')
 PLOT = flags.DEFINE_bool('plot', True, 'Draw profile.png.')
+of_user(COMPARE, OUTPUT)
 
 
 def main(argv: Sequence[str]) -> None:

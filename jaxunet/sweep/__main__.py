@@ -44,6 +44,7 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.sweep import folder, report, runner, study
@@ -101,6 +102,7 @@ PLOT_ONLY = flags.DEFINE_bool(
     'plot_only', False, 'Write the report of the results in OUTPUT without running anything.'
 )
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plots.')
+of_user(OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)

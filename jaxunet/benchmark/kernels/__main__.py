@@ -52,6 +52,7 @@ from jaxunet.ops.backends import installed, lacks, runnable
 from jaxunet.runtime import device, rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.measurement import Measurement
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
@@ -81,6 +82,7 @@ ROOFLINE = flags.DEFINE_bool(
     'roofline', False, 'Measure the kernels of training steps of --config against their floors.'
 )
 CONFIG = cli.define_optional_config('With --roofline, the config whose steps are measured.')
+of_user(OUTPUT, TABLE)
 OF_OPS = ('ops', 'directions', 'cases', 'seconds')  # flags that --roofline does not read
 
 
