@@ -30,10 +30,9 @@ from jaxunet.data.sources import compressed_tar, open_source, open_unpacked_tar
 from jaxunet.data.tar import decompress
 from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError, near_misses, printable
 from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.runtime.untrusted import printable
 from jaxunet.runtime.whole_files import check_file, written
 
 INPUT = flags.DEFINE_string(

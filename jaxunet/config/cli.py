@@ -35,6 +35,7 @@ from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 from jaxunet.runtime.no_device import needs_device
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.plugins import at_fault
 from jaxunet.runtime.progress import write_above_bars
 
 MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
@@ -112,6 +113,8 @@ def _without_traceback(
         except UserError as error:
             _fail(error)
         except Exception as error:
+            if not interrupted(error) and (of_backend := at_fault(error)):
+                _fail(of_backend)
             if interrupted(error) or not Background.running():
                 raise
             traceback.print_exc()

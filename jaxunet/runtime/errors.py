@@ -19,6 +19,26 @@ class UserError(Exception):
 
     exit_code = USER_ERROR
 
+    def __str__(self) -> str:
+        """Returns the message; names in it may be a stranger's."""
+        return printable(super().__str__(), kept='\n')
+
+
+def printable(text: str, kept: str = '') -> str:
+    """Returns text, such as a file's name, which may hold any bytes, as text for any terminal.
+
+    What is not printable becomes an escape such as \\x1b: control characters, which a terminal
+    obeys, marks that change the direction of the text, line separators and lone surrogates.
+
+    Args:
+      kept: characters to leave as they are.
+    """
+    if text.isprintable():
+        return text
+    return ''.join(
+        c if c.isprintable() or c in kept else c.encode('unicode_escape').decode() for c in text
+    )
+
 
 def near_misses(name: str, known: Iterable[str]) -> str:
     """Returns `; did you mean "a" or "b"?` with known names similar to `name`, or ''."""
@@ -32,5 +52,5 @@ def itemized(problems: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the names joined by commas, shortened after the first 20."""
-    return ', '.join(names[:20]) + (', ...' if len(names) > 20 else '')
+    """Returns the names, `printable`, joined by commas; shortened after the first 20."""
+    return ', '.join(map(printable, names[:20])) + (', ...' if len(names) > 20 else '')

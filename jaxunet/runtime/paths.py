@@ -43,9 +43,9 @@ class _Expanding(flags.ArgumentParser):
         self._inner = inner
         self.syntactic_help = inner.syntactic_help
 
-    def parse(self, argument: object) -> str | list[str]:
+    def parse(self, argument: str) -> str | list[str]:
         """Returns the path, or the paths, without `~`."""
-        found = self._inner.parse(argument)
+        found: Any = self._inner.parse(argument)
         try:
             if isinstance(found, list):
                 return [expanded(path) for path in found]
