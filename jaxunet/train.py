@@ -25,7 +25,7 @@ from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import config_at, newest_config, saved_steps
 from jaxunet.checkpoint.resumable import check_resumable
-from jaxunet.checkpoint.state import endless_warmup
+from jaxunet.checkpoint.state import endless_warmup, rate_jump
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
@@ -257,6 +257,8 @@ def dry_run(config: Config, saved: Config | None) -> None:
     if saved is not None:
         changes = ', '.join(check_resumable(saved, config, workdir())) or 'nothing'
         print(f'resumes the run in {workdir()}, with its choices of fields; changed: {changes}')
+        if warning := rate_jump(saved, config, saved_steps(workdir())[0]):
+            print(warning)
     grids, evaluations = grid_sampler(config), evaluation_sampler(config)
     print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
     if config.init_from:
