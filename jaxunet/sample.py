@@ -168,6 +168,7 @@ def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
     cli.enable_compilation_cache()
     model, config = load()
+    check_output(OUTPUT.value, config.model.image_channels)
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
     guide = how.guide(config)
     classes = guide.classifier.classes if guide else config.model.num_classes
