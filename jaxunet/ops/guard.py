@@ -47,12 +47,11 @@ def checked_ops(backend: Backend) -> Mapping[str, Any]:
         parts = {part: getattr(op, part) for part in ('sum_of_squares', 'adamw', 'narrow', 'pack')}
         for part, call in parts.items():
             _check_callable(f'{where}[{name!r}].{part}', call)
-        found[name] = op._replace(
-            **{
-                part: _compared(backend.name, f'adamw.{part}', call, getattr(UPDATE, part))
-                for part, call in parts.items()
-            }
-        )
+        guarded: dict[str, Any] = {
+            part: _compared(backend.name, f'adamw.{part}', call, getattr(UPDATE, part))
+            for part, call in parts.items()
+        }
+        found[name] = op._replace(**guarded)
     return found
 
 
@@ -143,8 +142,8 @@ def _difference(found: PyTree, expected: PyTree) -> str:
         jax.tree.map(_joined, tree, is_leaf=lambda node: isinstance(node, Activation))
         for tree in (found, expected)
     )
-    ours, theirs = jax.tree.structure(expected), jax.tree.structure(found)
-    if ours != theirs:
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (found, expected)]
+    if structures[0] != structures[1]:
         return f'expected {_described(expected)}, found {_described(found)}'
     for (path, want), have in zip(
         jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True
@@ -163,7 +162,8 @@ def _joined(value: Any) -> Any:
     if len(rows) != 1 or () in {part.shape for part in value.parts}:
         return value
     (shape, dtype), channels = rows.pop(), sum(part.shape[-1] for part in value.parts)
-    return Activation((jax.ShapeDtypeStruct((*shape, channels), dtype),))
+    joined: Any = jax.ShapeDtypeStruct((*shape, channels), dtype)
+    return Activation((joined,))
 
 
 def _described(value: Any) -> str:

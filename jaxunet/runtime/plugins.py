@@ -27,7 +27,7 @@ from jaxunet.runtime.untrusted import one_line, shown
 BACKEND_GROUP = 'jaxunet.backends'
 SHIPPED = ('pallas_kernels.', 'xla_ffi.')  # the packages of our own backends
 Transformed = TypeVar('Transformed', bound=Callable[..., Any])
-ASKED = ('unavailable', 'incomplete')  # fields of a `Backend` that return what is missing
+FUNCTIONS = ('unavailable', 'incomplete', 'transform_gradients')  # fields of a `Backend`
 API = 3  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
@@ -131,7 +131,8 @@ def load_backend(name: str) -> Backend:
         return backend
     return dataclasses.replace(
         backend,
-        **{field: _asked(name, field, getattr(backend, field)) for field in ASKED},
+        unavailable=_asked(name, 'unavailable', backend.unavailable),
+        incomplete=_asked(name, 'incomplete', backend.incomplete),
     )
 
 
@@ -163,6 +164,8 @@ def blamed(backend: str, what: str) -> Iterator[None]:
             raise
         raise UserError(f'backend={backend}: {what}: {error}') from error
     except (Exception, SystemExit) as error:
+        if 'RESOURCE_EXHAUSTED' in str(error):  # JAX's words for a device without memory
+            raise
         raise _failure(backend, what, error) from error
 
 
@@ -215,7 +218,7 @@ def _check_fields(backend: Backend, name: str, where: str) -> None:
         'name': (f'{name!r}, as its entry point', lambda value: value == name),
         'title': ('text', lambda value: isinstance(value, str)),
         'ops': ('a mapping of functions by op', lambda value: isinstance(value, Mapping)),
-        **dict.fromkeys((*ASKED, 'transform_gradients'), ('a function', callable)),
+        **dict.fromkeys(FUNCTIONS, ('a function', callable)),
     }
     for field, (expected, fits) in kinds.items():
         value = getattr(backend, field)

@@ -61,6 +61,11 @@ def test_files_that_give_no_config(tmp_path):
         ),
         (['return 1 / 0'], r'ZeroDivisionError: division by zero \(.*mistake.py, line 4\)'),
         (["config.train.steps = 'many'"], r"TypeError: .*'steps'.*many.*mistake.py, line 4\)"),
+        (
+            ['raise SystemExit(3)'],
+            r'.*mistake.py: ends Python \(SystemExit: 3\) while it is read; return a config from '
+            r'get_config\(\), or raise an exception',
+        ),
         (['x = ('], r'SyntaxError: .*mistake.py, line 4\)'),
     ],
 )

@@ -1,5 +1,7 @@
 """Backends of other packages that fail or return something else: one line names backend and op."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
