@@ -29,7 +29,7 @@ from jaxunet.runtime import ownership
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.distributed import ERROR, end
 from jaxunet.runtime.download import cache_dir
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 from jaxunet.runtime.no_device import needs_device
@@ -61,7 +61,7 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
     handler.addFilter(_is_shown)
-    handler.setFormatter(std_logging.Formatter('%(message)s'))
+    handler.setFormatter(_Printable('%(message)s'))
     write_above_bars(handler.python_handler)
     try:
         app.run(_without_traceback(main, arguments=arguments), flags_parser=_parse)
@@ -71,6 +71,14 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
         if not interrupted(error):
             raise
         end(INTERRUPTED)
+
+
+class _Printable(std_logging.Formatter):
+    """Formats messages for any terminal; names in them may be a stranger's."""
+
+    def format(self, record: std_logging.LogRecord) -> str:
+        """Returns the text of a message."""
+        return printable_lines(super().format(record))
 
 
 def _is_shown(record: std_logging.LogRecord) -> bool:

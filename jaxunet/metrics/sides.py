@@ -25,7 +25,7 @@ from jaxunet.metrics.frechet import (
 )
 from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.table import TABLE, Need, Side, check_reference, needing
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.paths import expanded
 
 MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
@@ -56,7 +56,7 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
     found = file_statistics(path, metrics, network, flag)
     protocol = next(iter(found.values())).protocol
     count = protocol.get('count')
-    origin = f' ({protocol["images"]})' if 'images' in protocol else ''
+    origin = f' ({printable(str(protocol["images"]))})' if 'images' in protocol else ''
     return Side(
         path + origin,
         count if isinstance(count, int) else None,

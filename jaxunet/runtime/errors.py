@@ -21,29 +21,30 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """Returns the message; names in it may be a stranger's."""
-        return printable(super().__str__(), kept='\n')
+        return printable_lines(super().__str__())
 
 
-def printable(text: str, kept: str = '') -> str:
-    """Returns text, such as a file's name, which may hold any bytes, as text for any terminal.
+def printable(name: str) -> str:
+    """Returns a name, which may hold any characters, as one line for any terminal.
 
     What is not printable becomes an escape such as \\x1b: control characters, which a terminal
     obeys, marks that change the direction of the text, line separators and lone surrogates.
-
-    Args:
-      kept: characters to leave as they are.
     """
-    if text.isprintable():
-        return text
-    return ''.join(
-        c if c.isprintable() or c in kept else c.encode('unicode_escape').decode() for c in text
-    )
+    if name.isprintable():
+        return name
+    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in name)
+
+
+def printable_lines(text: str) -> str:
+    """Returns a text of several lines with each line `printable`."""
+    return '\n'.join(map(printable, text.split('\n')))
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:
     """Returns `; did you mean "a" or "b"?` with known names similar to `name`, or ''."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return '; did you mean ' + ' or '.join(f'"{m}"' for m in matches) + '?' if matches else ''
+    quoted = ' or '.join(f'"{printable(match)}"' for match in matches)
+    return f'; did you mean {quoted}?' if matches else ''
 
 
 def itemized(problems: Sequence[str]) -> str:

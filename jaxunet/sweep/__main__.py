@@ -43,7 +43,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import check_file
@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> None:
         sweep = folder.load(directory)
         paths = report.write(sweep, directory, plot=PLOT.value)
         text = report.markdown(sweep, [], directory)
-    print(f'\n{text}\n{", ".join(map(str, paths))}', flush=True)
+    print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
 
 
 def measure(directory: pathlib.Path) -> None:
