@@ -14,6 +14,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -185,8 +186,11 @@ def at_fault(error: BaseException) -> UserError | None:
 
 
 def _failure(backend: str, what: str, error: BaseException) -> UserError:
+    text = str(error)
+    if 'Traceback (most recent call last)' in text:  # of a function that XLA called
+        text = text.strip().rpartition('\n')[2]
     return UserError(
-        f'backend={backend}: {what}: {type(error).__name__}: {one_line(error)}'
+        f'backend={backend}: {what}: {type(error).__name__}: {one_line(text or "no message")}'
         f'{_place(error, backend)}; mend or update its package, or use backend=xla'
     )
 
@@ -198,6 +202,10 @@ def _place(error: BaseException, backend: str) -> str:
         f' ({frame.filename}, line {frame.lineno})'
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename.startswith(homes)
+    ] + [
+        f' ({file}, line {line})'
+        for file, line in re.findall(r'File "(.+?)", line (\d+)', str(error))
+        if file.startswith(homes)
     ]
     return places[-1] if places else ''
 

@@ -1,6 +1,7 @@
 """Backends of other packages that fail or return something else: one line names backend and op."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,8 @@ RECORDS = {
     'transform_gradients=None': r'transform_gradients: expected a function, found None',
     'color=3': r'cannot be imported: TypeError: .*color.* \(.*toy_kernels.py, line ',
     'ops=dict(linear=sys.exit(3))': r'cannot be imported: SystemExit: 3 \(.*toy_kernels.py, line ',
+    "ops={}['']": r'cannot be imported: KeyError: ',
+    'ops=next(iter([]))': r'cannot be imported: StopIteration: no message \(.*toy_kernels.py, ',
     'ops=1 / 0': r'cannot be imported: ZeroDivisionError: division by zero \(.*toy_kernels.py, ',
 }
 CHANGES = {  # what an op does with the reference's result, and the words for it
@@ -265,6 +268,10 @@ def test_a_failure_while_a_program_runs_names_the_backend(install, capsys):
         _without_traceback(main, arguments=False)(['x'])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith('error: backend=toy: its code: ')
-    assert 'Traceback (most recent call last)\n' not in error
+    (line,) = [line for line in error.splitlines() if line.startswith('error: ')]
+    assert re.fullmatch(
+        r'error: backend=toy: its code: JaxRuntimeError: ZeroDivisionError: a\\x1b\[31m bug '
+        r'\(.*toy_kernels.py, line \d+\); mend or update its package, or use backend=xla',
+        line,
+    )
     assert plugins.at_fault(ValueError('of something else')) is None
