@@ -27,6 +27,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config, cli
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.weights import (
     PROGRAMS,
@@ -80,6 +81,7 @@ CLASSIFIER = flags.DEFINE_bool(
 MODEL = model_flags.define(
     'Config of the model in a weight file that does not state it, or of --init.'
 )
+of_user(CHECKPOINT, OUTPUT)
 flags.adopt_module_key_flags(model_flags)  # so that --help lists them
 
 

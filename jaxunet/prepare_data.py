@@ -30,9 +30,9 @@ from jaxunet.data.sources import compressed_tar, open_source, open_unpacked_tar
 from jaxunet.data.tar import decompress
 from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError, near_misses, printable
+from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.runtime.untrusted import printable
 from jaxunet.runtime.whole_files import check_file, written
 
 INPUT = flags.DEFINE_string(
@@ -54,6 +54,7 @@ CLASSES = flags.DEFINE_list(
 STRICT = flags.DEFINE_bool(
     'strict', False, 'Fail and write nothing if any file is corrupt or not an image.'
 )
+of_user(INPUT, OUTPUT)
 
 SUFFIXES = ('.bin', '.npz')
 MAX_SIDE = 2**16
@@ -118,7 +119,7 @@ def prepare(
       UserError: the path is wrong, no image is usable, the file cannot be written, or with `strict`
         a file had to be left out; the message lists all such files.
     """
-    target = Path(output).expanduser()
+    target = Path(expanded(output))
     if target.suffix not in SUFFIXES:
         hint = near_misses(target.suffix, SUFFIXES)
         raise UserError(
@@ -127,11 +128,7 @@ def prepare(
     if image_shape[2] < 1:
         raise UserError(f'--channels: expected 1 (grey) or 3 (RGB), found {image_shape[2]}')
     check_file(target, '--output')
-    if (
-        target.exists()
-        and Path(path).expanduser().exists()
-        and target.samefile(Path(path).expanduser())
-    ):
+    if target.exists() and Path(expanded(path)).exists() and target.samefile(Path(expanded(path))):
         raise UserError(f'--output: {target} is the input; choose another name')
     try:
         with (

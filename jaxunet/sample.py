@@ -49,6 +49,7 @@ from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_writable
 from jaxunet.sampling import flags as how
 from jaxunet.sampling.generator import Generator
@@ -132,6 +133,7 @@ PRECISION = flags.DEFINE_enum(
     PRECISIONS,
     "Compute type, as config.precision; default: the run's, or float32 for weight files.",
 )
+of_user(CHECKPOINT, OUTPUT)
 
 POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 
@@ -166,6 +168,7 @@ def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
     cli.enable_compilation_cache()
     model, config = load()
+    check_output(OUTPUT.value, config.model.image_channels)
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
     guide = how.guide(config)
     classes = guide.classifier.classes if guide else config.model.num_classes

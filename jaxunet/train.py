@@ -25,7 +25,7 @@ from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import config_at, newest_config, saved_steps
 from jaxunet.checkpoint.resumable import check_resumable
-from jaxunet.checkpoint.state import endless_warmup
+from jaxunet.checkpoint.state import endless_warmup, rate_jump
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
@@ -39,6 +39,7 @@ from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.training.loop import train
 from jaxunet.training.meeting import Place
 from jaxunet.training.parallel import Parallel, on_fewer_devices
@@ -103,6 +104,7 @@ RESTARTS = flags.DEFINE_integer(
     'with the devices and processes that are left.',
     lower_bound=0,
 )
+of_user(WORKDIR)
 
 
 def main(argv: Sequence[str]) -> int | None:
@@ -219,7 +221,7 @@ def check_workdir(config: Config) -> None:
     Raises:
       UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
     """
-    images, folder = pathlib.Path(config.data.path).expanduser().resolve(), workdir().resolve()
+    images, folder = pathlib.Path(expanded(config.data.path)).resolve(), workdir().resolve()
     if not config.data.path or not images.is_dir() or not folder.is_relative_to(images):
         return
     if not any(part.startswith('.') for part in folder.relative_to(images).parts):
@@ -255,6 +257,8 @@ def dry_run(config: Config, saved: Config | None) -> None:
     if saved is not None:
         changes = ', '.join(check_resumable(saved, config, workdir())) or 'nothing'
         print(f'resumes the run in {workdir()}, with its choices of fields; changed: {changes}')
+        if warning := rate_jump(saved, config, saved_steps(workdir())[0]):
+            print(warning)
     grids, evaluations = grid_sampler(config), evaluation_sampler(config)
     print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
     if config.init_from:

@@ -47,7 +47,8 @@ from jaxunet.data.sources import open_images
 from jaxunet.ops import choices
 from jaxunet.ops.backends import load_ops, runnable
 from jaxunet.runtime import rows
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable_lines
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
 
 CONFIG = cli.define_config()
@@ -89,12 +90,13 @@ CHOOSE = flags.DEFINE_bool(
     f'{choices.VARIABLE} names the file; default: choices.json in the cache folder.',
 )
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
+of_user(OUTPUT, TABLE)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark or prints the table of `--table`; returns the exit status."""
     if TABLE.value is not None:
-        print(markdown(rows.read(TABLE.value)))
+        print(printable_lines(markdown(rows.read(TABLE.value))))
         return 0
     config = complete(CONFIG.value)
     check_used(config)

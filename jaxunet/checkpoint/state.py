@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxunet.checkpoint.muon import matrix_steps, muon
 from jaxunet.checkpoint.recent_norms import RecentNorms
-from jaxunet.config import Config
+from jaxunet.config import Config, diff
 from jaxunet.config.schema import DataConfig, OptimizerConfig, TrainConfig
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
@@ -32,6 +32,8 @@ LOSS_SCALE_GROWTH_STEPS = 2000  # finite steps after which the loss scale double
 # Adam's update count for moments that come without a count, as in unet.cu's files. It is so large
 # that the bias correction is 1.
 CONVERGED_COUNT = 1_000_000
+RATE_FIELDS = ('optimizer.', 'train.steps')  # what a learning rate depends on
+LARGEST_RATE_CHANGE = 0.1  # between two runs at one step, as a share of the larger rate
 
 
 class LossScale(NamedTuple):
@@ -147,6 +149,38 @@ def endless_warmup(config: Config) -> str:
         f'optimizer.warmup_steps={warmup} is more than train.steps={steps}: the learning rate ends '
         f'at {rate * steps / warmup:.3g} and never reaches optimizer.learning_rate={rate:g}; lower '
         'warmup_steps'
+    )
+
+
+def rate_jump(saved: Config, now: Config, step: int) -> str:
+    """Returns a warning if a resumed run's learning rate jumps, else ''.
+
+    Args:
+      saved: config of the checkpoint.
+      now: config of the run that goes on from it.
+      step: optimizer steps of the checkpoint.
+    """
+    before, after = (float(learning_rate_schedule(config)(step)) for config in (saved, now))
+    if abs(after - before) <= LARGEST_RATE_CHANGE * max(before, after):
+        return ''
+    rate, kind = now.optimizer.learning_rate, now.optimizer.schedule
+    changes = [line for line in diff(saved, now) if line.startswith(RATE_FIELDS)]
+    planned = (
+        ''
+        if kind == 'constant'
+        else f': optimizer.schedule={kind} has at step {step} the rate of a run of '
+        f'{now.train.steps} steps'
+    )
+    advice = (
+        f'the loss may rise for a while; to go on with a lower rate, set '
+        f'--config.optimizer.learning_rate, of which {rate / 10:g} begins at {after / 10:.3g}, '
+        'or hold a rate with --config.optimizer.schedule=constant'
+        if after > before
+        else f'to go on with a higher rate, raise --config.optimizer.learning_rate (now {rate:g})'
+    )
+    return (
+        f'the learning rate jumps from {before:.3g} to {after:.3g} at step {step} '
+        f'({", ".join(changes)}){planned}; {advice}'
     )
 
 

@@ -35,6 +35,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.paths import expanded
 
 FOLDER = 'checkpoints'
 UNET = 'UNet'  # the network of checkpoints that name none
@@ -343,7 +344,7 @@ def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:
 
     Returns None if the path is neither a workdir nor one checkpoint in it.
     """
-    path = pathlib.Path(path)
+    path = pathlib.Path(expanded(path))
     if (path / FOLDER).is_dir():
         return path, None
     if path.name == FOLDER and path.is_dir():
@@ -363,7 +364,7 @@ def read(path: str | pathlib.Path) -> Restored:
     """
     found = find(path)
     if found is None:
-        inside = sorted(p.parent.name for p in pathlib.Path(path).glob(f'*/{FOLDER}'))
+        inside = sorted(p.parent.name for p in pathlib.Path(expanded(path)).glob(f'*/{FOLDER}'))
         hint = f'; it holds the workdirs {listed(inside)}' if inside else ''
         raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{hint}')
     workdir, step = found

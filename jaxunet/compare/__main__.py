@@ -54,7 +54,8 @@ from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable_lines
+from jaxunet.runtime.paths import of_user
 from jaxunet.sweep.runner import probe
 from jaxunet.training.evaluation import evaluation_network
 from jaxunet.training.workdir import opened
@@ -124,6 +125,7 @@ PLOT_ONLY = flags.DEFINE_bool(
     'plot_only', False, 'Write the report of the results in OUTPUT without running anything.'
 )
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plot.')
+of_user(FILE, DATA, ADD, OUTPUT)
 # Flags that --file replaces (`STATED`), and flags that need it (`WITH_FILE`).
 STATED = ('config', 'methods', 'seconds', 'seeds', 'evaluations', 'step_cost', 'train', 'timeout')
 WITH_FILE = ('data', 'limit', 'reserve', 'resume', 'add')
@@ -155,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
             sys.exit(130)
     spec, failures = runner.load(directory), runner.load_failures(directory)
     text, paths = flags_report.write(spec, directory, failures, plot=PLOT.value)
-    print(f'\n{text}\n{", ".join(map(str, paths))}', flush=True)
+    print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
     return 1 if failures and not PLOT_ONLY.value else 0
 
 
@@ -227,7 +229,7 @@ def compare_file(directory: pathlib.Path) -> int:
     found = study_runner.collect(study, directory, others)
     about = report.about_file(study, directory, command())
     text, paths = report.write(found, directory, about, plot=PLOT.value)
-    print(f'\n{text}\n{", ".join(map(str, paths))}', flush=True)
+    print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
     for problem in problems:
         print(problem, file=sys.stderr, flush=True)
     if stopped:

@@ -18,6 +18,7 @@ from jaxunet.config import Config
 from jaxunet.config.samplers import SAMPLERS
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.paths import expanded
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sweep.points import set_field
 
@@ -215,6 +216,7 @@ def load_function(path: str, function: str) -> Callable[..., object]:
     Raises:
       UserError: no such file, or no such function in it.
     """
+    path = expanded(path)
     if not Path(path).is_file():
         raise UserError(f'no file {path}')
     found = runpy.run_path(path).get(function)

@@ -40,6 +40,7 @@ from jaxunet.compare.measure import Measurements
 from jaxunet.compare.step_times import step_times
 from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 
 JOBS = flags.DEFINE_string(
     'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.job_files.', required=True
@@ -102,6 +103,7 @@ WORK = flags.DEFINE_string(
     'work', '', 'Folder of the runs, which processes may share; default: work in the output.'
 )
 OUTPUT = flags.DEFINE_string('output', 'runs/queue', 'Folder of the results.')
+of_user(JOBS, DATA, FEATURES, STEP_MS, KNOWN, CLAIMS, WORK, OUTPUT)
 
 
 def main(argv: Sequence[str]) -> int:

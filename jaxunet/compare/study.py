@@ -12,6 +12,7 @@ from jaxunet.compare.jobs import Job, check_jobs
 from jaxunet.compare.methods import named_fields
 from jaxunet.config.checks import INVALID
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.paths import expanded
 
 EVERY = ('', 'all')  # parts that mean all methods
 
@@ -109,7 +110,7 @@ class Study(Comparison):
 
     def _job(self, method: str, seed: int, data: str) -> Job:
         def located(path: str) -> str:
-            return path if ':' in path else str(Path(data) / path)
+            return path if ':' in path else str(Path(data) / expanded(path))
 
         name, path = self.images
         return Job(

@@ -59,6 +59,7 @@ from jaxunet.compare.study import Study, known_fields
 from jaxunet.compare.toml_table import Table, read_toml
 from jaxunet.config.relations import METRICS, unknown_metric
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.untrusted import NUMBER, shown
 
 SUFFIX = '.toml'
@@ -77,7 +78,7 @@ def read_study(path: str | Path) -> Study:
     table = read_toml(path)
 
     def beside(name: str) -> Path:
-        return Path(os.path.normpath(path.parent / name))
+        return Path(os.path.normpath(path.parent / expanded(name)))
 
     rows, step_ms = table.one('rows', str, None), table.one('step_ms', str | NUMBER, 0)
     images, samples = table.table('images'), table.table('samples')
@@ -154,7 +155,7 @@ def _check(study: Study) -> None:
 def _existing(table: Table, key: str, folder: Path) -> Path:
     """Returns the path of a file that must be there."""
     named = table.one(key, str)
-    path = Path(os.path.normpath(folder / named))
+    path = Path(os.path.normpath(folder / expanded(named)))
     if not path.is_file():
         neighbours = [p.name for p in path.parent.glob(f'*{path.suffix}')]
         hint = near_misses(path.name, neighbours)

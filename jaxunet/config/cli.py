@@ -18,21 +18,24 @@ from typing import NoReturn
 
 import jax
 from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import default_config, schema
+from jaxunet.config.config_file import ConfigFile, check_file, config_error
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import ownership
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.distributed import ERROR, end
 from jaxunet.runtime.download import cache_dir
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 from jaxunet.runtime.no_device import needs_device
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.plugins import at_fault
 from jaxunet.runtime.progress import write_above_bars
 
 MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
@@ -58,7 +61,7 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
     handler.addFilter(_is_shown)
-    handler.setFormatter(std_logging.Formatter('%(message)s'))
+    handler.setFormatter(_Printable('%(message)s'))
     write_above_bars(handler.python_handler)
     try:
         app.run(_without_traceback(main, arguments=arguments), flags_parser=_parse)
@@ -68,6 +71,14 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
         if not interrupted(error):
             raise
         end(INTERRUPTED)
+
+
+class _Printable(std_logging.Formatter):
+    """Formats messages for any terminal; names in them may be a stranger's."""
+
+    def format(self, record: std_logging.LogRecord) -> str:
+        """Returns the text of a message."""
+        return printable_lines(super().format(record))
 
 
 def _is_shown(record: std_logging.LogRecord) -> bool:
@@ -110,6 +121,8 @@ def _without_traceback(
         except UserError as error:
             _fail(error)
         except Exception as error:
+            if not interrupted(error) and (of_backend := at_fault(error)):
+                _fail(of_backend)
             if interrupted(error) or not Background.running():
                 raise
             traceback.print_exc()
@@ -132,7 +145,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
         helped = {argument.lstrip('-') for argument in argv} & HELP
         sys.exit(0 if helped and ended.code == 1 else ended.code)  # absl's --help ends with 1
     except Exception as error:
-        raise UserError(_config_error(error)) from None
+        raise UserError(config_error(error)) from None
 
 
 def _flag_error(text: str) -> str:
@@ -165,26 +178,6 @@ def _fields() -> Fields:
     }
 
 
-def _config_error(error: BaseException) -> str:
-    """Returns the message for an exception that a config file raised, with file and line."""
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if f.name in ('get_config', '<module>') and f.filename != schema.__file__
-    ]
-    where = f' ({frames[-1].filename}, line {frames[-1].lineno})' if frames else ''
-    renamed = [
-        f'; {old} is now {new}'
-        for old, new in RENAMED.items()
-        if isinstance(error, AttributeError)
-        and f'"{old.rsplit(".", maxsplit=1)[-1]}"' in str(error)
-    ]
-    # ml_collections lists all fields of the section before its advice, which is enough.
-    text = re.sub(r'Other fields present: .*(\n|\\n)', '', str(error))
-    text = re.sub(r'\s*\n\s*', ' ', text)
-    return f'--config: {type(error).__name__}: {text}{"".join(renamed)}{where}'
-
-
 def _check_overrides(argv: Sequence[str]) -> None:
     """Checks the config files and the fields that the command line names.
 
@@ -201,7 +194,7 @@ def _check_overrides(argv: Sequence[str]) -> None:
         if argument.startswith('--config='):
             file = argument.removeprefix('--config=')
         if file:
-            _check_file(file)
+            check_file(file)
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
         if match is None:
             continue
@@ -242,59 +235,6 @@ def _similar_fields(field: str, known: Iterable[str]) -> str:
     similar = [f for f in known if f.rsplit('.', maxsplit=1)[-1] == name]
     similar = similar or difflib.get_close_matches(field, known, n=3)
     return f'; did you mean {" or ".join(similar)}?' if similar else ''
-
-
-def _check_file(named: str) -> None:
-    """Raises `UserError` unless `named` (FILE or FILE:ARGUMENT) is a text file."""
-    path = pathlib.Path(named.split(':', maxsplit=1)[0])
-    if not path.is_file():
-        neighbours = [p.name for p in path.parent.glob('*.py')]
-        raise UserError(f'--config: no file {path}{near_misses(path.name, neighbours)}')
-    with path.open('rb') as file:
-        if b'\0' in file.read(4096):
-            raise UserError(
-                f'--config: expected a Python file with get_config(), found {path}, '
-                'which is not a Python file'
-            )
-
-
-class _ConfigFile(flags.ArgumentParser):
-    """ml_collections' reader of config files, with clearer errors."""
-
-    def __init__(self, reader: flags.ArgumentParser) -> None:
-        self.reader = reader
-
-    def parse(self, named: str) -> ConfigDict | Fields:
-        """Returns the config that the file's get_config() returns.
-
-        Raises:
-          UserError: no such file, not a Python file, one that raises an error, or get_config()
-            returns something else.
-        """
-        _check_file(named)
-        try:
-            found = self.reader.parse(named)
-        except UserError:
-            raise
-        except Exception as error:
-            if "'config_config' has no attribute 'get_config'" in str(error):  # the file itself
-                raise UserError(f'--config: {named}: expected get_config(), found none') from None
-            again = isinstance(error, TypeError | ValueError)
-            # ml_collections raises these again with a whole traceback as their message.
-            raise UserError(_config_error((again and error.__context__) or error)) from None
-        if not isinstance(found, ConfigDict | dict):
-            # If the file could not be read, ml_collections returns an object that raises the
-            # reason on any access.
-            getattr(found, 'model', None)
-            raise UserError(
-                f'--config: {named}: get_config() must return the ConfigDict of '
-                f'jaxunet.config.default_config() with fields changed, found {found!r}'
-            )
-        return found
-
-    def flag_type(self) -> str:
-        """Returns the name of the flag's type in --helpfull."""
-        return 'config file'
 
 
 class _Tuples(TupleParser):
@@ -349,7 +289,7 @@ def define_config() -> flags.FlagHolder:
     except UserError as error:
         _fail(error)
     except Exception as error:
-        _fail(UserError(_config_error(error)))
+        _fail(UserError(config_error(error)))
     return _with_own_reader(holder)
 
 
@@ -367,9 +307,9 @@ def define_optional_config(help_text: str) -> flags.FlagHolder:
 
 
 def _with_own_reader(holder: flags.FlagHolder) -> flags.FlagHolder:
-    """Makes the flag read its file with `_ConfigFile`."""
+    """Makes the flag read its file with `ConfigFile`."""
     flag = flags.FLAGS[holder.name]
-    flag.parser = _ConfigFile(flag.parser)
+    flag.parser = ConfigFile(flag.parser)
     return holder
 
 
@@ -377,9 +317,15 @@ def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`.
 
     Programs that compile faster than JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS (default 0.5 s) are
-    not kept. Warns and keeps none if others can write to the folder (`jaxunet.runtime.ownership`).
+    not kept. Warns and keeps none if there is no folder, or if others can write to it
+    (`jaxunet.runtime.ownership`).
     """
-    folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla')
+    try:
+        folder = expanded(os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla'))
+    except UserError as error:
+        logging.warning('compiled programs are not kept: %s', error)
+        jax.config.update('jax_enable_compilation_cache', False)
+        return
     if '://' not in folder:
         with contextlib.suppress(OSError):  # JAX warns of a folder that cannot be written
             pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)

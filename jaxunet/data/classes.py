@@ -10,7 +10,7 @@ from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.data.source import Source
-from jaxunet.runtime.errors import UserError, listed, near_misses
+from jaxunet.runtime.errors import UserError, listed, near_misses, printable
 
 
 def check_classes(config: Config, source: Source) -> None:
@@ -76,7 +76,7 @@ def keep_classes(
     if not config.model.num_classes:
         return ()
     changed = [
-        f'{i} would be {b} instead of {a}'
+        f'{i} would be {printable(b)} instead of {printable(a)}'
         for i, (a, b) in enumerate(zip(saved, now, strict=False))
         if a != b
     ]

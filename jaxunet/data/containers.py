@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage
 from jaxunet.runtime import archives
-from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import one_line, printable
+from jaxunet.runtime.errors import UserError, printable
+from jaxunet.runtime.untrusted import one_line
 
 MAX_FILE_BYTES = 2**30  # most bytes of one image file
 # Links can lead to one folder by endlessly many paths. Limit on the paths to folders already seen.

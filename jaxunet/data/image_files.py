@@ -31,8 +31,7 @@ from jaxunet.data.pixels import (
 from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, no_labels
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
-from jaxunet.runtime.errors import UserError, listed
-from jaxunet.runtime.untrusted import printable
+from jaxunet.runtime.errors import UserError, listed, printable
 
 NAMED = 5  # skipped files that a message names
 REPLACED = 'a later file has the same name'  # as where an archive was updated

@@ -15,6 +15,7 @@ from jaxtyping import ArrayLike, Integer, Shaped, UInt8
 from PIL import Image
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.whole_files import written
 
 GAP = 2  # pixels between the images of a grid
@@ -125,6 +126,7 @@ def save_images(
       ValueError: labels that do not fit the images, or images that are not uint8.
     """
     check_output(path)
+    path = expanded(path)
     folder, path = _names_folder(path), Path(path)
     _check_pixels(images)
     if labels is not None and labels.shape != images.shape[:1]:
@@ -145,13 +147,17 @@ def save_images(
         _write(path, write)
 
 
-def check_output(path: str | os.PathLike[str]) -> None:
+def check_output(path: str | os.PathLike[str], channels: int | None = None) -> None:
     """Checks that `save_images` accepts this path, so that a command fails before its work.
+
+    Args:
+      channels: of the images; None if they are not known yet.
 
     Raises:
       UserError: an unknown suffix, a folder with files in it, a folder with the name of a .png or
-        .npz, or a file with the name of a folder.
+        .npz, a file with the name of a folder, or channels that PNG lacks.
     """
+    path = expanded(path)
     folder, path = _names_folder(path), Path(path)
     if path.is_dir():
         if not folder:
@@ -174,6 +180,8 @@ def check_output(path: str | os.PathLike[str]) -> None:
             f'or a folder (one PNG an image), found {path.suffix!r}; a / at the end makes it a '
             'folder'
         )
+    if channels is not None and (folder or path.suffix.lower() == '.png'):
+        _check_channels(f'{path}: PNG', channels)
 
 
 def _names_folder(path: str | os.PathLike[str]) -> bool:
@@ -212,14 +220,18 @@ def _png(array: np.ndarray) -> Image.Image:
             f'found {array.dtype} of shape {array.shape}'
         )
     channels = 1 if array.ndim == 2 else array.shape[2]
-    if channels not in (1, 3):
-        raise UserError(
-            f'PNG: expected images with 1 channel (grey) or 3 (RGB), found {channels}; '
-            'save as .npz, which takes any number'
-        )
+    _check_channels('PNG', channels)
     return Image.fromarray(
         np.ascontiguousarray(array[..., 0] if array.ndim == 3 and channels == 1 else array)
     )
+
+
+def _check_channels(where: str, channels: int) -> None:
+    if channels not in (1, 3):
+        raise UserError(
+            f'{where}: expected images with 1 channel (grey) or 3 (RGB), found {channels}; '
+            'save as .npz, which takes any number'
+        )
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

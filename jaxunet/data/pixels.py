@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float64, UInt8
 from PIL import Image
 
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.untrusted import one_line
 
 Shape = tuple[int, int, int]  # height, width, channels
@@ -107,7 +107,7 @@ class BadImage(UserError):
         self.name, self.reason, self.images = name, reason, images
 
     def __str__(self) -> str:
-        text = f'{self.name}: {self.reason}'
+        text = printable(f'{self.name}: {self.reason}')
         if not self.images:
             return text
         return (

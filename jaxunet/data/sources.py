@@ -18,6 +18,7 @@ from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.paths import expanded
 
 __all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
 
@@ -119,7 +120,7 @@ def check_path(path: str) -> None:
     """
     local = cifar10.split_path(path)[1]
     if local and not local.endswith(':'):
-        check_exists(Path(local).expanduser())
+        check_exists(Path(expanded(local)))
 
 
 def is_downloaded(path: str) -> bool:
@@ -139,7 +140,7 @@ def compressed_tar(path: str) -> Path | None:
       UserError: a damaged archive.
     """
     prefix, local = cifar10.split_path(path)
-    file = Path(local).expanduser()
+    file = Path(expanded(local))
     if not (file.name.lower().endswith(TAR) and file.is_file() and compression(file)):
         return None
     if prefix == cifar10.TEST or (prefix and cifar10.is_official(file)):
@@ -174,7 +175,7 @@ def _open(path: str, shape: Shape) -> Source:
         raise UserError(f'unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
     if not path:
         raise UserError(f'expected {FORMS}, found an empty path')
-    return _open_path(Path(path).expanduser(), shape)
+    return _open_path(Path(expanded(path)), shape)
 
 
 def _open_path(path: Path, shape: Shape) -> Source:
@@ -254,7 +255,7 @@ def _digits(shape: Shape) -> Source:
 def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
     if not local:
         return cifar10.open_official(None, shape, prefix)
-    path = Path(local).expanduser()
+    path = Path(expanded(local))
     check_exists(path)
     if (path.is_dir() or path.name.lower().endswith(TAR)) and cifar10.is_official(path):
         return cifar10.open_official(path, shape, prefix)

@@ -20,9 +20,9 @@ import numpy as np
 from jaxunet.data.containers import MAX_FILE_BYTES, Archive, is_hidden
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage
 from jaxunet.runtime import archives
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.runtime.untrusted import one_line, printable
+from jaxunet.runtime.untrusted import one_line
 
 OPENERS: dict[str, Callable[..., object]] = {'gz': gzip.open, 'xz': lzma.open, '': open}
 GZIP, XZ = b'\x1f\x8b', b'\xfd7zXZ\x00'

@@ -20,11 +20,13 @@ from jaxunet.evaluate.flags import (
 )
 from jaxunet.evaluate.output import append, check_outputs
 from jaxunet.metrics.evaluation import check_metrics
+from jaxunet.runtime.paths import of_user
 from jaxunet.training.average_sweep import check_plot, measure_averages, plot
 
 PLOT = flags.DEFINE_string(
     'plot', None, 'With --checkpoint: draw the metrics over the widths of --ema to this .png.'
 )
+of_user(PLOT)
 ONLY = ('ema', 'plot', 'backend')  # flags that --samples does not have
 
 
@@ -63,4 +65,4 @@ def evaluate(checkpoint: str) -> None:
             print(f'  {result.line()}', flush=True)
         append(found.rows)
     if PLOT.value:
-        plot(measured, Path(PLOT.value).expanduser())
+        plot(measured, Path(PLOT.value))

@@ -6,6 +6,7 @@ from absl import flags
 
 from jaxunet.checkpoint import model_flags
 from jaxunet.config.relations import METRICS
+from jaxunet.runtime.paths import of_user
 
 NLL = 'nll'
 SAMPLES = flags.DEFINE_string(
@@ -77,3 +78,4 @@ MODEL = model_flags.define(
     'nll: config of the model in a weight file that does not state it.',
     image_size_help=" For a .png grid: size of its images; default: the reference's.",
 )
+of_user(SAMPLES, REFERENCE, FEATURES, OUTPUT, CHECKPOINT)

@@ -19,6 +19,7 @@ from jaxunet.evaluate.flags import (
 )
 from jaxunet.evaluate.output import append, check_outputs
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 from jaxunet.sampling.options import VARIANCES
 from jaxunet.training.likelihood import LikelihoodOptions, measure_likelihood, save_terms
 
@@ -33,6 +34,7 @@ RESPACING = flags.DEFINE_string(
 )
 CLIP = flags.DEFINE_bool('clip', True, 'nll: clip the predicted image to [-1, 1].')
 TERMS = flags.DEFINE_string('terms', None, 'nll: write the terms of the bound to this .npz.')
+of_user(TERMS)
 # Flags that only nll uses (`ONLY`), and flags of other metrics that nll does not use.
 ONLY = (
     'variance',
@@ -80,4 +82,4 @@ def evaluate(model: str) -> None:
         print(found.result.line(), flush=True)
         append([found.result.row()])
         if TERMS.value:
-            save_terms(Path(TERMS.value).expanduser(), found)
+            save_terms(Path(TERMS.value), found)

@@ -12,6 +12,7 @@ from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.image_sets import Size
 from jaxunet.metrics.nearest import compare, write
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 
 NEAREST = flags.DEFINE_string(
     'nearest',
@@ -20,6 +21,7 @@ NEAREST = flags.DEFINE_string(
     'of the closest pairs to this .png and a table of all beside it, and print the share of '
     'copies.',
 )
+of_user(NEAREST)
 
 
 def check() -> None:
@@ -54,7 +56,7 @@ def find(
     )
     for result in comparison.results:
         print(result.line(), flush=True)
-    picture = Path(output).expanduser()
+    picture = Path(output)
     table = write(picture, comparison)
     print(f'the closest pairs are in {picture}, all of them in {table}', flush=True)
     return comparison.results

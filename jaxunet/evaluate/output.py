@@ -22,7 +22,7 @@ def check_outputs(outputs: Sequence[flags.FlagHolder[str | None]]) -> None:
     """
     for flag in outputs:
         if flag.value:
-            check_file(Path(flag.value).expanduser(), f'--{flag.name}')
+            check_file(flag.value, f'--{flag.name}')
 
 
 def append(rows: Iterable[Row]) -> None:
@@ -33,7 +33,7 @@ def append(rows: Iterable[Row]) -> None:
     """
     if not OUTPUT.value:
         return
-    target = Path(OUTPUT.value).expanduser()
+    target = Path(OUTPUT.value)
     try:
         lines = ''.join(f'{json.dumps(row, allow_nan=False)}\n' for row in rows)
     except ValueError:

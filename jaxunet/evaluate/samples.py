@@ -32,6 +32,7 @@ from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
 from jaxunet.metrics.sides import open_side
 from jaxunet.metrics.table import with_reference
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 
 KID_SUBSETS = flags.DEFINE_integer(
     'kid_subsets',
@@ -48,6 +49,7 @@ WRITE_STATISTICS = flags.DEFINE_string(
     "fid: write the reference's statistics to this .npz, for a later --reference; with sfid in "
     '--metrics also those.',
 )
+of_user(WRITE_STATISTICS)
 # Flags that are not used with --checkpoint.
 ONLY = ('nearest', 'image_size', 'kid_subsets', 'kid_subset_size', 'write_statistics')
 
@@ -124,7 +126,7 @@ def _measure(
         reference = reference_side() if reference_side else None
         measured = samples_side()
     if WRITE_STATISTICS.value and reference is not None and reference.statistics is not None:
-        target = Path(WRITE_STATISTICS.value).expanduser()
+        target = Path(WRITE_STATISTICS.value)
         save_statistics(target, reference.statistics, reference.spatial)
     return compute(
         metrics,

@@ -25,7 +25,8 @@ from jaxunet.metrics.frechet import (
 )
 from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.table import TABLE, Need, Side, check_reference, needing
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable
+from jaxunet.runtime.paths import expanded
 
 MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
 # Needs of metrics that a file of statistics can meet, with the names of its arrays.
@@ -46,7 +47,7 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
             f'{flag}: {path} holds statistics (mu, sigma), which serve fid and sfid only, '
             f'not {", ".join(others)}; give images'
         )
-    file = Path(path).expanduser()
+    file = Path(expanded(path))
     if needing('spatial', metrics) and not has_statistics(file, SPATIAL):
         raise UserError(
             f'{flag}: {path}: sfid needs the statistics {" and ".join(SPATIAL)} or images, '
@@ -55,7 +56,7 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
     found = file_statistics(path, metrics, network, flag)
     protocol = next(iter(found.values())).protocol
     count = protocol.get('count')
-    origin = f' ({protocol["images"]})' if 'images' in protocol else ''
+    origin = f' ({printable(str(protocol["images"]))})' if 'images' in protocol else ''
     return Side(
         path + origin,
         count if isinstance(count, int) else None,
@@ -74,7 +75,7 @@ def file_statistics(
       UserError: the statistics come from other features, or have another length than the network's
         features.
     """
-    file = Path(path).expanduser()
+    file = Path(expanded(path))
     found: dict[Need, Statistics] = {}
     made = None
     for need, names in ARRAYS.items():
@@ -114,7 +115,7 @@ def beside_images(
     Args:
       count: number of images asked for; None = all.
     """
-    file = Path(path).expanduser()
+    file = Path(expanded(path))
     if file.suffix.lower() != '.npz' or not file.is_file() or not has_statistics(file):
         return {}
     wanted = [name for need in ARRAYS for name in needing(need, metrics)]
@@ -171,7 +172,7 @@ def open_side(
     Raises:
       UserError: see `open_images`, `statistics_side`, `check_reference` and `image_side`.
     """
-    file = Path(path).expanduser()
+    file = Path(expanded(path))
     if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
         if count is not None:
             raise UserError(

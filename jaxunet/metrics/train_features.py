@@ -27,6 +27,7 @@ from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_writable, written
 
 REFERENCE = flags.DEFINE_string(
@@ -87,6 +88,7 @@ SEED = flags.DEFINE_integer(
     'Seed of the initial weights, the order of the images and the augmentation.',
     lower_bound=0,
 )
+of_user(REFERENCE, TEST, OUTPUT)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -97,7 +99,7 @@ def main(argv: Sequence[str]) -> None:
     """
     if EPOCHS.value is not None and SECONDS.value is not None:
         raise UserError('--epochs, --seconds: give one of them')
-    target = Path(OUTPUT.value).expanduser()
+    target = Path(OUTPUT.value)
     if target.suffix.lower() != '.npz' or target.is_dir():
         raise UserError(f'--output: expected a name that ends in .npz, found {OUTPUT.value!r}')
     check_writable(target, '--output')

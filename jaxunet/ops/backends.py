@@ -38,6 +38,7 @@ from jaxunet.config import OPS, Config, split_backend
 from jaxunet.ops import choices
 from jaxunet.ops.adamw.operands import MAX_AVERAGES
 from jaxunet.ops.checks import KERNEL_TYPES
+from jaxunet.ops.guard import checked_ops, checked_transform
 from jaxunet.ops.references import UPDATE, VARIANTS, XLA, Op, implementation
 from jaxunet.ops.vocabulary import FusedUpdate, Ops
 from jaxunet.runtime import device
@@ -84,7 +85,7 @@ def named(backend: str, precision: str | None = None) -> dict[str, str]:
         raise TypeError(f'backend={backend} depends on the precision, which was not given')
     bases = _auto(precision) if base == UNNAMED and precision else dict.fromkeys(OPS, base)
     return {
-        op: name if name != 'xla' and op in load_backend(name).ops else 'xla'
+        op: name if name != 'xla' and op in checked_ops(load_backend(name)) else 'xla'
         for op, name in bases.items()
     } | changed
 
@@ -127,7 +128,7 @@ def ops_of(backend: str, precision: str | None = None) -> Ops:
         owner = chosen[VARIANTS.get(name, name)]
         if owner == 'xla':
             return getattr(XLA, name)
-        return implementation(name, load_backend(owner).ops)
+        return implementation(name, checked_ops(load_backend(owner)))
 
     return Ops(**{name: chosen_op(name) for name in Ops._fields})
 
@@ -135,7 +136,7 @@ def ops_of(backend: str, precision: str | None = None) -> Ops:
 def fused_update(backend: str, precision: str | None = None) -> FusedUpdate | None:
     """Returns the kernels of the op `adamw`; None if optax and XLA do its work."""
     name = named(backend, precision)['adamw']
-    return None if name == 'xla' else load_backend(name).ops['adamw']
+    return None if name == 'xla' else checked_ops(load_backend(name))['adamw']
 
 
 def transform_gradients(
@@ -150,7 +151,7 @@ def transform_gradients(
     name, other = chosen['conv3x3'], chosen['norm_silu_conv3x3']
     if name == 'xla' or name != other:
         return unchanged
-    return load_backend(name).transform_gradients
+    return checked_transform(load_backend(name))
 
 
 def check_averages(config: Config) -> None:
@@ -191,7 +192,7 @@ def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Any]:
     """
     plain = VARIANTS.get(op, op)
     return {'xla': UPDATE if op == 'adamw' else getattr(XLA, op)} | {
-        backend.name: implementation(op, backend.ops)
+        backend.name: implementation(op, checked_ops(backend))
         for backend in backends
         if plain in backend.ops
     }

@@ -29,6 +29,7 @@ import jaxunet
 from jaxunet.config import OPS
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.untrusted import check_fields, plain, read_json, shown
 from jaxunet.runtime.whole_files import written
@@ -38,9 +39,13 @@ COMMAND = 'python -m jaxunet.benchmark --choose'
 
 
 def path() -> pathlib.Path:
-    """Returns the path of the file, which need not exist."""
+    """Returns the path of the file, which need not exist.
+
+    Raises:
+      UserError: JAXUNET_CHOICES is not set, and there is no cache folder.
+    """
     named = os.environ.get(VARIABLE)
-    return pathlib.Path(named).expanduser() if named else cache_dir() / 'choices.json'
+    return pathlib.Path(expanded(named)) if named else cache_dir() / 'choices.json'
 
 
 def versions() -> dict[str, str]:
@@ -54,7 +59,10 @@ def versions() -> dict[str, str]:
 
 def read(device: str, precision: str) -> dict[str, str] | None:
     """Returns the fastest backend of every op on this kind of device; None if unknown."""
-    file = path()
+    try:
+        file = path()
+    except UserError:
+        return None  # without a cache folder, nothing was measured
     try:
         entry = _entries(file).get((device, precision))
     except UserError as error:

@@ -49,7 +49,8 @@ from jaxunet.profile.capture import Capture, capture
 from jaxunet.profile.chrome import write_trace
 from jaxunet.profile.summary import Summary, summarise
 from jaxunet.runtime import rows
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable_lines
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.training.parallel import Parallel
 
@@ -73,6 +74,7 @@ COMPARE = flags.DEFINE_string(
 )
 OUTPUT = flags.DEFINE_string('output', 'profile', 'Folder that the files are written to.')
 PLOT = flags.DEFINE_bool('plot', True, 'Draw profile.png.')
+of_user(COMPARE, OUTPUT)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -110,7 +112,7 @@ def main(argv: Sequence[str]) -> None:
     profiles = [(name, profile(name, resolved, source, output)) for name, resolved in configs]
     tables += [(name, summary.rows) for name, summary in profiles]
     if len(tables) > 1:
-        print(report.side_by_side(tables, TOP.value), end='\n\n')
+        print(printable_lines(report.side_by_side(tables, TOP.value)), end='\n\n')
     if PLOT.value:
         charts = [
             report.Chart(name, s.busy_ms, s.launches, s.phase_ms, s.rows) for name, s in profiles

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -43,6 +45,7 @@ from jaxunet.runtime.launchers import (
 )
 from jaxunet.runtime.no_device import is_no_device, no_device_error
 from jaxunet.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
+from jaxunet.runtime.untrusted import one_line
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
 # Process 0 waits this long before it exits with an error, because its exit makes JAX abort the
@@ -50,6 +53,8 @@ CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
 LAST_WORDS_SECONDS = 3.0
 FINISH_SECONDS = 3600  # time limit of process 0 for its last checkpoint, while the others wait
 PEERS_MISSING = 4  # exit code of processes that did not find each other
+# In the errors of collective operations and of the coordination service.
+LOST_PEER = re.compile(r'\b(gloo|nccl)|by peer|UNAVAILABLE|unhealthy|heartbeat', re.IGNORECASE)
 ERROR = 1  # exit code after any exception that is not a UserError
 
 
@@ -113,9 +118,16 @@ def joined(start: Start) -> Iterator[None]:
             end(error.exit_code)
         if isinstance(error, KeyboardInterrupt):
             end(INTERRUPTED)
-        # Collective operations fail in many ways when another process has died.
-        traceback.print_exc()
+        if is_of_lost_peer(error):
+            print(f'error: {one_line(error)}', file=sys.stderr)
+        else:
+            traceback.print_exc()
         end(ERROR, explained=False)
+
+
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Returns True for JAX's error when a process that others wait for has died or is cut off."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and bool(LOST_PEER.search(str(error)))
 
 
 def join(start: Start) -> bool:
@@ -211,6 +223,8 @@ def _connect(
         _AbortMessage.disarm()
         raise PeersMissingError(f'{not_found}\n{error}') from None
     _AbortMessage.disarm()
+    # JAX aborts this process if another one dies; absl would then print the stacks of all threads.
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
     me = f'process {jax.process_index()} of {jax.process_count()}'
     _AbortMessage.arm(
         f'{me} ended early: it was killed, or another process of the run died or cannot '

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from absl import logging
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import replacing
 
@@ -20,8 +21,21 @@ TIMEOUT = 15  # seconds without an answer; behind a firewall, users wait this lo
 
 
 def cache_dir() -> Path:
-    """Returns $XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet."""
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'jaxunet'
+    """Returns $XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet.
+
+    Raises:
+      UserError: there is no such home folder, as for a container's user without a passwd entry.
+    """
+    named = os.environ.get('XDG_CACHE_HOME')
+    try:
+        return Path(expanded(named or '~/.cache')) / 'jaxunet'
+    except UserError as error:
+        why = (
+            f'XDG_CACHE_HOME={error}'
+            if named
+            else 'neither XDG_CACHE_HOME nor HOME is set, and this account has no home folder'
+        )
+        raise UserError(f'no cache folder: {why}; set XDG_CACHE_HOME to a folder') from None
 
 
 def digest(path: Path, algorithm: str) -> str:
@@ -54,7 +68,7 @@ def cached(
       replace_damaged: download a damaged file again, with a warning, instead of raising.
 
     Raises:
-      UserError: no connection, no space, or a wrong checksum.
+      UserError: no connection, no space, no cache folder, or a wrong checksum.
     """
     target = cache_dir() / name
     help_text = f'fetch it elsewhere and {instead}'

@@ -19,11 +19,32 @@ class UserError(Exception):
 
     exit_code = USER_ERROR
 
+    def __str__(self) -> str:
+        """Returns the message; names in it may be a stranger's."""
+        return printable_lines(super().__str__())
+
+
+def printable(name: str) -> str:
+    """Returns a name, which may hold any characters, as one line for any terminal.
+
+    What is not printable becomes an escape such as \\x1b: control characters, which a terminal
+    obeys, marks that change the direction of the text, line separators and lone surrogates.
+    """
+    if name.isprintable():
+        return name
+    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in name)
+
+
+def printable_lines(text: str) -> str:
+    """Returns a text of several lines with each line `printable`."""
+    return '\n'.join(map(printable, text.split('\n')))
+
 
 def near_misses(name: str, known: Iterable[str]) -> str:
     """Returns `; did you mean "a" or "b"?` with known names similar to `name`, or ''."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return '; did you mean ' + ' or '.join(f'"{m}"' for m in matches) + '?' if matches else ''
+    quoted = ' or '.join(f'"{printable(match)}"' for match in matches)
+    return f'; did you mean {quoted}?' if matches else ''
 
 
 def itemized(problems: Sequence[str]) -> str:
@@ -32,5 +53,5 @@ def itemized(problems: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the names joined by commas, shortened after the first 20."""
-    return ', '.join(names[:20]) + (', ...' if len(names) > 20 else '')
+    """Returns the names, `printable`, joined by commas; shortened after the first 20."""
+    return ', '.join(map(printable, names[:20])) + (', ...' if len(names) > 20 else '')

@@ -7,8 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 
-from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import printable
+from jaxunet.runtime.errors import UserError, printable
 
 # Other errors, such as a missing file, have messages where they arise, or are mistakes of jaxunet.
 REFUSALS = frozenset(

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.errors import UserError, listed, printable
 
 MAX_JSON = 64 * 2**20  # bytes of one text
 MAX_DEPTH = 32  # nesting of objects and lists
@@ -54,18 +54,6 @@ def shown(value: object) -> str:
 def plain(text: str) -> str:
     """Returns a short text of a name for a message, like `shown` but without quotes."""
     return shown(text).replace("'", '').replace('"', '')
-
-
-def printable(name: str) -> str:
-    """Returns a file name, which may hold any bytes, as text for any terminal."""
-    return ''.join(
-        c
-        if c.isprintable()
-        else c.encode('utf-8', 'backslashreplace').decode()
-        if c != '\n'
-        else '\\n'
-        for c in name
-    )
 
 
 def one_line(error: object) -> str:

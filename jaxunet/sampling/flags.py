@@ -10,6 +10,7 @@ from jaxunet.data.classes import Classes
 from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import of_user
 from jaxunet.sampling.classifier_guidance import SCALE as SCALE_DEFAULT
 from jaxunet.sampling.classifier_guidance import Guide, check_guide
 from jaxunet.sampling.low_res import LowRes, read_low_res
@@ -144,6 +145,7 @@ JUMP_LENGTH = flags.DEFINE_integer(
     None,
     'With --mask: steps of a stretch that is repeated; default: a twentieth of the steps.',
 )
+of_user(CLASSIFIER, LOW_RES, INIT_IMAGE, MASK)
 
 
 def sampler_config(config: Config) -> SamplerConfig:

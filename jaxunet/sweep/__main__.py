@@ -43,7 +43,8 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable_lines
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.sweep import folder, report, runner, study
@@ -101,6 +102,7 @@ PLOT_ONLY = flags.DEFINE_bool(
     'plot_only', False, 'Write the report of the results in OUTPUT without running anything.'
 )
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plots.')
+of_user(OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,7 @@ def main(argv: Sequence[str]) -> None:
         sweep = folder.load(directory)
         paths = report.write(sweep, directory, plot=PLOT.value)
         text = report.markdown(sweep, [], directory)
-    print(f'\n{text}\n{", ".join(map(str, paths))}', flush=True)
+    print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
 
 
 def measure(directory: pathlib.Path) -> None:

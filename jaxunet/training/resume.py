@@ -19,6 +19,7 @@ from jaxunet.checkpoint.state import (
     TrainState,
     draw_state,
     fresh_state,
+    rate_jump,
     start_loss_scale,
     start_methods,
     start_norms,
@@ -98,6 +99,8 @@ def starting_point(
         int(restored.state.step),
         '; changed: ' + ', '.join(changes) if changes else '',
     )
+    if warning := rate_jump(restored.config, config, int(restored.state.step)):
+        logging.warning('%s', warning)
     facts = dataclasses.replace(restored.facts, class_names=names)
     return StartingPoint.of(adapted(restored, config), facts)
 

@@ -24,6 +24,7 @@ from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime.attempts import let_printing_fail
+from jaxunet.runtime.paths import of_user
 from jaxunet.training.classifier_loop import train_classifier
 from jaxunet.training.noisy_classifier import FILE, check_trainable
 from jaxunet.training.parallel import Parallel
@@ -33,6 +34,7 @@ CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
     'workdir', None, 'Folder for classifier.pt, checkpoints and metrics.', required=True
 )
+of_user(WORKDIR)
 
 
 def main(argv: Sequence[str]) -> None:

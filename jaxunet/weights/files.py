@@ -13,6 +13,7 @@ from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.whole_files import written
 from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
 from jaxunet.weights.inference import Stated
@@ -64,6 +65,7 @@ def read_weights(
         malicious or not finite, it holds another network, or something is neither in the file nor
         given.
     """
+    path = expanded(path)
     extension = extension_of(path)
     given = Given(config, stated, new_attention_order, like)
     if ema and extension != '.pt':
@@ -98,6 +100,7 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
     Raises:
       UserError: the file is of another kind, or not a classifier of such images.
     """
+    path = expanded(path)
     if pathlib.Path(path).is_dir():
         raise UserError(
             f'{path}: is a folder, expected the file of a classifier; a run of '
@@ -169,6 +172,7 @@ def write_weights(
         format cannot express the network (the message lists the fields), or the file cannot be
         written.
     """
+    path = expanded(path)
     extension = extension_of(path)
     _check_expressible(path, program, config, moments is not None, new_attention_order)
     check_tree(params, config)
@@ -229,6 +233,7 @@ def write_classifier(
     Raises:
       UserError: another extension, or a file that cannot be written.
     """
+    path = expanded(path)
     extension = extension_of(path)
     if extension == '.bin':
         raise UserError(f'{path}: {NO_CLASSIFIER}')

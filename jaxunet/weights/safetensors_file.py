@@ -12,8 +12,9 @@ import safetensors
 import safetensors.numpy
 
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import check_fields, one_line, parse_json
+from jaxunet.runtime.untrusted import check_fields, one_line, parse_json, shown
 from jaxunet.weights.names import check_finite
+from jaxunet.weights.torch_pickle import MAX_NAME
 
 # Type in the header -> numpy type.
 DTYPES = {
@@ -123,6 +124,12 @@ def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, str], dict[str, _T
     header = parse_json(file.read(length), f'{path}: the header', advice=RESAVE)
     metadata = header.pop('__metadata__', None) or {}  # the library accepts null
     check_fields(metadata, dict.fromkeys(metadata, str), f'{path}: __metadata__', advice=RESAVE)
+    for name in header:
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise UserError(
+                f'{path}: expected names of at most {MAX_NAME} printable characters, '
+                f'found {shown(name)}'
+            )
     return LENGTH + length, metadata, header
 
 

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from support.commands import call_each
 from support.tiny import tiny_config
+from support.weight_cases import random_params
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.state import fresh_state
+from jaxunet.weights.files import write_weights
 
 MISTAKES = [
     (
@@ -47,6 +49,22 @@ MISTAKES = [
         'or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere',
     ),
     (['jaxunet.train', '--config.data.path=nowhere'], 'nowhere'),
+    (
+        ['jaxunet.sample', '--checkpoint=FOUR', '--output=x.png', '--num_samples=100000'],
+        'x.png: PNG: expected images with 1 channel (grey) or 3 (RGB), found 4; save as .npz',
+    ),
+    (['jaxunet.sample', '--checkpoint=FOUR', '--output=x/'], 'x: PNG: expected images with 1 ch'),
+    (
+        ['jaxunet.train', '--workdir=~no_user/x'],
+        'flag --workdir=~no_user/x: ~no_user/x: there is no user "no_user" on this machine; give '
+        'the whole path, or ./~no_user/x for a file of that very name',
+    ),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--output=~no_user/x.png'],
+        'flag --output=~no_user/x.png: ~no_user/x.png: there is no user "no_user"',
+    ),
+    (['jaxunet.train', '--config=~no_user/x.py'], '~no_user/x.py: there is no user "no_user"'),
+    (['jaxunet.train', '--config.init_from=~no_user/x'], '~no_user/x: there is no user "no_user"'),
     (
         ['jaxunet.train', '--config.data.batch_size=-1'],
         'data.batch_size: expected more than 0, found -1',
@@ -219,8 +237,20 @@ def run(tmp_path_factory):
     return workdir
 
 
-def test_mistakes_have_one_line_and_exit_2(run, tmp_path):
-    commands = [[a.replace('RUN', str(run)) for a in arguments] for arguments, _ in MISTAKES]
+@pytest.fixture(scope='module')
+def four(tmp_path_factory):
+    """Weights of a network for images of four channels."""
+    path = tmp_path_factory.mktemp('weights') / 'four.safetensors'
+    config = tiny_config(model={'image_channels': 4, 'num_classes': 0, 'label_dropout': 0.0})
+    write_weights(path, random_params(config), config)
+    return path
+
+
+def test_mistakes_have_one_line_and_exit_2(run, four, tmp_path):
+    commands = [
+        [a.replace('RUN', str(run)).replace('FOUR', str(four)) for a in arguments]
+        for arguments, _ in MISTAKES
+    ]
     for number, (code, _, error) in enumerate(call_each(commands, tmp_path)):
         arguments, message = MISTAKES[number]
         assert code == 2, (arguments, error)

@@ -3,7 +3,8 @@
 import pytest
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from jaxunet.config.cli import _ConfigFile, _Tuples
+from jaxunet.config.cli import _Tuples
+from jaxunet.config.config_file import ConfigFile
 from jaxunet.runtime.errors import UserError
 
 
@@ -26,7 +27,7 @@ def test_tuples(text, found):
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')  # ml_collections' way to load a module
 def test_files_that_give_no_config(tmp_path):
-    reader = _ConfigFile(ConfigFileFlagParser('config'))
+    reader = ConfigFile(ConfigFileFlagParser('config'))
     for name, text, message in (
         # The first, as ml_collections loads all files as one module, which keeps its functions.
         ('empty.py', 'x = 1', r'empty.py: expected get_config\(\), found none'),
@@ -60,6 +61,11 @@ def test_files_that_give_no_config(tmp_path):
         ),
         (['return 1 / 0'], r'ZeroDivisionError: division by zero \(.*mistake.py, line 4\)'),
         (["config.train.steps = 'many'"], r"TypeError: .*'steps'.*many.*mistake.py, line 4\)"),
+        (
+            ['raise SystemExit(3)'],
+            r'.*mistake.py: ends Python \(SystemExit: 3\) while it is read; return a config from '
+            r'get_config\(\), or raise an exception',
+        ),
         (['x = ('], r'SyntaxError: .*mistake.py, line 4\)'),
     ],
 )
@@ -68,6 +74,6 @@ def test_a_mistake_in_a_config_file_is_one_line(lines, message, tmp_path):
     start = ['from jaxunet.config import default_config', 'def get_config():']
     path.write_text('\n  '.join(['\n'.join(start), 'config = default_config()', *lines]))
     with pytest.raises(UserError, match=f'^--config: {message}$') as caught:
-        _ConfigFile(ConfigFileFlagParser('config')).parse(str(path))
+        ConfigFile(ConfigFileFlagParser('config')).parse(str(path))
     assert 'Traceback' not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1

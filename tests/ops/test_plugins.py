@@ -2,9 +2,6 @@
 they do not fit.
 """
 
-import sys
-import textwrap
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,29 +37,6 @@ PLAIN_NORM = """
 """
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Puts a package with an entry point on the path, as pip would."""
-
-    def make(source=TOY, *, api=plugins.API, missing=None, target='toy_kernels:BACKEND'):
-        (tmp_path / 'toy_kernels.py').write_text(
-            textwrap.dedent(source.format(api=api, missing=missing))
-        )
-        info = tmp_path / 'toy-1.2.dist-info'
-        info.mkdir()
-        (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: toy\nVersion: 1.2\n')
-        (info / 'entry_points.txt').write_text(f'[{plugins.BACKEND_GROUP}]\ntoy = {target}\n')
-        monkeypatch.syspath_prepend(tmp_path)
-
-    for function in (plugins.backend_entry_points, plugins.load_backend):
-        function.cache_clear()
-    yield make
-    monkeypatch.undo()
-    sys.modules.pop('toy_kernels', None)
-    for function in (plugins.backend_entry_points, plugins.load_backend):
-        function.cache_clear()
-
-
 def test_the_ops_of_the_config_are_those_of_the_vocabulary():
     plain = [name for name in Ops._fields if name not in backends.VARIANTS]
     assert (*plain, 'adamw') == OPS
@@ -74,7 +48,7 @@ def test_ours_are_installed_first():
 
 
 def test_a_third_party_backend_is_used(install):
-    install()
+    install(TOY)
     assert backends.choose('toy') == dict.fromkeys(OPS, 'xla') | {'linear': 'toy'}
     ops = backends.load_ops('xla+linear=toy')
     x, kernel, bias = jnp.ones((1, 1, 1, 2)), jnp.ones((2, 3)), jnp.zeros((1, 3))
@@ -119,7 +93,7 @@ def test_a_backend_with_a_plain_op_gets_its_variant(install):
     ],
 )
 def test_a_backend_that_does_not_fit_is_refused(install, options, message):
-    install(**options)
+    install(**{'source': TOY} | options)
     with pytest.raises(UserError, match=f'^.*{message}'):
         backends.load_ops('toy')
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from support.commands import NO_LAUNCHER, Fork, free_port
@@ -20,6 +21,7 @@ from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.data.sources import open_source
+from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import USER_ERROR
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -135,6 +137,25 @@ def test_two_processes_train_as_one_and_resume_on_one(
     )
 
 
+@pytest.mark.parametrize(
+    ('text', 'lost'),
+    [
+        (
+            'UNKNOWN: Gloo all-reduce failed: [pair.cc:538] Connection reset by peer',
+            True,
+        ),
+        ('UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [::1]:1', True),
+        ('INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited', True),
+        ('UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1', True),
+        ('INTERNAL: CpuCallback error calling callback: Traceback', False),
+        ('INVALID_ARGUMENT: Executable expected shape', False),
+    ],
+)
+def test_the_error_of_a_lost_process_needs_no_traceback(text, lost):
+    assert distributed.is_of_lost_peer(jax.errors.JaxRuntimeError(text)) == lost
+    assert not distributed.is_of_lost_peer(ValueError(text))
+
+
 @pytest.mark.parametrize('victim', [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
     victim, tmp_path, source
@@ -151,6 +172,8 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
     lines = [line for line in errors[1 - victim].splitlines() if line.startswith('error: ')]
     assert lines[-1].startswith(f'error: process {1 - victim} of 2 ended early')
     assert 'resumes from the last checkpoint' in lines[-1]
+    assert 'Traceback' not in errors[1 - victim]
+    assert 'Fatal Python error' not in errors[1 - victim]
     saved = int(checkpoint.read(tmp_path).state.step)
     assert saved >= 4
     if victim == 0:

@@ -50,8 +50,9 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.ops.backends import installed, lacks, runnable
 from jaxunet.runtime import device, rows
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.measurement import Measurement
+from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
@@ -81,6 +82,7 @@ ROOFLINE = flags.DEFINE_bool(
     'roofline', False, 'Measure the kernels of training steps of --config against their floors.'
 )
 CONFIG = cli.define_optional_config('With --roofline, the config whose steps are measured.')
+of_user(OUTPUT, TABLE)
 OF_OPS = ('ops', 'directions', 'cases', 'seconds')  # flags that --roofline does not read
 
 
@@ -92,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     """
     if TABLE.value is not None:
         tables = roofline_table.markdown if ROOFLINE.value else kernel_table.tables
-        print(tables(rows.read(TABLE.value)))
+        print(printable_lines(tables(rows.read(TABLE.value))))
         return 0
     output = OUTPUT.value or ('roofline.jsonl' if ROOFLINE.value else 'kernels.jsonl')
     check_file(output, '--output')

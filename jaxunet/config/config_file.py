@@ -1,0 +1,95 @@
+"""Reads the config file that a command names, with one-line errors."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import traceback
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from jaxunet.config import schema
+from jaxunet.config.schema import Fields
+from jaxunet.config.versions import RENAMED
+from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.paths import expanded
+
+
+def check_file(named: str) -> None:
+    """Raises `UserError` unless `named` (FILE or FILE:ARGUMENT) is a text file."""
+    path = pathlib.Path(expanded(named).split(':', maxsplit=1)[0])
+    if not path.is_file():
+        neighbours = [p.name for p in path.parent.glob('*.py')]
+        raise UserError(f'--config: no file {path}{near_misses(path.name, neighbours)}')
+    with path.open('rb') as file:
+        if b'\0' in file.read(4096):
+            raise UserError(
+                f'--config: expected a Python file with get_config(), found {path}, '
+                'which is not a Python file'
+            )
+
+
+class ConfigFile(flags.ArgumentParser):
+    """ml_collections' reader of config files, with clearer errors."""
+
+    def __init__(self, reader: flags.ArgumentParser) -> None:
+        self.reader = reader
+
+    def parse(self, named: str) -> ConfigDict | Fields:
+        """Returns the config that the file's get_config() returns.
+
+        Raises:
+          UserError: no such file, not a Python file, one that raises an error, or get_config()
+            returns something else.
+        """
+        named = expanded(named)
+        check_file(named)
+        try:
+            found = self.reader.parse(named)
+        except UserError:
+            raise
+        except SystemExit as error:
+            raise UserError(
+                f'--config: {named}: ends Python (SystemExit: {error}) while it is read; '
+                'return a config from get_config(), or raise an exception'
+            ) from None
+        except Exception as error:
+            if "'config_config' has no attribute 'get_config'" in str(error):  # the file itself
+                raise UserError(f'--config: {named}: expected get_config(), found none') from None
+            again = isinstance(error, TypeError | ValueError)
+            # ml_collections raises these again with a whole traceback as their message.
+            raise UserError(config_error((again and error.__context__) or error)) from None
+        if not isinstance(found, ConfigDict | dict):
+            # If the file could not be read, ml_collections returns an object that raises the
+            # reason on any access.
+            getattr(found, 'model', None)
+            raise UserError(
+                f'--config: {named}: get_config() must return the ConfigDict of '
+                f'jaxunet.config.default_config() with fields changed, found {found!r}'
+            )
+        return found
+
+    def flag_type(self) -> str:
+        """Returns the name of the flag's type in --helpfull."""
+        return 'config file'
+
+
+def config_error(error: BaseException) -> str:
+    """Returns the message for an exception that a config file raised, with file and line."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.name in ('get_config', '<module>') and f.filename != schema.__file__
+    ]
+    where = f' ({frames[-1].filename}, line {frames[-1].lineno})' if frames else ''
+    renamed = [
+        f'; {old} is now {new}'
+        for old, new in RENAMED.items()
+        if isinstance(error, AttributeError)
+        and f'"{old.rsplit(".", maxsplit=1)[-1]}"' in str(error)
+    ]
+    # ml_collections lists all fields of the section before its advice, which is enough.
+    text = re.sub(r'Other fields present: .*(\n|\\n)', '', str(error))
+    text = re.sub(r'\s*\n\s*', ' ', text)
+    return f'--config: {type(error).__name__}: {text}{"".join(renamed)}{where}'

@@ -1,0 +1,65 @@
+"""Paths as users write them, with `~` for a home folder."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from absl import flags
+
+from jaxunet.runtime.errors import UserError
+
+
+def expanded(path: str | os.PathLike[str]) -> str:
+    """Returns a path with `~` or `~NAME` at its start replaced by that home folder.
+
+    A shell does the same, but not after the = of --workdir=~/run or in a config file. A path
+    object is returned as it is: `./~x` names a file, and loses its `./` in one.
+
+    Raises:
+      UserError: there is no such user, or this account has no home folder.
+    """
+    text = os.fspath(path)
+    if not isinstance(path, str) or not text.startswith('~'):
+        return text
+    found = os.path.expanduser(text)
+    if found == text:
+        name = text.partition('/')[0][1:]
+        why = (
+            f'there is no user "{name}" on this machine'
+            if name
+            else 'this account has no home folder, and HOME is not set'
+        )
+        raise UserError(
+            f'{text}: {why}; give the whole path, or ./{text} for a file of that very name'
+        )
+    return found
+
+
+class _Expanding(flags.ArgumentParser):
+    """Parses a path, or a list of paths, and expands it."""
+
+    def __init__(self, inner: flags.ArgumentParser) -> None:
+        self._inner = inner
+        self.syntactic_help = inner.syntactic_help
+
+    def parse(self, argument: str) -> str | list[str]:
+        """Returns the path, or the paths, without `~`."""
+        found: Any = self._inner.parse(argument)
+        try:
+            if isinstance(found, list):
+                return [expanded(path) for path in found]
+            return expanded(found)
+        except UserError as error:
+            raise ValueError(str(error)) from None  # absl adds the flag's name
+
+    def flag_type(self) -> str:
+        """Returns the name of the flag's type in --helpfull."""
+        return self._inner.flag_type()
+
+
+def of_user(*holders: flags.FlagHolder[Any]) -> None:
+    """Makes the values of these flags `expanded` paths."""
+    for holder in holders:
+        flag = flags.FLAGS[holder.name]
+        flag.parser = _Expanding(flag.parser)
