@@ -115,6 +115,9 @@ def test_the_end_of_a_terminal_saves_unless_it_is_ignored(ignored, capfd):
             for _ in range(3):  # a shell and the system may both send it
                 os.kill(os.getpid(), signal.SIGHUP)
             assert asked.requested is not ignored
+            said = ''
+            while not ignored and 'SIGHUP: finishing the steps' not in said:  # by the thread
+                said += capfd.readouterr().err
         assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
