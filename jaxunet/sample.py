@@ -46,8 +46,8 @@ from jaxunet.data.classes import Classes
 from jaxunet.data.images import check_output, class_columns, save_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
+from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_writable
@@ -135,11 +135,12 @@ PRECISION = flags.DEFINE_enum(
 )
 of_user(CHECKPOINT, OUTPUT)
 
+ATTEMPTS = 4  # times that batches are drawn; more than once only if they are damaged later
 POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command; after Ctrl-C it exits with `INTERRUPTED` and keeps finished batches."""
+    """Runs the command; Ctrl-C keeps the finished batches."""
     check_output(OUTPUT.value)
     check_writable(OUTPUT.value, '--output')
     how.check_owned_flags()
@@ -150,14 +151,14 @@ def main(argv: Sequence[str]) -> None:
         try:
             run()
         except (KeyboardInterrupt, SystemError) as error:
-            if not cli.interrupted(error):
+            if not interrupted(error):
                 raise
             print(
                 '\ninterrupted; the same command resumes with the remaining samples',
                 file=sys.stderr,
                 flush=True,
             )
-            sys.exit(INTERRUPTED)
+            raise KeyboardInterrupt from None
 
 
 @memory_for(
@@ -208,12 +209,19 @@ def run() -> None:
     params = generator.put(model.params)
     first, end = count * rank // processes, count * (rank + 1) // processes
     with counted(parts, count) as update:
-        draw(generator, params, parts, labels, low_res, first, end, update)
-        if rank > 0:
-            return
-        while (images := finished_images(parts, count, update)) is None:
-            # Some finished batches were damaged: draw them again.
-            draw(generator, params, parts, labels, low_res, 0, count, update)
+        for _ in range(ATTEMPTS):
+            draw(generator, params, parts, labels, low_res, first, end, update)
+            if rank > 0:
+                return
+            images = finished_images(parts, count, update)
+            if images is not None:
+                break
+            first, end = 0, count  # some finished batches were damaged: draw them again
+        else:
+            raise UserError(
+                f'{parts.folder}: {ATTEMPTS} times, finished batches were damaged; check the disk '
+                'and the memory of this machine, or choose another --output'
+            )
     columns = grid_columns(0 if low_res else classes, count)
     save_images(OUTPUT.value, images, labels, columns=columns)
     parts.remove()

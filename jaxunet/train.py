@@ -3,9 +3,9 @@
     python -m jaxunet.train --config configs/elephants64.py [--config.section.field=value ...]
                             [--workdir DIR]
 
-Run the same command again to resume a run. On SIGTERM or SIGINT (Ctrl-C) the run saves a checkpoint
-and exits with 0; on a second SIGINT it exits with 130 and saves nothing. The folder `--workdir`
-gets checkpoints/, metrics.csv, tensorboard/, samples/ and, with train.evaluate_every,
+Run the same command again to resume a run. On SIGTERM, SIGHUP or SIGINT (Ctrl-C) the run saves a
+checkpoint and exits with 0; on a second SIGINT it exits with 130 and saves nothing. The folder
+`--workdir` gets checkpoints/, metrics.csv, tensorboard/, samples/ and, with train.evaluate_every,
 evaluation.csv.
 """
 
@@ -35,7 +35,6 @@ from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import check_averages, choose
 from jaxunet.runtime import distributed
-from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
@@ -109,7 +108,6 @@ of_user(WORKDIR)
 
 def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
-    let_printing_fail()  # the log may be on the disk that is full
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
     saved = newest_config(workdir())
@@ -221,8 +219,11 @@ def check_workdir(config: Config) -> None:
     Raises:
       UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
     """
-    images, folder = pathlib.Path(expanded(config.data.path)).resolve(), workdir().resolve()
-    if not config.data.path or not images.is_dir() or not folder.is_relative_to(images):
+    images = pathlib.Path(expanded(config.data.path))
+    if not config.data.path or not images.is_dir():
+        return
+    images, folder = images.resolve(), workdir().resolve()
+    if not folder.is_relative_to(images):
         return
     if not any(part.startswith('.') for part in folder.relative_to(images).parts):
         raise UserError(

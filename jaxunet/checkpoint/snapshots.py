@@ -24,6 +24,7 @@ from jaxunet.checkpoint.store import checksum
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.untrusted import check_fields, parse_json, shown
 from jaxunet.weights.safetensors_file import write_safetensors
 
@@ -169,6 +170,7 @@ def _name(width: float, index: int) -> str:
 
 
 def _header(path: pathlib.Path) -> Snapshot:
+    check_regular(path)
     try:
         with safetensors.safe_open(path, framework='numpy') as file:
             text = (file.metadata() or {}).get(METADATA, '')

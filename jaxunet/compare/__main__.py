@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import pathlib
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -55,6 +54,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError, printable_lines
+from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
 from jaxunet.sweep.runner import probe
 from jaxunet.training.evaluation import evaluation_network
@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
         check_plots()
     if not PLOT_ONLY.value:
         # A run must not outlive the comparison, and its work so far gets a row.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        interrupt_when_terminated()
     if FILE.value:
         return compare_file(directory)
     if not PLOT_ONLY.value:
@@ -154,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
             runner.save_failures(compare(directory), directory)
         except KeyboardInterrupt:
             print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
-            sys.exit(130)
+            raise
     spec, failures = runner.load(directory), runner.load_failures(directory)
     text, paths = flags_report.write(spec, directory, failures, plot=PLOT.value)
     print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)

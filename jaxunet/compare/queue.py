@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import pathlib
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +39,7 @@ from jaxunet.compare.measure import Measurements
 from jaxunet.compare.step_times import step_times
 from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
 
 JOBS = flags.DEFINE_string(
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: the file of jobs is wrong, or a field of the jobs has no effect.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its work so far gets a row, too
+    interrupt_when_terminated()  # its work so far gets a row, too
     if KNOWN.value and not pathlib.Path(KNOWN.value).is_file():
         raise UserError(f'--known: no file {KNOWN.value}')
     output = pathlib.Path(OUTPUT.value)

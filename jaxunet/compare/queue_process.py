@@ -13,6 +13,7 @@ from types import FrameType
 from typing import IO
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.interrupt import handled
 from jaxunet.training.stalls import STALLED
 
 RESTARTS = 3  # of one process
@@ -143,20 +144,18 @@ def run_all(processes: Sequence[QueueProcess]) -> list[int]:
 
 @contextlib.contextmanager
 def signals_passed_on(processes: Sequence[QueueProcess]) -> Iterator[list[int]]:
-    """Has SIGINT and SIGTERM stop the processes; yields a list of those that have come."""
+    """Has the signals of `handled` stop the processes; yields a list of those that have come."""
     asked: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         asked.append(number)
+        if number == signal.SIGHUP and len(asked) > 1:
+            return  # a terminal that closes may send two
         for process in processes:
             process.stop()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(handle):
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -1,23 +1,19 @@
-"""Shared by all commands: flags, one-line errors, exit codes and the compilation cache."""
+"""Shared by all commands: flags, the config, and the compilation cache."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import difflib
-import gc
 import itertools
-import logging as std_logging
 import os
 import pathlib
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
 
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
@@ -25,113 +21,23 @@ from jaxunet.config import default_config, schema
 from jaxunet.config.config_file import ConfigFile, check_file, config_error
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
-from jaxunet.runtime import ownership
-from jaxunet.runtime.background import Background
-from jaxunet.runtime.distributed import ERROR, end
+from jaxunet.runtime import command, ownership
 from jaxunet.runtime.download import cache_dir
-from jaxunet.runtime.errors import UserError, printable_lines
-from jaxunet.runtime.file_errors import explained
-from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
-from jaxunet.runtime.no_device import needs_device
-from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded
-from jaxunet.runtime.plugins import at_fault
-from jaxunet.runtime.progress import write_above_bars
 
-MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
 HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
 flags.disclaim_key_flags()  # --help of a command lists --config as its own
 
 
 def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False) -> None:
-    """Parses the flags and runs `main`.
-
-    A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
-    `exit_code`. So is an exception for lack of memory or of a device, or for a file that the system
-    refuses. After Ctrl-C the exit code is `INTERRUPTED`, and only `main` prints anything. The
-    process does not wait for a `Background`, which would delay Python's exit, or crash during it.
+    """Parses the flags and runs `main`, as `jaxunet.runtime.command.run` does.
 
     Args:
       arguments: `main` takes arguments that are not flags, and checks them; otherwise they are an
         error.
     """
-    raise_again()
-    sys.unraisablehook = _tell_of_unraisable
-    gc.freeze()  # otherwise Python spends 0.4 s at exit on all imported objects
-    logging.set_verbosity(logging.INFO)
-    handler = logging.get_absl_handler()
-    handler.addFilter(_is_shown)
-    handler.setFormatter(_Printable('%(message)s'))
-    write_above_bars(handler.python_handler)
-    try:
-        app.run(_without_traceback(main, arguments=arguments), flags_parser=_parse)
-    except UserError as error:
-        _fail(error)
-    except (KeyboardInterrupt, SystemError) as error:
-        if not interrupted(error):
-            raise
-        end(INTERRUPTED)
-
-
-class _Printable(std_logging.Formatter):
-    """Formats messages for any terminal; names in them may be a stranger's."""
-
-    def format(self, record: std_logging.LogRecord) -> str:
-        """Returns the text of a message."""
-        return printable_lines(super().format(record))
-
-
-def _is_shown(record: std_logging.LogRecord) -> bool:
-    """Passes jaxunet's own messages, and warnings of other libraries except orbax.
-
-    Orbax's failures also arrive as exceptions, which the commands report.
-    """
-    package = pathlib.Path(__file__).parents[1]
-    if package in pathlib.Path(record.pathname).parents:
-        return True
-    return record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
-
-
-def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Prints an exception that cannot be caught, unless it is a consequence of another one.
-
-    If one write or read of a checkpoint fails, orbax closes the event loop, and all the others then
-    print a traceback. The first failure is raised as an exception.
-    """
-    if str(unraisable.exc_value) != 'Event loop is closed':
-        sys.__unraisablehook__(unraisable)
-
-
-def _without_traceback(
-    main: Callable[[Sequence[str]], int | None], *, arguments: bool
-) -> Callable[[Sequence[str]], int | None]:
-    """Wraps `main` so that a `UserError` or a stray argument ends in one line.
-
-    If a `Background` runs when `main` returns or raises, the process exits at once.
-    """
-
-    def wrapped(argv: Sequence[str]) -> int | None:
-        try:
-            if len(argv) > 1 and not arguments:
-                raise UserError(
-                    f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
-                )
-            with needs_device(), memory_for('this command', MORE_MEMORY), explained():
-                code = main(argv)
-        except UserError as error:
-            _fail(error)
-        except Exception as error:
-            if not interrupted(error) and (of_backend := at_fault(error)):
-                _fail(of_backend)
-            if interrupted(error) or not Background.running():
-                raise
-            traceback.print_exc()
-            end(ERROR)
-        if Background.running():
-            end(code or 0)
-        return code
-
-    return wrapped
+    command.run(main, _parse, arguments=arguments)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -258,13 +164,6 @@ class _Tuples(TupleParser):
 config_flags.register_flag_parser_for_type(tuple, _Tuples())
 
 
-def _fail(error: UserError) -> NoReturn:
-    print(f'error: {error}', file=sys.stderr, flush=True)
-    if Background.running():
-        end(error.exit_code)
-    sys.exit(error.exit_code)
-
-
 def define_config() -> flags.FlagHolder:
     """Defines `--config FILE`, with overrides `--config.section.field=value`.
 
@@ -287,9 +186,9 @@ def define_config() -> flags.FlagHolder:
             'config', schema.__file__, help_text, lock_config=True
         )
     except UserError as error:
-        _fail(error)
+        command.fail(error)
     except Exception as error:
-        _fail(UserError(config_error(error)))
+        command.fail(UserError(config_error(error)))
     return _with_own_reader(holder)
 
 
@@ -336,11 +235,3 @@ def enable_compilation_cache() -> None:
     if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
     logging.info('compilation cache: %s', folder)
-
-
-def interrupted(error: BaseException) -> bool:
-    """Returns True if Ctrl-C caused the error.
-
-    Ctrl-C inside C code can surface as a SystemError whose cause is the KeyboardInterrupt.
-    """
-    return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)

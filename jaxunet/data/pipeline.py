@@ -29,6 +29,7 @@ from jaxunet.data.pixels import Batch, random_crops
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.threads import THREADS, ordered_map
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.interrupt import terminating
 from jaxunet.runtime.progress import progress_bar
 
 DEVICE_SHARE = 4  # cache=auto gives the set at most 1/4 of the device's memory
@@ -257,10 +258,11 @@ def _work(step: int) -> HostBatch:
 def _start_worker(load: _LoadBatch) -> None:
     """Prepares a worker process, which ends with the main process.
 
-    Ctrl-C and SIGTERM often reach the whole process group; the main process handles them.
+    Ctrl-C, SIGTERM and SIGHUP often reach the whole process group; the main process handles them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_soon)
+    for number in terminating():
+        signal.signal(number, _end_soon)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(
@@ -271,9 +273,8 @@ def _start_worker(load: _LoadBatch) -> None:
 
 def _end_soon(*_: object) -> None:
     """Ends the worker after a delay, as the main process may need more batches until it saves."""
-    timer = threading.Timer(GRACE_SECONDS, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
+    if not any(signal.getitimer(signal.ITIMER_REAL)):  # the first time
+        signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)  # then SIGALRM ends the process
 
 
 def _end_with(sentinel: int) -> None:

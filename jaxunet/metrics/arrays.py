@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,7 +11,12 @@ import numpy as np
 
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.untrusted import one_line, plain, shown
+
+
+class DamagedError(UserError):
+    """The content of a file shows that it is damaged; other errors may be the system's."""
 
 
 def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
@@ -20,8 +26,9 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, n
       names: names of the arrays to read; those that the file lacks are left out. None = all.
 
     Raises:
-      UserError: there is no such file, it is not a readable .npz of plain numbers, or it expands to
-        more than `archives.expanded_limit`.
+      DamagedError: it is not a readable .npz of plain numbers.
+      UserError: there is no such file, the system refuses to read it, or it expands to more than
+        `archives.expanded_limit`.
     """
     with _open(path) as archive:
         infos = {
@@ -29,6 +36,8 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, n
             for info in archive.infolist()
             if names is None or info.filename.removesuffix('.npy') in names
         }
+        if cut := [name for name, info in infos.items() if _is_stored_in_part(info)]:
+            raise _unreadable(path, f'{plain(cut[0])}: its two sizes differ')
         archives.check_expanded(infos.values(), str(path), path.stat().st_size)
         try:
             return {name: archives.read_npy(archive, info) for name, info in infos.items()}
@@ -61,15 +70,23 @@ def text_of(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> str:
 
 def _open(path: Path) -> zipfile.ZipFile:
     try:
+        check_regular(path)
         return archives.open_zip(path, lambda error: _unreadable(path, error))
     except OSError as error:
         raise _unreadable(path, error) from None
 
 
+def _is_stored_in_part(info: zipfile.ZipInfo) -> bool:
+    """Returns True for an uncompressed entry whose sizes differ, which only damage can cause."""
+    return info.compress_type == zipfile.ZIP_STORED and info.file_size != info.compress_size
+
+
 def _unreadable(path: Path, error: object) -> UserError:
     if isinstance(error, FileNotFoundError):
         return UserError(f'{path}: no such file')
-    return UserError(
+    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # from damaged offsets, too
+        return UserError(f'{path}: cannot be read: {error.strerror or error}')
+    return DamagedError(
         f'{path}: not a readable .npz file of plain numbers: {one_line(error)}; '
         'copy or write it again'
     )

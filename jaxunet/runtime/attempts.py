@@ -1,13 +1,11 @@
-"""Lets a run continue while writes and prints fail, for example on a full or read-only disk."""
+"""Lets a run continue while writes fail, for example on a full or read-only disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
-import sys
 from collections.abc import Callable, Iterator
-from typing import TextIO
 
 from absl import logging
 
@@ -113,29 +111,3 @@ def quietly(what: str, close: Callable[[], object]) -> None:
         close()
     except Exception as error:
         logging.warning('%s: closing failed (%s: %s)', what, type(error).__name__, error)
-
-
-class _Unfailing:
-    """A text stream whose writes may fail, such as stdout in a file on a full disk."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Writes the text, or drops it."""
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Writes the buffer, or keeps it if that fails."""
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-
-def let_printing_fail() -> None:
-    """Makes printing to stdout and stderr never raise, for the rest of the process."""
-    sys.stdout, sys.stderr = (_Unfailing(stream) for stream in (sys.stdout, sys.stderr))

@@ -1,13 +1,19 @@
-"""Makes Ctrl-C end a command quietly, with the exit code of shells, even during its imports."""
+"""Signals that ask a command to stop.
+
+Ctrl-C ends a command quietly, with the exit code of shells, even during its imports.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 INTERRUPTED = 130  # exit code of shells after Ctrl-C
+Handler = Callable[[int, FrameType | None], object]
 
 
 def quiet_while_importing() -> None:
@@ -25,6 +31,50 @@ def raise_again() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt again, for commands that need an orderly end."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def terminating() -> tuple[signal.Signals, ...]:
+    """Returns the signals besides Ctrl-C that ask a process to stop.
+
+    The end of a terminal or a connection, SIGHUP, is one unless it is ignored, as under nohup.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def handled(handler: Handler) -> Iterator[None]:
+    """Calls `handler` for Ctrl-C and the signals of `terminating` while the block runs.
+
+    Only the main thread may do this.
+
+    Args:
+      handler: it may interrupt the main thread anywhere, even while that holds a lock. So it must
+        take none: no printing, no logging, no `threading.Event.set`.
+    """
+    signals = (signal.SIGINT, *terminating())
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def interrupt_when_terminated() -> None:
+    """Makes the signals of `terminating` raise KeyboardInterrupt, as Ctrl-C does.
+
+    Only the first one does, as another would interrupt the orderly end.
+    """
+    signals = terminating()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in signals:
+        signal.signal(number, stop)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -16,6 +16,7 @@ import jax
 
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.untrusted import parse_json, read_limited
 
 Row = dict[str, Any]
@@ -78,6 +79,7 @@ def append(path: str | os.PathLike[str], row: Row) -> None:
       UserError: the file cannot be written.
       ValueError: the row is not valid JSON (NaN and infinities are not).
     """
+    check_regular(path)
     line = json.dumps(row, allow_nan=False) + '\n'
     try:
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, ParamSpec, TypeVar
 
+from jaxunet.runtime.interrupt import handled
 from jaxunet.runtime.rows import Row
 
 TIMEOUT, CRASH, OUT_OF_MEMORY = 'timeout', 'crash', 'out of memory'  # statuses of a failure
@@ -119,7 +120,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defers Ctrl-C and SIGTERM to the end of the block.
+    """Defers the signals of `handled` to the end of the block.
 
     If Popen is interrupted while it starts a process, nobody can end that process any more.
     """
@@ -127,15 +128,10 @@ def _signals_deferred() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
     try:
-        yield
+        with handled(lambda number, _: received.append(number)):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         for late in received:
             signal.raise_signal(late)
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.file_errors import check_regular
 
 
 @contextlib.contextmanager
@@ -69,9 +70,10 @@ def check_writable(path: str | os.PathLike[str], flag: str) -> None:
       flag: the flag that gave the path; the error message begins with it.
 
     Raises:
-      UserError: permissions are missing, or a parent is a file.
+      UserError: permissions are missing, a parent is a file, or the path is a FIFO or a device.
     """
     target = pathlib.Path(path)
+    check_regular(target, flag)
     if not target.exists():
         target = pathlib.Path(os.path.realpath(path))  # a link to a file that does not exist yet
     nearest = target if target.exists() else target.parent
@@ -104,6 +106,7 @@ def written(path: str | os.PathLike[str], flag: str = '') -> Iterator[pathlib.Pa
     Raises:
       UserError: the block or the renaming failed with an OSError, such as a full disk.
     """
+    check_regular(path, flag)
     try:
         with replacing(path) as partial:
             yield partial

@@ -21,8 +21,10 @@ import numpy as np
 from absl import logging
 from jaxtyping import UInt8, UInt32
 
-from jaxunet.metrics.arrays import read_arrays
+from jaxunet.metrics.arrays import DamagedError, read_arrays
+from jaxunet.runtime.archives import expanded_limit
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.untrusted import parse_json, plain, shown
 from jaxunet.runtime.whole_files import written
 
@@ -56,6 +58,7 @@ class Parts:
         self.folder = path.with_name(f'{path.name}.partial')
         self.identity = json.loads(json.dumps(dict(identity)))
         self.made_from = made_from
+        expanded_limit(0)  # a mistake in its variable is told before the work
         self._check()
         if made_from is not None:
             self._check_made_from(made_from)
@@ -64,6 +67,7 @@ class Parts:
         """Raises `UserError` if the folder exists and belongs to other samples."""
         if not self.folder.exists():
             return
+        check_regular(self.folder / IDENTITY)
         try:
             text = (self.folder / IDENTITY).read_bytes()
         except FileNotFoundError:
@@ -173,25 +177,32 @@ class Parts:
     def load(self, count: int) -> UInt8[np.ndarray, 'samples height width channels'] | None:
         """Returns samples 0..count−1, or None if some are missing.
 
-        A batch that cannot be read is removed with a warning and counts as missing.
+        A damaged batch is removed with a warning and counts as missing.
+
+        Raises:
+          UserError: the system refuses to read a batch.
         """
         images = None
-        done = 0
+        there = np.zeros(count, bool)
         for first, end in self.finished():
-            if first > done or done >= count:
-                break
+            stop = min(end, count)
+            if there[first:stop].all():
+                continue
             part = self._read(first, end, 'images')
             if part is None:
-                return None
+                continue
             if images is None:
                 images = np.empty((count, *part.shape[1:]), np.uint8)
-            stop = min(end, count)
             images[first:stop] = part[: stop - first]
-            done = max(done, stop)
-        return images if done >= count else None
+            there[first:stop] = True
+        return images if there.all() else None
 
     def _read(self, first: int, end: int, name: str) -> np.ndarray | None:
-        """Returns an array of a batch; removes the file and returns None if it cannot be read."""
+        """Returns an array of a batch; removes the file and returns None if it is damaged.
+
+        Raises:
+          UserError: the system refuses to read it; it may be whole.
+        """
         path = self._path(first, end)
         try:
             array = read_arrays(path, (name,)).get(name)
@@ -201,8 +212,13 @@ class Parts:
                 return array
             else:
                 problem = f'{name} are {array.dtype} of shape {array.shape}'
-        except (UserError, OSError) as error:
+        except DamagedError as error:
             problem = str(error)
+        except (UserError, OSError) as error:
+            raise UserError(
+                f'{error}. The finished samples are kept, and the same command goes on with them '
+                'once they can be read'
+            ) from None
         logging.warning('%s: damaged (%s); its samples are drawn again', path, problem)
         path.unlink(missing_ok=True)
         return None

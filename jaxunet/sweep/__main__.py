@@ -32,7 +32,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -44,6 +43,7 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError, printable_lines
+from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import check_file
@@ -131,12 +131,12 @@ def main(argv: Sequence[str]) -> None:
         check_plots()
     if not PLOT_ONLY.value:
         # A point must not outlive the sweep.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        interrupt_when_terminated()
         try:
             measure(directory)
         except KeyboardInterrupt:
             print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
-            sys.exit(130)
+            raise
     if PRESET.value == STUDY:
         text, paths = study.write(directory, STUDY_PARTS, plot=PLOT.value)
     else:

@@ -53,7 +53,7 @@ LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_step
 
 
 def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> int:
-    """Trains until `train.steps`, or until SIGTERM or SIGINT.
+    """Trains until `train.steps`, or until SIGTERM, SIGHUP or SIGINT.
 
     Args:
       config: passed by `check_trainable`. `model` is the classifier's network, with the number of

@@ -14,7 +14,9 @@ from absl import logging
 
 from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.damaged import set_aside
+from jaxunet.checkpoint.refused import RefusedError
 from jaxunet.runtime.attempts import PatientFile
+from jaxunet.runtime.file_errors import check_regular
 from jaxunet.training import held_out
 from jaxunet.training.board import Board
 
@@ -111,6 +113,8 @@ class StepTable:
     Opening removes the rows after `start_step`. A file with damaged rows is moved to
     `WORKDIR/damaged`, and a new one starts with its other rows.
 
+    Raises `RefusedError` if the system refuses to read the file.
+
     Args:
       columns: the columns that every such file has.
       texts: the columns of text; the others are numbers.
@@ -134,8 +138,13 @@ class StepTable:
             found = _read(path, (*columns, *optional), texts)
         except FileNotFoundError:
             found = _Found((), [], '')
+        except IsADirectoryError as error:
+            found = _Found((), [], f'cannot be read ({error.strerror})')
         except OSError as error:
-            found = _Found((), [], f'cannot be read ({error.strerror or error})')
+            raise RefusedError(
+                f'{path}: cannot be read: {error.strerror or error}. It may be whole; repeat the '
+                'command once it can be read, or move it away to start another one'
+            ) from None
         kept = [name for name in optional if name in found.columns]
         self._columns = tuple(dict.fromkeys((*columns, *kept)))
         self.earlier = [row for row in found.rows if int(row['step']) <= start_step]
@@ -188,6 +197,7 @@ class _Found(NamedTuple):
 
 
 def _read(path: pathlib.Path, known: Sequence[str], texts: Collection[str]) -> _Found:
+    check_regular(path)
     data = path.read_bytes()
     head, *lines = data.decode('utf-8', 'replace').rstrip('\r\n').split('\n')
     columns = _cells(head)

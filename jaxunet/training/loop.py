@@ -45,7 +45,7 @@ def train(
     initial: TrainState | None = None,
     milestones: Milestones | None = None,
 ) -> int:
-    """Trains until `train.steps`, or until SIGTERM or SIGINT.
+    """Trains until `train.steps`, or until SIGTERM, SIGHUP or SIGINT.
 
     Args:
       workdir: gets checkpoints, logs and samples. A run that it holds is resumed.

@@ -1,21 +1,18 @@
-"""Turns SIGTERM and SIGINT into a request: finish the step, save, exit."""
+"""Turns SIGTERM, SIGHUP and SIGINT into a request: finish the step, save, exit."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from types import FrameType
 
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import end
-from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.runtime.interrupt import INTERRUPTED, handled, terminating
 from jaxunet.training.clock import Milestones
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_Handler = Callable[[int, FrameType | None], object] | int | None  # as `signal.signal` returns it
 
 
 class Preemption:
@@ -40,7 +37,7 @@ class Preemption:
         self._milestones = milestones
         self.requested = False
         self.nothing_to_save = True
-        self._previous: dict[signal.Signals, _Handler] = {}
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
@@ -49,24 +46,22 @@ class Preemption:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._stack.callback(os.close, self._writer)  # ends the watching thread
+        self._stack.enter_context(handled(self._handle))
+        self._stack.callback(signal.set_wakeup_fd, -1)
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._previous:
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
-            os.close(self._writer)  # ends the watching thread
+        self._stack.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
 
     def _watch(self) -> None:
-        asked = False
+        asked, signals = False, {signal.SIGINT, *terminating()}
         while data := os.read(self._reader, 1):
-            if data[0] not in SIGNALS:
+            if data[0] not in signals:
                 continue
             name = signal.Signals(data[0]).name
             if self.nothing_to_save:

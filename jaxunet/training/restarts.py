@@ -16,15 +16,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from jaxunet.checkpoint.newest import saved_steps
 from jaxunet.runtime.distributed import PEERS_MISSING
 from jaxunet.runtime.errors import USER_ERROR, UserError
-from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.runtime.interrupt import INTERRUPTED, handled
 from jaxunet.runtime.no_device import NO_DEVICE
 from jaxunet.runtime.out_of_memory import OUT_OF_MEMORY
 from jaxunet.training.logs import MAX_DIGITS, StepTable
@@ -42,7 +41,7 @@ REASONS = {
     STALLED: ': the devices finished no step',
 }
 FEWER_DEVICES = '--fewer_devices'  # flag of jaxunet.train
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LOOK_SECONDS = 0.1  # between two looks for a signal
 CALL_SECONDS = 1.0  # between two looks for a call of process 0
 FIRST_WAIT, LONGEST_WAIT = 5.0, 300.0  # seconds before a restart; each takes twice the last
 REQUEUE_SECONDS = 120.0  # for process 0 to requeue the job; srun may end all when one exits
@@ -52,8 +51,8 @@ PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 class Supervisor:
     """Runs a command, and restarts it if it dies.
 
-    SIGTERM and SIGINT are passed on to the command, which is then not started again. In a SLURM job
-    the supervisor requeues the job instead of starting the command again.
+    SIGTERM, SIGHUP and SIGINT are passed on to the command, which is then not started again. In a
+    SLURM job the supervisor requeues the job instead of starting the command again.
 
     Args:
       command: program and arguments.
@@ -85,7 +84,7 @@ class Supervisor:
         self.job = self.slurm_job or f'process {os.getpid()} since {int(time.time())}'
         self._process: subprocess.Popen[bytes] | None = None
         self._called = False  # process 0 called while the last process still ran
-        self._asked = threading.Event()
+        self._asked: signal.Signals | None = None  # the last signal that asked to stop
         self._deaths: list[int] = []  # the last checkpoint at each death
         self._changes: list[str] = []  # flags of the command when it is started again
         self._processes = place.processes if place else 1
@@ -95,19 +94,30 @@ class Supervisor:
             place.processes,
             wait_seconds=wait_seconds,
             patience=wait_seconds + heartbeat_seconds + LONGEST_WAIT,
-            pause=self._asked.wait,
+            pause=self._pause,
             say=_say,
         )
 
     def run(self) -> int:
-        """Returns the exit code of the command's last process; 128 + N after signal N."""
+        """Returns the exit code of the command's last process; 128 + N after signal N.
+
+        It is 0 if the supervisor was asked to stop while it waited to restart.
+        """
         with self._signals_passed_on():
             while True:
                 code = self._once()
                 wrong_from_the_start = code == PEERS_MISSING and not self._changes
-                if code in BY_ITSELF or wrong_from_the_start or self._asked.is_set():
+                if code in BY_ITSELF or wrong_from_the_start:
                     break
-                if not self._goes_on(code) or self._asked.is_set():
+                if self._asked:
+                    self._say_stopped(describe(code))
+                    break
+                goes_on = self._goes_on(code)
+                if self._asked and not self.slurm_job:
+                    self._say_stopped('stopped before the restart')
+                    code = 0
+                    break
+                if not goes_on:
                     break
             if self._meeting and (code or self._changes):
                 with contextlib.suppress(UserError):
@@ -122,7 +132,7 @@ class Supervisor:
             preexec_fn=_end_with_parent,  # noqa: PLW1509 (there are no threads here)
         )
         _say(f'process {self._process.pid} trains; it is started again if it dies (--restarts)')
-        if self._asked.is_set():  # between the check and the start
+        if self._asked:  # between the check and the start
             self._process.send_signal(signal.SIGTERM)
         self._called = False
         while True:
@@ -139,7 +149,7 @@ class Supervisor:
         step = max(saved_steps(self.workdir), default=0)
         reason = 'process 0 calls, as its part died' if self._called else describe(code)
         if not self.main and self.slurm_job:
-            self._asked.wait(REQUEUE_SECONDS)
+            self._pause(REQUEUE_SECONDS)
             return False
         table = self._table() if self.main else None
         spent = self._deaths.count(step)
@@ -162,7 +172,7 @@ class Supervisor:
             return False
         if self.main:  # which calls the others
             _say(f'{where}; starting again in {wait:g} s, {spent + 1} of {self.restarts}')
-            self._asked.wait(wait)
+            self._pause(wait)
         else:
             _say(f'{where}; starting again when process 0 calls, {spent + 1} of {self.restarts}')
         self._changes = [FEWER_DEVICES]
@@ -181,23 +191,42 @@ class Supervisor:
         self._changes += [f'--num_processes={place.processes}', f'--process_id={place.process}']
         return True
 
-    def _table(self) -> StepTable:
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        return StepTable(self.workdir / FILE, COLUMNS, 10**MAX_DIGITS, texts=TEXTS)
+    def _table(self) -> StepTable | None:
+        """Opens the table of restarts; None if that fails, which is told.
 
-    @contextlib.contextmanager
-    def _signals_passed_on(self) -> Iterator[None]:
+        Raises the error in a SLURM job, whose restarts only the table counts.
+        """
+        try:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+            return StepTable(self.workdir / FILE, COLUMNS, 10**MAX_DIGITS, texts=TEXTS)
+        except (OSError, UserError) as error:
+            if self.slurm_job:
+                raise
+            _say(f'{FILE} gets no row: {error}')
+            return None
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits; returns True, at once, if the supervisor was asked to stop."""
+        end = time.monotonic() + seconds
+        while not self._asked and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_SECONDS))
+        return self._asked is not None
+
+    def _say_stopped(self, what: str) -> None:
+        name = self._asked.name if self._asked else ''
+        step = max(saved_steps(self.workdir), default=0)
+        _say(
+            f'{name}: {what}; the last checkpoint is step {step}. '
+            'The same command goes on from there.'
+        )
+
+    def _signals_passed_on(self) -> contextlib.AbstractContextManager[None]:
         def pass_on(number: int, frame: FrameType | None) -> None:
-            self._asked.set()
+            self._asked = signal.Signals(number)
             if self._process is not None and self._process.returncode is None:
                 self._process.send_signal(number)
 
-        before = {number: signal.signal(number, pass_on) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return handled(pass_on)
 
 
 def requeue(job: str) -> None:

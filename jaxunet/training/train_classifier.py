@@ -23,7 +23,6 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
-from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.paths import of_user
 from jaxunet.training.classifier_loop import train_classifier
 from jaxunet.training.noisy_classifier import FILE, check_trainable
@@ -43,7 +42,6 @@ def main(argv: Sequence[str]) -> None:
     Raises:
       UserError: the config, the images or the workdir do not fit.
     """
-    let_printing_fail()  # a full disk may hold the log, too
     cli.enable_compilation_cache()
     workdir = pathlib.Path(WORKDIR.value)
     saved = newest_config(workdir)

@@ -11,6 +11,7 @@ import jax
 from absl import logging
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.whole_files import remove_left
 
 
@@ -35,6 +36,7 @@ def opened(workdir: pathlib.Path, flag: str = '--workdir') -> Iterator[None]:
     if jax.process_index() != 0:
         yield
         return
+    check_regular(workdir / '.lock')
     try:
         file = (workdir / '.lock').open('w')
     except OSError as error:

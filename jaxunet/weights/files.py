@@ -13,6 +13,7 @@ from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.whole_files import written
 from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
@@ -83,6 +84,7 @@ def read_weights(
 def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a weight file; its errors are `UserError`."""
     try:
+        check_regular(path)
         with open(path, 'rb') as file:
             yield file
     except FileNotFoundError:

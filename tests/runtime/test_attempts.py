@@ -1,31 +1,16 @@
-"""Files and streams whose writes may fail for a while."""
+"""Files whose writes may fail for a while."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import resource
-import sys
 
 import pytest
+from support.full_disk import FullDisk
 
 from jaxunet.runtime import attempts
-from jaxunet.runtime.attempts import Attempts, PatientFile, let_printing_fail, quietly
-
-
-class FullDisk:
-    """No file may grow beyond some bytes, which fails as on a full disk."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __enter__(self):
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
-
-    def __exit__(self, *_):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+from jaxunet.runtime.attempts import Attempts, PatientFile, quietly
 
 
 def test_what_a_full_disk_refused_is_written_later(tmp_path, caplog):
@@ -120,16 +105,3 @@ def test_closing_never_replaces_the_first_error(caplog):
     with pytest.raises(KeyError):
         run()
     assert 'logs: closing failed (ZeroDivisionError' in caplog.text
-
-
-def test_printing_on_a_full_disk(tmp_path, monkeypatch):
-    with (tmp_path / 'log').open('w', buffering=1) as file:
-        monkeypatch.setattr(sys, 'stdout', file)
-        monkeypatch.setattr(sys, 'stderr', file)
-        let_printing_fail()
-        with FullDisk(3):
-            print('12345')
-            print('12345', file=sys.stderr, flush=True)
-            assert sys.stdout.fileno() == file.fileno()
-        print('again', flush=True)
-    assert (tmp_path / 'log').read_text().endswith('again\n')

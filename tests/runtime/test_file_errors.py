@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 
 import pytest
-from support.commands import ROOT, call_each
+from support.commands import ROOT, Fork, call_each
+from support.tiny import flags
 
-from jaxunet.runtime import distributed
+from jaxunet.checkpoint.newest import saved_steps
+from jaxunet.checkpoint.snapshots import find_snapshots
+from jaxunet.metrics.arrays import read_arrays
+from jaxunet.runtime import distributed, rows
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.file_errors import explained
+from jaxunet.runtime.whole_files import check_file, written
+from jaxunet.training.logs import Logs
+from jaxunet.training.workdir import opened
+from jaxunet.weights.files import read_weights
 
 CONFIG = f'--config={ROOT}/configs/digits.py'
 LONG = 'a' * 300  # longer than the name of a file may be
 
 
 @pytest.mark.parametrize('name', ['file', b'file'])
-@pytest.mark.parametrize('number', [errno.EACCES, errno.ENOSPC])
+@pytest.mark.parametrize(
+    'number', [errno.EACCES, errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EMFILE]
+)
 def test_the_message_has_the_file_and_the_reason(name, number):
     with pytest.raises(UserError, match=f'^file: {os.strerror(number)}$'), explained():
         raise OSError(number, os.strerror(number), name)
@@ -36,6 +47,12 @@ def test_other_errors_are_left(error):
     with pytest.raises(type(error)) as found, explained():
         raise error
     assert found.value is error
+
+
+def test_too_many_open_files_need_no_name():
+    """As of a pipe."""
+    with pytest.raises(UserError, match=r'^this process: Too many open files$'), explained():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def test_one_of_several_processes(monkeypatch, capsys):
@@ -66,3 +83,105 @@ def test_commands(tmp_path):
         assert last.startswith('error: ')
         assert LONG in last
         assert ': File name too long' in last
+
+
+# Becomes the command, in a folder that is no longer there.
+GONE = """
+import os, runpy, shutil, sys
+sys.argv = sys.argv[1:]
+shutil.rmtree(os.getcwd())
+runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
+"""
+REMOVED = 'the current folder was removed; change to another one (cd), and repeat'
+
+
+def in_removed_folder(folder, *arguments):
+    """Returns the exit code and stderr of a command."""
+    folder.mkdir()
+    (folder / 'gone.py').write_text(GONE)
+    process = Fork(['gone', *arguments], folder=folder)
+    _, error = process.communicate()
+    assert 'Traceback' not in error
+    return process.returncode, error
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'told'),
+    [
+        (['jaxunet.train', '--workdir=run'], '--workdir: run: cannot be made: No such file'),
+        (['jaxunet.sample', '--checkpoint=run'], REMOVED),
+        (['jaxunet.prepare_data', '--input=digits:', '--image_size=8', '--output=x.npz'], REMOVED),
+        (['jaxunet.evaluate', '--samples=digits:', '--reference=digits:', '--output=x'], REMOVED),
+    ],
+)
+def test_relative_paths_in_a_folder_that_was_removed(arguments, told, tmp_path):
+    code, error = in_removed_folder(tmp_path / 'gone', *arguments)
+    assert (code, error.count('error: ')) == (2, 1)
+    assert told in error
+
+
+def test_absolute_paths_in_a_folder_that_was_removed(tmp_path):
+    arguments = ['jaxunet.train', '--dry_run', f'--workdir={tmp_path}/run']
+    code, error = in_removed_folder(tmp_path / 'gone', *arguments)
+    assert code == 0, error
+
+
+@pytest.mark.long
+def test_a_run_goes_on_in_a_folder_that_was_removed(tmp_path):
+    workdir = tmp_path / 'run'
+    train = ['jaxunet.train', *flags(), f'--workdir={workdir}']
+    for name, extra in (('a', []), ('b', ['--config.train.steps=8', '--restarts=1'])):
+        code, error = in_removed_folder(tmp_path / name, *train, *extra)
+        assert code == 0, error
+    assert saved_steps(workdir)[0] == 8
+
+
+def test_outputs_that_are_no_files(tmp_path):
+    """Nothing waits for a FIFO's reader, and no file takes the place of a device."""
+    os.mkfifo(tmp_path / 'x.npz')
+    os.mkfifo(tmp_path / 'x.jsonl')
+    os.mkfifo(tmp_path / 'x.safetensors')
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / 'x.png'))
+    named = {
+        'x.npz, found a FIFO': ['prepare_data', '--input=digits:', '--image_size=8'],
+        'x.jsonl, found a FIFO': ['evaluate', '--samples=digits:', '--reference=digits:'],
+        'x.png, found a socket': ['sample', '--checkpoint=x'],
+        'x.safetensors, found a FIFO': ['export', '--init', CONFIG],
+    }
+    commands = {
+        told: [f'jaxunet.{name}', *options, f'--output={tmp_path}/{told.partition(",")[0]}']
+        for told, (name, *options) in named.items()
+    }
+    for told, (code, _, error) in zip(
+        commands, call_each(commands.values(), tmp_path), strict=True
+    ):
+        path, _, kind = told.partition(', ')
+        assert code == 2
+        assert f'error: --output: {tmp_path}/{path}: expected a regular file, {kind}' in error
+    with pytest.raises(UserError, match='/dev/full: expected a regular file, found a device'):
+        check_file('/dev/full', '--output')
+    with pytest.raises(UserError, match='found a device'), written('/dev/full'):
+        pass
+    with pytest.raises(UserError, match='found a FIFO'):
+        rows.append(tmp_path / 'x.jsonl', {})
+
+
+def test_files_of_a_run_that_are_no_files(tmp_path):
+    """Inputs that nothing would ever be written to."""
+    for name in ('metrics.csv', '.lock', 'x.safetensors', 'x.npz'):
+        os.mkfifo(tmp_path / name)
+    folder = tmp_path / 'snapshots'
+    folder.mkdir()
+    os.mkfifo(folder / '4.safetensors')
+    opens = [
+        lambda: Logs(tmp_path, 0),
+        lambda: opened(tmp_path).__enter__(),
+        lambda: find_snapshots(tmp_path, 10),
+        lambda: read_weights(tmp_path / 'x.safetensors'),
+        lambda: read_arrays(tmp_path / 'x.npz'),
+        lambda: read_weights(folder / '4.safetensors'),
+    ]
+    for each in opens:
+        with pytest.raises(UserError, match='expected a regular file, found a FIFO'):
+            each()

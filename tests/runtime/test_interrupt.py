@@ -11,10 +11,13 @@ import threading
 import pytest
 from support.commands import ROOT
 
+from jaxunet.compare import queue_process
 from jaxunet.config import cli
-from jaxunet.runtime import interrupt
+from jaxunet.data import pipeline
+from jaxunet.runtime import command, interrupt, subprocesses
 from jaxunet.training import preemption
 from jaxunet.training.preemption import Preemption
+from jaxunet.training.restarts import Supervisor
 
 # Stands in for the first library that a command imports.
 INTERRUPTS = 'import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit(7)\n'
@@ -58,10 +61,97 @@ def test_while_a_command_runs(how, monkeypatch):
         except KeyboardInterrupt as error:
             raise how from error
 
-    monkeypatch.setattr(cli.app, 'run', run)
-    monkeypatch.setattr(cli, 'end', ended)
+    monkeypatch.setattr(command.app, 'run', run)
+    monkeypatch.setattr(command, 'end', ended)
     with pytest.raises(Ended, match='130'):
         cli.run(lambda _: None)
+
+
+def handler_in(context):
+    with context:
+        return signal.getsignal(signal.SIGTERM)
+
+
+HANDLERS = {
+    'training': lambda _: handler_in(Preemption()),
+    'supervisor': lambda folder: handler_in(
+        Supervisor(['true'], folder, 1, environ={})._signals_passed_on()
+    ),
+    'queues': lambda _: handler_in(queue_process.signals_passed_on([])),
+    'start of a process': lambda _: handler_in(subprocesses._signals_deferred()),
+    'worker': lambda _: pipeline._end_soon,
+}
+
+
+@pytest.mark.parametrize('name', HANDLERS)
+def test_handlers_take_no_locks(name, tmp_path):
+    """One that comes while the main thread holds the lock would wait for ever."""
+    handler = HANDLERS[name](tmp_path)
+    taken = []
+
+    def profile(frame, event, argument):
+        held = getattr(argument, '__self__', None)
+        if event == 'c_call' and isinstance(
+            held, (type(threading.Lock()), type(threading.RLock()))
+        ):
+            taken.append(frame.f_code)
+
+    sys.setprofile(profile)
+    try:
+        handler(signal.SIGTERM, None)
+    finally:
+        sys.setprofile(None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert not taken
+
+
+@pytest.mark.parametrize('ignored', [False, True])
+def test_the_end_of_a_terminal_saves_unless_it_is_ignored(ignored, capfd):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with Preemption() as asked:
+            asked.nothing_to_save = False
+            for _ in range(3):  # a shell and the system may both send it
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert asked.requested is not ignored
+            said = ''
+            while not ignored and 'SIGHUP: finishing the steps' not in said:  # by the thread
+                said += capfd.readouterr().err
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_to_stop_is_ctrl_c(number):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        interrupt.interrupt_when_terminated()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # during the orderly end
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def test_queues_are_asked_once_when_a_terminal_ends():
+    """Asked twice, a process would end without saving."""
+
+    class Process:
+        asked = 0
+
+        def stop(self):
+            self.asked += 1
+
+    process = Process()
+    with queue_process.signals_passed_on([process]):
+        for number in (signal.SIGHUP, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert process.asked == 1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert process.asked == 2
 
 
 def test_twice_while_training(monkeypatch, capfd):

@@ -2,8 +2,10 @@
 refused.
 """
 
+import errno
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -19,7 +21,8 @@ from support.settings import QUICK
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.config import cli
+from jaxunet.runtime import archives
+from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.partial_output import Parts
 from jaxunet.sampling.progress import counted
@@ -73,6 +76,59 @@ def test_half_written_and_damaged_parts_do_not_count(parts):
     assert parts.missing(0, 8, 8) == [(4, 8)]
     parts.save(4, pictures(4, 8))
     np.testing.assert_array_equal(parts.load(8), pictures(0, 8))
+
+
+def test_all_damaged_parts_are_found_at_once(parts):
+    for first in (0, 4, 8):
+        parts.save(first, pictures(first, first + 4))
+    for name in ('000000-000004', '000008-000012'):
+        path = parts.folder / f'{name}.npz'
+        path.write_bytes(path.read_bytes()[:-30])
+    assert parts.load(12) is None
+    assert parts.finished() == [(4, 8)]
+
+
+def refuse(number):
+    def refused(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return refused
+
+
+@pytest.mark.parametrize('number', [errno.EACCES, errno.EMFILE, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize('when', ['opened', 'read'])
+def test_parts_that_the_system_refuses_to_read_are_kept(number, when, parts, monkeypatch):
+    parts.save(0, pictures(0, 4))
+    where = {'opened': (archives.zipfile, 'ZipFile'), 'read': (archives, 'read_npy')}[when]
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, refuse(number))
+        with pytest.raises(UserError, match=rf'000000-000004\.npz: .*{os.strerror(number)}\. The '):
+            parts.load(4)
+    np.testing.assert_array_equal(parts.load(4), pictures(0, 4))
+
+
+@pytest.mark.parametrize('given', ['1e-9', '4 GiB'])
+def test_a_limit_that_is_mistyped_deletes_nothing(given, parts, tmp_path, monkeypatch):
+    parts.save(0, pictures(0, 4))
+    monkeypatch.setenv(archives.LIMIT, given)
+    with pytest.raises(UserError, match=archives.LIMIT):
+        parts.load(4)
+    if given == '4 GiB':
+        with pytest.raises(UserError, match='expected a number of GiB'):
+            Parts(tmp_path / 'x.npz', IDENTITY)  # before anything is drawn
+    monkeypatch.delenv(archives.LIMIT)
+    np.testing.assert_array_equal(parts.load(4), pictures(0, 4))
+
+
+def test_a_part_of_a_wrong_size_is_damaged(parts):
+    """Not one that the limit of its expanded size refuses."""
+    parts.save(0, pictures(0, 4))
+    path = parts.folder / '000000-000004.npz'
+    data = bytearray(path.read_bytes())
+    data[data.index(b'PK\x01\x02') + 27] ^= 0x40  # the uncompressed size: 1 GiB more
+    path.write_bytes(data)
+    assert parts.load(4) is None
+    assert parts.finished() == []
 
 
 def test_the_bar_counts_the_samples_of_all_processes(parts, monkeypatch):
@@ -216,9 +272,9 @@ def interrupt(process, folder, how, batches=2):
 def test_an_interruption_of_c_code_is_one():
     with pytest.raises(SystemError) as raised:
         raise SystemError('returned a result with an exception set') from KeyboardInterrupt()
-    assert cli.interrupted(raised.value)
-    assert cli.interrupted(KeyboardInterrupt())
-    assert not cli.interrupted(SystemError('unknown opcode'))
+    assert interrupted(raised.value)
+    assert interrupted(KeyboardInterrupt())
+    assert not interrupted(SystemError('unknown opcode'))
 
 
 def test_a_killed_command_goes_on(weights, tmp_path):

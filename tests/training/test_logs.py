@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import pathlib
 import resource
 import time
 
 import pytest
 from support.events import points, shown_steps
 
-from jaxunet.training.logs import COLUMNS, Logs, StepTable, read_metrics, read_rows
+from jaxunet.checkpoint.refused import RefusedError
+from jaxunet.training.logs import COLUMNS, FILE, Logs, StepTable, read_metrics, read_rows
 
 
 def row(step):
@@ -70,6 +74,22 @@ def test_a_folder_in_place_of_the_table(tmp_path, caplog):
     assert steps(path) == [1]
     assert (tmp_path / 'damaged' / 'metrics.csv').is_dir()
     assert 'Is a directory' in caplog.text
+
+
+@pytest.mark.parametrize('number', [errno.EACCES, errno.EMFILE, errno.EIO, errno.ESTALE])
+def test_a_table_that_the_system_refuses_to_read_stays(number, tmp_path, monkeypatch):
+    Logs(tmp_path, 0).close()
+    before = (tmp_path / FILE).read_bytes()
+
+    def refuse(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, 'read_bytes', refuse)
+        with pytest.raises(RefusedError, match=rf'{FILE}: cannot be read: {os.strerror(number)}'):
+            Logs(tmp_path, 0)
+    assert (tmp_path / FILE).read_bytes() == before
+    assert not (tmp_path / 'damaged').exists()
 
 
 def test_what_is_set_aside_is_bounded(tmp_path):

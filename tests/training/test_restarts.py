@@ -191,11 +191,11 @@ def test_signals_are_passed_on(tmp_path):
     assert (tmp_path / 'starts').read_text() == 'x\n'
 
 
-def signal_once_started(path):
+def signal_once_started(path, how=signal.SIGTERM):
     while not path.exists():
         time.sleep(0.01)
     time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), how)
 
 
 def test_the_command_ends_with_its_supervisor(tmp_path):
@@ -209,6 +209,54 @@ def test_the_command_ends_with_its_supervisor(tmp_path):
     wait_for(tmp_path / 'on')
     process.kill()
     wait_for(tmp_path / 'told')
+
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_it_waits_to_restart(how, tmp_path, capfd):
+    command = ['/bin/sh', '-c', 'echo x >> "$0"; kill -KILL $$', str(tmp_path / 'starts')]
+    supervisor = Supervisor(command, tmp_path, 3, environ={}, first_wait=60)
+    timer = threading.Thread(target=signal_once_started, args=[tmp_path / restarts.FILE, how])
+    timer.start()
+    assert supervisor.run() == 0
+    timer.join()
+    assert (tmp_path / 'starts').read_text() == 'x\n'
+    told = f'{how.name}: stopped before the restart; the last checkpoint is step 0. The same '
+    assert told in capfd.readouterr().err
+
+
+def test_a_process_that_dies_of_a_signal_to_stop_is_told(tmp_path, capfd):
+    """As one does that still imports."""
+    timer = threading.Thread(target=signal_once_started, args=[tmp_path / 'starts'])
+    timer.start()
+    assert supervise(tmp_path, 'touch "$1/starts"; exec sleep 60') == 128 + signal.SIGTERM
+    timer.join()
+    assert 'SIGTERM: the process was ended by SIGTERM; the last checkpoint is step 0' in (
+        capfd.readouterr().err
+    )
+
+
+FLOOD = """
+import pathlib, sys
+from jaxunet.training.restarts import Supervisor
+command = ['sh', '-c', 'kill -KILL $$']
+sys.exit(Supervisor(command, pathlib.Path(), 3, environ={}, first_wait=60).run())
+"""
+
+
+@pytest.mark.long
+def test_a_flood_of_signals_never_locks_it(tmp_path):
+    """`test_interrupt.test_handlers_take_no_locks` shows why."""
+    (tmp_path / 'supervise.py').write_text(FLOOD)
+    for number in range(8):
+        process = Fork(['supervise'], folder=tmp_path)
+        wait_for(tmp_path / restarts.FILE)
+        for _ in range(3000):
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0, (number, process.stderr.read_text())
+        (tmp_path / restarts.FILE).unlink()
 
 
 def wait_for(path: pathlib.Path, seconds: float = 60):

@@ -1,0 +1,137 @@
+"""Everything that a command does around its work: printing, one-line errors and exit codes."""
+
+from __future__ import annotations
+
+import gc
+import logging as std_logging
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from absl import app, logging
+
+from jaxunet.runtime.background import Background
+from jaxunet.runtime.distributed import ERROR, end
+from jaxunet.runtime.errors import UserError, printable_lines
+from jaxunet.runtime.file_errors import explained
+from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
+from jaxunet.runtime.no_device import needs_device
+from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.plugins import at_fault
+from jaxunet.runtime.printing import let_printing_fail
+from jaxunet.runtime.progress import write_above_bars
+
+MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
+Main = Callable[[Sequence[str]], int | None]
+
+
+def run(main: Main, parse: Callable[[Sequence[str]], list[str]], *, arguments: bool) -> None:
+    """Parses the flags and runs `main`.
+
+    A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
+    `exit_code`. So is an exception for lack of memory or of a device, or for a file that the system
+    refuses. After Ctrl-C the exit code is `INTERRUPTED`, and only `main` prints anything. Printing
+    never fails (`jaxunet.runtime.printing`). The process does not wait for a `Background`, which
+    would delay Python's exit, or crash during it.
+
+    Args:
+      parse: returns the arguments of the command line that are not flags.
+      arguments: `main` takes these arguments, and checks them; otherwise they are an error.
+    """
+    raise_again()
+    logging.use_absl_handler()  # removes other handlers of stderr, which it knows by its stream
+    let_printing_fail()
+    sys.unraisablehook = _tell_of_unraisable
+    gc.freeze()  # otherwise Python spends 0.4 s at exit on all imported objects
+    logging.set_verbosity(logging.INFO)
+    handler = logging.get_absl_handler()
+    handler.addFilter(_is_shown)
+    handler.setFormatter(_Printable('%(message)s'))
+    handler.python_handler.stream = sys.stderr
+    write_above_bars(handler.python_handler)
+    try:
+        app.run(_without_traceback(main, arguments=arguments), flags_parser=parse)
+    except UserError as error:
+        fail(error)
+    except (KeyboardInterrupt, SystemError) as error:
+        if not interrupted(error):
+            raise
+        end(INTERRUPTED)
+
+
+def fail(error: UserError) -> NoReturn:
+    """Prints the error, and ends the command with its exit code."""
+    let_printing_fail()  # an error may come before `run`
+    print(f'error: {error}', file=sys.stderr, flush=True)
+    if Background.running():
+        end(error.exit_code)
+    sys.exit(error.exit_code)
+
+
+def interrupted(error: BaseException) -> bool:
+    """Returns True if Ctrl-C caused the error.
+
+    Ctrl-C inside C code can surface as a SystemError whose cause is the KeyboardInterrupt.
+    """
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
+
+
+def _without_traceback(main: Main, *, arguments: bool) -> Main:
+    """Wraps `main` so that a `UserError` or a stray argument ends in one line.
+
+    If a `Background` runs when `main` returns or raises, the process exits at once.
+    """
+
+    def wrapped(argv: Sequence[str]) -> int | None:
+        try:
+            if len(argv) > 1 and not arguments:
+                raise UserError(
+                    f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
+                )
+            with needs_device(), memory_for('this command', MORE_MEMORY), explained():
+                code = main(argv)
+        except UserError as error:
+            fail(error)
+        except Exception as error:
+            if not interrupted(error) and (of_backend := at_fault(error)):
+                fail(of_backend)
+            if interrupted(error) or not Background.running():
+                raise
+            traceback.print_exc()
+            end(ERROR)
+        if Background.running():
+            end(code or 0)
+        return code
+
+    return wrapped
+
+
+class _Printable(std_logging.Formatter):
+    """Formats messages for any terminal; names in them may be a stranger's."""
+
+    def format(self, record: std_logging.LogRecord) -> str:
+        """Returns the text of a message."""
+        return printable_lines(super().format(record))
+
+
+def _is_shown(record: std_logging.LogRecord) -> bool:
+    """Passes jaxunet's own messages, and warnings of other libraries except orbax.
+
+    Orbax's failures also arrive as exceptions, which the commands report.
+    """
+    package = pathlib.Path(__file__).parents[1]
+    if package in pathlib.Path(record.pathname).parents:
+        return True
+    return record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
+
+
+def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Prints an exception that cannot be caught, unless it is a consequence of another one.
+
+    If one write or read of a checkpoint fails, orbax closes the event loop, and all the others then
+    print a traceback. The first failure is raised as an exception.
+    """
+    if str(unraisable.exc_value) != 'Event loop is closed':
+        sys.__unraisablehook__(unraisable)
