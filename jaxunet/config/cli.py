@@ -55,6 +55,8 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
     raise_again()
     sys.unraisablehook = _tell_of_unraisable
     gc.freeze()  # otherwise Python spends 0.4 s at exit on all imported objects
+    if hasattr(sys.stdout, 'reconfigure'):  # a POSIX locale cannot show every name
+        sys.stdout.reconfigure(errors='backslashreplace')
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
     handler.addFilter(_is_shown)
@@ -346,10 +348,8 @@ def define_config() -> flags.FlagHolder:
         holder = config_flags.DEFINE_config_file(
             'config', schema.__file__, help_text, lock_config=True
         )
-    except UserError as error:
-        _fail(error)
     except Exception as error:
-        _fail(UserError(_config_error(error)))
+        _fail(error if isinstance(error, UserError) else UserError(_config_error(error)))
     return _with_own_reader(holder)
 
 
