@@ -24,6 +24,7 @@ import numpy as np
 from absl import flags
 
 from jaxunet.config import cli
+from jaxunet.data.look import tell_pixels
 from jaxunet.data.pixels import BadImage, Pixels, Shape
 from jaxunet.data.source import Source
 from jaxunet.data.sources import compressed_tar, open_source, open_unpacked_tar
@@ -135,6 +136,7 @@ def prepare(
             written(target, '--output') as partial,
             _opened(path, image_shape, classes, target.parent) as source,
         ):
+            tell_pixels(source)
             write = _write_bin if target.suffix == '.bin' else _write_npz
             counts = write(source, partial)
             left_out = [*source.skipped, *counts.bad]
@@ -227,7 +229,7 @@ def _write_npz(source: Source, partial: Path) -> _Counts:
             'class_names': np.array(source.class_names, np.str_),
         }
     with partial.open('wb') as file:
-        # Uncompressed, so that training maps it into memory instead of reading it.
+        # Uncompressed, so that training reads it from disk as it needs it.
         np.savez(file, **arrays)  # type: ignore[arg-type]
         _flush(file)
     return counts

@@ -42,7 +42,7 @@ from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.store import checksum
 from jaxunet.config import PRECISIONS, Config, cli, split_backend
-from jaxunet.data.classes import Classes
+from jaxunet.data.classes import Classes, label_table
 from jaxunet.data.images import check_output, class_columns, save_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
@@ -73,7 +73,7 @@ CLASS_LABELS = flags.DEFINE_list(
     'class_labels',
     None,
     'Classes of the samples, repeated as often as needed: labels such as 3 or 0,1,2, or class '
-    'names if the checkpoint has them; default: every class in turn.',
+    'names if the checkpoint has them (a name wins over a label); default: every class in turn.',
 )
 SEED = flags.DEFINE_integer(
     'seed',
@@ -205,6 +205,8 @@ def run() -> None:
             f'{len(devices())} x {kind}',
             flush=True,
         )
+        if classes and model.class_names:
+            print(label_table(model.class_names), flush=True)
 
     params = generator.put(model.params)
     first, end = count * rank // processes, count * (rank + 1) // processes
@@ -368,7 +370,7 @@ def chosen_classes(classes: Classes) -> list[int]:
             '--class_labels: expected labels such as 0,1,2, or names, found none; leave the flag '
             'out for every class in turn'
         )
-    return [classes.label_of(label) for label in given or []]
+    return classes.labels_of(given or [])
 
 
 def class_labels(

@@ -23,14 +23,16 @@ from absl import flags, logging
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
-from jaxunet.checkpoint.newest import config_at, newest_config, saved_steps
+from jaxunet.checkpoint.newest import config_at, newest_classes, newest_config, saved_steps
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import endless_warmup, rate_jump
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
-from jaxunet.data.classes import check_classes
+from jaxunet.data.classes import check_classes, keep_classes, label_table
+from jaxunet.data.look import tell_pixels
+from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import check_averages, choose
@@ -172,6 +174,8 @@ def run(config: Config) -> None:
         logging.warning('%s', warning)
     source = open_images(config)
     check_classes(config, source)
+    if jax.process_index() == 0:
+        tell_pixels(source)
     folder = workdir()
     distributed.agree(
         fields(config)
@@ -274,7 +278,12 @@ def dry_run(config: Config, saved: Config | None) -> None:
         print(f'data.path: {error}; a run ends with this error')
         return
     if not is_downloaded(config.data.path):
-        check_classes(config, open_images(config))
+        saved_names = newest_classes(workdir())
+        source = in_order_of(open_images(config), saved_names)
+        check_classes(config, source)
+        tell_pixels(source)
+        if config.model.num_classes:
+            print(label_table(keep_classes(saved_names, source.class_names, config, workdir())))
 
 
 def start_from(config: Config) -> str:

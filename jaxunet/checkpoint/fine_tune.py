@@ -72,7 +72,7 @@ def fit(params: Params, there: Side, here: Side, source: str) -> Fitted:
     given = flatten(params)
     work = _Work(dict(given), there.config, here.config)
     work.convolutions()
-    work.labels(_real(there.class_names), _real(here.class_names))
+    work.labels(*_comparable(there.class_names, here.class_names))
     work.augmentation()
     kept = sum(leaf.size for leaf in work.leaves.values()) - work.fresh_count
     total = sum(math.prod(shape) for shape in parameter_shapes(here.config).values())
@@ -215,9 +215,15 @@ class _Work:
         self.report.append(f'label table: {"; ".join(parts)}')
 
 
-def _real(names: Sequence[str]) -> Sequence[str]:
-    """Returns the names, or () if they are only the numbers of the classes."""
-    return () if all(name == str(i) for i, name in enumerate(names)) else names
+def _comparable(theirs: Sequence[str], ours: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the names of both sides; () for names that are only the numbers of the labels.
+
+    Such numbers are names after all if the other side has some of them in another order.
+    """
+    numbers = [all(name == str(i) for i, name in enumerate(names)) for names in (theirs, ours)]
+    if not all(numbers) and set(theirs) & set(ours):
+        return theirs, ours
+    return () if numbers[0] else theirs, () if numbers[1] else ours
 
 
 def _meanings(theirs: Config, ours: Config) -> list[str]:

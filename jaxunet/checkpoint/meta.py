@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxunet.data.rules import class_name
 from jaxunet.runtime.untrusted import read_json
 
 CHECKSUM = 'meta_checksum'
@@ -43,7 +44,7 @@ class RunFacts:
         """Returns the facts in the metadata of a checkpoint."""
         return cls(
             seconds=meta['seconds'],
-            class_names=tuple(meta.get('class_names', ())),
+            class_names=tuple(map(class_name, meta.get('class_names', ()))),
             rollbacks=meta.get('rollbacks', 0),
             milestone=meta.get('milestone'),
             images=meta.get('images', 0),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 
-from jaxunet.checkpoint.meta import read_meta
+from jaxunet.checkpoint.meta import RunFacts, read_meta
 from jaxunet.checkpoint.store import FOLDER, find
 from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
@@ -26,6 +27,14 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
         if (config := _config_of(workdir, step)) is not None:
             return config
     return None
+
+
+def newest_classes(workdir: pathlib.Path) -> tuple[str, ...]:
+    """Returns the names of the classes in the newest checkpoint that can be read; () if none."""
+    for step in saved_steps(workdir):
+        with contextlib.suppress(ValueError, TypeError, KeyError, UserError):  # as `_config_of`
+            return RunFacts.of(read_meta(workdir / FOLDER / str(step))).class_names
+    return ()
 
 
 def _config_of(workdir: pathlib.Path, step: int) -> Config | None:

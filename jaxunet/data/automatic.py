@@ -10,9 +10,7 @@ import math
 import statistics
 from typing import NamedTuple
 
-import numpy as np
 from absl import logging
-from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from jaxunet.config import Config, resolve, to_dict
@@ -20,7 +18,7 @@ from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.config.schema import DiffusionConfig, Fields
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
-from jaxunet.data.source import Source
+from jaxunet.data.source import Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images
 from jaxunet.runtime.errors import UserError
 
@@ -156,7 +154,7 @@ def look(config: Config) -> Facts:
     if tar := compressed_tar(config.data.path):  # its images now have the shape of the probe
         sizes = tar_stream_sizes(tar, SIZES)
     else:
-        sizes = [source.stored_size(int(row)) for row in _spread(source, SIZES)]
+        sizes = [source.stored_size(int(row)) for row in spread(len(source), SIZES)]
     return Facts(len(source), sizes, _is_grey(source))
 
 
@@ -248,14 +246,9 @@ def _steps(count: int) -> int:
     return 1000 * min(max(thousands, 4), 200)
 
 
-def _spread(source: Source, count: int) -> Int[np.ndarray, ' rows']:
-    """Returns the numbers of at most `count` images, spread over the source."""
-    return np.unique(np.linspace(0, len(source) - 1, count).astype(int))
-
-
 def _is_grey(source: Source) -> bool:
     for count in (PIXELS, SIZES):
-        pixels = source.load(_spread(source, count))
+        pixels = source.load(spread(len(source), count))
         if (pixels != pixels[..., :1]).any():
             return False
     return True

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxunet.data.containers import is_hidden
 from jaxunet.data.pixels import Shape
+from jaxunet.data.rules import is_hidden
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.tar import TarReader
 from jaxunet.runtime.download import cached
@@ -50,6 +50,8 @@ def is_official(path: Path) -> bool:
     if path.is_dir():
         first = [names[0] for names in BATCHES.values()]
         return any((f / name).is_file() for f in (path, path / FOLDER) for name in first)
+    if not path.is_file():
+        return False  # a pipe or a device, which no archive is
     with TarReader(path) as members:
         for member in members:
             if member.isreg() and not is_hidden(member.name):

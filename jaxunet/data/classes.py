@@ -6,17 +6,22 @@ import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from absl import logging
 
 from jaxunet.config import Config
+from jaxunet.data.rules import whole_names
 from jaxunet.data.source import Source
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
+
+MOST_LABELS = 200  # of the table in a message
 
 
 def check_classes(config: Config, source: Source) -> None:
     """Checks that a conditional model has a label for every image, within `model.num_classes`.
 
-    Warns about labels that have no images, and logs classes that the model does not use.
+    Warns about labels and classes that have no images, and logs classes that the model does not
+    use.
 
     Raises:
       UserError: images without labels, or more classes than the model has.
@@ -43,10 +48,20 @@ def check_classes(config: Config, source: Source) -> None:
             'set it to 0, or use class sub-folders'
         )
     found = len(names)
+    empty = np.setdiff1d(np.arange(found), source.labels)
     if found > wanted:
-        raise UserError(
-            f'model.num_classes: {wanted}, but {path} has {found} classes; '
-            'raise it, or name some in data.classes'
+        advice = 'raise it, or name some in data.classes'
+        if 0 in empty and names[0] == '0':
+            advice = (
+                f'its labels begin at {source.labels.min()}, so that label 0 has no images; '
+                f'subtract {source.labels.min()} from them, or raise it'
+            )
+        raise UserError(f'model.num_classes: {wanted}, but {path} has {found} classes; {advice}')
+    if len(empty):
+        logging.warning(
+            '%s: no images of the classes %s: they will not be trained, but are drawn unless '
+            '--class_labels leaves them out',
+            *(path, listed([f'{names[i]} (label {i})' for i in empty])),
         )
     if found < wanted:
         labels = (
@@ -57,6 +72,13 @@ def check_classes(config: Config, source: Source) -> None:
             'trained; for a new run, set it to %d',
             *(wanted, path, found, listed(names), labels, found),
         )
+
+
+def label_table(names: Sequence[str]) -> str:
+    """Returns the table of labels and class names as text."""
+    pairs = [f'{i}={printable(name)}' for i, name in enumerate(names[:MOST_LABELS])]
+    more = f', ... ({len(names)} in all)' if len(names) > MOST_LABELS else ''
+    return f'classes of the labels: {", ".join(pairs) or "not named"}{more}'
 
 
 def keep_classes(
@@ -112,15 +134,15 @@ class Classes:
         """Returns the label that a number or a class name stands for.
 
         Args:
-          given: a number below `count`, or one of `names`; a number wins.
+          given: one of `names`, or a number below `count`; a name wins.
 
         Raises:
           UserError: neither.
         """
-        if given.isdecimal() and int(given) < self.count:
-            return int(given)
         if given in self.names:
             return self.names.index(given)
+        if given.isdecimal() and int(given) < self.count:
+            return int(given)
         numbered = (
             [f'{i} {name}' for i, name in enumerate(self.names)]
             if any(name != str(i) for i, name in enumerate(self.names))
@@ -131,3 +153,11 @@ class Classes:
             f'--class_labels: expected whole numbers from 0 to {self.count - 1}{known}, '
             f'found {given!r}{near_misses(given, self.names) if numbered else ""}'
         )
+
+    def labels_of(self, given: Sequence[str]) -> list[int]:
+        """Returns the labels that the items of a list stand for; names may contain commas.
+
+        Raises:
+          UserError: as `label_of`.
+        """
+        return [self.label_of(name) for name in whole_names(given, self.names)]

@@ -10,15 +10,15 @@ import bz2
 import os
 import stat
 import struct
-import threading
-import weakref
 import zlib
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 import numpy as np
 
-from jaxunet.data.pixels import MAGIC_BYTES, BadImage
+from jaxunet.data.pixels import BadImage
+from jaxunet.data.read_at import ReadAt
+from jaxunet.data.rules import MAGIC_BYTES, is_hidden
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.untrusted import one_line
@@ -27,7 +27,6 @@ MAX_FILE_BYTES = 2**30  # most bytes of one image file
 # Links can lead to one folder by endlessly many paths. Limit on the paths to folders already seen.
 MAX_AGAIN = 10_000
 STORED, DEFLATED, BZIP2 = 0, 8, 12  # compression methods of .zip
-_OPENING = threading.Lock()
 
 
 Identity = tuple[int, int]  # device and number of a folder
@@ -74,18 +73,6 @@ class Container(abc.ABC):
 def path_order(name: str) -> tuple[str, ...]:
     """Returns a sort key: depth first, files and folders of one folder together by name."""
     return PurePosixPath(name).parts
-
-
-def is_hidden(name: str) -> bool:
-    """Returns True for the path of a hidden file, or of one in a hidden folder.
-
-    Their names begin with a dot, such as `.thumbnails` and macOS's `._1.png`. macOS's `__MACOSX` in
-    a .zip counts, too.
-    """
-    return any(
-        part == '__MACOSX' or (part.startswith('.') and part not in ('.', '..'))
-        for part in name.split('/')
-    )
 
 
 class Folder(Container):
@@ -174,41 +161,11 @@ class Archive(Container):
 
     def __init__(self, path: Path, shown: str = '') -> None:
         super().__init__(path, shown)
-        self._descriptor: int | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, '_descriptor': None}  # each process opens its own
-
-    def _open(self) -> int:
-        with _OPENING:
-            if self._descriptor is None:
-                try:
-                    self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise UserError(f'{self.shown}: cannot be opened: {error.strerror}') from None
-                weakref.finalize(self, os.close, self._descriptor)
-            return self._descriptor
-
-    def _bytes(self, offset: int, size: int) -> bytes:
-        """Returns `size` bytes from `offset`, or fewer at the end of the file."""
-        descriptor = self._open()
-        parts = []
-        while size > 0:
-            try:
-                part = os.pread(descriptor, size, offset)
-            except OSError as error:
-                raise UserError(
-                    f'{self.shown}: cannot be read at byte {offset}: {error.strerror}'
-                ) from None
-            if not part:
-                break
-            parts.append(part)
-            offset, size = offset + len(part), size - len(part)
-        return b''.join(parts)
+        self._bytes = ReadAt(path, self.shown)
 
 
 class ZipArchive(Archive):
-    """A .zip with stored, deflated or bzip2-compressed members.
+    """A .zip with stored, deflated or bzip2-compressed members; a backslash in a name is a slash.
 
     Raises:
       UserError: not a readable zip archive.
@@ -224,8 +181,10 @@ class ZipArchive(Archive):
             )
 
         with archives.open_zip(path, damaged) as archive:
-            files = [m for m in archive.infolist() if not m.is_dir()]
-        members = [m for m in files if not is_hidden(m.filename)]
+            everything = archive.infolist()
+        # Some programs on Windows write its own separator, against the format.
+        slashed = {m: m.filename.replace('\\', '/') for m in everything}
+        members = [m for m, name in slashed.items() if name[-1:] != '/' and not is_hidden(name)]
         archives.check_expanded(members, str(path), path.stat().st_size)
         try:
             self._headers = np.array([m.header_offset for m in members], np.int64)
@@ -234,7 +193,7 @@ class ZipArchive(Archive):
             ).reshape(-1, 3)
         except OverflowError as error:
             raise damaged(error) from None
-        self.names = [m.filename for m in members]
+        self.names = [slashed[m] for m in members]
         self._methods = np.array([m.compress_type for m in members], np.int32)
         for i, member in enumerate(members):
             if member.flag_bits & 1:

@@ -13,9 +13,9 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int
 
-from jaxunet.data.containers import MAX_FILE_BYTES, Container, is_hidden, path_order
+from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
 from jaxunet.data.pixels import (
-    MAGIC_BYTES,
+    NARROW,
     BadImage,
     Batch,
     Crop,
@@ -23,17 +23,20 @@ from jaxunet.data.pixels import (
     Pixels,
     Shape,
     check_channels,
+    check_depth,
     crop_of,
     decode,
     size_of,
-    why_not_image,
+    stored_peak,
 )
-from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, no_labels
+from jaxunet.data.rules import MAGIC_BYTES, find_classes, is_hidden, why_not_image
+from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, spread
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
-from jaxunet.runtime.errors import UserError, listed, printable
+from jaxunet.runtime.errors import UserError, printable
 
 NAMED = 5  # skipped files that a message names
+FEW, MORE = 16, 256  # images whose depth is looked at, and if it is narrow
 REPLACED = 'a later file has the same name'  # as where an archive was updated
 
 
@@ -61,7 +64,7 @@ class ImageFiles(Source):
                 reason = (
                     REPLACED
                     if last[keys[i]] != i
-                    else container.unreadable.get(i) or why_not_image(*container.start(i))
+                    else container.unreadable.get(i) or why_not_image(*container.start(i), name)
                 )
             except BadImage as error:
                 reason = error.reason
@@ -73,8 +76,24 @@ class ImageFiles(Source):
         if not images:
             raise no_images(self.name, self.skipped)
         self._files = np.array(images, np.int64)
-        found = find_classes([container.names[i] for i in images], strip_leading=strip_leading)
+        self._check_depth()
+        names = [container.names[i] for i in images]
+        found = find_classes(names, skipped, strip_leading=strip_leading)
         self.labels, self.class_names, self.unlabelled_by = found
+
+    def _check_depth(self) -> None:
+        """Raises `UserError` if images of more than 8 bits use a small part of their range."""
+        highest = (0, '')
+        for count in (FEW, MORE):
+            for i in self._files[spread(len(self._files), count)].tolist():
+                with contextlib.suppress(BadImage):
+                    peak = stored_peak(self._container.read(i))
+                    highest = max(highest, (peak, self._container.describe(i)))
+                if highest[0] > NARROW:
+                    return
+            if highest[0] == 0:
+                return
+        check_depth(*highest)
 
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Decodes the images at these indices; see `Source.load`."""
@@ -104,13 +123,22 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
     check_channels(image_shape[2])
     names: list[str] = []
     skipped: list[tuple[str, str]] = []
+    peaks = [(0, '')]
+
+    def one(file: tuple[str, bytes]) -> Pixels:
+        peaks.append((stored_peak(file[1]), file[0]))
+        return decode(file[1], file[0], image_shape)
+
     with _in_set(str(path)), TarReader(path) as members:
         files = _image_members(members, math.prod(image_shape), image_shape, names, skipped)
-        pixels = list(ordered_map(lambda file: decode(file[1], file[0], image_shape), files))
+        pixels = list(ordered_map(one, files))
     if not names:
         raise no_images(str(path), tuple(skipped))
+    check_depth(*max(peaks))
     order = sorted((i for i in range(len(names)) if names[i]), key=lambda i: path_order(names[i]))
-    labels, class_names, unlabelled_by = find_classes([names[i] for i in order], strip_leading=True)
+    labels, class_names, unlabelled_by = find_classes(
+        [names[i] for i in order], skipped, strip_leading=True
+    )
     images = np.empty((len(order), *image_shape), np.uint8)
     for row, i in enumerate(order):
         images[row] = pixels[i]
@@ -165,7 +193,7 @@ def _image_members(
             reason = f'{member.size} bytes, more than the {MAX_FILE_BYTES} accepted for one image'
         else:
             start = members.read(member, MAGIC_BYTES)
-            reason = why_not_image(start, member.size)
+            reason = why_not_image(start, member.size, member.name)
         if reason:
             skipped.append((printable(member.name), reason))
             continue
@@ -180,49 +208,6 @@ def _image_members(
                 f'--image_size {shape[0]},{shape[1]}`'
             )
         yield f'{members.path}: {printable(member.name)}', start + members.read(member, member.size)
-
-
-def find_classes(
-    names: list[str], *, strip_leading: bool
-) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...], str]:
-    """Derives classes from paths: the top-level folders, if every image lies in one.
-
-    A leading folder that all paths share is not a class if all images have folders below it.
-
-    Args:
-      names: path of each image in its container.
-      strip_leading: a folder that all paths share is never a class, as archives often hold their
-        files in one folder, such as `train/`.
-
-    Returns:
-      Labels, sorted class names, and ''. Without classes: labels -1, no names, and which images
-      prevent them ('' if there are no sub-folders).
-    """
-    folders = [
-        tuple(part for part in PurePosixPath(name).parts[:-1] if part != '/') for name in names
-    ]
-    depth = 0
-    shortest = min(len(f) for f in folders)
-    while depth < shortest and all(f[depth] == folders[0][depth] for f in folders):
-        if depth + 1 == shortest and not (strip_leading and depth == 0):
-            break
-        depth += 1
-    if depth >= shortest:
-        loose = [name for name, f in zip(names, folders, strict=True) if len(f) == depth]
-        beside = sorted({f[depth] for f in folders if len(f) > depth})
-        return no_labels(len(names)), (), _loose_images(loose, beside) if beside else ''
-    class_names = tuple(sorted({f[depth] for f in folders}))
-    numbers = {name: i for i, name in enumerate(class_names)}
-    return np.array([numbers[f[depth]] for f in folders], np.int32), class_names, ''
-
-
-def _loose_images(loose: list[str], folders: list[str]) -> str:
-    images = (
-        f'{printable(loose[0])} lies'
-        if len(loose) == 1
-        else f'{printable(loose[0])} and {len(loose) - 1} more images lie'
-    )
-    return f'{images} beside the sub-folders {listed([printable(folder) for folder in folders])}'
 
 
 def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:

@@ -2,7 +2,7 @@
 
 Arrays: `images` (or `arr_0`), uint8 (n, height, width, channels), or (n, height, width) for grey;
 optionally `labels` (or `arr_1`), integers (n,), and `class_names`, strings. Nothing is unpickled.
-Uncompressed images are memory-mapped, so a set may exceed memory.
+Uncompressed images in C order are read row by row, so a set may exceed memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 import struct
 import zipfile
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit
-from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
+from jaxunet.data.rules import class_name
+from jaxunet.data.source import MAX_MEMORY, FileArray, Source, no_labels
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError, listed, near_misses
 from jaxunet.runtime.untrusted import one_line, plain
@@ -55,7 +55,7 @@ class NpzSource(Source):
                 names = _read_small(path, archive, 'class_names')
         except (*archives.ERRORS, OSError) as error:
             raise damaged(error) from None
-        self.in_memory = not isinstance(self._images, MappedArray)
+        self.in_memory = not isinstance(self._images, FileArray)
         shape = self._images.shape
         self._grey = len(shape) == 3
         check_fit((*shape[1:], 1) if self._grey else shape[1:], image_shape, str(path))
@@ -71,7 +71,7 @@ class NpzSource(Source):
         return self._images.shape[1], self._images.shape[2]
 
 
-def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | MappedArray:
+def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | FileArray:
     key = _find(path, archive, 'images')
     if key is None:
         found = [plain(name.removesuffix('.npy')) for name in archive.namelist()]
@@ -102,14 +102,14 @@ def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | MappedArr
             f'{path}: {key[:-4]}: shape {shape} takes {math.prod(shape)} bytes, '
             f'found {member.file_size - header.size}; the file is damaged'
         )
-    if member.compress_type == zipfile.ZIP_STORED:
-        order: Literal['C', 'F'] = 'F' if header.fortran else 'C'
-        return MappedArray(path, 'u1', shape, _data_offset(path, member) + header.size, order)
+    if member.compress_type == zipfile.ZIP_STORED and not header.fortran:
+        return FileArray(path, 'u1', shape, _data_offset(path, member) + header.size)
     if member.file_size > MAX_MEMORY:
+        kind = 'an array in Fortran order' if header.fortran else 'a compressed array'
         raise UserError(
             f'{path}: {key[:-4]}: {member.file_size} bytes decompressed, more than the '
-            f'{MAX_MEMORY / 2**30:g} GiB accepted for a compressed array; '
-            'save it by np.savez, uncompressed, which is read from disk'
+            f'{MAX_MEMORY / 2**30:g} GiB accepted for {kind}; save it by np.savez, uncompressed'
+            f'{" and in C order" if header.fortran else ""}, which is read from disk'
         )
     archives.check_expanded([member], str(path), path.stat().st_size)
     return archives.read_npy(archive, member)
@@ -181,9 +181,10 @@ def _check_labels(
             f'{path}: class_names: expected a list of strings, '
             f'found {names.dtype} of shape {names.shape}'
         )
-    if len(set(names.tolist())) < len(names):
+    texts = [class_name(name) for name in names.tolist()]
+    if len(set(texts)) < len(names):
         raise UserError(
-            f'{path}: class_names: expected different names, found {listed(names.tolist())}; '
+            f'{path}: class_names: expected different names, found {listed(texts)}; '
             'give each label a name of its own'
         )
     if high >= len(names):
@@ -191,4 +192,4 @@ def _check_labels(
             f'{path}: labels: found {high}, but class_names has {len(names)} names '
             f'(0 to {len(names) - 1})'
         )
-    return labels.astype(np.int32), tuple(str(name) for name in names)
+    return labels.astype(np.int32), tuple(texts)

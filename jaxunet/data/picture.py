@@ -9,15 +9,17 @@ from jaxtyping import Bool
 
 from jaxunet.data.containers import MAX_FILE_BYTES
 from jaxunet.data.pixels import (
-    MAGIC_BYTES,
     MODES,
     BadImage,
     Pixels,
     Shape,
+    check_depth,
     decode,
+    has_holes,
     size_of,
-    why_not_image,
+    stored_peak,
 )
+from jaxunet.data.rules import MAGIC_BYTES, why_not_image
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import read_limited
 
@@ -61,8 +63,8 @@ def read_mask(
       shape: (height, width, channels) of the model.
 
     Raises:
-      UserError: a file cannot be read as an image, the mask has another size than the picture, or
-        redraws nothing.
+      UserError: a file cannot be read as an image, or the mask has another size than the picture,
+        is not opaque or redraws nothing.
     """
     data = _read(path)
     try:
@@ -71,6 +73,12 @@ def read_mask(
             raise UserError(
                 f'{path}: expected a mask of the size of {picture}, {expected[1]}x{expected[0]} '
                 f'pixels (width x height), found {size[1]}x{size[0]}'
+            )
+        if has_holes(data, str(path)):
+            raise UserError(
+                f'{path}: is transparent in places, and transparency is not read: expected an '
+                'opaque mask; flatten it, with white where the picture is redrawn and black where '
+                'it is kept'
             )
         redraw = decode(data, str(path), (*shape[:2], 1))[..., 0] >= WHITE
     except BadImage as error:
@@ -85,6 +93,7 @@ def read_mask(
 
 def _read(path: str | os.PathLike[str]) -> bytes:
     data = read_limited(path, MAX_FILE_BYTES, advice='give an image file')
-    if reason := why_not_image(data[:MAGIC_BYTES], len(data)):
+    if reason := why_not_image(data[:MAGIC_BYTES], len(data), os.fspath(path)):
         raise UserError(f'{path}: {reason}; expected a PNG, JPEG or other image file')
+    check_depth(stored_peak(data), str(path))
     return data

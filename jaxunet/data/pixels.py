@@ -2,7 +2,8 @@
 
 Conversion: the first frame of an animation; EXIF orientation applied; palette, CMYK and other modes
 through Pillow to RGB or grey; transparency dropped without compositing, as unet.cu and
-guided-diffusion do; 16-bit grey scaled by 1/257.
+guided-diffusion do; 16-bit grey scaled by 1/257, and refused where a set of it ends at 4095 or
+less. Metadata that cannot be read leave the image as it is stored.
 Resizing: the largest centred crop of the target's aspect ratio, then an antialiased Lanczos filter.
 An image of the target's size keeps its pixels, unless a smaller part of it is cut out.
 """
@@ -19,7 +20,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, UInt8
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.untrusted import one_line
@@ -46,9 +47,11 @@ class Crop(NamedTuple):
 CENTRE = Crop(1.0, 0.5, 0.5)
 
 MODES = {1: 'L', 3: 'RGB'}
+MAX_FLAT = 4  # pixels: a side that is a number of channels in truth
 MAX_PIXELS = 2**26  # limit for one image file; a larger one may be a decompression bomb
-MAGIC_BYTES = 32  # bytes that identify an image file
+NARROW = 4095  # values up to this one take 12 bits
 ORIENTATION = 0x0112  # EXIF tag
+SUBFILE_TYPE, REDUCED = 0xFE, 1  # TIFF tag, and its bit of an image that is a thumbnail
 TURNED = range(5, 9)  # its values that swap width and height
 UPRIGHT = {  # turns the image upright; others than 1 to 8 do not exist
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -63,32 +66,14 @@ UPRIGHT = {  # turns the image upright; others than 1 to 8 do not exist
 # as good as Lanczos alone, and much faster.
 REDUCING_GAP = 3.0
 
-# First bytes of image files: (offset, bytes).
-MAGIC = (
-    (0, b'\x89PNG\r\n\x1a\n'),
-    (0, b'\xff\xd8\xff'),  # JPEG
-    (0, b'GIF87a'),
-    (0, b'GIF89a'),
-    (8, b'WEBP'),
-    (0, b'BM'),
-    (0, b'II*\x00'),  # TIFF
-    (0, b'MM\x00*'),
-    (4, b'ftypavif'),
-    (0, b'\x00\x00\x00\x0cjP  '),  # JPEG 2000
-    *(
-        (0, b'P' + bytes([kind]) + space)
-        for kind in b'123456'
-        for space in (b'\n', b' ', b'\r', b'\t')
-    ),  # PBM, PGM, PPM
-)
-# At byte 4 of HEIC, in which phones save photographs; Pillow does not decode it.
-HEIC = tuple(b'ftyp' + brand for brand in (b'heic', b'heix', b'heim', b'heis', b'mif1'))
-
 # Formats that Pillow may decode. It has more formats: for EPS it would run Ghostscript.
 FORMATS: tuple[str, ...] = ('PNG', 'JPEG', 'GIF', 'BMP', 'PPM', 'WEBP', 'TIFF', 'JPEG2000')
 if importlib.util.find_spec('PIL.AvifImagePlugin') is not None:  # since Pillow 11.3
     FORMATS += ('AVIF',)
 
+# Pillow refuses the pixels of a PNG with a colour profile or a text of more than 1 MiB. All texts
+# together keep their limit.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 # `decode` has its own limit, below the one of Pillow's warning.
 warnings.filterwarnings('ignore', category=Image.DecompressionBombWarning)
 
@@ -117,22 +102,6 @@ class BadImage(UserError):
         )
 
 
-def why_not_image(start: bytes, size: int) -> str:
-    """Returns why a file is not an image that can be decoded, or '' if it is one.
-
-    Args:
-      start: its first MAGIC_BYTES bytes.
-      size: its size in bytes.
-    """
-    if size == 0:
-        return 'empty file'
-    if any(start.startswith(magic, offset) for offset, magic in MAGIC):
-        return ''
-    if start.startswith(HEIC, 4):
-        return 'HEIC, which is not supported: convert it to JPEG or PNG'
-    return 'not an image'
-
-
 def check_channels(channels: int) -> None:
     """Checks that image files can provide this many channels: 1 (grey) or 3 (RGB).
 
@@ -152,7 +121,13 @@ def open_image(file: str | Path | IO[bytes]) -> Image.Image:
     Raises:
       OSError: another format, or a damaged file; Pillow raises nearly everything else too.
     """
-    return Image.open(file, formats=FORMATS)
+    image = Image.open(file, formats=FORMATS)
+    if image.format == 'TIFF' and image.tag_v2.get(SUBFILE_TYPE, 0) & REDUCED:  # type: ignore[attr-defined]
+        raise OSError(
+            'its first image is a thumbnail, as in camera raw, which is not supported; convert it '
+            'to TIFF, PNG or JPEG'
+        )
+    return image
 
 
 def decode(data: bytes, name: str, shape: Shape, crop: Crop = CENTRE) -> Pixels:
@@ -199,7 +174,7 @@ def size_of(data: bytes, name: str) -> tuple[int, int]:
     try:
         with open_image(io.BytesIO(data)) as image:
             width, height = image.size
-            turned = image.getexif().get(ORIENTATION, 1) in TURNED
+            turned = _orientation(image) in TURNED
             if turned and image.format == 'TIFF' and width * height <= MAX_PIXELS:
                 image.load()  # Pillow turns TIFF itself; versions differ in when its size changes
                 (width, height), turned = image.size, False
@@ -216,8 +191,22 @@ def _upright(image: Image.Image) -> Image.Image:
     `ImageOps.exif_transpose` also writes the EXIF anew, which fails on fields of wrong types.
     """
     image.load()  # turns TIFF, whose orientation is then gone
-    turn = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+    turn = UPRIGHT.get(_orientation(image))
     return image if turn is None else image.transpose(turn)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Returns the EXIF orientation, or that of XMP; 1 (upright) if they cannot be read.
+
+    Pillow raises nearly everything on metadata that are damaged, though the pixels are not. Its
+    version 11.2 refuses XMP that is not UTF-8.
+    """
+    if isinstance(xmp := image.info.get('xmp'), bytes):
+        image.info['xmp'] = xmp.decode(errors='replace').encode()
+    try:
+        return image.getexif().get(ORIENTATION, 1)
+    except Exception:
+        return 1
 
 
 def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
@@ -233,6 +222,51 @@ def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
     # Pillow would warn that the conversion drops transparency, which is intended.
     image.info.pop('transparency', None)
     return image if image.mode == mode else image.convert(mode)
+
+
+def stored_peak(data: bytes) -> int:
+    """Returns the highest value of an image file of more than 8 bits; 0 for any other file."""
+    try:
+        with open_image(io.BytesIO(data)) as image:
+            if not image.mode.startswith('I') or image.width * image.height > MAX_PIXELS:
+                return 0
+            return int(np.asarray(image).max())
+    except Exception:  # as in `decode`, which reports it
+        return 0
+
+
+def check_depth(peak: int, name: str) -> None:
+    """Checks that images of more than 8 bits use more than a sixteenth of the 16-bit range.
+
+    Args:
+      peak: their highest value; 0 = no such images, or black ones.
+      name: the image that has it.
+
+    Raises:
+      UserError: they do not, as if 12 or 8 bits were stored in wider numbers. Scaled as 16-bit
+        images, they would be black.
+    """
+    if 0 < peak <= NARROW:
+        raise UserError(
+            f'{name}: 16 or 32 bits, but no image of such a type has a value above {peak}, '
+            'expected 0 to 65535: they would be black; store them with 8 bits, or scale them to '
+            '65535'
+        )
+
+
+def has_holes(data: bytes, name: str) -> bool:
+    """Returns True if an image file has pixels that are not opaque.
+
+    Raises:
+      BadImage: corrupt.
+    """
+    try:
+        with open_image(io.BytesIO(data)) as image:
+            if not image.has_transparency_data:
+                return False
+            return bool((np.asarray(image.convert('RGBA'))[..., 3] < 255).any())
+    except Exception as error:  # Pillow raises nearly everything on damaged files
+        raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
 
 
 def _finish(image: Image.Image, shape: Shape, crop: Crop = CENTRE) -> Pixels:
@@ -312,10 +346,18 @@ def check_fit(found: tuple[int, ...], shape: Shape, name: str) -> None:
     """Checks that the channels of images of shape `found` convert to those of `shape`, (H, W, C).
 
     Raises:
-      UserError: they do not.
+      UserError: they do not, or `found` has another order.
     """
+    if found[2] > MAX_FLAT >= min(found[:2]):
+        raise UserError(
+            f'{name}: images of shape {found}, expected (height, width, channels): an image of '
+            f'{min(found[:2])} pixels a side with {found[2]} channels cannot be meant, so the '
+            'order is another one; for channels first, store images.transpose(0, 2, 3, 1)'
+        )
     if found[2] != shape[2] and not (found[2] in MODES and shape[2] in MODES):
+        opaque = '; if the last channel is transparency, store the images without it'
         raise UserError(
             f'{name}: images have {found[2]} channels, but model.image_channels is {shape[2]}; '
             f'only 1 (grey) and 3 (RGB) convert into each other, so set it to {found[2]}'
+            f'{opaque if found[2] == shape[2] + 1 else ""}'
         )

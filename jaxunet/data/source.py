@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
+import math
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit
+from jaxunet.data.read_at import ReadAt
+from jaxunet.data.rules import class_order, whole_names
 from jaxunet.runtime.errors import UserError, listed, near_misses
 
 MAX_MEMORY = 8 * 2**30  # bytes of pixels that a source decodes into host memory
@@ -65,6 +67,11 @@ class Source(abc.ABC):
         return self.image_shape[:2]
 
 
+def spread(n: int, count: int) -> Int[np.ndarray, ' rows']:
+    """Returns the numbers of at most `count` of n images, spread over all of them."""
+    return np.unique(np.linspace(0, n - 1, count).astype(int))
+
+
 def no_labels(n: int) -> Int[np.ndarray, ' images']:
     """Returns the labels of n images without classes, all -1."""
     return np.full(n, -1, np.int32)
@@ -107,44 +114,34 @@ class ArraySource(Source):
         return self._images.shape[1], self._images.shape[2]
 
 
-class MappedArray:
-    """An array inside a file, memory-mapped by each process that indexes it.
+class FileArray:
+    """An array inside a file, in C order; its first axis is read row by row when it is indexed.
 
     Args:
       path: a file that holds the whole array; the caller has checked its size.
       dtype: numpy's name of the type, such as '<f4'.
       shape: shape of the array.
       offset: its first byte in the file.
-      order: 'C' or 'F' (Fortran).
     """
 
-    def __init__(
-        self,
-        path: Path,
-        dtype: str,
-        shape: tuple[int, ...],
-        offset: int,
-        order: Literal['C', 'F'] = 'C',
-    ) -> None:
-        self.path, self.offset = path, offset
-        self.dtype, self.shape, self.order = dtype, shape, order
-        self._array: np.ndarray | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, '_array': None}
+    def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], offset: int) -> None:
+        self.path, self.shape, self._offset = path, shape, offset
+        self._dtype = np.dtype(dtype)
+        self._bytes = ReadAt(path, str(path))
 
     def __getitem__(self, rows: Int[np.ndarray, ' rows']) -> np.ndarray:
-        if self._array is None:
-            try:
-                self._array = np.memmap(
-                    self.path, self.dtype, 'r', self.offset, self.shape, self.order
-                )
-            except (OSError, ValueError) as error:
+        out = np.empty((len(rows), *self.shape[1:]), self._dtype)
+        size = math.prod(self.shape[1:]) * self._dtype.itemsize
+        for i, row in enumerate(rows):
+            start = self._offset + int(row) * size
+            data = self._bytes(start, size)
+            if len(data) < size:
                 raise UserError(
-                    f'{self.path}: cannot be mapped into memory: {error}; '
-                    'was it changed or removed since it was opened?'
-                ) from None
-        return np.asarray(self._array[rows])
+                    f'{self.path}: ends at byte {start + len(data)}, expected {size} bytes from '
+                    f'byte {start}; it was changed since it was opened, so copy or write it again'
+                )
+            out[i] = np.frombuffer(data, self._dtype).reshape(self.shape[1:])
+        return out
 
 
 class Subset(Source):
@@ -199,6 +196,7 @@ class Selection(Subset):
                 f'{option}: {source.name} has no classes to choose from{why}, '
                 f'found {", ".join(classes)}; leave it empty'
             )
+        classes = tuple(whole_names(classes, source.class_names))
         unknown = [name for name in classes if name not in source.class_names]
         if unknown:
             hint = near_misses(unknown[0], source.class_names)
@@ -217,3 +215,22 @@ class Selection(Subset):
         if len(rows) == 0:
             raise UserError(f'{option}: {source.name} has no images of {", ".join(classes)}')
         super().__init__(source, rows, labels[rows], classes)
+
+
+def in_order_of(source: Source, names: tuple[str, ...]) -> Source:
+    """Returns a source with the labels of an earlier run, which sorted numbers as text.
+
+    Args:
+      names: names of the run's labels 0, 1, ...; empty if there is no run, or they are not known.
+
+    Returns:
+      `source` itself unless `names` are its classes, sorted as text instead of by `class_order`.
+    """
+    now = source.class_names
+    if now == names or tuple(sorted(now)) != names or now != tuple(sorted(now, key=class_order)):
+        return source
+    table = np.array([*(names.index(name) for name in now), -1], np.int32)
+    result = Subset(source, np.arange(len(source)), table[source.labels], names)
+    if source.held_out is not None:
+        result.held_out = in_order_of(source.held_out, names)
+    return result

@@ -13,7 +13,8 @@ from jaxunet.data.containers import Folder, ZipArchive
 from jaxunet.data.holdout import hold_out
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream, report_skipped
 from jaxunet.data.npz import NpzSource
-from jaxunet.data.pixels import MAGIC_BYTES, Shape, why_not_image
+from jaxunet.data.pixels import Shape
+from jaxunet.data.rules import MAGIC_BYTES, why_not_image
 from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
@@ -235,7 +236,7 @@ def _unknown(path: Path) -> UserError:
             f'{path}: holds weights, expected images: {FORMS}; '
             'weights go to init_from or --checkpoint'
         )
-    if not why_not_image(start, len(start)):
+    if not why_not_image(start, len(start), path.name):
         return UserError(f'{path}: is one image, expected many; give the folder that holds it')
     return UserError(f'{path}: unknown kind of file "{path.suffix}", expected {FORMS}')
 

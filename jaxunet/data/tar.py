@@ -17,8 +17,9 @@ from typing import IO, cast
 
 import numpy as np
 
-from jaxunet.data.containers import MAX_FILE_BYTES, Archive, is_hidden
-from jaxunet.data.pixels import MAGIC_BYTES, BadImage
+from jaxunet.data.containers import MAX_FILE_BYTES, Archive
+from jaxunet.data.pixels import BadImage
+from jaxunet.data.rules import MAGIC_BYTES, is_hidden
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.progress import progress_bar

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int
 
 from jaxunet.data.pixels import Batch, Crops, Pixels, Shape, check_fit, fit
-from jaxunet.data.source import MAX_MEMORY, ArraySource, MappedArray, Source, no_labels
+from jaxunet.data.source import MAX_MEMORY, ArraySource, FileArray, Source, no_labels
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import one_line
 
@@ -66,7 +66,7 @@ class BinSource(Source):
         self.name, self.image_shape = str(path), image_shape
         header = read_header(path)
         check_fit(header.image_shape, image_shape, str(path))
-        self._values = MappedArray(path, '<f4', tuple(header), HEADER_BYTES)
+        self._values = FileArray(path, '<f4', tuple(header), HEADER_BYTES)
         self.labels = no_labels(header.n)
         # A file in another scale or layout fails here, not in the middle of training.
         self.load(np.unique([0, header.n - 1]))

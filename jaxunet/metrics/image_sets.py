@@ -17,7 +17,8 @@ from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles, report_skipped
 from jaxunet.data.images import ENLARGED, GAP, TINY
-from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of, why_not_image
+from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of
+from jaxunet.data.rules import why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
@@ -156,7 +157,7 @@ def _first_size(container: Container) -> Size:
         if i in container.unreadable:
             continue
         with contextlib.suppress(BadImage):
-            if not why_not_image(*container.start(i)):
+            if not why_not_image(*container.start(i), container.names[i]):
                 return size_of(container.read(i), container.describe(i))
     return 1, 1
 
@@ -167,7 +168,7 @@ def _array_shape(path: Path) -> tuple[int, int, int]:
     It is (1, 1, 3) if the file is unreadable; opening it reports why.
     """
     with contextlib.suppress(*archives.ERRORS, OSError):
-        if path.suffix.lower() == '.npz':
+        if path.suffix.lower() == '.npz' and path.is_file():
             with zipfile.ZipFile(path) as archive:
                 names = set(archive.namelist())
                 name = next(n for n in ('images.npy', 'arr_0.npy', '') if n in names or not n)

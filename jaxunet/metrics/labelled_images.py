@@ -41,9 +41,10 @@ def load(flag: str, path: str) -> tuple[Images, tuple[str, ...]]:
 
 def _check(flag: str, path: str, source: Source) -> None:
     if len(source.class_names) < 2 or (source.labels < 0).any():
+        why = f', as {source.unlabelled_by}' if source.unlabelled_by else ''
         raise UserError(
             f'{flag}: {path}: expected images of two classes or more, '
-            f'found {len(source.class_names) or "none"}; '
+            f'found {len(source.class_names) or "none"}{why}; '
             'put each class into its own folder'
         )
     if min(source.image_shape[:2]) < 4:

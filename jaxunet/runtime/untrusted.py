@@ -106,9 +106,12 @@ def read_limited(path: str | os.PathLike[str], limit: int, *, advice: str) -> by
     """Returns the content of a file; the limit also holds for an endless device file.
 
     Raises:
-      UserError: the file cannot be read, or has more than `limit` bytes.
+      UserError: the file cannot be read, is a pipe, which could keep a reader waiting for ever, or
+        has more than `limit` bytes.
     """
     try:
+        if pathlib.Path(path).is_fifo():
+            raise UserError(f'{path}: expected a file, found a pipe; {advice}')
         with pathlib.Path(path).open('rb') as file:
             data = file.read(limit + 1)
     except OSError as error:

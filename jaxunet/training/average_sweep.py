@@ -17,6 +17,7 @@ from jaxunet.checkpoint.averages import pick_several, width_of
 from jaxunet.checkpoint.load import check_exists
 from jaxunet.config import resolve, to_dict
 from jaxunet.config.schema import Fields
+from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result
 from jaxunet.runtime.errors import UserError
@@ -75,7 +76,9 @@ def measure_averages(
     config = resolve(fields | {'evaluation': fields['evaluation'] | dict(evaluation)})
     weights = pick_several(restored, averages)
     needs_images = not config.evaluation.reference or config.model.low_res_size
-    source = open_images(config) if needs_images else None
+    source = None
+    if needs_images:
+        source = in_order_of(open_images(config), restored.facts.class_names)
     evaluator = Evaluator(config, source, jax.local_devices())
     first_rate = str(config.ema.rates[0])
     step, seconds = int(restored.state.step), restored.facts.seconds

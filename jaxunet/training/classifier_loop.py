@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.meta import RunFacts
+from jaxunet.checkpoint.newest import newest_classes
 from jaxunet.checkpoint.resumable import FIXED_FIELDS, fixed_changes, other_run
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
-from jaxunet.data.source import Source
+from jaxunet.data.source import Source, in_order_of
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
@@ -37,7 +38,13 @@ from jaxunet.training.noisy_classifier import (
     starting_state,
 )
 from jaxunet.training.preemption import Preemption
-from jaxunet.training.resume import StartingPoint, adapted, how_to_go_on, keep_images
+from jaxunet.training.resume import (
+    StartingPoint,
+    adapted,
+    how_to_go_on,
+    keep_images,
+    tell_labels,
+)
 from jaxunet.training.rollback import TooManySkippedError
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.stalls import StallWatch
@@ -70,6 +77,7 @@ def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> i
       OutOfMemoryError: as `jaxunet.training.loop.train`.
     """
     with opened(workdir), Preemption() as preemption:
+        source = in_order_of(source, newest_classes(workdir))
         return _Loop(config, workdir, source, preemption).run()
 
 
@@ -283,6 +291,7 @@ def _start(
         start from `init_from`.
     """
     restored, facts = checkpoints.restore(), RunFacts(class_names=class_names)
+    tell_labels(config, class_names)
     if restored is None:
         if config.init_from:
             return StartingPoint.of(starting_state(config), facts)

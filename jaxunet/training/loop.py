@@ -16,9 +16,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.newest import newest_classes
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
-from jaxunet.data.source import Source
+from jaxunet.data.source import Source, in_order_of
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, wait_for_others
@@ -66,6 +67,7 @@ def train(
     if milestones and jax.process_count() > 1:
         raise ValueError('milestones: expected a run of one process, found several')
     with opened(workdir), Preemption(milestones) as preemption:
+        source = in_order_of(source, newest_classes(workdir))
         return with_rollbacks(
             lambda failed: _Loop(
                 config, workdir, source, preemption, milestones or NO_MILESTONES

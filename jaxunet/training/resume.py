@@ -25,7 +25,7 @@ from jaxunet.checkpoint.state import (
     start_norms,
 )
 from jaxunet.config import Config
-from jaxunet.data.classes import keep_classes
+from jaxunet.data.classes import keep_classes, label_table
 from jaxunet.data.source import Source
 from jaxunet.runtime.background import Background
 from jaxunet.training.rollback import TooManySkippedError, last_good
@@ -87,12 +87,14 @@ def starting_point(
     names = class_names if config.model.num_classes else ()
     restored = last_good(checkpoints, failed) if failed else checkpoints.restore()
     if restored is None:
+        tell_labels(config, names)
         facts = RunFacts(class_names=names)
         if initial is None:
             return StartingPoint.fresh(config, facts)
         return StartingPoint.of(initial, facts)
     changes = check_resumable(restored.config, config, workdir)
     names = keep_classes(restored.facts.class_names, names, config, workdir)
+    tell_labels(config, names)
     logging.info(
         'resuming %s at step %d%s',
         workdir,
@@ -103,6 +105,12 @@ def starting_point(
         logging.warning('%s', warning)
     facts = dataclasses.replace(restored.facts, class_names=names)
     return StartingPoint.of(adapted(restored, config), facts)
+
+
+def tell_labels(config: Config, names: tuple[str, ...]) -> None:
+    """Logs the class of each label of a conditional run, on process 0."""
+    if config.model.num_classes and jax.process_index() == 0:
+        logging.info('%s', label_table(names))
 
 
 def keep_images(begin: StartingPoint, source: Source) -> StartingPoint:

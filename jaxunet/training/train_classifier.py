@@ -21,6 +21,7 @@ from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
+from jaxunet.data.look import tell_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime.paths import of_user
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> None:
     Parallel(config)
     source = open_images(config)
     check_classes(config, source)
+    tell_pixels(source)
     held = f' and {len(source.held_out)} held out' if source.held_out else ''
     print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
     with write_error_ends():

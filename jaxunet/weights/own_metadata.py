@@ -6,6 +6,7 @@ import json
 from typing import NamedTuple
 
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.data.rules import class_name
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import parse_json, shown
 
@@ -49,6 +50,6 @@ def load_metadata(path: str, metadata: dict[str, str]) -> OwnMetadata:
             raise UserError(
                 f'{CLASSES}: expected the names of at most {most} classes, found {shown(names)}'
             )
-        return OwnMetadata(config, order, tuple(names))
+        return OwnMetadata(config, order, tuple(map(class_name, names)))
     except (UserError, ValueError, OverflowError) as error:
         raise UserError(f'{source}: {error}') from None

@@ -123,6 +123,14 @@ def test_rows_of_classes_follow_their_names(params):
     )
 
 
+def test_numbers_in_another_order_are_names(params):
+    """Earlier versions sorted numbered folders as text."""
+    result = fitted(params, THERE, ('0', '1', '2'), ('0', '2', '1'))
+    before, after = flatten(params)[TABLE], flatten(result.params)[TABLE]
+    np.testing.assert_array_equal(after, before[[0, 2, 1]])
+    assert result.report[1] == 'label table: kept by name: 0, 1, 2'
+
+
 @pytest.mark.parametrize(
     ('classes', 'their_names', 'our_names', 'kept', 'line'),
     [

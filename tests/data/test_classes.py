@@ -10,10 +10,12 @@ from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.newest import newest_classes
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data import classes
-from jaxunet.data.source import ArraySource
+from jaxunet.data.source import ArraySource, Subset, in_order_of
 from jaxunet.runtime.errors import UserError
+from jaxunet.training import resume
 from jaxunet.training.loop import train
 
 
@@ -89,6 +91,52 @@ def test_a_checkpoint_without_names_goes_on_and_gets_them(tmp_path):
     assert checkpoint.read(tmp_path).facts.class_names == ()
     assert train(conditional(steps=7), tmp_path, herd('cow', 'bull')) == 7
     assert checkpoint.read(tmp_path).facts.class_names == ('cow', 'bull')
+
+
+def test_an_old_run_keeps_its_table(tmp_path, monkeypatch):
+    """Earlier versions sorted numbered folders as text."""
+    train(conditional(), tmp_path, herd('10', '2'))
+    told = []
+    monkeypatch.setattr(resume.logging, 'info', lambda *text: told.append(text))
+    assert train(conditional(), tmp_path, herd('2', '10')) == 6
+    assert checkpoint.read(tmp_path).facts.class_names == ('10', '2')
+    assert newest_classes(tmp_path) == ('10', '2')
+    assert ('%s', 'classes of the labels: 0=10, 1=2') in told
+
+
+def test_the_labels_of_an_old_run():
+    now = tuple(map(str, range(12)))
+    old = tuple(sorted(now))
+    source = herd(*now)
+    source.held_out = Subset(source, np.arange(4))
+    kept = in_order_of(source, old)
+    assert kept.class_names == kept.held_out.class_names == old
+    for one, before in ((kept, source), (kept.held_out, source.held_out)):
+        assert [old[i] for i in one.labels] == [now[i] for i in before.labels]
+    np.testing.assert_array_equal(kept.load(np.arange(16)), source.load(np.arange(16)))
+    for names in ((), now, old[::-1], ('a', 'b')):
+        assert in_order_of(source, names) is source
+
+
+def test_the_table_shows_every_label():
+    assert classes.label_table(('bull', 'cow\n')) == 'classes of the labels: 0=bull, 1=cow\\n'
+    assert classes.label_table([str(i) for i in range(500)]).endswith(', 199=199, ... (500 in all)')
+
+
+def test_classes_without_images_are_named(monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        classes.logging, 'warning', lambda text, *values: told.append(text % values)
+    )
+    source = herd(*map(str, range(11)))
+    source.labels = 1 + source.labels % 10
+    classes.check_classes(conditional(number=11), source)
+    assert told == [
+        'herd: no images of the classes 0 (label 0): they will not be trained, but are drawn '
+        'unless --class_labels leaves them out'
+    ]
+    with pytest.raises(UserError, match=r'11 classes; its labels begin at 1, so that label 0 has'):
+        classes.check_classes(conditional(number=10), source)
 
 
 def test_names_that_change_no_label_may_come_and_go(tmp_path):

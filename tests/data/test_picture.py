@@ -59,6 +59,23 @@ def test_a_mask_is_cropped_with_its_picture(folder):
     )
 
 
+@pytest.mark.parametrize('mode', ['RGBA', 'LA', 'P'])
+def test_a_mask_drawn_as_transparency_is_refused(mode, folder):
+    alpha = np.full((24, 40), 255, np.uint8)
+    alpha[:, 20:] = 0
+    mask = Image.fromarray(np.dstack([COLOURS, alpha]))
+    mask.convert(mode).save(folder / 'mask.png')
+    with pytest.raises(UserError, match=r'mask.png: is transparent in places, .* flatten it, with'):
+        read_mask(folder / 'mask.png', folder / 'photo.png', (8, 8, 3))
+
+
+def test_a_mask_of_narrow_values_is_refused(folder):
+    mask = np.where(np.arange(40) < 20, 0, 255).astype(np.int32)
+    Image.fromarray(np.tile(mask, (24, 1))).save(folder / 'mask.tif')
+    with pytest.raises(UserError, match=r'mask.tif: 16 or 32 bits, but .* above 255'):
+        read_mask(folder / 'mask.tif', folder / 'photo.png', (8, 8, 3))
+
+
 @pytest.mark.parametrize(
     ('name', 'shape', 'message'),
     [

@@ -1,0 +1,206 @@
+"""The two rules of every folder and archive: which files are images, which folders are classes.
+
+An image is a file whose first bytes are those of an image format, unless its name says that it is
+text about an image or camera raw. Hidden files, and the folders that systems keep for themselves,
+do not count. A class is a top-level folder, if every image lies in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import unicodedata
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxunet.runtime.errors import listed
+from jaxunet.runtime.untrusted import printable
+
+MAGIC_BYTES = 64  # bytes that identify an image file
+# First bytes of image files: (offset, bytes).
+MAGIC = (
+    (0, b'\x89PNG\r\n\x1a\n'),
+    (0, b'\xff\xd8\xff'),  # JPEG
+    (0, b'GIF87a'),
+    (0, b'GIF89a'),
+    (0, b'II*\x00'),  # TIFF
+    (0, b'MM\x00*'),
+    (4, b'ftypavif'),
+    (0, b'\x00\x00\x00\x0cjP  '),  # JPEG 2000
+)
+# Formats whose first bytes may also begin a text, such as "BMW" and "P3 robot": a RIFF file of the
+# kind WEBP; a bitmap with the size of a known header; PBM, PGM or PPM with their numbers, or with
+# comments to the end of the bytes.
+GAP = rb'(?:\s|#[^\r\n]*[\r\n])+'
+LONGER = re.compile(
+    rb'RIFF.{4}WEBP'
+    rb'|BM.{12}[\x0c\x10\x28\x34\x38\x40\x6c\x7c]\0\0\0'
+    rb'|P1%(gap)b\d+%(gap)b\d+\s+[01#]|P4%(gap)b\d+%(gap)b\d+\s'
+    rb'|P[23]%(gap)b\d+%(gap)b\d+%(gap)b\d+\s+[\d#]|P[56]%(gap)b\d+%(gap)b\d+%(gap)b\d+\s'
+    rb'|P[1-6]\s+(?:#[^\r\n]*[\r\n]+)*#[^\r\n]*(?:[\r\n][\d\s]*)?\Z' % {b'gap': GAP},
+    re.DOTALL,
+)
+# At byte 4 of HEIC, in which phones save photographs; Pillow does not decode it.
+HEIC = tuple(b'ftyp' + brand for brand in (b'heic', b'heix', b'heim', b'heis', b'mif1'))
+TEXTS = frozenset(('.txt', '.caption', '.json', '.jsonl', '.csv', '.tsv', '.xml', '.md'))
+# Most of these are TIFF files whose first image is a thumbnail.
+CAMERA_RAW = re.compile(
+    r'\.(3fr|arw|cr2|cr3|crw|dcr|dng|erf|iiq|k25|kdc|mef|mos|mrw|nef|nrw|orf|pef|raf|raw|rw2|rwl|sr2'
+    r'|srf|srw|x3f)'
+)
+# Folders of macOS's archives, Windows, Linux, Synology and QNAP.
+SYSTEM_FOLDERS = re.compile(
+    r'__macosx|\$recycle\.bin|recycler|system volume information|lost\+found|@eadir|@tmp|#recycle'
+    r'|#snapshot|@recycle|@recently-snapshot',
+    re.IGNORECASE,
+)
+# Names of the parts of a set, such as train, val2017 and test_set.
+PART = re.compile(r'(train|training|val|valid|validation|test|testing|eval)([-_]?set)?[-_]?\d*')
+# The labels of a set, in the form of NVlabs' tools (StyleGAN, EDM), and their storage folders.
+LABELS_FILE = 'dataset.json'
+LABELS_OF_NVLABS = "labels in the form of NVlabs' tools, which is not read"
+STORED = re.compile(r'(?:.*/)?(\d{5})/img\1\d{3}\.\w+')
+
+
+def why_not_image(start: bytes, size: int, name: str = '') -> str:
+    """Returns why a file is not an image that can be decoded, or '' if it is one.
+
+    Args:
+      start: its first MAGIC_BYTES bytes.
+      size: its size in bytes.
+      name: its name; '' = the content alone decides.
+    """
+    suffix = PurePosixPath(name).suffix.lower()
+    if size == 0:
+        return 'empty file'
+    if PurePosixPath(name).name == LABELS_FILE and b'"labels"' in start:
+        return LABELS_OF_NVLABS
+    if CAMERA_RAW.fullmatch(suffix):
+        return 'camera raw, which is not supported: convert it to TIFF, PNG or JPEG'
+    if start.startswith(HEIC, 4):
+        return 'HEIC, which is not supported: convert it to JPEG or PNG'
+    known = any(start.startswith(magic, offset) for offset, magic in MAGIC)
+    if suffix not in TEXTS and (known or LONGER.match(start)):
+        return ''
+    return 'not an image'
+
+
+def is_hidden(name: str) -> bool:
+    """Returns True for the path of a hidden file, or of one in a hidden or a system's folder.
+
+    Names of hidden ones begin with a dot, such as `.thumbnails` and macOS's `._1.png`.
+    """
+    return any(
+        SYSTEM_FOLDERS.fullmatch(part) or (part.startswith('.') and part not in ('.', '..'))
+        for part in name.split('/')
+    )
+
+
+def class_name(name: str) -> str:
+    """Returns the name of a class in its one form: text that any locale and system can give again.
+
+    Python reads the bytes of a folder's name or an argument by the locale, and macOS writes accents
+    as letters of their own (NFD).
+    """
+    with contextlib.suppress(UnicodeError):
+        name = os.fsencode(name).decode()
+    text = name.encode('utf-8', 'backslashreplace').decode()  # bytes that are no text stay visible
+    return unicodedata.normalize('NFC', text)
+
+
+def whole_names(given: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Returns given names as they are spelled in `known`; unknown ones stay.
+
+    A list on a command line is split at its commas. Pieces that are no name alone are joined to the
+    shortest name that they begin, so that `tench, Tinca tinca,goldfish` are two names.
+    """
+    spelled = {_without_gaps(name): name for name in known}
+    most = 1 + max((name.count(',') for name in known), default=0)
+    whole, i = [], 0
+    while i < len(given):
+        for end in range(i + 1, min(i + most, len(given)) + 1):
+            if (name := spelled.get(_without_gaps(','.join(given[i:end])))) is not None:
+                break
+        else:
+            name, end = given[i], i + 1
+        whole.append(name)
+        i = end
+    return whole
+
+
+def _without_gaps(name: str) -> str:
+    return re.sub(r'\s*,\s*', ',', class_name(name))
+
+
+def class_order(name: str) -> tuple[bool, int, str]:
+    """Returns a sort key of class names: numbers by their value, then other names as text."""
+    number = name.isascii() and name.isdecimal()
+    return not number, int(name) if number else 0, name
+
+
+def find_classes(
+    names: list[str], skipped: Sequence[tuple[str, str]], *, strip_leading: bool
+) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...], str]:
+    """Derives classes from paths: the top-level folders, if every image lies in one.
+
+    A leading folder that all paths share is not a class if all images have folders below it.
+    Folders that are named as the parts of a set, and those in which NVlabs' tools store images by
+    number, are no classes.
+
+    Args:
+      names: path of each image in its container.
+      skipped: (name, reason) of its other files.
+      strip_leading: a folder that all paths share is never a class, as archives often hold their
+        files in one folder, such as `train/`.
+
+    Returns:
+      Labels, class names in `class_order`, and ''. Without classes: labels -1, no names, and what
+      prevents them ('' if there are no sub-folders).
+    """
+    folders = [
+        tuple(part for part in PurePosixPath(name).parts[:-1] if part != '/') for name in names
+    ]
+    depth = 0
+    shortest = min(len(f) for f in folders)
+    while depth < shortest and all(f[depth] == folders[0][depth] for f in folders):
+        if depth + 1 == shortest and not (strip_leading and depth == 0):
+            break
+        depth += 1
+    why = ''
+    if any(reason == LABELS_OF_NVLABS for _, reason in skipped) or all(
+        STORED.fullmatch(name) for name in names
+    ):
+        why = (
+            "it is stored in the form of NVlabs' tools, whose labels are in "
+            f'{LABELS_FILE}, which is not read'
+        )
+    elif depth >= shortest:
+        loose = [name for name, f in zip(names, folders, strict=True) if len(f) == depth]
+        beside = sorted({f[depth] for f in folders if len(f) > depth})
+        why = _loose_images(loose, beside) if beside else ''
+    else:
+        named = {folder: class_name(folder) for folder in {f[depth] for f in folders}}
+        class_names = tuple(sorted(set(named.values()), key=class_order))
+        parts = [name for name in class_names if PART.fullmatch(name.lower())]
+        if len(parts) < 2:
+            numbers = {name: i for i, name in enumerate(class_names)}
+            labels = [numbers[named[f[depth]]] for f in folders]
+            return np.array(labels, np.int32), class_names, ''
+        why = (
+            f'the folders {listed(parts)} are parts of a set, not classes '
+            f'(give one of them, unpacked, such as .../{parts[0]})'
+        )
+    return np.full(len(names), -1, np.int32), (), why
+
+
+def _loose_images(loose: list[str], folders: list[str]) -> str:
+    images = (
+        f'{printable(loose[0])} lies'
+        if len(loose) == 1
+        else f'{printable(loose[0])} and {len(loose) - 1} more images lie'
+    )
+    return f'{images} beside the sub-folders {listed([printable(folder) for folder in folders])}'

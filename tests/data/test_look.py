@@ -1,0 +1,44 @@
+"""A run says what was read before it trains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.data_files import put
+
+from jaxunet.data import look
+from jaxunet.data.source import ArraySource
+from jaxunet.data.sources import open_source
+
+
+@pytest.fixture
+def told(monkeypatch):
+    lines = []
+    for level in ('info', 'warning'):
+        monkeypatch.setattr(look.logging, level, lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_the_range_and_the_share_near_black(told):
+    pixels = np.full((200, 8, 8, 1), 100, np.uint8)
+    pixels[:, :2], pixels[:, 7] = 15, 250
+    look.tell_pixels(ArraySource('herd', pixels, (8, 8, 1)))
+    assert told == [
+        'herd: pixels of 64 of 200 images, 8x8x1: values 15 to 250, 25% near black (below 16)'
+    ]
+
+
+@pytest.mark.parametrize(
+    ('value', 'what'), [(0, 'of one value'), (15, 'nearly black'), (255, 'of one value')]
+)
+def test_images_that_are_black_or_empty_get_a_warning(value, what, told):
+    pixels = np.full((20, 8, 8, 1), value, np.uint8)
+    pixels[0, 0, 0] += value == 15
+    look.tell_pixels(ArraySource('herd', pixels, (8, 8, 1)))
+    assert f'herd: the images are {what}; ' in told[1]
+
+
+def test_corrupt_images_are_left_out(told, tmp_path):
+    path = put(tmp_path, {'a.png': b'\x89PNG\r\n\x1a\n'}, 'folder')
+    look.tell_pixels(open_source(str(path), image_shape=(8, 8, 3)))
+    assert not told
