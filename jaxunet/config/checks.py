@@ -38,6 +38,7 @@ CHOICES = {
         'uniform',
         'loss_second_moment',
         'speed',
+        'speed_code',
         'policy',
         'adaptive',
         'infonoise',

@@ -135,7 +135,7 @@ class TimestepsConfig:
     another (`jaxunet.config.unused`).
     """
 
-    # uniform | loss_second_moment | speed | policy | adaptive | infonoise
+    # uniform | loss_second_moment | speed | speed_code | policy | adaptive | infonoise
     sampler: str = 'uniform'
     history: int = 10  # loss_second_moment: losses kept per timestep
     history_uniform: float = 0.001  # loss_second_moment: uniform share of the distribution

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.distributions import assert_distribution
+from support.peer_values import FIXTURES
 
 from jaxunet.config import Config, DiffusionConfig, TimestepsConfig, resolve, to_dict
 from jaxunet.diffusion.process import make_diffusion
@@ -22,6 +23,7 @@ from jaxunet.runtime.errors import UserError
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
 STEPS = 40
+GOLDEN = np.load(FIXTURES / 'methods_golden.npz')
 
 
 def sampler_of(name, steps=STEPS, **fields):
@@ -64,6 +66,17 @@ def test_speed():
     assert_distribution(t[::2], p)
     np.testing.assert_array_equal(t[1::2], dual[t[::2]])
     assert (np.asarray(got.weight) == 1).all()
+
+
+@pytest.mark.parametrize(('schedule', 'switch'), [('linear', 641), ('cosine', 958)])
+def test_speed_code_is_that_of_its_authors(schedule, switch):
+    config = TimestepsConfig(sampler='speed_code')
+    p, dual = speed_tables(config, make_diffusion(DiffusionConfig(schedule=schedule)))
+    np.testing.assert_allclose(p, GOLDEN[f'speed_p_{schedule}'], rtol=1e-9)
+    assert dual[0] == GOLDEN[f'speed_middle_{schedule}']
+    assert np.argmax(p < (p.max() + p.min()) / 2) == switch
+    sampler = make_sampler(Config(timesteps=config), make_diffusion(DiffusionConfig()))
+    assert sampler.paired
 
 
 def history_of(moments, length=10):
