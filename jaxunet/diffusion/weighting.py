@@ -28,7 +28,7 @@ For edm and flow a timestep is a slice of noise levels (`jaxunet.diffusion.level
 weight of its middle level.
 
 `speed` and `uncertainty` multiply the network's own loss. With a learned variance, every weighting
-multiplies the whole hybrid loss.
+multiplies the whole hybrid loss; the code of SpeeD multiplies the squared error alone.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from methods_golden import TERMS, losses
 from support.distributions import assert_distribution
 from support.peer_values import FIXTURES
 
@@ -26,8 +27,9 @@ STEPS = 40
 GOLDEN = np.load(FIXTURES / 'methods_golden.npz')
 
 
-def sampler_of(name, steps=STEPS, **fields):
-    config = Config().replace(diffusion={'steps': steps}, timesteps={'sampler': name, **fields})
+def sampler_of(name, steps=STEPS, schedule='linear', **fields):
+    process = {'steps': steps, 'schedule': schedule}
+    config = Config().replace(diffusion=process, timesteps={'sampler': name, **fields})
     return make_sampler(config, make_diffusion(config.diffusion))
 
 
@@ -84,6 +86,19 @@ def history_of(moments, length=10):
         jnp.asarray(np.repeat(moments[:, None], length, 1), jnp.float32),
         jnp.full(len(moments), length, jnp.int32),
     )
+
+
+def test_loss_second_moment_is_that_of_iddpms_code():
+    t, loss = losses()
+    sampler = sampler_of('loss_second_moment', TERMS, schedule='cosine')
+    state = sampler.init()
+    for rows in np.split(np.arange(len(t)), 12):
+        ones = jnp.ones(len(rows), jnp.float32)
+        state = sampler.update(
+            state, jnp.asarray(t[rows], jnp.int32), jnp.asarray(loss[rows], jnp.float32), ones
+        )
+    found = second_moment_probabilities(state, 0.001)
+    np.testing.assert_allclose(found, GOLDEN['resampled'], rtol=1e-5)
 
 
 def norms_of(norm):

@@ -129,6 +129,8 @@ def test_levels_and_solvers_are_those_of_k_diffusion(count: int) -> None:
     """Its DPM-Solver++ is second order at every step."""
     levels = spaced_levels(EDM, count, 'karras')
     np.testing.assert_allclose(levels[::-1], METHODS[f'k_sigmas_{count}'][:-1], rtol=1e-12)
+    even = spaced_levels(EDM, count, 'log_snr')
+    np.testing.assert_allclose(even[::-1], METHODS[f'k_log_{count}'][:-1], rtol=1e-12)
     alphas, every = 1 / (1 + levels**2), np.arange(count, dtype=np.int32)
     start = levels[-1] * math.sqrt(alphas[-1]) * START
     rows = dpm_solver_2m(alphas, every, lower_order_below=0)
