@@ -25,6 +25,7 @@ from jaxunet.weights.names import Path, flatten, parameter_shapes, unflatten
 
 LABELS: Path = ('label_embed', 'embedding')
 AUGMENTATION_LAYER: Path = (AUGMENTATION, 'kernel')
+SINES = [4, 6]  # its rows for the sines of angles (`jaxunet.training.augmentation`)
 CONV_IN, CONV_OUT = 'conv_in', 'conv_out'
 
 
@@ -145,7 +146,7 @@ class _Work:
         )
 
     def augmentation(self) -> None:
-        """Adds or leaves out the layer of data.augment=edm, which only such runs have."""
+        """Adds, leaves out or turns the layer of data.augment=edm, which only such runs have."""
         had, has = AUGMENTATION_LAYER in self.leaves, self.ours.augmentation_inputs > 0
         if has and not had:
             self.leaves[AUGMENTATION_LAYER] = self.fresh(AUGMENTATION_LAYER)
@@ -155,6 +156,14 @@ class _Work:
             del self.leaves[AUGMENTATION_LAYER]
             self.report.append(
                 f'left out: {AUGMENTATION}, the layer of data.augment=edm; samples do not need it'
+            )
+        elif has and self.theirs.data.augment_rule != self.ours.data.augment_rule:
+            turned = np.array(self.leaves[AUGMENTATION_LAYER])
+            turned[SINES] *= -1
+            self.leaves[AUGMENTATION_LAYER] = turned
+            self.report.append(
+                f'turned: {AUGMENTATION}, the layer of data.augment=edm: with augment_rule='
+                f'{self.theirs.data.augment_rule} the same inputs mean the opposite angles'
             )
 
     def labels(self, their_names: Sequence[str], our_names: Sequence[str]) -> None:

@@ -56,6 +56,8 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
     fixed = fixed_changes(saved, now)
     if saved.augmentation_inputs != now.augmentation_inputs:
         fixed += [c for c in changes if c.startswith('data.augment:')]
+    elif now.augmentation_inputs:  # the layer's weights have the rule's meaning
+        fixed += [c for c in changes if c.startswith('data.augment_rule:')]
     if fixed:
         advice = (
             f', or start from its weights with --config.init_from={workdir}'

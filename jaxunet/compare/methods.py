@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, object]] = {
     'soft_min_snr': {'loss.weighting': 'soft_min_snr'},
     'p2': {'loss.weighting': 'p2'},
     'speed': {'loss.weighting': 'speed', 'timesteps.sampler': 'speed'},
+    'speed_code': {'loss.weighting': 'p2', 'timesteps.sampler': 'speed_code'},
     'uncertainty': {'loss.weighting': 'uncertainty'},
     'loss_second_moment': {'timesteps.sampler': 'loss_second_moment'},
     'policy': {'timesteps.sampler': 'policy'},

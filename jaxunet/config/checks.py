@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jaxunet.config.relations import check_relations
 from jaxunet.config.samplers import OBJECTIVE_SAMPLERS, SAMPLERS
 from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
-from jaxunet.config.versions import RENAMED
+from jaxunet.config.versions import as_now
 from jaxunet.runtime import dropout_rate
 from jaxunet.runtime.errors import UserError, itemized, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
@@ -38,6 +38,7 @@ CHOICES = {
         'uniform',
         'loss_second_moment',
         'speed',
+        'speed_code',
         'policy',
         'adaptive',
         'infonoise',
@@ -47,6 +48,7 @@ CHOICES = {
     'evaluation.skip_schedule': ('', 'linear', 'quadratic', 'log_snr', 'karras'),
     'data.cache': ('auto', 'device', 'stream'),
     'data.augment': ('none', 'flip', 'edm'),
+    'data.augment_rule': ('edm', 'earlier'),
     'data.crop': ('center', 'random'),
     'data.condition': ('image', 'grey'),
     'data.noise_assignment': ('none', 'batch'),
@@ -262,10 +264,7 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
         return section()
     hints = typing.get_type_hints(section)
     known = set(hints)
-    values = {
-        RENAMED.get(prefix + str(k), prefix + str(k)).removeprefix(prefix): v
-        for k, v in values.items()
-    }
+    values = as_now(values, prefix)
     for name in sorted(set(values) - known):
         problems.append(f'{prefix}{plain(name)}: unknown field{near_misses(name, known)}')
     built: Fields = {}

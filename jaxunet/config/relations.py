@@ -22,7 +22,7 @@ STEP_COUNTS = (
 )
 # Fewest timesteps for which a distribution or weights are defined. speed: with fewer, the cosine
 # schedule has no timestep before the last whose slope is small enough.
-LEAST_STEPS_OF_SAMPLER = {'speed': 25, 'policy': 2, 'infonoise': 2}
+LEAST_STEPS_OF_SAMPLER = {'speed': 25, 'speed_code': 25, 'policy': 2, 'infonoise': 2}
 LEAST_STEPS_OF_WEIGHTING = {'speed': 3}
 # More steps per call would save little more host time, and a signal waits for all of them.
 MAX_STEPS_PER_CALL = 20
@@ -154,7 +154,7 @@ def _continuous(config: Config) -> Iterator[str]:
             f'diffusion.kl_loss: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
             'steps for a variational bound'
         )
-    if config.timesteps.sampler in ('speed', 'policy'):
+    if config.timesteps.sampler in ('speed', 'speed_code', 'policy'):
         yield (
             f'timesteps.sampler: {config.timesteps.sampler} is defined by the timesteps of '
             f'epsilon, x0 and v; with {d.objective} use uniform, loss_second_moment, adaptive or '

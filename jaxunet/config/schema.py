@@ -3,8 +3,7 @@
 The defaults train a small model on the embedded digits. Fields marked "chosen" may be left open, by
 the value beside the word; `jaxunet.data.automatic` then chooses them from the images. A config
 file's `get_config()` starts from `default_config()`, sets fields and returns the `ConfigDict`;
-`jaxunet.config.resolve` checks it and returns the frozen `Config` that the rest of the project
-reads.
+`jaxunet.config.resolve` checks it and returns the frozen `Config` that everything else reads.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ class TimestepsConfig:
     another (`jaxunet.config.unused`).
     """
 
-    # uniform | loss_second_moment | speed | policy | adaptive | infonoise
+    # uniform | loss_second_moment | speed | speed_code | policy | adaptive | infonoise
     sampler: str = 'uniform'
     history: int = 10  # loss_second_moment: losses kept per timestep
     history_uniform: float = 0.001  # loss_second_moment: uniform share of the distribution
@@ -182,6 +181,7 @@ class DataConfig:
     augment: str = 'none'
     # augment=edm: probability of each transformation; mirroring left and right has 1/2.
     augment_probability: float = 0.12
+    augment_rule: str = 'edm'  # augment=edm: edm: as in EDM's code | earlier: see the module
     # Picture of an image for a network with model.low_res_size. image: the image, made small |
     # grey: its brightness, small or of the image's size, so that the network learns to colour.
     condition: str = 'image'

@@ -24,6 +24,7 @@ OWNERS: dict[str, Choice] = {
     'timesteps.history': ('timesteps.sampler', 'loss_second_moment'),
     'timesteps.history_uniform': ('timesteps.sampler', 'loss_second_moment'),
     'diffusion.vlb_weight': ('diffusion.learn_sigma', True),
+    'data.augment_rule': ('data.augment', 'edm'),
 }
 # Second choices that fields need.
 ALSO: dict[str, Choice] = {

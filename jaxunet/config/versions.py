@@ -24,6 +24,7 @@ ADDED = (
     'timesteps.infonoise_pivot',
     'timesteps.infonoise_uniform',
     'data.augment_probability',
+    'data.augment_rule',
     'data.condition',
     'data.crop',
     'data.crop_least',
@@ -50,6 +51,21 @@ CHANGED_DEFAULTS = {
 }
 
 
+def as_now(values: Fields, prefix: str) -> Fields:
+    """Returns the fields of a section, of any version, with their names and meaning of now.
+
+    Args:
+      prefix: of the section, 'data.', or '' for the whole config.
+    """
+    values = {
+        RENAMED.get(prefix + str(k), prefix + str(k)).removeprefix(prefix): v
+        for k, v in values.items()
+    }
+    if prefix == 'data.' and values.get('augment') == 'edm':
+        values.setdefault('augment_rule', 'earlier')  # from before there was a choice
+    return values
+
+
 def identity(values: Fields) -> Fields:
     """Returns the values that identify a config, in the form of version 0.1.0.
 
@@ -63,6 +79,8 @@ def identity(values: Fields) -> Fields:
     defaults = to_dict(Config())
 
     def is_default(path: str, value: object) -> bool:
+        if path == 'data.augment_rule':  # earlier versions had no other
+            return value == 'earlier' or values['data'].get('augment') != 'edm'
         section, _, field = path.rpartition('.')
         default = (defaults[section] if section else defaults)[field]
         return bool(default == (tuple(value) if isinstance(value, list) else value))

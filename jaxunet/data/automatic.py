@@ -84,9 +84,11 @@ def complete(
       UserError: the config is invalid, or the images cannot be opened or are too small.
     """
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
+    if known is not None:
+        raw = _with_rule(raw, known)
     left_open = [path for path, empty in OPEN.items() if _get(raw, path) == empty]
     if not left_open:
-        return _with_epochs(resolve(values))
+        return _with_epochs(resolve(raw))
     if known is not None:
         saved = to_dict(known)
         companions = [COMPANIONS[path] for path in left_open if path in COMPANIONS]
@@ -102,6 +104,21 @@ def complete(
         chosen.pop('train.steps', None)
     _log(config, facts, chosen)
     return config
+
+
+def _with_rule(raw: Fields, known: Config) -> Fields:
+    """Returns a config with the rule of augmentation of the run to resume, if that is older."""
+    rule = 'data.augment_rule'
+    both = known.data.augment == _get(raw, 'data.augment') == 'edm'
+    if not both or known.data.augment_rule == _get(raw, rule) or _get(raw, rule) != 'edm':
+        return raw
+    logging.warning(
+        '%s=%s, as the run began: its network has learned angles that mean the opposite of those '
+        "of EDM's code (docs/training.md); a new run with init_from takes them over",
+        rule,
+        known.data.augment_rule,
+    )
+    return _with(raw, {rule: known.data.augment_rule})
 
 
 def _with_objective(raw: Fields, start: Config) -> Fields:

@@ -8,7 +8,10 @@
     speed               p ∝ k for t < τ and p ∝ 1 for t ≥ τ. Rows come in pairs: if the first draws
                         t, the second takes M − t for t < M, else t − M. M is 1 plus the first t at
                         which the slope of √(1 − ᾱ) falls below 1e-4. The loss is not corrected.
-                        SpeeD, Wang et al. 2024, arXiv 2405.17403.
+                        SpeeD, Wang et al. 2024, arXiv 2405.17403; the pairs are its code's.
+    speed_code          The same with p of its authors' code (1zeryu/SpeeD, 439c555), which differs
+                        from the paper: k = 5 where that slope is above 1e-4, so τ is 641 of 1000
+                        for linear betas, 958 for cosine. `loss.weighting=p2` is its weighting.
     adaptive            p ∝ √E[w² loss], the expected norm of the gradient of each timestep. The
                         loss is multiplied by 1/(T p_t). See `_adaptive`.
     infonoise           p follows the information that noise takes from an image; see
@@ -99,7 +102,7 @@ def make_sampler(config: Config, diffusion: Diffusion) -> TimestepSampler:
         return _uniform(diffusion.steps)
     if c.sampler == 'loss_second_moment':
         return _loss_second_moment(c, diffusion.steps)
-    if c.sampler == 'speed':
+    if c.sampler in ('speed', 'speed_code'):
         return _speed(c, diffusion)
     if c.sampler == 'adaptive':
         return _adaptive(c, diffusion.steps)
@@ -207,8 +210,12 @@ def speed_tables(
     For T ≠ 1000 the slope is scaled by 1000/T. M is 642 for linear betas and T = 1000.
     """
     t = np.arange(diffusion.steps)
-    p = np.where(t < config.speed_tau * diffusion.steps, config.speed_k, 1.0)
     slope = np.gradient(np.sqrt(1 - diffusion.alphas_cumprod))
+    if config.sampler == 'speed_code':
+        # Its change from 5 to 1 takes a few timesteps.
+        p = 3 + 2 * np.tanh(1000 * (diffusion.steps * slope - 0.1))
+    else:
+        p = np.where(t < config.speed_tau * diffusion.steps, config.speed_k, 1.0)
     middle = int(np.argmax(slope < 0.1 / diffusion.steps)) + 1
     return p / p.sum(), np.where(t < middle, middle - t, t - middle)
 

@@ -11,7 +11,7 @@ step minimises mean_i(w(t_i) · loss_i).
                   1 / (σ² + σ_d²) for x_0, a smooth min(SNR, 1/σ_d²)
     p2            1 / (k + SNR)^γ for ε                          Choi et al. 2022, arXiv 2204.00227
     speed         slope of 1 − ᾱ, scaled to [1 − λ, λ], t < τ    Wang et al. 2024, arXiv 2405.17403
-                  1 for t ≥ τ
+                  1 for t ≥ τ; its authors' code has p2 instead
     uncertainty   e^(−u(t)) with a learned u                    Karras et al. 2024, arXiv 2312.02696
 
 SNR_t = ᾱ_t / (1 − ᾱ_t) is the signal-to-noise ratio, and σ² = 1/SNR. Weightings that are functions
@@ -28,7 +28,7 @@ For edm and flow a timestep is a slice of noise levels (`jaxunet.diffusion.level
 weight of its middle level.
 
 `speed` and `uncertainty` multiply the network's own loss. With a learned variance, every weighting
-multiplies the whole hybrid loss.
+multiplies the whole hybrid loss; the code of SpeeD multiplies the squared error alone.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from jaxunet.sampling.options import (
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
 from jaxunet.sampling.picture import Picture
-from jaxunet.sampling.solvers import SKIP_SCHEDULES
+from jaxunet.sampling.solvers import FEW_STEPS, SKIP_SCHEDULES
 from jaxunet.weights import read_classifier
 
 SAMPLER = flags.DEFINE_enum(
@@ -90,6 +90,15 @@ CHURN_RANGE = flags.DEFINE_list(
     'churn_range',
     None,
     "heun: EDM's S_tmin,S_tmax, the range of noise levels where --churn acts, such as 0.05,50.",
+)
+CHURN_NOISE = flags.DEFINE_float(
+    'churn_noise', None, "heun: EDM's S_noise, factor of the noise of --churn; default: 1."
+)
+LOWER_ORDER_BELOW = flags.DEFINE_integer(
+    'lower_order_below',
+    None,
+    'dpmpp_2m: with fewer steps than this, the step to the lowest noise level is first order; '
+    f"default: {FEW_STEPS}; 11 = as the authors' code, 0 = never, as k-diffusion.",
 )
 CLIP = flags.DEFINE_bool('clip', True, 'Clip the predicted image to [-1, 1] at every step.')
 GUIDANCE_SCALE = flags.DEFINE_float(
@@ -188,6 +197,8 @@ def sampler_config(config: Config) -> SamplerConfig:
         clip=CLIP.value,
         churn=CHURN.value,
         churn_range=churn_range,
+        churn_noise=CHURN_NOISE.value,
+        lower_order_below=LOWER_ORDER_BELOW.value,
         respacing=RESPACING.value,
         timesteps=timesteps,
         truncate=TRUNCATE.value,

@@ -13,6 +13,9 @@ from jaxunet.model.unet import Params
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.low_res import LowRes
 
+# Sampling options that interrupted samples of earlier versions lack; left out where not in use.
+LATER_OPTIONS = ('churn_noise', 'lower_order_below')
+
 
 def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
     """Returns the fields of the diffusion process that determine samples.
@@ -58,10 +61,14 @@ def identity(
     model = dataclasses.asdict(config.model)
     if not config.model.low_res_size:
         del model['low_res_size']  # interrupted samples of earlier versions lack it
+    sampler = dataclasses.asdict(generator.sampler.config)
+    for name in LATER_OPTIONS:
+        if sampler[name] is None:
+            del sampler[name]
     sections = {
         'model': model,
         'diffusion': process_fields(config.diffusion),
-        'sampler': dataclasses.asdict(generator.sampler.config),
+        'sampler': sampler,
     }
     labels = ','.join(map(str, chosen)) or 'every class in turn'
     return {

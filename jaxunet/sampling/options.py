@@ -29,7 +29,14 @@ DEFAULT_SKIP_SCHEDULES = {
 PEERS = ('guided_diffusion', 'ddpm_torch')
 DDPM_TORCH_STEPS = 10  # default of its DDIM
 # Options that only one sampler has.
-OWNERS = {'eta': 'ddim', 'variance': 'ddpm', 'churn': 'heun', 'churn_range': 'heun'}
+OWNERS = {
+    'eta': 'ddim',
+    'variance': 'ddpm',
+    'churn': 'heun',
+    'churn_range': 'heun',
+    'churn_noise': 'heun',
+    'lower_order_below': 'dpmpp_2m',
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ class SamplerConfig:
     churn: float | None = None  # heun only: EDM's S_churn, 0 or more; 0 is deterministic (default)
     # heun only: EDM's S_tmin and S_tmax, the range of σ with churn; default all.
     churn_range: tuple[float, float] | None = None
+    churn_noise: float | None = None  # heun only: EDM's S_noise, factor of that noise; default 1
+    # dpmpp_2m only: the fewest steps with a second-order step to the lowest noise level; 0 = always
+    # second order; default solvers.FEW_STEPS.
+    lower_order_below: int | None = None
     # guided-diffusion's timestep_respacing, such as '250', '10,20,30' or 'ddim50', or ddpm-torch's
     # 'linear50' and 'quadratic50'; replaces steps and skip_schedule.
     respacing: str | None = None
@@ -131,7 +142,7 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
     assert name is not None
     _check_sampler(config, name)
     variance = resolve_variance(config.variance, diffusion)
-    _check_churn(config)
+    _check_solver(config)
     _check_guidance(config.guidance_scale, num_classes)
     _check_one_spacing(config)
     if diffusion.continuous:
@@ -146,6 +157,7 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
         eta=(config.eta or 0.0) if name == 'ddim' else None,
         variance=variance if name == 'ddpm' else None,
         churn=(config.churn or 0.0) if name == 'heun' else None,
+        churn_noise=(config.churn_noise or 1.0) if config.churn else None,
         truncate=config.truncate or None,
     )
 
@@ -232,10 +244,20 @@ def _check_sampler(config: SamplerConfig, name: str) -> None:
         )
 
 
-def _check_churn(config: SamplerConfig) -> None:
+def _check_solver(config: SamplerConfig) -> None:
     churn = config.churn
     if churn is not None and not (math.isfinite(churn) and churn >= 0):
         raise UserError(f'churn: expected 0 (deterministic) or more, found {churn}')
+    noise, below = config.churn_noise, config.lower_order_below
+    if below is not None and below < 0:
+        raise UserError(f'lower_order_below: expected 0 (never) or more, found {below}')
+    if noise is not None and not (math.isfinite(noise) and noise > 0):
+        raise UserError(f'churn_noise: expected more than 0, found {noise}')
+    if noise is not None and not churn:
+        raise UserError(
+            f'churn_noise: {noise} has no meaning without churn; '
+            'set churn to more than 0, or leave churn_noise out'
+        )
     if config.churn_range is None:
         return
     low, high = config.churn_range

@@ -39,12 +39,14 @@ from jaxunet.sampling.classifier_guidance import Gradient, fixed_variances
 from jaxunet.sampling.evaluation import Denoiser, Evaluation, Memory, evaluate
 from jaxunet.sampling.options import SamplerConfig, resolve_options
 from jaxunet.sampling.solvers import (
+    FEW_STEPS,
     Alphas,
     Coefficients,
     Subset,
     ancestral,
     check_timesteps,
     churn_factor,
+    churned_start,
     ddim,
     dpm_solver_2m,
     heun,
@@ -133,7 +135,9 @@ def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: in
         if config.name == 'ddpm' and config.variance == 'learned'
         else None
     )
-    return Sampler(config, diffusion, coefficients, coefficients.timesteps, 1.0, memory, spaced)
+    visited, noise = coefficients.timesteps, config.churn_noise or 1.0
+    initial = churned_start(alphas[timesteps[-1]], alphas[visited[0]], noise)
+    return Sampler(config, diffusion, coefficients, visited, initial, memory, spaced)
 
 
 def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> Sampler:
@@ -153,12 +157,14 @@ def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> Sampler:
     else:
         coefficients, memory = _solve(config, alphas, visited)
     times = time_of_sigma(diffusion.config, table)[coefficients.timesteps]
+    first = alphas[coefficients.timesteps[0]]
+    initial = churned_start(alphas[visited[-1]], first, config.churn_noise or 1.0)
     return Sampler(
         config,
         diffusion,
         coefficients,
         times,
-        float(np.sqrt(1 - alphas[visited[-1]])),
+        initial * float(np.sqrt(1 - first)),
         memory,
         None,
     )
@@ -173,11 +179,16 @@ def _solve(config: SamplerConfig, alphas: Alphas, timesteps: Subset) -> tuple[Co
         assert config.eta is not None
         coefficients = ddim(alphas, timesteps, eta=config.eta)
     elif config.name == 'dpmpp_2m':
-        coefficients, memory = dpm_solver_2m(alphas, timesteps), 'x0'
+        few = FEW_STEPS if config.lower_order_below is None else config.lower_order_below
+        coefficients, memory = dpm_solver_2m(alphas, timesteps, lower_order_below=few), 'x0'
     else:
         assert config.churn is not None
         coefficients = heun(
-            alphas, timesteps, churn=config.churn, churn_range=config.churn_range or EVERY_LEVEL
+            alphas,
+            timesteps,
+            churn=config.churn,
+            churn_range=config.churn_range or EVERY_LEVEL,
+            churn_noise=config.churn_noise or 1.0,
         )
         memory = 'noise'
     return coefficients, memory

@@ -34,8 +34,9 @@ RHO = 7  # ρ of EDM eq. 5
 # the cosine schedule. Noisier timesteps contain almost nothing of the image, but the cosine
 # schedule's σ reaches 20,000 and would take most of a small number of steps.
 HIGHEST = {'karras': 80.0, 'log_snr': float(np.exp(5.1))}
-# With fewer steps, DPM-Solver++ does not extrapolate on the step to the lowest noise level
-# (Lu et al. section 6 and code).
+# With fewer evaluations, DPM-Solver++ does not extrapolate on the step to the lowest noise level.
+# diffusers and the text of Lu et al.'s code say 15; what that code tests is 11 in our count, which
+# includes the step to the image. Measured in docs/sampling.md.
 FEW_STEPS = 15
 
 Alphas = Float64[np.ndarray, ' steps']
@@ -107,17 +108,20 @@ def ddim(alphas_cumprod: Alphas, timesteps: Subset, *, eta: float) -> Coefficien
     )
 
 
-def dpm_solver_2m(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
+def dpm_solver_2m(
+    alphas_cumprod: Alphas, timesteps: Subset, *, lower_order_below: int = FEW_STEPS
+) -> Coefficients:
     """Returns the coefficients of DPM-Solver++(2M) (Lu et al. algorithm 2).
 
     With λ = −log σ, h = λ' − λ, r = h_previous / h and M the previous evaluation's x_0,
         x' = √(1−ᾱ')/√(1−ᾱ) x + α' (1 − e^−h) D,    D = (1 + 1/2r) x_0 − 1/2r M.
     Three steps are first order (D = x_0): the first; the last, which leads to the image (h is
-    infinite and x' = x_0); and, with fewer than 15 steps, the one to the lowest noise level.
+    infinite and x' = x_0); and, with few evaluations, the one to the lowest noise level.
 
     Args:
       alphas_cumprod: ᾱ of the model's T timesteps.
       timesteps: timesteps visited, ascending.
+      lower_order_below: the fewest evaluations with a second-order step to the lowest level.
     """
     alphas, previous = _from_to(alphas_cumprod, timesteps)
     log_snr = -np.log(noise_to_signal(alphas))  # λ, ascending
@@ -125,7 +129,7 @@ def dpm_solver_2m(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
     x0 = np.append(-np.sqrt(previous[:-1]) * np.expm1(-h), 1.0)
     extrapolation = np.zeros(len(alphas))  # 1/2r
     extrapolation[1:-1] = h[1:] / (2 * h[:-1])
-    if len(alphas) < FEW_STEPS:
+    if len(alphas) < lower_order_below:
         extrapolation[-2:] = 0
     return _coefficients(
         timesteps[::-1],
@@ -141,6 +145,7 @@ def heun(
     *,
     churn: float = 0.0,
     churn_range: tuple[float, float],
+    churn_noise: float = 1.0,
 ) -> Coefficients:
     """Returns the coefficients of EDM's second-order sampler (algorithms 1 and 2).
 
@@ -153,8 +158,9 @@ def heun(
       timesteps: timesteps visited, ascending.
       churn: EDM's S_churn. Before a step that starts at a σ within `churn_range`, fresh noise
         raises σ by the factor 1 + min(S_churn/S, √2 − 1), rounded to the nearest noise level of
-        the model. S_noise is 1.
+        the model. For the first step, see `churned_start`.
       churn_range: EDM's (S_tmin, S_tmax).
+      churn_noise: EDM's S_noise, the factor of the fresh noise.
     """
     sigmas = noise_to_signal(alphas_cumprod)
     start = timesteps[::-1].astype(np.int64)  # t at the start of every step
@@ -169,13 +175,29 @@ def heun(
     correction = alphas[1:] * (sigmas[start[1:]] - sigmas[raised[:-1]]) / 2
     scale = hat[1:] / alphas[1:]  # scales x when the next step raises its noise
     state[1::2], noise[1::2], memory[1::2] = scale, scale * correction, -scale * correction
-    draw[1::2] = hat[1:] * np.sqrt(sigmas[raised[1:]] ** 2 - sigmas[start[1:]] ** 2)
+    draw[1::2] = hat[1:] * np.sqrt(sigmas[raised[1:]] ** 2 - sigmas[start[1:]] ** 2) * churn_noise
     return _coefficients(t, state=state, x0=x0, noise=noise, memory=memory, draw=draw)
 
 
 def churn_factor(churn: float, steps: int) -> float:
     """Returns the relative rise of σ before a step: min(S_churn/S, √2 − 1) (EDM algorithm 2)."""
     return min(churn / steps, float(np.sqrt(2)) - 1)
+
+
+def churned_start(alpha_cumprod: float, raised: float, churn_noise: float) -> float:
+    """Returns the factor of the noise that sampling starts from at the raised level.
+
+    Before the first step the samples are noise alone. The fresh noise of churn adds to it, so that
+    it is drawn at once, with the variance of their sum; the factor is 1 if `churn_noise` is 1.
+
+    Args:
+      alpha_cumprod, raised: ᾱ of the first step, before and after churn.
+      churn_noise: EDM's S_noise.
+    """
+    if raised == alpha_cumprod:
+        return 1.0
+    share = (1 / alpha_cumprod - 1) / (1 / raised - 1)  # of the variance, from before
+    return float(np.sqrt(share + churn_noise**2 * (1 - share)))
 
 
 def heun_in_t(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
@@ -213,12 +235,11 @@ def _raised(
 ) -> np.ndarray:
     """Returns the timesteps whose σ is nearest to (1 + factor) σ, and no less noisy than before.
 
-    The first step starts from pure noise and is unchanged, as are steps outside `churn_range`.
+    Steps outside `churn_range` are unchanged.
     """
     wanted = np.log(sigmas[timesteps]) + np.log1p(factor)
     nearest = np.rint(np.interp(wanted, np.log(sigmas), np.arange(len(sigmas)))).astype(np.int64)
     within = (sigmas[timesteps] >= churn_range[0]) & (sigmas[timesteps] <= churn_range[1])
-    within[0] = False
     return np.where(within, np.maximum(nearest, timesteps), timesteps)
 
 

@@ -10,16 +10,21 @@ in sampling, so samples do not look augmented.
 | mirror up and down | a1 = 0 or 1 | a1 |
 | scale by 2^(0.2 a2) | a2 ~ N(0, 1) | a2 |
 | rotate by a3 | a3 ~ U(−π, π) | cos a3 − 1, sin a3 |
-| stretch by 2^(0.2 a5) along a4 | a4 ~ U(−π, π), a5 ~ N(0, 1) | a5 cos a4, a5 sin a4 |
+| stretch by 2^(0.2 a5) along a4 | a4 = 0 or ~ U(−π, π), a5 ~ N(0, 1) | a5 cos a4, a5 sin a4 |
 | shift by a6/8 of the width, a7/8 of the height | a6, a7 ~ N(0, 1) | a6, a7 |
 
-Stretching also shrinks by the same factor across its direction.
+Angles are counter-clockwise on the screen. Stretching also shrinks by the same factor across its
+direction, which is the x axis for half of the stretched images.
 
 They happen in this order, each with probability `data.augment_probability`, except for the first:
 half of all images are mirrored. All of an image's transformations are one bilinear resampling.
 
-Source: Karras et al. 2022, arXiv 2206.00364, appendix F.2 and table 6. EDM's code also filters; at
+Source: Karras et al. 2022, arXiv 2206.00364, appendix F.2 and table 6, and the code of its authors
+(NVlabs/edm, training/augment.py), whose network inputs mean the same. That code also filters; at
 these scales, bilinear interpolation is enough.
+
+Runs that began before `data.augment_rule` was introduced keep the rule `earlier`: with the same
+inputs it turns and stretches the other way (a3 and a4 clockwise), and a4 is never fixed to 0.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ class Geometry(NamedTuple):
     Fields:
       mirror, flip: a0 and a1, 0 or 1.
       scale, stretch: a2 and a5.
-      rotation, direction: a3 and a4, radians.
+      rotation, direction: a3 and a4, radians, counter-clockwise.
       shift: a6 and a7, along the width and the height.
     """
 
@@ -62,20 +67,29 @@ class Geometry(NamedTuple):
 
 
 def augment(
-    images: Images, keys: Key[Array, ' batch'], probability: float
+    images: Images, keys: Key[Array, ' batch'], probability: float, rule: str = 'edm'
 ) -> tuple[Images, Labels]:
     """Returns the augmented images, and the network's inputs that describe the augmentation.
 
     Args:
       keys: one for each image.
       probability: of each transformation but the first.
+      rule: `data.augment_rule`.
     """
-    geometry = draw(keys, probability)
-    return transform(images, geometry), labels(geometry)
+    if rule == 'edm':
+        geometry = draw(keys, probability)
+        return transform(images, geometry), labels(geometry)
+    geometry = draw(keys, probability, along_x=0)
+    turned = geometry._replace(rotation=-geometry.rotation, direction=-geometry.direction)
+    return transform(images, turned), labels(geometry)
 
 
-def draw(keys: Key[Array, ' batch'], probability: float) -> Geometry:
-    """Draws the transformations of each image from its key."""
+def draw(keys: Key[Array, ' batch'], probability: float, along_x: float = 0.5) -> Geometry:
+    """Draws the transformations of each image from its key.
+
+    Args:
+      along_x: share of the stretched images whose direction is the x axis.
+    """
 
     def one(key: Array) -> tuple[Array, Array]:
         first, second = jax.random.split(key)
@@ -84,6 +98,7 @@ def draw(keys: Key[Array, ' batch'], probability: float) -> Geometry:
     uniform, normal = jax.vmap(one)(keys)
     # The first five uniform numbers choose the transformations that happen.
     flips, scales, rotates, stretches, shifts = (uniform[:, :5] < probability).T
+    turns = stretches & (uniform[:, 3] >= along_x * probability)
     angles = jnp.float32(math.pi) * (2 * uniform[:, 5:7] - 1)
     zero = jnp.zeros(uniform.shape[:1], jnp.float32)
     return Geometry(
@@ -91,7 +106,7 @@ def draw(keys: Key[Array, ' batch'], probability: float) -> Geometry:
         flip=jnp.where(flips, (uniform[:, 8] < 0.5).astype(jnp.float32), zero),
         scale=jnp.where(scales, normal[:, 0], zero),
         rotation=jnp.where(rotates, angles[:, 0], zero),
-        direction=jnp.where(stretches, angles[:, 1], zero),
+        direction=jnp.where(turns, angles[:, 1], zero),
         stretch=jnp.where(stretches, normal[:, 1], zero),
         shift=jnp.where(shifts[:, None], normal[:, 2:], zero[:, None]),
     )
@@ -126,12 +141,12 @@ def transform(images: Images, g: Geometry) -> Images:
         _product(
             _scaling(jnp.exp2(-OCTAVES * g.scale), jnp.exp2(-OCTAVES * g.scale)),
             _product(
-                _turn(-g.rotation),
+                _turn(g.rotation),
                 _product(
-                    _turn(g.direction),
+                    _turn(-g.direction),
                     _product(
                         _scaling(jnp.exp2(-OCTAVES * g.stretch), jnp.exp2(OCTAVES * g.stretch)),
-                        _turn(-g.direction),
+                        _turn(g.direction),
                     ),
                 ),
             ),

@@ -101,7 +101,7 @@ def augmented_images(
     """Returns x0 after all augmentation, and the network's inputs for `data.augment=edm`."""
     x0 = clean_images(config, keys, batch)
     if config.data.augment == 'edm':
-        return augment(x0, keys.flip, config.data.augment_probability)
+        return augment(x0, keys.flip, config.data.augment_probability, config.data.augment_rule)
     return x0, None
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.integrate
+from methods_golden import UPDATES as UPDATES_THERE
+from methods_golden import WIDTHS
+from support.peer_values import FIXTURES
 
 from jaxunet.checkpoint.power_average import (
     ROUNDING,
@@ -16,6 +20,7 @@ from jaxunet.checkpoint.power_average import (
     inner_products,
 )
 from jaxunet.config.relations import MAX_WIDTH
+from jaxunet.training.ema import power_share
 
 UPDATES = 3200
 KEPT = (0.05, 0.10)
@@ -38,6 +43,13 @@ def test_the_exponents_of_the_paper() -> None:
     for width in (0.0, -0.1, 0.289):
         with pytest.raises(ValueError, match='width'):
             exponent(width)
+
+
+def test_exponents_and_updates_are_those_of_edm2s_code() -> None:
+    golden = np.load(FIXTURES / 'methods_golden.npz')
+    np.testing.assert_allclose([exponent(w) for w in WIDTHS], golden['power_exponents'], rtol=1e-12)
+    shares = [[power_share(width, jnp.int32(t - 1)) for t in UPDATES_THERE] for width in WIDTHS]
+    np.testing.assert_allclose(shares, 1 - golden['power_betas'], rtol=1e-5)
 
 
 def test_inner_products_are_the_integrals() -> None:

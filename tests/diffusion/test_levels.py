@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from methods_golden import SIGMAS, noisy
 from scipy import stats
+from support.peer_values import FIXTURES
 
 from jaxunet.config import Config, DiffusionConfig, LossConfig, resolve, to_dict
 from jaxunet.diffusion import levels, objectives, weighting
@@ -60,6 +62,20 @@ def test_loss_is_that_of_the_paper(config, library):
         output = network(jnp, seen, time[:, None, None, None])
         got = objectives.per_sample_loss(process, output, images, xt, time, noise)
     np.testing.assert_allclose(got, expected, rtol=1e-10)
+
+
+def test_network_sees_and_means_what_it_does_in_edms_code():
+    golden = np.load(FIXTURES / 'methods_golden.npz')
+    time = 250 * np.log(SIGMAS)
+    y = np.moveaxis(noisy() / np.sqrt(1 + SIGMAS**2)[:, None, None, None], 1, -1)
+    process = d.make_diffusion(EDM)
+    with jax.enable_x64(True):
+        xt, times = jnp.asarray(y), jnp.asarray(time)
+        seen = d.network_input(process, xt, times)
+        image, _ = d.predict_x0_and_noise(process, jnp.sin(3 * seen), xt, times)
+    for found, name in ((seen, 'edm_input'), (image, 'edm_denoised')):
+        np.testing.assert_allclose(np.moveaxis(found, -1, 1), golden[name], atol=1e-6)
+    np.testing.assert_allclose(time / 1000, golden['edm_time'], rtol=1e-6)  # their float32
 
 
 @CONFIGS

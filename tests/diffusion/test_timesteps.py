@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from methods_golden import TERMS, losses
 from support.distributions import assert_distribution
+from support.peer_values import FIXTURES
 
 from jaxunet.config import Config, DiffusionConfig, TimestepsConfig, resolve, to_dict
 from jaxunet.diffusion.process import make_diffusion
@@ -22,10 +24,12 @@ from jaxunet.runtime.errors import UserError
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
 STEPS = 40
+GOLDEN = np.load(FIXTURES / 'methods_golden.npz')
 
 
-def sampler_of(name, steps=STEPS, **fields):
-    config = Config().replace(diffusion={'steps': steps}, timesteps={'sampler': name, **fields})
+def sampler_of(name, steps=STEPS, schedule='linear', **fields):
+    process = {'steps': steps, 'schedule': schedule}
+    config = Config().replace(diffusion=process, timesteps={'sampler': name, **fields})
     return make_sampler(config, make_diffusion(config.diffusion))
 
 
@@ -66,11 +70,35 @@ def test_speed():
     assert (np.asarray(got.weight) == 1).all()
 
 
+@pytest.mark.parametrize(('schedule', 'switch'), [('linear', 641), ('cosine', 958)])
+def test_speed_code_is_that_of_its_authors(schedule, switch):
+    config = TimestepsConfig(sampler='speed_code')
+    p, dual = speed_tables(config, make_diffusion(DiffusionConfig(schedule=schedule)))
+    np.testing.assert_allclose(p, GOLDEN[f'speed_p_{schedule}'], rtol=1e-9)
+    assert dual[0] == GOLDEN[f'speed_middle_{schedule}']
+    assert np.argmax(p < (p.max() + p.min()) / 2) == switch
+    sampler = make_sampler(Config(timesteps=config), make_diffusion(DiffusionConfig()))
+    assert sampler.paired
+
+
 def history_of(moments, length=10):
     return LossHistory(
         jnp.asarray(np.repeat(moments[:, None], length, 1), jnp.float32),
         jnp.full(len(moments), length, jnp.int32),
     )
+
+
+def test_loss_second_moment_is_that_of_iddpms_code():
+    t, loss = losses()
+    sampler = sampler_of('loss_second_moment', TERMS, schedule='cosine')
+    state = sampler.init()
+    for rows in np.split(np.arange(len(t)), 12):
+        ones = jnp.ones(len(rows), jnp.float32)
+        state = sampler.update(
+            state, jnp.asarray(t[rows], jnp.int32), jnp.asarray(loss[rows], jnp.float32), ones
+        )
+    found = second_moment_probabilities(state, 0.001)
+    np.testing.assert_allclose(found, GOLDEN['resampled'], rtol=1e-5)
 
 
 def norms_of(norm):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.peer_values import FIXTURES
 
 from jaxunet.config import Config, DiffusionConfig, LossConfig, resolve, to_dict
 from jaxunet.diffusion.process import make_diffusion
@@ -57,6 +58,13 @@ def test_speed():
     np.testing.assert_allclose(
         weights[:700], 0.4 + 0.2 * (slope - slope.min())[:700] / np.ptp(slope), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize('schedule', ['linear', 'cosine'])
+def test_p2_has_the_weights_of_speeds_code(schedule):
+    diffusion = make_diffusion(DiffusionConfig(schedule=schedule))
+    expected = np.load(FIXTURES / 'methods_golden.npz')[f'speed_weights_{schedule}']
+    np.testing.assert_allclose(fixed_table(LossConfig(weighting='p2'), diffusion), expected)
 
 
 @pytest.mark.parametrize('name', ['min_snr', 'soft_min_snr', 'p2'])

@@ -52,6 +52,11 @@ from jaxunet.sampling.options import as_peer
             r'churn_range: .* lowest < highest, found 2.0, 1.0',
         ),
         ({'name': 'heun', 'churn_range': (1.0, 2.0)}, r'churn_range: .* no meaning without churn'),
+        ({'name': 'heun', 'churn_noise': 1.01}, r'churn_noise: .* no meaning without churn'),
+        ({'name': 'heun', 'churn': 1.0, 'churn_noise': 0.0}, r'churn_noise: .* found 0.0'),
+        ({'name': 'ddim', 'churn_noise': 1.0}, r'churn_noise: only sampler=heun has it'),
+        ({'name': 'heun', 'lower_order_below': 9}, r'lower_order_below: only sampler=dpmpp_2m'),
+        ({'name': 'dpmpp_2m', 'lower_order_below': -1}, r'lower_order_below: .* found -1'),
         ({'steps': 10, 'respacing': '10'}, r'respacing: .* found steps=10 beside it'),
         (
             {'skip_schedule': 'linear', 'respacing': '10'},

@@ -6,17 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from methods_golden import IMAGES, PROBABILITY
+from methods_golden import pictures as smooth
 from scipy import ndimage
 from support.bench import Bench
+from support.peer_values import FIXTURES
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.fine_tune import Side, fit
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import identity, resolve, to_dict
 from jaxunet.config.schema import AUGMENTATION_INPUTS
+from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.augmentation import Geometry, augment, draw, labels, transform
+
+GOLDEN = np.load(FIXTURES / 'methods_golden.npz')
 
 
 def pictures(n: int, shape: tuple[int, ...] = (10, 14, 3)) -> np.ndarray:
@@ -53,7 +60,7 @@ def test_an_image_without_transformations_stays_bit_for_bit():
             {'shift': [0, -4]},
             lambda x: np.pad(x, ((0, 0), (0, 8), (0, 0), (0, 0)), mode='reflect')[:, 8:],
         ),
-        ({'rotation': np.pi / 2}, lambda x: np.rot90(x, -1, (1, 2))),
+        ({'rotation': np.pi / 2}, lambda x: np.rot90(x, 1, (1, 2))),
         ({'rotation': np.pi, 'mirror': 1}, lambda x: x[:, ::-1]),
     ],
 )
@@ -68,7 +75,8 @@ def matrix(a: float, b: float, c: float, d: float) -> np.ndarray:
 
 
 def turn(angle: float) -> np.ndarray:
-    return matrix(np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle))
+    """Turns counter-clockwise where y points down."""
+    return matrix(np.cos(angle), np.sin(angle), -np.sin(angle), np.cos(angle))
 
 
 def test_all_at_once_as_scipy_resamples_it():
@@ -123,7 +131,8 @@ def test_draws(probability):
     assert abs(g.flip.mean() - probability / 2) < 0.02
     for values in (g.scale, g.rotation, g.stretch, g.shift[:, 0], g.shift[:, 1]):
         assert abs((values != 0).mean() - probability) < 0.01
-    np.testing.assert_array_equal(g.direction != 0, g.stretch != 0)
+    assert not g.direction[g.stretch == 0].any()
+    assert abs((g.direction != 0).mean() - probability / 2) < 0.01
     if probability:
         happens = g.scale != 0
         assert abs(g.scale[happens].std() - 1) < 0.05
@@ -193,3 +202,100 @@ def test_runs_with_and_without_the_layer_start_from_each_other():
     back = fit(wider.params, edm, plain, 'edm')
     assert any(line.startswith('left out: time_embed_augmentation') for line in back.report)
     jax.tree.map(np.testing.assert_array_equal, back.params, params)
+
+
+def of_edm(draws: np.ndarray) -> Geometry:
+    """The geometry that EDM's code makes of its random numbers, in the order of its draws.
+
+    A number of each pair is the parameter, and the other decides whether the image gets it.
+    """
+    mirror, _, flip, flips, scale, scales, turn, turns, stretch, axis, stretches, along, *shift = (
+        draws
+    )
+    happens = [row < 0.75 for row in (flips, scales, turns, stretches, shift[2])]
+    return geometry(
+        IMAGES,
+        mirror=mirror,
+        flip=flip * happens[0],
+        scale=scale * happens[1],
+        rotation=np.pi * (2 * turn - 1) * happens[2],
+        direction=np.pi * (2 * axis - 1) * (along < 0.5) * happens[3],
+        stretch=stretch * happens[3],
+        shift=np.stack(shift[:2], axis=1) * happens[4][:, None],
+    )
+
+
+def test_images_and_inputs_are_those_of_edms_code():
+    """On its own random numbers; its filter and our bilinear interpolation differ by up to 1.8%."""
+    g = of_edm(GOLDEN['augment_draws'])
+    np.testing.assert_allclose(labels(g), GOLDEN['augment_labels'], atol=2e-6)
+    images = jnp.asarray(smooth()[..., None], jnp.float32)
+
+    def errors(g: Geometry) -> np.ndarray:
+        difference = np.asarray(transform(images, g))[..., 0] - GOLDEN['augmented']
+        return np.sqrt(np.mean(difference**2, axis=(1, 2)))
+
+    assert errors(g).max() < 0.02
+    for name in ('rotation', 'direction'):
+        angles = getattr(g, name)
+        turned = np.asarray(jnp.abs(jnp.sin(angles)) > 0.1)
+        assert turned.sum() > 3
+        assert errors(g._replace(**{name: -angles}))[turned].max() > 0.1
+
+
+def test_as_many_inputs_are_zero_as_with_edms_code():
+    keys = jax.random.split(jax.random.key(1), 50_000)
+    told = np.asarray(jax.jit(lambda k: labels(draw(k, PROBABILITY)))(keys))
+    np.testing.assert_allclose((told != 0).mean(0), GOLDEN['augment_shares'], atol=0.006)
+    assert GOLDEN['augment_shares'][6] == pytest.approx(PROBABILITY / 2, abs=0.006)
+
+
+def test_the_earlier_rule_is_the_mirror_image():
+    """Same draws, same inputs, opposite angles; and no direction is fixed."""
+    images, keys = jnp.asarray(pictures(6)), jax.random.split(jax.random.key(3), 6)
+    found, told = augment(images, keys, 0.9, 'earlier')
+    g = draw(keys, 0.9, along_x=0)
+    np.testing.assert_array_equal(g.direction != 0, g.stretch != 0)
+    opposite = g._replace(rotation=-g.rotation, direction=-g.direction)
+    np.testing.assert_array_equal(found, transform(images, opposite))
+    np.testing.assert_array_equal(told, labels(g))
+
+
+def test_a_config_from_before_the_rule_keeps_its_meaning(tmp_path):
+    edm = tiny_config(data={'augment': 'edm'})
+    values = to_dict(edm)
+    del values['data']['augment_rule']  # as its checkpoints have it
+    old = resolve(values)
+    assert (old.data.augment_rule, edm.data.augment_rule) == ('earlier', 'edm')
+    assert identity(values) == identity(to_dict(old)) != identity(to_dict(edm))
+    assert complete(to_dict(edm), old) == old  # a resumed run
+    assert complete(to_dict(edm)) == edm
+    with pytest.raises(UserError, match=r'data\.augment_rule: .*earlier.* -> .*edm'):
+        check_resumable(old, edm, tmp_path)
+    # Other runs have no rule to keep.
+    flip = to_dict(tiny_config(data={'augment': 'flip'}))
+    before = {**flip, 'data': {k: v for k, v in flip['data'].items() if k != 'augment_rule'}}
+    assert identity(flip) == identity(before)
+    assert resolve(before) == resolve(flip)
+
+
+def test_weights_of_the_earlier_rule_are_turned():
+    """With the sines' rows negated, the network is told of an image what it was told before."""
+    edm, old = (
+        Side(tiny_config(data={'augment': 'edm', 'augment_rule': rule}), ())
+        for rule in ('edm', 'earlier')
+    )
+    params = jax.device_get(fresh_state(old.config).params)
+    kernel = np.random.default_rng(0).normal(size=params['time_embed_augmentation']['kernel'].shape)
+    params['time_embed_augmentation'] = {'kernel': kernel.astype(np.float32)}
+    fitted = fit(params, old, edm, 'old')
+    assert any('turned: time_embed_augmentation' in line for line in fitted.report)
+    g = draw(jax.random.split(jax.random.key(5), 8), 0.9)
+    opposite = g._replace(rotation=-g.rotation, direction=-g.direction)
+    np.testing.assert_allclose(
+        labels(g) @ fitted.params['time_embed_augmentation']['kernel'],
+        labels(opposite) @ kernel.astype(np.float32),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    assert fit(params, edm, edm, 'same').complete

@@ -31,6 +31,7 @@ SAMPLERS, WEIGHTINGS = CHOICES['timesteps.sampler'], CHOICES['loss.weighting']
 # Methods that are refused, and how the message ends.
 REFUSED = {
     'speed': 'with {0} use uniform, loss_second_moment, adaptive or infonoise',
+    'speed_code': 'with {0} use uniform, loss_second_moment, adaptive or infonoise',
     'policy': 'with {0} use uniform, loss_second_moment, adaptive or infonoise',
     'speed weights': 'with {0} use uniform, min_snr, soft_min_snr, p2 or uncertainty',
     'infonoise uncertainty': 'use another weighting or sampler',
@@ -59,7 +60,7 @@ def test_every_method_is_taken_or_refused_with_a_reason(objective):
             tiny_config(**fields)
         lines = str(error.value).removeprefix(INVALID).strip().splitlines()
         assert all(line.endswith(text) for line, text in zip(lines, found, strict=True)), lines
-    assert {sampler for sampler, _ in taken} == set(SAMPLERS) - {'speed', 'policy'}
+    assert {sampler for sampler, _ in taken} == set(SAMPLERS) - {'speed', 'speed_code', 'policy'}
     assert {weighting for _, weighting in taken} == set(WEIGHTINGS) - {'speed'}
 
 
