@@ -17,8 +17,7 @@ from pathlib import PurePosixPath
 import numpy as np
 from jaxtyping import Int
 
-from jaxunet.runtime.errors import listed
-from jaxunet.runtime.untrusted import printable
+from jaxunet.runtime.errors import listed, printable
 
 MAGIC_BYTES = 64  # bytes that identify an image file
 # First bytes of image files: (offset, bytes).
