@@ -35,6 +35,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.own_types import own_types
 
 FOLDER = 'checkpoints'
 UNET = 'UNet'  # the network of checkpoints that name none
@@ -61,6 +62,7 @@ class Restored:
     facts: RunFacts
 
 
+@own_types()
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
     with jax.default_device(drawing_device()):

@@ -33,6 +33,7 @@ from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 from jaxunet.runtime.no_device import needs_device
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.progress import write_above_bars
 
 MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
@@ -49,8 +50,7 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
     process does not wait for a `Background`, which would delay Python's exit, or crash during it.
 
     Args:
-      arguments: `main` takes arguments that are not flags, and checks them; otherwise they are an
-        error.
+      arguments: `main` takes arguments that are not flags, and checks them; else they are errors.
     """
     raise_again()
     sys.unraisablehook = _tell_of_unraisable
@@ -71,14 +71,14 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
 
 
 def _is_shown(record: std_logging.LogRecord) -> bool:
-    """Passes jaxunet's own messages, and warnings of other libraries except orbax.
+    """Passes jaxunet's own messages, and other libraries' warnings except those of orbax's tasks.
 
     Orbax's failures also arrive as exceptions, which the commands report.
     """
-    package = pathlib.Path(__file__).parents[1]
-    if package in pathlib.Path(record.pathname).parents:
+    path = pathlib.Path(record.pathname)
+    if pathlib.Path(__file__).parents[1] in path.parents:
         return True
-    return record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
+    return record.levelno >= std_logging.WARNING and not {'orbax', 'asyncio'} & {*path.parts}
 
 
 def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
@@ -105,7 +105,7 @@ def _without_traceback(
                 raise UserError(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )
-            with needs_device(), memory_for('this command', MORE_MEMORY), explained():
+            with own_types(), needs_device(), memory_for('this command', MORE_MEMORY), explained():
                 code = main(argv)
         except UserError as error:
             _fail(error)

@@ -22,6 +22,7 @@ from jaxunet.data.source import Source
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.board import Board
 from jaxunet.training.calls import Calls
@@ -52,6 +53,7 @@ ACCURACY_MEMORY = (
 LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_steps')
 
 
+@own_types()
 def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> int:
     """Trains until `train.steps`, or until SIGTERM or SIGINT.
 

@@ -22,6 +22,7 @@ from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, wait_for_others
+from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.calls import Calls
 from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
@@ -38,6 +39,7 @@ from jaxunet.training.stalls import StallWatch
 from jaxunet.training.workdir import opened
 
 
+@own_types()
 def train(
     config: Config,
     workdir: pathlib.Path,
