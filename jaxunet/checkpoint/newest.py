@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pathlib
 
+from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
 from jaxunet.checkpoint.meta import read_meta
-from jaxunet.checkpoint.store import FOLDER, find
 from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
-
-
-def saved_steps(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps of the checkpoints in a workdir, readable or not, newest first."""
-    names = (entry.name for entry in (workdir / FOLDER).glob('*'))
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
 def newest_config(workdir: pathlib.Path) -> Config | None:
@@ -22,9 +16,13 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
     Reads the file itself: orbax would start JAX, which the processes of a run must not do before
     they have joined.
     """
-    for step in saved_steps(workdir):
-        if (config := _config_of(workdir, step)) is not None:
-            return config
+    for _ in range(LISTINGS):
+        steps = saved_steps(workdir)
+        for step in steps:
+            if (config := _config_of(workdir, step)) is not None:
+                return config
+        if saved_steps(workdir) == steps:  # otherwise a run has removed some meanwhile
+            break
     return None
 
 
@@ -39,7 +37,7 @@ def _config_of(workdir: pathlib.Path, step: int) -> Config | None:
 def config_at(init_from: object) -> Config | None:
     """Returns the config of a workdir's newest checkpoint, or of one checkpoint; None if none.
 
-    It takes the paths that `store.find` takes. Like `newest_config`, it does not start JAX.
+    It takes the paths that `folders.find` takes. Like `newest_config`, it does not start JAX.
 
     Args:
       init_from: the field `init_from` of a config that is not checked yet: a path, '', or anything
