@@ -38,7 +38,7 @@ from jaxunet.runtime import distributed
 from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.out_of_memory import memory_for, warn_of_small_limit
 from jaxunet.training.loop import train
 from jaxunet.training.meeting import Place
 from jaxunet.training.parallel import Parallel, on_fewer_devices
@@ -167,6 +167,7 @@ def run(config: Config) -> None:
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
     Parallel(config)
+    warn_of_small_limit()
     estimate.warn_if_long_on_a_cpu(config)
     if warning := endless_warmup(config):
         logging.warning('%s', warning)
