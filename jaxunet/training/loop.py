@@ -255,13 +255,13 @@ class _Loop:
         save, sample = self._due(train.checkpoint_every), self._due(train.sample_every)
         evaluate, held_out = self._due(train.evaluate_every), self._due(train.holdout_every)
         check = self._due(train.check_replicas_every)
-        snapshot = self.saver.snapshot_due(self.step)
-        milestone = self._milestone()
-        if (save or milestone or self._due(train.log_every)) and self.lock.why_lost():
+        snapshot, milestone = self.saver.snapshot_due(self.step), self._milestone()
+        work = save or sample or evaluate or held_out or milestone or snapshot or check
+        if (work or self._due(train.log_every)) and self.lock.why_lost():
             self.outputs = None  # they would go to another run's folder
             with self._save_on_error():
                 self.lock.check()
-        if not (save or sample or evaluate or held_out or milestone or snapshot or check):
+        if not work:
             return True
         self._read_metrics(leave=1)
         with self._save_on_error():
