@@ -8,16 +8,23 @@ continues it bit for bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-OURS = {
+OURS: dict[str, Any] = {
     'jax_enable_x64': False,
     'jax_default_prng_impl': 'threefry2x32',
     'jax_threefry_partitionable': True,
     'jax_random_seed_offset': 0,
+}
+
+# Context managers of the caller's thread, which are stronger than the settings for all threads.
+OF_A_THREAD: dict[str, Callable[[Any], contextlib.AbstractContextManager[object]]] = {
+    'jax_enable_x64': jax.enable_x64,
+    'jax_default_prng_impl': jax.default_prng_impl,
+    'jax_threefry_partitionable': jax.threefry_partitionable,
 }
 
 
@@ -28,13 +35,9 @@ def own_types() -> Iterator[None]:
     _set(OURS)
     with contextlib.ExitStack() as stack:
         stack.callback(_set, before)
-        # A context manager of the caller's thread is stronger than the setting for all threads.
-        if jax.config.jax_enable_x64:
-            stack.enter_context(jax.enable_x64(False))
-        if jax.config.jax_default_prng_impl != OURS['jax_default_prng_impl']:
-            stack.enter_context(jax.default_prng_impl(OURS['jax_default_prng_impl']))
-        if not jax.config.jax_threefry_partitionable:
-            stack.enter_context(jax.threefry_partitionable(True))
+        for name, context in OF_A_THREAD.items():
+            if getattr(jax.config, name) != OURS[name]:
+                stack.enter_context(context(OURS[name]))
         yield
 
 
