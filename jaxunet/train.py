@@ -39,7 +39,7 @@ from jaxunet.ops.backends import check_averages, choose
 from jaxunet.runtime import distributed
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.out_of_memory import memory_for, warn_of_small_limit
 from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.training.loop import train
 from jaxunet.training.meeting import Place
@@ -169,6 +169,7 @@ def run(config: Config) -> None:
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
     Parallel(config)
+    warn_of_small_limit()
     estimate.warn_if_long_on_a_cpu(config)
     if warning := endless_warmup(config):
         logging.warning('%s', warning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import orbax.checkpoint as ocp
@@ -37,8 +38,20 @@ def check_arrays(state: TrainState, expected: TrainState) -> None:
             )
 
 
-def check_method_states(folder: pathlib.Path, config: Config, template: dict[str, object]) -> None:
+def check_method_states(
+    name: pathlib.Path,
+    folder: pathlib.Path,
+    config: Config,
+    shapes: TrainState,
+    fields: Sequence[str],
+) -> None:
     """Checks that the stored states of the weighting and the sampler have the expected leaves.
+
+    Args:
+      name: path of the checkpoint, for messages.
+      folder: of the checkpoint, to read from.
+      shapes: the state of the config.
+      fields: names of the fields that are stored.
 
     Raises:
       OtherVersionError: a state has other leaves.
@@ -48,11 +61,12 @@ def check_method_states(folder: pathlib.Path, config: Config, template: dict[str
         'weighting': f'loss.weighting={config.loss.weighting}',
         'timesteps': f'timesteps.sampler={config.timesteps.sampler}',
     }
-    for name, method in methods.items():
-        found, expected = _leaf_names(saved.get(name)), _leaf_names(template.get(name))
+    for field, method in methods.items():
+        wanted = getattr(shapes, field) if field in fields else None
+        found, expected = _leaf_names(saved.get(field)), _leaf_names(wanted)
         if sorted(found) != sorted(expected):
             raise OtherVersionError(
-                f'{folder}: was written by another version of jaxunet, whose state of {method} '
+                f'{name}: was written by another version of jaxunet, whose state of {method} '
                 f"holds {', '.join(found) or 'nothing'}; this one's holds "
                 f'{", ".join(expected) or "nothing"}. Use the version that wrote it, or another '
                 'run.',

@@ -1,69 +1,77 @@
-"""Decides which checkpoints are kept: the last ones, those at regular steps, the best ones."""
+"""Decides which checkpoints are kept, and removes others that nobody reads at this moment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import fcntl
+import pathlib
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from orbax.checkpoint import checkpoint_managers as policies
+from absl import logging
+
+from jaxunet.runtime.plain_path import opened_folder, plain_path
 
 Scores: TypeAlias = Callable[[], Mapping[int, float]]
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """A checkpoint as orbax's policies need it, with its score."""
+class Keeping:
+    """The checkpoints that a run keeps: any one of these reasons is enough.
 
-    step: int
-    time: Any  # datetime of the checkpoint
-    metrics: dict[str, float] | None
-
-
-@dataclass
-class _Best:
-    """Keeps the `count` checkpoints with the highest scores.
-
-    Checkpoints without a score are never kept. Scores are looked up when orbax decides, because a
-    checkpoint is evaluated only after it is saved.
+    Attributes:
+      newest: number of newest checkpoints.
+      every: keep the multiples of this many steps; 0 = none.
+      best: number of checkpoints with the highest scores.
+      scores: returns the scores by step. They are looked up at each decision, because a checkpoint
+        is evaluated only after it is saved; checkpoints without a score are not among the best.
     """
 
-    count: int
-    scores: Scores
+    newest: int
+    every: int = 0
+    best: int = 0
+    scores: Scores = dict
 
-    def should_preserve(
-        self,
-        checkpoints: Sequence[policies.PolicyCheckpointInfo],
-        *,
-        context: policies.PreservationContext,
-    ) -> Sequence[bool]:
+    def kept(self, steps: Collection[int]) -> set[int]:
+        """Returns the steps whose checkpoints are kept."""
         scores = self.scores()
-        scored = [
-            _Scored(c.step, c.time, {'score': scores[c.step]} if c.step in scores else None)
-            for c in checkpoints
-        ]
-        best = policies.BestN(
-            get_metric_fn=lambda metrics: metrics['score'],
-            n=self.count,
-            keep_checkpoints_without_metrics=False,
-        )
-        return best.should_preserve(scored, context=context)
+        ranked = sorted((s for s in steps if s in scores), key=lambda s: (scores[s], s))
+        return {
+            *sorted(steps, reverse=True)[: self.newest],
+            *(step for step in steps if self.every and step % self.every == 0),
+            *ranked[::-1][: self.best],
+        }
 
 
-def preservation_policy(
-    keep: int, keep_every: int, keep_best: int, scores: Scores
-) -> policies.PreservationPolicy:
-    """Returns orbax's policy for the checkpoints to keep: any one of these reasons is enough.
+@contextlib.contextmanager
+def reading(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Keeps `remove_unread` from removing a checkpoint during the block; changes nothing on disk.
 
-    Args:
-      keep: number of newest checkpoints.
-      keep_every: keep the multiples of this many steps; 0 = none.
-      keep_best: number of checkpoints with the highest scores.
-      scores: returns the scores by step; checkpoints without a score are not among the best.
+    Yields the path of the checkpoint to read from (`plain_path`).
+
+    Raises:
+      OSError: there is no such folder, or it cannot be opened.
     """
-    chosen: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
-    if keep_every:
-        chosen.append(policies.EveryNSteps(keep_every))
-    if keep_best:
-        chosen.append(_Best(keep_best, scores))
-    return policies.AnyPreservationPolicy(chosen)
+    with opened_folder(folder) as descriptor:
+        with contextlib.suppress(OSError):  # a file system without such locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a removal that has begun
+        yield plain_path(folder, descriptor)
+
+
+def remove_unread(folder: pathlib.Path) -> None:
+    """Removes a checkpoint, unless a process is `reading` it; a failure is a warning."""
+    try:
+        with opened_folder(folder) as descriptor:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            except OSError:  # a file system without such locks
+                pass
+            shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        logging.warning('%s: cannot be removed: %s', folder, error.strerror or error)

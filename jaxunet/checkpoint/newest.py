@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
+from collections.abc import Callable
+from typing import TypeVar
 
+from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
 from jaxunet.checkpoint.meta import RunFacts, read_meta
-from jaxunet.checkpoint.store import FOLDER, find
 from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
 
-
-def saved_steps(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps of the checkpoints in a workdir, readable or not, newest first."""
-    names = (entry.name for entry in (workdir / FOLDER).glob('*'))
-    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+Found = TypeVar('Found')
 
 
 def newest_config(workdir: pathlib.Path) -> Config | None:
@@ -23,18 +20,34 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
     Reads the file itself: orbax would start JAX, which the processes of a run must not do before
     they have joined.
     """
-    for step in saved_steps(workdir):
-        if (config := _config_of(workdir, step)) is not None:
-            return config
-    return None
+    return _newest(workdir, _config_of)
 
 
 def newest_classes(workdir: pathlib.Path) -> tuple[str, ...]:
     """Returns the names of the classes in the newest checkpoint that can be read; () if none."""
-    for step in saved_steps(workdir):
-        with contextlib.suppress(ValueError, TypeError, KeyError, UserError):  # as `_config_of`
-            return RunFacts.of(read_meta(workdir / FOLDER / str(step))).class_names
-    return ()
+    return _newest(workdir, _classes_of) or ()
+
+
+def _newest(
+    workdir: pathlib.Path, read: Callable[[pathlib.Path, int], Found | None]
+) -> Found | None:
+    """Returns what `read` finds in the newest checkpoint that it can read; None if in none."""
+    for _ in range(LISTINGS):
+        steps = saved_steps(workdir)
+        for step in steps:
+            if (found := read(workdir, step)) is not None:
+                return found
+        if saved_steps(workdir) == steps:  # otherwise a run has removed some meanwhile
+            break
+    return None
+
+
+def _classes_of(workdir: pathlib.Path, step: int) -> tuple[str, ...] | None:
+    """Returns the names of the classes in one checkpoint; None if it cannot be read."""
+    try:
+        return RunFacts.of(read_meta(workdir / FOLDER / str(step))).class_names
+    except (ValueError, TypeError, KeyError, UserError):
+        return None
 
 
 def _config_of(workdir: pathlib.Path, step: int) -> Config | None:
@@ -48,7 +61,7 @@ def _config_of(workdir: pathlib.Path, step: int) -> Config | None:
 def config_at(init_from: object) -> Config | None:
     """Returns the config of a workdir's newest checkpoint, or of one checkpoint; None if none.
 
-    It takes the paths that `store.find` takes. Like `newest_config`, it does not start JAX.
+    It takes the paths that `folders.find` takes. Like `newest_config`, it does not start JAX.
 
     Args:
       init_from: the field `init_from` of a config that is not checked yet: a path, '', or anything

@@ -8,7 +8,9 @@ the 1e-3 that is allowed. Averages beyond float16's range are stored in float32.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +21,16 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxunet.checkpoint.meta import check_seal, sealed
 from jaxunet.checkpoint.power_average import ROUNDING
 from jaxunet.checkpoint.store import checksum
 from jaxunet.config import Config
+from jaxunet.config.relations import MAX_WIDTH
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.untrusted import check_fields, parse_json, shown
+from jaxunet.runtime.untrusted import check_fields, one_line, parse_json, shown
+from jaxunet.runtime.whole_files import replacing
 from jaxunet.weights.safetensors_file import write_safetensors
 
 FOLDER = 'snapshots'
@@ -59,10 +64,8 @@ class Snapshot:
         Raises:
           UserError: the file is damaged.
         """
-        try:
+        with _readable(self.path):
             arrays = safetensors.numpy.load_file(self.path)
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise _damaged(self.path, str(error)) from None
         found = checksum([arrays[name] for name in sorted(arrays)])
         if found != self.checksum:
             raise _damaged(self.path, f'checksum: expected {self.checksum:08x}, found {found:08x}')
@@ -145,20 +148,19 @@ class SnapshotWriter:
         fits = all(np.abs(leaf).max() <= limit for leaf in arrays.values())
         dtype = 'float16' if fits else 'float32'
         arrays = {name: np.ascontiguousarray(leaf, dtype) for name, leaf in arrays.items()}
-        metadata = {
-            'updates': updates,
-            'widths': list(trees),
-            'dtype': dtype,
-            'checksum': checksum([arrays[name] for name in sorted(arrays)]),
-        }
-        self.folder.mkdir(exist_ok=True)
+        metadata = sealed(
+            {
+                'updates': updates,
+                'widths': list(trees),
+                'dtype': dtype,
+                'checksum': checksum([arrays[name] for name in sorted(arrays)]),
+            }
+        )
         path = self.folder / f'{step}{SUFFIX}'
-        temporary = path.with_suffix('.tmp')
-        try:
-            write_safetensors(temporary, arrays, {METADATA: json.dumps(metadata)})
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as partial, partial.open('wb') as file:
+            write_safetensors(file, arrays, {METADATA: json.dumps(metadata)})
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _files(workdir: pathlib.Path) -> Iterator[pathlib.Path]:
@@ -171,26 +173,47 @@ def _name(width: float, index: int) -> str:
 
 def _header(path: pathlib.Path) -> Snapshot:
     check_regular(path)
-    try:
-        with safetensors.safe_open(path, framework='numpy') as file:
-            text = (file.metadata() or {}).get(METADATA, '')
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise _damaged(path, f'{type(error).__name__}: {error}') from None
+    with _readable(path), safetensors.safe_open(path, framework='numpy') as file:
+        text = (file.metadata() or {}).get(METADATA, '')
     metadata = parse_json(text, f'{path}: {METADATA}', advice=ADVICE)
     check_fields(metadata, FIELDS, f'{path}: {METADATA}', advice=ADVICE)
+    try:
+        check_seal(metadata)  # snapshots of earlier versions have none
+    except ValueError:
+        raise _damaged(path, f'the checksum of {METADATA} is wrong') from None
+    step, updates = int(path.stem), metadata['updates']
     widths, dtype = metadata['widths'], metadata['dtype']
     if dtype not in ROUNDING:
         raise _damaged(path, f'dtype {shown(dtype)}')
-    if not widths or not all(type(width) in (int, float) for width in widths):
-        raise _damaged(path, f'widths {shown(widths)}')
+    if not widths or len(set(map(shown, widths))) < len(widths):
+        raise _damaged(path, f'expected distinct widths, found {shown(widths)}')
+    if not all(type(width) in (int, float) and 0 < width < MAX_WIDTH for width in widths):
+        raise _damaged(path, f'expected widths below {MAX_WIDTH:.4f}, found {shown(widths)}')
+    if not 0 <= updates <= step:
+        raise _damaged(path, f'expected at most {step} updates, found {shown(updates)}')
     return Snapshot(
         path,
-        int(path.stem),
-        metadata['updates'],
+        step,
+        updates,
         tuple(map(float, widths)),
         dtype,
         metadata['checksum'],
     )
+
+
+@contextlib.contextmanager
+def _readable(path: pathlib.Path) -> Iterator[None]:
+    """Raises UserError if the block cannot read a snapshot, or if it is damaged."""
+    try:
+        with path.open('rb'):  # the library gives no reason why it cannot open a file
+            yield
+    except OSError as error:
+        raise UserError(
+            f'{path}: cannot be read: {error.strerror or error}; it may be whole, so repeat the '
+            f'command once it can be read, or {ADVICE}'
+        ) from None
+    except (ValueError, safetensors.SafetensorError) as error:
+        raise _damaged(path, one_line(error)) from None
 
 
 def _damaged(path: pathlib.Path, reason: str) -> UserError:

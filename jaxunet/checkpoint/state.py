@@ -22,6 +22,7 @@ from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.unet import Params, build_unet, init_params
 from jaxunet.ops.backends import load_ops
+from jaxunet.runtime.own_types import own_types
 
 Arguments = ParamSpec('Arguments')
 Result = TypeVar('Result')
@@ -275,6 +276,7 @@ def set_moments(opt_state: optax.OptState, mu: Params, nu: Params) -> optax.OptS
     return jax.tree.map(replace, opt_state, is_leaf=_is_adam)
 
 
+@own_types()
 def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     """Returns the state before step 0 as numpy arrays, drawn from `config.seed`.
 
@@ -337,6 +339,7 @@ def draw_state(config: Config) -> TrainState:
     )
 
 
+@own_types()
 def state_from_weights(
     config: Config, params: Params, moments: tuple[Params, Params] | None
 ) -> TrainState:

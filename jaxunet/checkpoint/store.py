@@ -17,32 +17,33 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from absl import logging
 
 from jaxunet.checkpoint.content import OtherVersionError, check_arrays, check_method_states
 from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.damaged import set_aside
-from jaxunet.checkpoint.keeping import Scores, preservation_policy
-from jaxunet.checkpoint.meta import RunFacts, check_seal, sealed
-from jaxunet.checkpoint.refused import raise_if_whole
+from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
+from jaxunet.checkpoint.keeping import Keeping, Scores, reading, remove_unread
+from jaxunet.checkpoint.meta import CHECKSUM, RunFacts, read_meta, sealed
+from jaxunet.checkpoint.refused import RefusedError, raise_if_whole
 from jaxunet.checkpoint.state import Draw, TrainState, draw_state, drawing_device, state_config
+from jaxunet.checkpoint.writer import Writer, read_state
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
-from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.paths import expanded
 
-FOLDER = 'checkpoints'
 UNET = 'UNet'  # the network of checkpoints that name none
-# A write has practically no time limit: orbax measures it by the wall clock, which may jump.
-WRITE_SECONDS = 5 * 10**9
 NO_FACTS = RunFacts()
 MAX_REASON = 400  # characters of a library's error message that are shown
+_Damaged: TypeAlias = list[tuple[pathlib.Path, Exception]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Restored:
     facts: RunFacts
 
 
+@own_types()
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
     with jax.default_device(drawing_device()):
@@ -80,7 +82,7 @@ class Checkpoints:
     """The checkpoints of one workdir.
 
     Args:
-      keep: number of newest checkpoints to keep; see also `preservation_policy`.
+      keep: number of newest checkpoints to keep; see also `Keeping`.
       keep_every: also keep those at multiples of this many steps; 0 = none.
       keep_best: also keep this many with the best scores.
       scores: returns scores by step; larger ones are better.
@@ -103,35 +105,12 @@ class Checkpoints:
     ) -> None:
         self.workdir, self.read_only = workdir, read_only
         self._draw, self._network = draw, network
+        self._keeping = Keeping(keep, keep_every, keep_best, scores)
         self.folder = (workdir / FOLDER).resolve()
+        self._writer: Writer | None = None
         if not read_only:
             self._set_aside_unfinished()
-        # Each process reads by itself, and only process 0 writes. If orbax coordinated the
-        # processes, the others would wait forever for a process whose disk is full.
-        me = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'process{me}'
-        )
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=(
-                None if read_only else preservation_policy(keep, keep_every, keep_best, scores)
-            ),
-            enable_async_checkpointing=not read_only,
-            async_options=ocp.options.AsyncOptions(timeout_secs=WRITE_SECONDS),
-            read_only=read_only,
-            create=False,  # orbax only creates folders for all processes together
-            multiprocessing_options=alone,
-        )
-        if not read_only:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(
-                    f'--workdir: {self.folder}: cannot be made: {error.strerror or error}'
-                ) from None
-        self.manager = ocp.CheckpointManager(
-            self.folder, options=options, item_names=('state', 'meta')
-        )
+            self._writer = Writer(workdir)
 
     def save(
         self,
@@ -142,7 +121,8 @@ class Checkpoints:
     ) -> str:
         """Starts writing a checkpoint in the background; only process 0 may call this.
 
-        A write that fails leaves the earlier checkpoints as they are.
+        A write that fails leaves the earlier checkpoints as they are. They are also kept until the
+        new one has been read back.
 
         Args:
           state: numpy arrays.
@@ -152,10 +132,12 @@ class Checkpoints:
         Raises:
           CheckpointWriteError: this write could not start.
         """
+        assert self._writer is not None, 'read_only'
+        found = checksum(state)
         meta = sealed(
             {
                 'config': to_dict(config),
-                'checksum': checksum(state),
+                'checksum': found,
                 **facts.meta(),
                 **({'network': self._network} if self._network != UNET else {}),
             }
@@ -165,57 +147,47 @@ class Checkpoints:
             self.wait()
         except CheckpointWriteError as error:
             earlier = str(error)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
-            self.manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
-                ),
-                force=True,
-            )
+            self._writer.start(step, state, meta, lambda: self._check_written(step, shapes, found))
         except Exception as error:
             raise CheckpointWriteError(self._write_failure(error)) from error
         return earlier
 
     def wait(self) -> None:
-        """Waits until everything is on disk.
+        """Waits until everything is on disk, has been read back, and older ones are removed.
 
         Raises:
           CheckpointWriteError: something could not be written.
         """
         try:
-            self.manager.wait_until_finished()
-            self.manager.check_for_errors()
+            if self._writer is not None:
+                self._writer.wait()
         except Exception as error:
             raise CheckpointWriteError(self._write_failure(error)) from error
 
     def restore(self, step: int | None = None) -> Restored | None:
         """Returns the newest readable checkpoint, or that of `step`; None if there is none at all.
 
-        Damaged checkpoints that are newer are set aside, unless `read_only`.
+        Damaged checkpoints that are newer are set aside, unless `read_only`. If a run removes and
+        writes checkpoints meanwhile, they are listed again.
 
         Raises:
           UserError: no checkpoint can be read, the system refuses one, or one is another version's.
         """
-        steps = self.steps() if step is None else [step]
-        damaged: list[tuple[pathlib.Path, Exception]] = []
-        for candidate in steps:
-            folder = self.folder / str(candidate)
-            try:
-                restored = self._read(candidate)
-            except Exception as error:
-                raise_if_whole(folder, error)
-                if isinstance(error, OtherVersionError) and error.certain:
-                    raise
-                damaged.append((folder, error))
-            else:
-                self._skip(damaged, folder)
+        damaged: _Damaged = []
+        for _ in range(LISTINGS):
+            steps = self.steps() if step is None else [step]
+            restored, damaged = self._first_readable(steps)
+            if restored is not None:
+                self._skip(damaged, self.folder / str(int(restored.state.step)))
                 return restored
+            if step is not None or self.steps() == steps:
+                break
         if damaged and isinstance(damaged[0][1], OtherVersionError):
             raise damaged[0][1]
         if damaged:
-            lines = [f'{folder}: {_first_line(error)}' for folder, error in damaged]
+            lines = [f'{folder}: {self._first_line(error)}' for folder, error in damaged]
             advice = 'To start over, choose another --workdir.'
             if self.read_only and step is None:
                 advice = 'Give another run.'
@@ -224,65 +196,86 @@ class Checkpoints:
             raise UserError('\n  '.join(['no readable checkpoint:', *lines]) + f'\n{advice}')
         return None
 
-    def _skip(self, damaged: list[tuple[pathlib.Path, Exception]], good: pathlib.Path) -> None:
+    def _first_readable(self, steps: Sequence[int]) -> tuple[Restored | None, _Damaged]:
+        """Returns the first readable checkpoint of `steps`, and the damaged ones before it.
+
+        The search ends at a checkpoint that has just been removed.
+
+        Raises:
+          UserError: as `restore`.
+        """
+        damaged: _Damaged = []
+        for step in steps:
+            folder = self.folder / str(step)
+            try:
+                return self._read(step), damaged
+            except Exception as error:
+                damaged.append((folder, error))
+                if not folder.exists():
+                    break
+                raise_if_whole(folder, error)
+                if isinstance(error, OtherVersionError) and error.certain:
+                    raise
+        return None, damaged
+
+    def _skip(self, damaged: _Damaged, good: pathlib.Path) -> None:
         """Reports damaged checkpoints that are newer than a good one, and sets them aside."""
         for folder, error in reversed(damaged):
             logging.warning(
-                'damaged checkpoint %s: using %s instead (%s)', folder, good, _first_line(error)
+                'damaged checkpoint %s: using %s instead (%s)',
+                folder,
+                good,
+                self._first_line(error),
             )
             if not self.read_only:
                 self._set_aside(folder)
-        if damaged and not self.read_only:
-            self.manager.reload()
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints, newest first."""
-        return sorted(self.manager.all_steps(), reverse=True)
+        return saved_steps(self._place())
 
     def set_aside_after(self, step: int) -> None:
         """Moves the checkpoints of later steps to `WORKDIR/damaged`."""
         for later in self.steps():
             if later > step:
                 self._set_aside(self.folder / str(later))
-        self.manager.reload()
 
     def latest(self) -> int | None:
-        """Returns the step of the newest checkpoint, or None."""
-        return self.manager.latest_step()
+        """Returns the step of the newest checkpoint, written or being written, or None."""
+        writing = self._writer.writing if self._writer is not None else None
+        return max(self.steps()[:1] + ([] if writing is None else [writing]), default=None)
 
     def close(self) -> None:
         """Waits for a write in progress and releases orbax's threads."""
-        self.manager.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _place(self) -> pathlib.Path:
+        """Returns the workdir, also if it has been moved since."""
+        return self.workdir if self._writer is None else self._writer.place
 
     def _read(self, step: int) -> Restored:
         """Reads one checkpoint; a damaged one may raise any exception."""
-        folder = self.folder / str(step)
-        meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-        intact = check_seal(meta)
-        if (network := meta.get('network', UNET)) != self._network:
-            raise OtherVersionError(
-                f'{folder}: expected a checkpoint of a {self._network}, found that of a {network}',
-                certain=intact,
-            )
-        try:
-            config = resolve(meta['config'])
-        except UserError as error:
-            raise OtherVersionError(f'{folder}: {error}', certain=intact) from None
-        whole = state_template(config, self._draw)
-        fields = _stored_fields(whole, meta['config'])
-        template = {name: getattr(whole, name) for name in fields}
-        check_method_states(folder, config, template)
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
-        restore = ocp.args.PyTreeRestore(template, restore_args=as_numpy)
-        state = TrainState(
-            **self.manager.restore(step, args=ocp.args.Composite(state=restore)).state
-        )
+        name = self.folder / str(step)
+        with reading(self._place() / FOLDER / str(step)) as folder:
+            meta = read_meta(folder)
+            intact = CHECKSUM in meta
+            if (network := meta.get('network', UNET)) != self._network:
+                raise OtherVersionError(
+                    f'{name}: expected a checkpoint of a {self._network}, found that of a '
+                    f'{network}',
+                    certain=intact,
+                )
+            try:
+                config = resolve(meta['config'])
+            except UserError as error:
+                raise OtherVersionError(f'{name}: {error}', certain=intact) from None
+            whole = state_template(config, self._draw)
+            fields = _stored_fields(whole, meta['config'])
+            check_method_states(name, folder, config, whole, fields)
+            state = read_state(folder, whole, fields)
         check_arrays(state, whole)
-        found = checksum(state)
-        if found != meta['checksum']:
-            raise ValueError(
-                f'checksum: expected {meta["checksum"]:08x}, found {found:08x} in {folder}'
-            )
+        _check_sum(state, meta['checksum'], name)
         return Restored(
             workdir=self.workdir,
             state=state,
@@ -290,13 +283,43 @@ class Checkpoints:
             facts=RunFacts.of(meta),
         )
 
+    def _check_written(self, step: int, shapes: TrainState, expected: int) -> None:
+        """Reads back a checkpoint, then removes those that are no longer kept.
+
+        If the system refuses to read it, all are kept.
+
+        Raises:
+          Exception: it is damaged; it has been moved to `WORKDIR/damaged`.
+        """
+        folder = self._place() / FOLDER / str(step)
+        try:
+            with reading(folder) as place:
+                read_meta(place)
+                _check_sum(read_state(place, shapes), expected, self.folder / str(step))
+        except Exception as error:
+            try:
+                raise_if_whole(self.folder / str(step), error)
+            except (MemoryError, RefusedError) as refused:
+                logging.warning(
+                    '%s: cannot be read back now (%s), so no older checkpoint is removed',
+                    self.folder / str(step),
+                    self._first_line(refused.__cause__ or refused),
+                )
+                return
+            if folder.exists():
+                self._set_aside(folder)
+            raise
+        steps = saved_steps(self._place())
+        for old in sorted({*steps} - self._keeping.kept(steps)):
+            remove_unread(self._place() / FOLDER / str(old))
+
     def _set_aside_unfinished(self) -> None:
         """Moves away half-written checkpoints of a killed run, which orbax never committed."""
         if not self.folder.is_dir() or jax.process_index() != 0:
             return
-        committed = ocp.utils.checkpoint_steps(self.folder)
+        committed = saved_steps(self.workdir)
         for entry in sorted(self.folder.iterdir()):
-            if not (entry.name.isdigit() and int(entry.name) in committed):
+            if not (entry.name.isdecimal() and int(entry.name) in committed):
                 logging.warning(
                     'half-written checkpoint %s: ignored, moved to %s',
                     entry,
@@ -306,17 +329,18 @@ class Checkpoints:
 
     def _set_aside(self, entry: pathlib.Path) -> None:
         if jax.process_index() == 0:
-            set_aside(self.workdir, entry)
+            set_aside(self._place(), entry)
 
     def _write_failure(self, error: Exception) -> str:
+        steps = self.steps()
+        good = f'the last good one is step {steps[0]}' if steps else 'there is no good one yet'
         return (
-            f'a checkpoint could not be written to {self.folder}: {_first_line(error)}; the last '
-            f'good one is step {self._last_good()}'
+            f'a checkpoint could not be written to {self.folder}: {self._first_line(error)}; {good}'
         )
 
-    def _last_good(self) -> int | None:
-        steps = ocp.utils.checkpoint_steps(self.folder) if self.folder.is_dir() else []
-        return max(steps, default=None)
+    def _first_line(self, error: BaseException) -> str:
+        text = str(error).strip().replace(str(self._place()), str(self.workdir))
+        return f'{type(error).__name__}: {text.splitlines()[0] if text else ""}'[:MAX_REASON]
 
 
 class CheckpointWriteError(UserError):
@@ -334,24 +358,9 @@ def _stored_fields(template: TrainState, config: Fields) -> list[str]:
     return [f.name for f in dataclasses.fields(template) if f.name not in missing]
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f'{type(error).__name__}: {text.splitlines()[0] if text else ""}'[:MAX_REASON]
-
-
-def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:
-    """Returns (workdir, step) of a path; step is None, the newest, for a workdir itself.
-
-    Returns None if the path is neither a workdir nor one checkpoint in it.
-    """
-    path = pathlib.Path(expanded(path))
-    if (path / FOLDER).is_dir():
-        return path, None
-    if path.name == FOLDER and path.is_dir():
-        return path.parent, None
-    if path.name.isdigit() and path.parent.name == FOLDER and path.is_dir():
-        return path.parent.parent, int(path.name)
-    return None
+def _check_sum(state: TrainState, expected: int, name: pathlib.Path) -> None:
+    if (found := checksum(state)) != expected:
+        raise ValueError(f'checksum: expected {expected:08x}, found {found:08x} in {name}')
 
 
 def read(path: str | pathlib.Path) -> Restored:
@@ -369,10 +378,7 @@ def read(path: str | pathlib.Path) -> Restored:
         raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{hint}')
     workdir, step = found
     checkpoints = Checkpoints(workdir, keep=0, read_only=True)
-    try:
-        restored = checkpoints.restore(step)
-    finally:
-        quietly(str(workdir / FOLDER), checkpoints.close)
+    restored = checkpoints.restore(step)
     if restored is None:
         raise UserError(f'{workdir / FOLDER}: no finished checkpoint in it yet')
     return restored

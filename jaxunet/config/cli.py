@@ -34,8 +34,7 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
     """Parses the flags and runs `main`, as `jaxunet.runtime.command.run` does.
 
     Args:
-      arguments: `main` takes arguments that are not flags, and checks them; otherwise they are an
-        error.
+      arguments: `main` takes arguments that are not flags, and checks them; else they are errors.
     """
     command.run(main, _parse, arguments=arguments)
 

@@ -73,6 +73,11 @@ class PatientFile:
             lost, self._pending = len(self._pending), b''
             logging.warning('%s: %d bytes that could not be written are lost', self.path, lost)
 
+    def close(self) -> None:
+        """Tries once more to write what could not be written; otherwise touches nothing."""
+        if self._pending or self._content is not None:
+            self.write()
+
     def _append(self) -> None:
         with self.path.open('ab', buffering=0) as file:
             size = file.tell()

@@ -19,6 +19,7 @@ from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 from jaxunet.runtime.no_device import needs_device
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.plugins import at_fault
 from jaxunet.runtime.printing import let_printing_fail
 from jaxunet.runtime.progress import write_above_bars
@@ -90,7 +91,7 @@ def _without_traceback(main: Main, *, arguments: bool) -> Main:
                 raise UserError(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )
-            with needs_device(), memory_for('this command', MORE_MEMORY), explained():
+            with own_types(), needs_device(), memory_for('this command', MORE_MEMORY), explained():
                 code = main(argv)
         except UserError as error:
             fail(error)
@@ -117,14 +118,14 @@ class _Printable(std_logging.Formatter):
 
 
 def _is_shown(record: std_logging.LogRecord) -> bool:
-    """Passes jaxunet's own messages, and warnings of other libraries except orbax.
+    """Passes jaxunet's own messages, and other libraries' warnings except those of orbax's tasks.
 
     Orbax's failures also arrive as exceptions, which the commands report.
     """
-    package = pathlib.Path(__file__).parents[1]
-    if package in pathlib.Path(record.pathname).parents:
+    path = pathlib.Path(record.pathname)
+    if pathlib.Path(__file__).parents[1] in path.parents:
         return True
-    return record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
+    return record.levelno >= std_logging.WARNING and not {'orbax', 'asyncio'} & {*path.parts}
 
 
 def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:

@@ -23,6 +23,7 @@ from jaxunet.data.source import Source, in_order_of
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.board import Board
 from jaxunet.training.calls import Calls
@@ -48,7 +49,7 @@ from jaxunet.training.resume import (
 from jaxunet.training.rollback import TooManySkippedError
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.stalls import StallWatch
-from jaxunet.training.workdir import opened
+from jaxunet.training.workdir import Lock, opened
 from jaxunet.weights import write_classifier
 
 NETWORK = 'classifier of noisy images'
@@ -59,6 +60,7 @@ ACCURACY_MEMORY = (
 LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_steps')
 
 
+@own_types()
 def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> int:
     """Trains until `train.steps`, or until SIGTERM, SIGHUP or SIGINT.
 
@@ -76,9 +78,9 @@ def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> i
         in a row were not finite, or classifier.pt or the last checkpoint could not be written.
       OutOfMemoryError: as `jaxunet.training.loop.train`.
     """
-    with opened(workdir), Preemption() as preemption:
+    with opened(workdir) as lock, Preemption() as preemption:
         source = in_order_of(source, newest_classes(workdir))
-        return _Loop(config, workdir, source, preemption).run()
+        return _Loop(config, workdir, source, lock, preemption).run()
 
 
 class _Loop:
@@ -102,10 +104,15 @@ class _Loop:
     board: Board
 
     def __init__(
-        self, config: Config, workdir: pathlib.Path, source: Source, preemption: Preemption
+        self,
+        config: Config,
+        workdir: pathlib.Path,
+        source: Source,
+        lock: Lock,
+        preemption: Preemption,
     ) -> None:
         self.config, self.workdir, self.source = config, workdir, source
-        self.preemption = preemption
+        self.lock, self.preemption = lock, preemption
         self.checkpoints = _checkpoints(config, workdir)
         self.session = ClassifierSession(config, source)
         self.accuracy: Accuracy | None = None
@@ -146,6 +153,7 @@ class _Loop:
             self.checkpoints,
             session,
             begin,
+            self.lock,
             snapshots=False,
             warn=self._warn,
             config=config,
@@ -191,6 +199,9 @@ class _Loop:
         self.preemption.nothing_to_save = False
         measure = due(train.holdout_every, self.step, train.steps)
         save = due(train.checkpoint_every, self.step, train.steps)
+        if (save or due(train.log_every, self.step, train.steps)) and self.lock.why_lost():
+            with self._save_on_error():
+                self.lock.check()
         if not (measure or save):
             return
         self._read_metrics(leave=1)
@@ -222,7 +233,7 @@ class _Loop:
             self.bar.update(self.session.steps_per_call)
             if bad >= train.max_bad_steps:
                 raise TooManySkippedError(self.config, step, bad, self.checkpoints.latest(), 0)
-            if due(train.log_every, step, train.steps):
+            if due(train.log_every, step, train.steps) and not self.lock.why_lost():
                 last = {name: float(np.ravel(value)[-1]) for name, value in metrics.items()}
                 self._log(step, last, done.result())
 
@@ -253,7 +264,8 @@ class _Loop:
 
     def _save(self) -> None:
         """Writes classifier.pt, and starts writing a checkpoint. A failure is a warning."""
-        self._write(self.session.parallel.fetch(self.session.state))
+        if not self.lock.why_lost():  # otherwise it would be written to another run's folder
+            self._write(self.session.parallel.fetch(self.session.state))
         if self.failure:
             self._warn(f'warning: {self.failure}')
         self.saver.save(self.step, self.clock.seconds)

@@ -164,7 +164,7 @@ class StepTable:
 
     def close(self) -> None:
         """Tries once more to write the rows that could not be written."""
-        self._file.write()
+        self._file.close()
 
     def _lines(self, rows: Sequence[Mapping[str, object]], *, header: bool = False) -> bytes:
         text = io.StringIO(newline='')

@@ -23,6 +23,7 @@ from jaxunet.data.source import Source, in_order_of
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, wait_for_others
+from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.calls import Calls
 from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
@@ -36,9 +37,10 @@ from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.session import Session
 from jaxunet.training.stalls import StallWatch
-from jaxunet.training.workdir import opened
+from jaxunet.training.workdir import Lock, opened
 
 
+@own_types()
 def train(
     config: Config,
     workdir: pathlib.Path,
@@ -52,8 +54,7 @@ def train(
       workdir: gets checkpoints, logs and samples. A run that it holds is resumed.
       source: the images (`jaxunet.data.sources.open_images`).
       initial: numpy state for a workdir without checkpoints; None starts with fresh weights.
-      milestones: training times that end the run instead of `train.steps`. Such a run has one
-        process, and saves only what they say.
+      milestones: times that end a run of one process, which saves only what they say.
 
     Returns the step reached, which is saved.
 
@@ -61,16 +62,15 @@ def train(
       PassedError: the run has passed a milestone without reporting it.
       UserError: the workdir holds another run, the data does not fit the config, too many steps in
         a row were not finite, or the last checkpoint could not be written.
-      OutOfMemoryError: a device or this machine has no memory left. What was trained is saved,
-        unless the training step itself failed.
+      OutOfMemoryError: no memory is left. What was trained is saved, unless the step itself failed.
     """
     if milestones and jax.process_count() > 1:
         raise ValueError('milestones: expected a run of one process, found several')
-    with opened(workdir), Preemption(milestones) as preemption:
-        source = in_order_of(source, newest_classes(workdir))
+    source = in_order_of(source, newest_classes(workdir))
+    with opened(workdir) as lock, Preemption(milestones) as preemption:
         return with_rollbacks(
             lambda failed: _Loop(
-                config, workdir, source, preemption, milestones or NO_MILESTONES
+                config, workdir, source, lock, preemption, milestones or NO_MILESTONES
             ).run(initial, failed),
             limit=0 if milestones else config.train.rollbacks,
         )
@@ -101,11 +101,12 @@ class _Loop:
         config: Config,
         workdir: pathlib.Path,
         source: Source,
+        lock: Lock,
         preemption: Preemption,
         milestones: Milestones,
     ) -> None:
         self.config, self.workdir, self.source = config, workdir, source
-        self.preemption, self.milestones = preemption, milestones
+        self.lock, self.preemption, self.milestones = lock, preemption, milestones
         self.milestones_left = list(milestones.seconds)
         self.main = jax.process_index() == 0
         self.session = Session(config, source)
@@ -128,26 +129,25 @@ class _Loop:
 
     def run(self, initial: TrainState | None, failed: TooManySkippedError | None) -> int:
         """Trains, and returns the step reached; `failed` as in `starting_point`."""
-        total = self.config.train.steps
+        config, total = self.config, self.config.train.steps
         with contextlib.ExitStack() as stack:
             stack.callback(quietly, 'checkpoints', self.checkpoints.close)
             names = self.source.class_names
-            begin = starting_point(
-                self.config, self.workdir, self.checkpoints, names, initial, failed
+            begin = keep_images(
+                starting_point(config, self.workdir, self.checkpoints, names, initial, failed),
+                self.source,
             )
-            begin = keep_images(begin, self.source)
             facts = begin.facts
             self.step, self.rollbacks = begin.step, facts.rollbacks
             self.milestones.check(self.step, facts.seconds, facts.milestone)
             agree({'the step to resume from': self.step})
             if failed and self.main:
                 self.checkpoints.set_aside_after(self.step)
-            alone = jax.process_count() == 1
-            if self.step >= total and not (alone and any(self._missing_outputs())):
-                print(how_to_go_on(self.config, self.workdir, self.step))
+            if self.step >= total and (jax.process_count() > 1 or not any(self._missing_outputs())):
+                print(how_to_go_on(config, self.workdir, self.step))
                 return self.step
             session = self.session
-            self.watch = StallWatch(self.config.train.stall_seconds, self.workdir)
+            self.watch = StallWatch(config.train.stall_seconds, self.workdir)
             stack.callback(self.watch.close)
             stack.callback(self.calls.close)
             stack.callback(quietly, 'images', lambda: self.watch.call(session.close))
@@ -157,6 +157,7 @@ class _Loop:
                 self.checkpoints,
                 session,
                 begin,
+                self.lock,
                 snapshots=not self.milestones.seconds,
                 warn=self._warn,
             )
@@ -254,9 +255,13 @@ class _Loop:
         save, sample = self._due(train.checkpoint_every), self._due(train.sample_every)
         evaluate, held_out = self._due(train.evaluate_every), self._due(train.holdout_every)
         check = self._due(train.check_replicas_every)
-        snapshot = self.saver.snapshot_due(self.step)
-        milestone = self._milestone()
-        if not (save or sample or evaluate or held_out or milestone or snapshot or check):
+        snapshot, milestone = self.saver.snapshot_due(self.step), self._milestone()
+        work = save or sample or evaluate or held_out or milestone or snapshot or check
+        if (work or self._due(train.log_every)) and self.lock.why_lost():
+            self.outputs = None  # they would go to another run's folder
+            with self._save_on_error():
+                self.lock.check()
+        if not work:
             return True
         self._read_metrics(leave=1)
         with self._save_on_error():
@@ -354,7 +359,7 @@ class _Loop:
                 )
             if due(train.log_every, step, train.steps):
                 elapsed, steps = self.clock.lap(step, done.result())
-                if self.outputs:
+                if self.outputs and not self.lock.why_lost():
                     last = jax.tree.map(lambda x: np.ravel(x)[-1], metrics)
                     seconds = self.milestones.time(step, self.clock.at(done.result()))
                     self.outputs.log(step, last, elapsed / steps, seconds)
@@ -377,8 +382,8 @@ class _Loop:
         return asked or not self.milestones.keep_on()
 
     def _check_replicas(self) -> None:
-        state, saved = self.session.state, self.checkpoints.latest()
-        self.watch.call(self.replicas.check, state, self.step, saved)
+        saved = self.checkpoints.latest()
+        self.watch.call(self.replicas.check, self.session.state, self.step, saved)
 
     def _save(self, milestone: float | None = None) -> None:
         self.milestones.saving()
@@ -392,5 +397,4 @@ class _Loop:
 
     def _averaged_weights(self) -> Params:
         """Returns the average that sampling uses, on this process's first device."""
-        rate = str(self.config.ema.rates[0])
-        return self.session.parallel.local(self.session.state.ema[rate])
+        return self.session.parallel.local(self.session.state.ema[str(self.config.ema.rates[0])])

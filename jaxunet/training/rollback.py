@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
+from jaxunet.checkpoint.refused import RefusedError
 from jaxunet.checkpoint.store import Checkpoints, Restored
 from jaxunet.config import Config
 from jaxunet.runtime.distributed import agree
@@ -21,7 +22,7 @@ class TooManySkippedError(UserError):
     Args:
       step: the step reached.
       bad: steps skipped in a row up to it.
-      latest: the step of the newest checkpoint.
+      latest: the step of the newest checkpoint; None if there is none.
       rollbacks: number of times that the run has gone back so far.
     """
 
@@ -30,6 +31,11 @@ class TooManySkippedError(UserError):
     ) -> None:
         train = config.train
         spike, advice, back = '', '', ''
+        saved = (
+            'There is no checkpoint yet.'
+            if latest is None
+            else f'The last checkpoint is step {latest}.'
+        )
         if train.spike_sigmas:
             spike = f', or a norm beyond train.spike_sigmas={train.spike_sigmas}'
             advice = 'raise train.spike_sigmas, '
@@ -39,7 +45,7 @@ class TooManySkippedError(UserError):
             f'training stopped at step {step}: {bad} steps in a row had a loss or gradient '
             f'that is not finite{spike} (train.max_bad_steps={train.max_bad_steps}); {advice}'
             'lower optimizer.learning_rate, set optimizer.clip_norm, or use '
-            f'precision=bfloat16. The last checkpoint is step {latest}.{back}'
+            f'precision=bfloat16. {saved}{back}'
         )
         self.step, self.bad, self.rollbacks = step, bad, rollbacks
 
@@ -80,6 +86,8 @@ def last_good(checkpoints: Checkpoints, failed: TooManySkippedError) -> Restored
     for step in checkpoints.steps():
         try:
             restored = checkpoints.restore(step)
+        except RefusedError:  # later checkpoints are set aside, and this one may be good
+            raise
         except UserError as error:
             logging.warning('%s', error)
             continue

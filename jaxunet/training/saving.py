@@ -23,6 +23,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import OutOfMemoryError, memory_for
 from jaxunet.training.resume import StartingPoint
 from jaxunet.training.session import STEP_MEMORY, Session
+from jaxunet.training.workdir import Lock
 
 
 class Saver:
@@ -35,6 +36,7 @@ class Saver:
       checkpoints: those of the workdir.
       session: with the steps per call known.
       begin: where the run starts; its state is not kept.
+      lock: on the workdir.
       snapshots: write snapshots, if the config has `ema.widths`.
       warn: shows a line to the user.
       config: of the run; default: that of the session.
@@ -46,13 +48,14 @@ class Saver:
         checkpoints: Checkpoints,
         session: Session,
         begin: StartingPoint,
+        lock: Lock,
         *,
         snapshots: bool,
         warn: Callable[[str], None],
         config: Config | None = None,
     ) -> None:
         self._checkpoints, self._session, self._warn = checkpoints, session, warn
-        self._config = config or session.config
+        self._config, self._lock = config or session.config, lock
         self._facts = begin.facts
         self._main = jax.process_index() == 0
         self._failure = ''  # why the last checkpoint could not be written
@@ -85,13 +88,19 @@ class Saver:
     def save(self, step: int, seconds: float, milestone: float | None = None) -> None:
         """Starts writing a checkpoint, once the snapshots before it are on disk.
 
+        If the workdir has been moved, it is written where the workdir is now; if another is in its
+        place, nothing is written. Both are errors of `check`.
+
         Args:
           seconds: training time so far.
           milestone: the training time of `Milestones` that has just been reached.
         """
         if not self._main:
             return
-        self._failure = ''
+        self._failure = self._lock.why_lost()
+        if self._failure and self._lock.moved_to() is None:
+            self._show(self._failure)
+            return
         self._wait_for_snapshots()
         facts = dataclasses.replace(self._facts, seconds=seconds, milestone=milestone)
         state = self._session.parallel.fetch(self._session.state)

@@ -4,20 +4,98 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import pathlib
 from collections.abc import Iterator
+from typing import TextIO
 
 import jax
 from absl import logging
 
+from jaxunet.checkpoint.snapshots import FOLDER as SNAPSHOTS
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
+from jaxunet.runtime.plain_path import DESCRIPTORS, removed
 from jaxunet.runtime.whole_files import remove_left
+
+FILE = '.lock'
+
+
+class Lock:
+    """Lock of process 0 on the folder of its run; the other processes have none.
+
+    Args:
+      flag: the flag that gave the folder; begins the messages.
+
+    Raises:
+      UserError: another run holds the lock, or the folder cannot be written.
+    """
+
+    def __init__(self, workdir: pathlib.Path, flag: str) -> None:
+        self._workdir, self._flag = workdir, flag
+        self._file = _locked(workdir, flag) if jax.process_index() == 0 else None
+
+    def close(self) -> None:
+        """Gives the lock up."""
+        if self._file is not None:
+            self._file.close()
+
+    def why_lost(self) -> str:
+        """Returns '', or why the path of the folder no longer leads to the folder that is locked.
+
+        A folder that was removed is made and locked anew.
+        """
+        if self._file is None:
+            return ''
+        held = os.fstat(self._file.fileno())
+        try:
+            found = os.stat(self._workdir / FILE)
+            if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+                return ''
+        except (FileNotFoundError, NotADirectoryError):
+            if removed(self._file.fileno()):
+                return self._lock_anew()
+        except OSError as error:  # it cannot be told, and writing will fail or not
+            logging.warning('%s: %s: %s', self._flag, self._workdir, error.strerror or error)
+            return ''
+        lost = f'{self._flag}: {self._workdir} is no longer the folder of this run'
+        if (moved := self.moved_to()) is None:
+            return f'{lost}: it was removed, and another is there now; nothing is written to that'
+        return (
+            f'{lost}, which was moved to {moved}; the run ends, and is saved there: go on with '
+            f'{self._flag} {moved}'
+        )
+
+    def check(self) -> None:
+        """Raises a UserError with `why_lost`."""
+        if lost := self.why_lost():
+            raise UserError(lost)
+
+    def moved_to(self) -> pathlib.Path | None:
+        """Returns where the locked folder is; None if it was removed, or that cannot be told."""
+        if self._file is None or removed(self._file.fileno()):
+            return None
+        try:
+            return pathlib.Path(os.readlink(DESCRIPTORS / str(self._file.fileno()))).parent
+        except OSError:  # no /proc
+            return None
+
+    def _lock_anew(self) -> str:
+        try:
+            self._workdir.mkdir(parents=True, exist_ok=True)
+            anew = _locked(self._workdir, self._flag)
+        except OSError as error:
+            return f'{self._flag}: {self._workdir}: cannot be made: {error.strerror or error}'
+        except UserError as error:
+            return str(error)
+        self.close()
+        self._file = anew
+        return ''
 
 
 @contextlib.contextmanager
-def opened(workdir: pathlib.Path, flag: str = '--workdir') -> Iterator[None]:
-    """Makes the workdir and locks it for process 0 of this run; the lock ends with the process.
+def opened(workdir: pathlib.Path, flag: str = '--workdir') -> Iterator[Lock]:
+    """Makes the workdir and locks it for process 0 of this run; the lock ends with the block.
 
     Removes what a killed run has left half-written in it.
 
@@ -33,31 +111,39 @@ def opened(workdir: pathlib.Path, flag: str = '--workdir') -> Iterator[None]:
         raise UserError(
             f'{flag}: {workdir}: cannot be made: {error.strerror or error}; choose another'
         ) from None
-    if jax.process_index() != 0:
-        yield
-        return
-    check_regular(workdir / '.lock')
+    with contextlib.closing(Lock(workdir, flag)) as lock:
+        if jax.process_index() == 0:
+            for folder in (workdir, workdir / 'samples', workdir / SNAPSHOTS):
+                remove_left(folder)
+        yield lock
+
+
+def _locked(workdir: pathlib.Path, flag: str) -> TextIO:
+    """Returns the lock file, open and locked.
+
+    Raises:
+      UserError: another run holds the lock, or the file cannot be written.
+    """
+    check_regular(workdir / FILE)
     try:
-        file = (workdir / '.lock').open('w')
+        file = (workdir / FILE).open('w')
     except OSError as error:
         raise UserError(
             f'{flag}: {workdir}: cannot be written: {error.strerror or error}; choose another'
         ) from None
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(
-                f'{flag}: another run is training in {workdir}; wait until it ends, or choose '
-                'another folder'
-            ) from None
-        except OSError as error:  # a file system without locks
-            logging.warning(
-                '%s: %s cannot be locked (%s): nothing keeps a second run out of it',
-                flag,
-                workdir,
-                error.strerror or error,
-            )
-        for folder in (workdir, workdir / 'samples'):
-            remove_left(folder)
-        yield
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise UserError(
+            f'{flag}: another run is training in {workdir}; wait until it ends, or choose another '
+            'folder'
+        ) from None
+    except OSError as error:  # a file system without locks
+        logging.warning(
+            '%s: %s cannot be locked (%s): nothing keeps a second run out of it',
+            flag,
+            workdir,
+            error.strerror or error,
+        )
+    return file

@@ -202,7 +202,7 @@ def write_weights(
         if extension == '.pt':
             write_torch(file, state, metadata)
         else:
-            write_safetensors(file.name, state, metadata)
+            write_safetensors(file, state, metadata)
 
 
 def _state_dict(
@@ -244,7 +244,7 @@ def write_classifier(
         if extension == '.pt':
             write_torch(file, state, {})
         else:
-            write_safetensors(file.name, state, {})
+            write_safetensors(file, state, {})
 
 
 def _check_expressible(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-import stat
 from collections.abc import Mapping
 from typing import BinaryIO, TypedDict
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import check_fields, one_line, parse_json, shown
@@ -134,20 +133,32 @@ def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, str], dict[str, _T
 
 
 def write_safetensors(
-    path: str | os.PathLike[str], state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    file: BinaryIO, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes tensors and metadata to the file at `path`, replacing its contents, and flushes it.
+    """Writes tensors and metadata to an open, empty file.
+
+    The bytes are those of the library, which however writes them to `.tmpXXXXXX` beside the file,
+    and leaves that there if the process is killed.
+
+    Args:
+      state: arrays of types in `DTYPES` except BF16.
 
     Raises:
       OSError: the file cannot be written.
     """
-    with open(path, 'wb') as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    try:
-        safetensors.numpy.save_file(dict(state), path, dict(metadata))
-    except safetensors.SafetensorError as error:  # the library's error for a full disk
-        raise OSError(str(error)) from None
-    # The library replaces the file by one that only its owner may read.
-    with open(path, 'rb') as file:
-        os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
+    kinds = {np.dtype(kind): name for name, kind in DTYPES.items() if name != 'BF16'}
+    header: dict[str, object] = {'__metadata__': dict(metadata)} if metadata else {}
+    begin, names = 0, sorted(state, key=lambda name: (-state[name].itemsize, name))
+    for name in names:
+        array = state[name]
+        header[name] = {
+            'dtype': kinds[array.dtype],
+            'shape': list(array.shape),
+            'data_offsets': [begin, begin + array.nbytes],
+        }
+        begin += array.nbytes
+    text = json.dumps(header, separators=(',', ':'), ensure_ascii=False).encode()
+    text += b' ' * (-len(text) % LENGTH)
+    file.write(len(text).to_bytes(LENGTH, 'little') + text)
+    for name in names:
+        file.write(np.ascontiguousarray(state[name]).reshape(-1).view(np.uint8).data)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -17,9 +20,10 @@ from jaxunet.checkpoint.content import OtherVersionError
 from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.newest import newest_config
-from jaxunet.checkpoint.refused import RefusedError
+from jaxunet.checkpoint.refused import RefusedError, raise_if_whole
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.rollback import TooManySkippedError, last_good
 
 FACTS = RunFacts(1.5, ('cow', 'bull'), rollbacks=2, milestone=1.25, images=9)
 
@@ -183,6 +187,71 @@ def test_a_file_that_the_system_refuses_to_read_is_no_damage(file, target, reaso
     with pytest.raises(RefusedError, match=f'checkpoints/2: cannot be read: {reason}. The'):
         restore(run)
     assert not (run / 'damaged').exists()
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize('number', range(3))
+@pytest.mark.parametrize('every', [False, True])
+def test_a_thread_that_cannot_start_is_no_damage(number, every, run, monkeypatch):
+    """As a container's limit of processes: one start fails, or all from some moment on."""
+    checkpoints, counted = checkpoint.Checkpoints(run, keep=3), itertools.count()
+    start = threading.Thread.start
+
+    def refuse(thread):
+        count = next(counted)
+        if count == number or (every and count > number):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, 'start', refuse)
+        with contextlib.suppress(RefusedError):
+            assert checkpoints.restore().state.step == 2
+            assert next(counted) <= number  # so many threads are not needed
+    checkpoints.close()
+    assert not (run / 'damaged').exists()
+    assert restore(run).state.step == 2
+
+
+@pytest.mark.parametrize(
+    ('error', 'damage'),
+    [
+        (RuntimeError('cannot schedule new futures after shutdown'), False),
+        (ValueError('RESOURCE_EXHAUSTED: Error reading local file'), False),
+        (ValueError('DATA_LOSS: CRC-32C checksum verification failed'), True),
+        (ValueError('NOT_FOUND: Error opening "zarr" driver'), True),
+        (json.JSONDecodeError('Expecting value', '', 0), True),
+        (KeyError('key_type'), True),
+        (TimeoutError(), False),
+        (OSError(errno.ESTALE, 'Stale file handle'), False),
+    ],
+)
+def test_damage_is_proved_and_everything_else_is_a_refusal(error, damage, tmp_path):
+    """Also if it is the cause of another error."""
+    outer = UserError('cannot be read')
+    outer.__context__ = error
+    for raised in (error, outer):
+        if damage:
+            raise_if_whole(tmp_path, raised)
+        else:
+            with pytest.raises(RefusedError):
+                raise_if_whole(tmp_path, raised)
+
+
+def test_a_rollback_does_not_pass_over_a_refused_checkpoint(run, monkeypatch):
+    """The checkpoints after the one that it goes back to are moved away."""
+    read = checkpoint.Checkpoints._read
+
+    def refuse(self, step):
+        if step == 2:
+            raise OSError(errno.EIO, 'Input/output error')
+        return read(self, step)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, '_read', refuse)
+    checkpoints = checkpoint.Checkpoints(run, keep=3)
+    with pytest.raises(RefusedError, match='Input/output error'):
+        last_good(checkpoints, TooManySkippedError(tiny_config(), 5, 3, 2, 0))
+    checkpoints.close()
 
 
 def test_a_file_that_is_missing_is_damage(run):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import shutil
 
 import jax
 import numpy as np
 import pytest
+import safetensors
+import safetensors.numpy
 from support.bench import Bench
 from support.shared_steps import shared_steps
 from support.tiny import tiny_config
@@ -215,7 +219,63 @@ def garble(path: pathlib.Path) -> None:
     path.write_bytes(b'not a snapshot')
 
 
-@pytest.mark.parametrize('damage', [damage_payload, truncate, garble])
+def rewrite(path: pathlib.Path, **changes: object) -> None:
+    """Changes the metadata, but not their checksum; None removes a field."""
+    with safetensors.safe_open(path, framework='numpy') as file:
+        metadata = json.loads(file.metadata()['snapshot']) | changes
+    metadata = {name: value for name, value in metadata.items() if value is not None}
+    arrays = safetensors.numpy.load_file(path)
+    safetensors.numpy.save_file(arrays, path, {'snapshot': json.dumps(metadata)})
+
+
+def halve_updates(path: pathlib.Path) -> None:
+    rewrite(path, updates=24)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'reason'),
+    [
+        ({'widths': [-1, 0.1]}, r'expected widths below 0.2887, found \[-1, 0.1\]'),
+        ({'widths': [0.05, float('inf')]}, None),
+        ({'widths': [0.1, 0.1]}, r'expected distinct widths, found \[0.1, 0.1\]'),
+        ({'widths': []}, 'expected distinct widths'),
+        ({'widths': [True, 0.1]}, 'expected widths below'),
+        ({'updates': 49}, 'expected at most 48 updates, found 49'),
+        ({'updates': -1}, 'expected at most 48 updates, found -1'),
+    ],
+)
+def test_metadata_without_a_checksum_are_checked_by_their_values(changes, reason, run) -> None:
+    """Snapshots of earlier versions have none."""
+    path = run / 'snapshots' / '48.safetensors'
+    rewrite(path, meta_checksum=None)
+    assert len(find_snapshots(run, STEPS)) == 32
+    rewrite(path, **changes)
+    with pytest.raises(UserError, match=reason or r'48\.safetensors: snapshot: expected a JSON'):
+        find_snapshots(run, STEPS)
+
+
+def test_a_snapshot_that_the_system_refuses_to_read_is_not_called_damaged(run) -> None:
+    path = run / 'snapshots' / '48.safetensors'
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.raises(UserError, match=r'48\.safetensors: cannot be read: Too many levels of'):
+        load_model(str(run), ema='0.07')
+
+
+def test_only_our_own_temporary_file_is_beside_a_snapshot(tmp_path, monkeypatch) -> None:
+    """A later run removes it by its name after a kill."""
+    found = []
+    monkeypatch.setattr(
+        os, 'fsync', lambda _: found.extend(p.name for p in (tmp_path / 'snapshots').iterdir())
+    )
+    writer = SnapshotWriter(tmp_path, config_of((0.05,)), start=0)
+    writer.write(3, 3, {'width_0.05': {'a': np.ones(2, np.float32)}})
+    writer.wait()
+    writer.close()
+    assert found == [f'.3.safetensors.{os.uname().nodename}.{os.getpid()}.partial']
+
+
+@pytest.mark.parametrize('damage', [damage_payload, halve_updates, truncate, garble])
 def test_a_damaged_snapshot_is_named(damage, run) -> None:
     path = run / 'snapshots' / '48.safetensors'
     damage(path)

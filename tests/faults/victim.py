@@ -96,8 +96,12 @@ class _Death:
         writes = event == 'open' and isinstance(arguments[2], int) and arguments[2] & 3
         if not writes and event not in CHANGES:
             return
-        path = arguments[0]
-        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(self.below):
+        if not isinstance(arguments[0], (str, os.PathLike)):
+            return
+        path = os.fspath(arguments[0])
+        if path.startswith('/proc/self/fd/'):  # the folder of a run that is open
+            path = os.path.realpath(path)
+        if path.startswith(self.below):
             self.left -= 1
             if not self.left:
                 os.kill(os.getpid(), signal.SIGKILL)

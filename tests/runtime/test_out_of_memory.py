@@ -13,6 +13,7 @@ from jaxunet.runtime.out_of_memory import (
     OutOfMemoryError,
     is_out_of_memory,
     memory_for,
+    warn_of_small_limit,
 )
 
 TOLD = 'drawing: the device has no memory left (RESOURCE_EXHAUSTED: '
@@ -36,6 +37,23 @@ def test_a_device_without_memory(message):
     assert line == (
         f'drawing: the device has no memory left ({message.splitlines()[0]}); draw less'
     )
+
+
+def test_a_thread_that_cannot_start() -> None:
+    with (
+        pytest.raises(
+            OutOfMemoryError, match=r'^a run: .* no memory or threads left .*, or lower it'
+        ),
+        memory_for('a run', 'lower it'),
+    ):
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(('limit', 'told'), [(2**31, True), (2**33, False), (-1, False)])
+def test_a_small_limit_of_addresses_is_told(limit, told, monkeypatch, caplog) -> None:
+    monkeypatch.setattr('resource.getrlimit', lambda _: (limit, -1))
+    warn_of_small_limit()
+    assert ('at least 4 GiB, found 2.0 GiB' in caplog.text) is told
 
 
 @pytest.mark.parametrize(

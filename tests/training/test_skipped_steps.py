@@ -77,6 +77,13 @@ def test_a_spike_is_beyond_the_standard_deviations_of_the_last_norms():
     assert state.taken == WINDOW + 30
 
 
+def test_a_run_that_ends_without_a_checkpoint_says_so():
+    told = str(TooManySkippedError(config_of(ONE), 3, 3, None, 0))
+    assert told.endswith('There is no checkpoint yet.')
+    told = str(TooManySkippedError(config_of(ONE), 3, 3, 2, 0))
+    assert told.endswith('The last checkpoint is step 2.')
+
+
 @pytest.mark.parametrize('changes', [ONE, pytest.param(FUSED, marks=pytest.mark.extension)])
 def test_a_spike_changes_only_the_counters(changes, source):
     bench = Bench(config_of(changes), source)

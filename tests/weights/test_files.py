@@ -24,6 +24,7 @@ from jaxunet.weights import check_tree, guided_diffusion, read_weights, unetcu, 
 from jaxunet.weights.fields import network_fields
 from jaxunet.weights.inference import stated_config
 from jaxunet.weights.names import flatten, parameter_shapes, unflatten
+from jaxunet.weights.safetensors_file import write_safetensors
 from jaxunet.weights.torch_file import TorchFile
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
@@ -329,6 +330,22 @@ def test_same_weights_same_bytes(tmp_path: pathlib.Path) -> None:
         assert (tmp_path / f'a.{extension}').read_bytes() == (
             tmp_path / f'b.{extension}'
         ).read_bytes()
+
+
+def test_safetensors_have_the_bytes_of_the_library(tmp_path: pathlib.Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        'b/10': rng.normal(size=(2, 3)).astype(np.float16),
+        'b/2': rng.normal(size=(3, 2)).T.astype(np.float16),
+        'é"': np.ones((), np.float32),
+        'a': np.arange(5, dtype=np.float32)[::2],
+    }
+    metadata = {'text': '{"x": "é\\"\n"}'}
+    with (tmp_path / 'ours').open('wb') as file:
+        write_safetensors(file, arrays, metadata)
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    contiguous['é"'] = arrays['é"']  # of no dimension
+    assert (tmp_path / 'ours').read_bytes() == safetensors.numpy.save(contiguous, metadata)
 
 
 def test_torch_save_fixture() -> None:

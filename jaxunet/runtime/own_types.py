@@ -1,0 +1,47 @@
+"""Fixes the types and the random generator of JAX, whatever the process has chosen.
+
+Environment variables such as JAX_ENABLE_X64 and JAX_DEFAULT_PRNG_IMPL change what `jnp.arange` and
+`jax.random.key` return. A run must not depend on them: its state has fixed types, and a resumed run
+continues it bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+OURS: dict[str, Any] = {
+    'jax_enable_x64': False,
+    'jax_default_prng_impl': 'threefry2x32',
+    'jax_threefry_partitionable': True,
+    'jax_random_seed_offset': 0,
+}
+
+# Context managers of the caller's thread, which are stronger than the settings for all threads.
+OF_A_THREAD: dict[str, Callable[[Any], contextlib.AbstractContextManager[object]]] = {
+    'jax_enable_x64': jax.enable_x64,
+    'jax_default_prng_impl': jax.default_prng_impl,
+    'jax_threefry_partitionable': jax.threefry_partitionable,
+}
+
+
+@contextlib.contextmanager
+def own_types() -> Iterator[None]:
+    """Sets `OURS` for all threads during the block; also a decorator."""
+    before = {name: jax.config.values[name] for name in OURS}
+    _set(OURS)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_set, before)
+        for name, context in OF_A_THREAD.items():
+            if getattr(jax.config, name) != OURS[name]:
+                stack.enter_context(context(OURS[name]))
+        yield
+
+
+def _set(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if jax.config.values[name] != value:
+            jax.config.update(name, value)

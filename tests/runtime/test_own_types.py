@@ -1,0 +1,71 @@
+"""The types and random generator of a run do not depend on those of the process."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.checkpoint.store import checksum, read
+from jaxunet.data.sources import open_source
+from jaxunet.runtime.own_types import own_types
+from jaxunet.training.loop import train
+
+
+def drawn() -> tuple[str, int]:
+    return str(jnp.arange(2).dtype), jax.random.key_data(jax.random.key(0)).size
+
+
+def drawn_in_a_thread() -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    thread = threading.Thread(target=lambda: found.append(drawn()))
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.fixture(params=['process', 'thread'])
+def theirs(request, monkeypatch):
+    """Other defaults of the process, as by environment variables, or of the caller's thread."""
+    if request.param == 'thread':
+        with jax.enable_x64(True), jax.default_prng_impl('rbg'):
+            yield
+        return
+    jax.config.update('jax_enable_x64', True)
+    jax.config.update('jax_default_prng_impl', 'rbg')
+    try:
+        yield
+    finally:
+        jax.config.update('jax_enable_x64', False)
+        jax.config.update('jax_default_prng_impl', 'threefry2x32')
+
+
+def test_ours_hold_in_all_threads(theirs) -> None:
+    before = drawn()
+    assert before == ('int64', 4)
+    with own_types():
+        assert [drawn(), *drawn_in_a_thread()] == [('int32', 2)] * 2
+    assert drawn() == before
+
+
+def test_a_fresh_state_is_the_same(theirs) -> None:
+    found = fresh_state(tiny_config())
+    with own_types():
+        assert checksum(found) == checksum(fresh_state(tiny_config()))
+    assert found.rng.shape == (2,)
+
+
+def test_a_run_is_the_same(tmp_path) -> None:
+    """It trains, saves, resumes and is read with other defaults of the process."""
+    source = open_source('digits:', image_shape=(8, 8, 1))
+    config = tiny_config(train={'steps': 3}, parallel={'devices': 1})
+    assert train(config, tmp_path / 'plain', source) == 3
+    with jax.enable_x64(True), jax.default_prng_impl('rbg'):
+        assert train(config.replace(train={'steps': 2}), tmp_path / 'other', source) == 2
+        assert train(config, tmp_path / 'other', source) == 3
+        found = read(tmp_path / 'other').state
+    assert checksum(found) == checksum(read(tmp_path / 'plain').state)
