@@ -66,12 +66,12 @@ class Comparison:
     own_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     references: tuple[Reference, ...]
 
-    @property
+    @cached_property
     def methods(self) -> tuple[str, ...]:
         """The methods in the order in which they first appear."""
         return tuple(dict.fromkeys(name for one in self.rounds for name in one.methods))
 
-    @property
+    @cached_property
     def cells(self) -> tuple[tuple[str, int], ...]:
         """All runs in their order, as (method, seed)."""
         return tuple(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxunet.compare.jobs import Job, check_jobs, load_function
+from jaxunet.compare.jobs import Job, call_function, check_jobs
 from jaxunet.compare.study_file import SUFFIX, read_study
 from jaxunet.config import Config
 from jaxunet.config.unused import check_used
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import shown
 
 
 def read_jobs(named: str, data: str, *, begun: bool = False) -> list[Job]:
@@ -45,12 +46,11 @@ def read_jobs(named: str, data: str, *, begun: bool = False) -> list[Job]:
 def _python_jobs(named: str, data: str) -> list[Job]:
     path, _, part = named.partition(':')
     try:
-        get_jobs = load_function(path, 'get_jobs')
+        jobs = call_function(path, 'get_jobs', part, data)
     except UserError as error:
-        raise UserError(f'--jobs: {error}') from None
-    jobs = get_jobs(part, data)
+        raise UserError(f'--jobs: {str(error).removeprefix("--jobs: ")}') from None
     if not isinstance(jobs, list) or not jobs or not all(isinstance(job, Job) for job in jobs):
-        raise UserError(f'--jobs: {named}: expected get_jobs() to return jobs, found {jobs!r}')
+        raise UserError(f'--jobs: {named}: expected get_jobs() to return jobs, found {shown(jobs)}')
     try:
         check_jobs(jobs)
     except UserError as error:

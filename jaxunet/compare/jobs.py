@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,13 +18,20 @@ from ml_collections import ConfigDict
 
 from jaxunet.compare.runner import base_config
 from jaxunet.config import Config
+from jaxunet.config.checks import AT_MOST
 from jaxunet.config.samplers import SAMPLERS
 from jaxunet.data.automatic import complete
+from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.untrusted import one_line, plain, shown
 from jaxunet.sampling.options import SamplerConfig
+from jaxunet.sampling.sampler import make_sampler
 from jaxunet.sweep.points import set_field
 
 FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
+LONGEST_NAME = 150  # bytes of the name of a job; files are named after it, and add to it
+# Far beyond any use, so that a typing error does not draw samples for ever.
+MOST_SAMPLES, MOST_STEPS = 10**7, 10**4
 # Fields that `Job.load_config` replaces, or that the training of a job does not read. A name that
 # ends in a dot is a whole section.
 OVERRIDDEN = (
@@ -108,7 +118,7 @@ class Job:
             fields open and its images cannot be opened.
         """
         try:
-            values = load_function(self.config, 'get_config')()
+            values = call_function(self.config, 'get_config')
             if not isinstance(values, ConfigDict):
                 raise UserError(f'{self.config}: get_config() must return a ConfigDict')
             raw = values.to_dict()
@@ -147,14 +157,14 @@ def check_jobs(jobs: Sequence[Job]) -> None:
       UserError: two jobs have the same name, or a value is out of range; the message begins with
         the job's name.
     """
-    names = [job.name for job in jobs]
+    counts = Counter(job.name for job in jobs)
     for job in jobs:
-        if names.count(job.name) > 1:
+        if counts[job.name] > 1:
             raise UserError(f'two jobs are called {job.name}; rename a case')
-        if Path(job.name).name != job.name:
+        if Path(job.name).name != job.name or len(os.fsencode(job.name)) > LONGEST_NAME:
             raise UserError(
-                f'{job.name}: expected names of images and cases without /, as files are named '
-                'after them'
+                f'{plain(job.name)}: expected names of images and cases without /, of at most '
+                f'{LONGEST_NAME} bytes together, as files are named after them'
             )
         times = job.seconds
         ascending = all(map(math.isfinite, times)) and list(times) == sorted(set(times))
@@ -162,18 +172,18 @@ def check_jobs(jobs: Sequence[Job]) -> None:
             raise UserError(f'{job.name}: seconds: expected ascending times, found {times}')
         if not job.samplers:
             raise UserError(f'{job.name}: samplers: expected at least one, found none')
-        for name, number, least in (
-            ('samples', job.samples, 1),
-            ('batch_size', job.batch_size, 1),
-            ('picture', job.picture, 0),
+        for name, number, (least, most) in (
+            ('samples', job.samples, (1, MOST_SAMPLES)),
+            ('batch_size', job.batch_size, (1, AT_MOST['evaluation.batch_size'])),
+            ('picture', job.picture, (0, AT_MOST['train.sample_count'])),
+            ('choosing', job.choosing, (0, MOST_SAMPLES)),
         ):
             if number < least:
                 raise UserError(f'{job.name}: {name}: expected {least} or more, found {number}')
-        try:
-            for sampler in job.samplers:
-                parse_sampler(sampler)
-        except UserError as error:
-            raise UserError(f'{job.name}: {error}') from None
+            if number > most:
+                raise UserError(
+                    f'{job.name}: {name}: expected at most {most:,}, found {shown(number)}'
+                )
         config = job.load_config()
         if config.model.low_res_size:
             raise UserError(
@@ -181,6 +191,15 @@ def check_jobs(jobs: Sequence[Job]) -> None:
                 f'from noise, found {config.model.low_res_size}'
             )
         job.state_names(config)
+        try:
+            for sampler in job.samplers:
+                make_sampler(
+                    parse_sampler(sampler),
+                    make_diffusion(config.diffusion),
+                    num_classes=config.model.num_classes,
+                )
+        except UserError as error:
+            raise UserError(f'{job.name}: {error}') from None
         if len(job.averages) > 1 and job.choosing < 1:
             raise UserError(f'{job.name}: choosing: expected samples, found {job.choosing}')
         if len(job.averages) > 1 and not any(
@@ -193,12 +212,14 @@ def parse_sampler(text: str) -> SamplerConfig:
     """Parses `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE` into sampler options.
 
     Raises:
-      UserError: the text has another form, or there is no such sampler. Whether the options fit the
-        model is checked later.
+      UserError: the text has another form, or there is no such sampler. `make_sampler` checks
+        whether the options fit the model.
     """
     name, *rest = text.split(':')
-    if not 1 <= len(rest) <= 2 or not rest[0].isdigit() or int(rest[0]) < 1:
-        raise UserError(f'samplers: expected {FORM}, found {text!r}')
+    if not 1 <= len(rest) <= 2 or not re.fullmatch('[1-9][0-9]{0,9}', rest[0]):
+        raise UserError(f'samplers: expected {FORM}, found {shown(text)}')
+    if int(rest[0]) > MOST_STEPS:
+        raise UserError(f'samplers: expected at most {MOST_STEPS:,} steps, found {shown(text)}')
     if name not in SAMPLERS:
         raise UserError(
             f'samplers: expected one of {", ".join(SAMPLERS)}, found {name!r}'
@@ -209,15 +230,23 @@ def parse_sampler(text: str) -> SamplerConfig:
     )
 
 
-def load_function(path: str, function: str) -> Callable[..., object]:
-    """Returns a function of a Python file.
+def call_function(path: str, function: str, *arguments: object) -> object:
+    """Returns what a function of a Python file returns.
 
     Raises:
-      UserError: no such file, or no such function in it.
+      UserError: no such file, no such function in it, or the file or the function failed.
     """
     if not Path(path).is_file():
         raise UserError(f'no file {path}')
-    found = runpy.run_path(path).get(function)
-    if not callable(found):
-        raise UserError(f'{path}: expected a Python file with {function}()')
-    return found
+    try:
+        found = runpy.run_path(path).get(function)
+        if callable(found):
+            return found(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f'{path}: expected a Python file with {function}(), found '
+            f'{type(error).__name__}: {one_line(error)}'
+        ) from None
+    raise UserError(f'{path}: expected a Python file with {function}()')

@@ -12,6 +12,7 @@ from jaxunet.compare.jobs import Job, check_jobs
 from jaxunet.compare.methods import named_fields
 from jaxunet.config.checks import INVALID
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.untrusted import plain
 
 EVERY = ('', 'all')  # parts that mean all methods
 
@@ -70,12 +71,12 @@ class Study(Comparison):
                 f'{self.path}: fields: expected "diffusion.objective", by which the samplers are '
                 f'chosen, as {method} has none'
             )
-        if objective not in self.samplers:
+        if not isinstance(objective, str) or objective not in self.samplers:
             raise UserError(
-                f'{self.path}: samplers: expected those of {objective}, the objective of '
+                f'{self.path}: samplers: expected those of {plain(objective)}, the objective of '
                 f'{method}, found those of {", ".join(self.samplers)}'
             )
-        return self.samplers[str(objective)]
+        return self.samplers[objective]
 
     def jobs(self, part: str, data: str) -> list[Job]:
         """Returns the runs of a part in their order, checked.

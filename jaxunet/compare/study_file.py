@@ -50,6 +50,7 @@ they name a source such as digits:. `docs/results/methods/methods.toml` is such 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 from jaxunet.compare.comparison import DISTANCES, Reference, Round
@@ -62,6 +63,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.untrusted import NUMBER, shown
 
 SUFFIX = '.toml'
+MOST_RUNS = 10_000
 # Fields that other keys of the file set, or that have no effect on the runs of a comparison.
 STATED = ('seed', 'data.path', *OVERRIDDEN)
 
@@ -130,8 +132,8 @@ def _check(study: Study) -> None:
         raise UserError(
             f'{study.path}: methods.{unused[0]}: expected a method of a round, found it in none'
         )
-    for cell in study.cells:
-        if study.cells.count(cell) > 1:
+    for cell, count in Counter(study.cells).items():
+        if count > 1:
             raise UserError(
                 f'{study.path}: rounds: {cell[0]} with seed {cell[1]} is there twice; leave one of '
                 'them out'
@@ -172,7 +174,9 @@ def _rounds(table: Table, seeds: tuple[int, ...]) -> tuple[Round, ...]:
             )
         found.append(Round(one.several('methods', str), mine))
         one.done()
-    if unused := [seed for seed in seeds if not any(seed in one.seeds for one in found)]:
+    if (runs := sum(len(one.methods) * len(one.seeds) for one in found)) > MOST_RUNS:
+        raise UserError(f'{table.place}rounds: expected at most {MOST_RUNS:,} runs, found {runs:,}')
+    if unused := sorted({*seeds}.difference(*(one.seeds for one in found))):
         raise UserError(f'{table.place}seeds: expected a round with seed {unused[0]}, found none')
     return tuple(found)
 

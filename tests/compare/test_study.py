@@ -186,6 +186,37 @@ WRONG = [
     ('["precision", "fid"]', '["precison"]', 'metrics: .*\'precison\'; did you mean "precision"'),
     ('["precision", "fid"]', '["precision"]', r'references\[0\].metrics: expected one of fid'),
     ('name = "test"', 'name = "train"', 'references: expected different names and paths'),
+    ('count = 12', f'count = {10**30}', 'expected numbers of at most 64 bits, found a longer one'),
+    ('count = 12', f'count = {"9" * 5000}', 'expected numbers of at most 64 bits'),
+    ('count = 12', f'count = {10**18}', 'samples: expected at most 10,000,000, found 1000'),
+    (
+        '"heun:2"]\n\n[samples]',
+        '"heun:²"]\n\n[samples]',
+        "expected NAME:STEPS or .*, found 'heun:²'",
+    ),
+    ('flow = ["heun:2"]', 'flow = ["heun:10001"]', 'samplers: expected at most 10,000 steps'),
+    ('flow = ["heun:2"]', 'flow = ["heun:2:x"]', "flow.muon_seed1: skip_schedule: .*'x'"),
+    ('baseline', f'{"a." * 30_000}a = 1\nbaseline', 'expected at most 32 levels of keys and lists'),
+    ('baseline', f'x = {"[" * 400}{"]" * 400}\nbaseline', 'expected at most 32 levels of keys'),
+    ('baseline', f'x = {"[" * 40}{"]" * 40}\nbaseline', 'expected at most 32 levels of keys'),
+    ('baseline', f'# {"x" * 2**20}\nbaseline', 'expected at most 1,048,576 bytes, found more'),
+    (
+        '[methods.mine]',
+        r'[methods."a\u0000b"]',
+        r"texts without control characters, found 'a.x00b'",
+    ),
+    ('name = "digits"', f'name = "{"x" * 200}"', 'expected names .* of at most 150 bytes together'),
+    ('methods = ["flow+muon"]', f'methods = {["p2"] * 10_000}', 'rounds: expected at most 10,000'),
+    (
+        'configs/digits.py',
+        'README.md',
+        r'expected a Python file with get_config.., found SyntaxErr',
+    ),
+    (
+        'objective" = "epsilon"',
+        'objective" = [[1]]',
+        r'samplers: expected those of .list,., the objective',
+    ),
     ('PROTOCOL.md', 'PROTOCOLS.md', 'protocol: no file .*did you mean "PROTOCOL.md"'),
     ('configs/digits.py', 'configs/digts.py', 'config: no file .*did you mean "digits.py"'),
     ('seeds = [0, 1]', 'seeds = [0, 1', 'study.toml: expected TOML, found another text'),
@@ -199,6 +230,15 @@ def test_a_wrong_file_is_one_line(tmp_path, good, bad, message):
         read_study(write(tmp_path, TEXT.replace(good, bad))).jobs('', '')
     assert str(found.value).startswith(str(tmp_path / 'study.toml'))
     assert '\n' not in str(found.value)
+
+
+def test_texts_with_many_dots_are_no_long_keys(tmp_path):
+    """Nor are those in comments; a text without an end is told by its line, and soon."""
+    dots = '.x' * 100
+    text = f"title = '{dots}'\n# {dots}\n{TEXT}".replace('samplers]', f'samplers] # "{dots}')
+    assert read_study(write(tmp_path, text)).title == dots
+    with pytest.raises(UserError, match=r'expected TOML, found another text: .* line'):
+        read_study(write(tmp_path, '"""\n' + '\\"""\n' * 100_000))
 
 
 def test_a_file_that_is_missing(study):
