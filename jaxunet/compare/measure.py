@@ -298,7 +298,5 @@ def _draw(
     for first in range(numbers.start, numbers.stop, generator.batch_size):
         indices = np.arange(first, min(first + generator.batch_size, numbers.stop))
         labels = (indices % classes).astype(np.int32) if classes else None
-        batch = generator(params, seed=job.seed, indices=indices, labels=labels)
-        assert batch is not None  # only a stop gives None
-        images.append(batch)
+        images.append(generator(params, seed=job.seed, indices=indices, labels=labels))
     return np.concatenate(images), time.perf_counter() - began
