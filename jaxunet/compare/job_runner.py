@@ -8,7 +8,7 @@ import gc
 import pathlib
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -33,12 +33,14 @@ from jaxunet.metrics.table import general_label
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.generator import StoppedError
 from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.loop import train
 
 # Errors that end one job and not the others: mistakes in the job, and too little GPU memory.
 FAILURES = (UserError, jax.errors.JaxRuntimeError)
 BY_SIGNAL = 'stopped by a signal'
+AT_LIMIT = 'stopped at the limit; the same command goes on from there'
 POLL_SECONDS = 1.0  # between two checks for the file of features
 
 
@@ -117,6 +119,7 @@ class Queue:
         self._waiting: list[Checkpoint] = []
         self._problems: list[str] = []
         self._sources: dict[object, Source] = {}
+        self._asked = False  # a signal came while a checkpoint was measured
 
     def run(self, jobs: Sequence[Job]) -> list[str]:
         """Runs the jobs that lack rows; returns why jobs failed, stopped or were left out."""
@@ -202,10 +205,12 @@ class Queue:
         self._watch.start('compiling')
         try:
             reached = self._train(job, seconds)
+            if self._asked:
+                raise KeyboardInterrupt
             if reached < len(seconds):
                 if self._goes_on():
                     raise KeyboardInterrupt  # the loop ends early only after a signal
-                reason = 'stopped at the limit; the same command goes on from there'
+                reason = AT_LIMIT
                 self._fail(f'{job.name}: {reason}')
             else:
                 outcome = TRAINED
@@ -244,12 +249,14 @@ class Queue:
             self._measurements.compile(jax.local_devices()[: self._devices])
             self._watch.start('training')
 
-        def keep(step: int, trained: float, kept: dict[str, Params]) -> None:
+        def keep(
+            step: int, trained: float, kept: dict[str, Params], asked: Callable[[], bool]
+        ) -> None:
             averages = {average: kept[name] for average, name in names.items()}
             checkpoint = Checkpoint(job, config, left.pop(0), trained, step, averages)
             self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
             self._waiting.append(checkpoint)
-            self._measure_waiting()
+            self._measure_waiting(asked)
             if self._waiting:  # kept in host memory, because training needs the device's
                 averages = jax.device_get(averages)
                 self._waiting[-1] = dataclasses.replace(checkpoint, averages=averages)
@@ -277,8 +284,17 @@ class Queue:
             self._keep_log(job, workdir)
         return len(seconds) - len(left)
 
-    def _measure_waiting(self) -> None:
-        """Measures all waiting checkpoints, once the file of features exists."""
+    def _measure_waiting(self, asked: Callable[[], bool] = lambda: False) -> None:
+        """Measures all waiting checkpoints, once the file of features exists, until the limit.
+
+        Args:
+          asked: returns True once a signal has asked the job that trains to stop.
+        """
+
+        def keep_on() -> bool:
+            self._asked = asked()
+            return not self._asked and self._limit.left > 0
+
         while self._waiting and self._measurements.ready():
             checkpoint, began = self._waiting.pop(0), time.perf_counter()
             job = checkpoint.job
@@ -288,17 +304,20 @@ class Queue:
             outcome, reason = MEASURED, ''
             try:
                 with self._watch.during('measuring'):
-                    for row in self._measurements.measure(checkpoint):
+                    for row in self._measurements.measure(checkpoint, keep_on):
                         if self._step_ms:  # other processes may slow the device down
                             del row['seconds_per_sample']
                         rows.append(self._output / ROWS, {**row, **about, **self._origin})
                         self._say(summary(row))
+            except StoppedError:
+                outcome, reason = STOPPED, BY_SIGNAL if self._asked else AT_LIMIT
+                self._fail(f'{job.name} at {checkpoint.seconds:g} s: {reason}')
             except FAILURES as error:
                 outcome, reason = FAILED, f'{checkpoint.seconds:g} s: {error}'
                 self._fail(f'{job.name} at {reason}')
             self._measuring = time.perf_counter() - began
             self._note(job, outcome, reason)
-            self._say(f'measured in {self._measuring:.1f} s')
+            self._say(f'{outcome} after {self._measuring:.1f} s')
 
     def _note(self, job: Job, outcome: str, reason: str) -> None:
         """Writes a stretch: how a job ended, and the seconds of each activity since the last."""

@@ -27,7 +27,7 @@ from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.background import Background, beside_steps
 from jaxunet.runtime.errors import UserError
-from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.generator import Generator, StoppedError
 from jaxunet.training.evaluation import FEATURE_BATCH, colour
 from jaxunet.training.held_out import HeldOutLoss
 
@@ -71,6 +71,7 @@ class Measurements:
         self._new: list[Callable[[], object]] = []
         self._compiling: list[Background[None]] = []
         self._devices = jax.local_devices()
+        self._keep_on: Callable[[], bool] = lambda: True
 
     def ready(self) -> bool:
         """Returns True if the features are there, or none are asked for."""
@@ -124,20 +125,35 @@ class Measurements:
         if new:
             self._compiling.append(beside_steps(compile_all, devices))
 
-    def wait(self) -> None:
-        """Waits until all programs are compiled; raises the error of one that failed."""
-        while self._compiling:
-            self._compiling.pop().result(lambda: True)
-
-    def measure(self, checkpoint: Checkpoint) -> Iterator[rows.Row]:
-        """Yields a row for each sampler of the checkpoint's job; saves a grid from the first.
+    def wait(self, keep_on: Callable[[], bool] = lambda: True) -> None:
+        """Waits until all programs are compiled; raises the error of one that failed.
 
         Raises:
+          StoppedError: `keep_on` returned False.
+        """
+        while self._compiling:
+            compiling = self._compiling.pop()
+            compiling.result(keep_on)
+            if not keep_on():
+                self._compiling.append(compiling)
+                raise StoppedError
+
+    def measure(
+        self, checkpoint: Checkpoint, keep_on: Callable[[], bool] = lambda: True
+    ) -> Iterator[rows.Row]:
+        """Yields a row for each sampler of the checkpoint's job; saves a grid from the first.
+
+        Args:
+          keep_on: asked while samples are drawn, and before anything else that takes long.
+
+        Raises:
+          StoppedError: `keep_on` returned False.
           UserError: the weights give no images, a loss or metric is not finite, or the features do
             not fit them.
         """
+        self._keep_on = keep_on
         with self.watch.during('compiling'):
-            self.wait()
+            self.wait(keep_on)
         job, config = checkpoint.job, checkpoint.config
         average, about = self._choose(checkpoint)
         held_out = self._held_out.get(_held_out_key(config))
@@ -193,7 +209,7 @@ class Measurements:
     ) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
         """Returns the samples with these indices, and the seconds that drawing them took."""
         with self.watch.during('sampling'):
-            return _draw(generator, checkpoint, average, numbers)
+            return _draw(generator, checkpoint, average, numbers, self._keep_on)
 
     def _generator(self, config: Config, job: Job, sampler: str) -> Generator:
         return Generator(
@@ -230,6 +246,8 @@ class Measurements:
     def _reference(self, path: str, metrics: Sequence[str], network: FeatureNetwork) -> Side:
         key = ' '.join([path, *metrics])
         if key not in self._references:
+            if not self._keep_on():
+                raise StoppedError
             with open_side(
                 path, metrics, network, 'references', batch_size=FEATURE_BATCH, is_reference=True
             ) as opened:
@@ -288,7 +306,11 @@ def _samples(
 
 
 def _draw(
-    generator: Generator, checkpoint: Checkpoint, average: str, numbers: range
+    generator: Generator,
+    checkpoint: Checkpoint,
+    average: str,
+    numbers: range,
+    keep_on: Callable[[], bool],
 ) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
     """Returns samples of these numbers, and the seconds that drawing them took."""
     job, classes = checkpoint.job, checkpoint.config.model.num_classes
@@ -298,5 +320,13 @@ def _draw(
     for first in range(numbers.start, numbers.stop, generator.batch_size):
         indices = np.arange(first, min(first + generator.batch_size, numbers.stop))
         labels = (indices % classes).astype(np.int32) if classes else None
-        images.append(generator(params, seed=job.seed, indices=indices, labels=labels))
+        images.append(
+            generator(
+                params,
+                seed=job.seed,
+                indices=indices,
+                labels=labels,
+                progress=lambda _: keep_on(),
+            )
+        )
     return np.concatenate(images), time.perf_counter() - began

@@ -16,7 +16,7 @@ import os
 import pathlib
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -191,7 +191,9 @@ def _train(
     reached: list[float] = []
     rate = str(config.ema.rates[0])
 
-    def keep(step: int, seconds: float, averages: dict[str, Params]) -> None:
+    def keep(
+        step: int, seconds: float, averages: dict[str, Params], asked: Callable[[], bool]
+    ) -> None:
         save_snapshot(paths[len(reached)], averages[rate], step, seconds)
         reached.append(seconds)
         print(f'{task.label}: {seconds:.1f} s of training, step {step}', flush=True)

@@ -167,9 +167,7 @@ class Evaluator:
         self._conditions = SampleConditions(config, source, evaluation.samples)
         self._reference: Side | None = None
 
-    def measure(
-        self, params: Params, keep_on: Callable[[], bool] = lambda: True
-    ) -> list[Result]:
+    def measure(self, params: Params, keep_on: Callable[[], bool] = lambda: True) -> list[Result]:
         """Draws samples and returns their metrics, in the order of `evaluation.metrics`.
 
         Args:

@@ -56,7 +56,7 @@ def test_references_are_measured_during_training_whose_clock_counts_steps(
         opened.append(path)
         return open_side(path, *args, **kwargs)
 
-    def look(self, checkpoint):
+    def look(self, checkpoint, keep_on):
         self.wait()
         seen.append(list(opened))
         return iter(())

@@ -169,11 +169,11 @@ def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path,
     """The first checkpoint's samples are NaN; the second is measured. A step counts 20 ms."""
     real, calls = Measurements.measure, []
 
-    def measure(self, checkpoint):
+    def measure(self, checkpoint, keep_on):
         calls.append(checkpoint.seconds)
         if len(calls) == 1:
             raise UserError('images: 100% of the pixels are NaN')
-        yield from real(self, checkpoint)
+        yield from real(self, checkpoint, keep_on)
 
     monkeypatch.setattr(Measurements, 'measure', measure)
     job = dataclasses.replace(jobs[1], seconds=(0.05, 0.2), samplers=('heun:2',))
