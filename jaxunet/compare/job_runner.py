@@ -32,7 +32,9 @@ from jaxunet.data.sources import open_images
 from jaxunet.metrics.table import general_label
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
+from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import written
 from jaxunet.sampling.generator import StoppedError
 from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.loop import train
@@ -281,7 +283,7 @@ class Queue:
                 work.prepare(self._work, job, config, step_seconds, resume=False)
                 train(config, workdir, source, milestones=milestones)
         finally:
-            self._keep_log(job, workdir)
+            quietly(f'the log of {job.name}', lambda: self._keep_log(job, workdir))
         return len(seconds) - len(left)
 
     def _measure_waiting(self, asked: Callable[[], bool] = lambda: False) -> None:
@@ -349,10 +351,9 @@ class Queue:
         return self._sources[key]
 
     def _keep_log(self, job: Job, workdir: pathlib.Path) -> None:
-        log = self._output / 'logs' / f'{job.name}.csv'
-        log.parent.mkdir(parents=True, exist_ok=True)
         if (workdir / 'metrics.csv').exists():
-            shutil.copyfile(workdir / 'metrics.csv', log)
+            with written(self._output / 'logs' / f'{job.name}.csv') as partial:
+                shutil.copyfile(workdir / 'metrics.csv', partial)
 
     def _fail(self, problem: str) -> None:
         self._problems.append(problem)

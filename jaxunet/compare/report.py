@@ -16,6 +16,7 @@ from jaxunet.compare.statistics import mean_over
 from jaxunet.compare.study import Study
 from jaxunet.compare.tables import Measured
 from jaxunet.profile.report import check_plots
+from jaxunet.runtime.whole_files import written
 
 REPORT, PLOT = 'report.md', 'quality.png'
 STYLES = ('-', '--', ':', '-.')  # line styles; each colour is used once with each style
@@ -87,15 +88,15 @@ def write(m: Measured, folder: Path, about: Sequence[str], *, plot: bool) -> tup
       about: paragraphs that say how the runs are made.
 
     Raises:
-      UserError: matplotlib is missing.
+      UserError: matplotlib is missing, or a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / REPORT]
     if plot and m.rows:
         paths.append(folder / PLOT)
         draw(m, paths[-1])
     text = markdown(m, about, plot=(folder / PLOT).exists())
-    paths[0].write_text(text, encoding='utf-8')
+    with written(paths[0], '--output') as partial:
+        partial.write_text(text, encoding='utf-8')
     return text, paths
 
 
@@ -123,7 +124,8 @@ def draw(m: Measured, path: Path) -> None:
     figure.legend(
         handles, labels, fontsize='small', title='method (seeds)', loc='outside right upper'
     )
-    figure.savefig(path, dpi=110)
+    with written(path, '--output') as partial:
+        figure.savefig(partial, format='png', dpi=110)
 
 
 def _draw_panel(m: Measured, metric: Metric, panel: Any) -> None:

@@ -5,40 +5,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 import sys
 
 import pytest
+from support.full_disk import full_disk
 
 from jaxunet.runtime import attempts
 from jaxunet.runtime.attempts import Attempts, PatientFile, let_printing_fail, quietly
 
 
-class FullDisk:
-    """No file may grow beyond some bytes, which fails as on a full disk."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __enter__(self):
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
-
-    def __exit__(self, *_):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
-
-
 def test_what_a_full_disk_refused_is_written_later(tmp_path, caplog):
     file = PatientFile(tmp_path / 'new' / 'a.csv', start=b'head\n')
     file.write(b'one\n')
-    with FullDisk(12):
+    with full_disk(12):
         for _ in range(5):
             file.write(b'two\n')
         assert file.path.read_bytes() == b'head\none\n'  # not the three bytes that had room
     assert caplog.text.count('cannot be written') == 1
     file.write(b'three\n')
     assert file.path.read_bytes() == b'head\none\n' + b'two\n' * 5 + b'three\n'
-    with FullDisk(0):
+    with full_disk(0):
         file.write(b'four\n')
     assert caplog.text.count('cannot be written') == 2
 
@@ -47,7 +33,7 @@ def test_new_content_that_a_full_disk_refused(tmp_path):
     path = tmp_path / 'a.csv'
     path.write_bytes(b'old')
     file = PatientFile(path, content=b'new\n')
-    with FullDisk(2):
+    with full_disk(2):
         file.write()
         file.write(b'one\n')
     assert path.read_bytes() == b'old'
@@ -127,7 +113,7 @@ def test_printing_on_a_full_disk(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, 'stdout', file)
         monkeypatch.setattr(sys, 'stderr', file)
         let_printing_fail()
-        with FullDisk(3):
+        with full_disk(3):
             print('12345')
             print('12345', file=sys.stderr, flush=True)
             assert sys.stdout.fileno() == file.fileno()

@@ -8,13 +8,15 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from support.full_disk import full_disk
 from support.sweeps import GPU, ORIGIN
 from support.tiny import tiny_config
 
-from jaxunet.profile.report import check_plots
+from jaxunet.profile.report import check_plots, write_csv
+from jaxunet.profile.summary import Row
 from jaxunet.runtime.errors import UserError
-from jaxunet.sweep import report, study
-from jaxunet.sweep.folder import config_arguments, load
+from jaxunet.sweep import plots, report, study
+from jaxunet.sweep.folder import config_arguments, load, save
 from jaxunet.sweep.points import expand, parse_axes
 from jaxunet.sweep.presets import STUDY_PARTS
 from jaxunet.sweep.results import Sweep, geometric_mean, worth
@@ -139,6 +141,25 @@ def test_numbers_of_a_cpu_that_mean_nothing_are_left_out(tmp_path):
         wide = report.write(made_up(), tmp_path, plot=True)[-2]
         with Image.open(wide) as both:
             assert alone.width < both.width  # one panel
+
+
+def test_a_full_disk_leaves_the_files_of_before(tmp_path):
+    """No table or picture is cut under its name."""
+    sweep, operations = made_up(), [Row('device', 'gemm', 'x' * 40, '', '', 1, 2.0, 1.0, '', '')]
+    writers = (
+        lambda: write_csv(tmp_path / 'xla.csv', operations),
+        lambda: report.write(sweep, tmp_path, plot=False),
+        lambda: plots.plot(sweep, tmp_path),
+        lambda: save(tmp_path, {'title': 'x' * 100}),
+    )
+    for write in writers:
+        write()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 6
+    for write in writers:
+        with full_disk(60), pytest.raises(UserError, match=r'--output: .*: cannot be written: '):
+            write()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_study_is_one_report_of_its_parts(monkeypatch, tmp_path):
