@@ -30,7 +30,10 @@ class Round(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Real images that samples are compared with; the fields are the keys of the file."""
+    """Real images that samples are compared with; the fields are the keys of the file.
+
+    Without a path, they are the training images, as the model sees them.
+    """
 
     path: str
     name: str
@@ -57,6 +60,7 @@ class Comparison:
       own_seconds: those of methods that are measured at other times.
       references: real images and the metrics of samples against them; the first are those by which
         methods are compared.
+      by: metrics of the first reference by which methods are compared; () = its distances.
     """
 
     title: str
@@ -65,6 +69,7 @@ class Comparison:
     seconds: tuple[float, ...]
     own_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     references: tuple[Reference, ...]
+    by: tuple[str, ...] = ()
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
@@ -94,15 +99,9 @@ class Comparison:
 
     @cached_property
     def distances(self) -> tuple[Metric, ...]:
-        """The metrics by which methods are compared: the distances to the first reference.
-
-        Without a distance, this is the first metric.
-        """
-        metrics = self.references[0].metrics
-        found = tuple(
-            metric for metric, name in zip(self.metrics, metrics, strict=False) if name in DISTANCES
-        )
-        return found or self.metrics[:1]
+        """The metrics by which methods are compared, of the first reference."""
+        named = zip(self.metrics, self.references[0].metrics, strict=False)
+        return tuple(metric for metric, name in named if name in (self.by or DISTANCES))
 
     def seconds_of(self, method: str) -> tuple[float, ...]:
         """Returns the seconds of training at which the runs of a method are measured."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import gc
+import math
+import os
 import pathlib
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 
@@ -25,6 +30,7 @@ from jaxunet.compare.collected import (
 )
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Checkpoint, Measurements
+from jaxunet.compare.stopwatch import Limit
 from jaxunet.config import Config
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.source import Source
@@ -41,38 +47,11 @@ from jaxunet.training.loop import train
 
 # Errors that end one job and not the others: mistakes in the job, and too little GPU memory.
 FAILURES = (UserError, jax.errors.JaxRuntimeError)
+TIMED_OUT = 124  # exit code of a process whose job took longer than its `timeout`
 BY_SIGNAL = 'stopped by a signal'
 AT_LIMIT = 'stopped at the limit; the same command goes on from there'
+DONE = 'done'  # content of a claim whose process has ended the job
 POLL_SECONDS = 1.0  # between two checks for the file of features
-
-
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """The time limit of a command, which decides if training may begin or go on.
-
-    Fields:
-      seconds: time limit of the command.
-      reserve: seconds of it that a job leaves for compiling, and for saving or measuring.
-      shared_by: processes that share the GPU.
-      slowdown: expected training time of a job, divided by its time alone on the GPU; 0 =
-        `shared_by`.
-      began: `time.perf_counter()` at the start of the command.
-    """
-
-    seconds: float
-    reserve: float = 0.0
-    shared_by: int = 1
-    slowdown: float = 0.0
-    began: float = dataclasses.field(default_factory=time.perf_counter)
-
-    @property
-    def left(self) -> float:
-        """Seconds until the limit."""
-        return self.seconds - (time.perf_counter() - self.began)
-
-    def allows(self, seconds: float, measuring: float = 0.0) -> bool:
-        """Returns True if this much training and measuring, in seconds, fits into the time left."""
-        return seconds * (self.slowdown or self.shared_by) + measuring + self.reserve <= self.left
 
 
 class Queue:
@@ -90,9 +69,11 @@ class Queue:
       claims: folder in which processes mark the jobs that they take, by their `output`; '' = this
         one takes all.
       work: folder of the runs, which processes may share.
-      devices: devices on which a job trains, data-parallel; samples are drawn on all devices.
+      devices: devices on which a job trains, as `Job.load_config` takes them; samples are drawn on
+        all devices.
       resume: jobs save their state at their times and when they stop, and resume from it. Otherwise
         they save nothing, and train only for those of their times that fit into the limit.
+      timeout: seconds after which a job ends this process, with the exit code `TIMED_OUT`.
     """
 
     def __init__(
@@ -108,10 +89,11 @@ class Queue:
         work: pathlib.Path | None = None,
         devices: int = 1,
         resume: bool = True,
+        timeout: float = math.inf,
     ) -> None:
         self._output, self._measurements = output, measurements
         self._limit, self._step_ms, self._resume = limit, step_ms or {}, resume
-        self._devices = devices
+        self._devices, self._timeout = devices, timeout
         self._work = work or output / 'work'
         self._watch = measurements.watch
         self._measuring = 0.0  # seconds that the last checkpoint took; the first includes compiling
@@ -136,7 +118,10 @@ class Queue:
             elif not seconds:
                 self._fail(f'{job.name}: left out, {self._limit.left:.0f} s are left')
             elif self._claim(job):
-                self._attempt(job, seconds)
+                with self._limited(job):
+                    self._attempt(job, seconds)
+                if self._claims is not None:
+                    (self._claims / job.name).write_text(DONE, encoding='utf-8')
         self._watch.start('waiting')
         while self._waiting and self._limit.left > 0 and not self._measurements.ready():
             time.sleep(POLL_SECONDS)
@@ -197,6 +182,23 @@ class Queue:
             return not self._is_taken(job)
         return True
 
+    @contextlib.contextmanager
+    def _limited(self, job: Job) -> Iterator[None]:
+        """Ends this process if the block takes longer than `timeout`."""
+
+        def end() -> None:
+            text = f'error: {job.name}: not done after {self._timeout:g} s (--timeout)'
+            print(text, file=sys.stderr, flush=True)
+            os._exit(TIMED_OUT)
+
+        timer = threading.Timer(min(self._timeout, threading.TIMEOUT_MAX), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def _attempt(self, job: Job, seconds: tuple[float, ...]) -> None:
         """Trains a job and records how it ended.
 
@@ -240,7 +242,7 @@ class Queue:
         source = self._source(config)
         self._measurements.prepare(job, config, source)
         if self._step_ms:
-            self._measurements.prepare_references(job)
+            self._measurements.prepare_references(job, source)
         names = job.state_names(config)
         step_seconds = self._step_ms.get(job.case, 0.0) / 1e3
         workdir = work.prepare(self._work, job, config, step_seconds, resume=self._resume)
@@ -248,14 +250,15 @@ class Queue:
 
         def compiled() -> None:
             # Only now, because two compilations at once disturb each other's kernel timings.
-            self._measurements.compile(jax.local_devices()[: self._devices])
+            devices = jax.local_devices()[: config.parallel.devices or None]
+            self._measurements.compile(devices)
             self._watch.start('training')
 
         def keep(
             step: int, trained: float, kept: dict[str, Params], asked: Callable[[], bool]
         ) -> None:
             averages = {average: kept[name] for average, name in names.items()}
-            checkpoint = Checkpoint(job, config, left.pop(0), trained, step, averages)
+            checkpoint = Checkpoint(job, config, source, left.pop(0), trained, step, averages)
             self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
             self._waiting.append(checkpoint)
             self._measure_waiting(asked)

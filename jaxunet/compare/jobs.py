@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -76,10 +77,12 @@ class Job:
       seconds: seconds of training at which the averaged weights are measured, ascending.
       samplers: `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE`, such as dpmpp_2m:20; each draws
         `samples` images at each of these times.
-      references: real images, as data.path -> (their name in the rows, metrics to compute).
+      references: real images, as data.path -> (their name in the rows, metrics to compute). The
+        path '' is that of the training images, as the model sees them.
       seed: seed of the run and of its samples.
       samples: number of images that each sampler draws at each time.
       batch_size: images drawn at once.
+      options: options of all samplers, by the fields of `SamplerConfig`.
       picture: number of images in the grid that is saved for the first sampler; 0 = no grid.
       averages: averages of the weights to choose from: rates and widths of the config, such as
         0.9999 and 0.15. At each time, the job measures the average whose samples, drawn by the
@@ -98,6 +101,7 @@ class Job:
     seed: int = 0
     samples: int = 2000
     batch_size: int = 500
+    options: Mapping[str, object] = field(default_factory=dict)
     picture: int = 64
     averages: tuple[str, ...] = ()
     choosing: int = 2000
@@ -107,11 +111,15 @@ class Job:
         """Name of the job, used in file names and messages."""
         return f'{self.data}_{self.case}_seed{self.seed}'
 
+    def sampler(self, text: str) -> SamplerConfig:
+        """Returns one of the samplers with the options of the job."""
+        return dataclasses.replace(parse_sampler(text), **self.options)
+
     def load_config(self, devices: int = 1) -> Config:
         """Returns the config of the run; a time, not a number of steps, ends it (`base_config`).
 
         Args:
-          devices: devices on which the run trains, data-parallel.
+          devices: devices on which the run trains, data-parallel; 0 = as the config says.
 
         Raises:
           UserError: the config file does not exist, a field does not fit, or the config leaves
@@ -125,11 +133,9 @@ class Job:
             for path, value in self.fields.items():
                 set_field(raw, path, value)
             raw['seed'] = self.seed
-            run = {
-                'parallel': {'devices': devices},
-                'train': {'keep': 1, 'keep_every': 0, 'keep_best': 0},
-            }
-            return base_config(complete(raw).replace(**run))
+            run = {'train': {'keep': 1, 'keep_every': 0, 'keep_best': 0}}
+            parallel = {'parallel': {'devices': devices}} if devices else {}
+            return base_config(complete(raw).replace(**run, **parallel))
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
 
@@ -185,16 +191,11 @@ def check_jobs(jobs: Sequence[Job]) -> None:
                     f'{job.name}: {name}: expected at most {most:,}, found {shown(number)}'
                 )
         config = job.load_config()
-        if config.model.low_res_size:
-            raise UserError(
-                f'{job.name}: model.low_res_size: expected (), as samples are drawn only '
-                f'from noise, found {config.model.low_res_size}'
-            )
         job.state_names(config)
         try:
             for sampler in job.samplers:
                 make_sampler(
-                    parse_sampler(sampler),
+                    job.sampler(sampler),
                     make_diffusion(config.diffusion),
                     num_classes=config.model.num_classes,
                 )

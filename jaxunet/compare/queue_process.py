@@ -28,6 +28,8 @@ class QueueProcess:
       env: the environment variables.
       cores: CPU cores of the process; an empty set pins nothing.
       log: gets the command line, and what the process writes to stderr.
+      again: takes an exit code, and returns why the process starts again after it, to go on with
+        the jobs that are left; '' = it does not.
 
     Attributes:
       asked: the process was asked to stop.
@@ -40,9 +42,10 @@ class QueueProcess:
         env: Mapping[str, str],
         cores: set[int],
         log: IO[str],
+        again: Callable[[int], str] = lambda code: '',
     ) -> None:
         self._number, self._command, self._env = number, command, env
-        self._cores, self._log = cores, log
+        self._cores, self._log, self._again = cores, log, again
         self._process: subprocess.Popen[str] | None = None
         self.asked = False
 
@@ -73,18 +76,23 @@ class QueueProcess:
     def follow(self) -> int:
         """Prints the lines of the process until it ends; returns its exit code.
 
-        It is started again, to go on from the last checkpoint of its run, if it ended because its
-        devices stalled, and if the system can start it.
+        It is started again, if the system can start it, to go on from the last checkpoint of its
+        run if its devices stalled, and with other jobs if `again` says so.
         """
-        code = self._wait()
-        for restart in range(1, RESTARTS + 1):
+        code, stalls = self._wait(), 0
+        while not self.asked:
+            if code == STALLED and stalls < RESTARTS:
+                stalls += 1
+                reason = f'the devices finished no step; it starts again, {stalls} of {RESTARTS}'
+            elif not (reason := self._again(code)):
+                break
             try:
-                if code != STALLED or not self.start():
+                if not self.start():
                     break
             except OSError as error:
                 self._say(f'it cannot start again: {error}\n')
                 break
-            self._say(f'the devices finished no step; it starts again, {restart} of {RESTARTS}\n')
+            self._say(f'{reason}\n')
             code = self._wait()
         return code
 

@@ -18,6 +18,12 @@ from jaxunet.compare.tables import Measured
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.whole_files import written
 
+# Of comparisons whose files name no protocol.
+PROTOCOL = (
+    'Each run trains for the same time (training steps alone: not compiling, not measuring), with '
+    'a constant learning rate after the warm-up; runs of a seed share their start and the order of '
+    'the images. Comparison'
+)
 REPORT, PLOT = 'report.md', 'quality.png'
 STYLES = ('-', '--', ':', '-.')  # line styles; each colour is used once with each style
 COLOURS = 10
@@ -33,13 +39,21 @@ def about_file(study: Study, folder: Path, command: str) -> list[str]:
       folder: folder of the report, to which links are relative.
       command: the command line.
     """
-    protocol = os.path.relpath(study.protocol, folder)
-    times = ', '.join(f'{time:g}' for time in study.seconds)
+
+    def link(path: Path) -> str:
+        return f'[{path.name}]({os.path.relpath(path, folder)})'
+
+    def times(seconds: Sequence[float]) -> str:
+        return ', '.join(f'{time:g}' for time in seconds)
+
+    own = ''.join(f'; {name}: {times(found)}' for name, found in study.own_seconds.items())
+    options = ''.join(f' Samplers: {name}={value}.' for name, value in study.options.items())
+    made = f'Protocol: {link(study.protocol)}; comparison' if study.protocol else PROTOCOL
     return [
-        f'`{command}`',
-        f'Protocol: [{study.protocol.name}]({protocol}); comparison file: '
-        f'[{study.path.name}]({os.path.relpath(study.path, folder)}). Seconds of training: '
-        f'{times}.',
+        f'`{study.command or command}`',
+        *([study.note] if study.note else []),
+        f'{made} file: {link(study.path)}. Seconds of training: {times(study.seconds)}{own}.'
+        f'{options}',
     ]
 
 

@@ -25,6 +25,7 @@ class Study(Comparison):
       path: the file.
       own: name of a method that the file defines -> its fields.
       images: name and path of the training images.
+      options: options of all samplers.
       samplers: samplers by objective; the key '' holds for objectives that are not named.
       step_ms: milliseconds that the clock counts for a step, or the path of a file with a number
         for each method; '0' = it measures training time.
@@ -32,7 +33,9 @@ class Study(Comparison):
     """
 
     path: Path
-    protocol: Path
+    protocol: Path | None
+    command: str
+    note: str
     config: Path
     own: Mapping[str, Mapping[str, object]]
     images: tuple[str, str]
@@ -41,6 +44,7 @@ class Study(Comparison):
     samples: int
     batch_size: int
     picture: int
+    options: Mapping[str, object]
     averages: tuple[str, ...]
     choosing: int
     features: Path
@@ -110,7 +114,7 @@ class Study(Comparison):
 
     def _job(self, method: str, seed: int, data: str) -> Job:
         def located(path: str) -> str:
-            return path if ':' in path else str(Path(data) / path)
+            return path if ':' in path or not path else str(Path(data) / path)
 
         name, path = self.images
         return Job(
@@ -118,12 +122,13 @@ class Study(Comparison):
             name,
             str(self.config),
             {'data.path': located(path), **self.fields, **self.fields_of(method)},
-            self.seconds,
+            self.seconds_of(method),
             self.samplers_of(method),
             {located(r.path): (r.name, r.metrics) for r in self.references},
             seed=seed,
             samples=self.samples,
             batch_size=self.batch_size,
+            options=self.options,
             picture=self.picture if seed == self.cells[0][1] else 0,
             averages=self.averages,
             choosing=self.choosing,

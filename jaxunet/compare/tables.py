@@ -56,7 +56,8 @@ class Measured:
     @cached_property
     def cells(self) -> dict[tuple[str, float], list[Row]]:
         """The rows of each method's best sampler, by method and seconds."""
-        return best_cells(self.rows, self.study.distances[0].find)
+        first = self.study.distances[0]
+        return best_cells(self.rows, first.find, higher=first.higher_is_better)
 
     @property
     def methods(self) -> list[str]:
@@ -290,7 +291,7 @@ def cost(m: Measured) -> str:
         return f'{known} What they took in all is not recorded.' if runs else NOTHING
     spent = device_seconds(m.stretches)
     parts = ', '.join(f'{name} {seconds / 60:.1f}' for name, seconds in spent.items())
-    kind = 'CPU' if {row.get('device') for row in m.stretches} == {'cpu'} else 'GPU'
+    kind = 'CPU' if {row.get('device') for row in m.stretches if row['wall']} == {'cpu'} else 'GPU'
     return (
         f'{sum(spent.values()) / 60:.1f} {kind} minutes, repeated work included: {parts}. The '
         f'{len(runs)} runs in the tables have {sum(runs.values()) / 60:.1f} minutes of training.'

@@ -91,6 +91,10 @@ class Table:
         self._values, self.place = values, place
         self._known: list[str] = []
 
+    def has(self, key: str) -> bool:
+        """Returns True if the table has a key."""
+        return key in self._values
+
     def holds(self, key: str, kind: type) -> bool:
         """Returns True if the value of a key is of this type."""
         return isinstance(self._values.get(key), kind)

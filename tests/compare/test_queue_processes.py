@@ -13,8 +13,9 @@ from support.queues import TINY, make_queue, rows_of, small_jobs
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import collected, job_runner, measure, work
-from jaxunet.compare.job_runner import Limit, Queue
+from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
+from jaxunet.compare.stopwatch import Limit
 from jaxunet.training.parallel import Parallel
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
