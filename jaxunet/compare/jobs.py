@@ -17,10 +17,10 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxunet.compare.runner import base_config
 from jaxunet.config import Config
 from jaxunet.config.checks import AT_MOST
-from jaxunet.config.samplers import SAMPLERS
+from jaxunet.config.samplers import DEFAULT_STEPS, SAMPLERS
+from jaxunet.config.schema import SUITS
 from jaxunet.data.automatic import complete
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError, near_misses
@@ -30,6 +30,7 @@ from jaxunet.sampling.sampler import make_sampler
 from jaxunet.sweep.points import set_field
 
 FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
+FOREVER = 10**9  # steps
 LONGEST_NAME = 150  # bytes of the name of a job; files are named after it, and add to it
 # Far beyond any use, so that a typing error does not draw samples for ever.
 MOST_SAMPLES, MOST_STEPS = 10**7, 10**4
@@ -154,6 +155,32 @@ class Job:
                 f'config keeps, found {unknown[0]!r}'
             )
         return {average: kept[average] for average in wanted}
+
+
+def base_config(config: Config) -> Config:
+    """Returns the config that all runs share.
+
+    Time ends a run, so nothing depends on the number of steps: the learning rate is constant.
+    Sampling, evaluation and checkpoints during training are off. All methods are measured by one
+    sampler, whatever their objectives: DDIM in 50 steps where the config leaves it open.
+
+    Raises:
+      UserError: the config has `init_from`; a run starts from the random weights of its seed.
+    """
+    if config.init_from:
+        raise UserError(
+            f'init_from: expected no weights, since every run of a comparison starts from random '
+            f'ones, found {config.init_from}'
+        )
+    together = max(config.train.steps_per_call, 1)
+    forever = FOREVER // together * together
+    quiet = {'steps': forever, 'checkpoint_every': forever, 'sample_every': 0, 'evaluate_every': 0}
+    evaluation = config.evaluation
+    measured = {
+        'sampler': evaluation.sampler or 'ddim',
+        'steps': DEFAULT_STEPS['ddim'] if evaluation.steps == SUITS else evaluation.steps,
+    }
+    return config.replace(train=quiet, optimizer={'schedule': 'constant'}, evaluation=measured)
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:

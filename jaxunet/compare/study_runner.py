@@ -56,9 +56,12 @@ class Options:
       output: folder of the results.
       devices: the GPUs of each process, as CUDA_VISIBLE_DEVICES names them. A process with several,
         joined by +, trains data-parallel on them; a GPU that is named twice is shared by two
-        processes. () = this process, which trains on the first device that JAX finds.
+        processes; '' = all that JAX finds. () = this process, which trains on the first device
+        that JAX finds.
       limit, reserve, resume, timeout: as those of `jaxunet.compare.queue`.
       began: `time.perf_counter()` at the start of the command.
+      by_flags: flags state the comparison, and have been checked: its runs train on the devices
+        that their config says, and may divide the cores of a CPU.
     """
 
     part: str
@@ -70,6 +73,7 @@ class Options:
     resume: bool
     began: float
     timeout: float = math.inf
+    by_flags: bool = False
 
     def folder(self, number: int) -> Path:
         """Returns the folder of a process; the first has the number 1."""
@@ -89,7 +93,7 @@ def run(study: Study, options: Options, command: str) -> list[str]:
     """
     jobs = study.jobs(options.part, options.data)
     every = load_configs(study.jobs('', options.data))
-    check_configs_used(str(study.path), every, begun=options.folder(1).exists())
+    check_configs_used(str(study.path), every, begun=options.by_flags or options.folder(1).exists())
     cases = [job.case for job in jobs]
     step_ms = step_times(study.step_ms, cases, f'{study.path}: step_ms')
     if str(study.features) not in INCEPTION and not study.features.is_file():
@@ -97,7 +101,8 @@ def run(study: Study, options: Options, command: str) -> list[str]:
             f'{study.path}: features: no file {study.features}; make it by python -m '
             'jaxunet.metrics.train_features'
         )
-    _check_devices(options.devices, f'{study.path}: step_ms', bool(step_ms))
+    if not options.by_flags:
+        _check_devices(options.devices, f'{study.path}: step_ms', bool(step_ms))
     if options.devices:
         jax.config.update('jax_platforms', 'cpu')  # the devices belong to the processes
     known = known_rows(study, options.output)
@@ -296,7 +301,7 @@ def _command(study: Study, options: Options, known: str, number: int) -> list[st
         'known': known,
         'claims': options.output / CLAIMS,
         'step_ms': study.step_ms,
-        'devices': device.count('+') + 1,
+        'devices': 0 if options.by_flags else device.count('+') + 1,
         'shared_by': options.devices.count(device),
         'limit': f'{max(options.limit - (time.perf_counter() - options.began), 1):.0f}',
         'reserve': f'{options.reserve:g}',
@@ -312,7 +317,9 @@ def _command(study: Study, options: Options, known: str, number: int) -> list[st
 def _environment(devices: Sequence[str], number: int) -> dict[str, str]:
     """Returns the environment variables of a process."""
     device = devices[number - 1]
-    env = dict(os.environ) | {'CUDA_VISIBLE_DEVICES': device.replace('+', ',')}
+    env = dict(os.environ)
+    if device:
+        env['CUDA_VISIBLE_DEVICES'] = device.replace('+', ',')
     if (shared_by := devices.count(device)) > 1:
         env.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', f'{MEMORY / shared_by:.2f}')
     return env

@@ -28,7 +28,7 @@ from jaxunet.compare.statistics import (
     rival,
     times_to_final,
 )
-from jaxunet.compare.step_times import combined_costs
+from jaxunet.compare.step_times import COSTS, combined_costs
 from jaxunet.compare.study import Study
 from jaxunet.runtime.rows import Row
 
@@ -44,14 +44,12 @@ class Measured:
       rows: measurements, as `jaxunet.compare.collected` reads them.
       stretches: the pieces of work that made them.
       step_costs: method -> its step cost, measured in turns (`jaxunet.compare.step_times`).
-      failures: (method, seed) -> reason of a failure of which there is no stretch.
     """
 
     study: Comparison
     rows: Sequence[Row]
     stretches: Sequence[Row] = ()
     step_costs: Mapping[str, Row] = field(default_factory=dict)
-    failures: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     @cached_property
     def cells(self) -> dict[tuple[str, float], list[Row]]:
@@ -77,7 +75,7 @@ def measured(study: Study, rows: Iterable[Path], stretches: Iterable[Path] = ())
     Raises:
       UserError: a file is damaged, or its rows do not compare.
     """
-    costs = Path(study.step_ms)
+    costs = study.path.with_name(COSTS) if study.step_ms == '0' else Path(study.step_ms)
     return Measured(
         study,
         read_rows(rows),
@@ -225,7 +223,6 @@ def _failures(m: Measured, gaps: dict[str, dict[int, list[float]]]) -> list[str]
     ended = [row for row in m.stretches if row['outcome'] in (FAILED, STOPPED)]
     last = {(row['case'], row['seed']): row for row in ended}
     reasons = {run: row['reason'] for run, row in last.items() if row['outcome'] == FAILED}
-    reasons |= m.failures
     return [
         f'`{name}`, seed {seed}: ' + ' '.join(reasons[name, seed].split())
         for name, by_seed in gaps.items()

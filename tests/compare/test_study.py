@@ -268,7 +268,7 @@ def test_a_wrong_file_is_one_line(tmp_path, good, bad, message):
 
 
 def test_texts_with_many_dots_are_no_long_keys(tmp_path):
-    """Nor are those in comments; a text without an end is told by its line, and soon."""
+    """Comments have dots, too; a text without an end is told by its line, and soon."""
     dots = '.x' * 100
     text = f"title = '{dots}'\n# {dots}\n{TEXT}".replace('samplers]', f'samplers] # "{dots}')
     assert read_study(write(tmp_path, text)).title == dots
