@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxunet.compare import collected
-from jaxunet.compare.comparison import DISTANCES
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.methods import BASELINE, METHODS, Method, named_fields
 from jaxunet.compare.step_times import COSTS
-from jaxunet.compare.study import Study
+from jaxunet.compare.study import DISTANCES, Study
 from jaxunet.compare.study_file import read_study
 from jaxunet.config import Config, identity, to_dict
 from jaxunet.config.samplers import evaluation_sampler

@@ -35,16 +35,16 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.compare import BEGAN
-from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.step_times import step_times
 from jaxunet.compare.stopwatch import Limit
+from jaxunet.compare.study_file import read_jobs
 from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
 
 JOBS = flags.DEFINE_string(
-    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.job_files.', required=True
+    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.study_file.', required=True
 )
 DATA = flags.DEFINE_string(
     'data', '.', 'Folder of the archives of images that the file of jobs names.'

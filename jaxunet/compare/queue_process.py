@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from types import FrameType
 from typing import IO
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.subprocesses import start
 from jaxunet.training.stalls import STALLED
 
 RESTARTS = 3  # of one process
@@ -59,16 +59,7 @@ class QueueProcess:
             return False
         command = self._command()
         print(shlex.join(command), file=self._log, flush=True)
-        with _kept_to(self._cores):
-            self._process = subprocess.Popen(
-                command,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                start_new_session=True,  # signals reach it only through this process
-            )
+        self._process = start(command, self._env, self._log, self._cores)
         if self.asked:  # a signal came before the process was known
             self._process.terminate()
         return True
@@ -165,17 +156,3 @@ def signals_passed_on(processes: Sequence[QueueProcess]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _kept_to(cores: set[int]) -> Iterator[None]:
-    """Pins processes that the block starts to these CPU cores; an empty set pins nothing."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxunet.compare import tables
-from jaxunet.compare.comparison import Metric
 from jaxunet.compare.statistics import mean_over
-from jaxunet.compare.study import Study
+from jaxunet.compare.study import Metric, Study
 from jaxunet.compare.tables import Measured
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.whole_files import written

@@ -26,7 +26,6 @@ import jax
 
 from jaxunet.compare import collected, tables
 from jaxunet.compare.collected import ROWS, STRETCHES
-from jaxunet.compare.job_files import check_configs_used, load_configs
 from jaxunet.compare.job_runner import DONE, TIMED_OUT, Queue
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Measurements
@@ -34,6 +33,7 @@ from jaxunet.compare.queue_process import QueueProcess, run_all, signals_passed_
 from jaxunet.compare.step_times import step_times
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.compare.study import Study
+from jaxunet.compare.study_file import check_configs_used, load_configs
 from jaxunet.metrics.features import INCEPTION
 from jaxunet.runtime import rows, subprocesses
 from jaxunet.runtime.errors import UserError

@@ -15,7 +15,6 @@ from jaxunet.compare.collected import (
     read_rows,
     read_stretches,
 )
-from jaxunet.compare.comparison import Comparison, Metric
 from jaxunet.compare.statistics import (
     Find,
     Mean,
@@ -29,7 +28,7 @@ from jaxunet.compare.statistics import (
     times_to_final,
 )
 from jaxunet.compare.step_times import COSTS, combined_costs
-from jaxunet.compare.study import Study
+from jaxunet.compare.study import Metric, Study
 from jaxunet.runtime.rows import Row
 
 NOTHING = 'Nothing is measured yet.'
@@ -46,7 +45,7 @@ class Measured:
       step_costs: method -> its step cost, measured in turns (`jaxunet.compare.step_times`).
     """
 
-    study: Comparison
+    study: Study
     rows: Sequence[Row]
     stretches: Sequence[Row] = ()
     step_costs: Mapping[str, Row] = field(default_factory=dict)

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from jaxunet.compare import step_cost
-from jaxunet.compare.job_files import read_jobs
 from jaxunet.compare.jobs import Job, parse_sampler
 from jaxunet.compare.step_times import step_times
+from jaxunet.compare.study_file import read_jobs
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 

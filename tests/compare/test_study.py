@@ -8,8 +8,7 @@ import tomllib
 import pytest
 
 from jaxunet.compare import step_cost, study_file
-from jaxunet.compare.job_files import read_jobs
-from jaxunet.compare.study_file import read_study
+from jaxunet.compare.study_file import read_jobs, read_study
 from jaxunet.compare.tables import Measured
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.options import SamplerConfig

@@ -13,8 +13,8 @@ from PIL import Image
 from scipy import stats
 
 from jaxunet.compare import collected, report, statistics, step_times, tables
-from jaxunet.compare.comparison import Reference, Round
 from jaxunet.compare.statistics import Mean
+from jaxunet.compare.study import Reference, Round
 from jaxunet.compare.study_file import read_study
 from jaxunet.compare.tables import Measured
 from jaxunet.runtime.download import digest
