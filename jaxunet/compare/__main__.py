@@ -9,11 +9,12 @@
 With `--file`, a comparison file states everything: methods, seeds, times, how samples are drawn and
 measured, and the protocol (`jaxunet.compare.study_file` lists its keys). One process starts for
 each entry of `--devices`, and the processes divide the runs among themselves; two processes share a
-device that is listed twice. The same command continues where the last one stopped, even in the
-middle of a run, so the work can be spread over several sessions (`--limit`). FILE:METHODS runs only
-these methods. The command writes report.md, quality.png, rows.jsonl and stretches.jsonl to
-`OUTPUT`; the report lists the missing runs and the device time spent. `--plot_only` writes these
-files again without running anything, and can include the results of other folders (`--add`).
+device that is listed twice. A run that crashes its process fails alone. The same command continues
+where the last one stopped, even in the middle of a run, so the work can be spread over several
+sessions (`--limit`). FILE:METHODS runs only these methods. The command writes report.md,
+quality.png, rows.jsonl and stretches.jsonl to `OUTPUT`; the report lists the missing runs and the
+device time spent. `--plot_only` writes these files again without running anything, and can include
+the results of other folders (`--add`).
 
 Without `--file`, the flags state a comparison with one sampler. A method is a name from
 `jaxunet.compare.methods`, several names joined by + such as `flow+muon`, or your own, such as
@@ -21,12 +22,9 @@ Without `--file`, the flags state a comparison with one sampler. A method is a n
 `uniform` trains with uniform timesteps and weights, and with the config's objective. The first
 method is the baseline. Runs with the same seed start from the same weights and see the same images
 in the same order. The learning rate is constant after the config's warm-up. The clock counts only
-training steps, without compiling and measuring. Averaged weights are saved at `--evaluations`
-equally spaced times; they are measured after the training, as `config.evaluation` says.
-
-Without `--file`, the command first writes the comparison to OUTPUT/compare.toml, with its config
-beside it, and then does what it would do with that file, in one process after `--devices` is left
-out. A run that crashes its process fails alone; the report lists it with its reason.
+training steps, without compiling and measuring. Averaged weights are measured at `--evaluations`
+equally spaced times, as `config.evaluation` says. The command writes the comparison to
+OUTPUT/compare.toml, with its config beside it, and makes the runs of that file.
 """
 
 from __future__ import annotations

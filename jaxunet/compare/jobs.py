@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -102,7 +103,7 @@ class Job:
     seed: int = 0
     samples: int = 2000
     batch_size: int = 500
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     picture: int = 64
     averages: tuple[str, ...] = ()
     choosing: int = 2000

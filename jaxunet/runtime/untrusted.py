@@ -51,7 +51,7 @@ def shown(value: object) -> str:
     return f'a {type(value).__name__}'
 
 
-def plain(text: str) -> str:
+def plain(text: object) -> str:
     """Returns a short text of a name for a message, like `shown` but without quotes."""
     return shown(text).replace("'", '').replace('"', '')
 
