@@ -23,11 +23,10 @@ from jaxunet.config.checks import AT_MOST
 from jaxunet.config.samplers import DEFAULT_STEPS, SAMPLERS
 from jaxunet.config.schema import SUITS
 from jaxunet.data.automatic import complete
-from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.untrusted import one_line, plain, shown
+from jaxunet.sampling.generator import sampler_of
 from jaxunet.sampling.options import SamplerConfig
-from jaxunet.sampling.sampler import make_sampler
 from jaxunet.sweep.points import set_field
 
 FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
@@ -222,11 +221,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
         job.state_names(config)
         try:
             for sampler in job.samplers:
-                make_sampler(
-                    job.sampler(sampler),
-                    make_diffusion(config.diffusion),
-                    num_classes=config.model.num_classes,
-                )
+                sampler_of(config, job.sampler(sampler))
         except UserError as error:
             raise UserError(f'{job.name}: {error}') from None
         if len(job.averages) > 1 and job.choosing < 1:
@@ -241,7 +236,7 @@ def parse_sampler(text: str) -> SamplerConfig:
     """Parses `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE` into sampler options.
 
     Raises:
-      UserError: the text has another form, or there is no such sampler. `make_sampler` checks
+      UserError: the text has another form, or there is no such sampler. `sampler_of` checks
         whether the options fit the model.
     """
     name, *rest = text.split(':')

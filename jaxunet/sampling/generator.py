@@ -52,6 +52,12 @@ from jaxunet.sampling.sampler import (
 SEGMENTS = 20  # compiled calls per batch; progress is reported after each
 
 
+def sampler_of(config: Config, sampler: SamplerConfig) -> Sampler:
+    """Returns the sampler of a model; raises `UserError` for options that do not fit the model."""
+    diffusion = make_diffusion(config.diffusion)
+    return make_sampler(sampler, diffusion, num_classes=config.model.num_classes)
+
+
 class StoppedError(Exception):
     """Samples whose `progress` returned False."""
 
@@ -109,9 +115,7 @@ class Generator:
         samples: int | None = None,
     ) -> None:
         self.image_shape, self.low_res_shape = config.image_shape, config.low_res_shape
-        self.sampler = make_sampler(
-            sampler, make_diffusion(config.diffusion), num_classes=config.model.num_classes
-        )
+        self.sampler = sampler_of(config, sampler)
         self.guide = guide
         self.schedule: Schedule | None = None
         if picture is not None:
