@@ -98,7 +98,10 @@ def write(stated: Stated, directory: Path) -> Study:
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding='utf-8')
-        jobs = read_study(Path(folder) / STUDY).jobs('', '')
+        try:
+            jobs = read_study(Path(folder) / STUDY).jobs('', '')
+        except UserError as error:
+            raise UserError(str(error).replace(f'{folder}{os.sep}', '')) from None
         began = before if (directory / '1').exists() else None  # the folder of a process
         known = {job.name: _identity(job) for job in began.jobs('', '')} if began else {}
         for job in jobs:
