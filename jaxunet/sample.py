@@ -315,7 +315,6 @@ def draw(
             low_res=None if low_res is None else low_res.of(indices),
             progress=progress,
         )
-        assert batch is not None  # because `progress` always returns True
         try:
             parts.save(start, batch)
         except UserError as error:

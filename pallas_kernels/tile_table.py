@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxunet.runtime import device
+from jaxunet.runtime.whole_files import replacing
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -134,8 +135,8 @@ def save(kind: str, table: Mapping[Key, Entry]) -> None:
         json.dumps({**key._asdict(), **entry._asdict()})
         for key, entry in sorted(table.items(), key=lambda item: natural(item[0]))
     ]
-    FOLDER.mkdir(exist_ok=True)
-    path(kind).write_text('\n'.join(lines) + '\n')
+    with replacing(path(kind)) as partial:
+        partial.write_text('\n'.join(lines) + '\n')
     load.cache_clear()
 
 

@@ -9,11 +9,12 @@
 With `--file`, a comparison file states everything: methods, seeds, times, how samples are drawn and
 measured, and the protocol (`jaxunet.compare.study_file` lists its keys). One process starts for
 each entry of `--devices`, and the processes divide the runs among themselves; two processes share a
-device that is listed twice. The same command continues where the last one stopped, even in the
-middle of a run, so the work can be spread over several sessions (`--limit`). FILE:METHODS runs only
-these methods. The command writes report.md, quality.png, rows.jsonl and stretches.jsonl to
-`OUTPUT`; the report lists the missing runs and the device time spent. `--plot_only` writes these
-files again without running anything, and can include the results of other folders (`--add`).
+device that is listed twice. A run that crashes its process fails alone. The same command continues
+where the last one stopped, even in the middle of a run, so the work can be spread over several
+sessions (`--limit`). FILE:METHODS runs only these methods. The command writes report.md,
+quality.png, rows.jsonl and stretches.jsonl to `OUTPUT`; the report lists the missing runs and the
+device time spent. `--plot_only` writes these files again without running anything, and can include
+the results of other folders (`--add`).
 
 Without `--file`, the flags state a comparison with one sampler. A method is a name from
 `jaxunet.compare.methods`, several names joined by + such as `flow+muon`, or your own, such as
@@ -21,35 +22,34 @@ Without `--file`, the flags state a comparison with one sampler. A method is a n
 `uniform` trains with uniform timesteps and weights, and with the config's objective. The first
 method is the baseline. Runs with the same seed start from the same weights and see the same images
 in the same order. The learning rate is constant after the config's warm-up. The clock counts only
-training steps, without compiling and measuring. Averaged weights are saved at `--evaluations`
-equally spaced times; they are measured after the training, as `config.evaluation` says.
-
-Without `--file`, every run has its own process; the report lists each failed run with its reason.
-The same command resumes an interrupted comparison. It writes compare.csv, quality.png (needs the
-extra `plots`), report.md and runs/ to `OUTPUT`.
+training steps, without compiling and measuring. Averaged weights are measured at `--evaluations`
+equally spaced times, as `config.evaluation` says. The command writes the comparison to
+OUTPUT/compare.toml, with its config beside it, and makes the runs of that file.
 """
 
 from __future__ import annotations
 
+import math
 import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
 
-import jax
 from absl import flags
 
-from jaxunet.compare import BEGAN, flags_report, report, runner, study_runner
+from jaxunet.compare import BEGAN, flags_study, report, study_runner
+from jaxunet.compare.flags_study import measure_step_costs
+from jaxunet.compare.jobs import base_config
 from jaxunet.compare.methods import (
     FORM,
     METHODS,
-    Method,
     parse_counts,
     parse_methods,
     parse_seconds,
 )
+from jaxunet.compare.study import Study
 from jaxunet.compare.study_file import read_study
-from jaxunet.config import Config, cli, to_dict
+from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
@@ -57,7 +57,6 @@ from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
 from jaxunet.sweep.runner import probe
-from jaxunet.training.evaluation import evaluation_network
 from jaxunet.training.workdir import opened
 
 CONFIG = cli.define_config()
@@ -147,18 +146,37 @@ def main(argv: Sequence[str]) -> int:
     if not PLOT_ONLY.value:
         # A run must not outlive the comparison, and its work so far gets a row.
         interrupt_when_terminated()
-    if FILE.value:
-        return compare_file(directory)
-    if not PLOT_ONLY.value:
+    problems: list[str] = []
+    stopped = False
+    path, _, part = FILE.value.partition(':')
+    study = read_study(path) if path else None
+    if PLOT_ONLY.value:
+        study = study or flags_study.load(directory)
+    else:
+        cli.enable_compilation_cache()
+        stated = None if study else state()
         try:
-            runner.save_failures(compare(directory), directory)
+            with opened(directory, '--output'):
+                if stated:
+                    study, problems = prepare(stated, directory)
+                if study and TRAIN.value:
+                    problems += study_runner.run(study, options(study, part, directory), command())
         except KeyboardInterrupt:
-            print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
-            raise
-    spec, failures = runner.load(directory), runner.load_failures(directory)
-    text, paths = flags_report.write(spec, directory, failures, plot=PLOT.value)
-    print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
-    return 1 if failures and not PLOT_ONLY.value else 0
+            stopped = True
+    others = [pathlib.Path(folder) for folder in ADD.value]
+    if missing := [folder for folder in others if not folder.is_dir()]:
+        raise UserError(f'--add: no folder {missing[0]}')
+    if study:
+        found = study_runner.collect(study, directory, others)
+        about = report.about_file(study, directory, command())
+        text, paths = report.write(found, directory, about, plot=PLOT.value)
+        print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
+    for problem in problems:
+        print(problem, file=sys.stderr, flush=True)
+    if stopped:
+        print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
+        return 130
+    return 1 if problems else 0
 
 
 def _check_flags() -> None:
@@ -196,121 +214,71 @@ def _check_devices(devices: Sequence[str]) -> None:
         )
 
 
-def compare_file(directory: pathlib.Path) -> int:
-    """Runs the comparison of the file and writes its report; returns the exit status.
-
-    Raises:
-      UserError: a file is missing or damaged, or a value in it does not fit.
-    """
-    path, _, part = FILE.value.partition(':')
-    study = read_study(path)
-    problems: list[str] = []
-    stopped = False
-    if not PLOT_ONLY.value:
-        cli.enable_compilation_cache()
-        options = study_runner.Options(
-            part=part,
-            data=DATA.value,
-            output=directory,
-            devices=tuple(DEVICES.value),
-            limit=LIMIT.value,
-            reserve=RESERVE.value,
-            resume=RESUME.value,
-            began=BEGAN,
-        )
-        try:
-            with opened(directory, '--output'):
-                problems = study_runner.run(study, options, command())
-        except KeyboardInterrupt:
-            stopped = True
-    others = [pathlib.Path(folder) for folder in ADD.value]
-    if missing := [folder for folder in others if not folder.is_dir()]:
-        raise UserError(f'--add: no folder {missing[0]}')
-    found = study_runner.collect(study, directory, others)
-    about = report.about_file(study, directory, command())
-    text, paths = report.write(found, directory, about, plot=PLOT.value)
-    print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
-    for problem in problems:
-        print(problem, file=sys.stderr, flush=True)
-    if stopped:
-        print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
-        return 130
-    return 1 if problems else 0
-
-
 def command() -> str:
     """Returns the command line."""
     return shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]])
 
 
-def compare(directory: pathlib.Path) -> dict[str, str]:
-    """Runs the comparison of the flags; returns the reasons of failures, by folder of the run.
-
-    The key `step_cost` holds a failure to time the steps.
-
-    Raises:
-      UserError: a flag, the config or the data is wrong, or the folder holds other runs.
-    """
-    config = runner.base_config(complete(CONFIG.value))
-    methods = parse_methods(METHOD_NAMES.value)
-    began = (directory / runner.SPEC).exists()
-    configs = [method.apply(config) for method in methods]
-    check_used(*configs, earlier=configs if began else [])
-    jax.config.update('jax_platforms', 'cpu')  # the other devices belong to the runs
-    spec = make_spec(config, methods, runner.load(directory).processes if began else 1)
-    todo = runner.tasks(spec, config)
-    # Find mistakes in the evaluation before anything runs, but after those that need no download.
-    network = evaluation_network(config) if TRAIN.value else None
-    if network:
-        runner.check_features(todo, directory, network.name)
-    if TRAIN.value:
-        runner.check_runs(todo, directory)  # before the record of another comparison is replaced
-    # --notrain adds step costs to an existing comparison.
-    if TRAIN.value or not began:
-        runner.save(spec, directory)
-    devices = DEVICES.value or ['']
-    failures: dict[str, str] = {}
-    if not TRAIN.value:
-        failures |= runner.load_failures(directory)
-        failures.pop('step_cost', None)
-    if STEP_COST.value:
-        problem = runner.measure_step_costs(spec, config, directory, devices[0], TIMEOUT.value, say)
-        failures |= {'step_cost': problem} if problem else {}
-    if TRAIN.value:
-        if len(devices) > 1 and probe().platform == 'cpu':
-            say(f'note: this machine has no GPU: {runner.divided_cores(len(devices))}')
-        failures |= runner.run(todo, directory, devices, TIMEOUT.value, say)
-    return failures
-
-
-def make_spec(config: Config, methods: Sequence[Method], processes: int = 1) -> runner.Spec:
-    """Returns the comparison that the flags state.
-
-    Args:
-      config: from `base_config`.
-      methods: the methods of --methods.
-      processes: the largest number of simultaneous runs in earlier commands.
-
-    Raises:
-      UserError: a flag is wrong.
-    """
-    names = [method.name for method in methods]
-    return runner.Spec(
-        command=command(),
-        config=to_dict(config),
-        methods={method.name: method.fields for method in methods},
-        seconds=parse_seconds('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
-        seeds=parse_counts('--seeds', SEEDS.value, names, int(SEEDS.default[0])),
-        evaluations=parse_counts(
-            '--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])
-        ),
-        processes=max(processes, len(DEVICES.value)),
+def options(study: Study, part: str, directory: pathlib.Path) -> study_runner.Options:
+    """Returns the options of the flags; a comparison of flags always runs in processes."""
+    by_flags = not FILE.value
+    return study_runner.Options(
+        part=part,
+        data=DATA.value,
+        output=directory,
+        devices=tuple(DEVICES.value) or (('',) if by_flags else ()),
+        limit=math.inf if by_flags else LIMIT.value,
+        reserve=RESERVE.value,
+        resume=RESUME.value,
+        began=BEGAN,
+        timeout=TIMEOUT.value if by_flags else math.inf,
+        by_flags=by_flags,
     )
 
 
-def say(line: str) -> None:
-    """Prints a line at once."""
-    print(line, flush=True)
+def state() -> flags_study.Stated:
+    """Returns the comparison that the flags state.
+
+    Raises:
+      UserError: a flag or the config is wrong, or a field has no effect.
+    """
+    config = base_config(complete(CONFIG.value))
+    methods = parse_methods(METHOD_NAMES.value)
+    configs = [method.apply(config) for method in methods]
+    if not (pathlib.Path(OUTPUT.value) / flags_study.STUDY).exists():  # otherwise they are logged
+        check_used(*configs)
+    names, count = [method.name for method in methods], len(DEVICES.value)
+    shared = count > 1 and TRAIN.value and probe().platform == 'cpu'
+    return flags_study.Stated(
+        config,
+        methods,
+        parse_seconds('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
+        parse_counts('--seeds', SEEDS.value, names, int(SEEDS.default[0])),
+        parse_counts('--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])),
+        command(),
+        f'Note: {count} runs at a time divided the cores of one CPU, so each did fewer steps in '
+        'its seconds than it would do alone.'
+        if shared
+        else '',
+    )
+
+
+def prepare(stated: flags_study.Stated, directory: pathlib.Path) -> tuple[Study, list[str]]:
+    """Writes the comparison to its folder and times its steps, as far as the flags ask for it.
+
+    Returns the comparison, and what went wrong. Without training, a comparison that the folder
+    holds stays as it is.
+
+    Raises:
+      UserError: the folder holds other runs.
+    """
+    began = (directory / flags_study.STUDY).exists()
+    study = flags_study.write(stated, directory) if TRAIN.value or not began else None
+    if stated.note:
+        print(f'note: this machine has no GPU. {stated.note}', flush=True)
+    device, timeout = next(iter(DEVICES.value), ''), TIMEOUT.value
+    problem = measure_step_costs(stated, directory, device, timeout) if STEP_COST.value else ''
+    return study or flags_study.load(directory), [problem] if problem else []
 
 
 if __name__ == '__main__':

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import gc
+import math
+import os
 import pathlib
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 
@@ -25,6 +30,7 @@ from jaxunet.compare.collected import (
 )
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Checkpoint, Measurements
+from jaxunet.compare.stopwatch import Limit
 from jaxunet.config import Config
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.source import Source
@@ -32,43 +38,20 @@ from jaxunet.data.sources import open_images
 from jaxunet.metrics.table import general_label
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
+from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import written
+from jaxunet.sampling.generator import StoppedError
 from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.loop import train
 
 # Errors that end one job and not the others: mistakes in the job, and too little GPU memory.
 FAILURES = (UserError, jax.errors.JaxRuntimeError)
+TIMED_OUT = 124  # exit code of a process whose job took longer than its `timeout`
 BY_SIGNAL = 'stopped by a signal'
+AT_LIMIT = 'stopped at the limit; the same command goes on from there'
+DONE = 'done'  # content of a claim whose process has ended the job
 POLL_SECONDS = 1.0  # between two checks for the file of features
-
-
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """The time limit of a command, which decides if training may begin or go on.
-
-    Fields:
-      seconds: time limit of the command.
-      reserve: seconds of it that a job leaves for compiling, and for saving or measuring.
-      shared_by: processes that share the GPU.
-      slowdown: expected training time of a job, divided by its time alone on the GPU; 0 =
-        `shared_by`.
-      began: `time.perf_counter()` at the start of the command.
-    """
-
-    seconds: float
-    reserve: float = 0.0
-    shared_by: int = 1
-    slowdown: float = 0.0
-    began: float = dataclasses.field(default_factory=time.perf_counter)
-
-    @property
-    def left(self) -> float:
-        """Seconds until the limit."""
-        return self.seconds - (time.perf_counter() - self.began)
-
-    def allows(self, seconds: float, measuring: float = 0.0) -> bool:
-        """Returns True if this much training and measuring, in seconds, fits into the time left."""
-        return seconds * (self.slowdown or self.shared_by) + measuring + self.reserve <= self.left
 
 
 class Queue:
@@ -86,9 +69,11 @@ class Queue:
       claims: folder in which processes mark the jobs that they take, by their `output`; '' = this
         one takes all.
       work: folder of the runs, which processes may share.
-      devices: devices on which a job trains, data-parallel; samples are drawn on all devices.
+      devices: devices on which a job trains, as `Job.load_config` takes them; samples are drawn on
+        all devices.
       resume: jobs save their state at their times and when they stop, and resume from it. Otherwise
         they save nothing, and train only for those of their times that fit into the limit.
+      timeout: seconds after which a job ends this process, with the exit code `TIMED_OUT`.
     """
 
     def __init__(
@@ -104,10 +89,11 @@ class Queue:
         work: pathlib.Path | None = None,
         devices: int = 1,
         resume: bool = True,
+        timeout: float = math.inf,
     ) -> None:
         self._output, self._measurements = output, measurements
         self._limit, self._step_ms, self._resume = limit, step_ms or {}, resume
-        self._devices = devices
+        self._devices, self._timeout = devices, timeout
         self._work = work or output / 'work'
         self._watch = measurements.watch
         self._measuring = 0.0  # seconds that the last checkpoint took; the first includes compiling
@@ -117,6 +103,7 @@ class Queue:
         self._waiting: list[Checkpoint] = []
         self._problems: list[str] = []
         self._sources: dict[object, Source] = {}
+        self._asked = False  # a signal came while a checkpoint was measured
 
     def run(self, jobs: Sequence[Job]) -> list[str]:
         """Runs the jobs that lack rows; returns why jobs failed, stopped or were left out."""
@@ -131,7 +118,10 @@ class Queue:
             elif not seconds:
                 self._fail(f'{job.name}: left out, {self._limit.left:.0f} s are left')
             elif self._claim(job):
-                self._attempt(job, seconds)
+                with self._limited(job):
+                    self._attempt(job, seconds)
+                if self._claims is not None:
+                    (self._claims / job.name).write_text(DONE, encoding='utf-8')
         self._watch.start('waiting')
         while self._waiting and self._limit.left > 0 and not self._measurements.ready():
             time.sleep(POLL_SECONDS)
@@ -192,6 +182,23 @@ class Queue:
             return not self._is_taken(job)
         return True
 
+    @contextlib.contextmanager
+    def _limited(self, job: Job) -> Iterator[None]:
+        """Ends this process if the block takes longer than `timeout`."""
+
+        def end() -> None:
+            text = f'error: {job.name}: not done after {self._timeout:g} s (--timeout)'
+            print(text, file=sys.stderr, flush=True)
+            os._exit(TIMED_OUT)
+
+        timer = threading.Timer(min(self._timeout, threading.TIMEOUT_MAX), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def _attempt(self, job: Job, seconds: tuple[float, ...]) -> None:
         """Trains a job and records how it ended.
 
@@ -202,10 +209,12 @@ class Queue:
         self._watch.start('compiling')
         try:
             reached = self._train(job, seconds)
+            if self._asked:
+                raise KeyboardInterrupt
             if reached < len(seconds):
                 if self._goes_on():
                     raise KeyboardInterrupt  # the loop ends early only after a signal
-                reason = 'stopped at the limit; the same command goes on from there'
+                reason = AT_LIMIT
                 self._fail(f'{job.name}: {reason}')
             else:
                 outcome = TRAINED
@@ -233,7 +242,7 @@ class Queue:
         source = self._source(config)
         self._measurements.prepare(job, config, source)
         if self._step_ms:
-            self._measurements.prepare_references(job)
+            self._measurements.prepare_references(job, source)
         names = job.state_names(config)
         step_seconds = self._step_ms.get(job.case, 0.0) / 1e3
         workdir = work.prepare(self._work, job, config, step_seconds, resume=self._resume)
@@ -241,15 +250,18 @@ class Queue:
 
         def compiled() -> None:
             # Only now, because two compilations at once disturb each other's kernel timings.
-            self._measurements.compile(jax.local_devices()[: self._devices])
+            devices = jax.local_devices()[: config.parallel.devices or None]
+            self._measurements.compile(devices)
             self._watch.start('training')
 
-        def keep(step: int, trained: float, kept: dict[str, Params]) -> None:
+        def keep(
+            step: int, trained: float, kept: dict[str, Params], asked: Callable[[], bool]
+        ) -> None:
             averages = {average: kept[name] for average, name in names.items()}
-            checkpoint = Checkpoint(job, config, left.pop(0), trained, step, averages)
+            checkpoint = Checkpoint(job, config, source, left.pop(0), trained, step, averages)
             self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
             self._waiting.append(checkpoint)
-            self._measure_waiting()
+            self._measure_waiting(asked)
             if self._waiting:  # kept in host memory, because training needs the device's
                 averages = jax.device_get(averages)
                 self._waiting[-1] = dataclasses.replace(checkpoint, averages=averages)
@@ -274,11 +286,20 @@ class Queue:
                 work.prepare(self._work, job, config, step_seconds, resume=False)
                 train(config, workdir, source, milestones=milestones)
         finally:
-            self._keep_log(job, workdir)
+            quietly(f'the log of {job.name}', lambda: self._keep_log(job, workdir))
         return len(seconds) - len(left)
 
-    def _measure_waiting(self) -> None:
-        """Measures all waiting checkpoints, once the file of features exists."""
+    def _measure_waiting(self, asked: Callable[[], bool] = lambda: False) -> None:
+        """Measures all waiting checkpoints, once the file of features exists, until the limit.
+
+        Args:
+          asked: returns True once a signal has asked the job that trains to stop.
+        """
+
+        def keep_on() -> bool:
+            self._asked = asked()
+            return not self._asked and self._limit.left > 0
+
         while self._waiting and self._measurements.ready():
             checkpoint, began = self._waiting.pop(0), time.perf_counter()
             job = checkpoint.job
@@ -288,17 +309,20 @@ class Queue:
             outcome, reason = MEASURED, ''
             try:
                 with self._watch.during('measuring'):
-                    for row in self._measurements.measure(checkpoint):
+                    for row in self._measurements.measure(checkpoint, keep_on):
                         if self._step_ms:  # other processes may slow the device down
                             del row['seconds_per_sample']
                         rows.append(self._output / ROWS, {**row, **about, **self._origin})
                         self._say(summary(row))
+            except StoppedError:
+                outcome, reason = STOPPED, BY_SIGNAL if self._asked else AT_LIMIT
+                self._fail(f'{job.name} at {checkpoint.seconds:g} s: {reason}')
             except FAILURES as error:
                 outcome, reason = FAILED, f'{checkpoint.seconds:g} s: {error}'
                 self._fail(f'{job.name} at {reason}')
             self._measuring = time.perf_counter() - began
             self._note(job, outcome, reason)
-            self._say(f'measured in {self._measuring:.1f} s')
+            self._say(f'{outcome} after {self._measuring:.1f} s')
 
     def _note(self, job: Job, outcome: str, reason: str) -> None:
         """Writes a stretch: how a job ended, and the seconds of each activity since the last."""
@@ -330,10 +354,9 @@ class Queue:
         return self._sources[key]
 
     def _keep_log(self, job: Job, workdir: pathlib.Path) -> None:
-        log = self._output / 'logs' / f'{job.name}.csv'
-        log.parent.mkdir(parents=True, exist_ok=True)
         if (workdir / 'metrics.csv').exists():
-            shutil.copyfile(workdir / 'metrics.csv', log)
+            with written(self._output / 'logs' / f'{job.name}.csv') as partial:
+                shutil.copyfile(workdir / 'metrics.csv', partial)
 
     def _fail(self, problem: str) -> None:
         self._problems.append(problem)

@@ -1,28 +1,40 @@
 """Training jobs of `jaxunet.compare.queue`: what is trained, for how long, and how it is measured.
 
-`jaxunet.compare.job_files` reads them from files.
+`jaxunet.compare.study_file` reads them from files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
+import re
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxunet.compare.runner import base_config
 from jaxunet.config import Config
-from jaxunet.config.samplers import SAMPLERS
+from jaxunet.config.checks import AT_MOST
+from jaxunet.config.samplers import DEFAULT_STEPS, SAMPLERS
+from jaxunet.config.schema import SUITS
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.untrusted import one_line, plain, shown
+from jaxunet.sampling.generator import sampler_of
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sweep.points import set_field
 
 FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
+FOREVER = 10**9  # steps
+LONGEST_NAME = 150  # bytes of the name of a job; files are named after it, and add to it
+# Far beyond any use, so that a typing error does not draw samples for ever.
+MOST_SAMPLES, MOST_STEPS = 10**7, 10**4
 # Fields that `Job.load_config` replaces, or that the training of a job does not read. A name that
 # ends in a dot is a whole section.
 OVERRIDDEN = (
@@ -67,10 +79,12 @@ class Job:
       seconds: seconds of training at which the averaged weights are measured, ascending.
       samplers: `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE`, such as dpmpp_2m:20; each draws
         `samples` images at each of these times.
-      references: real images, as data.path -> (their name in the rows, metrics to compute).
+      references: real images, as data.path -> (their name in the rows, metrics to compute). The
+        path '' is that of the training images, as the model sees them.
       seed: seed of the run and of its samples.
       samples: number of images that each sampler draws at each time.
       batch_size: images drawn at once.
+      options: options of all samplers, by the fields of `SamplerConfig`.
       picture: number of images in the grid that is saved for the first sampler; 0 = no grid.
       averages: averages of the weights to choose from: rates and widths of the config, such as
         0.9999 and 0.15. At each time, the job measures the average whose samples, drawn by the
@@ -89,6 +103,7 @@ class Job:
     seed: int = 0
     samples: int = 2000
     batch_size: int = 500
+    options: Mapping[str, Any] = field(default_factory=dict)
     picture: int = 64
     averages: tuple[str, ...] = ()
     choosing: int = 2000
@@ -98,29 +113,31 @@ class Job:
         """Name of the job, used in file names and messages."""
         return f'{self.data}_{self.case}_seed{self.seed}'
 
+    def sampler(self, text: str) -> SamplerConfig:
+        """Returns one of the samplers with the options of the job."""
+        return dataclasses.replace(parse_sampler(text), **self.options)
+
     def load_config(self, devices: int = 1) -> Config:
         """Returns the config of the run; a time, not a number of steps, ends it (`base_config`).
 
         Args:
-          devices: devices on which the run trains, data-parallel.
+          devices: devices on which the run trains, data-parallel; 0 = as the config says.
 
         Raises:
           UserError: the config file does not exist, a field does not fit, or the config leaves
             fields open and its images cannot be opened.
         """
         try:
-            values = load_function(self.config, 'get_config')()
+            values = call_function(self.config, 'get_config')
             if not isinstance(values, ConfigDict):
                 raise UserError(f'{self.config}: get_config() must return a ConfigDict')
             raw = values.to_dict()
             for path, value in self.fields.items():
                 set_field(raw, path, value)
             raw['seed'] = self.seed
-            run = {
-                'parallel': {'devices': devices},
-                'train': {'keep': 1, 'keep_every': 0, 'keep_best': 0},
-            }
-            return base_config(complete(raw).replace(**run))
+            run = {'train': {'keep': 1, 'keep_every': 0, 'keep_best': 0}}
+            parallel = {'parallel': {'devices': devices}} if devices else {}
+            return base_config(complete(raw).replace(**run, **parallel))
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
 
@@ -141,6 +158,32 @@ class Job:
         return {average: kept[average] for average in wanted}
 
 
+def base_config(config: Config) -> Config:
+    """Returns the config that all runs share.
+
+    Time ends a run, so nothing depends on the number of steps: the learning rate is constant.
+    Sampling, evaluation and checkpoints during training are off. All methods are measured by one
+    sampler, whatever their objectives: DDIM in 50 steps where the config leaves it open.
+
+    Raises:
+      UserError: the config has `init_from`; a run starts from the random weights of its seed.
+    """
+    if config.init_from:
+        raise UserError(
+            f'init_from: expected no weights, since every run of a comparison starts from random '
+            f'ones, found {config.init_from}'
+        )
+    together = max(config.train.steps_per_call, 1)
+    forever = FOREVER // together * together
+    quiet = {'steps': forever, 'checkpoint_every': forever, 'sample_every': 0, 'evaluate_every': 0}
+    evaluation = config.evaluation
+    measured = {
+        'sampler': evaluation.sampler or 'ddim',
+        'steps': DEFAULT_STEPS['ddim'] if evaluation.steps == SUITS else evaluation.steps,
+    }
+    return config.replace(train=quiet, optimizer={'schedule': 'constant'}, evaluation=measured)
+
+
 def check_jobs(jobs: Sequence[Job]) -> None:
     """Checks jobs before any of them runs.
 
@@ -148,14 +191,14 @@ def check_jobs(jobs: Sequence[Job]) -> None:
       UserError: two jobs have the same name, or a value is out of range; the message begins with
         the job's name.
     """
-    names = [job.name for job in jobs]
+    counts = Counter(job.name for job in jobs)
     for job in jobs:
-        if names.count(job.name) > 1:
+        if counts[job.name] > 1:
             raise UserError(f'two jobs are called {job.name}; rename a case')
-        if Path(job.name).name != job.name:
+        if Path(job.name).name != job.name or len(os.fsencode(job.name)) > LONGEST_NAME:
             raise UserError(
-                f'{job.name}: expected names of images and cases without /, as files are named '
-                'after them'
+                f'{plain(job.name)}: expected names of images and cases without /, of at most '
+                f'{LONGEST_NAME} bytes together, as files are named after them'
             )
         times = job.seconds
         ascending = all(map(math.isfinite, times)) and list(times) == sorted(set(times))
@@ -163,25 +206,25 @@ def check_jobs(jobs: Sequence[Job]) -> None:
             raise UserError(f'{job.name}: seconds: expected ascending times, found {times}')
         if not job.samplers:
             raise UserError(f'{job.name}: samplers: expected at least one, found none')
-        for name, number, least in (
-            ('samples', job.samples, 1),
-            ('batch_size', job.batch_size, 1),
-            ('picture', job.picture, 0),
+        for name, number, (least, most) in (
+            ('samples', job.samples, (1, MOST_SAMPLES)),
+            ('batch_size', job.batch_size, (1, AT_MOST['evaluation.batch_size'])),
+            ('picture', job.picture, (0, AT_MOST['train.sample_count'])),
+            ('choosing', job.choosing, (0, MOST_SAMPLES)),
         ):
             if number < least:
                 raise UserError(f'{job.name}: {name}: expected {least} or more, found {number}')
+            if number > most:
+                raise UserError(
+                    f'{job.name}: {name}: expected at most {most:,}, found {shown(number)}'
+                )
+        config = job.load_config()
+        job.state_names(config)
         try:
             for sampler in job.samplers:
-                parse_sampler(sampler)
+                sampler_of(config, job.sampler(sampler))
         except UserError as error:
             raise UserError(f'{job.name}: {error}') from None
-        config = job.load_config()
-        if config.model.low_res_size:
-            raise UserError(
-                f'{job.name}: model.low_res_size: expected (), as samples are drawn only '
-                f'from noise, found {config.model.low_res_size}'
-            )
-        job.state_names(config)
         if len(job.averages) > 1 and job.choosing < 1:
             raise UserError(f'{job.name}: choosing: expected samples, found {job.choosing}')
         if len(job.averages) > 1 and not any(
@@ -194,12 +237,14 @@ def parse_sampler(text: str) -> SamplerConfig:
     """Parses `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE` into sampler options.
 
     Raises:
-      UserError: the text has another form, or there is no such sampler. Whether the options fit the
-        model is checked later.
+      UserError: the text has another form, or there is no such sampler. `sampler_of` checks
+        whether the options fit the model.
     """
     name, *rest = text.split(':')
-    if not 1 <= len(rest) <= 2 or not rest[0].isdigit() or int(rest[0]) < 1:
-        raise UserError(f'samplers: expected {FORM}, found {text!r}')
+    if not 1 <= len(rest) <= 2 or not re.fullmatch('[1-9][0-9]{0,9}', rest[0]):
+        raise UserError(f'samplers: expected {FORM}, found {shown(text)}')
+    if int(rest[0]) > MOST_STEPS:
+        raise UserError(f'samplers: expected at most {MOST_STEPS:,} steps, found {shown(text)}')
     if name not in SAMPLERS:
         raise UserError(
             f'samplers: expected one of {", ".join(SAMPLERS)}, found {name!r}'
@@ -210,16 +255,24 @@ def parse_sampler(text: str) -> SamplerConfig:
     )
 
 
-def load_function(path: str, function: str) -> Callable[..., object]:
-    """Returns a function of a Python file.
+def call_function(path: str, function: str, *arguments: object) -> object:
+    """Returns what a function of a Python file returns.
 
     Raises:
-      UserError: no such file, or no such function in it.
+      UserError: no such file, no such function in it, or the file or the function failed.
     """
     path = expanded(path)
     if not Path(path).is_file():
         raise UserError(f'no file {path}')
-    found = runpy.run_path(path).get(function)
-    if not callable(found):
-        raise UserError(f'{path}: expected a Python file with {function}()')
-    return found
+    try:
+        found = runpy.run_path(path).get(function)
+        if callable(found):
+            return found(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f'{path}: expected a Python file with {function}(), found '
+            f'{type(error).__name__}: {one_line(error)}'
+        ) from None
+    raise UserError(f'{path}: expected a Python file with {function}()')

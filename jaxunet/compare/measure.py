@@ -14,22 +14,25 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jaxunet.checkpoint.store import state_template
-from jaxunet.compare.jobs import Job, parse_sampler
+from jaxunet.compare.jobs import Job
 from jaxunet.compare.stopwatch import Stopwatch
 from jaxunet.config import Config
 from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import compute
-from jaxunet.metrics.features import FeatureNetwork, load_features
+from jaxunet.metrics.features import INCEPTION, FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
-from jaxunet.metrics.table import Side
+from jaxunet.metrics.table import Side, check_reference, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.background import Background, beside_steps
 from jaxunet.runtime.errors import UserError
-from jaxunet.sampling.generator import Generator
-from jaxunet.training.evaluation import FEATURE_BATCH, colour
+from jaxunet.sampling.generator import Generator, StoppedError
+from jaxunet.training.conditions import SampleConditions
+from jaxunet.training.evaluation import FEATURE_BATCH, Colour, colour
 from jaxunet.training.held_out import HeldOutLoss
+
+TRAINING = ''  # path of the reference that is the training images
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,12 @@ class Checkpoint:
       seconds: one of `Job.seconds`.
       training_seconds: training time at the end of the step that reached `seconds`.
       averages: averaged weights by their names in `Job.averages`; the chosen one is measured.
+      source: the training images.
     """
 
     job: Job
     config: Config
+    source: Source
     seconds: float
     training_seconds: float
     step: int
@@ -65,16 +70,17 @@ class Measurements:
         self._path, self._pictures = features, pictures
         self.watch = Stopwatch()
         self._network: FeatureNetwork | None = None
-        self._references: dict[str, Side] = {}
+        self._references: dict[tuple[object, ...], Side] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
         self._held_out: dict[tuple[object, ...], HeldOutLoss] = {}
         self._new: list[Callable[[], object]] = []
         self._compiling: list[Background[None]] = []
         self._devices = jax.local_devices()
+        self._keep_on: Callable[[], bool] = lambda: True
 
     def ready(self) -> bool:
         """Returns True if the features are there, or none are asked for."""
-        return not self._path or Path(self._path).is_file()
+        return not self._path or self._path in INCEPTION or Path(self._path).is_file()
 
     def prepare(self, job: Job, config: Config, source: Source) -> None:
         """Makes the programs of a job that no earlier job needed; `compile` compiles them.
@@ -83,8 +89,12 @@ class Measurements:
           source: the training images; the loss on its held-out images is measured, too.
 
         Raises:
-          UserError: a sampler that does not exist, or options that the model does not support.
+          UserError: a sampler that does not exist, options that the model does not support, or too
+            few training images for a metric.
         """
+        if TRAINING in job.references:
+            compared = with_reference(job.references[TRAINING][1])
+            check_reference(len(source), compared, source.name)
         for text in job.samplers:
             key = _key(config, job, text)
             if key not in self._generators:
@@ -96,7 +106,7 @@ class Measurements:
             self._held_out[key] = HeldOutLoss(config, source, self._devices)
             self._new.append(self._held_out[key].compile)
 
-    def prepare_references(self, job: Job) -> None:
+    def prepare_references(self, job: Job, source: Source) -> None:
         """Has `compile` compute the features of a job's references too, if the network is there.
 
         Only for runs whose clock counts steps, because this takes time of the device.
@@ -104,7 +114,7 @@ class Measurements:
 
         def compute_references() -> None:
             for path, (_, metrics) in job.references.items():
-                self._reference(path, metrics, self._features())
+                self._reference(path, metrics, source)
 
         if self._path and self.ready():
             self._new.append(compute_references)
@@ -124,20 +134,35 @@ class Measurements:
         if new:
             self._compiling.append(beside_steps(compile_all, devices))
 
-    def wait(self) -> None:
-        """Waits until all programs are compiled; raises the error of one that failed."""
-        while self._compiling:
-            self._compiling.pop().result(lambda: True)
-
-    def measure(self, checkpoint: Checkpoint) -> Iterator[rows.Row]:
-        """Yields a row for each sampler of the checkpoint's job; saves a grid from the first.
+    def wait(self, keep_on: Callable[[], bool] = lambda: True) -> None:
+        """Waits until all programs are compiled; raises the error of one that failed.
 
         Raises:
+          StoppedError: `keep_on` returned False.
+        """
+        while self._compiling:
+            compiling = self._compiling.pop()
+            compiling.result(keep_on)
+            if not keep_on():
+                self._compiling.append(compiling)
+                raise StoppedError
+
+    def measure(
+        self, checkpoint: Checkpoint, keep_on: Callable[[], bool] = lambda: True
+    ) -> Iterator[rows.Row]:
+        """Yields a row for each sampler of the checkpoint's job; saves a grid from the first.
+
+        Args:
+          keep_on: asked while samples are drawn, and before anything else that takes long.
+
+        Raises:
+          StoppedError: `keep_on` returned False.
           UserError: the weights give no images, a loss or metric is not finite, or the features do
             not fit them.
         """
+        self._keep_on = keep_on
         with self.watch.during('compiling'):
-            self.wait()
+            self.wait(keep_on)
         job, config = checkpoint.job, checkpoint.config
         average, about = self._choose(checkpoint)
         held_out = self._held_out.get(_held_out_key(config))
@@ -162,7 +187,7 @@ class Measurements:
                 'num_samples': len(images),
                 'seconds_per_sample': seconds / len(images),
             }
-            compared = self._compare(job, images)
+            compared = self._compare(checkpoint, images)
             check_finite(compared)
             yield row | about | compared
 
@@ -177,7 +202,7 @@ class Measurements:
             (path, metrics) for path, (_, metrics) in job.references.items() if 'fid' in metrics
         )
         network = self._features()
-        reference = self._reference(path, metrics, network)
+        reference = self._reference(path, metrics, checkpoint.source)
         distances = {}
         for average in averages:
             others = range(job.samples, job.samples + job.choosing)
@@ -193,20 +218,21 @@ class Measurements:
     ) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
         """Returns the samples with these indices, and the seconds that drawing them took."""
         with self.watch.during('sampling'):
-            return _draw(generator, checkpoint, average, numbers)
+            return _draw(generator, checkpoint, average, numbers, self._keep_on)
 
     def _generator(self, config: Config, job: Job, sampler: str) -> Generator:
         return Generator(
             config,
-            parse_sampler(sampler),
+            job.sampler(sampler),
             batch_size=min(job.batch_size, job.samples),
             devices=self._devices,
         )
 
     def _compare(
-        self, job: Job, images: UInt8[np.ndarray, 'n height width channels']
+        self, checkpoint: Checkpoint, images: UInt8[np.ndarray, 'n height width channels']
     ) -> dict[str, object]:
         """Returns the metrics of samples against each reference, and how they were computed."""
+        job = checkpoint.job
         if not self._path or not job.references:
             return {}
         network = self._features()
@@ -215,11 +241,11 @@ class Measurements:
         values: dict[str, dict[str, float]] = {}
         counts: dict[str, int | None] = {}
         for path, (name, wanted) in job.references.items():
-            reference = self._reference(path, wanted, network)
+            reference = self._reference(path, wanted, checkpoint.source)
             # All pairs at once: quicker than random subsets, and without their scatter.
             results = compute(wanted, network, samples, reference, seed=job.seed, kid_subsets=0)
             values[name] = {m: r.value for m, r in zip(wanted, results, strict=True)}
-            counts[name] = reference.count
+            counts[name] = reference.count if reference else None
         return {'values': values, 'references': counts, 'features': network.name}
 
     def _features(self) -> FeatureNetwork:
@@ -227,13 +253,24 @@ class Measurements:
             self._network = load_features(self._path)
         return self._network
 
-    def _reference(self, path: str, metrics: Sequence[str], network: FeatureNetwork) -> Side:
-        key = ' '.join([path, *metrics])
+    def _reference(self, path: str, metrics: Sequence[str], source: Source) -> Side | None:
+        """Returns a reference with what these metrics need; None if none of them needs one."""
+        metrics = with_reference(metrics)
+        if not metrics:
+            return None
+        key = (path or source, *metrics)
         if key not in self._references:
-            with open_side(
-                path, metrics, network, 'references', batch_size=FEATURE_BATCH, is_reference=True
-            ) as opened:
-                self._references[key] = opened.compute()
+            if not self._keep_on():
+                raise StoppedError
+            network, batch = self._features(), FEATURE_BATCH
+            if path == TRAINING:
+                side = image_side(source.name, Colour(source), metrics, network, batch_size=batch)
+            else:
+                with open_side(
+                    path, metrics, network, 'references', batch_size=batch, is_reference=True
+                ) as opened:
+                    side = opened.compute()
+            self._references[key] = side
         return self._references[key]
 
     def _save_grid(
@@ -267,7 +304,7 @@ def _key(config: Config, job: Job, sampler: str) -> tuple[object, ...]:
     """Returns a key with everything that a compiled sampler depends on."""
     batch = min(job.batch_size, job.samples)
     network = (config.model, config.diffusion, config.image_shape)
-    return (*network, config.backend, config.precision, sampler, batch)
+    return (*network, config.backend, config.precision, job.sampler(sampler), batch)
 
 
 def _held_out_key(config: Config) -> tuple[object, ...]:
@@ -288,17 +325,29 @@ def _samples(
 
 
 def _draw(
-    generator: Generator, checkpoint: Checkpoint, average: str, numbers: range
+    generator: Generator,
+    checkpoint: Checkpoint,
+    average: str,
+    numbers: range,
+    keep_on: Callable[[], bool],
 ) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
     """Returns samples of these numbers, and the seconds that drawing them took."""
-    job, classes = checkpoint.job, checkpoint.config.model.num_classes
+    job = checkpoint.job
+    conditions = SampleConditions(checkpoint.config, checkpoint.source, numbers.stop)
     params = generator.put(checkpoint.averages[average])
     jax.block_until_ready(params)
     began, images = time.perf_counter(), []
     for first in range(numbers.start, numbers.stop, generator.batch_size):
         indices = np.arange(first, min(first + generator.batch_size, numbers.stop))
-        labels = (indices % classes).astype(np.int32) if classes else None
-        batch = generator(params, seed=job.seed, indices=indices, labels=labels)
-        assert batch is not None  # only a stop gives None
-        images.append(batch)
+        given = conditions.load(indices)
+        images.append(
+            generator(
+                params,
+                seed=job.seed,
+                indices=indices,
+                labels=given.labels,
+                low_res=given.low_res,
+                progress=lambda _: keep_on(),
+            )
+        )
     return np.concatenate(images), time.perf_counter() - began

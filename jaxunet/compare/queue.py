@@ -25,6 +25,7 @@ piece of work), pictures/ (unpicked samples), logs/JOB.csv (the metrics.csv of t
 
 from __future__ import annotations
 
+import math
 import pathlib
 import shlex
 import sys
@@ -33,17 +34,18 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.compare import BEGAN
-from jaxunet.compare.job_files import read_jobs
-from jaxunet.compare.job_runner import Limit, Queue
+from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.step_times import step_times
+from jaxunet.compare.stopwatch import Limit
+from jaxunet.compare.study_file import read_jobs
 from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
 
 JOBS = flags.DEFINE_string(
-    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.job_files.', required=True
+    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.study_file.', required=True
 )
 DATA = flags.DEFINE_string(
     'data', '.', 'Folder of the archives of images that the file of jobs names.'
@@ -75,8 +77,9 @@ STEP_MS = flags.DEFINE_string(
 DEVICES = flags.DEFINE_integer(
     'devices',
     1,
-    'Devices on which each run trains, data-parallel. More than one needs --step_ms.',
-    lower_bound=1,
+    'Devices on which each run trains, data-parallel; 0 = as its config says. More than one needs '
+    '--step_ms.',
+    lower_bound=0,
 )
 SHARED_BY = flags.DEFINE_integer(
     'shared_by',
@@ -101,6 +104,12 @@ RESUME = flags.DEFINE_bool(
 )
 WORK = flags.DEFINE_string(
     'work', '', 'Folder of the runs, which processes may share; default: work in the output.'
+)
+TIMEOUT = flags.DEFINE_float(
+    'timeout',
+    math.inf,
+    'Seconds after which a job that is not done ends the command.',
+    lower_bound=0.1,
 )
 OUTPUT = flags.DEFINE_string('output', 'runs/queue', 'Folder of the results.')
 of_user(JOBS, DATA, FEATURES, STEP_MS, KNOWN, CLAIMS, WORK, OUTPUT)
@@ -146,6 +155,7 @@ def main(argv: Sequence[str]) -> int:
         work=work,
         devices=DEVICES.value,
         resume=RESUME.value,
+        timeout=TIMEOUT.value,
         command=shlex.join(['python', '-m', 'jaxunet.compare.queue', *sys.argv[1:]]),
     )
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import IO
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import handled
+from jaxunet.runtime.subprocesses import start
 from jaxunet.training.stalls import STALLED
 
 RESTARTS = 3  # of one process
@@ -29,6 +29,8 @@ class QueueProcess:
       env: the environment variables.
       cores: CPU cores of the process; an empty set pins nothing.
       log: gets the command line, and what the process writes to stderr.
+      again: takes an exit code, and returns why the process starts again after it, to go on with
+        the jobs that are left; '' = it does not.
 
     Attributes:
       asked: the process was asked to stop.
@@ -41,9 +43,10 @@ class QueueProcess:
         env: Mapping[str, str],
         cores: set[int],
         log: IO[str],
+        again: Callable[[int], str] = lambda code: '',
     ) -> None:
         self._number, self._command, self._env = number, command, env
-        self._cores, self._log = cores, log
+        self._cores, self._log, self._again = cores, log, again
         self._process: subprocess.Popen[str] | None = None
         self.asked = False
 
@@ -57,16 +60,7 @@ class QueueProcess:
             return False
         command = self._command()
         print(shlex.join(command), file=self._log, flush=True)
-        with _kept_to(self._cores):
-            self._process = subprocess.Popen(
-                command,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                start_new_session=True,  # signals reach it only through this process
-            )
+        self._process = start(command, self._env, self._log, self._cores)
         if self.asked:  # a signal came before the process was known
             self._process.terminate()
         return True
@@ -74,18 +68,23 @@ class QueueProcess:
     def follow(self) -> int:
         """Prints the lines of the process until it ends; returns its exit code.
 
-        It is started again, to go on from the last checkpoint of its run, if it ended because its
-        devices stalled, and if the system can start it.
+        It is started again, if the system can start it, to go on from the last checkpoint of its
+        run if its devices stalled, and with other jobs if `again` says so.
         """
-        code = self._wait()
-        for restart in range(1, RESTARTS + 1):
+        code, stalls = self._wait(), 0
+        while not self.asked:
+            if code == STALLED and stalls < RESTARTS:
+                stalls += 1
+                reason = f'the devices finished no step; it starts again, {stalls} of {RESTARTS}'
+            elif not (reason := self._again(code)):
+                break
             try:
-                if code != STALLED or not self.start():
+                if not self.start():
                     break
             except OSError as error:
                 self._say(f'it cannot start again: {error}\n')
                 break
-            self._say(f'the devices finished no step; it starts again, {restart} of {RESTARTS}\n')
+            self._say(f'{reason}\n')
             code = self._wait()
         return code
 
@@ -156,17 +155,3 @@ def signals_passed_on(processes: Sequence[QueueProcess]) -> Iterator[list[int]]:
 
     with handled(handle):
         yield asked
-
-
-@contextlib.contextmanager
-def _kept_to(cores: set[int]) -> Iterator[None]:
-    """Pins processes that the block starts to these CPU cores; an empty set pins nothing."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

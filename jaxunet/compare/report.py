@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 
 from jaxunet.compare import tables
-from jaxunet.compare.comparison import Metric
 from jaxunet.compare.statistics import mean_over
-from jaxunet.compare.study import Study
+from jaxunet.compare.study import Metric, Study
 from jaxunet.compare.tables import Measured
 from jaxunet.profile.report import check_plots
+from jaxunet.runtime.whole_files import written
 
+# Of comparisons whose files name no protocol.
+PROTOCOL = (
+    'Each run trains for the same time (training steps alone: not compiling, not measuring), with '
+    'a constant learning rate after the warm-up; runs of a seed share their start and the order of '
+    'the images. Comparison'
+)
 REPORT, PLOT = 'report.md', 'quality.png'
 STYLES = ('-', '--', ':', '-.')  # line styles; each colour is used once with each style
 COLOURS = 10
@@ -32,13 +38,21 @@ def about_file(study: Study, folder: Path, command: str) -> list[str]:
       folder: folder of the report, to which links are relative.
       command: the command line.
     """
-    protocol = os.path.relpath(study.protocol, folder)
-    times = ', '.join(f'{time:g}' for time in study.seconds)
+
+    def link(path: Path) -> str:
+        return f'[{path.name}]({os.path.relpath(path, folder)})'
+
+    def times(seconds: Sequence[float]) -> str:
+        return ', '.join(f'{time:g}' for time in seconds)
+
+    own = ''.join(f'; {name}: {times(found)}' for name, found in study.own_seconds.items())
+    options = ''.join(f' Samplers: {name}={value}.' for name, value in study.options.items())
+    made = f'Protocol: {link(study.protocol)}; comparison' if study.protocol else PROTOCOL
     return [
-        f'`{command}`',
-        f'Protocol: [{study.protocol.name}]({protocol}); comparison file: '
-        f'[{study.path.name}]({os.path.relpath(study.path, folder)}). Seconds of training: '
-        f'{times}.',
+        f'`{study.command or command}`',
+        *([study.note] if study.note else []),
+        f'{made} file: {link(study.path)}. Seconds of training: {times(study.seconds)}{own}.'
+        f'{options}',
     ]
 
 
@@ -87,15 +101,15 @@ def write(m: Measured, folder: Path, about: Sequence[str], *, plot: bool) -> tup
       about: paragraphs that say how the runs are made.
 
     Raises:
-      UserError: matplotlib is missing.
+      UserError: matplotlib is missing, or a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / REPORT]
     if plot and m.rows:
         paths.append(folder / PLOT)
         draw(m, paths[-1])
     text = markdown(m, about, plot=(folder / PLOT).exists())
-    paths[0].write_text(text, encoding='utf-8')
+    with written(paths[0], '--output') as partial:
+        partial.write_text(text, encoding='utf-8')
     return text, paths
 
 
@@ -123,7 +137,8 @@ def draw(m: Measured, path: Path) -> None:
     figure.legend(
         handles, labels, fontsize='small', title='method (seeds)', loc='outside right upper'
     )
-    figure.savefig(path, dpi=110)
+    with written(path, '--output') as partial:
+        figure.savefig(partial, format='png', dpi=110)
 
 
 def _draw_panel(m: Measured, metric: Metric, panel: Any) -> None:

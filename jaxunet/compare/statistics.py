@@ -81,13 +81,16 @@ def value(metric: str, reference: str) -> Find:
     return lambda row: row.get('values', {}).get(reference, {}).get(metric, math.nan)
 
 
-def best_cells(rows: Iterable[Row], find: Find) -> dict[tuple[str, float], list[Row]]:
+def best_cells(
+    rows: Iterable[Row], find: Find, *, higher: bool = False
+) -> dict[tuple[str, float], list[Row]]:
     """Returns the rows of the best sampler by (method, seconds), in the order of their seeds.
 
-    The best sampler has the smallest mean among the samplers with the most seeds.
+    The best sampler has the best mean among the samplers with the most seeds.
 
     Args:
-      find: reads the number to minimize, such as the Fréchet distance.
+      find: reads the number that decides, such as the Fréchet distance.
+      higher: True if higher numbers are better.
     """
     by_sampler: dict[tuple[str, float], dict[str, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: row['seed']):
@@ -97,7 +100,8 @@ def best_cells(rows: Iterable[Row], find: Find) -> dict[tuple[str, float], list[
     for key, samplers in by_sampler.items():
         most = max(map(len, samplers.values()))
         full = [group for group in samplers.values() if len(group) == most]
-        found[key] = min(full, key=lambda group: _order(_mean(group, find)))
+        sign = -1 if higher else 1
+        found[key] = min(full, key=lambda group: _order(sign * _mean(group, find)))
     return found
 
 

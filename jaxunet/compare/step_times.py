@@ -10,14 +10,8 @@ from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.untrusted import NUMBER, check_fields
 
-
-def latest_row(path: pathlib.Path) -> rows.Row:
-    """Returns the last row of a file; {} if it has none or does not exist.
-
-    Raises:
-      UserError: the file cannot be read, or a line is not a row of `jaxunet.compare.step_cost`.
-    """
-    return (_read_costs(path) or [{}])[-1] if path.exists() else {}
+# Step costs beside a comparison file whose clock measures training time.
+COSTS = 'step_cost.jsonl'
 
 
 def combined_costs(path: pathlib.Path) -> dict[str, rows.Row]:

@@ -1,8 +1,9 @@
-"""Divides wall-clock time among activities, so that a study can say what it cost."""
+"""Wall-clock time: divided among activities, so that a study can say what it cost, and limited."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
@@ -43,3 +44,32 @@ class Stopwatch:
         self.start(self._activity)
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """The time limit of a command, which decides if training may begin or go on.
+
+    Fields:
+      seconds: time limit of the command.
+      reserve: seconds of it that a job leaves for compiling, and for saving or measuring.
+      shared_by: processes that share the GPU.
+      slowdown: expected training time of a job, divided by its time alone on the GPU; 0 =
+        `shared_by`.
+      began: `time.perf_counter()` at the start of the command.
+    """
+
+    seconds: float
+    reserve: float = 0.0
+    shared_by: int = 1
+    slowdown: float = 0.0
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit."""
+        return self.seconds - (time.perf_counter() - self.began)
+
+    def allows(self, seconds: float, measuring: float = 0.0) -> bool:
+        """Returns True if this much training and measuring, in seconds, fits into the time left."""
+        return seconds * (self.slowdown or self.shared_by) + measuring + self.reserve <= self.left

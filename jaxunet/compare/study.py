@@ -4,27 +4,76 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
-from jaxunet.compare.comparison import Comparison
 from jaxunet.compare.jobs import Job, check_jobs
 from jaxunet.compare.methods import named_fields
+from jaxunet.compare.statistics import Find, value
 from jaxunet.config.checks import INVALID
+from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.untrusted import plain
 
 EVERY = ('', 'all')  # parts that mean all methods
+TITLES = {
+    'fid': 'Fréchet distance',
+    'sfid': 'spatial Fréchet distance',
+    'kid': 'kernel distance',
+    'precision': 'precision',
+    'recall': 'recall',
+    'copies': 'copies',
+    'inception_score': 'Inception Score',
+}
+DISTANCES = ('fid', 'sfid', 'kid')
+
+
+class Round(NamedTuple):
+    """Runs that come before those of later rounds: all methods with one seed, then the next."""
+
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+
+class Reference(NamedTuple):
+    """Real images that samples are compared with; the fields are the keys of the file.
+
+    Without a path, they are the training images, as the model sees them.
+    """
+
+    path: str
+    name: str
+    metrics: tuple[str, ...]
+
+
+class Metric(NamedTuple):
+    """A metric with its title in reports; `find` reads it from a row."""
+
+    title: str
+    find: Find
+    higher_is_better: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study(Comparison):
+class Study:
     """A comparison of training methods, as its file states it.
 
     Fields:
       path: the file.
+      title: title of the report.
+      baseline: the method with which the others are compared.
+      rounds: the runs in their order.
+      seconds: seconds of training at which each run is measured, ascending.
+      own_seconds: those of methods that are measured at other times.
+      references: real images and the metrics of samples against them; the first are those by which
+        methods are compared.
+      by: metrics of the first reference by which methods are compared; () = its distances.
       own: name of a method that the file defines -> its fields.
       images: name and path of the training images.
+      options: options of all samplers.
       samplers: samplers by objective; the key '' holds for objectives that are not named.
       step_ms: milliseconds that the clock counts for a step, or the path of a file with a number
         for each method; '0' = it measures training time.
@@ -32,7 +81,16 @@ class Study(Comparison):
     """
 
     path: Path
-    protocol: Path
+    title: str
+    baseline: str
+    rounds: tuple[Round, ...]
+    seconds: tuple[float, ...]
+    own_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    references: tuple[Reference, ...]
+    by: tuple[str, ...] = ()
+    protocol: Path | None
+    command: str
+    note: str
     config: Path
     own: Mapping[str, Mapping[str, object]]
     images: tuple[str, str]
@@ -41,11 +99,48 @@ class Study(Comparison):
     samples: int
     batch_size: int
     picture: int
+    options: Mapping[str, object]
     averages: tuple[str, ...]
     choosing: int
     features: Path
     step_ms: str
     rows: Path | None
+
+    @cached_property
+    def methods(self) -> tuple[str, ...]:
+        """The methods in the order in which they first appear."""
+        return tuple(dict.fromkeys(name for one in self.rounds for name in one.methods))
+
+    @cached_property
+    def cells(self) -> tuple[tuple[str, int], ...]:
+        """All runs in their order, as (method, seed)."""
+        return tuple(
+            (method, seed) for one in self.rounds for seed in one.seeds for method in one.methods
+        )
+
+    @cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """All metrics, those of the first reference first."""
+        first = self.references[0].name
+        return tuple(
+            Metric(
+                TITLES[metric] + ('' if one.name == first else f' to {one.name} images'),
+                value(metric, one.name),
+                metric in HIGHER_IS_BETTER,
+            )
+            for one in self.references
+            for metric in one.metrics
+        )
+
+    @cached_property
+    def distances(self) -> tuple[Metric, ...]:
+        """The metrics by which methods are compared, of the first reference."""
+        named = zip(self.metrics, self.references[0].metrics, strict=False)
+        return tuple(metric for metric, name in named if name in (self.by or DISTANCES))
+
+    def seconds_of(self, method: str) -> tuple[float, ...]:
+        """Returns the seconds of training at which the runs of a method are measured."""
+        return self.own_seconds.get(method, self.seconds)
 
     def fields_of(self, method: str) -> dict[str, object]:
         """Returns the fields that make a method.
@@ -71,12 +166,12 @@ class Study(Comparison):
                 f'{self.path}: fields: expected "diffusion.objective", by which the samplers are '
                 f'chosen, as {method} has none'
             )
-        if objective not in self.samplers:
+        if not isinstance(objective, str) or objective not in self.samplers:
             raise UserError(
-                f'{self.path}: samplers: expected those of {objective}, the objective of '
+                f'{self.path}: samplers: expected those of {plain(objective)}, the objective of '
                 f'{method}, found those of {", ".join(self.samplers)}'
             )
-        return self.samplers[str(objective)]
+        return self.samplers[objective]
 
     def jobs(self, part: str, data: str) -> list[Job]:
         """Returns the runs of a part in their order, checked.
@@ -110,7 +205,7 @@ class Study(Comparison):
 
     def _job(self, method: str, seed: int, data: str) -> Job:
         def located(path: str) -> str:
-            return path if ':' in path else str(Path(data) / expanded(path))
+            return path if ':' in path or not path else str(Path(data) / expanded(path))
 
         name, path = self.images
         return Job(
@@ -118,12 +213,13 @@ class Study(Comparison):
             name,
             str(self.config),
             {'data.path': located(path), **self.fields, **self.fields_of(method)},
-            self.seconds,
+            self.seconds_of(method),
             self.samplers_of(method),
             {located(r.path): (r.name, r.metrics) for r in self.references},
             seed=seed,
             samples=self.samples,
             batch_size=self.batch_size,
+            options=self.options,
             picture=self.picture if seed == self.cells[0][1] else 0,
             averages=self.averages,
             choosing=self.choosing,

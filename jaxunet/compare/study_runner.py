@@ -11,7 +11,9 @@ this process makes the runs, a stall ends it. The folder of the results has
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
+import math
 import os
 import shutil
 import sys
@@ -24,20 +26,24 @@ import jax
 
 from jaxunet.compare import collected, tables
 from jaxunet.compare.collected import ROWS, STRETCHES
-from jaxunet.compare.job_files import check_configs_used, load_configs
-from jaxunet.compare.job_runner import Limit, Queue
+from jaxunet.compare.job_runner import DONE, TIMED_OUT, Queue
+from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.queue_process import QueueProcess, run_all, signals_passed_on
 from jaxunet.compare.step_times import step_times
+from jaxunet.compare.stopwatch import Limit
 from jaxunet.compare.study import Study
-from jaxunet.runtime import subprocesses
+from jaxunet.compare.study_file import check_configs_used, load_configs
+from jaxunet.metrics.features import INCEPTION
+from jaxunet.runtime import rows, subprocesses
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep.runner import probe
+from jaxunet.training.evaluation import evaluation_network
 
 QUEUE = 'jaxunet.compare.queue'
 MEMORY = 0.9  # of a GPU, for all processes together
 ENDED = (0, 1, 130)  # exit codes of a queue that has itself reported what it did not do
-LOG = 'log.txt'
+LOG, CLAIMS = 'log.txt', 'claims'
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,12 @@ class Options:
       output: folder of the results.
       devices: the GPUs of each process, as CUDA_VISIBLE_DEVICES names them. A process with several,
         joined by +, trains data-parallel on them; a GPU that is named twice is shared by two
-        processes. () = this process, which trains on the first device that JAX finds.
-      limit, reserve, resume: as those of `jaxunet.compare.queue`.
+        processes; '' = all that JAX finds. () = this process, which trains on the first device
+        that JAX finds.
+      limit, reserve, resume, timeout: as those of `jaxunet.compare.queue`.
       began: `time.perf_counter()` at the start of the command.
+      by_flags: flags state the comparison, and have been checked: its runs train on the devices
+        that their config says, and may divide the cores of a CPU.
     """
 
     part: str
@@ -63,6 +72,8 @@ class Options:
     reserve: float
     resume: bool
     began: float
+    timeout: float = math.inf
+    by_flags: bool = False
 
     def folder(self, number: int) -> Path:
         """Returns the folder of a process; the first has the number 1."""
@@ -82,19 +93,22 @@ def run(study: Study, options: Options, command: str) -> list[str]:
     """
     jobs = study.jobs(options.part, options.data)
     every = load_configs(study.jobs('', options.data))
-    check_configs_used(str(study.path), every, begun=options.folder(1).exists())
+    check_configs_used(str(study.path), every, begun=options.by_flags or options.folder(1).exists())
     cases = [job.case for job in jobs]
     step_ms = step_times(study.step_ms, cases, f'{study.path}: step_ms')
-    if not study.features.is_file():
+    if str(study.features) not in INCEPTION and not study.features.is_file():
         raise UserError(
             f'{study.path}: features: no file {study.features}; make it by python -m '
             'jaxunet.metrics.train_features'
         )
-    _check_devices(options.devices, f'{study.path}: step_ms', bool(step_ms))
-    known = known_rows(study, options.output)
+    if not options.by_flags:
+        _check_devices(options.devices, f'{study.path}: step_ms', bool(step_ms))
     if options.devices:
         jax.config.update('jax_platforms', 'cpu')  # the devices belong to the processes
-        return _run_processes(study, options, known)
+    known = known_rows(study, options.output)
+    _check_measured(study, jobs, options.output)
+    if options.devices:
+        return _run_processes(study, jobs, options, known)
     folder = options.folder(1)
     measurements = Measurements(str(study.features), folder / 'pictures')
     limit = Limit(options.limit, options.reserve, began=options.began)
@@ -109,6 +123,38 @@ def run(study: Study, options: Options, command: str) -> list[str]:
         resume=options.resume,
     )
     return queue.run(jobs)
+
+
+def _check_measured(study: Study, jobs: Sequence[Job], output: Path) -> None:
+    """Checks, before anything runs, that checkpoints can be measured as those of earlier rows.
+
+    Raises:
+      UserError: the features or a reference cannot be opened, do not fit the images or a metric, or
+        are not those of the rows in the output.
+    """
+    names, checked = set(), []
+    for job in jobs:
+        config = job.load_config()
+        for path, (_, metrics) in job.references.items():
+            if (config.image_shape, path) in checked:
+                continue
+            checked.append((config.image_shape, path))
+            evaluation = {
+                'samples': job.samples,
+                'metrics': metrics,
+                'features': str(study.features),
+                'reference': path,
+            }
+            try:
+                names.add(evaluation_network(config.replace(evaluation=evaluation)).name)
+            except UserError as error:
+                raise UserError(f'{study.path}: {error}') from None
+    for row in collected.read_rows([output / ROWS]):
+        if 'features' in row and row['features'] not in names:
+            raise UserError(
+                f'{output}: was measured with features {row["features"]}, while {study.features} '
+                f'has {", ".join(names)} now; choose another --output, or remove it'
+            )
 
 
 def _check_devices(devices: Sequence[str], where: str, has_step_ms: bool) -> None:
@@ -177,9 +223,9 @@ def collect(study: Study, output: Path, others: Sequence[Path]) -> tables.Measur
         [*first, *(folder / ROWS for folder in folders)],
         [folder / STRETCHES for folder in [*home, *folders]],
     )
-    for name, rows in ((ROWS, found.rows), (STRETCHES, found.stretches)):
-        if rows:
-            collected.write(output / name, rows)
+    for name, every in ((ROWS, found.rows), (STRETCHES, found.stretches)):
+        if every:
+            collected.write(output / name, every)
     return found
 
 
@@ -188,9 +234,24 @@ def _parts(folder: Path) -> list[Path]:
     return [folder, *sorted(path for path in folder.glob('[0-9]*') if path.name.isdigit())]
 
 
-def _run_processes(study: Study, options: Options, known: str) -> list[str]:
-    """Runs a queue on each of the devices; returns what went wrong."""
-    shutil.rmtree(options.output / 'claims', ignore_errors=True)
+def _run_processes(study: Study, jobs: Sequence[Job], options: Options, known: str) -> list[str]:
+    """Runs a queue on each of the devices; returns what went wrong.
+
+    A job that crashes its process, or takes longer than `timeout`, fails alone: the process starts
+    again with the others.
+    """
+    problems: list[str] = []
+
+    def again(number: int, code: int) -> str:
+        job = _claimed(jobs, options, number)
+        if code in ENDED or job is None:
+            return ''
+        reason = _reason(code, options.folder(number) / LOG)
+        _record_failure(job, options, number, reason)
+        problems.append(f'{job.name}: {reason}')
+        return f'{problems[-1]}; it goes on without this run'
+
+    shutil.rmtree(options.output / CLAIMS, ignore_errors=True)
     cores = subprocesses.cores(len(options.devices))
     processes: list[QueueProcess] = []
     with contextlib.ExitStack() as stack:
@@ -200,15 +261,34 @@ def _run_processes(study: Study, options: Options, known: str) -> list[str]:
             log = stack.enter_context((options.folder(number) / LOG).open('w'))
             command = functools.partial(_command, study, options, known, number)
             env = _environment(options.devices, number)
-            processes.append(QueueProcess(number, command, env, own, log))
+            retry = functools.partial(again, number)
+            processes.append(QueueProcess(number, command, env, own, log, retry))
         codes = run_all(processes)
     if asked:
         raise KeyboardInterrupt
-    return [
+    return problems + [
         f'process {number}: {_reason(code, options.folder(number) / LOG)}'
         for number, code in enumerate(codes, 1)
         if code
     ]
+
+
+def _claimed(jobs: Sequence[Job], options: Options, number: int) -> Job | None:
+    """Returns the job that a process has begun and not ended."""
+    for job in jobs:
+        claim = options.output / CLAIMS / job.name
+        if claim.exists() and claim.read_text(encoding='utf-8') == str(options.folder(number)):
+            return job
+    return None
+
+
+def _record_failure(job: Job, options: Options, number: int, reason: str) -> None:
+    """Writes a stretch for a job whose process could not, and ends its claim."""
+    (options.output / CLAIMS / job.name).write_text(DONE, encoding='utf-8')
+    row = {'data': job.data, 'case': job.case, 'seed': job.seed}
+    row |= {'outcome': collected.FAILED, 'reason': reason, 'wall': {}, 'shared_by': 1, 'devices': 1}
+    row['ended'] = datetime.datetime.now(datetime.UTC).isoformat()
+    rows.append(options.folder(number) / STRETCHES, row)
 
 
 def _command(study: Study, options: Options, known: str, number: int) -> list[str]:
@@ -219,13 +299,14 @@ def _command(study: Study, options: Options, known: str, number: int) -> list[st
         'data': options.data,
         'features': study.features,
         'known': known,
-        'claims': options.output / 'claims',
+        'claims': options.output / CLAIMS,
         'step_ms': study.step_ms,
-        'devices': device.count('+') + 1,
+        'devices': 0 if options.by_flags else device.count('+') + 1,
         'shared_by': options.devices.count(device),
         'limit': f'{max(options.limit - (time.perf_counter() - options.began), 1):.0f}',
         'reserve': f'{options.reserve:g}',
         'resume': str(options.resume).lower(),
+        'timeout': f'{options.timeout:g}',
         'work': options.output / 'work',
         'output': options.folder(number),
     }
@@ -236,7 +317,9 @@ def _command(study: Study, options: Options, known: str, number: int) -> list[st
 def _environment(devices: Sequence[str], number: int) -> dict[str, str]:
     """Returns the environment variables of a process."""
     device = devices[number - 1]
-    env = dict(os.environ) | {'CUDA_VISIBLE_DEVICES': device.replace('+', ',')}
+    env = dict(os.environ)
+    if device:
+        env['CUDA_VISIBLE_DEVICES'] = device.replace('+', ',')
     if (shared_by := devices.count(device)) > 1:
         env.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', f'{MEMORY / shared_by:.2f}')
     return env
@@ -247,4 +330,7 @@ def _reason(code: int, log: Path) -> str:
     if code in ENDED:
         return f'did not do all of its runs (see {log})'
     _, _, text = log.read_text(errors='replace').partition('\n')  # drops the command line
-    return f'{": ".join(subprocesses.failure(code, text))} (see {log})'
+    status, last = subprocesses.failure(code, text)
+    if code == TIMED_OUT:
+        status, last = subprocesses.TIMEOUT, last.partition(': error: ')[2]
+    return f'{status}: {last} (see {log})'

@@ -15,7 +15,6 @@ from jaxunet.compare.collected import (
     read_rows,
     read_stretches,
 )
-from jaxunet.compare.comparison import Comparison, Metric
 from jaxunet.compare.statistics import (
     Find,
     Mean,
@@ -28,8 +27,8 @@ from jaxunet.compare.statistics import (
     rival,
     times_to_final,
 )
-from jaxunet.compare.step_times import combined_costs
-from jaxunet.compare.study import Study
+from jaxunet.compare.step_times import COSTS, combined_costs
+from jaxunet.compare.study import Metric, Study
 from jaxunet.runtime.rows import Row
 
 NOTHING = 'Nothing is measured yet.'
@@ -44,19 +43,18 @@ class Measured:
       rows: measurements, as `jaxunet.compare.collected` reads them.
       stretches: the pieces of work that made them.
       step_costs: method -> its step cost, measured in turns (`jaxunet.compare.step_times`).
-      failures: (method, seed) -> reason of a failure of which there is no stretch.
     """
 
-    study: Comparison
+    study: Study
     rows: Sequence[Row]
     stretches: Sequence[Row] = ()
     step_costs: Mapping[str, Row] = field(default_factory=dict)
-    failures: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     @cached_property
     def cells(self) -> dict[tuple[str, float], list[Row]]:
         """The rows of each method's best sampler, by method and seconds."""
-        return best_cells(self.rows, self.study.distances[0].find)
+        first = self.study.distances[0]
+        return best_cells(self.rows, first.find, higher=first.higher_is_better)
 
     @property
     def methods(self) -> list[str]:
@@ -76,7 +74,7 @@ def measured(study: Study, rows: Iterable[Path], stretches: Iterable[Path] = ())
     Raises:
       UserError: a file is damaged, or its rows do not compare.
     """
-    costs = Path(study.step_ms)
+    costs = study.path.with_name(COSTS) if study.step_ms == '0' else Path(study.step_ms)
     return Measured(
         study,
         read_rows(rows),
@@ -224,7 +222,6 @@ def _failures(m: Measured, gaps: dict[str, dict[int, list[float]]]) -> list[str]
     ended = [row for row in m.stretches if row['outcome'] in (FAILED, STOPPED)]
     last = {(row['case'], row['seed']): row for row in ended}
     reasons = {run: row['reason'] for run, row in last.items() if row['outcome'] == FAILED}
-    reasons |= m.failures
     return [
         f'`{name}`, seed {seed}: ' + ' '.join(reasons[name, seed].split())
         for name, by_seed in gaps.items()
@@ -290,7 +287,7 @@ def cost(m: Measured) -> str:
         return f'{known} What they took in all is not recorded.' if runs else NOTHING
     spent = device_seconds(m.stretches)
     parts = ', '.join(f'{name} {seconds / 60:.1f}' for name, seconds in spent.items())
-    kind = 'CPU' if {row.get('device') for row in m.stretches} == {'cpu'} else 'GPU'
+    kind = 'CPU' if {row.get('device') for row in m.stretches if row['wall']} == {'cpu'} else 'GPU'
     return (
         f'{sum(spent.values()) / 60:.1f} {kind} minutes, repeated work included: {parts}. The '
         f'{len(runs)} runs in the tables have {sum(runs.values()) / 60:.1f} minutes of training.'

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
 from jaxunet.runtime.errors import UserError, listed, near_misses
-from jaxunet.runtime.untrusted import NUMBER, shown
+from jaxunet.runtime.untrusted import MAX_DEPTH, NUMBER, check_values, read_limited, shown
+
+MAX_BYTES = 2**20
+ADVICE = 'shorten it'
+# Texts and comments, in which dots are no part of a key; also those without an end.
+TEXTS = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?(?:\"{3}|\Z)|'{3}.*?(?:'{3}|\Z)"""
+    r"""|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
+    re.DOTALL,
+)
+LONG_KEY = re.compile(rf'(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{MAX_DEPTH}}}')
+CONTROL = re.compile(r'[\x00-\x1f\x7f-\x9f]')
 
 # kind -> how a message names one, and several
 WORDS: dict[object, tuple[str, str]] = {
@@ -24,19 +37,46 @@ def read_toml(path: Path) -> Table:
     """Returns the table of a file.
 
     Raises:
-      UserError: no such file, or it is not TOML.
+      UserError: no such file, it is not TOML, a text in it has control characters, or it exceeds
+        `MAX_BYTES` or the limits of `check_values`.
     """
-    try:
-        with path.open('rb') as file:
-            values = tomllib.load(file)
-    except FileNotFoundError:
+    if not path.exists():
         neighbours = [p.name for p in path.parent.glob(f'*{path.suffix}')]
-        raise UserError(f'no file {path}{near_misses(path.name, neighbours)}') from None
-    except OSError as error:
-        raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
+        raise UserError(f'no file {path}{near_misses(path.name, neighbours)}')
+    data = read_limited(path, MAX_BYTES, advice=ADVICE)
+    deep = f'{path}: expected at most {MAX_DEPTH} levels of keys and lists, found more; {ADVICE}'
+    try:
+        text = data.decode()
+        # Before it is parsed, as a key takes memory and time with the square of its parts.
+        if LONG_KEY.search(TEXTS.sub('x', text)):
+            raise UserError(deep)
+        values = tomllib.loads(text)
+        check_values(values)
+    except RecursionError:
+        raise UserError(deep) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f'{path}: expected TOML, found another text: {error}') from None
+    except ValueError:
+        raise UserError(
+            f'{path}: expected numbers of at most 64 bits, found a longer one; {ADVICE}'
+        ) from None
+    for part in _texts(values):
+        if CONTROL.search(part):
+            raise UserError(
+                f'{path}: expected texts without control characters, found {shown(part)}'
+            )
     return Table(values, f'{path}: ')
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yields all texts of a value, with the keys of tables."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value:
+            yield from _texts(part)
+        for part in value.values() if isinstance(value, dict) else ():
+            yield from _texts(part)
 
 
 class Table:
@@ -50,6 +90,10 @@ class Table:
     def __init__(self, values: dict[str, Any], place: str) -> None:
         self._values, self.place = values, place
         self._known: list[str] = []
+
+    def has(self, key: str) -> bool:
+        """Returns True if the table has a key."""
+        return key in self._values
 
     def holds(self, key: str, kind: type) -> bool:
         """Returns True if the value of a key is of this type."""
@@ -117,4 +161,4 @@ class Table:
 
 
 def _is(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not (isinstance(value, bool) and kind in (int, NUMBER))
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -51,7 +51,7 @@ from jaxunet.profile.summary import Summary, summarise
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.paths import of_user
-from jaxunet.runtime.whole_files import check_file
+from jaxunet.runtime.whole_files import check_file, written
 from jaxunet.training.parallel import Parallel
 
 CONFIG = cli.define_config()
@@ -150,14 +150,11 @@ def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> 
             end='\n\n',
             flush=True,
         )
-        try:
-            report.write_csv(output / f'{name}.csv', summary.rows)
-            write_trace(captured.trace_file, captured.trace, output / f'{name}.trace.json.gz')
-            shutil.copyfile(captured.xplane_file, output / f'{name}.xplane.pb')
-        except OSError as error:
-            raise UserError(
-                f'--output: {error.filename or output} cannot be written: {error.strerror or error}'
-            ) from None
+        report.write_csv(output / f'{name}.csv', summary.rows)
+        with written(output / f'{name}.trace.json.gz', '--output') as partial:
+            write_trace(captured.trace_file, captured.trace, partial)
+        with written(output / f'{name}.xplane.pb', '--output') as partial:
+            shutil.copyfile(captured.xplane_file, partial)
     rows.append(output / 'profile.jsonl', row(name, config, captured, summary))
     return summary
 

@@ -14,6 +14,7 @@ from jaxunet.profile.events import COPY
 from jaxunet.profile.phases import PHASES
 from jaxunet.profile.summary import DEVICE, HOST, Row, Summary
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import written
 
 if TYPE_CHECKING:  # matplotlib is optional
     from matplotlib.axes import Axes
@@ -146,8 +147,15 @@ def shorten(name: str, width: int) -> str:
 
 
 def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Writes all rows under a header of their field names. Raises OSError."""
-    with path.open('w', newline='', encoding='utf-8') as file:
+    """Writes all rows under a header of their field names.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    with (
+        written(path, '--output') as partial,
+        partial.open('w', newline='', encoding='utf-8') as file,
+    ):
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(dataclasses.asdict(row) for row in rows)
@@ -202,7 +210,7 @@ def plot(path: pathlib.Path, charts: Sequence[Chart], top: int) -> None:
     """Draws a PNG: for each profile, a bar of its phases above bars of its `top` operations.
 
     Raises:
-      UserError: matplotlib is missing.
+      UserError: matplotlib is missing, or the file cannot be written.
     """
     check_plots()
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -219,7 +227,8 @@ def plot(path: pathlib.Path, charts: Sequence[Chart], top: int) -> None:
         loc='outside lower center',
         ncols=6,
     )
-    figure.savefig(path, dpi=110)
+    with written(path, '--output') as partial:
+        figure.savefig(partial, format='png', dpi=110)
 
 
 def _draw(chart: Chart, phases: Axes, bars: Axes, top: int) -> None:

@@ -15,7 +15,7 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, ParamSpec, TypeVar
 
@@ -97,20 +97,45 @@ def _started(
         with _signals_deferred(), _starting:
             if _stopped:
                 raise Stopped
-            # In its own session, so that its children can be killed with it.
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,
-            )
+            process = start(command, env, stderr)
             ends.enter_context(process)
             _running.add(process)
             ends.callback(_end, process)
         yield process
+
+
+def start(
+    command: list[str],
+    env: Mapping[str, str],
+    stderr: int | IO[str],
+    cores: Collection[int] = (),
+) -> subprocess.Popen[str]:
+    """Starts a process, to read its output; its signals come only from this process.
+
+    It has a session of its own, so that its children can be killed with it.
+
+    Args:
+      cores: its CPU cores; () = all.
+
+    Raises:
+      OSError: the system cannot start it.
+    """
+    before = os.sched_getaffinity(0) if cores else None
+    try:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        if before:
+            os.sched_setaffinity(0, before)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -51,7 +51,7 @@ def shown(value: object) -> str:
     return f'a {type(value).__name__}'
 
 
-def plain(text: str) -> str:
+def plain(text: object) -> str:
     """Returns a short text of a name for a message, like `shown` but without quotes."""
     return shown(text).replace("'", '').replace('"', '')
 
@@ -89,7 +89,7 @@ def parse_json(
             if finite
             else json.loads(text)
         )
-        _check(value)
+        check_values(value)
     except RecursionError:
         reason = f'nested more than {MAX_DEPTH} deep'
     except ValueError as error:  # including JSONDecodeError and UnicodeError
@@ -173,10 +173,14 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f'{name} is not a number of JSON')
 
 
-def _check(value: object) -> None:
-    """Raises RecursionError for deep nesting, ValueError for wide numbers and text without UTF-8.
+def check_values(value: object) -> None:
+    """Checks what `parse_json` says of numbers, texts and nesting, for values of any parser.
 
     Deeply nested values would exhaust the stack of code that walks over them later.
+
+    Raises:
+      RecursionError: nested more than `MAX_DEPTH` deep.
+      ValueError: a number has more than 64 bits, or a text is not UTF-8.
     """
     todo = [(value, 1)]
     while todo:

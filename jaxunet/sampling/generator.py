@@ -52,6 +52,16 @@ from jaxunet.sampling.sampler import (
 SEGMENTS = 20  # compiled calls per batch; progress is reported after each
 
 
+def sampler_of(config: Config, sampler: SamplerConfig) -> Sampler:
+    """Returns the sampler of a model; raises `UserError` for options that do not fit the model."""
+    diffusion = make_diffusion(config.diffusion)
+    return make_sampler(sampler, diffusion, num_classes=config.model.num_classes)
+
+
+class StoppedError(Exception):
+    """Samples whose `progress` returned False."""
+
+
 class Inputs(NamedTuple):
     """The inputs of a batch, on the devices, besides its noise.
 
@@ -105,9 +115,7 @@ class Generator:
         samples: int | None = None,
     ) -> None:
         self.image_shape, self.low_res_shape = config.image_shape, config.low_res_shape
-        self.sampler = make_sampler(
-            sampler, make_diffusion(config.diffusion), num_classes=config.model.num_classes
-        )
+        self.sampler = sampler_of(config, sampler)
         self.guide = guide
         self.schedule: Schedule | None = None
         if picture is not None:
@@ -274,7 +282,7 @@ class Generator:
         labels: Int[np.ndarray, ' samples'] | None = None,
         low_res: UInt8[np.ndarray, 'samples low_height low_width channels'] | None = None,
         progress: Callable[[float], bool] = lambda _: True,
-    ) -> UInt8[np.ndarray, 'samples height width channels'] | None:
+    ) -> UInt8[np.ndarray, 'samples height width channels']:
         """Draws the samples with the given indices.
 
         Args:
@@ -286,9 +294,10 @@ class Generator:
           progress: called with the completed fraction of the batch; returning False stops.
 
         Returns:
-          uint8 images of shape (samples, height, width, channels), or None if `progress` stopped.
+          uint8 images of shape (samples, height, width, channels).
 
         Raises:
+          StoppedError: `progress` returned False.
           ValueError: more indices than `batch_size`, or pictures of another shape.
           UserError: a seed out of range.
         """
@@ -314,7 +323,7 @@ class Generator:
             state = self._compiled(params, state, inputs, *limits, self._canvas, self._guide_params)
             state.x.block_until_ready()
             if not progress(stop / steps):
-                return None
+                raise StoppedError
         images = to_uint8(state.x, truncate=bool(self.sampler.config.truncate))[:count]
         # Truncated pixels of the picture would be too dark by 1.
         return images if self.schedule is None else with_kept_pixels(images, self.schedule.picture)

@@ -47,7 +47,7 @@ from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import check_file
-from jaxunet.sweep import folder, report, runner, study
+from jaxunet.sweep import folder, parts, report, runner
 from jaxunet.sweep.points import Axis, Machine, Point, expand, merge, parse_axes
 from jaxunet.sweep.presets import PRESETS, STUDY, STUDY_PARTS
 
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
             print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
             raise
     if PRESET.value == STUDY:
-        text, paths = study.write(directory, STUDY_PARTS, plot=PLOT.value)
+        text, paths = parts.write(directory, STUDY_PARTS, plot=PLOT.value)
     else:
         sweep = folder.load(directory)
         paths = report.write(sweep, directory, plot=PLOT.value)
@@ -154,7 +154,7 @@ def measure(directory: pathlib.Path) -> None:
     """
     given = parse_axes(VARY.value)
     if PRESET.value == STUDY:
-        study.check_axes(given, STUDY_PARTS)
+        parts.check_axes(given, STUDY_PARTS)
     config, machine = complete(CONFIG.value), runner.probe()
     if PRESET.value == STUDY:
         plans = [plan(config, machine, given, part, directory / part) for part in STUDY_PARTS]

@@ -1,11 +1,11 @@
-"""Writes a point of a sweep as a config file."""
+"""Writes a config as a config file."""
 
 from __future__ import annotations
 
 from jaxunet.config import Config, to_dict
-from jaxunet.sweep.points import Point
+from jaxunet.config.schema import Fields
 
-TEMPLATE = """\"\"\"Point of a sweep: {label}.\"\"\"
+TEMPLATE = """\"\"\"{title}.\"\"\"
 
 from jaxunet.config import default_config
 
@@ -16,11 +16,16 @@ def get_config():
 """
 
 
-def config_file(point: Point) -> str:
-    """Returns a point as the text of a config file: the fields that differ from the defaults."""
+def config_file(title: str, raw: Fields) -> str:
+    """Returns a config as the text of a config file: the fields that differ from the defaults.
+
+    Args:
+      title: begins the file.
+      raw: the config as nested dicts.
+    """
     default = to_dict(Config())
     changed = []
-    for name, value in point.raw.items():
+    for name, value in raw.items():
         if isinstance(value, dict):
             changed += [
                 (f'{name}.{field}', v) for field, v in value.items() if v != default[name][field]
@@ -28,6 +33,6 @@ def config_file(point: Point) -> str:
         elif value != default[name]:
             changed.append((name, value))
     return TEMPLATE.format(
-        label=point.label,
+        title=title,
         changes=''.join(f'    config.{path} = {value!r}\n' for path, value in changed),
     )

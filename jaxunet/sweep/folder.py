@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import check_fields, read_json, shown
+from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import runner
 from jaxunet.sweep.points import Axis
 from jaxunet.sweep.results import Sweep
@@ -39,13 +40,8 @@ def save(directory: pathlib.Path, spec: Mapping[str, object]) -> None:
     Raises:
       UserError: the file cannot be written.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / 'sweep.json').write_text(json.dumps(spec, indent=1) + '\n', encoding='utf-8')
-    except OSError as error:
-        raise UserError(
-            f'--output: {error.filename or directory} cannot be written: {error.strerror or error}'
-        ) from None
+    with written(directory / 'sweep.json', '--output') as partial:
+        partial.write_text(json.dumps(spec, indent=1) + '\n', encoding='utf-8')
 
 
 def load(directory: pathlib.Path) -> Sweep:

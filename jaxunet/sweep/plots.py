@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jaxunet.profile.report import Chart, check_plots, read_csv
 from jaxunet.profile.report import plot as plot_operations
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.whole_files import written
 from jaxunet.sweep.points import Axis, show
 from jaxunet.sweep.results import Sweep, counts_memory
 
@@ -28,8 +29,7 @@ def plot(sweep: Sweep, directory: pathlib.Path) -> list[pathlib.Path]:
     colour for each setting of the other axes.
 
     Raises:
-      UserError: matplotlib is missing.
-      OSError: a file cannot be written.
+      UserError: matplotlib is missing, or a file cannot be written.
     """
     check_plots()
     profiles = [row for row in sweep.done if 'profile' in row]
@@ -80,7 +80,8 @@ def _plot_axis(sweep: Sweep, axis: Axis, path: pathlib.Path) -> None:
         panel.set_axisbelow(True)
     if others and len(groups) <= LEGEND:
         panels[-1].legend(fontsize='small')
-    figure.savefig(path, dpi=110)
+    with written(path, '--output') as partial:
+        figure.savefig(partial, format='png', dpi=110)
 
 
 def _draw_groups(panels: Sequence[Axes], axis: Axis, groups: Mapping[str, list[Row]]) -> None:

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Sequence
 
 from jaxunet.profile.report import read_csv, side_by_side
-from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import plots
 from jaxunet.sweep.points import JIT, OWN_AXES, show
 from jaxunet.sweep.results import Sweep, Worth, geometric_mean, worth
@@ -51,16 +51,11 @@ def write(sweep: Sweep, directory: pathlib.Path, *, plot: bool) -> list[pathlib.
     Raises:
       UserError: matplotlib is missing, or a file cannot be written.
     """
-    try:
-        _write_csv(sweep, directory / 'results.csv')
-        pictures = plots.plot(sweep, directory) if plot and sweep.done else []
-        (directory / 'report.md').write_text(
-            markdown(sweep, [p.name for p in pictures], directory), encoding='utf-8'
-        )
-    except OSError as error:
-        raise UserError(
-            f'--output: {error.filename or directory} cannot be written: {error.strerror or error}'
-        ) from None
+    _write_csv(sweep, directory / 'results.csv')
+    pictures = plots.plot(sweep, directory) if plot and sweep.done else []
+    text = markdown(sweep, [p.name for p in pictures], directory)
+    with written(directory / 'report.md', '--output') as partial:
+        partial.write_text(text, encoding='utf-8')
     return [directory / 'results.csv', *pictures, directory / 'report.md']
 
 
@@ -80,7 +75,10 @@ def flat(row: Row, best: Row | None) -> Row:
 
 
 def _write_csv(sweep: Sweep, path: pathlib.Path) -> None:
-    with path.open('w', newline='', encoding='utf-8') as file:
+    with (
+        written(path, '--output') as partial,
+        partial.open('w', newline='', encoding='utf-8') as file,
+    ):
         writer = csv.DictWriter(file, [*(axis.name for axis in sweep.axes), *COLUMNS])
         writer.writeheader()
         for row in sweep.rows:

@@ -348,7 +348,8 @@ class _Runner:
         folder = self.directory / 'profiles' / name
         shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
         folder.mkdir(parents=True)
-        (folder / 'config.py').write_text(config_file(point))
+        text = config_file(f'Point of a sweep: {point.label}', point.raw)
+        (folder / 'config.py').write_text(text)
         command = [
             sys.executable,
             '-m',

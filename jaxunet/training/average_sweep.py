@@ -84,7 +84,6 @@ def measure_averages(
     step, seconds = int(restored.state.step), restored.facts.seconds
     for ema, (params, note) in zip(averages, weights, strict=True):
         results = evaluator.measure(params)
-        assert results is not None  # nothing stops it early
         width = width_of(config, ema)
         named: Row = {
             'checkpoint': path,

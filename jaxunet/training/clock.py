@@ -76,9 +76,9 @@ class Milestones:
 
     Attributes:
       seconds: the times, ascending.
-      reached: called with the step, the training time in seconds, and the averages of the weights
-        by their names in the training state, on this process's first device. The clock is paused
-        meanwhile.
+      reached: called with the step, the training time in seconds, the averages of the weights by
+        their names in the training state, on this process's first device, and a function that
+        returns True once a signal has asked the run to stop. The clock is paused meanwhile.
       step_seconds: fixed seconds of a step, such as its time measured alone, for runs that share a
         device. 0 = training time is measured.
       saves: the run writes a checkpoint at each milestone, before `reached` is called, and when it
@@ -91,7 +91,7 @@ class Milestones:
     """
 
     seconds: tuple[float, ...]
-    reached: Callable[[int, float, dict[str, Params]], None]
+    reached: Callable[[int, float, dict[str, Params], Callable[[], bool]], None]
     step_seconds: float = 0.0
     saves: bool = False
     keep_on: Callable[[], bool] = _always
@@ -123,4 +123,4 @@ class Milestones:
                 )
 
 
-NO_MILESTONES = Milestones((), lambda step, seconds, averages: None, saves=True)
+NO_MILESTONES = Milestones((), lambda step, seconds, averages, asked: None, saves=True)

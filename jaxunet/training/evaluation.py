@@ -167,22 +167,22 @@ class Evaluator:
         self._conditions = SampleConditions(config, source, evaluation.samples)
         self._reference: Side | None = None
 
-    def measure(
-        self, params: Params, keep_on: Callable[[], bool] = lambda: True
-    ) -> list[Result] | None:
+    def measure(self, params: Params, keep_on: Callable[[], bool] = lambda: True) -> list[Result]:
         """Draws samples and returns their metrics, in the order of `evaluation.metrics`.
 
         Args:
           params: weights, on any devices or numpy.
-          keep_on: sampling ends, with the result None, once this returns False.
+          keep_on: asked while samples are drawn.
+
+        Raises:
+          StoppedError: `keep_on` returned False.
         """
-        samples = self.sample(params, keep_on)
-        return None if samples is None else self.compare(samples)
+        return self.compare(self.sample(params, keep_on))
 
     def sample(
         self, params: Params, keep_on: Callable[[], bool] = lambda: True
-    ) -> UInt8[np.ndarray, 'n height width channels'] | None:
-        """Draws `evaluation.samples` images under `SampleConditions`; arguments as `measure`."""
+    ) -> UInt8[np.ndarray, 'n height width channels']:
+        """Draws `evaluation.samples` images under `SampleConditions`, as `measure`."""
         evaluation = self.config.evaluation
         placed = self.generator.put(params)
         images = []
@@ -202,8 +202,6 @@ class Evaluator:
                     low_res=conditions.low_res,
                     progress=lambda _: keep_on(),
                 )
-                if batch is None:
-                    return None
                 images.append(batch)
                 bar.update(len(indices))
         return np.concatenate(images)

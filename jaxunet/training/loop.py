@@ -292,7 +292,9 @@ class _Loop:
         """Reports the first milestone that is left; returns False if it was the last."""
         self.milestones_left.pop(0)
         averages = self.session.parallel.local(self.session.state.ema)
-        self.milestones.reached(self.step, self._seconds(), averages)
+        self.milestones.reached(
+            self.step, self._seconds(), averages, lambda: self.preemption.requested
+        )
         return bool(self.milestones_left)
 
     def _report_restored(self, milestone: float | None) -> bool:

@@ -20,7 +20,7 @@ from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
 from jaxunet.runtime.background import Background, beside_steps
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.generator import Generator, StoppedError
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.training.clock import due
 from jaxunet.training.conditions import SampleConditions, side_by_side
@@ -175,15 +175,16 @@ class Outputs:
         count = self._config.train.sample_count
         indices = np.arange(count)
         labels, low_res, originals = self._conditions.load(indices)
-        images = generator(
-            generator.put(params),
-            seed=self._config.seed,
-            indices=indices,
-            labels=labels,
-            low_res=low_res,
-            progress=lambda _: self._keep_on(),
-        )
-        if images is None:
+        try:
+            images = generator(
+                generator.put(params),
+                seed=self._config.seed,
+                indices=indices,
+                labels=labels,
+                low_res=low_res,
+                progress=lambda _: self._keep_on(),
+            )
+        except StoppedError:
             return
         columns = class_columns(self._config.model.num_classes, count)
         if low_res is not None and originals is not None:
@@ -205,8 +206,9 @@ class Outputs:
         """Writes the metrics of new samples; writes nothing once asked to stop."""
         assert self._evaluator is not None
         assert self._table is not None
-        results = self._evaluator.measure(params, self._keep_on)
-        if results is None:
+        try:
+            results = self._evaluator.measure(params, self._keep_on)
+        except StoppedError:
             return
         rows = [self._evaluator.row(result, step, training_seconds) for result in results]
         self._table.add(rows)

@@ -378,50 +378,21 @@ def test_weights_to_start_from(tmp_path):
             )
 
 
-def test_a_comparison_is_complete(tmp_path):
+def test_a_comparison_of_flags_is_refused(tmp_path):
+    """Its rows were others than those of comparison files."""
     folder = copied('compare', tmp_path)
-    copied('features.npz', tmp_path)
     before = contents(folder)
-    for name in ('compare.csv', 'report.md'):
-        (folder / name).unlink()
-    out = call(tmp_path, 'compare', *run_flags(CONDITIONAL), *FLAGS['compare'], '--output=compare')
-    assert '2 of 2 runs are done already' in out
-    now, specs = contents(folder), []
-    # The tables of the report are others, those of comparison files; the rest is in it.
-    old, new = (files.pop('report.md').decode() for files in (before, now))
-    title, command, protocol, *_, differences = [line for line in old.splitlines() if line]
-    for kept in (title, command, protocol.partition(' Runs on ')[0], differences):
-        assert kept in new
-    assert '| uniform | Fréchet distance | 0.007082 (1) | 0.0107 (1) |' in new
-    assert '| min_snr | Fréchet distance |  | 0.005786 (1) |' in new
-    assert new.endswith('## Missing cells\n\nNone.\n')
-    for files in (now, before):
-        spec = json.loads(files.pop('compare.json'))
-        # Earlier files do not tell how many runs were made at a time.
-        specs.append({'processes': 1} | spec | {'config': identity(spec['config'])})
-    assert now == before
-    assert specs[0] == specs[1]
-
-
-def test_a_comparison_measures_what_is_missing(tmp_path):
-    """It measures the weights that were kept, and trains nothing."""
-    folder = copied('compare', tmp_path)
-    copied('features.npz', tmp_path)
-    path = folder / 'runs' / 'min_snr_seed0' / 'rows.jsonl'
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.unlink()
-    before = contents(path.parent)
-    call(tmp_path, 'compare', *run_flags(CONDITIONAL), *FLAGS['compare'], '--output=compare')
-    again = [json.loads(line) for line in path.read_text().splitlines()]
-    for row, other in zip(again, rows, strict=True):
-        assert row.keys() == other.keys()
-        assert [
-            row[key] for key in ('milestone', 'name', 'metric', 'step', 'training_seconds')
-        ] == [other[key] for key in ('milestone', 'name', 'metric', 'step', 'training_seconds')]
-        assert row['value'] == pytest.approx(other['value'], rel=1e-2, abs=1e-6)
-    assert {
-        k: v for k, v in contents(path.parent).items() if k not in ('rows.jsonl', 'log.txt')
-    } == before
+    again = [*run_flags(CONDITIONAL), *FLAGS['compare']]
+    for flags in (again, ['--plot_only', '--noplot']):
+        command = ['jaxunet.compare', *flags, '--output=compare']
+        process = Fork(command, environment() | {'PYTHONPATH': str(ROOT)}, tmp_path)
+        _, error = process.communicate()
+        assert process.returncode == 2
+        assert error.splitlines()[-1] == (
+            'error: --output: compare holds a comparison of an earlier version (compare.json), '
+            'which commit 5bac3eb9 reads; choose another --output'
+        )
+    assert {k: v for k, v in contents(folder).items() if k != '.lock'} == before
 
 
 def test_a_sweep_is_reported_again(tmp_path):

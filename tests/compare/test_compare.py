@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -13,16 +13,18 @@ from support.commands import call as run_command
 from support.tiny import flags, tiny_config
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import runner, step_cost, worker
-from jaxunet.compare.methods import (
-    METHODS,
-    Method,
-    named_fields,
-)
+from jaxunet.compare import collected, flags_study, step_cost, study_runner
+from jaxunet.compare.flags_study import STEP_COSTS, measure_step_costs
+from jaxunet.compare.jobs import base_config
+from jaxunet.compare.methods import Method, named_fields, parse_methods
+from jaxunet.compare.step_times import COSTS
+from jaxunet.compare.study_file import read_study
 from jaxunet.config import to_dict
-from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.no_device import NO_DEVICE
 from jaxunet.training.logs import read_metrics
+
+TINY = pathlib.Path(__file__).parents[2] / 'docs/results/methods/tiny.toml'
+TIMES = (0.75, 1.5)
 
 
 @pytest.fixture(scope='module')
@@ -69,43 +71,48 @@ def compared(features, tmp_path_factory):
 
 def test_a_comparison_from_end_to_end(compared):
     output, out = compared
-    assert {'compare.csv', 'report.md', 'quality.png', 'runs'} <= {p.name for p in output.iterdir()}
-    with (output / 'compare.csv').open(newline='') as file:
-        rows = list(csv.DictReader(file))
-    fine = [row for row in rows if row['status'] == 'ok']
-    expected = [('uniform', 0), ('uniform', 1), ('same', 0)]
-    assert [
-        (r['method'], int(r['seed']), int(r['milestone']), r['metric'].split('[')[0]) for r in fine
-    ] == [
-        (*run, milestone, metric)
-        for run in expected
-        for milestone in (0, 1)
-        for metric in ('frechet_distance', 'recall')
+    made = {path.name for path in output.iterdir()}
+    assert {flags_study.STUDY, 'rows.jsonl', 'report.md', 'quality.png'} <= made
+    rows = collected.read_rows([output / collected.ROWS])
+    assert sorted((row['case'], row['seed'], row['seconds']) for row in rows) == [
+        (*run, seconds)
+        for run in (('same', 0), ('uniform', 0), ('uniform', 1))
+        for seconds in TIMES
     ]
-    assert all(
-        '[features=classifier-' in row['metric'] and row['num_samples'] == '12' for row in fine
-    )
-    for row in fine:
-        assert 0 <= float(row['training_seconds']) - 0.75 * (1 + int(row['milestone'])) < 3
-    (failed,) = (row for row in rows if row['status'] == 'failed')
-    assert failed['method'] == 'broken'
-    assert 'loss or gradient that is not finite' in failed['reason']
+    for row in rows:
+        assert row['features'].startswith('classifier-')
+        assert row['values']['digits:'].keys() == {'fid', 'recall'}
+        assert (row['num_samples'], row['sampler'], row['evaluations']) == (12, 'ddim:2', 2)
+        assert row['references'] == {'digits:': 1797}
+        assert 0 <= row['training_seconds'] - row['seconds'] < 3
     text = (output / 'report.md').read_text()
     assert text in out
     assert text.count('| uniform | Fréchet distance |') == 3
     assert '| uniform | 0, 1 |' in text
-    protocol = (
-        '12 samples by ddim with 2 evaluations of the network, compared with digits: '
-        "(1797 images); recall: k=3; by the run's seed; "
-    )
-    assert f'{protocol}features classifier-' in text
+    assert 'Each run trains for the same time (training steps alone: ' in text
+    assert 'Comparison file: [compare.toml](compare.toml). Seconds of training: 0.75, 1.5; ' in text
     assert f'cpu, jax {jax.__version__}, jaxlib ' in text
-    assert '- all of `broken`\n- failed: `broken`, seed 0: crash: ' in text
+    assert '12 samples, batches of 8; features classifier-' in text
+    failed = '- all of `broken`\n- failed: `broken`, seed 0: training stopped at step '
+    assert failed in text
+    assert 'loss or gradient that is not finite' in text
     shared = '2 runs at a time divided the cores of one CPU, so each did fewer steps in its seconds'
-    assert f'note: this machine has no GPU: {shared}' in out
-    assert f'Note: {shared}' in text
+    assert f'note: this machine has no GPU. Note: {shared}' in out
+    assert f'\n\nNote: {shared}' in text
     assert 'fid' not in text.split('\n', maxsplit=4)[4].lower()
     assert (output / 'quality.png').stat().st_size > 5000
+
+
+def test_the_comparison_is_a_file(compared, features):
+    """--file reads it, too; methods that are as they are known need no words."""
+    output, _ = compared
+    study = read_study(output / flags_study.STUDY)
+    assert study.cells == (('uniform', 0), ('same', 0), ('broken', 0), ('uniform', 1))
+    assert study.own.keys() == {'same', 'broken'}
+    assert study.own_seconds == {'broken': (30, 60)}
+    first = study.jobs('', '')[0]
+    assert first.load_config().model.base_channels == 8
+    assert first.references == {'': ('digits:', ('fid', 'recall'))}
 
 
 def test_flags_are_checked_before_features_are_read(tmp_path):
@@ -122,55 +129,33 @@ def test_runs_of_a_seed_start_alike(compared):
     others.
     """
     output, _ = compared
-    losses = [
-        [row['loss'] for row in read_metrics(output / 'runs' / name / 'training' / 'metrics.csv')]
-        for name in ('uniform_seed0', 'same_seed0', 'uniform_seed1')
-    ]
+    losses = []
+    for name in ('uniform_seed0', 'same_seed0', 'uniform_seed1'):
+        (path,) = output.glob(f'[0-9]/logs/digits_{name}.csv')
+        losses.append([row['loss'] for row in read_metrics(path)])
     count = min(map(len, losses))
     assert count > 3
     assert losses[0][:count] == losses[1][:count] != losses[2][:count]
 
 
-def test_milestones_are_measured_in_the_order_of_what_their_curve_would_miss():
-    assert [worker.most_telling(n) for n in (1, 2, 4, 5)] == [
-        [0],
-        [1, 0],
-        [3, 1, 0, 2],
-        [4, 1, 2, 0, 3],
-    ]
-
-
 def test_another_config_leaves_the_comparison_as_it_is(compared, features):
     """The report must go on to describe the runs that the folder holds."""
     output, _ = compared
-    before = (output / runner.SPEC).read_text()
+    before = (output / flags_study.STUDY).read_text()
     error = call(features, output, *ARGUMENTS, '--config.data.batch_size=16', code=2)
     assert '_seed0: holds a run with another config or other times; choose another' in error
-    assert (output / runner.SPEC).read_text() == before
+    assert (output / flags_study.STUDY).read_text() == before
 
 
 @pytest.mark.long
 def test_the_same_command_goes_on(compared, features):
-    """Weights that are kept are not trained again; rows that are kept are not measured again."""
+    """Runs that are done are not repeated, and features must be those of before."""
     output, _ = compared
-    before = {p: p.stat().st_mtime_ns for p in output.rglob('snapshots/*.npz')}
-    assert len(before) == 6
-    lost = output / 'runs' / 'same_seed0' / worker.ROWS
-    rows = {(row['milestone'], row['name']): row for row in worker.finished(lost.parent)}
-    lost.write_text(
-        ''.join(json.dumps(row) + '\n' for row in rows.values() if row['milestone'] == 1)
-    )
+    before = collected.read_rows([output / collected.ROWS])
     out = call(features, output, *ARGUMENTS, code=1)
-    assert '2 of 4 runs are done already' in out
-    assert {p: p.stat().st_mtime_ns for p in before} == before
-    again = {(row['milestone'], row['name']): row for row in worker.finished(lost.parent)}
-    assert again.keys() == rows.keys()
-    for key, row in again.items():
-        assert row['value'] == pytest.approx(rows[key]['value'], rel=1e-3, abs=1e-3)
-    out = call(features, output, '--plot_only')
-    assert '- failed: `broken`, seed 0: ' in out
-    # A file of the same name with other weights: told before anything is trained or measured with
-    # it.
+    assert out.count('is done already') == 6
+    assert collected.read_rows([output / collected.ROWS]) == before
+    assert '- failed: `broken`, seed 0: ' in call(features, output, '--plot_only')
     with np.load(features) as arrays:
         others = dict(arrays)
     try:
@@ -178,10 +163,7 @@ def test_the_same_command_goes_on(compared, features):
         message = call(features, output, *ARGUMENTS, code=2)
     finally:
         np.savez(features, **others)
-    assert 'nothere: no such file' in call(
-        features, output, *ARGUMENTS, '--config.evaluation.reference=nothere', code=2
-    )
-    assert 'uniform_seed0: was measured with features classifier-' in message
+    assert f'{output}: was measured with features classifier-' in message
     assert 'choose another --output, or remove it' in message
 
 
@@ -190,9 +172,8 @@ def test_without_training_the_record_stays(compared):
     report.
     """
     output, _ = compared
-    kept = {name: (output / name).read_text() for name in (runner.SPEC, 'compare.csv')}
-    failures = runner.load_failures(output)
-    assert failures
+    names = (flags_study.STUDY, flags_study.CONFIG, collected.ROWS)
+    kept = {name: (output / name).read_text() for name in names}
     one = {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}
     costs = {
         'costs': {'uniform': one, 'p2': one},
@@ -201,80 +182,99 @@ def test_without_training_the_record_stays(compared):
         'batch': 8,
         'device': 'd',
     }
-    (output / runner.COSTS).write_text(json.dumps(costs) + '\n')
-    call('nothere.npz', output, '--methods=uniform,p2', '--notrain', code=1)
+    (output / COSTS).write_text(json.dumps(costs) + '\n')
+    call('nothere.npz', output, '--methods=uniform,p2', '--notrain')
     assert {name: (output / name).read_text() for name in kept} == kept
-    assert runner.load_failures(output) == failures
     text = (output / 'report.md').read_text()
     assert '| uniform | 0, 1 |' in text
-    assert 'Turns: 3 of 4 steps each' in text
+    assert '- failed: `broken`, seed 0: ' in text
     assert '| p2 | 1.00 | 1.000 (1.000 to 1.000) |' in text
 
 
-def test_a_milestone_wants_a_row_of_every_metric(tmp_path):
-    config = tiny_config(evaluation={'metrics': ('fid', 'recall')})
-    task = worker.Task('uniform', 0, to_dict(config), [1.0, 2.0])
-    (tmp_path / worker.ROWS).write_text(
-        ''.join(
-            json.dumps({'milestone': m, 'name': n}) + '\n'
-            for m, n in ((0, 'fid'), (0, 'fid'), (1, 'fid'))
-        )
+@pytest.mark.parametrize('arguments', [['--plot_only'], ['--methods=uniform']])
+def test_a_folder_of_an_earlier_version_is_refused(arguments, features, tmp_path):
+    (tmp_path / 'compare.json').write_text('{}')
+    error = call(features, tmp_path, *arguments, '--noplot', code=2)
+    assert error.splitlines()[-1] == (
+        f'error: --output: {tmp_path} holds a comparison of an earlier version (compare.json), '
+        'which commit 5bac3eb9 reads; choose another --output'
     )
-    assert worker.missing(task, tmp_path) == [0, 1]
-    with (tmp_path / worker.ROWS).open('a') as file:
-        file.write(json.dumps({'milestone': 1, 'name': 'recall'}) + '\n')
-    assert worker.missing(task, tmp_path) == [0]
+    assert 'compare.toml' not in {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize('module', [runner.WORKER, runner.STEP_COST])
+@pytest.mark.parametrize('module', [study_runner.QUEUE, STEP_COSTS])
 def test_the_processes_of_a_comparison_end_in_one_line(module, tmp_path):
     config = to_dict(tiny_config())
-    worker.save_task(worker.Task('uniform', 0, config, [1.0]), tmp_path)
     (tmp_path / 'configs.json').write_text(json.dumps({'uniform': config}))
-    todo = {runner.WORKER: tmp_path, runner.STEP_COST: tmp_path / 'configs.json'}[module]
+    todo = {
+        study_runner.QUEUE: [f'--jobs={TINY}', f'--output={tmp_path}'],
+        STEP_COSTS: [tmp_path / 'configs.json'],
+    }[module]
     nothing = {'JAX_PLATFORMS': 'none'}
-    error = run_command(module, todo, code=NO_DEVICE, variables=nothing, fresh=True)
+    error = run_command(module, *todo, code=NO_DEVICE, variables=nothing, fresh=True)
     assert error.splitlines()[-1].startswith('error: JAX found no device that it can use')
-    assert run_command(module, code=2).startswith('error: expected ')
+    assert 'error: ' in run_command(module, code=2)
     assert "'bogus'" in run_command(module, '--bogus', code=2)
 
 
-def test_long_runs_go_first():
-    names = ['uniform', 'p2', 'speed', 'policy']
-    spec = runner.Spec(
-        'c',
-        {},
-        {name: named_fields(name) for name in names},
-        seconds={'uniform': 30.0, 'p2': 15.0, 'speed': 30.0, 'policy': 15.0},
-        seeds={'uniform': 2, 'p2': 1, 'speed': 1, 'policy': 2},
-        evaluations={'uniform': 3, 'p2': 1, 'speed': 2, 'policy': 1},
+def stated(config, methods, seconds, seeds, evaluations, note=''):
+    return flags_study.Stated(
+        config, parse_methods(methods), seconds, seeds, evaluations, 'c', note
     )
-    found = [(task.folder, task.seconds) for task in runner.tasks(spec, tiny_config())]
-    assert found == [
-        ('uniform_seed0', [10, 20, 30]),
-        ('speed_seed0', [15, 30]),
-        ('uniform_seed1', [10, 20, 30]),
-        ('p2_seed0', [15]),
-        ('policy_seed0', [15]),
-        ('policy_seed1', [15]),
+
+
+def test_what_flags_state(tmp_path):
+    """One time is the same number whatever it is a part of: 0.7 s are a third of 2.1 s, except for
+    the last digit.
+    """
+    config = base_config(
+        tiny_config(
+            data={'path': str(tmp_path / 'a "b".zip')},
+            evaluation={
+                'metrics': ('inception_score', 'recall'),
+                'guidance_scale': 2.0,
+                'skip_schedule': 'log_snr',
+                'sampler': 'heun',
+                'steps': 3,
+            },
+            model={'num_classes': 10},
+        )
+    )
+    methods = [
+        'uniform',
+        'p2',
+        'flow',
+        'min_snr:loss.min_snr_gamma=4.0',
+        'mine:optimizer.name=adam',
     ]
+    names = [name.partition(':')[0] for name in methods]
+    seconds = dict.fromkeys(names, 2.1) | {'p2': 0.7}
+    counts = dict.fromkeys(names, 3) | {'p2': 1}
+    seeds = dict.fromkeys(names, 1) | {'flow': 2}
+    study = flags_study.write(stated(config, methods, seconds, seeds, counts, 'A note.'), tmp_path)
+    assert study.cells == (*((name, 0) for name in names), ('flow', 1))
+    assert [study.seconds_of(name) for name in ('uniform', 'p2')] == [(0.7, 1.4, 2.1), (0.7,)]
+    assert study.own.keys() == {'p2', 'min_snr', 'mine'}
+    assert study.fields_of('min_snr')['loss.min_snr_gamma'] == 4.0
+    assert [metric.title for metric in study.distances] == ['Inception Score']
+    assert study.options == {'guidance_scale': 2.0}
+    job = next(job for job in study.jobs('', '') if job.case == 'flow')
+    assert job.samplers == ('heun:3:log_snr',)
+    assert job.references == {'': (config.data.path, ('inception_score', 'recall'))}
+    assert job.load_config(devices=0) == base_config(
+        parse_methods(['flow'])[0].apply(config).replace(train={'keep': 1})
+    )
+    again = flags_study.write(stated(config, methods, seconds, seeds, counts), tmp_path)
+    assert again.note == 'A note.'
 
 
-def test_a_comparison_of_before_numbers_were_by_method(tmp_path):
-    methods = {name: METHODS[name] for name in ('uniform', 'p2')}
-    seconds, evaluations = dict.fromkeys(methods, 30.0), dict.fromkeys(methods, 3)
-    seeds = {'uniform': 2, 'p2': 1}
-    spec = runner.Spec('c', to_dict(tiny_config()), methods, seconds, seeds, evaluations)
-    runner.save(spec, tmp_path)
-    new = runner.load(tmp_path)
-    assert (new.seconds, new.seeds, new.evaluations) == (spec.seconds, spec.seeds, spec.evaluations)
-    path = tmp_path / runner.SPEC
-    path.write_text(json.dumps(json.loads(path.read_text()) | {'seconds': 30.0, 'evaluations': 3}))
-    assert runner.load(tmp_path) == new
-    older = json.loads(path.read_text())
-    del older['processes']
-    path.write_text(json.dumps(older))
-    assert runner.load(tmp_path).processes == 1
+def test_methods_of_one_objective_have_its_sampler(tmp_path):
+    config = base_config(tiny_config(evaluation={'steps': 0}))
+    names = ['uniform', 'flow']
+    one = dict.fromkeys(names, 1)
+    study = flags_study.write(stated(config, names, one, one, one), tmp_path)
+    assert study.samplers_of('uniform') == (f'ddim:{config.diffusion.steps}',)
+    assert study.samplers_of('flow') == ('ddim:50',)
 
 
 @pytest.mark.long
@@ -294,20 +294,6 @@ def test_step_costs_take_turns():
 def test_step_costs_of_a_comparison_that_began_with_an_unused_field(tmp_path):
     """The command has checked the fields; it is for want of images that this one fails."""
     config = tiny_config(timesteps={'adaptive_bins': 64}, data={'path': 'nowhere.zip'})
-    config = config.replace(parallel={'devices': 1})
-    methods = {'uniform': named_fields('uniform')}
-    spec = runner.Spec('', to_dict(config), methods, {}, {}, {})
-    reason = runner.measure_step_costs(spec, config, tmp_path, '', 100, lambda line: None)
+    one = {'uniform': 1}
+    reason = measure_step_costs(stated(config, ['uniform'], one, one, one), tmp_path, '', 100)
     assert 'nowhere.zip: no such file' in reason
-
-
-def test_snapshots_come_back(tmp_path):
-    params = {'a': np.arange(3.0, dtype=np.float32), 'b': {'c': np.ones((2, 2), np.float32)}}
-    worker.save_snapshot(tmp_path / 's' / '0.npz', params, 7, 1.5)
-    found, step, seconds = worker.load_snapshot(tmp_path / 's' / '0.npz', params)
-    assert (step, seconds) == (7, 1.5)
-    np.testing.assert_array_equal(found['b']['c'], params['b']['c'])
-    with pytest.raises(UserError, match='weights of another model'):
-        worker.load_snapshot(
-            tmp_path / 's' / '0.npz', {'a': np.zeros(4), 'b': {'c': np.ones((2, 2))}}
-        )

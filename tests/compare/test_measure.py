@@ -12,9 +12,10 @@ from support.data_files import encoded, put
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import measure
-from jaxunet.compare.job_files import read_jobs
-from jaxunet.compare.job_runner import Limit, Queue
+from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements, check_finite
+from jaxunet.compare.stopwatch import Limit
+from jaxunet.compare.study_file import read_jobs
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import Generator
 from jaxunet.training.held_out import HeldOutLoss
@@ -56,7 +57,7 @@ def test_references_are_measured_during_training_whose_clock_counts_steps(
         opened.append(path)
         return open_side(path, *args, **kwargs)
 
-    def look(self, checkpoint):
+    def look(self, checkpoint, keep_on):
         self.wait()
         seen.append(list(opened))
         return iter(())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.tiny import tiny_config
 
-from jaxunet.compare import runner
+from jaxunet.compare.jobs import base_config
 from jaxunet.compare.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.samplers import evaluation_sampler
@@ -14,16 +14,16 @@ from jaxunet.runtime.errors import UserError
 
 def test_all_methods_have_one_sampler():
     """Whatever their objectives: DDIM, or that of the config."""
-    base = runner.base_config(Config())
+    base = base_config(Config())
     for method in parse_methods(['uniform', 'flow', 'v_cosine']):
         assert evaluation_sampler(method.apply(base)) == ('ddim', 50)
     given = tiny_config(evaluation={'sampler': 'heun', 'steps': 9})
-    assert evaluation_sampler(runner.base_config(given)) == ('heun', 9)
+    assert evaluation_sampler(base_config(given)) == ('heun', 9)
 
 
 def test_runs_start_from_random_weights():
     with pytest.raises(UserError, match=r'init_from: expected no weights, .* found model.bin'):
-        runner.base_config(tiny_config(init_from='model.bin'))
+        base_config(tiny_config(init_from='model.bin'))
 
 
 def test_every_method_fits_every_config():

@@ -14,7 +14,7 @@ from PIL import Image
 from support.queues import make_queue, rows_of, small_jobs
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, job_runner
+from jaxunet.compare import collected, job_runner, stopwatch
 from jaxunet.compare.job_runner import summary
 from jaxunet.compare.measure import Measurements
 from jaxunet.runtime import rows
@@ -169,11 +169,11 @@ def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path,
     """The first checkpoint's samples are NaN; the second is measured. A step counts 20 ms."""
     real, calls = Measurements.measure, []
 
-    def measure(self, checkpoint):
+    def measure(self, checkpoint, keep_on):
         calls.append(checkpoint.seconds)
         if len(calls) == 1:
             raise UserError('images: 100% of the pixels are NaN')
-        yield from real(self, checkpoint)
+        yield from real(self, checkpoint, keep_on)
 
     monkeypatch.setattr(Measurements, 'measure', measure)
     job = dataclasses.replace(jobs[1], seconds=(0.05, 0.2), samplers=('heun:2',))
@@ -219,7 +219,8 @@ def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
         late += 1000
 
     clock = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + late, sleep=sleep)
-    monkeypatch.setattr(job_runner, 'time', clock)
+    for module in (job_runner, stopwatch):
+        monkeypatch.setattr(module, 'time', clock)
     nowhere = {**jobs[1].fields, 'data.path': str(tmp_path / 'nowhere.zip')}
     failing = dataclasses.replace(jobs[1], case='failing', fields=nowhere)
     never = dataclasses.replace(jobs[1], case='never', seconds=(500.0,))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 
 import jax
 import pytest
@@ -10,9 +12,10 @@ from support.commands import call_each
 from support.queues import TINY, make_queue, rows_of, small_jobs
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, work
-from jaxunet.compare.job_runner import Limit, Queue
+from jaxunet.compare import collected, job_runner, measure, work
+from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
+from jaxunet.compare.stopwatch import Limit
 from jaxunet.training.parallel import Parallel
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -74,7 +77,7 @@ def test_runs_go_on_in_the_middle(job, undisturbed, measurements, tmp_path, monk
     class Died(BaseException):
         pass
 
-    def die(self, checkpoint):
+    def die(self, checkpoint, keep_on):
         raise Died
 
     with monkeypatch.context() as patch:
@@ -90,6 +93,42 @@ def test_runs_go_on_in_the_middle(job, undisturbed, measurements, tmp_path, monk
     assert outcomes == ['measured', 'stopped', 'stopped', 'measured', 'measured', 'trained']
 
 
+@pytest.mark.parametrize('which', [0, -1])
+@pytest.mark.parametrize('by', ['signal', 'limit'])
+def test_measuring_stops_for_a_signal_and_at_the_limit(
+    by, which, job, undisturbed, measurements, tmp_path, monkeypatch
+):
+    """It comes while samples are drawn, at the first time of the run or at the last."""
+    queue = make_queue(tmp_path, '', measurements=measurements, step_ms=STEP_MS)
+    draw, calls = measure._draw, []
+
+    def interrupted(generator, checkpoint, *arguments):
+        if checkpoint.seconds == job.seconds[which]:
+            calls.append(by)
+            if by == 'signal':
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                queue._limit = Limit(0.0)
+        return draw(generator, checkpoint, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, '_draw', interrupted)
+        if by == 'signal':
+            with pytest.raises(KeyboardInterrupt):
+                queue.run([job])
+        else:
+            problem = queue.run([job])[0]
+            assert problem == f'{job.name} at {job.seconds[which]:g} s: {job_runner.AT_LIMIT}'
+    assert len(calls) == 1
+    done = job.seconds[:which] if which else ()
+    assert [row['seconds'] for row in rows_of(tmp_path)] == list(done)
+    stretches = collected.read_stretches([tmp_path / 'stretches.jsonl'])
+    assert stretches[len(done)]['outcome'] == collected.STOPPED
+    options = {'measurements': measurements, 'step_ms': STEP_MS}
+    assert make_queue(tmp_path, '', **options).run([job]) == []
+    assert results_of(tmp_path) == undisturbed
+
+
 def test_a_run_trains_on_several_devices(job, tmp_path, monkeypatch):
     local, found, compiled = Parallel.local, set(), []
 
@@ -99,7 +138,7 @@ def test_a_run_trains_on_several_devices(job, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Parallel, 'local', spy)
     monkeypatch.setattr(Measurements, 'compile', lambda self, beside: compiled.append(len(beside)))
-    monkeypatch.setattr(Measurements, 'measure', lambda self, checkpoint: iter(()))
+    monkeypatch.setattr(Measurements, 'measure', lambda self, *_: iter(()))
     job = dataclasses.replace(job, seconds=(0.04,))
     for devices in (1, 2):
         found.clear()

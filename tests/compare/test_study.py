@@ -8,9 +8,10 @@ import tomllib
 import pytest
 
 from jaxunet.compare import step_cost, study_file
-from jaxunet.compare.job_files import read_jobs
-from jaxunet.compare.study_file import read_study
+from jaxunet.compare.study_file import read_jobs, read_study
+from jaxunet.compare.tables import Measured
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.options import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 METHODS = ROOT / 'docs/results/methods'
@@ -52,6 +53,7 @@ flow = ["heun:2"]
 count = 12
 batch_size = 4
 picture = 9
+guidance_scale = 1
 
 [[references]]
 path = "train.npz"
@@ -102,6 +104,35 @@ def test_a_file_states_its_jobs(study):
     assert joined.fields['optimizer.name'] == 'muon'
     assert joined.samplers == ('heun:2',)
     assert [job.picture for job in jobs] == [9, 9, 9, 0]
+
+
+def test_methods_of_other_times_and_changed_ones(tmp_path):
+    text = TEXT.replace('from = "adaptive"', 'from = "adaptive"\nseconds = [0.5]')
+    changed = '[methods."flow+muon"]\nfrom = "flow+muon"\nfields = {"optimizer.name" = "adam"}\n'
+    jobs = read_study(write(tmp_path, text.replace('[images]', f'{changed}\n[images]'))).jobs(
+        '', ''
+    )
+    assert [job.seconds for job in jobs] == [(1, 2.5), (0.5,), (1, 2.5), (1, 2.5)]
+    assert jobs[2].fields['optimizer.name'] == 'adam'
+    assert jobs[2].fields['diffusion.objective'] == 'flow'
+
+
+def test_how_samples_are_drawn_and_compared(tmp_path):
+    """Without a protocol, with options of the samplers, and by a metric that is no distance."""
+    text = TEXT.replace(f'protocol = "{METHODS}/PROTOCOL.md"', 'by = ["precision"]')
+    text = text.replace('heun:2', 'ddim:2').replace('ddpm:4', 'ddim:4')
+    text = text.replace('picture = 9', 'eta = 0.5').replace('"features.npz"', '"inception"')
+    study = read_study(write(tmp_path, text.replace('path = "train.npz"\n', '')))
+    (job, *_) = study.jobs('', 'data')
+    assert job.sampler('ddim:4') == SamplerConfig('ddim', 4, eta=0.5, guidance_scale=1)
+    assert job.references == {'': ('train', ('precision', 'fid')), 'digits:': ('test', ('kid',))}
+    assert str(study.features) == 'inception'
+    assert [metric.title for metric in study.distances] == ['precision']
+    rows = [
+        {'case': 'mine', 'seed': 0, 'seconds': 1, 'sampler': sampler, 'values': {'train': values}}
+        for sampler, values in (('a', {'precision': 0.25}), ('b', {'precision': 0.5}), ('c', {}))
+    ]
+    assert Measured(study, rows).cells['mine', 1] == [rows[1]]
 
 
 def test_paths_of_fields_need_no_quotes(study):
@@ -186,6 +217,40 @@ WRONG = [
     ('["precision", "fid"]', '["precison"]', 'metrics: .*\'precison\'; did you mean "precision"'),
     ('["precision", "fid"]', '["precision"]', r'references\[0\].metrics: expected one of fid'),
     ('name = "test"', 'name = "train"', 'references: expected different names and paths'),
+    ('count = 12', f'count = {10**30}', 'expected numbers of at most 64 bits, found a longer one'),
+    ('count = 12', f'count = {"9" * 5000}', 'expected numbers of at most 64 bits'),
+    ('count = 12', f'count = {10**18}', 'samples: expected at most 10,000,000, found 1000'),
+    (
+        '"heun:2"]\n\n[samples]',
+        '"heun:²"]\n\n[samples]',
+        "expected NAME:STEPS or .*, found 'heun:²'",
+    ),
+    ('flow = ["heun:2"]', 'flow = ["heun:10001"]', 'samplers: expected at most 10,000 steps'),
+    ('flow = ["heun:2"]', 'flow = ["heun:2:x"]', "flow.muon_seed1: skip_schedule: .*'x'"),
+    ('baseline', f'{"a." * 30_000}a = 1\nbaseline', 'expected at most 32 levels of keys and lists'),
+    ('baseline', f'x = {"[" * 400}{"]" * 400}\nbaseline', 'expected at most 32 levels of keys'),
+    ('baseline', f'x = {"[" * 40}{"]" * 40}\nbaseline', 'expected at most 32 levels of keys'),
+    ('baseline', f'# {"x" * 2**20}\nbaseline', 'expected at most 1,048,576 bytes, found more'),
+    (
+        '[methods.mine]',
+        r'[methods."a\u0000b"]',
+        r"texts without control characters, found 'a.x00b'",
+    ),
+    ('name = "digits"', f'name = "{"x" * 200}"', 'expected names .* of at most 150 bytes together'),
+    ('methods = ["flow+muon"]', f'methods = {["p2"] * 10_000}', 'rounds: expected at most 10,000'),
+    (
+        'configs/digits.py',
+        'README.md',
+        r'expected a Python file with get_config.., found SyntaxErr',
+    ),
+    (
+        'objective" = "epsilon"',
+        'objective" = [[1]]',
+        r'samplers: expected those of .list,., the objective',
+    ),
+    ('baseline', 'by = ["kid"]\nbaseline', 'metrics: expected one of kid, by which the methods'),
+    ('baseline', 'by = ["fid", "kid"]\nbaseline', "by: expected some of precision, fid, .* 'kid'"),
+    ('picture = 9', 'eta = 0.5', 'uniform_seed1: eta: only sampler=ddim has it'),
     ('PROTOCOL.md', 'PROTOCOLS.md', 'protocol: no file .*did you mean "PROTOCOL.md"'),
     ('configs/digits.py', 'configs/digts.py', 'config: no file .*did you mean "digits.py"'),
     ('seeds = [0, 1]', 'seeds = [0, 1', 'study.toml: expected TOML, found another text'),
@@ -199,6 +264,15 @@ def test_a_wrong_file_is_one_line(tmp_path, good, bad, message):
         read_study(write(tmp_path, TEXT.replace(good, bad))).jobs('', '')
     assert str(found.value).startswith(str(tmp_path / 'study.toml'))
     assert '\n' not in str(found.value)
+
+
+def test_texts_with_many_dots_are_no_long_keys(tmp_path):
+    """Comments have dots, too; a text without an end is told by its line, and soon."""
+    dots = '.x' * 100
+    text = f"title = '{dots}'\n# {dots}\n{TEXT}".replace('samplers]', f'samplers] # "{dots}')
+    assert read_study(write(tmp_path, text)).title == dots
+    with pytest.raises(UserError, match=r'expected TOML, found another text: .* line'):
+        read_study(write(tmp_path, '"""\n' + '\\"""\n' * 100_000))
 
 
 def test_a_file_that_is_missing(study):

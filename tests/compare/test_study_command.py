@@ -259,6 +259,23 @@ def test_processes_that_fail_are_told(study, tmp_path, fake):
         assert problem == f'process 1: {reason} (see {tmp_path}/1/log.txt)'
 
 
+def test_a_run_that_crashes_its_process_fails_alone(study, tmp_path, fake, capsys):
+    fake('crash')
+    options = options_of(tmp_path, devices=('0',))
+    late, killed = study_runner.run(study, options, '')
+    log = f'(see {tmp_path}/1/log.txt)'
+    assert late == f'digits_uniform_seed0: timeout: seed 0: not done after 5 s (--timeout) {log}'
+    assert killed.startswith('digits_uniform_seed1: out of memory: killed by the system (SIGKILL)')
+    told = capsys.readouterr().out.splitlines()
+    assert [line for line in told if line.endswith('it goes on without this run')] == [
+        f'1: {problem}; it goes on without this run' for problem in (late, killed)
+    ]
+    failed = study_runner.collect(study, tmp_path, ()).stretches
+    assert [(row['seed'], row['outcome']) for row in failed] == [(0, 'failed'), (1, 'failed')]
+    found = tables.missing(tables.Measured(study, [], failed))
+    assert '- failed: `uniform`, seed 0: timeout: seed 0: not done after 5 s' in found
+
+
 def test_a_process_whose_devices_stall_starts_again(study, tmp_path, fake, capsys):
     fake('stall')
     options = options_of(tmp_path, devices=('0', '1'), limit=100.0)

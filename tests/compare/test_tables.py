@@ -7,13 +7,14 @@ import json
 import math
 import pathlib
 
+import numpy as np
 import pytest
 from PIL import Image
 from scipy import stats
 
 from jaxunet.compare import collected, report, statistics, step_times, tables
-from jaxunet.compare.comparison import Reference, Round
 from jaxunet.compare.statistics import Mean
+from jaxunet.compare.study import Reference, Round
 from jaxunet.compare.study_file import read_study
 from jaxunet.compare.tables import Measured
 from jaxunet.runtime.download import digest
@@ -161,6 +162,62 @@ def test_times_to_the_final_quality_of_the_baseline(found):
     assert table['edm', FRECHET] == ['≤ 60', '≤ 60 (1)', '≤ 0.25 (1)']
     behind = Measured(STUDY, [*ROWS, row('p2', 60, 0, 90.0), row('p2', 240, 0, 50.0)])
     assert shown(tables.sooner(behind))['p2', FRECHET] == ['not reached', '', '']
+
+
+def test_time_to_a_quality():
+    seconds = np.array([10.0, 20.0, 30.0])
+    falling = np.array([50.0, 30.0, 20.0])
+    assert statistics.time_to(40, seconds, falling, higher=False) == 15
+    assert statistics.time_to(20, seconds, falling, higher=False) == 30
+    assert statistics.time_to(60, seconds, falling, higher=False) == 10
+    assert statistics.time_to(19, seconds, falling, higher=False) == np.inf
+    rising = np.array([0.1, 0.3, 0.7])
+    assert statistics.time_to(0.5, seconds, rising, higher=True) == pytest.approx(25)
+
+
+def test_runs_of_other_lengths():
+    """A shorter one is compared with the baseline at its time, halfway between two of its points;
+    its own curve ends there.
+    """
+    own = {'p2': (150.0,), 'flow': (60.0, 120.0)}
+    study = dataclasses.replace(
+        STUDY,
+        own_seconds=own,
+        rounds=(Round(('uniform', 'p2', 'flow'), (0,)),),
+    )
+    rows = [row('uniform', s, 0, fid) for s, fid in ((60, 60.0), (120, 50.0), (180, 30.0))]
+    rows += [row('uniform', 240, 0, 20.0), row('p2', 150, 0, 25.0)]
+    rows += [row('flow', s, 0, fid) for s, fid in ((60, 90.0), (120, 80.0))]
+    found = Measured(study, rows)
+    assert shown(tables.quality(found))['p2', FRECHET] == ['', '', '25 (1)', '', '']
+    against = shown(tables.against_baseline(found))
+    assert against['p2', FRECHET] == ['', '', '−15 (1)', '', '']
+    assert against['flow', FRECHET] == ['+30 (1)', '+30 (1)', '', '', '']
+    assert shown(tables.sooner(found))['flow', FRECHET][0] == 'not reached'
+    ends = tables.at_the_end(found).splitlines()
+    assert [line.split(' | ')[2] for line in (ends[0], *ends[2:])] == ['s', '240', '150', '120']
+    assert '- `uniform`' not in tables.missing(found)
+
+
+def test_a_metric_of_which_more_is_better():
+    study = dataclasses.replace(
+        STUDY, by=('recall',), references=(Reference('x', 'train', ('precision', 'recall')),)
+    )
+    rows = [
+        row(case, seconds, seed, 0.0, values={'train': {'recall': value + seed / 2}})
+        for case, values in (('uniform', (4, 5)), ('p2', (5, 7)), ('flow', (3, 4)))
+        for seconds, value in zip((60, 120), values, strict=True)
+        for seed in (0, 1)
+    ]
+    rows.append(row('p2', 60, 0, 0.0, sampler='ddpm:50', values={'train': {'recall': 9}}))
+    found = Measured(study, rows)
+    assert shown(tables.quality(found))['p2', 'recall'] == ['5.25 ± 0.25 (2)', '7.25 ± 0.25 (2)']
+    against = shown(tables.against_baseline(found))
+    assert against['p2', 'recall'] == ['**+1 ± 0 (2), p 0**', '**+2 ± 0 (2), p 0**']
+    assert against['flow', 'recall'][0] == '−1 ± 0 (2), p 0'
+    assert shown(tables.against_best(found))['uniform', 'recall'][1] == 'p2: −2 ± 0 (2), p 0'
+    assert shown(tables.sooner(found))['p2', 'recall'][:2] == ['≤ 60, ≤ 60', '≤ 60 ± 0 (2)']
+    assert shown(tables.sooner(found))['flow', 'recall'][0] == 'not reached, not reached'
 
 
 def test_distances_that_rows_lack_are_left_out():

@@ -257,7 +257,12 @@ def test_a_plot_explains_phases_that_add_up_to_more_than_the_busy_time(
     tmp_path, monkeypatch, busy_ms, label
 ):
     figures = []
-    monkeypatch.setattr(Figure, 'savefig', lambda figure, *_, **__: figures.append(figure))
+
+    def keep(figure, path, **_):
+        figures.append(figure)
+        path.touch()
+
+    monkeypatch.setattr(Figure, 'savefig', keep)
     phases = {'forward': 0.5, 'backward': 1.5}
     report.plot(tmp_path / 'a.png', [chart('xla')._replace(busy_ms=busy_ms, phase_ms=phases)], 3)
     (figure,) = figures

@@ -7,7 +7,7 @@ import errno
 import os
 
 import pytest
-from support.full_disk import FullDisk
+from support.full_disk import full_disk
 
 from jaxunet.runtime import attempts
 from jaxunet.runtime.attempts import Attempts, PatientFile, quietly
@@ -16,14 +16,14 @@ from jaxunet.runtime.attempts import Attempts, PatientFile, quietly
 def test_what_a_full_disk_refused_is_written_later(tmp_path, caplog):
     file = PatientFile(tmp_path / 'new' / 'a.csv', start=b'head\n')
     file.write(b'one\n')
-    with FullDisk(12):
+    with full_disk(12):
         for _ in range(5):
             file.write(b'two\n')
         assert file.path.read_bytes() == b'head\none\n'  # not the three bytes that had room
     assert caplog.text.count('cannot be written') == 1
     file.write(b'three\n')
     assert file.path.read_bytes() == b'head\none\n' + b'two\n' * 5 + b'three\n'
-    with FullDisk(0):
+    with full_disk(0):
         file.write(b'four\n')
     assert caplog.text.count('cannot be written') == 2
 
@@ -32,7 +32,7 @@ def test_new_content_that_a_full_disk_refused(tmp_path):
     path = tmp_path / 'a.csv'
     path.write_bytes(b'old')
     file = PatientFile(path, content=b'new\n')
-    with FullDisk(2):
+    with full_disk(2):
         file.write()
         file.write(b'one\n')
     assert path.read_bytes() == b'old'

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from support.commands import ROOT
-from support.full_disk import FullDisk
+from support.full_disk import full_disk
 
 from jaxunet.runtime.printing import let_printing_fail
 
@@ -24,7 +24,7 @@ def test_printing_on_a_full_disk(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, 'stdout', file)
         monkeypatch.setattr(sys, 'stderr', file)
         let_printing_fail()
-        with FullDisk(3):
+        with full_disk(3):
             print('12345')
             print('12345', file=sys.stderr, flush=True)
             assert sys.stdout.fileno() == file.fileno()

@@ -5,7 +5,8 @@
 It writes its flags and variables to FOLDER/called.json, and then does what the environment variable
 FAKE_QUEUE says: `end` exits with 0, `fail` as for a wrong flag, `partial` as for unfinished runs;
 `wait` waits for a signal and then writes FOLDER/saved; `stall` exits as if the devices had stalled,
-the first time; `hang` does so every time.
+the first time; `hang` does so every time. `crash` claims two runs of `uniform` in turn: the first
+takes too long, the second kills the process.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main() -> None:
         json.dumps(flags | {name: os.environ.get(name) for name in names})
     )
     act = os.environ['FAKE_QUEUE']
+    if act == 'crash':
+        crash(pathlib.Path(flags['claims']), str(folder))
     if act == 'fail':
         print('error: no file features.npz', file=sys.stderr)
     if act == 'hang' or (act == 'stall' and not again):
@@ -42,6 +45,16 @@ def main() -> None:
     if asked:
         (folder / 'saved').touch()
     sys.exit({'fail': 2, 'partial': 1, 'wait': 130}.get(act, 0))
+
+
+def crash(claims: pathlib.Path, output: str) -> None:
+    """Claims a job and ends before it is done, unless two jobs are claimed already."""
+    claims.mkdir(exist_ok=True)
+    number = len(list(claims.iterdir()))
+    if number < 2:
+        (claims / f'digits_uniform_seed{number}').write_text(output)
+        print(f'error: seed {number}: not done after 5 s (--timeout)', file=sys.stderr, flush=True)
+        os._exit(124) if number == 0 else os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == '__main__':

@@ -1,19 +1,18 @@
-"""A disk without free space, for tests of what then fails."""
+"""A disk without space, for the tests of what is written."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
+from collections.abc import Iterator
 
 
-class FullDisk:
-    """No file may grow beyond some bytes, which fails as on a full disk."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __enter__(self):
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
-
-    def __exit__(self, *_):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+@contextlib.contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Lets no file grow beyond some bytes, which fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

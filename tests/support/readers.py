@@ -24,6 +24,7 @@ from jaxunet.benchmark.kernels.table import tables as kernel_tables
 from jaxunet.benchmark.table import markdown
 from jaxunet.checkpoint import meta, snapshots
 from jaxunet.compare import step_cost
+from jaxunet.compare.study_file import read_study
 from jaxunet.config import to_dict
 from jaxunet.data import cifar10
 from jaxunet.data.picture import read_mask, read_picture
@@ -52,15 +53,13 @@ from support.data_files import (
 from support.result_files import (
     Contents,
     choices_parts,
-    compare_parts,
+    comparison_file,
     profile_csv,
     read_choices,
-    read_compare,
     read_finished,
     read_metadata,
     read_parts,
     read_sweep,
-    read_task,
     results,
     sweep_parts,
 )
@@ -354,7 +353,7 @@ READERS = {
         'rows.jsonl', lambda: {'a.json': b'{"a": [1, 2.5]}', 'b.json': b'{}'}, lines, rows.read
     ),
     'sweep': Reader('x', sweep_parts, lines, read_sweep),
-    'compare': Reader('compare.json', compare_parts, alone, read_compare),
+    'comparison': Reader('study.toml', comparison_file, alone, read_study),
     'choices': Reader('choices.json', choices_parts, alone, read_choices),
     'step configs': Reader(
         'x.json',
@@ -367,14 +366,6 @@ READERS = {
         lambda: {'metadata': json.dumps(meta.sealed({'config': {}, 'seconds': 1.5})).encode()},
         alone,
         read_metadata,
-    ),
-    'task': Reader(
-        'task.json',
-        lambda: {
-            'task.json': b'{"method": "a", "seed": 0, "config": {"a": 1}, "seconds": [1, 2.5]}'
-        },
-        alone,
-        read_task,
     ),
     'run.json': Reader(
         'run.json', lambda: {'run.json': b'{"a": 1, "b": [1.5, "x"]}'}, alone, read_parts

@@ -10,16 +10,13 @@ import unittest.mock
 from collections.abc import Callable
 
 from jaxunet.checkpoint import meta
-from jaxunet.compare import runner as compare_runner
-from jaxunet.compare import worker
-from jaxunet.config import OPS, to_dict
+from jaxunet.config import OPS
 from jaxunet.ops import choices
 from jaxunet.profile import report as profile_report
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.partial_output import Parts
 from jaxunet.sweep import folder as sweep_folder
 from jaxunet.sweep import report as sweep_report
-from support.tiny import tiny_config
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs' / 'results'
 Contents = dict[str, bytes]
@@ -53,20 +50,11 @@ def read_sweep(path: pathlib.Path) -> object:
     return sweep_report.markdown(sweep, [], path.parent)
 
 
-def compare_parts() -> Contents:
-    spec = {
-        'command': 'c',
-        'config': to_dict(tiny_config()),
-        'methods': {'uniform': {}, 'p2': {'loss.weighting': 'p2'}},
-        'seconds': {'uniform': 2.0, 'p2': 2.0},
-        'seeds': {'uniform': 1, 'p2': 1},
-        'evaluations': {'uniform': 2, 'p2': 2},
-    }
-    return {'compare.json': json.dumps(spec).encode()}
-
-
-def read_compare(path: pathlib.Path) -> object:
-    return compare_runner.load(path.parent)
+def comparison_file() -> Contents:
+    text = (RESULTS / 'methods' / 'tiny.toml').read_text()
+    for name in ('../../../configs', 'PROTOCOL.md'):
+        text = text.replace(f'"{name}', f'"{(RESULTS / "methods" / name).resolve()}')
+    return {'study.toml': text.encode()}
 
 
 def read_metadata(path: pathlib.Path) -> object:
@@ -76,10 +64,6 @@ def read_metadata(path: pathlib.Path) -> object:
         return meta.read_meta(path.parent)
     except ValueError as error:
         raise UserError(str(error)) from None
-
-
-def read_task(path: pathlib.Path) -> object:
-    return worker.read_task(path.parent), worker.finished(path.parent)
 
 
 def read_choices(path: pathlib.Path) -> object:

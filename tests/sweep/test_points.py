@@ -186,8 +186,8 @@ def test_vary_replaces_the_axes_of_a_preset():
 def test_a_point_as_a_config_file(tmp_path):
     (point,), _ = grid('model.channel_mult=(1,)', machine=CPU)
     namespace: dict = {}
-    exec(config_file(point), namespace)
+    exec(config_file(point.label, point.raw), namespace)
     assert resolve(namespace['get_config']()) == point.config
     (same,), _ = expand(Config(), [Axis('seed', (0,))], CPU)
-    exec(config_file(same), namespace)
+    exec(config_file(same.label, same.raw), namespace)
     assert resolve(namespace['get_config']()) == Config()

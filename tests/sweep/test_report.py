@@ -8,13 +8,15 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from support.full_disk import full_disk
 from support.sweeps import GPU, ORIGIN
 from support.tiny import tiny_config
 
-from jaxunet.profile.report import check_plots
+from jaxunet.profile.report import check_plots, write_csv
+from jaxunet.profile.summary import Row
 from jaxunet.runtime.errors import UserError
-from jaxunet.sweep import report, study
-from jaxunet.sweep.folder import config_arguments, load
+from jaxunet.sweep import parts, plots, report
+from jaxunet.sweep.folder import config_arguments, load, save
 from jaxunet.sweep.points import expand, parse_axes
 from jaxunet.sweep.presets import STUDY_PARTS
 from jaxunet.sweep.results import Sweep, geometric_mean, worth
@@ -141,13 +143,32 @@ def test_numbers_of_a_cpu_that_mean_nothing_are_left_out(tmp_path):
             assert alone.width < both.width  # one panel
 
 
+def test_a_full_disk_leaves_the_files_of_before(tmp_path):
+    """No table or picture is cut under its name."""
+    sweep, operations = made_up(), [Row('device', 'gemm', 'x' * 40, '', '', 1, 2.0, 1.0, '', '')]
+    writers = (
+        lambda: write_csv(tmp_path / 'xla.csv', operations),
+        lambda: report.write(sweep, tmp_path, plot=False),
+        lambda: plots.plot(sweep, tmp_path),
+        lambda: save(tmp_path, {'title': 'x' * 100}),
+    )
+    for write in writers:
+        write()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 6
+    for write in writers:
+        with full_disk(60), pytest.raises(UserError, match=r'--output: .*: cannot be written: '):
+            write()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_study_is_one_report_of_its_parts(monkeypatch, tmp_path):
     sweep = made_up()
-    parts = {'amp': sweep, 'compiled': dataclasses.replace(sweep, rows=[], missing=6)}
-    monkeypatch.setattr(study.folder, 'load', lambda directory: parts[directory.name])
-    for part in parts:
+    sweeps = {'amp': sweep, 'compiled': dataclasses.replace(sweep, rows=[], missing=6)}
+    monkeypatch.setattr(parts.folder, 'load', lambda directory: sweeps[directory.name])
+    for part in sweeps:
         (tmp_path / part).mkdir()
-    written, paths = study.write(tmp_path, tuple(parts), plot=False)
+    written, paths = parts.write(tmp_path, tuple(sweeps), plot=False)
     assert paths[-1] == tmp_path / 'report.md'
     assert {'amp/report.md', 'compiled/results.csv'} <= {
         str(path.relative_to(tmp_path)) for path in paths
@@ -156,7 +177,7 @@ def test_a_study_is_one_report_of_its_parts(monkeypatch, tmp_path):
     assert text == written
     assert [line for line in text.splitlines() if line.startswith(('# ', '## '))] == [
         '# Study',
-        *[f'## {part.title}' for part in parts.values()],
+        *[f'## {part.title}' for part in sweeps.values()],
     ]
     assert '| amp | precision=bfloat16, parallel.devices=4 | 600.0 | ×6 |' in text
     assert '| compiled | no point ran to its end | | |' in text
@@ -166,14 +187,14 @@ def test_a_study_is_one_report_of_its_parts(monkeypatch, tmp_path):
 
 
 def test_an_axis_of_no_part_of_the_study_is_refused():
-    study.check_axes(parse_axes(['precision=float32,bfloat16', 'jit=on']), STUDY_PARTS)
+    parts.check_axes(parse_axes(['precision=float32,bfloat16', 'jit=on']), STUDY_PARTS)
     with pytest.raises(UserError, match=r'--vary seed: no part of the study varies it.*precision'):
-        study.check_axes(parse_axes(['jit=on', 'seed=1,2']), STUDY_PARTS)
+        parts.check_axes(parse_axes(['jit=on', 'seed=1,2']), STUDY_PARTS)
 
 
 def test_code_in_a_report_stays_as_it_is_in_a_study():
     text = '# Title\n\n```\n# not [a](heading)\n```\n\n[here](a.png), [there](https://b)\n'
-    assert study.chapter(text, 'amp') == (
+    assert parts.chapter(text, 'amp') == (
         '## Title\n\n```\n# not [a](heading)\n```\n\n[here](amp/a.png), [there](https://b)\n'
     )
 

@@ -17,6 +17,7 @@ from jaxunet.data.source import ArraySource
 from jaxunet.data.sources import open_source
 from jaxunet.metrics.evaluation import Result, result_label
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.generator import StoppedError
 from jaxunet.training.clock import Clock
 from jaxunet.training.evaluation import (
     Evaluator,
@@ -78,6 +79,8 @@ def test_samples_are_drawn_as_the_config_says(features, source):
         images.append(evaluator.sample(params))
         assert evaluator.row(Result('precision', 0.5, None, {}), 3, 1.0)['sampler'] == told
     assert (images[0] != images[1]).mean() > 0.1
+    with pytest.raises(StoppedError):
+        evaluator.measure(params, lambda: False)
 
 
 @pytest.mark.parametrize('mode', ['jit', pytest.param('pmap', marks=pytest.mark.long)])

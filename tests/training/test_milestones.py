@@ -62,7 +62,7 @@ class Seen:
         self.calls -= 1
         return self.calls >= 0
 
-    def reached(self, step, seconds, averages):
+    def reached(self, step, seconds, averages, asked):
         self.reports.append((step, seconds, jax.device_get(averages)))
         if seconds == pytest.approx(self.dies_at):
             raise Died
@@ -182,7 +182,7 @@ def test_milestones_end_a_run(source, tmp_path):
     """They come at their times by the clock, in order; nothing is saved without `saves`."""
     seen = []
 
-    def reached(step, seconds, averages):
+    def reached(step, seconds, averages, asked):
         seen.append((step, seconds, averages['0.995']))
         time.sleep(0.3)
 
@@ -202,9 +202,11 @@ def test_milestones_end_a_run(source, tmp_path):
 def test_a_signal_ends_a_run_with_milestones(saves, source, tmp_path, capfd):
     seen = []
 
-    def reached(step, seconds, averages):
+    def reached(step, seconds, averages, asked):
         seen.append(step)
+        assert not asked()
         os.kill(os.getpid(), signal.SIGTERM)
+        assert asked()
 
     milestones = Milestones((STEP, 100.0), reached, step_seconds=STEP, saves=saves)
     step = train(CONFIG, tmp_path, source, milestones=milestones)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import folder, report
 from jaxunet.sweep.points import Axis, parse_axes, show
 from jaxunet.sweep.presets import PRESETS
@@ -49,7 +50,7 @@ def write(
         written.
     """
     sweeps = {part: folder.load(directory / part) for part in parts}
-    written = [report.write(sweep, directory / part, plot=plot) for part, sweep in sweeps.items()]
+    files = [report.write(sweep, directory / part, plot=plot) for part, sweep in sweeps.items()]
     lines = ['# Study', '', *_overview(sweeps)]
     chapters = [
         chapter((directory / part / 'report.md').read_text(encoding='utf-8'), part)
@@ -57,11 +58,9 @@ def write(
     ]
     text = '\n'.join([*lines, *chapters])
     path = directory / 'report.md'
-    try:
-        path.write_text(text, encoding='utf-8')
-    except OSError as error:
-        raise UserError(f'--output: {path} cannot be written: {error.strerror or error}') from None
-    return text, [*itertools.chain.from_iterable(written), path]
+    with written(path, '--output') as partial:
+        partial.write_text(text, encoding='utf-8')
+    return text, [*itertools.chain.from_iterable(files), path]
 
 
 def _overview(sweeps: dict[str, Sweep]) -> list[str]:
