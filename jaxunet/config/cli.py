@@ -21,14 +21,14 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
-from jaxunet.config import default_config, schema
+from jaxunet.config import default_config, recipes, schema
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import ownership
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.distributed import ERROR, end
 from jaxunet.runtime.download import cache_dir
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 from jaxunet.runtime.no_device import needs_device
@@ -201,7 +201,7 @@ def _check_overrides(argv: Sequence[str]) -> None:
         if argument.startswith('--config='):
             file = argument.removeprefix('--config=')
         if file:
-            _check_file(file)
+            recipes.located(file)
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
         if match is None:
             continue
@@ -244,20 +244,6 @@ def _similar_fields(field: str, known: Iterable[str]) -> str:
     return f'; did you mean {" or ".join(similar)}?' if similar else ''
 
 
-def _check_file(named: str) -> None:
-    """Raises `UserError` unless `named` (FILE or FILE:ARGUMENT) is a text file."""
-    path = pathlib.Path(named.split(':', maxsplit=1)[0])
-    if not path.is_file():
-        neighbours = [p.name for p in path.parent.glob('*.py')]
-        raise UserError(f'--config: no file {path}{near_misses(path.name, neighbours)}')
-    with path.open('rb') as file:
-        if b'\0' in file.read(4096):
-            raise UserError(
-                f'--config: expected a Python file with get_config(), found {path}, '
-                'which is not a Python file'
-            )
-
-
 class _ConfigFile(flags.ArgumentParser):
     """ml_collections' reader of config files, with clearer errors."""
 
@@ -271,9 +257,9 @@ class _ConfigFile(flags.ArgumentParser):
           UserError: no such file, not a Python file, one that raises an error, or get_config()
             returns something else.
         """
-        _check_file(named)
+        path = recipes.located(named)
         try:
-            found = self.reader.parse(named)
+            found = self.reader.parse(path)
         except UserError:
             raise
         except Exception as error:
@@ -339,9 +325,9 @@ def define_config() -> flags.FlagHolder:
         sys.argv[:] = _with_new_names(sys.argv)
         _check_overrides(sys.argv)
         help_text = (
-            'Config file (Python, with get_config()); without one, the defaults, which train on '
-            'the embedded digits. --config.SECTION.FIELD=VALUE sets a field of '
-            'jaxunet/config/schema.py.'
+            f'Config file (Python, with get_config()), or a recipe: {", ".join(recipes.names())}; '
+            'without one, the defaults, which train on the embedded digits. '
+            '--config.SECTION.FIELD=VALUE sets a field of jaxunet/config/schema.py.'
         )
         holder = config_flags.DEFINE_config_file(
             'config', schema.__file__, help_text, lock_config=True
@@ -354,7 +340,7 @@ def define_config() -> flags.FlagHolder:
 
 
 def config_name() -> str:
-    """Returns `NAME` of `--config configs/NAME.py`, or `digits` without a file."""
+    """Returns `NAME` of `--config NAME` or `--config FOLDER/NAME.py`; `digits` without a file."""
     path = config_flags.get_config_filename(flags.FLAGS['config'])
     return 'digits' if path == schema.__file__ else pathlib.Path(path.split(':')[0]).stem
 
