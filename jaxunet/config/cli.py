@@ -24,7 +24,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 from jaxunet.config import default_config, recipes, schema
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
-from jaxunet.runtime import ownership
+from jaxunet.runtime import ownership, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.distributed import ERROR, end
 from jaxunet.runtime.download import cache_dir
@@ -53,6 +53,8 @@ def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False)
         error.
     """
     raise_again()
+    started = sys.modules['__main__']
+    started.__doc__ = program.shown(started.__doc__ or '')  # absl's --help prints it
     sys.unraisablehook = _tell_of_unraisable
     gc.freeze()  # otherwise Python spends 0.4 s at exit on all imported objects
     logging.set_verbosity(logging.INFO)
