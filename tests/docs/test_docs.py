@@ -105,6 +105,14 @@ def test_questions_lead_from_the_readme_through_a_page_to_a_file():
             assert file in told, f'{question.strip()} {links.strip()}: no page names {file}'
 
 
+def test_ci_runs_the_command_of_the_readme():
+    (command,) = re.findall(r'^.*&& pytest$', (ROOT / 'README.md').read_text(), re.MULTILINE)
+    install, test = command.split(' && ')
+    lines = (ROOT / '.ci/run').read_text().splitlines()
+    (ran,) = [line for line in lines if line.split(' ||')[0] == test]
+    assert lines.index(install) < lines.index(ran)
+
+
 @pytest.mark.parametrize('page', LINES)
 def test_pages_are_short(page):
     assert len((ROOT / page).read_text().splitlines()) <= LINES[page]
