@@ -41,7 +41,9 @@ def script(shell: str, commands: Iterable[str]) -> str:
         ('FIELDS', fields()),
     ):
         text = text.replace(f"'{name}'", f"'{' '.join(words)}'")
-    return ZSH + text if shell == 'zsh' else text
+    if shell == 'bash':
+        return text
+    return ZSH + text.replace('complete -o', 'complete -o nospace -o')  # it has no compopt
 
 
 def fields() -> list[str]:

@@ -142,8 +142,9 @@ def test_bash_completes_commands_recipes_and_fields(words, expected, tmp_path):
 
 def test_zsh_reads_the_function_of_bash():
     bash, zsh = (completion.script(shell, script.COMMANDS) for shell in completion.SHELLS)
-    assert zsh.endswith(bash)
     assert zsh.startswith('autoload -Uz compinit bashcompinit')
+    assert bash.rpartition('\n')[0] in zsh
+    assert zsh.endswith('\ncomplete -o nospace -o default -F _jaxunet jaxunet')
 
 
 def test_pyproject_names_the_script():
