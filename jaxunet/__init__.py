@@ -2,6 +2,6 @@
 
 from jaxunet.runtime.interrupt import quiet_while_importing
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 quiet_while_importing()

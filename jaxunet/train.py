@@ -36,7 +36,7 @@ from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import check_averages, choose
-from jaxunet.runtime import distributed
+from jaxunet.runtime import distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for, warn_of_small_limit
@@ -210,7 +210,8 @@ def sample_command(config: Config, folder: pathlib.Path) -> str:
     A network that enlarges or colours pictures needs some; PICTURES stands for their path.
     """
     pictures = ' --low_res PICTURES' if config.low_res_shape else ''
-    return f'python -m jaxunet.sample --checkpoint {shlex.quote(str(folder))}{pictures}'
+    sample = program.shown('python -m jaxunet.sample')
+    return f'{sample} --checkpoint {shlex.quote(str(folder))}{pictures}'
 
 
 def workdir() -> pathlib.Path:

@@ -259,7 +259,8 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path):
     with zipfile.ZipFile(path) as wheel:
         names = [name for name in wheel.namelist() if '.dist-info/' not in name]
     packages = ('jaxunet', 'pallas_kernels', 'xla_ffi')
-    wanted = {
+    recipes = {f'jaxunet/{path.relative_to(ROOT)}' for path in (ROOT / 'configs').glob('*.py')}
+    wanted = recipes | {
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob('*')
@@ -277,11 +278,14 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path):
 
 
 def test_a_source_archive_can_be_built_from(tmp_path):
-    with tarfile.open(built(tmp_path, 'sdist')) as archive:
+    path = built(tmp_path, 'sdist')
+    assert path.stat().st_size < 3_000_000
+    with tarfile.open(path) as archive:
         names = {name.partition('/')[2] for name in archive.getnames()}
     folder = ROOT / 'xla_ffi'
     sources = [p for p in folder.rglob('*') if p.suffix in ('.cu', '.cuh', '.cc', '.h')]
     assert len(sources) > 40
     tools = list(TOOLS.glob('*.py'))
-    needed = [*sources, *tools, folder / 'CMakeLists.txt', ROOT / 'pyproject.toml']
+    recipes = (ROOT / 'configs').glob('*.py')
+    needed = [*sources, *tools, *recipes, folder / 'CMakeLists.txt', ROOT / 'pyproject.toml']
     assert {str(path.relative_to(ROOT)) for path in needed} <= names

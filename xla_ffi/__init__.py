@@ -83,11 +83,15 @@ def unavailable() -> str | None:
 
 
 def _how_to_build() -> str:
-    """Returns the command that builds the kernels for the GPUs of this machine."""
+    """Says how to get kernels for the GPUs of this machine."""
     root = pathlib.Path(__file__).resolve().parents[1]
     if (root / 'xla_ffi' / 'CMakeLists.txt').is_file():
         return f'build it with "JAXUNET_CUDA=1 pip install -e ." in {root}'
-    return 'build it with "JAXUNET_CUDA=1 pip install ." in a checkout of jaxunet'
+    return (
+        'install a wheel of jaxunet with kernels (named manylinux, not none-any), or build them '
+        'with "JAXUNET_CUDA=1 pip install --force-reinstall --no-deps SOURCE"; SOURCE is '
+        'jaxunet-VERSION.tar.gz or a checkout'
+    )
 
 
 def _runs_on(architectures: str, capability: str, *, fastest: bool = True) -> bool:

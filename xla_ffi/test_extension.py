@@ -96,12 +96,13 @@ def test_nothing_is_missing(monkeypatch):
     )
 
 
-def test_an_installation_without_sources_says_where_to_build(monkeypatch, tmp_path):
+def test_an_installation_without_sources_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(xla_ffi, '_cpu', None)
     monkeypatch.setattr(xla_ffi, '__file__', str(tmp_path / 'xla_ffi' / '__init__.py'))
     missing = xla_ffi.unavailable()
     assert missing is not None
-    assert missing.endswith('build it with "JAXUNET_CUDA=1 pip install ." in a checkout of jaxunet')
+    assert 'install a wheel of jaxunet with kernels (named manylinux, not none-any)' in missing
+    assert '"JAXUNET_CUDA=1 pip install --force-reinstall --no-deps SOURCE"' in missing
 
 
 @pytest.mark.parametrize(

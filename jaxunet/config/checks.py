@@ -227,8 +227,8 @@ def _hint(name: str, known: Sequence[str]) -> str:
     """
     if name in SHIPPED:
         return (
-            f'; {name} comes with jaxunet, which is not installed here: '
-            'run "pip install -e ." in its folder'
+            f'; {name} comes with jaxunet, which is not installed here: run '
+            '"pip install -e ." in its folder, or install its wheel'
         )
     return near_misses(name, known)
 

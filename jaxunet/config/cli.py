@@ -17,8 +17,8 @@ from absl import flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
-from jaxunet.config import default_config, schema
-from jaxunet.config.config_file import ConfigFile, check_file, config_error
+from jaxunet.config import default_config, recipes, schema
+from jaxunet.config.config_file import ConfigFile, config_error
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import command, ownership
@@ -99,7 +99,7 @@ def _check_overrides(argv: Sequence[str]) -> None:
         if argument.startswith('--config='):
             file = argument.removeprefix('--config=')
         if file:
-            check_file(file)
+            recipes.located(expanded(file))
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
         if match is None:
             continue
@@ -177,9 +177,9 @@ def define_config() -> flags.FlagHolder:
         sys.argv[:] = _with_new_names(sys.argv)
         _check_overrides(sys.argv)
         help_text = (
-            'Config file (Python, with get_config()); without one, the defaults, which train on '
-            'the embedded digits. --config.SECTION.FIELD=VALUE sets a field of '
-            'jaxunet/config/schema.py.'
+            f'Config file (Python, with get_config()), or a recipe: {", ".join(recipes.names())}; '
+            'without one, the defaults, which train on the embedded digits. '
+            '--config.SECTION.FIELD=VALUE sets a field of jaxunet/config/schema.py.'
         )
         holder = config_flags.DEFINE_config_file(
             'config', schema.__file__, help_text, lock_config=True
@@ -192,7 +192,7 @@ def define_config() -> flags.FlagHolder:
 
 
 def config_name() -> str:
-    """Returns `NAME` of `--config configs/NAME.py`, or `digits` without a file."""
+    """Returns `NAME` of `--config NAME` or `--config FOLDER/NAME.py`; `digits` without a file."""
     path = config_flags.get_config_filename(flags.FLAGS['config'])
     return 'digits' if path == schema.__file__ else pathlib.Path(path.split(':')[0]).stem
 

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import traceback
 
 from absl import flags
 from ml_collections import ConfigDict
 
-from jaxunet.config import schema
+from jaxunet.config import recipes, schema
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded
-
-
-def check_file(named: str) -> None:
-    """Raises `UserError` unless `named` (FILE or FILE:ARGUMENT) is a text file."""
-    path = pathlib.Path(expanded(named).split(':', maxsplit=1)[0])
-    if not path.is_file():
-        neighbours = [p.name for p in path.parent.glob('*.py')]
-        raise UserError(f'--config: no file {path}{near_misses(path.name, neighbours)}')
-    with path.open('rb') as file:
-        if b'\0' in file.read(4096):
-            raise UserError(
-                f'--config: expected a Python file with get_config(), found {path}, '
-                'which is not a Python file'
-            )
 
 
 class ConfigFile(flags.ArgumentParser):
@@ -43,10 +28,9 @@ class ConfigFile(flags.ArgumentParser):
           UserError: no such file, not a Python file, one that raises an error, or get_config()
             returns something else.
         """
-        named = expanded(named)
-        check_file(named)
+        path = recipes.located(expanded(named))
         try:
-            found = self.reader.parse(named)
+            found = self.reader.parse(path)
         except UserError:
             raise
         except SystemExit as error:

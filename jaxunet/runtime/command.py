@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from absl import app, logging
 
+from jaxunet.runtime import program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.distributed import ERROR, end
 from jaxunet.runtime.errors import UserError, printable_lines
@@ -42,6 +43,8 @@ def run(main: Main, parse: Callable[[Sequence[str]], list[str]], *, arguments: b
       arguments: `main` takes these arguments, and checks them; otherwise they are an error.
     """
     raise_again()
+    started = sys.modules['__main__']
+    started.__doc__ = program.shown(started.__doc__ or '')  # absl's --help prints it
     logging.use_absl_handler()  # removes other handlers of stderr, which it knows by its stream
     let_printing_fail()
     sys.unraisablehook = _tell_of_unraisable

@@ -23,7 +23,13 @@ def quiet_while_importing() -> None:
     programs, or if Ctrl-C is ignored, as in a shell's background jobs.
     """
     # sys.argv[0] is '-m' while Python looks for the module, and so while its package is imported.
-    if sys.argv[:1] == ['-m'] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if sys.argv[:1] == ['-m']:
+        end_quietly()
+
+
+def end_quietly() -> None:
+    """Makes Ctrl-C end this process at once, until `raise_again`, unless it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 

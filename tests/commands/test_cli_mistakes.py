@@ -25,7 +25,8 @@ MISTAKES = [
         '--config.train.steps=many: expected a whole number',
     ),
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
-    (['jaxunet.train', '--config=nowhere.py'], 'nowhere.py'),
+    (['jaxunet.train', '--config=nowhere.py'], 'no file or recipe nowhere.py; recipes: '),
+    (['jaxunet.train', '--config', 'imges'], 'recipes: cifar10, digits, elephants64, imagenet64'),
     (
         ['jaxunet.train', '--data.batch_size=4'],
         "Unknown command line flag 'data.batch_size'; did you mean --config.data.batch_size?",

@@ -1,9 +1,9 @@
-"""The sentence below the README's table of steps names rows with fewer steps per call."""
+"""The README's table of steps: its rows, and the sentence below it."""
 
 from __future__ import annotations
 
 import pytest
-from support.doc_tables import steps_per_call
+from support.doc_tables import BATCHES, SIDES, newest_steps, steps_per_call
 
 ROWS = {
     ('pytorch-best', 32): {},
@@ -34,3 +34,40 @@ ROWS = {
 )
 def test_rows_with_fewer_steps_per_call_are_named(others, text):
     assert steps_per_call(ROWS | others) == text
+
+
+def measured(git, time, sides=SIDES, **fields):
+    of = {'config': 'elephants64', 'direction': 'step', 'error': None, 'git': git, 'time': time}
+    return [{**of, 'backend': s, 'batch_size': b, **fields} for s in sides for b in BATCHES]
+
+
+def test_the_rows_of_steps_are_of_one_commit_where_one_has_them_all():
+    one, older = measured('one', '2'), measured('older', '1')
+    part = measured('part', '3', ['auto', 'xla'], steps_per_call=20)
+    for rows in ([*older, *one, *part], [*one, *older, *part]):
+        found = newest_steps(rows)
+        assert {row['git'] for row in found.values()} == {'one'}
+        assert len(found) == len(SIDES) * len(BATCHES)
+
+
+def test_without_such_a_commit_the_newest_rows_are_shown():
+    rows = [*measured('first', '1', list(SIDES)[:-1]), *measured('last', '2', ['auto', 'xla'])]
+    found = newest_steps(rows)
+    assert {found['auto', 32]['git'], found['xla', 256]['git']} == {'last'}
+    assert found['pallas', 32]['git'] == 'first'
+
+
+def test_rows_with_more_steps_per_call_are_shown_and_overlap_only_of_auto():
+    rows = [
+        *measured('one', '1', steps_per_call=20),
+        *measured('one', '1', steps_per_call=1),
+        *measured('one', '1', concurrent_kernels=True, steps_per_call=20, median_ms=1.0),
+        *measured('one', '1', error='no memory', steps_per_call=40),
+        *measured('one', '1', batch_size=64, steps_per_call=40),
+    ]
+    found = newest_steps(rows)
+    assert {row['steps_per_call'] for row in found.values()} == {20}
+    assert {key for key, row in found.items() if 'median_ms' in row} == {
+        ('auto', 32),
+        ('auto', 256),
+    }

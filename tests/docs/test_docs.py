@@ -27,7 +27,8 @@ RESULTS = ('docs/results/README.md', 'docs/results/step/tried.md')
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), *map(ROOT.joinpath, RESULTS)])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKED = re.compile(r'(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
-README_LINES = 150
+LINES = {'README.md': 160, 'docs/results.md': 500}
+RESULT_BYTES = 8_000_000
 WRITE = 'PYTHONPATH=tests python tests/docs/test_docs.py --write'
 HISTORY = 'CHANGELOG.md'  # it names what is gone, too
 TOP = r'(?:configs|docs|jaxunet|pallas_kernels|xla_ffi|tests|\.ci)'
@@ -104,8 +105,22 @@ def test_questions_lead_from_the_readme_through_a_page_to_a_file():
             assert file in told, f'{question.strip()} {links.strip()}: no page names {file}'
 
 
-def test_readme_is_short():
-    assert len((ROOT / 'README.md').read_text().splitlines()) <= README_LINES
+def test_ci_runs_the_command_of_the_readme():
+    (command,) = re.findall(r'^.*&& pytest$', (ROOT / 'README.md').read_text(), re.MULTILINE)
+    install, test = command.split(' && ')
+    lines = (ROOT / '.ci/run').read_text().splitlines()
+    (ran,) = [line for line in lines if line.split(' ||')[0] == test]
+    assert lines.index(install) < lines.index(ran)
+
+
+@pytest.mark.parametrize('page', LINES)
+def test_pages_are_short(page):
+    assert len((ROOT / page).read_text().splitlines()) <= LINES[page]
+
+
+def test_results_are_small():
+    files = [path for path in (ROOT / 'docs/results').rglob('*') if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= RESULT_BYTES
 
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)

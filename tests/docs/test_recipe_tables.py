@@ -65,32 +65,14 @@ def cells(text):
 
 def test_the_best_sampler_of_most_seeds_is_shown():
     shown = cells(tables.objectives(ROWS))
-    found = {(line[0], line[1], line[2]): line for line in shown}
+    found = {(line[0], line[1]): line for line in shown}
     assert [line[0] for line in shown[:2]] == ['epsilon-linear'] * 2  # the baseline first
-    line = found['v-cosine', '60', '50']
-    assert line[3:7] == ['dpmpp_2m 20', '2', '6,000', '52 ± 2']
-    assert line[7:] == ['10 ± 0', '20 ± 0', '0.5 ± 0', '0.25 ± 0', '']
-    assert found['v-cosine', '180', '50'][3] == 'ddim 50'
-    assert ('v-cosine', '180', '20') not in found  # no sampler within 20 evaluations
-    assert found['edm', '60', '20'][3] == 'heun 10'
+    line = found['v-cosine', '60']
+    assert line[2:6] == ['dpmpp_2m 20', '2', '6,000', '52 ± 2']
+    assert line[6:] == ['10 ± 0', '20 ± 0', '0.5 ± 0', '0.25 ± 0', '']
+    assert found['v-cosine', '180'][2] == 'ddim 50'
+    assert found['edm', '60'][2] == 'heun 10'
     assert 'GPU, jax 1, commit abc; 2000 samples' in tables.objectives(ROWS)
-
-
-def test_distances_by_sampler():
-    """The smallest of a line is bold; a sampler that was not measured leaves its cell empty."""
-    text = tables.samplers(ROWS)
-    assert 'ddim 50 (50 evaluations) | heun 25 (49 evaluations) | dpmpp_2m 20 (20' in text
-    found = {(line[0], line[1]): line[2:] for line in cells(text)}
-    assert found['v-cosine', '60'] == ['60', '**10**', '52 ± 2', '']
-    assert found['edm', '60'] == ['', '', '', '**90**']
-
-
-def test_sampling_times_of_processes_that_had_the_device_alone():
-    shared = row('flow', 60, 'ddim:50', 36.0)
-    del shared['seconds_per_sample']
-    slower = {**row('v-cosine', 60, 'heun:25', 10.0), 'seconds_per_sample': 0.004}
-    shown = cells(tables.sampling_times([row('edm', 60, 'heun:25', 9.0), slower, shared]))
-    assert shown == [['heun 25', '49', '3.00', '2.00-4.00']]
 
 
 def test_times_to_the_quality_of_the_baseline():
@@ -106,7 +88,7 @@ def test_times_to_the_quality_of_the_baseline():
 
 def test_rows_of_several_features_are_never_in_one_table():
     other = {**row('flow', 180, 'heun:25', 5.0), 'features': 'classifier-2'}
-    for table in (tables.objectives, tables.samplers, tables.sooner):
+    for table in (tables.objectives, tables.sooner):
         with pytest.raises(ValueError, match='classifier-1, classifier-2'):
             table([*ROWS, other])
 
@@ -132,6 +114,7 @@ def test_throughput_of_processes_that_share_a_gpu():
 
 def test_digits_have_a_line_for_each_sampler():
     found = [
+        row('edm', 10, 'heun:20', 9.0, data='digits'),
         row('edm', 30, 'heun:20', 2.0, data='digits'),
         row('edm', 30, 'heun:20', 3.0, data='digits', seed=1),
         row('edm', 30, 'dpmpp_2m:20', 1.0, data='digits'),
@@ -152,8 +135,7 @@ def test_a_later_row_replaces_an_earlier_one(tmp_path):
 def test_without_rows_the_tables_say_so(tmp_path):
     found = tables.read(tmp_path)
     assert tables.objectives(found) == tables.elephants(found) == tables.NOTHING
-    assert tables.sampling_times(found) == tables.NOTHING
-    assert tables.sooner(found) == tables.samplers(found) == tables.NOTHING
+    assert tables.sooner(found) == tables.NOTHING
     assert tables.pictures(tmp_path) == tables.NOTHING
 
 
@@ -277,12 +259,15 @@ def test_every_kept_picture_has_its_run():
 
 def test_copies_of_the_elephants_are_shown():
     lost = {**ANIMALS[0], 'losses': {'held_out_loss': 0.5, 'seen_loss': 0.25}}
-    found = [lost, *ANIMALS[1:], row('flow', 180, 'ddpm:50', 5.0, data='elephants64', copies=0.5)]
+    found = [
+        lost,
+        *ANIMALS[1:],
+        row('flow', 180, 'ddpm:50', 5.0, data='elephants64', kid=0.005, copies=0.5),
+    ]
     assert [line[:2] + line[7:] for line in cells(tables.elephants(found))] == [
         ['edm', '60', '0.06', '0.25', '0.5'],
         ['edm', '180', '0.18', '', ''],
         ['flow', '60', '0.06', '', ''],
-        ['flow', '180', '0.18', '', ''],
         ['flow', '180', '0.5', '', ''],
     ]
 

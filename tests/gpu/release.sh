@@ -71,7 +71,7 @@ if wanted soak && ((${#gpus[@]} > 1)); then
     --config=configs/elephants64.py "--config.data.path=$images" --config.backend=cuda --config.train.steps=10000000 \
     --config.train.log_every=500 --config.train.checkpoint_every=5000 --config.train.sample_every=5000 \
     --config.train.evaluate_every=5000 --config.evaluation.samples=256 --config.evaluation.steps=50 \
-    --config.evaluation.metrics=fid,recall --config.evaluation.features=docs/results/recipes/features.npz \
+    --config.evaluation.metrics=fid,recall --config.evaluation.features=docs/results/methods/features.npz \
     >"$out/soak.log" 2>&1 &
   soak=$!
   taskset -p -c "6-$((cores - 1))" $$ >/dev/null

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxunet.benchmark import table as benchmark_table
 from jaxunet.benchmark.kernels import table as kernel_table
@@ -27,7 +26,6 @@ WEIGHTS = {  # the files of tests/gpu/starts.py
     'model.safetensors': '`.safetensors`',
     'workdir': 'a run',
 }
-SPANS = ((1, 500), (501, 1000), (1001, 1500), (1501, 2000))  # steps of the loss curves
 # Side in the rows -> its name in the README's table.
 SIDES = {
     'pytorch-eager': 'PyTorch, eager',
@@ -39,7 +37,6 @@ SIDES = {
 }
 BATCHES = (32, 256)
 SLOW = 0.9
-# Purpose of a kernel in a profiled step: the first pattern that matches "NAME PHASE" decides.
 
 
 def read_lines(path: str) -> list[Row]:
@@ -48,23 +45,8 @@ def read_lines(path: str) -> list[Row]:
 
 
 def step_summary() -> str:
-    """Milliseconds of a training step of elephants64 by side, and how they were measured.
-
-    For each side and batch, the newest row with several steps per call counts, or else the newest
-    row. Rows with concurrent kernels are left out, except for `auto`, which uses them by default
-    where they help.
-    """
-    chosen: dict[tuple[str, int], Row] = {}
-    for row in read_lines('step/rows.jsonl'):
-        if (
-            (row['config'], row['direction'], row['error']) == ('elephants64', 'step', None)
-            and (row['backend'] == 'auto' or not row.get('concurrent_kernels', False))
-            and row['backend'] in SIDES
-        ):
-            key = row['backend'], row['batch_size']
-            known = chosen.get(key, row)
-            if row.get('steps_per_call', 1) >= known.get('steps_per_call', 1):
-                chosen[key] = row
+    """Milliseconds of a training step of elephants64 by side, and how they were measured."""
+    chosen = newest_steps(read_lines('step/rows.jsonl'))
     body = []
     for side, shown in SIDES.items():
         found = [chosen[side, batch] for batch in BATCHES]
@@ -77,7 +59,7 @@ def step_summary() -> str:
         body.append([shown + ops, *times, f'{rate:,.0f}', f'{memory:.1f} GiB'])
     used = list(chosen.values())
     versions = {name: used[-1]['versions'][name] for name in ('jax', 'torch')}
-    commits = ', '.join(dict.fromkeys(str(row['git']) for row in used))
+    commits = list(dict.fromkeys(str(row['git']) for row in used))
     head = [
         'a whole training step',
         *(f'batch {batch}' for batch in BATCHES),
@@ -87,9 +69,37 @@ def step_summary() -> str:
     return (
         f'{markdown.table(head, body)}\n\n'
         f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, '
-        f'torch {versions["torch"]}; commits {commits}.\n'
+        f'torch {versions["torch"]}; commit{"s" * (len(commits) > 1)} {", ".join(commits)}.\n'
         f'{steps_per_call(chosen)}'
     )
+
+
+def newest_steps(found: Sequence[Row]) -> dict[tuple[str, int], Row]:
+    """Returns the rows of README's table, by side and batch.
+
+    They are of the newest commit that has rows of all sides and batches. Without such a commit,
+    they are the newest rows, of several commits. Rows with several steps per call come before those
+    with one. Rows with concurrent kernels are left out, except for `auto`, which uses them by
+    default where they help.
+    """
+    by_commit: dict[str, dict[tuple[str, int], Row]] = {}
+    newest: dict[tuple[str, int], Row] = {}
+    for row in found:
+        key = row['backend'], row['batch_size']
+        if (
+            (row['config'], row['direction'], row['error']) == ('elephants64', 'step', None)
+            and (row['backend'] == 'auto' or not row.get('concurrent_kernels', False))
+            and row['backend'] in SIDES
+            and row['batch_size'] in BATCHES
+        ):
+            for rows_by_key in (newest, by_commit.setdefault(str(row['git']), {})):
+                known = rows_by_key.get(key, row)
+                if row.get('steps_per_call', 1) >= known.get('steps_per_call', 1):
+                    rows_by_key[key] = row
+    whole = [
+        rows_by_key for rows_by_key in by_commit.values() if rows_by_key.keys() == newest.keys()
+    ]
+    return max(whole, key=lambda r: max(row['time'] for row in r.values()), default=newest)
 
 
 def steps_per_call(chosen: Mapping[tuple[str, int], Row]) -> str:
@@ -116,35 +126,6 @@ def steps_per_call(chosen: Mapping[tuple[str, int], Row]) -> str:
 def steps() -> str:
     """Every side of every whole-step benchmark."""
     return benchmark_table.markdown(rows.read(RESULTS / 'step/rows.jsonl'))
-
-
-def overlap() -> str:
-    """Steps with their kernels one after another, and with concurrent kernels, by batch."""
-    return markdown.table(
-        (
-            'config',
-            'batch',
-            'ms alone',
-            'ms at once',
-            'ratio',
-            'peak GiB alone',
-            'at once',
-            'commit',
-        ),
-        (
-            (
-                row['config'],
-                str(row['batch_size']),
-                f'{row["alone_ms"]:.2f}',
-                f'{row["overlap_ms"]:.2f}',
-                f'{row["overlap_ratio"]:.3f}',
-                f'{row["alone_peak_bytes"] / 2**30:.2f}',
-                f'{row["overlap_peak_bytes"] / 2**30:.2f}',
-                row['git'],
-            )
-            for row in read_lines('step/overlap.jsonl')
-        ),
-    )
 
 
 def portable_steps() -> str:
@@ -309,41 +290,26 @@ def matrix() -> str:
 
 
 def golden() -> str:
-    """Losses of 200 steps by version of JAX, and their distance from those of the first version."""
-    first: dict[tuple[str, str], Row] = {}
+    """Distances of the losses of 200 steps on each version of JAX from those on the first one."""
+    found: dict[str, dict[str, Row]] = {}
+    for (network, _, precision, jax), row in trajectories.recorded().items():
+        found.setdefault(f'{network}, {precision}', {})[jax] = row
+    versions = list(next(iter(found.values())))
+    first, *others = versions
     lines = []
-    for (network, backend, precision, jax), row in trajectories.recorded().items():
-        base = first.setdefault((network, precision), row)
-        far = trajectories.distance(row['losses'], base['losses'])
-        last = row['losses'][-trajectories.SPAN :]
-        lines.append(
-            (
-                f'{network}, {precision}',
-                backend,
-                jax,
-                f'{statistics.mean(last):.5f}',
-                '-' if row is base else f'{far:.1e}',
-                f'{row["tolerance"]:.3f}',
-                str(row['git']),
-            )
+    for run, by_version in sorted(found.items()):
+        base = by_version[first]
+        mean = statistics.mean(base['losses'][-trajectories.SPAN :])
+        far = (trajectories.distance(by_version[v]['losses'], base['losses']) for v in others)
+        tolerance = min(row['tolerance'] for row in by_version.values())
+        lines.append((run, f'{mean:.5f}', *(f'{value:.1e}' for value in far), f'{tolerance:.3f}'))
+    head = ('run', f'loss on {first}, steps 181 to 200', *(f'distance on {v}' for v in others))
+    commits = ', '.join(
+        dict.fromkeys(
+            str(row['git']) for by_version in found.values() for row in by_version.values()
         )
-    head = ('run', 'backend', 'jax', 'loss, steps 181 to 200', 'distance', 'tolerance', 'commit')
-    return markdown.table(head, sorted(lines))
-
-
-def curves() -> str:
-    """Mean losses over spans of steps; each row of the file is a mean over 50 steps."""
-    with (RESULTS / 'elephants64/curves.csv').open() as file:
-        found = list(csv.DictReader(file))
-
-    def mean(name: str, first: int, last: int) -> str:
-        losses = (float(r[name]) for r in found if first <= int(r['step']) <= last)
-        return f'{statistics.mean(losses):.5f}'
-
-    return markdown.table(
-        ('steps', *(f'{a:,} to {b:,}' for a, b in SPANS)),
-        ((name, *(mean(name, a, b) for a, b in SPANS)) for name in found[0] if name != 'step'),
     )
+    return f'{markdown.table((*head, "tolerance"), lines)}\n\nOn a CPU, commit {commits}.'
 
 
 def where_the_time_goes() -> str:
@@ -379,11 +345,6 @@ def totals(path: str) -> list[Row]:
     return [row for row in rows if row['level'] is None and row['config'] == 'elephants64']
 
 
-def methods() -> str:
-    """The comparison of training methods; the page's text names the features."""
-    return re.sub(r'\[features=[^]]+\] at the end', '', _report('methods_two_seeds', '| method |'))
-
-
 def study(name: str) -> Callable[[], str]:
     """The table of all points of a sweep, from its report."""
     return lambda: _report(f'study/{name}', '## Points')
@@ -416,7 +377,6 @@ def presets() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     'step_summary': step_summary,
     'steps': steps,
-    'overlap': overlap,
     'portable_steps': portable_steps,
     'kernels': kernels,
     'slow_kernels': slow_kernels,
@@ -424,24 +384,16 @@ TABLES: dict[str, Callable[[], str]] = {
     'starts': starts,
     'matrix': matrix,
     'golden': golden,
-    'curves': curves,
     'fuzz': fuzz,
     **fault_table.TABLES,
     'sanitizer': lambda: sanitizer_rows.table(read_lines('sanitizer/rows.jsonl')),
     'where_the_time_goes': where_the_time_goes,
-    'methods': methods,
     **study_tables.TABLES,
     **recipe_tables.TABLES,
     'recipes_sharing': sharing,
     **width_tables.TABLES,
-    'devices_batch': study('devices_batch'),
-    'devices_batch_h100': study('devices_batch_h100'),
-    'devices_batch_h200': study('devices_batch_h200'),
     'devices_batch_merged': study('devices_batch_merged'),
-    'devices_batch_concurrent': study('devices_batch_concurrent'),
     'amp': study('amp'),
-    'loader_workers': study('loader_workers'),
-    'devices_batch_workers': study('devices_batch_workers'),
     'compiled': study('compiled'),
     'presets': presets,
 }

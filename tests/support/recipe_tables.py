@@ -10,20 +10,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxunet.compare.statistics import time_to
-from jaxunet.compare.step_times import combined_costs
-from jaxunet.compare.tables import step_times
 from jaxunet.runtime.rows import Row
 from support import markdown
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/recipes'
 DIGITS = FOLDER.parent / 'digits'
-LIMITS = (50, 20)  # most evaluations of the network for a sample
+LIMIT = 50  # most evaluations of the network for a sample
 BASELINE = 'epsilon-linear'
 NOTHING = 'Nothing is measured yet.'
 GRIDS = {  # data set -> caption of its grids
     'objects64': 'Samples of the 9,000 photographs, not selected:',
-    'elephants64': 'Samples of the 500 elephants, not selected '
-    '([in one picture](results/recipes/elephants.jpg)):',
+    'elephants64': 'Samples of the 500 elephants, not selected:',
 }
 Find = Callable[[Row], float]
 
@@ -36,11 +33,6 @@ def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
     for row in map(json.loads, lines):
         found[row['data'], row['case'], row['seed'], row['seconds'], row['sampler']] = row
     return list(found.values())
-
-
-def earlier() -> list[Row]:
-    """The rows of runs that had the GPU alone; the features they used are not kept."""
-    return read(name='earlier.jsonl')
 
 
 def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
@@ -96,32 +88,29 @@ def spread(rows: Sequence[Row], find: Find, digits: int = 3, factor: float = 1) 
 
 
 def objectives(found: Sequence[Row]) -> str:
-    """Quality by objective, seconds and evaluations, on 9,000 photographs."""
+    """Quality by objective and seconds, on 9,000 photographs; each with its best sampler."""
     body = []
     for (case, seconds), group in groups(found, 'objects64').items():
-        for limit in LIMITS:
-            rows = best(group, limit, 'fid')
-            if rows:
-                body.append(
-                    (
-                        case,
-                        f'{seconds:g}',
-                        str(limit),
-                        f'{rows[0]["sampler"].replace(":", " ")}',
-                        str(len(rows)),
-                        f'{np.mean([row["step"] for row in rows]):,.0f}',
-                        spread(rows, value('train', 'fid')),
-                        spread(rows, value('train', 'kid'), factor=1e3),
-                        spread(rows, value('test', 'kid'), factor=1e3),
-                        spread(rows, value('train', 'precision')),
-                        spread(rows, value('train', 'recall')),
-                        spread(rows, value('train', 'copies')),
-                    )
+        rows = best(group, LIMIT, 'fid')
+        if rows:
+            body.append(
+                (
+                    case,
+                    f'{seconds:g}',
+                    f'{rows[0]["sampler"].replace(":", " ")}',
+                    str(len(rows)),
+                    f'{np.mean([row["step"] for row in rows]):,.0f}',
+                    spread(rows, value('train', 'fid')),
+                    spread(rows, value('train', 'kid'), factor=1e3),
+                    spread(rows, value('test', 'kid'), factor=1e3),
+                    spread(rows, value('train', 'precision')),
+                    spread(rows, value('train', 'recall')),
+                    spread(rows, value('train', 'copies')),
                 )
+            )
     head = (
         'objective',
         's',
-        'evaluations at most',
         'best sampler',
         'seeds',
         'steps',
@@ -135,62 +124,11 @@ def objectives(found: Sequence[Row]) -> str:
     return with_origin(head, body, found, 'objects64')
 
 
-def samplers(found: Sequence[Row]) -> str:
-    """Fréchet distance by objective, seconds and sampler; bold is the best sampler of a line."""
-    mine = [row for row in found if row['data'] == 'objects64']
-    if not mine:
-        return NOTHING
-    evaluations = {row['sampler']: row['evaluations'] for row in mine}
-    names = sorted(evaluations, key=lambda name: (-evaluations[name], name))
-    body = []
-    for (case, seconds), group in groups(found, 'objects64').items():
-        by_name = {name: [r for r in group if r['sampler'] == name] for name in names}
-        shown = {name: spread(rows, value('train', 'fid')) for name, rows in by_name.items()}
-        means = {
-            name: np.mean([value('train', 'fid')(row) for row in rows])
-            for name, rows in by_name.items()
-            if rows
-        }
-        least = min(means, key=lambda name: means[name])
-        shown[least] = f'**{shown[least]}**'
-        body.append((case, f'{seconds:g}', *shown.values()))
-    titles = (f'{name.replace(":", " ")} ({evaluations[name]} evaluations)' for name in names)
-    return markdown.table(('objective', 's', *titles), body)
-
-
-def sampling_times(found: Sequence[Row]) -> str:
-    """Milliseconds per sample by sampler, from rows whose process had the device alone.
-
-    Rows of the part `alone` take precedence over those of training runs.
-    """
-    timed = [r for r in found if 'seconds_per_sample' in r]
-    mine = [r for r in timed if r['data'] == 'alone']
-    again = {row['sampler'] for row in mine}
-    mine += [r for r in timed if r['data'] == 'objects64' and r['sampler'] not in again]
-    body = []
-    for sampler in dict.fromkeys(row['sampler'] for row in mine):
-        rows = [row for row in mine if row['sampler'] == sampler]
-        times = [1e3 * row['seconds_per_sample'] for row in rows]
-        body.append(
-            (
-                sampler.replace(':', ' '),
-                str(rows[0]['evaluations']),
-                f'{np.mean(times):.2f}',
-                f'{min(times):.2f}-{max(times):.2f}',
-            )
-        )
-    if not body:
-        return NOTHING
-    return (
-        f'{markdown.table(("sampler", "evaluations", "ms a sample", "range"), body)}\n\n'
-        f'{measured_with(mine)}; {all_of(mine, operator.itemgetter("num_samples"))} samples a row.'
-    )
-
-
 def digits(found: Sequence[Row]) -> str:
-    """Quality by objective, steps and sampler, on the embedded digits."""
+    """Quality by objective and sampler after the last step, on the embedded digits."""
     body = []
-    for (case, _), group in groups(found, 'digits').items():
+    last = {case: group for (case, _), group in groups(found, 'digits').items()}
+    for case, group in last.items():
         for sampler in dict.fromkeys(row['sampler'] for row in group):
             rows = [row for row in group if row['sampler'] == sampler]
             body.append(
@@ -221,7 +159,7 @@ def sooner(found: Sequence[Row]) -> str:
     seeds = {row['seed'] for row in grouped[ends[-1]]} if ends else set()
     curves: dict[str, list[tuple[float, float]]] = {}
     for (case, _), group in grouped.items():
-        rows = best([row for row in group if row['seed'] in seeds], LIMITS[0], 'fid')
+        rows = best([row for row in group if row['seed'] in seeds], LIMIT, 'fid')
         points = [(row['training_seconds'], row['values']['train']['fid']) for row in rows]
         if points:
             curves.setdefault(case, []).append(tuple(np.mean(points, axis=0)))
@@ -246,25 +184,27 @@ def sooner(found: Sequence[Row]) -> str:
 
 
 def elephants(found: Sequence[Row]) -> str:
-    """Quality, copies and held-out loss by objective, seconds and sampler, on 500 photographs."""
+    """Quality, copies and held-out loss by objective and seconds, on 500 photographs.
+
+    Each with the sampler of the smallest kernel distance.
+    """
     body = []
     for (case, seconds), group in groups(found, 'elephants64').items():
-        for sampler in dict.fromkeys(row['sampler'] for row in group):
-            rows = [row for row in group if row['sampler'] == sampler]
-            body.append(
-                (
-                    case,
-                    f'{seconds:g}',
-                    f'{np.mean([row["step"] for row in rows]):,.0f}',
-                    sampler.replace(':', ' '),
-                    spread(rows, value('train', 'kid'), factor=1e3),
-                    spread(rows, value('train', 'precision')),
-                    spread(rows, value('train', 'recall')),
-                    spread(rows, value('train', 'copies')),
-                    spread(rows, lambda row: row.get('losses', {}).get('seen_loss', np.nan)),
-                    spread(rows, lambda row: row.get('losses', {}).get('held_out_loss', np.nan)),
-                )
+        rows = best(group, LIMIT, 'kid')
+        body.append(
+            (
+                case,
+                f'{seconds:g}',
+                f'{np.mean([row["step"] for row in rows]):,.0f}',
+                rows[0]['sampler'].replace(':', ' '),
+                spread(rows, value('train', 'kid'), factor=1e3),
+                spread(rows, value('train', 'precision')),
+                spread(rows, value('train', 'recall')),
+                spread(rows, value('train', 'copies')),
+                spread(rows, lambda row: row.get('losses', {}).get('seen_loss', np.nan)),
+                spread(rows, lambda row: row.get('losses', {}).get('held_out_loss', np.nan)),
             )
+        )
     head = ('objective', 's', 'steps', 'sampler', 'kernel distance · 10³', 'precision', 'recall')
     more = ('copies', 'loss on training images', 'on held-out images')
     return with_origin((*head, *more), body, found, 'elephants64')
@@ -368,10 +308,7 @@ def all_of(rows: Sequence[Row], find: Callable[[Row], object]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     'recipes': lambda: objectives(read()),
-    'recipes_samplers': lambda: samplers(read()),
     'recipes_sooner': lambda: sooner(read()),
-    'recipes_costs': lambda: step_times(combined_costs(FOLDER / 'step_ms.jsonl'), 'objective'),
-    'recipes_sampling': lambda: sampling_times([*read(), *earlier()]),
     'recipes_elephants': lambda: elephants(read()),
     'recipes_pictures': pictures,
     'recipe_picture': recipe_picture,

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from jaxunet.compare import tables
 from jaxunet.compare.report import PLOT
-from jaxunet.compare.statistics import mean_over
 from jaxunet.compare.study_file import read_study
 from jaxunet.compare.tables import Measured
 
@@ -65,41 +64,11 @@ def long_run(found: Measured) -> str:
     return tables.table([*head, 'FID'], body)
 
 
-def by_sampler(found: Measured) -> str:
-    """The first distance by method, time and sampler, with the chosen averages by seed."""
-    if not found.rows:
-        return tables.NOTHING
-    metric = found.study.distances[0]
-    samplers = sorted({row['sampler'] for row in found.rows})
-    body = []
-    for name in found.methods:
-        cells = [name]
-        for time in found.times:
-            here = [r for r in found.rows if (r['case'], r['seconds']) == (name, time)]
-            averages = {row['seed']: str(row.get('average', '')) for row in here}
-            cells.append(', '.join(averages[seed] for seed in sorted(averages)))
-            for sampler in samplers:
-                values = [metric.find(row) for row in here if row['sampler'] == sampler]
-                cells.append(f'{mean_over(values).value:.4g}' if values else '')
-        body.append(cells)
-    columns = ('averages', *(sampler.replace(':', ' ') for sampler in samplers))
-    head = (f'{time:g} s: {column}' for time in found.times for column in columns)
-    return tables.table(['method', *head], body)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     'methods_quality': table('methods', tables.quality),
     'methods_picture': picture('methods'),
-    'methods_baseline': table('methods', tables.against_baseline),
-    'methods_best': table('methods', tables.against_best),
-    'methods_sooner': table('methods', tables.sooner),
-    'methods_end': table('methods', tables.at_the_end),
-    'methods_samplers': table('methods', by_sampler),
-    'methods_steps': table('methods', lambda found: tables.step_times(found.step_costs)),
-    'methods_missing': table('methods', tables.missing),
     'methods_origin': table('methods', origin),
     'long_run': table('long_run', long_run),
     'long_run_picture': picture('long_run'),
-    'long_run_missing': table('long_run', tables.missing),
     'long_run_origin': table('long_run', origin),
 }

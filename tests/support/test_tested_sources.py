@@ -56,7 +56,9 @@ def test_no_kernel_test_takes_the_fixture_that_is_left_out():
 
 FILES = {
     'conftest.py': 'import support.settings\n',
-    'pyproject.toml': '[build-system]\nrequires = ["a"]\n[tool.ruff]\nline-length = 100\n',
+    'pyproject.toml': '[build-system]\nrequires = ["a"]\n'
+    '[tool.scikit-build]\nwheel.packages = ["a"]\ncmake.build-type = "Release"\n'
+    '[tool.ruff]\nline-length = 100\n',
     'tests/support/__init__.py': '',
     'tests/support/settings.py': '',
     'jaxunet/__init__.py': "__version__ = '1'\n",
@@ -84,6 +86,7 @@ FILES = {
     'xla_ffi/e/e.h': '',
 }
 OTHERS = (
+    'jaxunet/__init__.py',
     'jaxunet/other.py',
     'xla_ffi/a/cpu.cc',
     'xla_ffi/a/a_test.cc',
@@ -122,14 +125,16 @@ def test_the_digest_follows_what_is_imported_and_included(checkout):
     for name in set(FILES) - {*OTHERS, 'pyproject.toml'}:
         assert checkout(name, f'{FILES[name]}x = 1\n') != before, name
     assert checkout('xla_ffi/c/new.cu', '') != before
-    assert checkout('pyproject.toml', FILES['pyproject.toml'].replace('"a"', '"b"')) != before
+    for old in ('requires = ["a"]', '"Release"'):
+        text = FILES['pyproject.toml'].replace(old, old.replace('a', 'b'))
+        assert checkout('pyproject.toml', text) != before, old
 
 
 def test_the_digest_is_the_same_after_other_changes(checkout):
     before = checkout()
     for name, text in (
         *((name, 'x = 1\n') for name in OTHERS),
-        ('jaxunet/__init__.py', FILES['jaxunet/__init__.py'].replace('1', '2')),
+        ('pyproject.toml', FILES['pyproject.toml'].replace('packages = ["a"]', 'packages = []')),
         ('jaxunet/ops.py', f'# Other words.\n\n{FILES["jaxunet/ops.py"]}\n'),
         ('xla_ffi/a/a.cu', f'{FILES["xla_ffi/a/a.cu"]}\n// Other words.\n'),
         ('xla_ffi/CMakeLists.txt', '# Other words.\n'),

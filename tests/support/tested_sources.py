@@ -26,7 +26,8 @@ CPU_ONLY = re.compile(r'cpu\.(cc|h)|cpu_module\.cc|.*_test\.cc')
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 # conftest.py imports it for a fixture of training steps, which no kernel test asks for.
 FIXTURE = 'tests/support/shared_steps.py'
-VERSIONED, VERSION = 'jaxunet/__init__.py', re.compile(r'^__version__ = .*$', re.MULTILINE)
+FACE = 'jaxunet/__init__.py'  # the version, and what users import; no kernel test takes it there
+PACKAGING = ('wheel', 'sdist', 'metadata')  # settings of what a package holds, not of its build
 
 
 def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
@@ -47,7 +48,7 @@ def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
         name = left.pop()
         found.add(name)
         for module in _imports((root / name).read_text(encoding='utf-8'), name):
-            left.update(set(_module_files(module, root)) - found - {FIXTURE})
+            left.update(set(_module_files(module, root)) - found - {FIXTURE, FACE})
     folders = {name.split('/')[1] for name in found if re.match(r'xla_ffi/\w+/', name)}
     if folders:
         found |= _native(folders, root)
@@ -60,18 +61,15 @@ def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
 def digest(test: str, root: pathlib.Path = ROOT) -> str:
     """Returns the SHA-256 of `files` and of the settings of the build and of pytest, in hex digits.
 
-    The version of jaxunet does not count, nor do comments and docstrings. Computed once per
-    process.
+    Comments and docstrings do not count, nor what a package holds. Computed once per process.
     """
     project = tomllib.loads((root / 'pyproject.toml').read_text(encoding='utf-8'))
     tools = project.get('tool', {})
-    settings = [project.get('build-system'), tools.get('scikit-build'), tools.get('pytest')]
+    build = {k: v for k, v in tools.get('scikit-build', {}).items() if k not in PACKAGING}
+    settings = [project.get('build-system'), build, tools.get('pytest')]
     sha = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name in files(test, root):
-        text = _code(root / name)
-        if name == VERSIONED:
-            text = VERSION.sub('', text)
-        content = text.encode()
+        content = _code(root / name).encode()
         sha.update(f'\n{name} {len(content)}\n'.encode() + content)
     return sha.hexdigest()
 

@@ -27,22 +27,6 @@ def read(folder: pathlib.Path = FOLDER) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def errors(found: Sequence[Row]) -> str:
-    """Relative error of reconstructed averages by width, one column for each run."""
-    mine = [row for row in found if 'relative_error' in row]
-    if not mine:
-        return NOTHING
-    runs = list(dict.fromkeys((row['schedule'], row['seed']) for row in mine))
-    values = {
-        (row['width'], row['schedule'], row['seed']): f'{row["relative_error"]:.1e}' for row in mine
-    }
-    widths = sorted({row['width'] for row in mine})
-    body = [(f'{width:g}', *(values.get((width, *run), '') for run in runs)) for width in widths]
-    heads = (f'{schedule}, seed {seed}' for schedule, seed in runs)
-    table = markdown.table(('width', *heads), body)
-    return f'{table}\n\n{measured_with(mine)}.'
-
-
 def quality(found: Sequence[Row]) -> str:
     """Metrics by schedule and average: widths in ascending order, rates, the last weights."""
     mine = [row for row in found if 'metric' in row]
@@ -88,7 +72,6 @@ def picture(folder: pathlib.Path = FOLDER) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    'widths_error': lambda: errors(read()),
     'widths_quality': lambda: quality(read()),
     'widths_picture': picture,
 }

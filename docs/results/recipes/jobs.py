@@ -22,7 +22,8 @@ but alone, costs, digits and tiny take the features of a classifier of objects64
     python -m jaxunet.metrics.train_features --reference objects64_train.zip \\
       --test objects64_test.zip --channels 32 --seconds 25 --output features.npz
 
-docs/results/recipes/features.npz is that file; only rows of one file can be compared.
+Only rows of one file can be compared; that of rows.jsonl, classifier-be9ba4b0, is in the history of
+the repository as docs/results/recipes/features.npz (439a6061).
 
 A job of the photographs has all samplers, unless rows.jsonl has rows of one of its times: then it
 has the samplers that all times have, so that `--known rows.jsonl` leaves out what is done.

@@ -6,10 +6,10 @@ A folder may also be what `tests/gpu/recipes.sh pack` wrote, whose logs and pict
 pictures.tar. Added are rows (rows.jsonl), grids of unpicked samples (grids/) and logs of held-out
 losses (logs/). Each replaces an earlier one of the same job and time, and the others stay; rows of
 other features than the newest are dropped. pictures.jsonl says of each grid and log which run it is
-of. images.jpg has all samples of configs/images.py after `SHOWN` seconds, elephants.jpg the grids
-of all objectives and times on few images, side by side. From rows and logs are drawn quality.png
-(Fréchet distance against seconds) and overfitting.png (held-out loss and copies against seconds);
-without folders they are drawn again. docs/results.md shows the grids side by side, with their runs:
+of. images.jpg has all samples of configs/images.py after `SHOWN` seconds. From rows and logs are
+drawn quality.png (Fréchet distance against seconds) and overfitting.png (held-out loss and copies
+against seconds); without folders they are drawn again. docs/results.md shows the grids that are
+here side by side, with their runs; delete those that it need not show:
 `PYTHONPATH=tests python tests/docs/test_docs.py --write`. A run that was cut off has no log, but
 rows of the times that it reached, with their losses.
 """
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
-from PIL import Image, ImageDraw
+from PIL import Image
 
 HERE = pathlib.Path(__file__).parent
 LIMIT = 50  # evaluations of the network a sample
@@ -36,9 +36,6 @@ TICKS = (20, 50, 100, 150, 200, 300, 500, 700, 1000, 2000)  # Fréchet distances
 RECIPE, SHOWN = 'images', 180  # case and seconds of images.jpg
 HALVES = ('objects64',)  # data whose grids keep their upper half
 QUALITY = 80  # of the JPEGs
-# Of elephants.jpg: its rows and columns, and the pixels of a grid and of the line above it.
-OBJECTIVES = ('epsilon-linear', 'epsilon-cosine', 'edm', 'flow', 'v-cosine')
-SECONDS, SIDE, LINE = (60, 180, 540), 400, 18
 # What pictures.jsonl says of the run of a grid or a log.
 ORIGIN = ('data', 'case', 'seed', 'seconds', 'sampler', 'step', 'git', 'device', 'versions')
 KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
@@ -55,7 +52,6 @@ def main(folders: Sequence[pathlib.Path]) -> None:
         found = add_rows(opened)
         for folder in opened:
             keep_pictures(folder)
-    side_by_side(HERE / 'elephants.jpg')
     quality(found, HERE / 'quality.png')
     overfitting(found, HERE / 'overfitting.png')
 
@@ -161,22 +157,6 @@ def curve(
         low.append(min(values))
         high.append(max(values))
     return times, mean, low, high
-
-
-def side_by_side(path: pathlib.Path) -> None:
-    """The grids of the elephants: a row for each objective, a column for each time."""
-    picture = Image.new(
-        'RGB', (SIDE * len(SECONDS), (SIDE + LINE) * len(OBJECTIVES)), color='white'
-    )
-    draw = ImageDraw.Draw(picture)
-    for row, case in enumerate(OBJECTIVES):
-        for column, seconds in enumerate(SECONDS):
-            grid = HERE / 'grids' / f'elephants64_{case}_seed0_{seconds}s.jpg'
-            if grid.exists():
-                left, top = column * SIDE, row * (SIDE + LINE)
-                draw.text((left + 4, top + 3), f'{case}, {seconds} s', fill='black')
-                picture.paste(Image.open(grid).resize((SIDE, SIDE)), (left, top + LINE))
-    picture.save(path, quality=QUALITY)
 
 
 def quality(found: Sequence[Row], path: pathlib.Path) -> None:
