@@ -45,7 +45,7 @@ def simulated(*, late: bool = False) -> Iterator[None]:
             for name, value in names.items():
                 patch.setattr(module, name, value, raising=name != 'store')
         jax.clear_caches()  # of functions that were traced for a GPU
-        with device.use(device.Target.HOPPER):
+        with _on_cpu(), device.use(device.Target.HOPPER):
             yield
     jax.clear_caches()
 
@@ -60,6 +60,10 @@ def kernels_of_this_machine() -> contextlib.AbstractContextManager[None]:
     if lacks := jax_modules.unavailable():
         pytest.skip(lacks)
     return contextlib.nullcontext()
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[object]:
+    return jax.default_device(jax.local_devices(backend='cpu')[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +243,7 @@ class Program:
     def _thread(self, body: Task, number: int, place: dict[str, int]) -> None:
         _thread.program, _thread.number, _thread.place = self, number, place
         _thread.products, _thread.stores = [], []
-        with self.turn:
+        with _on_cpu(), self.turn:
             try:
                 body()
                 assert not _thread.stores, 'a store is not waited for'
