@@ -47,7 +47,7 @@ MISTAKES = [
     (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
     (
         ['jaxunet.train', '--config.backend=cuda'],
-        'or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere',
+        'or use backend=pallas on a Hopper GPU, or xla, which runs everywhere',
     ),
     (['jaxunet.train', '--config.data.path=nowhere'], 'nowhere'),
     (
