@@ -28,8 +28,11 @@ MAGIC = (
     (0, b'GIF89a'),
     (0, b'II*\x00'),  # TIFF
     (0, b'MM\x00*'),
+    (0, b'II+\x00'),  # BigTIFF
+    (0, b'MM\x00+'),
     (4, b'ftypavif'),
     (0, b'\x00\x00\x00\x0cjP  '),  # JPEG 2000
+    (0, b'\xff\x4f\xff\x51'),  # its codestream alone, as in .j2k
 )
 # Formats whose first bytes may also begin a text, such as "BMW" and "P3 robot": a RIFF file of the
 # kind WEBP; a bitmap with the size of a known header; PBM, PGM or PPM with their numbers, or with

@@ -66,6 +66,16 @@ def test_images_of_these_formats_are_images(kind, mode):
 
 
 @pytest.mark.parametrize(
+    ('kind', 'options'), [('TIFF', {'big_tiff': True}), ('JPEG2000', {'no_jp2': True})]
+)
+def test_rarer_forms_of_these_formats_are_images(kind, options, tmp_path):
+    pixels = random_pixels(0)
+    (tmp_path / '1').write_bytes(encoded(pixels, kind, **options))
+    source = open_source(str(tmp_path), image_shape=pixels.shape)
+    np.testing.assert_array_equal(everything(source), [pixels])
+
+
+@pytest.mark.parametrize(
     'comments', [b'# by me\n', b'# longer than the start\n' * 9, b'#' * 59 + b'\n']
 )
 def test_a_bitmap_with_comments_is_an_image(comments):
