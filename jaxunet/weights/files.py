@@ -15,6 +15,7 @@ from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.untrusted import LFS_POINTER, check_fetched
 from jaxunet.runtime.whole_files import written
 from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
 from jaxunet.weights.inference import Stated
@@ -86,6 +87,8 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         check_regular(path)
         with open(path, 'rb') as file:
+            check_fetched(file.read(len(LFS_POINTER)), path)
+            file.seek(0)
             yield file
     except FileNotFoundError:
         raise UserError(f'{path}: no such file') from None

@@ -102,6 +102,14 @@ def test_folders_of_systems_and_text_files_do_not_count(form, tmp_path):
     assert source.skipped == (('cat/1.txt', 'not an image'), ('dog/1.txt', 'not an image'))
 
 
+@pytest.mark.parametrize('form', FORMS)
+def test_an_archive_inside_a_set_is_named_as_such(form, tmp_path):
+    files = {'1.png': encoded(random_pixels(0)), '00000.tar': b'x' * 99, '2.zip': b'PK\3\4'}
+    source = open_source(str(put(tmp_path, files, form)), image_shape=SHAPE)
+    assert [name for name, _ in source.skipped] == ['00000.tar', '2.zip']
+    assert all(why.startswith('an archive inside the set') for _, why in source.skipped)
+
+
 def test_a_zip_with_backslashes_has_classes(tmp_path):
     image = encoded(random_pixels(0))
     path = write_zip(
