@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import unicodedata
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -232,6 +234,24 @@ def test_narrow_values_in_wide_numbers_are_refused(form, highest, tmp_path):
         put(tmp_path, {'a.png': PNG, 'b.tif': data}, form),
         rf'b.tif: 16 or 32 bits, but .* above {highest}, expected 0 to 65535: they would be black',
     )
+
+
+def test_narrow_colours_in_wide_numbers_are_refused(tmp_path):
+    """Pillow keeps 8 bits of such files, and has no way to write them."""
+
+    def write(values):
+        row = b'\0' + np.full((16, 3), values, '>u2').tobytes()
+        header = struct.pack('>IIBBBBB', 16, 16, 16, 2, 0, 0, 0)
+        data = b'\x89PNG\r\n\x1a\n'
+        for chunk in (b'IHDR' + header, b'IDAT' + zlib.compress(row * 16), b'IEND'):
+            data += struct.pack('>I', len(chunk) - 4) + chunk + struct.pack('>I', zlib.crc32(chunk))
+        (tmp_path / 'a.png').write_bytes(data)
+
+    write((0, 4095, 300))
+    fails(tmp_path, r'a.png: 16 or 32 bits, but .* above 4095, expected 0 to 65535')
+    write((0, 65535, 32768))
+    pixels = everything(open_source(str(tmp_path), image_shape=(16, 16, 3)))
+    assert pixels[0, 0, 0].tolist() == [0, 255, 128]
 
 
 @pytest.mark.parametrize('form', FORMS)
