@@ -6,6 +6,7 @@ import pwd
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from support.commands import ROOT, environment, python_path
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.store import find
 from jaxunet.config import cli
-from jaxunet.config.config_file import check_file
+from jaxunet.config.config_file import ConfigFile
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.sources import check_path, open_source
 from jaxunet.metrics.features import load_features
@@ -116,6 +117,7 @@ def test_every_flag_of_a_path_expands_it():
 
 def test_functions_expand_the_paths_that_they_are_given(home):
     home.mkdir()
+    read_config = ConfigFile(types.SimpleNamespace(parse=lambda path: {'path': path})).parse
     save_images('~/a.npz', np.zeros((2, 8, 8, 1), np.uint8))
     assert (home / 'a.npz').is_file()
     assert len(open_source('~/a.npz', image_shape=(8, 8, 1))) == 2
@@ -123,7 +125,7 @@ def test_functions_expand_the_paths_that_they_are_given(home):
     (home / 'run' / 'checkpoints').mkdir(parents=True)
     assert find('~/run') == (home / 'run', None)
     (home / 'c.py').write_text('')
-    check_file('~/c.py')
+    assert read_config('~/c.py') == {'path': f'{home}/c.py'}
     for reads in (
         lambda: load_model('~/none.pt'),
         lambda: read_weights('~/none.pt'),
@@ -132,7 +134,7 @@ def test_functions_expand_the_paths_that_they_are_given(home):
     ):
         with pytest.raises(UserError, match=rf'^{home}/none.*: no such file'):
             reads()
-    for reads in (check_output, load_model, load_features, check_file, check_path):
+    for reads in (check_output, load_model, load_features, read_config, check_path):
         with pytest.raises(UserError, match=r'~no_user/a.*: there is no user "no_user" on this'):
             reads('~no_user/a.npz')
 
