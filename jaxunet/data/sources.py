@@ -19,7 +19,7 @@ from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import expanded, why_missing
 from jaxunet.runtime.untrusted import check_fetched
 
 __all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
@@ -219,6 +219,8 @@ def check_exists(path: Path) -> None:
     """Raises `UserError` with similar names if there is no such file or folder."""
     if path.exists():
         return
+    if why := why_missing(path):
+        raise UserError(f'{path}: no such file or folder{why}')
     parent = path
     while not parent.exists() and parent != parent.parent:
         missing, parent = parent, parent.parent

@@ -12,6 +12,7 @@ import numpy as np
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
+from jaxunet.runtime.paths import why_missing
 from jaxunet.runtime.untrusted import LFS_POINTER, check_fetched, one_line, plain, shown
 
 
@@ -85,7 +86,7 @@ def _is_stored_in_part(info: zipfile.ZipInfo) -> bool:
 
 def _unreadable(path: Path, error: object) -> UserError:
     if isinstance(error, FileNotFoundError):
-        return UserError(f'{path}: no such file')
+        return UserError(f'{path}: no such file{why_missing(path)}')
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # from damaged offsets, too
         return UserError(f'{path}: cannot be read: {error.strerror or error}')
     return DamagedError(

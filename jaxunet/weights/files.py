@@ -14,7 +14,7 @@ from absl import logging
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import expanded, why_missing
 from jaxunet.runtime.untrusted import LFS_POINTER, check_fetched
 from jaxunet.runtime.whole_files import written
 from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
@@ -91,7 +91,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.seek(0)
             yield file
     except FileNotFoundError:
-        raise UserError(f'{path}: no such file') from None
+        raise UserError(f'{path}: no such file{why_missing(path)}') from None
     except OSError as error:
         raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
 

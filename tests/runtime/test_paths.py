@@ -14,12 +14,13 @@ import pytest
 from absl import flags
 from support.commands import ROOT, environment, python_path
 
-from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.load import check_exists, load_model
 from jaxunet.checkpoint.store import find
 from jaxunet.config import cli
 from jaxunet.config.config_file import ConfigFile
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.sources import check_path, open_source
+from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.features import load_features
 from jaxunet.ops import choices
 from jaxunet.runtime import download
@@ -195,3 +196,29 @@ def test_a_command_runs_for_an_account_without_a_home(tmp_path):
     assert done.returncode == 2, done.stderr
     assert 'compiled programs are not kept: no cache folder: ' in done.stderr
     assert done.stderr.splitlines()[-1].startswith('error: --features: expected inception')
+
+
+@pytest.mark.parametrize(
+    ('path', 'why'),
+    [
+        ('{}/data', r'data is a link to nowhere, which is missing or a loop'),
+        ('{}/data/deep/x', r'data is a link to nowhere, which is missing or a loop'),
+        ('{}/self', r'self is a link to self, which is missing or a loop'),
+        ('https://example.com/x', r'only files of this machine are read; download it'),
+        ('s3://bucket/x', r'only files of this machine are read; download it'),
+    ],
+)
+def test_what_is_missing_says_why(path, why, tmp_path):
+    (tmp_path / 'data').symlink_to('nowhere')
+    (tmp_path / 'self').symlink_to('self')
+    path = path.format(tmp_path)
+    opens = [
+        lambda: open_source(path, image_shape=(8, 8, 1)),
+        lambda: check_path(path),
+        lambda: check_exists(path),
+        lambda: read_weights(f'{path}.safetensors' if ':' in path else f'{path}/x.safetensors'),
+        lambda: read_arrays(pathlib.Path(path)),
+    ]
+    for each in opens:
+        with pytest.raises(UserError, match=f'no such file.*{why}|Too many levels of symbolic'):
+            each()
