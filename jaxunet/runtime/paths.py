@@ -11,7 +11,7 @@ from absl import flags
 
 from jaxunet.runtime.errors import UserError
 
-URL = re.compile(r'(https?|ftp|s3|gs|gcs|az|abfss?|hdfs|dbfs|hf|file):/', re.IGNORECASE)
+URL = re.compile(r'(^|/)(https?|ftp|s3|gs|gcs|az|abfss?|hdfs|dbfs|hf|file):/', re.IGNORECASE)
 
 
 def expanded(path: str | os.PathLike[str]) -> str:
@@ -40,13 +40,29 @@ def expanded(path: str | os.PathLike[str]) -> str:
     return found
 
 
+def check_local(path: str | os.PathLike[str], flag: str) -> None:
+    """Checks that a path to write to is no URL, which would make folders such as `gs:` here.
+
+    Args:
+      flag: the flag that gave the path; begins the message.
+
+    Raises:
+      UserError: it is.
+    """
+    if URL.search(os.fspath(path)):
+        raise UserError(
+            f'{flag}{": " if flag else ""}{path}: is a URL; only files and folders of this machine '
+            'are written: name one, and copy it, or mount the other storage'
+        )
+
+
 def why_missing(path: str | os.PathLike[str]) -> str:
     """Returns why a path leads nowhere, with a colon before; '' if nothing special is known.
 
     It may be a URL, or a link in it may be broken.
     """
     whole = pathlib.Path(path)
-    if URL.match(str(whole)):
+    if URL.search(str(whole)):
         return ': only files of this machine are read; download it, and give the path of the copy'
     for part in (*reversed(whole.parents), whole):
         try:

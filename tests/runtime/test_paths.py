@@ -26,6 +26,8 @@ from jaxunet.ops import choices
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded, of_user
+from jaxunet.runtime.whole_files import check_writable, written
+from jaxunet.training.workdir import opened
 from jaxunet.weights.files import read_classifier, read_weights
 
 PATH_WORDS = re.compile(
@@ -222,3 +224,19 @@ def test_what_is_missing_says_why(path, why, tmp_path):
     for each in opens:
         with pytest.raises(UserError, match=f'no such file.*{why}|Too many levels of symbolic'):
             each()
+
+
+@pytest.mark.parametrize('url', ['gs://bucket/run', 's3:/bucket/x.npz', 'file:///tmp/x.png'])
+def test_nothing_is_written_to_a_url(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writes = [
+        lambda: opened(pathlib.Path(url)).__enter__(),
+        lambda: check_output(url),
+        lambda: check_writable(url, '--output'),
+        lambda: written(url).__enter__(),
+        lambda: written(pathlib.Path(url).resolve()).__enter__(),
+    ]
+    for each in writes:
+        with pytest.raises(UserError, match=': is a URL; only files and folders of this machine'):
+            each()
+    assert [*tmp_path.iterdir()] == []
