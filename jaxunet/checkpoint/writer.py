@@ -68,16 +68,20 @@ def to_disk(folder: pathlib.Path) -> None:
     Raises:
       OSError: the disk is full, or fails.
     """
-    for parent, _, files in [*os.walk(folder, topdown=False), (folder.parent, [], [])]:
-        for name in (*files, ''):
-            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not for folders everywhere
-                    raise
-            finally:
-                os.close(descriptor)
+    inside = [
+        os.path.join(parent, name)
+        for parent, _, files in os.walk(folder, topdown=False)
+        for name in (*files, '')
+    ]
+    for path in (*inside, str(folder.parent)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not for folders everywhere
+                raise
+        finally:
+            os.close(descriptor)
 
 
 class Writer:

@@ -238,7 +238,8 @@ def stored_peak(data: bytes) -> int:
                 return 0
             if image.mode.startswith('I'):
                 return int(np.asarray(image).max())
-            if not any(SIXTEEN.search(str(tile.args)) for tile in image.tile):
+            tiles = image.tile  # type: ignore[attr-defined]
+            if not any(SIXTEEN.search(str(tile.args)) for tile in tiles):
                 return 0
             peak = int(np.asarray(image.convert('RGB')).max())
             return peak and 256 * peak + 255
