@@ -174,7 +174,7 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
         with step 1.
 
     Raises:
-      UserError: more images than indices can number.
+      UserError: more images than indices can number, or the system lacks what workers need.
     """
     if len(source) > MAX_IMAGES:
         raise UserError(
@@ -197,12 +197,18 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
         # Workers are spawned, because forking a process that runs JAX can deadlock. Grain's own
         # workers pass batches through /dev/shm, which is small in containers, and leave some there
         # when closed early; so its threads pass the steps to a pool instead.
-        pool = ProcessPoolExecutor(
-            workers,
-            multiprocessing.get_context('spawn'),
-            initializer=_start_worker,
-            initargs=(load,),
-        )
+        try:
+            pool = ProcessPoolExecutor(
+                workers,
+                multiprocessing.get_context('spawn'),
+                initializer=_start_worker,
+                initargs=(load,),
+            )
+        except OSError as error:  # some containers lack /dev/shm, where its semaphores are
+            raise UserError(
+                f'data.num_workers: {workers}: semaphores cannot be made: '
+                f'{error.strerror or error}; check /dev/shm, or set it to 0: threads decode then'
+            ) from None
         load_step = _InWorker(pool)
     threads = workers + 2 if workers else THREADS
     steps = grain.MapDataset.range(start_step, max(start_step, config.train.steps)).map(load_step)
