@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -64,6 +66,18 @@ def test_no_steps_left(folder):
     source = open_source(str(folder), image_shape=(8, 8, 3))
     with pipeline.stream(source, config(), 12, slice(0, 8)) as batches:
         assert list(batches) == []
+
+
+def test_a_slow_consumer_bounds_what_is_loaded_ahead():
+    loaded = []
+    with ThreadPoolExecutor(1) as pool:
+        batches = pipeline.Stream(loaded.append, itertools.count(3), pool, ahead=5)
+        next(batches)
+        pool.submit(int).result()
+        assert set(loaded) == set(range(3, 8))
+        next(batches)
+        batches.close()
+    assert set(loaded) <= set(range(3, 9))
 
 
 def test_in_memory_sets_need_no_workers():
