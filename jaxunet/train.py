@@ -5,8 +5,8 @@
 
 Run the same command again to resume a run. On SIGTERM, SIGHUP or SIGINT (Ctrl-C) the run saves a
 checkpoint and exits with 0; on a second SIGINT it exits with 130 and saves nothing. The folder
-`--workdir` gets checkpoints/, metrics.csv, tensorboard/, samples/ and, with train.evaluate_every,
-evaluation.csv.
+`--workdir` gets checkpoints/, metrics.csv, tensorboard/, samples/, log.txt, index.html (a page to
+look at in a browser) and, with train.evaluate_every, evaluation.csv.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for, warn_of_small_limit
 from jaxunet.runtime.paths import expanded, of_user
+from jaxunet.training.log_file import LogFile
 from jaxunet.training.loop import train
 from jaxunet.training.meeting import Place
 from jaxunet.training.parallel import Parallel, on_fewer_devices
@@ -112,6 +113,7 @@ def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
+    logging.get_absl_logger().addHandler(LogFile(program.shown(command())))
     saved = newest_config(workdir())
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])
@@ -133,6 +135,11 @@ def main(argv: Sequence[str]) -> int | None:
     ):
         run(config)
     return None
+
+
+def command() -> str:
+    """Returns the command line."""
+    return shlex.join(['python', '-m', 'jaxunet.train', *sys.argv[1:]])
 
 
 def supervise() -> int:

@@ -27,7 +27,11 @@ from jaxunet.training.conditions import SampleConditions, side_by_side
 from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluated
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
+from jaxunet.training.log_file import FILE as LOG
+from jaxunet.training.log_file import open_logs
 from jaxunet.training.logs import DEVICES, ROLLBACKS, SPIKES, Logs, mean_loss
+from jaxunet.training.page import FILE as PAGE
+from jaxunet.training.page import write_page
 from jaxunet.training.restarts import FILE as RESTARTS
 from jaxunet.training.step import Metrics
 
@@ -112,6 +116,8 @@ class Outputs:
         self._held_out_loss: Background[HeldOutLoss] | None = None
         self._measured: dict[int, Losses] = {}  # by step, until the step is logged
         self._attempts = Attempts()
+        with self._attempts.attempt(LOG):
+            open_logs(workdir)
 
     def close(self) -> None:
         """Tries once more to write the rows that a full disk refused."""
@@ -196,6 +202,8 @@ class Outputs:
             save_png(path, picture)
             self._bar.write(f'step {step}: samples in {path}')
         self._logs.image(step, picture)
+        with self._attempts.attempt(PAGE):
+            write_page(self._config, self._workdir)
 
     @memory_for(
         'measuring samples',
