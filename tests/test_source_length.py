@@ -15,7 +15,7 @@ LONG_FUNCTIONS = {
 
 
 def sources():
-    for package in ('jaxunet', 'pallas_kernels', 'xla_ffi'):
+    for package in ('jaxunet', 'pallas_kernels', 'tools', 'xla_ffi'):
         for path in sorted((ROOT / package).rglob('*.py')):
             if not path.match('test_*.py') and path.name not in ('parity_test.py', 'conftest.py'):
                 yield str(path.relative_to(ROOT)), path.read_text(encoding='utf-8')

@@ -95,7 +95,7 @@ def overlaps(config: Config, devices: int = 1) -> bool:
     This helps CUDA convolutions that are each too small to fill the GPU. Larger ones gain little
     for the memory that it takes, except on several GPUs, where they also run beside the all-reduce.
     Steps of other backends get slower (docs/results.md). To refit `OVERLAP_PIXELS`, run
-    `tests/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
+    `tools/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
     """
     height, width, _ = config.image_shape
     batch = config.data.batch_size // config.optimizer.accumulate_steps // devices

@@ -1,4 +1,4 @@
-"""The sides that `tests/gpu/steps.py` times in turns."""
+"""The sides that `tools/gpu/steps.py` times in turns."""
 
 import pathlib
 import runpy
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-STEPS = runpy.run_path(str(pathlib.Path(__file__).parents[1] / 'gpu' / 'steps.py'))
+STEPS = runpy.run_path(str(pathlib.Path(__file__).parents[2] / 'tools/gpu/steps.py'))
 OLD, NEW = pathlib.Path('old'), pathlib.Path('new')
 
 

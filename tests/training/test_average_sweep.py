@@ -16,7 +16,6 @@ from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.snapshots import SnapshotWriter
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import Checkpoints
-from jaxunet.data.sources import open_source
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.average_sweep import measure_averages
@@ -24,11 +23,6 @@ from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.loop import train
 
 FIELDS = {'samples': 10, 'batch_size': 10, 'steps': 2}
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 @pytest.fixture(scope='module')

@@ -13,7 +13,6 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.store import checksum, read
-from jaxunet.data.sources import open_source
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training import loop
 from jaxunet.training.clock import Milestones, PassedError
@@ -72,11 +71,6 @@ class Seen:
 
     def count_compiled(self):
         self.compiled += 1
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 @pytest.fixture(scope='module')

@@ -9,16 +9,10 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.store import read
-from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training import workdir as lock
 from jaxunet.training.loop import train
 from jaxunet.training.saving import Saver
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
