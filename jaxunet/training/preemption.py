@@ -1,4 +1,4 @@
-"""How a run hears that it shall stop: from the program that calls it, or from signals.
+"""Stops a run that the program that calls it, or a signal, asks to stop.
 
 A command turns SIGTERM, SIGHUP and SIGINT into a request: finish the step, save, exit.
 """

@@ -11,6 +11,8 @@ with --config.init_from starts from another classifier.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import pathlib
 from collections.abc import Sequence
 
