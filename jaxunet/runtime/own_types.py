@@ -52,8 +52,8 @@ def _enter() -> None:
     with _lock:
         _blocks += 1
         if _blocks == 1:
-            _before.update({name: jax.config.values[name] for name in OURS})
-        _set(OURS)
+            _in_a_new_thread(_keep)
+        _in_a_new_thread(lambda: _set(OURS))
 
 
 def _leave() -> None:
@@ -61,7 +61,18 @@ def _leave() -> None:
     with _lock:
         _blocks -= 1
         if not _blocks:
-            _set(_before)
+            _in_a_new_thread(lambda: _set(_before))
+
+
+def _in_a_new_thread(function: Callable[[], None]) -> None:
+    """Calls a function where the settings are those of the process, not of the caller's thread."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def _keep() -> None:
+    _before.update({name: jax.config.values[name] for name in OURS})
 
 
 def _set(values: Mapping[str, Any]) -> None:
