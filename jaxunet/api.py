@@ -13,6 +13,7 @@ function takes images, it takes arrays as well as paths.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pathlib
 import queue
@@ -221,6 +222,7 @@ class _Thread(Caller):
                 with guarded('this run'), contextlib.nullcontext() if bar else hidden():
                     return loop.train(config, workdir, source, initial, caller=self)
             finally:
+                gc.unfreeze()  # the loop froze what existed; a program may drop it
                 self._told.put(None)
 
         self._task = Background(work)
