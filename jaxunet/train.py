@@ -11,6 +11,8 @@ look at in a browser) and, with train.evaluate_every, evaluation.csv.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import os
 import pathlib
 import pprint
@@ -19,8 +21,9 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from absl import flags, logging
+from absl import flags
 
+from jaxunet import is_function_too
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import config_at, newest_classes, newest_config, saved_steps
@@ -35,19 +38,22 @@ from jaxunet.data.look import tell_pixels
 from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import check_averages, choose
+from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.out_of_memory import memory_for, warn_of_small_limit
-from jaxunet.runtime.paths import expanded, of_user
+from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.paths import of_user
 from jaxunet.training.log_file import LogFile
 from jaxunet.training.loop import train
 from jaxunet.training.meeting import Place
-from jaxunet.training.parallel import Parallel, on_fewer_devices
+from jaxunet.training.parallel import on_fewer_devices
+from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
 from jaxunet.training.saving import write_error_ends
+from jaxunet.training.start import check_workdir, open_checked
 
+is_function_too(__name__)
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
     'workdir',
@@ -117,7 +123,7 @@ def main(argv: Sequence[str]) -> int | None:
     saved = newest_config(workdir())
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])
-    check_workdir(config)
+    check_workdir(config, workdir())
     if DRY_RUN.value:
         dry_run(config, saved)
         return None
@@ -170,20 +176,10 @@ def run(config: Config) -> None:
     devices = Background(jax.devices)
     checkpoint.state_template(config)
     devices.wait()
-    # A missing backend or device is an error before anything is read or written.
-    ops = choose(config.backend, config.precision)
-    check_averages(config)
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
-    Parallel(config)
-    warn_of_small_limit()
-    estimate.warn_if_long_on_a_cpu(config)
-    if warning := endless_warmup(config):
-        logging.warning('%s', warning)
-    source = open_images(config)
-    check_classes(config, source)
-    if jax.process_index() == 0:
-        tell_pixels(source)
+    source = open_checked(config)
+    ops = choose(config.backend, config.precision)
     folder = workdir()
     distributed.agree(
         fields(config)
@@ -206,7 +202,7 @@ def run(config: Config) -> None:
     resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)
     with write_error_ends():
-        reached = train(config, folder, source, initial)
+        reached = train(config, folder, source, initial, caller=Preemption())
     if reached >= config.train.steps and jax.process_index() == 0:
         print(f'samples of the trained model: {sample_command(config, folder)}', flush=True)
 
@@ -224,25 +220,6 @@ def sample_command(config: Config, folder: pathlib.Path) -> str:
 def workdir() -> pathlib.Path:
     """Returns the folder of the run."""
     return pathlib.Path(WORKDIR.value or f'runs/{cli.config_name()}')
-
-
-def check_workdir(config: Config) -> None:
-    """Checks that a run does not write its sample grids between its training images.
-
-    Raises:
-      UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
-    """
-    images = pathlib.Path(expanded(config.data.path))
-    if not config.data.path or not images.is_dir():
-        return
-    images, folder = images.resolve(), workdir().resolve()
-    if not folder.is_relative_to(images):
-        return
-    if not any(part.startswith('.') for part in folder.relative_to(images).parts):
-        raise UserError(
-            f'--workdir: {workdir()} is in {config.data.path}, the folder of data.path, so a '
-            'resumed run would train on its own samples; expected a folder outside it'
-        )
 
 
 def fields(config: Config) -> dict[str, object]:

@@ -35,29 +35,38 @@ OTHER_FIELDS = ('data.classes: ', 'model.image_channels: ')  # begin errors that
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
-def open_images(config: Config) -> Source:
+def open_images(config: Config, given: ArraySource | None = None) -> Source:
     """Opens the training images of `config.data` in the shape and with the classes that it names.
 
     Images that `data.holdout` keeps out of training are in `held_out` of the result.
+
+    Args:
+      given: the images in memory that `data.path` stands for; None = it is a path.
 
     Raises:
       UserError: as `open_source`, `data.holdout` leaves no image to train on, or random crops of
         images that are decoded only once.
     """
-    if config.data.crop == 'random' and compressed_tar(config.data.path):
+    if config.data.crop == 'random' and given is None and compressed_tar(config.data.path):
         raise UserError(
             f'data.crop: random cuts images anew every epoch, but {config.data.path} is a '
             'compressed tar, which is decoded once; unpack it, or use data.crop=center'
         )
-    return hold_out(open_data(config, config.image_shape), config.data.holdout)
+    return hold_out(open_data(config, config.image_shape, given), config.data.holdout)
 
 
-def open_data(config: Config, image_shape: Shape) -> Source:
+def open_data(config: Config, image_shape: Shape, given: ArraySource | None = None) -> Source:
     """Opens all images of `config.data`.
+
+    Args:
+      given: as for `open_images`.
 
     Raises:
       UserError: as `open_source`; names the field.
     """
+    if given is not None:
+        source, classes = given.at(image_shape), config.data.classes
+        return Selection(source, classes) if classes else source
     try:
         return open_source(config.data.path, image_shape=image_shape, classes=config.data.classes)
     except UserError as error:

@@ -27,6 +27,8 @@ the most time above their floor come first. The rows go to `--output`, by defaul
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import datetime
 import importlib.util
 import shlex
