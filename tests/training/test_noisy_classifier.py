@@ -17,7 +17,8 @@ from support.full_memory import exhaust
 from support.tiny import TINY, tiny_config
 
 from jaxunet.checkpoint.load import load_model
-from jaxunet.checkpoint.state import Draw, TrainState, fresh_state, make_optimizer
+from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.state import Draw, TrainState, fresh_state
 from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError, checksum, state_template
 from jaxunet.config import Config
 from jaxunet.data.holdout import hold_out
