@@ -43,6 +43,7 @@ from jaxunet.runtime.out_of_memory import memory_for, warn_of_small_limit
 from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel, on_fewer_devices
+from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
 from jaxunet.training.saving import write_error_ends
 
@@ -200,7 +201,7 @@ def run(config: Config) -> None:
     resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)
     with write_error_ends():
-        reached = train(config, folder, source, initial)
+        reached = train(config, folder, source, initial, caller=Preemption())
     if reached >= config.train.steps and jax.process_index() == 0:
         print(f'samples of the trained model: {sample_command(config, folder)}', flush=True)
 

@@ -44,6 +44,7 @@ from jaxunet.runtime.whole_files import written
 from jaxunet.sampling.generator import StoppedError
 from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.loop import train
+from jaxunet.training.preemption import Preemption
 
 # Errors that end one job and not the others: mistakes in the job, and too little GPU memory.
 FAILURES = (UserError, jax.errors.JaxRuntimeError)
@@ -280,11 +281,11 @@ class Queue:
         self._say(f'{job.name}: training for {seconds[-1]:g} s')
         try:
             try:
-                train(config, workdir, source, milestones=milestones)
+                train(config, workdir, source, milestones=milestones, caller=Preemption(milestones))
             except PassedError as error:
                 self._say(f'{job.name}: {error}; it starts again')
                 work.prepare(self._work, job, config, step_seconds, resume=False)
-                train(config, workdir, source, milestones=milestones)
+                train(config, workdir, source, milestones=milestones, caller=Preemption(milestones))
         finally:
             quietly(f'the log of {job.name}', lambda: self._keep_log(job, workdir))
         return len(seconds) - len(left)

@@ -38,7 +38,7 @@ from jaxunet.training.noisy_classifier import (
     network_config,
     starting_state,
 )
-from jaxunet.training.preemption import Preemption
+from jaxunet.training.preemption import Caller
 from jaxunet.training.resume import (
     StartingPoint,
     adapted,
@@ -61,8 +61,10 @@ LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_step
 
 
 @own_types()
-def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> int:
-    """Trains until `train.steps`, or until SIGTERM, SIGHUP or SIGINT.
+def train_classifier(
+    config: Config, workdir: pathlib.Path, source: Source, caller: Caller | None = None
+) -> int:
+    """Trains until `train.steps`, or until the caller asks it to stop.
 
     Args:
       config: passed by `check_trainable`. `model` is the classifier's network, with the number of
@@ -70,6 +72,7 @@ def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> i
       workdir: a run that it holds is resumed.
       source: the images (`jaxunet.data.sources.open_images`), whose classes `check_classes` found
         to fit.
+      caller: as for `jaxunet.training.loop.train`.
 
     Returns the step reached, which is saved.
 
@@ -78,7 +81,7 @@ def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> i
         in a row were not finite, or classifier.pt or the last checkpoint could not be written.
       OutOfMemoryError: as `jaxunet.training.loop.train`.
     """
-    with opened(workdir) as lock, Preemption() as preemption:
+    with opened(workdir) as lock, caller or Caller() as preemption:
         source = in_order_of(source, newest_classes(workdir))
         return _Loop(config, workdir, source, lock, preemption).run()
 
@@ -109,7 +112,7 @@ class _Loop:
         workdir: pathlib.Path,
         source: Source,
         lock: Lock,
-        preemption: Preemption,
+        preemption: Caller,
     ) -> None:
         self.config, self.workdir, self.source = config, workdir, source
         self.lock, self.preemption = lock, preemption
@@ -142,7 +145,7 @@ class _Loop:
     def _open(self, begin: StartingPoint, stack: contextlib.ExitStack) -> None:
         """Makes the step and the files ready; `stack` closes what is opened."""
         config, session = self.config, self.session
-        self.watch = StallWatch(config.train.stall_seconds, self.workdir)
+        self.watch = StallWatch(config.train.stall_seconds, self.workdir, self.preemption.stalled)
         stack.callback(self.watch.close)
         stack.callback(self.calls.close)
         stack.callback(quietly, 'images', lambda: self.watch.call(session.close))

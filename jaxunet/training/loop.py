@@ -30,7 +30,7 @@ from jaxunet.training.clock import NO_MILESTONES, Clock, Milestones, due
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.outputs import Missing, Outputs, missing_outputs
 from jaxunet.training.parallel import stop_asked
-from jaxunet.training.preemption import Preemption
+from jaxunet.training.preemption import Caller
 from jaxunet.training.replicas import Replicas
 from jaxunet.training.resume import StartingPoint, how_to_go_on, keep_images, starting_point
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
@@ -47,14 +47,16 @@ def train(
     source: Source,
     initial: TrainState | None = None,
     milestones: Milestones | None = None,
+    caller: Caller | None = None,
 ) -> int:
-    """Trains until `train.steps`, or until SIGTERM, SIGHUP or SIGINT.
+    """Trains until `train.steps`, or until the caller asks it to stop.
 
     Args:
       workdir: gets checkpoints, logs and samples. A run that it holds is resumed.
       source: the images (`jaxunet.data.sources.open_images`).
       initial: numpy state for a workdir without checkpoints; None starts with fresh weights.
       milestones: times that end a run of one process, which saves only what they say.
+      caller: asks the run to stop, and hears of it: a command passes `Preemption`.
 
     Returns the step reached, which is saved.
 
@@ -67,7 +69,7 @@ def train(
     if milestones and jax.process_count() > 1:
         raise ValueError('milestones: expected a run of one process, found several')
     source = in_order_of(source, newest_classes(workdir))
-    with opened(workdir) as lock, Preemption(milestones) as preemption:
+    with opened(workdir) as lock, caller or Caller() as preemption:
         return with_rollbacks(
             lambda failed: _Loop(
                 config, workdir, source, lock, preemption, milestones or NO_MILESTONES
@@ -102,7 +104,7 @@ class _Loop:
         workdir: pathlib.Path,
         source: Source,
         lock: Lock,
-        preemption: Preemption,
+        preemption: Caller,
         milestones: Milestones,
     ) -> None:
         self.config, self.workdir, self.source = config, workdir, source
@@ -147,7 +149,9 @@ class _Loop:
                 print(how_to_go_on(config, self.workdir, self.step))
                 return self.step
             session = self.session
-            self.watch = StallWatch(config.train.stall_seconds, self.workdir)
+            self.watch = StallWatch(
+                config.train.stall_seconds, self.workdir, self.preemption.stalled
+            )
             stack.callback(self.watch.close)
             stack.callback(self.calls.close)
             stack.callback(quietly, 'images', lambda: self.watch.call(session.close))
@@ -203,6 +207,7 @@ class _Loop:
             evaluator=self.evaluator,
             bar=self.bar,
             keep_on=lambda: not self.preemption.requested,
+            logged=self.preemption.logged,
         )
 
     def _compile(self, begin: StartingPoint) -> None:

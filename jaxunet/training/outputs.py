@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -71,6 +71,7 @@ class Outputs:
       evaluator: computes the metrics of samples; None if `train.evaluate_every` is 0.
       bar: the progress bar, above which messages are printed.
       keep_on: returns False once the run was asked to stop, which ends sampling early.
+      logged: takes each row of metrics.csv.
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class Outputs:
         evaluator: Evaluator | None,
         bar: tqdm,
         keep_on: Callable[[], bool],
+        logged: Callable[[Mapping[str, float]], None] = lambda _: None,
     ) -> None:
         self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
+        self._logged = logged
         self._devices = devices
         self._all_devices = config.parallel.devices or jax.device_count()
         self._conditions = SampleConditions(config, source, config.train.sample_count)
@@ -133,23 +136,23 @@ class Outputs:
         rate = self._config.data.batch_size / seconds_per_step
         loss = mean_loss(metrics)
         held_out = self._measured.pop(step, None)
-        self._logs.row(
-            {
-                'step': step,
-                'loss': loss,
-                'learning_rate': float(metrics['learning_rate']),
-                'grad_norm': float(metrics['grad_norm']),
-                'images_per_second': rate,
-                'step_ms': seconds_per_step * 1e3,
-                'loss_scale': float(metrics['loss_scale']),
-                'skipped_steps': int(metrics['skipped']),
-                'training_seconds': training_seconds,
-                'rollbacks': self._rollbacks,
-                **({'devices': self._all_devices} if self._restarted else {}),
-                **({'spikes': int(metrics['spikes'])} if 'spikes' in metrics else {}),
-                **(held_out.columns() if held_out else {}),
-            }
-        )
+        row = {
+            'step': step,
+            'loss': loss,
+            'learning_rate': float(metrics['learning_rate']),
+            'grad_norm': float(metrics['grad_norm']),
+            'images_per_second': rate,
+            'step_ms': seconds_per_step * 1e3,
+            'loss_scale': float(metrics['loss_scale']),
+            'skipped_steps': int(metrics['skipped']),
+            'training_seconds': training_seconds,
+            'rollbacks': self._rollbacks,
+            **({'devices': self._all_devices} if self._restarted else {}),
+            **({'spikes': int(metrics['spikes'])} if 'spikes' in metrics else {}),
+            **(held_out.columns() if held_out else {}),
+        }
+        self._logs.row(row)
+        self._logged(row)
         if held_out and (turned := self._turn.add(held_out)):
             self._bar.write(f'step {step}: {turned}')
         self._bar.set_postfix_str(

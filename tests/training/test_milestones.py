@@ -19,6 +19,7 @@ from jaxunet.training import loop
 from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+from jaxunet.training.preemption import Preemption
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -209,7 +210,8 @@ def test_a_signal_ends_a_run_with_milestones(saves, source, tmp_path, capfd):
         assert asked()
 
     milestones = Milestones((STEP, 100.0), reached, step_seconds=STEP, saves=saves)
-    step = train(CONFIG, tmp_path, source, milestones=milestones)
+    caller = Preemption(milestones)
+    step = train(CONFIG, tmp_path, source, milestones=milestones, caller=caller)
     assert seen == [step]
     assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == [str(step)] * saves
     assert ('resumes from there' in ''.join(capfd.readouterr())) == saves
