@@ -93,7 +93,7 @@ class Saver:
 
         Args:
           seconds: training time so far.
-          milestone: the training time of `Milestones` that has just been reached.
+          milestone: the training time that a hook waits for and that has just been reached.
         """
         if not self._main:
             return
