@@ -1,7 +1,8 @@
 """The training loop: runs steps, and schedules logging, sampling, evaluating, saving and stopping.
 
-Steps run in a `Session`; `Outputs` and `Saver` write the results. So that the device rarely waits
-for Python, `Session.calls_ahead` calls are queued before the metrics of the oldest are read.
+The `Subject` says what is trained: its `Session` runs the steps, and its `Outputs` and a `Saver`
+write the results. So that the device rarely waits for Python, `Session.calls_ahead` calls are
+queued before the metrics of the oldest are read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.newest import newest_classes
 from jaxunet.checkpoint.state import TrainState
@@ -29,16 +29,15 @@ from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.calls import Calls
 from jaxunet.training.clock import Clock, due
-from jaxunet.training.evaluation import Evaluator
-from jaxunet.training.outputs import Missing, Outputs, missing_outputs
 from jaxunet.training.parallel import stop_asked
 from jaxunet.training.preemption import Caller
 from jaxunet.training.replicas import Replicas
-from jaxunet.training.resume import StartingPoint, how_to_go_on, keep_images, starting_point
+from jaxunet.training.resume import StartingPoint, how_to_go_on, keep_images
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.saving import Saver, save_on_error
-from jaxunet.training.session import Session
 from jaxunet.training.stalls import StallWatch
+from jaxunet.training.subject import Due, Outputs, Subject
+from jaxunet.training.unet import UNetSubject
 from jaxunet.training.workdir import Lock, opened
 
 
@@ -72,9 +71,9 @@ def train(
     source = in_order_of(source, newest_classes(workdir))
     with opened(workdir) as lock, caller or Caller() as preemption:
         return with_rollbacks(
-            lambda failed: Loop(config, workdir, source, lock, preemption, hook).run(
-                initial, failed
-            ),
+            lambda failed: Loop(
+                UNetSubject(config, workdir, source, initial), lock, preemption, hook
+            ).run(failed),
             limit=0 if hook else config.train.rollbacks,
         )
 
@@ -90,7 +89,7 @@ class Hook(Protocol):
 
 
 class Loop:
-    """One call of `train`.
+    """The run of a subject.
 
     Attributes:
       step: the step reached by the calls made so far, which may still be running.
@@ -112,50 +111,29 @@ class Loop:
     bar: tqdm
 
     def __init__(
-        self,
-        config: Config,
-        workdir: pathlib.Path,
-        source: Source,
-        lock: Lock,
-        preemption: Caller,
-        hook: Hook | None,
+        self, subject: Subject, lock: Lock, preemption: Caller, hook: Hook | None = None
     ) -> None:
-        self.config, self.workdir, self.source = config, workdir, source
+        self.subject, self.config, self.workdir = subject, subject.config, subject.workdir
         self.lock, self.preemption, self.hook = lock, preemption, hook
         self.main = jax.process_index() == 0
-        self.session = Session(config, source)
-        self.replicas = Replicas(config, self.session.parallel)
-        self.evaluator = (
-            Evaluator(config, source, self.session.parallel.local_devices)
-            if config.train.evaluate_every and self.main
-            else None
-        )
-        self.checkpoints = checkpoint.Checkpoints(
-            workdir,
-            keep=config.train.keep,
-            keep_every=config.train.keep_every,
-            keep_best=config.train.keep_best,
-            scores=self.evaluator.scores_of(workdir) if self.evaluator else dict,
-        )
+        self.session, self.checkpoints = subject.session, subject.checkpoints
+        self.replicas = Replicas(self.config, self.session.parallel)
         self.outputs: Outputs | None = None
         self.calls = Calls()
         self.stop = False
 
-    def run(self, initial: TrainState | None, failed: TooManySkippedError | None) -> int:
+    def run(self, failed: TooManySkippedError | None = None) -> int:
         """Trains, and returns the step reached; `failed` as in `starting_point`."""
         config, total = self.config, self.config.train.steps
         with contextlib.ExitStack() as stack:
             stack.callback(quietly, 'checkpoints', self.checkpoints.close)
-            names = self.source.class_names
-            begin = keep_images(
-                starting_point(config, self.workdir, self.checkpoints, names, initial, failed),
-                self.source,
-            )
+            begin = keep_images(self.subject.start(failed), self.subject.source)
             self.step, self.facts, self.rollbacks = begin.step, begin.facts, begin.facts.rollbacks
             agree({'the step to resume from': self.step})
             if failed and self.main:
                 self.checkpoints.set_aside_after(self.step)
-            if self.step >= total and (jax.process_count() > 1 or not any(self._missing_outputs())):
+            if self.step >= total and (jax.process_count() > 1 or not any(self._missing())):
+                self.subject.finish(begin)
                 print(how_to_go_on(config, self.workdir, self.step))
                 return self.step
             session = self.session
@@ -167,13 +145,7 @@ class Loop:
             stack.callback(quietly, 'images', lambda: self.watch.call(session.close))
             session.expect(begin.shapes, self.step, progress=self.main)
             self.saver = Saver(
-                self.workdir,
-                self.checkpoints,
-                session,
-                begin,
-                self.lock,
-                snapshots=self.hook is None,
-                warn=self._warn,
+                self.subject, begin, self.lock, snapshots=self.hook is None, warn=self._warn
             )
             stack.callback(quietly, 'snapshots', self.saver.close)
             session.open_stream()
@@ -187,7 +159,7 @@ class Loop:
                 )
             )
             if self.main:
-                self.outputs = self._open_outputs()
+                self.outputs = self.subject.open_outputs(begin, self.bar, self.preemption)
                 stack.callback(quietly, 'logs', self.outputs.close)
             self._compile(begin)
             del begin  # its state is a second copy of all weights, in this machine's memory
@@ -196,28 +168,16 @@ class Loop:
             self.clock = Clock(self.step, self.facts.seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
-            self._write_missing_outputs()
+            self._write_missing()
             self._train()
         if self.hook is None:
             self.saver.check()
+        if self.outputs:
+            self.outputs.check()
         return self.step
 
     def _warn(self, text: str) -> None:
         self.bar.write(text)
-
-    def _open_outputs(self) -> Outputs:
-        return Outputs(
-            self.config,
-            self.workdir,
-            self.source,
-            self.step,
-            rollbacks=self.rollbacks,
-            devices=self.session.parallel.local_devices,
-            evaluator=self.evaluator,
-            bar=self.bar,
-            keep_on=lambda: not self.preemption.requested,
-            logged=self.preemption.logged,
-        )
 
     def _compile(self, begin: StartingPoint) -> None:
         """Compiles the step while the state may still be drawn, then puts it on the devices."""
@@ -267,11 +227,9 @@ class Loop:
     def _do_what_is_due(self) -> None:
         """Saves, samples and evaluates, each if it is due after this step."""
         train = self.config.train
-        save, sample = self._due(train.checkpoint_every), self._due(train.sample_every)
-        evaluate, held_out = self._due(train.evaluate_every), self._due(train.holdout_every)
-        check = self._due(train.check_replicas_every)
-        snapshot = self.saver.snapshot_due(self.step)
-        work = save or sample or evaluate or held_out or snapshot or check
+        save, check = self._due(train.checkpoint_every), self._due(train.check_replicas_every)
+        snapshot, outputs = self.saver.snapshot_due(self.step), self.subject.due(self.step)
+        work = save or check or snapshot or any(outputs)
         if (work or self._due(train.log_every)) and self.lock.why_lost():
             self.outputs = None  # they would go to another run's folder
             with self._save_on_error():
@@ -283,13 +241,13 @@ class Loop:
             self._check_replicas()
         if snapshot:
             self.saver.snapshot(self.step)
-        if held_out and self.outputs:
+        if outputs.held_out and self.outputs:
             with self._save_on_error():
-                self.outputs.measure_held_out(self.step, self._averaged_weights())
+                self.outputs.measure_held_out(self.step, self._weights())
         self._read_metrics()  # logs this step, with its held-out loss
         if save:
-            self.saver.save(self.step, self.clock.seconds)
-        self._show(sample=sample, evaluate=evaluate)
+            self._write_checkpoint()
+        self._show(outputs)
         self.clock.resume()
 
     def _wait(self) -> None:
@@ -334,7 +292,7 @@ class Loop:
         self.clock.pause()
         self._check_replicas()
         if not self.saved:
-            self.saver.save(self.step, self.clock.seconds, milestone)
+            self._write_checkpoint(milestone)
 
     @property
     def saved(self) -> bool:
@@ -345,28 +303,24 @@ class Loop:
         """Says that the run was asked to stop, and is saved."""
         self.bar.write(f'stopped at step {self.step}; the same command resumes from there')
 
-    def _show(self, *, sample: bool, evaluate: bool) -> None:
-        """Draws samples of this step and measures it."""
-        if not self.outputs:
-            return
-        with self._save_on_error():
-            if sample:
-                self.outputs.sample(self.step, self._averaged_weights())
-            if evaluate:
-                self.outputs.evaluate(self.step, self._averaged_weights(), self.seconds)
+    def _write_checkpoint(self, milestone: float | None = None) -> None:
+        if self.outputs and not self.lock.why_lost():
+            self.outputs.before_checkpoint(lambda: self.session.parallel.fetch(self.session.state))
+        self.saver.save(self.step, self.clock.seconds, milestone)
 
-    def _missing_outputs(self) -> Missing:
+    def _show(self, what: Due) -> None:
+        if self.outputs and (what.samples or what.metrics):
+            with self._save_on_error():
+                self.outputs.show(self.step, what, self._weights(), self.seconds)
+
+    def _missing(self) -> Due:
         """Returns the outputs that an earlier process did not write at the resumed step."""
-        if not (self.main and self.saved):
-            return Missing()
-        return missing_outputs(self.config, self.workdir, self.step)
+        return self.subject.missing(self.step) if self.main and self.saved else Due()
 
-    def _write_missing_outputs(self) -> None:
-        missing = self._missing_outputs()
-        if any(missing):
-            self.clock.pause()
-            self._show(sample=missing.samples, evaluate=missing.metrics)
-            self.clock.resume()
+    def _write_missing(self) -> None:
+        self.clock.pause()
+        self._show(self._missing())
+        self.clock.resume()
 
     def _due(self, every: int) -> bool:
         return due(every, self.step, self.config.train.steps)
@@ -415,6 +369,6 @@ class Loop:
         saved = self.checkpoints.latest()
         self.watch.call(self.replicas.check, self.session.state, self.step, saved)
 
-    def _averaged_weights(self) -> Params:
-        """Returns the average that sampling uses, on this process's first device."""
-        return self.session.parallel.local(self.session.state.ema[str(self.config.ema.rates[0])])
+    def _weights(self) -> Params:
+        """Returns the weights to measure, on this process's first device."""
+        return self.session.parallel.local(self.subject.weights(self.session.state))
