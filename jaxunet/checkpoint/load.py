@@ -18,7 +18,8 @@ from absl import logging
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.averages import pick_weights
 from jaxunet.checkpoint.fine_tune import Side, fit
-from jaxunet.checkpoint.state import TrainState, get_moments, state_from_weights
+from jaxunet.checkpoint.optimizer import get_moments
+from jaxunet.checkpoint.state import TrainState, state_from_weights
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError, near_misses

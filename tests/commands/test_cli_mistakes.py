@@ -99,6 +99,10 @@ MISTAKES = [
         ['jaxunet.train', '--restarts=2', '--cluster=ompi'],
         '--restarts: mpirun cannot start one of its processes again',
     ),
+    (
+        ['jaxunet.train', '--restarts=2', '--num_processes=2'],
+        '--restarts: expected one process, or processes of srun, found --num_processes=2; leave ',
+    ),
     (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
     (['jaxunet.sample'], 'error: --checkpoint: missing\nSee --help.'),
     (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),

@@ -49,7 +49,7 @@ def lower(name: str, backend: str) -> jax.stages.Lowered:
 
     All imports from the project are in this function.
     """
-    from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
+    from jaxunet.checkpoint.optimizer import make_optimizer  # noqa: PLC0415
     from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
     from jaxunet.config import Config, resolve, to_dict  # noqa: PLC0415
     from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415
