@@ -17,8 +17,8 @@ import pytest
 from support.browser import dumped
 
 from jaxunet.config import default_config, resolve
-from jaxunet.demo import check_gradio, make_page
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.demo_page import check_gradio, make_page
 
 pytestmark = pytest.mark.filterwarnings('ignore')  # of Gradio and what it brings
 gradio = pytest.mark.skipif(
