@@ -10,8 +10,9 @@ import pytest
 from support.bench import Bench
 from support.tiny import tiny_config
 
-from jaxunet.model.unet import build_unet, computed_last, init_params
+from jaxunet.model.unet import build_unet, init_params
 from jaxunet.ops.backends import ops_of
+from jaxunet.training.all_reduce import computed_last
 
 pytestmark = [pytest.mark.extension, pytest.mark.usefixtures('shared_steps')]
 
