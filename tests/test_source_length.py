@@ -11,8 +11,6 @@ LONG_FUNCTIONS = {
     'pallas_kernels/conv3x3/hopper_kernel.py': {'consume', 'call'},
     'pallas_kernels/conv3x3/hopper_producers.py': {'produce', 'activate'},
     'pallas_kernels/conv3x3/hopper_weight_gradient.py': {'_partial_sums', 'body'},
-    'pallas_kernels/conv3x3/triton_weight_gradient.py': {'_unit'},
-    'pallas_kernels/group_norm/blocks.py': {'moments_of'},
 }
 
 

@@ -182,7 +182,7 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
         with step 1.
 
     Raises:
-      UserError: more images than indices can number.
+      UserError: more images than indices can number, or the system lacks what workers need.
     """
     if len(source) > MAX_IMAGES:
         raise UserError(
@@ -204,12 +204,18 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix='decode')
         return Stream(load, steps, pool, 2 * THREADS)
     # Workers are spawned, because forking a process that runs JAX can deadlock.
-    processes = ProcessPoolExecutor(
-        workers,
-        multiprocessing.get_context('spawn'),
-        initializer=_start_worker,
-        initargs=(load,),
-    )
+    try:
+        processes = ProcessPoolExecutor(
+            workers,
+            multiprocessing.get_context('spawn'),
+            initializer=_start_worker,
+            initargs=(load,),
+        )
+    except OSError as error:  # some containers lack /dev/shm, where its semaphores are
+        raise UserError(
+            f'data.num_workers: {workers}: semaphores cannot be made: '
+            f'{error.strerror or error}; check /dev/shm, or set it to 0: threads decode then'
+        ) from None
     return Stream(_work, steps, processes, 2 * (workers + 2))
 
 

@@ -47,7 +47,7 @@ MISTAKES = [
     (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
     (
         ['jaxunet.train', '--config.backend=cuda'],
-        'or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere',
+        'or use backend=pallas on a Hopper GPU, or xla, which runs everywhere',
     ),
     (['jaxunet.train', '--config.data.path=nowhere'], 'nowhere'),
     (
@@ -98,6 +98,10 @@ MISTAKES = [
     (
         ['jaxunet.train', '--restarts=2', '--cluster=ompi'],
         '--restarts: mpirun cannot start one of its processes again',
+    ),
+    (
+        ['jaxunet.train', '--restarts=2', '--num_processes=2'],
+        '--restarts: expected one process, or processes of srun, found --num_processes=2; leave ',
     ),
     (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
     (['jaxunet.sample'], 'error: --checkpoint: missing\nSee --help.'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import synchronize
 
 import numpy as np
 import pytest
@@ -241,3 +244,22 @@ def test_workers_without_work_are_named(cache, in_memory, told, caplog):
         pipeline.choose_cache(config, source)
     text = f'data.num_workers: the 2 workers are not used, {told}' if told else ''
     assert caplog.messages == ([text] if text else [])
+
+
+@pytest.mark.parametrize(
+    'number', [errno.ENOSPC, errno.ENOSYS, errno.EACCES, errno.ENOENT], ids=errno.errorcode.get
+)
+def test_a_system_without_semaphores(folder, number, monkeypatch):
+    """/dev/shm is full, closed or missing, as in some containers."""
+
+    def refused(*_):
+        raise OSError(number, os.strerror(number))
+
+    module = types.SimpleNamespace(**{**vars(synchronize._multiprocessing), 'SemLock': refused})
+    monkeypatch.setattr(synchronize, '_multiprocessing', module)
+    source = open_source(str(folder), image_shape=(8, 8, 3))
+    match = rf'^data.num_workers: 2: .*{os.strerror(number)}; check /dev/shm, or set it to 0'
+    with pytest.raises(UserError, match=match):
+        pipeline.stream(source, config(2), 0, slice(0, 8))
+    with pipeline.stream(source, config(0, 2), 0, slice(0, 8)) as batches:
+        assert len(list(batches)) == 2

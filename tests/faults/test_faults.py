@@ -14,7 +14,7 @@ from tools.faults.victim import _jump
 from tools.faults.world import Run, World, can_mount
 
 KILLED = 54  # a seed: killed twice, while it writes a file and a checkpoint
-SEEDS = {'healed': 15, 'pair healed': 2}  # of other kinds, where seed 0 is late or long
+SEEDS = {'healed': 15}  # of other kinds, where seed 0 is late or long
 
 
 @pytest.fixture(scope='module')

@@ -18,7 +18,7 @@ USED = {
     'cuda linear': 'xla_ffi/conv3x3/hopper/tile.h tests/support/parity.py xla_ffi/common/types.cuh',
     'cuda projections': 'xla_ffi/projections/kernels.cu xla_ffi/common/warp_tile.cuh',
     'cuda weight_gradients': 'xla_ffi/weight_gradients/launch.cc xla_ffi/conv3x3/hopper/splits.cc',
-    'pallas attention': 'pallas_kernels/attention/triton_head.py tests/support/attention.py',
+    'pallas attention': 'pallas_kernels/attention/hopper_kernels.py tests/support/attention.py',
     'pallas conv3x3': 'pallas_kernels/conv3x3/schedule.py pallas_kernels/tiles/nvidia_h200.jsonl',
     'pallas group_norm': 'pallas_kernels/group_norm/hopper.py jaxunet/runtime/device.py',
 }
@@ -32,7 +32,7 @@ UNUSED = {
     'cuda projections': 'xla_ffi/attention/dispatch.cu',
     'cuda weight_gradients': 'xla_ffi/attention/dispatch.cu',
     'pallas attention': 'xla_ffi/attention/dispatch.cu',
-    'pallas conv3x3': 'pallas_kernels/attention/triton.py',
+    'pallas conv3x3': 'pallas_kernels/attention/hopper.py',
     'pallas group_norm': 'xla_ffi/CMakeLists.txt',
 }
 

@@ -11,7 +11,8 @@ import pytest
 from support.bench import Bench
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import fresh_state, get_moments, learning_rate_schedule, set_moments
+from jaxunet.checkpoint.optimizer import get_moments, learning_rate_schedule, set_moments
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import read
 from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices

@@ -25,7 +25,6 @@ HEAD = (
 SHOWN = {  # kinds of cases
     'killed': 'training killed at any moment, up to six times',
     'healed': 'training with `--restarts` killed at any moment',
-    'pair healed': 'one of two processes with `--restarts` killed, up to three times',
     'sampling killed': '`jaxunet.sample` killed at any moment, up to three times',
     'process killed': 'one of two processes killed at any stage, up to twice',
     'signalled': 'SIGTERM, SIGINT, or two of them',

@@ -12,6 +12,7 @@ CONTRACT = 'Data flows one way'
 # The role of each layer, by its first package.
 ROLES = {
     'train': 'commands: parse flags, call a package, print',
+    'api': 'the same from Python',
     'compare': 'methods at equal training time',
     'sweep': 'many settings, one process each',
     'profile': 'where the time of a step goes',

@@ -24,11 +24,10 @@ KINDS: dict[str, tuple[int, Callable[[Faults], None]]] = {
     'folder removed': (1, Faults.folder_removed),
     'clock jumped': (1, Faults.clock_jumped),
     'process killed': (1, Faults.process_killed),
-    'pair healed': (0, Faults.pair_healed),
     'memory full': (0, Faults.memory_full),
 }
 MOUNTING = ('full disk', 'read-only disk')
-PAIRS = ('process killed', 'pair healed')  # of processes, which cannot share a GPU
+PAIRS = ('process killed',)  # of processes, which cannot share a GPU
 
 
 def kind_of(seed: int) -> str:

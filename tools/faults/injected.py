@@ -138,37 +138,6 @@ class Faults:
         self._check_exit(process, 0)
         self._compare(workdir, run)
 
-    def pair_healed(self) -> None:
-        """Two processes with `--restarts`, one of which is killed from outside, up to three times.
-
-        Their supervisors start both again.
-        """
-        workdir, run = self.folder / 'run', Run(processes=2)
-        processes = self.world.train(workdir, run, {}, '--restarts=5')
-        seen = [0, 0]
-        for _ in range(self.rng.randint(1, 3)):
-            victim, delay = self.rng.randrange(2), self.rng.uniform(1, RESTARTED)
-            while not all(
-                len(t) > n for t, n in zip(processes_started(processes), seen, strict=True)
-            ):
-                if any(process.poll() is not None for process in processes):
-                    break
-                time.sleep(0.01)
-            if any(process.poll() is not None for process in processes):
-                break
-            trained = processes_started(processes)
-            seen = [len(found) for found in trained]
-            time.sleep(delay)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(trained[victim][-1], signal.SIGKILL)
-                self.report['faults'].append(f'process {victim}')
-        for process in processes:
-            process.communicate(SECONDS)
-            if process.returncode != 0:  # one that lost the other may print JAX's traceback
-                error = last_line(process.stderr.read_text())
-                self.report['unexpected'].append(f'exit code {process.returncode}: {error}')
-        self._compare(workdir, run)
-
     def full_disk(self) -> None:
         """A disk without enough room, which has it again later, in the run or after it."""
         size = self.rng.randint(*CRAMPED)

@@ -29,7 +29,7 @@ from support.full_memory import exhaust, exhausting
 from jaxunet.checkpoint.store import Checkpoints
 from jaxunet.sampling.generator import Generator
 from jaxunet.training.evaluation import Evaluator
-from jaxunet.training.outputs import Outputs
+from jaxunet.training.outputs import UNetOutputs
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.session import Session
 
@@ -39,8 +39,8 @@ STAGES = {
     'compile': (Session, 'compile'),
     'step': (Session, 'call'),
     'checkpoint': (Checkpoints, 'save'),
-    'sampling': (Outputs, 'sample'),
-    'evaluation': (Outputs, 'evaluate'),
+    'sampling': (UNetOutputs, 'sample'),
+    'evaluation': (UNetOutputs, 'evaluate'),
     'generation': (Generator, '__call__'),
 }
 # The functions in which a device runs out of memory.

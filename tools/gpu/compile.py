@@ -147,7 +147,7 @@ def compile_step(options: argparse.Namespace) -> None:
     """Lowers and compiles the step; prints times, memory and launches."""
     import jax  # noqa: PLC0415
 
-    from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
+    from jaxunet.checkpoint.optimizer import make_optimizer  # noqa: PLC0415
     from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
     from jaxunet.config import resolve  # noqa: PLC0415
     from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415

@@ -4,16 +4,18 @@ A drift of the machine's speed then affects all equally.
 
     python3 tools/gpu/steps.py OLD NEW [MORE ...] [--config configs/elephants64.py]
       [--batch_sizes 32,256] [--backends auto] [--kernels fastest] [--devices 1]
-      [--precision float32] [--rounds 8] [--output rows.jsonl]
+      [--variables NAME=VALUE] [--precision float32] [--rounds 8] [--output rows.jsonl]
     python3 tools/gpu/steps.py . --backends xla,auto,cuda --kernels fastest,fastest,portable
     python3 tools/gpu/steps.py . --devices 1,2
+    python3 tools/gpu/steps.py . --devices 2 --variables ,NCCL_MAX_CTAS=8
 
-A side is a checkout, a backend, a value of JAXUNET_KERNELS (`--kernels`) and a number of devices,
-each of which trains on `--batch_sizes` images. Give each of these either one value for all sides,
-or one value for every side. Each checkout must be built (tools/gpu/build.sh). Each side has its own
-process, with random images; all compile at the same time, then one runs while the others wait. The
-default of `--precision` is that of the config. Prints a line for each of `--batch_sizes` with the
-medians and their ratios to the first side; rows are appended to the file of `--output`.
+A side is a checkout, a backend, a value of JAXUNET_KERNELS (`--kernels`), a number of devices, each
+of which trains on `--batch_sizes` images, and environment variables, separated by spaces. Give each
+of these either one value for all sides, or one value for every side. Each checkout must be built
+(tools/gpu/build.sh). Each side has its own process, with random images; all compile at the same
+time, then one runs while the others wait. The default of `--precision` is that of the config.
+Prints a line for each of `--batch_sizes` with the medians and their ratios to the first side; rows
+are appended to the file of `--output`.
 """
 
 from __future__ import annotations
@@ -34,33 +36,44 @@ TURN_SECONDS = 0.4
 
 
 class Side(NamedTuple):
-    """One worker's share of the timing; `kernels` is a value of JAXUNET_KERNELS."""
+    """One worker's share of the timing; `kernels` is a value of JAXUNET_KERNELS, `variables` are
+    environment variables, as NAME=VALUE, separated by spaces.
+    """
 
     checkout: pathlib.Path
     backend: str
     kernels: str
     devices: int
+    variables: str
 
 
 def sides(
-    checkouts: list[pathlib.Path], backends: list[str], kernels: list[str], devices: list[int]
+    checkouts: list[pathlib.Path],
+    backends: list[str],
+    kernels: list[str],
+    devices: list[int],
+    variables: list[str],
 ) -> list[Side]:
     """Returns the sides; a list of one value is repeated.
 
     Raises:
-      SystemExit: the lists differ in length.
+      SystemExit: the lists differ in length, or a variable has no name or no value.
     """
     lists: dict[str, list[Any]] = {
         'checkouts': checkouts,
         '--backends': backends,
         '--kernels': kernels,
         '--devices': devices,
+        '--variables': variables,
     }
     count = max(map(len, lists.values()))
     for name, values in lists.items():
         if len(values) not in (1, count):
             sys.exit(f'{name}: expected 1 or {count} values, found {len(values)}')
         lists[name] = values * (count // len(values))
+    for variable in ' '.join(variables).split():
+        if '=' not in variable[1:]:
+            sys.exit(f'--variables: expected NAME=VALUE, found {variable}')
     return [Side(*values) for values in zip(*lists.values(), strict=True)]
 
 
@@ -79,6 +92,7 @@ def main() -> None:
     parser.add_argument('--backends', '--backend', default='auto')
     parser.add_argument('--kernels', default=os.environ.get('JAXUNET_KERNELS') or 'fastest')
     parser.add_argument('--devices', default='1')
+    parser.add_argument('--variables', default='')
     parser.add_argument('--precision', help='in place of that of the config')
     parser.add_argument('--rounds', type=int, default=8)
     parser.add_argument('--output', type=pathlib.Path)
@@ -94,6 +108,7 @@ def main() -> None:
         options.backends.split(','),
         options.kernels.split(','),
         [int(count) for count in options.devices.split(',')],
+        options.variables.split(','),
     )
     names = labels(timed)
     origin = provenance(timed) if options.output else {}
@@ -118,6 +133,7 @@ def main() -> None:
                     'backends': [side.backend for side in timed],
                     'kernels': [side.kernels for side in timed],
                     'devices_by_side': [side.devices for side in timed],
+                    'variables': [side.variables for side in timed],
                 }
                 with options.output.open('a') as file:
                     file.write(json.dumps(row | {'ms': times, 'medians': medians}) + '\n')
@@ -156,7 +172,8 @@ def start(side: Side, config: str, precision: str | None) -> subprocess.Popen[st
             'PYTHONPATH': path,
             'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
         }
-        | {'JAXUNET_KERNELS': side.kernels},
+        | {'JAXUNET_KERNELS': side.kernels}
+        | dict(variable.split('=', 1) for variable in side.variables.split()),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -75,6 +75,11 @@ OPS = {
 }
 
 
+def ops_of(kernels: str) -> list[str]:
+    """Returns the ops that have kernels of a value of JAXUNET_KERNELS."""
+    return [op for op in OPS if kernels == 'fastest' or not op.startswith('pallas')]
+
+
 class Piece(NamedTuple):
     """Tests that run in one process.
 
@@ -142,7 +147,8 @@ def pieces(
     tests = {op: find(OPS[op]) for op in ops}
     for kind in kernels:
         for tool in tools:
-            for op, names in tests.items():
+            for op in (op for op in ops_of(kind) if op in tests):
+                names = tests[op]
                 digest = hashlib.sha256('\n'.join(names).encode()).hexdigest()[:12]
                 for first in range(0, len(names), size):
                     part = tuple(names[first : first + size])

@@ -156,7 +156,7 @@ def table(rows: Sequence[Row]) -> str:
     body = []
     used: list[Row] = []
     for kernels, shown in KERNELS.items():
-        for op in sanitizer.OPS:
+        for op in sanitizer.ops_of(kernels):
             cells = []
             for tool in TOOLS:
                 here = [

@@ -13,11 +13,12 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.store import checksum, read
+from jaxunet.compare.milestones import Milestones, PassedError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training import loop
-from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+from jaxunet.training.preemption import Preemption
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -77,7 +78,7 @@ class Seen:
 def whole(source, tmp_path_factory):
     """A run without interruption."""
     workdir, seen = tmp_path_factory.mktemp('whole'), Seen()
-    assert train(CONFIG, workdir, source, milestones=seen.milestones()) == 8
+    assert train(CONFIG, workdir, source, hook=seen.milestones()) == 8
     return workdir, seen
 
 
@@ -119,14 +120,14 @@ def test_the_speed_of_the_bar_leaves_out_compiling(source, tmp_path, monkeypatch
     monkeypatch.setattr(loop, 'progress_bar', noted)
     milestones = Seen().milestones()
     milestones = dataclasses.replace(milestones, compiled=lambda: compiled.append(time.time()))
-    train(CONFIG, tmp_path, source, milestones=milestones)
+    train(CONFIG, tmp_path, source, hook=milestones)
     assert bars[0].start_t >= compiled[0]
 
 
 def test_an_interrupted_run_ends_as_an_undisturbed_one(whole, source, tmp_path, capsys):
     """Bit for bit: it is stopped on the way, dies while it reports a milestone, and once more."""
     first = Seen(calls=1)
-    assert train(CONFIG, tmp_path, source, milestones=first.milestones()) == 1
+    assert train(CONFIG, tmp_path, source, hook=first.milestones()) == 1
     assert (first.reports, first.saved) == ([], 1)
     bar = capsys.readouterr().err
     assert '1step' in bar
@@ -134,11 +135,11 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(whole, source, tmp_path, 
     assert read(tmp_path).facts.milestone is None
     second = Seen(dies_at=0.5)
     with pytest.raises(Died):
-        train(CONFIG, tmp_path, source, milestones=second.milestones())
+        train(CONFIG, tmp_path, source, hook=second.milestones())
     third = Seen(calls=1)
-    assert train(CONFIG, tmp_path, source, milestones=third.milestones(TIMES[1:])) == 6
+    assert train(CONFIG, tmp_path, source, hook=third.milestones(TIMES[1:])) == 6
     last = Seen()
-    train(CONFIG, tmp_path, source, milestones=last.milestones(TIMES[2:]))
+    train(CONFIG, tmp_path, source, hook=last.milestones(TIMES[2:]))
     workdir, seen = whole
     assert_same([second.reports[0], *third.reports, *last.reports], seen.reports)
     assert_same(second.reports[1:], seen.reports[1:2])
@@ -147,9 +148,9 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(whole, source, tmp_path, 
 
 
 def test_a_run_that_has_passed_a_milestone_says_so(source, tmp_path):
-    train(CONFIG, tmp_path, source, milestones=Seen(calls=4).milestones((0.8,)))
+    train(CONFIG, tmp_path, source, hook=Seen(calls=4).milestones((0.8,)))
     with pytest.raises(PassedError, match=r'is of 0\.4 s of training, .* the weights of 0\.3 s'):
-        train(CONFIG, tmp_path, source, milestones=Seen().milestones())
+        train(CONFIG, tmp_path, source, hook=Seen().milestones())
 
 
 def test_a_run_that_stops_just_after_a_milestone_keeps_it(source, tmp_path):
@@ -164,11 +165,11 @@ def test_a_run_that_stops_just_after_a_milestone_keeps_it(source, tmp_path):
 
     milestones = seen.milestones((3.0, 60.0), step_seconds=0.0)
     milestones = dataclasses.replace(milestones, keep_on=keep_on)
-    step = train(CONFIG, tmp_path, source, milestones=milestones)
+    step = train(CONFIG, tmp_path, source, hook=milestones)
     assert step == 1
     assert (seen.reports, read(tmp_path).facts.milestone) == ([], 3.0)
     again = dataclasses.replace(milestones, keep_on=lambda: False)
-    assert train(CONFIG, tmp_path, source, milestones=again) == step
+    assert train(CONFIG, tmp_path, source, hook=again) == step
     assert [(reported, seconds >= 3.0) for reported, seconds, _ in seen.reports] == [(step, True)]
 
 
@@ -180,7 +181,7 @@ def test_milestones_end_a_run(source, tmp_path):
         seen.append((step, seconds, averages['0.995']))
         time.sleep(0.3)
 
-    step = train(CONFIG, tmp_path, source, milestones=Milestones((0.1, 0.2, 0.3), reached))
+    step = train(CONFIG, tmp_path, source, hook=Milestones((0.1, 0.2, 0.3), reached))
     assert [s for s, _, _ in seen] == sorted({s for s, _, _ in seen})
     assert step == seen[-1][0]
     assert all(
@@ -203,7 +204,7 @@ def test_a_signal_ends_a_run_with_milestones(saves, source, tmp_path, capfd):
         assert asked()
 
     milestones = Milestones((STEP, 100.0), reached, step_seconds=STEP, saves=saves)
-    step = train(CONFIG, tmp_path, source, milestones=milestones)
+    step = train(CONFIG, tmp_path, source, hook=milestones, caller=Preemption())
     assert seen == [step]
     assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == [str(step)] * saves
     assert ('resumes from there' in ''.join(capfd.readouterr())) == saves

@@ -16,9 +16,9 @@ from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.snapshots import SnapshotWriter
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import Checkpoints
+from jaxunet.evaluate.average_sweep import measure_averages
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.runtime.errors import UserError
-from jaxunet.training.average_sweep import measure_averages
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.loop import train
 
