@@ -112,7 +112,7 @@ CALLS = {  # operands and options of each op and variant
 def test_a_wrong_record_is_one_line(install, fields, message):
     install(BACKEND, fields=fields)
     load = plugins.load_backend
-    asked = (backends.load_ops, backends.fused_update, lambda name: backends.lacks(load(name)))
+    asked = (backends.load_ops, backends.fused_update, lambda name: load(name).unavailable())
     with pytest.raises(UserError, match=rf'^backend=toy: .*{message}') as found:
         [ask('toy') for ask in asked]
     assert str(found.value).isprintable()
