@@ -54,7 +54,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize('count', [1, 2])
+@pytest.mark.parametrize('count', [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_step_calls_one_handler_and_trains_alike(
     count: int, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_step_calls_one_handler_and_trains_alike(
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+@pytest.mark.parametrize('mode', ['jit', pytest.param('pmap', marks=pytest.mark.long)])
 def test_several_devices_sum_most_gradients_before_the_last_call(
     mode: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
