@@ -45,6 +45,7 @@ from jaxunet.config import PRECISIONS, Config, cli, split_backend
 from jaxunet.data.classes import Classes, label_table
 from jaxunet.data.images import check_output, class_columns, save_images
 from jaxunet.model.unet import Params
+from jaxunet.ops.backends import describe
 from jaxunet.runtime import distributed
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
@@ -187,8 +188,8 @@ def run() -> None:
         devices=devices(),
         picture=how.picture(config),
         guide=guide,
-        samples=count,
     )
+    logging.info('%s', describe(config.backend, config.precision))
     parts = Parts(
         OUTPUT.value,
         identity(generator, model.params, SEED.value, chosen, low_res),

@@ -19,8 +19,7 @@ op comes from xla, and the log says so. An op that its backend does not implemen
 pallas has no linear and no adamw.
 
 `describe` returns the line that a run logs. A config can override single ops:
-`backend=auto+attention=pallas`. For a short sampling job, `jaxunet.ops.short_jobs` takes the time
-to compile into account.
+`backend=auto+attention=pallas`.
 
 `load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
 it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.

@@ -19,13 +19,11 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxunet.config import Config, to_dict
 from jaxunet.data.images import to_uint8
 from jaxunet.diffusion.process import make_diffusion
-from jaxunet.model.cost import forward_flops
 from jaxunet.model.encoder import Encoder
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import choose, describe, fused_update, load_ops
+from jaxunet.ops.backends import choose, fused_update, load_ops
 from jaxunet.ops.references import UPDATE
-from jaxunet.ops.short_jobs import backend_for
 from jaxunet.runtime import compiled_cache
 from jaxunet.sampling.classifier_guidance import Gradient, Guide, class_gradient
 from jaxunet.sampling.options import SamplerConfig
@@ -90,11 +88,9 @@ class Generator:
       devices: local devices that share each batch.
       picture: a picture to start from; None = start from noise.
       guide: a classifier, checked, that guides the samples to their labels; None = none does.
-      samples: number of images that all processes draw together. If it is small, backend=auto
-        weighs the time to compile (`jaxunet.ops.short_jobs`). None = many.
 
     Attributes:
-      config: as given, with the backend that is used.
+      config: as given.
       guide: as given.
       sampler: the evaluations in order of execution.
       schedule: the changes to samples between evaluations; None without a picture.
@@ -112,7 +108,6 @@ class Generator:
         devices: Sequence[jax.Device],
         picture: Picture | None = None,
         guide: Guide | None = None,
-        samples: int | None = None,
     ) -> None:
         self.image_shape, self.low_res_shape = config.image_shape, config.low_res_shape
         self.sampler = sampler_of(config, sampler)
@@ -126,8 +121,6 @@ class Generator:
         mesh = Mesh(np.array(devices), ('data',))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec('data'))
-        if samples is not None:
-            config = self._for_job(config, samples / (len(devices) * jax.process_count()))
         self.config, self._devices = config, list(devices)
         self._segment = self._jit_segment(mesh)
         self._initial = jax.jit(self._initial_state, out_shardings=self._split)
@@ -138,17 +131,6 @@ class Generator:
         )
         self._guide_params = None if guide is None else self.put(guide.classifier.params)
         self._compiled: jax.stages.Compiled | None = None
-
-    def _for_job(self, config: Config, samples: float) -> Config:
-        """Returns the config with the backend for this many samples per device; logs it."""
-        evaluations = self.sampler.evaluations * (1 + (self.sampler.config.guidance_scale != 1))
-        backend = backend_for(
-            config.backend,
-            config.precision,
-            lambda: samples * evaluations * forward_flops(config) / 1e12,
-        )
-        logging.info('%s', describe(backend, config.precision))
-        return config.replace(backend=backend)
 
     def _gradient(self, params: Params | None, labels: Array) -> Gradient | None:
         """Returns the gradient that guides samples to their labels; None without a classifier."""

@@ -1,16 +1,13 @@
-"""Measurements that `auto` follows: a file of --choose, and costs of short sampling jobs."""
+"""The measurements that `auto` follows: a file of --choose."""
 
-import importlib.util
 import json
 import logging
-import pathlib
 
 import pytest
 
 from jaxunet.benchmark import choose
 from jaxunet.config import OPS
-from jaxunet.ops import backends, choices, short_jobs
-from jaxunet.ops.short_jobs import Cost, backend_for
+from jaxunet.ops import backends, choices
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 
@@ -139,41 +136,6 @@ def test_auto_is_never_asked_without_the_precision(hopper):
             function('auto')
 
 
-COSTS = {'pallas': Cost(100.0, 50.0), 'xla': Cost(10.0, 10.0), 'cuda': Cost(1.0, 100.0)}
-
-
-@pytest.mark.parametrize(
-    ('asked', 'precision', 'work', 'chosen'),
-    [
-        ('auto', 'float32', 40.0, 'xla'),  # 10 + 4 s against 100 + 0.8 s
-        ('auto', 'float32', 1100.0, 'xla'),  # 120 against 122
-        ('auto', 'float32', 1200.0, 'auto'),  # 130 against 124
-        ('auto', 'bfloat16', 40.0, 'auto'),  # nothing was measured
-        ('pallas', 'float32', 40.0, 'pallas'),  # named, so obeyed
-        ('auto+attention=xla', 'float32', 40.0, 'auto+attention=xla'),
-    ],
-)
-def test_a_short_job_takes_what_is_done_first(asked, precision, work, chosen, monkeypatch, caplog):
-    """Without the CUDA kernels, `auto` is pallas."""
-    monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'cuda' else None)
-    monkeypatch.setattr(short_jobs, 'measured', lambda: {('hopper', 'float32'): COSTS})
-    with device.use(device.Target.HOPPER), caplog.at_level(logging.INFO):
-        assert backend_for(asked, precision, lambda: work) == chosen
-    said = [m for m in caplog.messages if 'this short job' in m]
-    assert len(said) == (chosen != asked)
-    if work == 40:
-        assert all('xla for this short job, about 14 s with compiling' in m for m in said)
-        assert all('needs about 101 s' in m for m in said)
-
-
-def test_the_measured_costs_are_read():
-    """Rows of the file have what `backend_for` needs; on a CPU nothing is weighed."""
-    for costs in short_jobs.measured().values():
-        assert all(cost.start_s > 0 and cost.teraflop_per_s > 0 for cost in costs.values())
-        assert len(costs) > 1
-    assert backend_for('auto', 'float32', lambda: pytest.fail('on a CPU')) == 'auto'
-
-
 NOISE = {'cuda+group_norm=pallas': (0.97, 0.98, 1.03, 1.02)}  # not quicker in most rounds
 
 
@@ -215,32 +177,3 @@ def test_choose_takes_the_quickest_backend_and_then_single_ops(hopper, monkeypat
     assert set(found) == set(times)
     with pytest.raises(UserError, match='no backend ran a step'):
         choose.quickest(timer({}, []))
-
-
-def test_costs_are_fitted_from_measured_starts():
-    """The first picture's batch is taken off, and the others give the rate."""
-    path = pathlib.Path(__file__).parents[1] / 'gpu/starts.py'
-    spec = importlib.util.spec_from_file_location('starts', path)
-    starts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(starts)
-    row = {
-        'task': 'sample',
-        'checkpoint': 'model.bin',
-        'precision': 'float32',
-        'backend': 'cuda',
-        'cache': 'empty',
-        'error': None,
-        'device': H200,
-        'git': 'abc',
-        'forward_flops': 1e10,
-        'first_s': 12.0,
-        'total_s': 12.0 + 3 * 2.0,  # three more batches
-        'step_ms': None,
-    }
-    others = [row | change for change in ({'cache': 'kept'}, {'backend': None}, {'error': 'x'})]
-    (fitted,) = starts.costs([row, *others])
-    assert fitted['start_s'] == 10.0
-    assert fitted['teraflop_per_s'] == pytest.approx(64 * 50 * 1e10 / 1e12 / 2.0)
-    assert {'family', 'precision', 'backend', 'device', 'git'} < set(fitted)
-    shown = starts.table([row, others[0]])
-    assert '| sample model.bin | float32 | cuda | 12.0 | 12.0 | - |' in shown
