@@ -45,7 +45,6 @@ from jaxunet.config import PRECISIONS, Config, cli, split_backend
 from jaxunet.data.classes import Classes, label_table
 from jaxunet.data.images import check_output, class_columns, save_images
 from jaxunet.model.unet import Params
-from jaxunet.ops.backends import describe
 from jaxunet.runtime import distributed
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
@@ -189,7 +188,7 @@ def run() -> None:
         picture=how.picture(config),
         guide=guide,
     )
-    logging.info('%s', describe(config.backend, config.precision))
+    logging.info('%s', generator.kernels)
     parts = Parts(
         OUTPUT.value,
         identity(generator, model.params, SEED.value, chosen, low_res),

@@ -35,7 +35,7 @@ from jaxunet.data.look import tell_pixels
 from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import check_averages, choose
+from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
@@ -164,11 +164,11 @@ def run(config: Config) -> None:
     checkpoint.state_template(config)
     devices.wait()
     # A missing backend or device is an error before anything is read or written.
-    ops = choose(config.backend, config.precision)
-    check_averages(config)
+    kernels = choose(config.backend, config.precision)
+    kernels.check_averages(config)
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
-    Parallel(config)
+    Parallel(config, kernels)
     warn_of_small_limit()
     estimate.warn_if_long_on_a_cpu(config)
     if warning := endless_warmup(config):
@@ -183,7 +183,7 @@ def run(config: Config) -> None:
         | {
             'jax': jax.__version__,
             'devices': f'{jax.local_device_count()} x {jax.local_devices()[0].device_kind}',
-            'backends': ', '.join(f'{op}={name}' for op, name in ops.items()),
+            'backends': ', '.join(f'{op}={name}' for op, name in kernels.names.items()),
             'workdir': folder,
             'checkpoints in the workdir, which the processes must share': ', '.join(
                 map(str, saved_steps(folder))

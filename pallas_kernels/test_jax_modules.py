@@ -71,7 +71,7 @@ def test_this_version_has_all():
 
 @pytest.fixture
 def fresh(without, monkeypatch):
-    """Imports the Pallas backend anew without some modules, and makes `load_ops` use it."""
+    """Imports the Pallas backend anew without some modules, and makes `choose` use it."""
 
     def make(*names):
         without(*names)
@@ -92,9 +92,9 @@ def test_without_triton_only_hopper_has_the_backend(fresh):
             device.use(target),
             pytest.raises(UserError, match=rf'^backend=pallas: {TRITON}{INSTALL}or use backend='),
         ):
-            backends.load_ops('pallas')
+            backends.choose('pallas')
     with device.use(device.Target.HOPPER):
-        assert backends.load_ops('pallas').conv3x3 is found.ops['conv3x3']
+        assert backends.choose('pallas').ops.conv3x3 is found.ops['conv3x3']
 
 
 def test_without_triton_auto_leaves_the_backend_out(fresh, monkeypatch):
@@ -106,7 +106,7 @@ def test_without_triton_auto_leaves_the_backend_out(fresh, monkeypatch):
     monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'cuda' else None)
     with device.use(device.Target.HOPPER):
         assert found.unavailable() is None
-        assert set(backends.named('auto', 'bfloat16').values()) == {'xla'}
+        assert set(backends.choose('auto', 'bfloat16').names.values()) == {'xla'}
         assert found not in backends.runnable()
     assert told[0] == 'backend=auto: the CUDA kernels are left out: gone'
     assert re.match(f'backend=auto: the Pallas kernels are left out: {TRITON}', told[1])
@@ -137,7 +137,7 @@ def lower_network(backend, image_size=8, **model):
     initial = build_unet(config, references.XLA).init
     params = jax.eval_shape(lambda x, t: initial(jax.random.key(0), x, t)['params'], x, t)
     with device.use(device.Target.HOPPER):
-        network = build_unet(config, backends.load_ops(backend))
+        network = build_unet(config, backends.choose(backend).ops)
         loss = jax.grad(lambda p, x, t: jnp.sum(network.predict(p, x, t)))
         return jax.jit(loss).trace(params, x, t).lower(lowering_platforms=('cuda',))
 

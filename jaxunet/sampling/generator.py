@@ -22,7 +22,7 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.encoder import Encoder
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import choose, fused_update, load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.ops.references import UPDATE
 from jaxunet.runtime import compiled_cache
 from jaxunet.sampling.classifier_guidance import Gradient, Guide, class_gradient
@@ -91,6 +91,7 @@ class Generator:
 
     Attributes:
       config: as given.
+      kernels: those of its backend.
       guide: as given.
       sampler: the evaluations in order of execution.
       schedule: the changes to samples between evaluations; None without a picture.
@@ -122,6 +123,7 @@ class Generator:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec('data'))
         self.config, self._devices = config, list(devices)
+        self.kernels = choose(config.backend, config.precision)
         self._segment = self._jit_segment(mesh)
         self._initial = jax.jit(self._initial_state, out_shardings=self._split)
         # Not constants of the program, which would then be compiled anew for every picture, and
@@ -137,8 +139,7 @@ class Generator:
         if self.guide is None:
             return None
         classifier, scale = self.guide
-        ops = load_ops(self.config.backend, self.config.precision)
-        network = build_classifier(classifier.config, classifier.classes, ops)
+        network = build_classifier(classifier.config, classifier.classes, self.kernels.ops)
         params = self._narrowed(network, params, classifier.config.precision)
         return class_gradient(network, params, labels, scale)
 
@@ -147,13 +148,13 @@ class Generator:
 
         XLA would leave the casts of the layers in the loop.
         """
-        narrow = (fused_update(self.config.backend, self.config.precision) or UPDATE).narrow
+        narrow = (self.kernels.update or UPDATE).narrow
         return network.narrowed(params, lambda arrays: narrow(arrays, precision))
 
     def _jit_segment(self, mesh: Mesh) -> jax.stages.Wrapped:
         """Returns the program that runs a range of evaluations on every device's samples."""
         config = self.config
-        model = build_unet(config, load_ops(config.backend, config.precision))
+        model = build_unet(config, self.kernels.ops)
 
         def segment(
             params: Params,
@@ -239,7 +240,7 @@ class Generator:
             digest.update(np.asarray(value).tobytes() if np.ndim(value) else repr(value).encode())
         return {
             'config': to_dict(self.config),
-            'ops': choose(self.config.backend, self.config.precision),
+            'ops': dict(self.kernels.names),
             'sampler': dataclasses.asdict(self.sampler.config),
             'constants': digest.hexdigest(),
         } | ({} if self.guide is None else self.guide.fields())

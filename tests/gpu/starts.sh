@@ -14,8 +14,8 @@ python3 tests/gpu/starts.py --output "$out/commands.jsonl" --seconds "${2:-300}"
 JAXUNET_CHOICES=$out/choices.json python3 -m jaxunet.benchmark --config configs/elephants64.py --synthetic --choose \
   --precisions bfloat16,float32 --rounds 6
 table=$(JAXUNET_CHOICES=$out/none.json python3 -c "
-from jaxunet.ops.backends import named
-ops = named('auto', 'bfloat16')
+from jaxunet.ops.backends import choose
+ops = choose('auto', 'bfloat16').names
 print('+'.join(['xla', *(f'{op}={name}' for op, name in ops.items())]))")
 JAXUNET_CHOICES=$out/choices.json python3 -m jaxunet.benchmark --config configs/elephants64.py --synthetic \
   --directions step --precisions bfloat16 --batch_sizes 32,256 --backends "xla,$table,auto" --output "$out/followed.jsonl"
