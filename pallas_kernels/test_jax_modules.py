@@ -100,8 +100,9 @@ def test_without_triton_only_hopper_has_the_backend(fresh):
 def test_without_triton_auto_leaves_the_backend_out(fresh, monkeypatch):
     told = []
     monkeypatch.setattr(
-        backends.logging, 'log_first_n', lambda level, text, n, *values: told.append(text % values)
+        backends.logging, 'warning', lambda text, *values: told.append(text % values)
     )
+    backends._leave_out.cache_clear()
     found = fresh('jax.experimental.pallas.triton')
     monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'cuda' else None)
     with device.use(device.Target.HOPPER):

@@ -4,7 +4,8 @@
 -m jaxunet.benchmark --choose` has measured this kind of device, it takes the fastest backends of
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
-    Hopper (compute capability 9.0)             cuda
+    Hopper (compute capability 9.0), float32    pallas; adamw: cuda
+    Hopper, bfloat16, float16                   cuda
     compute capability 8.x, bfloat16, float16   cuda
     every other device and precision            xla
 
@@ -13,10 +14,10 @@ no kernel takes, such as float64, comes from xla.
 
 On a Hopper GPU, `auto` chooses as on 8.x with JAXUNET_KERNELS=portable or ada.
 
-If the CUDA kernels do not run, the log says so, and every op comes from pallas on Hopper, from xla
-on 8.x. If pallas is missing, too, or this version of JAX lacks what some of its calls need, every
-op comes from xla, and the log says so. An op that its backend does not implement runs on xla:
-pallas has no linear and no adamw.
+If the kernels of the table do not run, or this version of JAX lacks what some calls of pallas need,
+the log says so. Every op then comes from the other of cuda and pallas on Hopper, and from xla if
+neither runs there, or on 8.x. An op that its backend does not implement runs on xla: pallas has no
+linear and no adamw.
 
 A config can override single ops: `backend=auto+attention=pallas`.
 
@@ -27,6 +28,7 @@ A session or generator calls `choose` once and passes on its `Kernels`. The UNet
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -237,9 +239,9 @@ def measured(precision: str) -> dict[str, str] | None:
 def _auto(precision: str) -> dict[str, str]:
     """Returns the choice of this module's table.
 
-    It follows whole training steps timed on Hopper GPUs (docs/results), because a kernel
-    that is faster alone can be slower in a step. The kernels of compute capability 8.x were timed
-    there, too. Devices without such measurements use XLA. To refit the table, run `python -m
+    It follows whole training steps timed on Hopper GPUs (docs/results), because a kernel that is
+    faster alone can be slower in a step. The kernels of compute capability 8.x were timed there,
+    too. Devices without such measurements use XLA. To refit the table, run `python -m
     jaxunet.benchmark` for each candidate on the new device.
     """
     if precision not in KERNEL_TYPES:
@@ -247,19 +249,21 @@ def _auto(precision: str) -> dict[str, str]:
     hopper = device.family() is device.Target.HOPPER
     if not hopper and (precision == 'float32' or not _runs_portable()):
         return dict.fromkeys(OPS, 'xla')
-    no_cuda = _missing('cuda')
-    if not no_cuda:
-        return dict.fromkeys(OPS, 'cuda')
-    logging.log_first_n(
-        logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, no_cuda
-    )
-    if not hopper:
-        return dict.fromkeys(OPS, 'xla')
-    if no_pallas := _missing('pallas'):
-        logging.log_first_n(
-            logging.WARNING, 'backend=auto: the Pallas kernels are left out: %s', 1, no_pallas
-        )
-    return dict.fromkeys(OPS, 'xla' if no_pallas else 'pallas')
+    order = {'cuda': 'CUDA', 'pallas': 'Pallas'} if hopper else {'cuda': 'CUDA'}
+    for name in reversed(order) if precision == 'float32' else order:
+        if missing := _missing(name):
+            _leave_out(order[name], missing)
+            continue
+        # Pallas has no kernels of adamw. CUDA's take a sixth of XLA's time, with every precision.
+        update = {'adamw': 'cuda'} if name == 'pallas' and not _missing('cuda') else {}
+        return dict.fromkeys(OPS, name) | update
+    return dict.fromkeys(OPS, 'xla')
+
+
+@functools.cache
+def _leave_out(kernels: str, why: str) -> None:
+    """Logs, once, that `auto` does not take some kernels."""
+    logging.warning('backend=auto: the %s kernels are left out: %s', kernels, why)
 
 
 def _runs_portable() -> bool:

@@ -285,7 +285,8 @@ ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
     [
         (device.Target.HOPPER, None, 'bfloat16', CUDA),
         (device.Target.HOPPER, None, 'float16', CUDA),
-        (device.Target.HOPPER, None, 'float32', CUDA),
+        (device.Target.HOPPER, None, 'float32', PALLAS + 'cuda'),
+        (device.Target.HOPPER, 'no extension', 'float32', PALLAS + 'xla'),
         (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
         (device.Target.TRITON, None, 'bfloat16', CUDA),
         (device.Target.TRITON, None, 'float16', CUDA),
@@ -294,7 +295,9 @@ ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
     ],
 )
 def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypatch):
-    """Hopper's and the portable kernels, not those in float32, are faster than XLA's steps."""
+    """Hopper's and the portable kernels, not those in float32, are faster than XLA's steps; in
+    float32, Pallas's are faster than CUDA's.
+    """
     monkeypatch.setattr(seam, '_unavailable', lambda name: missing if name == 'cuda' else None)
     with device.use(target):
         assert str(seam.choose('auto', precision)) == auto
