@@ -4,7 +4,7 @@
 -m jaxunet.benchmark --choose` has measured this kind of device, it takes the fastest backends of
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
-    Hopper (compute capability 9.0), float32    pallas; adamw: cuda
+    Hopper (compute capability 9.0), float32    pallas; attention, adamw: cuda
     Hopper, bfloat16, float16                   cuda
     compute capability 8.x, bfloat16, float16   cuda
     every other device and precision            xla
@@ -14,10 +14,9 @@ no kernel takes, such as float64, comes from xla.
 
 On a Hopper GPU, `auto` chooses as on 8.x with JAXUNET_KERNELS=portable or ada.
 
-If the kernels of the table do not run, or this version of JAX lacks what some calls of pallas need,
-the log says so. Every op then comes from the other of cuda and pallas on Hopper, and from xla if
-neither runs there, or on 8.x. An op that its backend does not implement runs on xla: pallas has no
-linear and no adamw.
+If the kernels of the table do not run, the log says so. Every op then comes from the other of cuda
+and pallas on Hopper, and from xla if neither runs there, or on 8.x. An op that its backend does not
+implement runs on xla: pallas has no linear and no adamw.
 
 A config can override single ops: `backend=auto+attention=pallas`.
 
@@ -51,6 +50,8 @@ from jaxunet.runtime.plugins import Backend, backend_names, load_backend, unchan
 # `Kernels.overlap`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
+# Ops without Pallas kernels in float32. CUDA's of adamw take a sixth of XLA's time (docs/results).
+NOT_IN_PALLAS = ('attention', 'adamw')
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ class Kernels:
         This helps CUDA convolutions that are each too small to fill the GPU. Larger ones gain
         little for the memory that it takes, except on several GPUs, where they also run beside the
         all-reduce. Steps of other backends get slower (docs/results.md). To refit `OVERLAP_PIXELS`,
-        run `tests/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
+        run `tools/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
         """
         height, width, _ = config.image_shape
         batch = config.data.batch_size // config.optimizer.accumulate_steps // devices
@@ -178,21 +179,16 @@ def installed() -> list[Backend]:
 
 
 def runnable() -> list[Backend]:
-    """Returns the installed kernel backends that run all calls on this machine."""
-    return [backend for backend in installed() if lacks(backend) is None]
-
-
-def lacks(backend: Backend) -> str | None:
-    """Says what this machine lacks for the kernels, or for some calls; None if it runs all."""
-    return backend.unavailable() or backend.incomplete()
+    """Returns the installed kernel backends that run on this machine."""
+    return [backend for backend in installed() if backend.unavailable() is None]
 
 
 def _advice(name: str) -> str:
-    return (
-        'or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere'
-        if name == 'cuda'
-        else 'use backend=xla, which runs everywhere'
-    )
+    if name == 'cuda':
+        return 'or use backend=pallas on a Hopper GPU, or xla, which runs everywhere'
+    if name == 'pallas' and device.family() is not None:
+        return 'use backend=cuda, or xla, which runs everywhere'
+    return 'use backend=xla, which runs everywhere'
 
 
 def _unavailable(name: str) -> str | None:
@@ -205,9 +201,9 @@ def _unavailable(name: str) -> str | None:
 
 
 def _missing(name: str) -> str | None:
-    """Says why `auto` skips a backend, which may fail to import; None if it runs all calls here."""
+    """Says why `auto` skips a backend, which may fail to import; None if it runs here."""
     try:
-        return _unavailable(name) or (None if name == 'xla' else load_backend(name).incomplete())
+        return _unavailable(name)
     except UserError as error:
         return str(error)
 
@@ -221,7 +217,7 @@ def measured(precision: str) -> dict[str, str] | None:
     """
     if precision not in KERNEL_TYPES:
         return None
-    if device.family() not in (device.Target.HOPPER, device.Target.TRITON):
+    if device.family() not in (device.Target.HOPPER, device.Target.PORTABLE):
         return None
     if device.asked() is not device.Kernels.FASTEST:
         return None
@@ -254,9 +250,10 @@ def _auto(precision: str) -> dict[str, str]:
         if missing := _missing(name):
             _leave_out(order[name], missing)
             continue
-        # Pallas has no kernels of adamw. CUDA's take a sixth of XLA's time, with every precision.
-        update = {'adamw': 'cuda'} if name == 'pallas' and not _missing('cuda') else {}
-        return dict.fromkeys(OPS, name) | update
+        chosen = dict.fromkeys(OPS, name)
+        if name == 'pallas' and not _missing('cuda'):
+            chosen |= dict.fromkeys(NOT_IN_PALLAS, 'cuda')
+        return chosen
     return dict.fromkeys(OPS, 'xla')
 
 
@@ -268,7 +265,7 @@ def _leave_out(kernels: str, why: str) -> None:
 
 def _runs_portable() -> bool:
     """Returns True if `auto` may take the portable kernels: on 8.x, or by JAXUNET_KERNELS."""
-    if device.family() is not device.Target.TRITON:
+    if device.family() is not device.Target.PORTABLE:
         return False
     if device.kernels() is not device.Kernels.FASTEST:
         return True
