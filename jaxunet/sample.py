@@ -189,8 +189,8 @@ def run() -> None:
         devices=devices(),
         picture=how.picture(config),
         guide=guide,
-        samples=count,
     )
+    logging.info('%s', generator.kernels)
     parts = Parts(
         OUTPUT.value,
         identity(generator, model.params, SEED.value, chosen, low_res),

@@ -180,14 +180,14 @@ def run(config: Config) -> None:
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
     source = open_checked(config)
-    ops = choose(config.backend, config.precision)
+    kernels = choose(config.backend, config.precision)
     folder = workdir()
     distributed.agree(
         fields(config)
         | {
             'jax': jax.__version__,
             'devices': f'{jax.local_device_count()} x {jax.local_devices()[0].device_kind}',
-            'backends': ', '.join(f'{op}={name}' for op, name in ops.items()),
+            'backends': ', '.join(f'{op}={name}' for op, name in kernels.names.items()),
             'workdir': folder,
             'checkpoints in the workdir, which the processes must share': ', '.join(
                 map(str, saved_steps(folder))

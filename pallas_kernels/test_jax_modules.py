@@ -65,7 +65,7 @@ def test_this_version_has_all():
 
 @pytest.fixture
 def fresh(without, monkeypatch):
-    """Imports the Pallas backend anew without some modules, and makes `load_ops` use it."""
+    """Imports the Pallas backend anew without some modules, and makes `choose` use it."""
 
     def make(*names):
         without(*names)
@@ -92,7 +92,7 @@ def test_other_gpus_are_told_what_to_use(kind, variable, found, monkeypatch):
     else:
         monkeypatch.setattr(device, 'kernels', lambda: device.Kernels.FASTEST)
     with device.use(device.Target.PORTABLE, kind), pytest.raises(UserError) as error:
-        backends.load_ops('pallas')
+        backends.choose('pallas')
     assert str(error.value) == (
         'backend=pallas: the Pallas kernels need a GPU of compute capability 9.0 (Hopper), found '
         f'{found}; use backend=cuda, or xla, which runs everywhere'
@@ -135,7 +135,7 @@ def lower_network(backend, image_size=8, **model):
     initial = build_unet(config, references.XLA).init
     params = jax.eval_shape(lambda x, t: initial(jax.random.key(0), x, t)['params'], x, t)
     with device.use(device.Target.HOPPER):
-        network = build_unet(config, backends.load_ops(backend))
+        network = build_unet(config, backends.choose(backend).ops)
         loss = jax.grad(lambda p, x, t: jnp.sum(network.predict(p, x, t)))
         return jax.jit(loss).trace(params, x, t).lower(lowering_platforms=('cuda',))
 

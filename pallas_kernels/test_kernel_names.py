@@ -16,14 +16,14 @@ from support import kernel_names
 from jaxunet import config
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import ops_of
+from jaxunet.ops.backends import choose
 from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Conv3x3, Ops
 from jaxunet.runtime import device
 
 BATCH = 2
 CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
-PALLAS = ops_of('pallas')
+PALLAS = choose('pallas', here=False).ops
 Function = Callable[..., jax.Array]
 Op = Callable[..., object]  # a field of `Ops`
 Call = tuple[str, tuple[int, ...], int, int]  # op, shape of x, parts of x, features

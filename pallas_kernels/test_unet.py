@@ -11,7 +11,7 @@ from support.tiny import tiny_config
 
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def example(**model):
     config = tiny_config(model=fields)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, *config.image_shape)), jnp.float32)
     t = jnp.asarray([3, 30], jnp.int32)
-    networks = {name: build_unet(config, load_ops(name)) for name in ('xla', 'pallas')}
+    networks = {name: build_unet(config, choose(name).ops) for name in ('xla', 'pallas')}
     params = jax.jit(networks['xla'].init)(jax.random.key(0), x, t)['params']
     return networks, params, x, t
 
@@ -72,7 +72,7 @@ def conv(x, kernel):
     one, zero = jnp.ones((1, x.shape[-1]), x.dtype), jnp.zeros((1, kernel.shape[-1]), x.dtype)
     split = Activation.of(x)
     y = (
-        load_ops('pallas')
+        choose('pallas')
         .norm_silu_conv3x3(split, one, one, kernel, zero, residual=split, groups=2)
         .value
     )

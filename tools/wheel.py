@@ -21,7 +21,8 @@ import jaxunet
 import xla_ffi
 from jaxunet.config import Config, recipes
 from jaxunet.model.unet import Params, build_unet, init_params
-from jaxunet.ops.backends import ops_of
+from jaxunet.ops.backends import choose
+from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime.plugins import backend_names
 
@@ -58,12 +59,14 @@ def main() -> None:
     config = Config().replace(
         data={'image_size': (16,)}, model=NETWORK | ATTENTION, precision='float32'
     )
-    fresh = init_params(build_unet(config, ops_of('xla')), config, jax.random.key(0))
+    fresh = init_params(build_unet(config, XLA), config, jax.random.key(0))
     leaves, tree = jax.tree.flatten(fresh)
     keys = jax.random.split(jax.random.key(2), len(leaves))
     noisy = [x + 0.05 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     params = jax.tree.unflatten(tree, noisy)
-    expected, found = (outputs(config, ops_of(name), params) for name in ('xla', 'cuda'))
+    expected, found = (
+        outputs(config, choose(name, here=False).ops, params) for name in ('xla', 'cuda')
+    )
     worst = max(
         float(np.abs(np.subtract(a, b)).max() / max(np.abs(a).max(), 1e-6))
         for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)

@@ -80,7 +80,7 @@ def test_what_is_missing_is_said(monkeypatch, cpu, cuda, platform, capability, m
     )
     monkeypatch.setattr(jax, 'devices', lambda: [device])
     with pytest.raises(ops.UserError, match=rf'backend=cuda: .*{message}'):
-        ops.load_ops('cuda')
+        ops.choose('cuda')
 
 
 def test_nothing_is_missing(monkeypatch):
@@ -88,9 +88,9 @@ def test_nothing_is_missing(monkeypatch):
     monkeypatch.setattr(xla_ffi, '_cuda', module(['a'], 12080, 12000))
     device = types.SimpleNamespace(platform='gpu', compute_capability='9.0', device_kind='some GPU')
     monkeypatch.setattr(jax, 'devices', lambda: [device])
-    assert ops.load_ops('cuda') == ops.ops_of('cuda')
+    assert ops.choose('cuda').ops == ops.choose('cuda', here=False).ops
     assert (
-        ops.describe('cuda')
+        str(ops.choose('cuda'))
         == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, '
         'linear=cuda, adamw=cuda'
     )
@@ -135,7 +135,9 @@ def test_split_over_devices_as_in_training():
     spec = jax.sharding.PartitionSpec('batch')
 
     def pull(x):
-        return jax.grad(lambda v: jnp.sum(jnp.sin(ops.ops_of('cuda').attention(v, num_heads=2))))(x)
+        return jax.grad(
+            lambda v: jnp.sum(jnp.sin(ops.choose('cuda', here=False).ops.attention(v, num_heads=2)))
+        )(x)
 
     qkv = jax.random.normal(jax.random.key(0), (8, 5, 24))
     split = jax.jit(jax.shard_map(pull, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(

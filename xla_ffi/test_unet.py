@@ -19,7 +19,7 @@ from support.tiny import tiny_config
 
 from jaxunet import config
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import ops_of
+from jaxunet.ops.backends import choose
 from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 
@@ -53,7 +53,7 @@ def test_what_is_left_to_xla() -> None:
     shortcuts = sum('shortcut' in block for block in parameters.values())
     blocks = sum('conv_1' in block for block in parameters.values())
     attentions = sum('qkv' in block for block in parameters.values())
-    model = build_unet(resolved, ops_of('cuda'))
+    model = build_unet(resolved, choose('cuda', here=False).ops)
 
     def loss(parameters: Params, x: jax.Array, t: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(model.predict(parameters, x, t)))
@@ -94,7 +94,7 @@ def test_what_is_left_to_xla() -> None:
 def test_dropout_is_inside_of_the_norms() -> None:
     """Counts the launches of configs/cifar10.py: one forward and one backward per block."""
     resolved = config.resolve(runpy.run_path(str(CONFIG.with_name('cifar10.py')))['get_config']())
-    model = build_unet(resolved, ops_of('cuda'))
+    model = build_unet(resolved, choose('cuda', here=False).ops)
     x, t = (
         jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'),
         jax.ShapeDtypeStruct((BATCH,), 'int32'),
@@ -136,7 +136,7 @@ def test_a_small_unet_is_that_of_xla(rate: float) -> None:
                 jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels, keys))))
             )(parameters)
 
-        value, gradients = pull(ops_of('cuda'))
+        value, gradients = pull(choose('cuda', here=False).ops)
         exact, wanted = pull(XLA)
     np.testing.assert_allclose(value, exact, rtol=1e-4)
     largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(wanted))

@@ -46,8 +46,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
-from jaxunet.ops import choices
-from jaxunet.ops.backends import load_ops, runnable
+from jaxunet.ops import backends, choices
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.paths import of_user
@@ -126,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     check_file(OUTPUT.value, '--output')
     if len(plan.sides) == 1:
         # With a single side there is nothing to compare, so a missing backend is an error at once.
-        load_ops(plan.sides[0], plan.precisions[0])
+        backends.choose(plan.sides[0], plan.precisions[0])
     if PEERS.value:
         os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
     # A program from the cache would show no compile time.
@@ -188,11 +187,11 @@ def check_choose_flags(config: Config) -> None:
 def keep_choices(plan: Plan, command: str) -> None:
     """Measures this machine and writes the file that backend=auto follows."""
     kind = jax.devices()[0].device_kind
-    if not runnable():
+    if not backends.runnable():
         print(f'only xla runs on this machine ({kind}): nothing to choose')
         return
     if DRY_RUN.value:
-        names = ', '.join(['xla', *(backend.name for backend in runnable())])
+        names = ', '.join(['xla', *(backend.name for backend in backends.runnable())])
         for precision in plan.precisions:
             print(
                 f'{plan.name}, {precision}, batch {plan.batch_sizes[0]}, step: {names}, then the '

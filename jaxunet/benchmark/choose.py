@@ -21,7 +21,8 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import OPS, Config
 from jaxunet.data.source import Source
 from jaxunet.ops import choices
-from jaxunet.ops.backends import named, runnable
+from jaxunet.ops.backends import choose as kernels_of
+from jaxunet.ops.backends import runnable
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row, git_sha
@@ -45,7 +46,7 @@ def choose(plan: Plan, source: Source, command: str) -> Iterator[Row]:
             'device': device.kind(),
             'precision': precision,
             'versions': choices.versions(),
-            'ops': named(best),
+            'ops': dict(kernels_of(best, here=False).names),
             'measured': times,
             'config': plan.name,
             'batch_size': batch,
@@ -83,10 +84,11 @@ def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
     best = min(times, key=lambda name: times[name])
     owners = {backend.name: backend.ops for backend in runnable()}
     for op in OPS:
+        current = kernels_of(best, here=False).names[op]
         others = [
             f'{best}+{op}={name}'
             for name in backends
-            if name != named(best)[op] and (name == 'xla' or op in owners[name])
+            if name != current and (name == 'xla' or op in owners[name])
         ]
         if not others:
             continue

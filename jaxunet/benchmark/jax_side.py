@@ -21,7 +21,7 @@ from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import Diffusion, make_diffusion, q_sample
 from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet, build_unet
-from jaxunet.ops.backends import describe, load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.training.session import Session
 
 SYNTHETIC_IMAGES = 4096
@@ -57,9 +57,10 @@ class JaxSide:
 
     def __init__(self, config: Config, source: Source, state: TrainState) -> None:
         self.config, self.source, self.start = config, source, state
-        self.model = build_unet(config, load_ops(config.backend, config.precision))
+        kernels = choose(config.backend, config.precision)
+        self.model = build_unet(config, kernels.ops)
         self.notes = {
-            'ops': describe(config.backend, config.precision),
+            'ops': str(kernels),
             'bytes_source': 'operands and results of every kernel in the optimised HLO',
             'peak_source': "XLA's memory analysis of the executable",
         }

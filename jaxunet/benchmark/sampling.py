@@ -13,7 +13,6 @@ from jaxunet.benchmark.cases import Prepared, Sampling
 from jaxunet.benchmark.jax_side import random_inputs, timed_compile
 from jaxunet.config import Config
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import load_ops
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
 
@@ -44,7 +43,7 @@ def prepare(config: Config, params: Params, asked: Sampling, notes: dict[str, st
         low_res = pixels.astype(np.uint8)
     held = {'params': generator.put(params)}
     timed = timed_compile(lambda: generator.compile(held['params']))
-    network = jax.jit(build_unet(config, load_ops(config.backend, config.precision)).predict)
+    network = jax.jit(build_unet(config, generator.kernels.ops).predict)
     evaluated = [inputs['x0'], inputs['t'], inputs.get('labels')]
     options_of_network = {'low_res': inputs['low_res']} if 'low_res' in inputs else {}
 

@@ -20,7 +20,7 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.unet import Params, build_unet, init_params
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.own_types import own_types
 
 LOSS_SCALE_START = 2.0**15
@@ -194,7 +194,7 @@ def draw_state(config: Config) -> TrainState:
     `config` is a static argument of a module-level function, so JAX compiles it once per config.
     """
     # Parameters do not depend on the backend, and this machine may lack the config's backend.
-    model = build_unet(config, load_ops('xla'))
+    model = build_unet(config, XLA)
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     params = init_params(model, config, init_key)
     return state_before_training(

@@ -24,7 +24,7 @@ class ParallelConfig:
 
     mode: str = 'jit'  # jit: one program over a device mesh | pmap: one program per device
     devices: int = 0  # number of devices; 0 = all
-    # Lets independent kernels overlap where that was measured to help: `ops.backends.overlaps`.
+    # Lets kernels overlap where that was measured to help: `ops.backends.Kernels.overlap`.
     concurrent_kernels: bool = True
 
 

@@ -31,7 +31,7 @@ from jaxunet.diffusion.process import (
     split_output,
 )
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 
 PerTerm = Float64[np.ndarray, 'images timesteps']
@@ -116,7 +116,7 @@ class Likelihood:
     def _make_step(self) -> Callable[..., tuple[Array, Array, Array]]:
         """Returns the function that computes one term for a batch, and both errors."""
         config, diffusion = self._config, self._diffusion
-        model = build_unet(config, load_ops(config.backend, config.precision))
+        model = build_unet(config, choose(config.backend, config.precision).ops)
 
         def step(
             params: Params,

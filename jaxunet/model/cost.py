@@ -16,7 +16,8 @@ from jaxtyping import PyTree
 
 from jaxunet.config import Config
 from jaxunet.model.unet import Params, build_unet, init_params
-from jaxunet.ops.backends import load_ops, named, ops_of, overlaps
+from jaxunet.ops.backends import Kernels, choose
+from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime import device
 
@@ -26,7 +27,7 @@ from jaxunet.runtime import device
 # reads. Pallas's kernels keep only what they must, and their backward pass writes more; CUDA's also
 # keep activations.
 HELD = {'xla': 0.42, 'pallas': 2.8, 'cuda': 2.1}
-# The same where kernels overlap (`ops.backends.overlaps`).
+# The same where kernels overlap (`Kernels.overlap`).
 HELD_CONCURRENT = {'xla': 0.56, 'pallas': 5.0, 'cuda': 2.2}
 LONG_ON_A_CPU = 2e11  # work of a run (`warn_if_long_on_a_cpu`)
 
@@ -50,7 +51,7 @@ def forward_flops(config: Config) -> float:
 
     Counts convolutions and matrix products; a multiply-add counts as two operations.
     """
-    params, loss = _loss(config, batch=1, ops=load_ops('xla'))
+    params, loss = _loss(config, batch=1, ops=XLA)
     return float(sum(p.flops for p in products(jax.make_jaxpr(loss)(params).jaxpr)))
 
 
@@ -93,23 +94,21 @@ def _outline(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def memory(config: Config) -> dict[str, int]:
-    """Returns the estimated bytes per device by purpose, with the config's backend.
+def memory(config: Config, kernels: Kernels) -> dict[str, int]:
+    """Returns the estimated bytes per device by purpose, with these kernels.
 
     The keys are parameters, averages, optimizer, gradients and activations. Activations are those
-    that the forward pass keeps for the backward pass, as the ops of the backend do, times `HELD`;
-    an unmeasured backend takes the largest multiple.
+    that the forward pass keeps for the backward pass, as the kernels' ops do, times `HELD`; an
+    unmeasured backend takes the largest multiple.
     """
     devices = config.parallel.devices or jax.device_count()
     share = max(config.data.batch_size // config.optimizer.accumulate_steps // devices, 1)
-    # Chosen for this machine, before another may take its place.
-    ops = ops_of(config.backend, config.precision)
     with _target():
-        params, loss = _loss(config, batch=share, ops=ops)
+        params, loss = _loss(config, batch=share, ops=kernels.ops)
         residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
     size = tree_bytes(params)
-    table = HELD_CONCURRENT if overlaps(config, devices) else HELD
-    held = table.get(_holder(config), max(table.values()))
+    table = HELD_CONCURRENT if kernels.overlap(config, devices) else HELD
+    held = table.get(_holder(kernels), max(table.values()))
     return {
         'parameters': size,
         'averages': size * (len(config.ema.rates) + len(config.ema.widths)),
@@ -119,9 +118,9 @@ def memory(config: Config) -> dict[str, int]:
     }
 
 
-def _holder(config: Config) -> str:
+def _holder(kernels: Kernels) -> str:
     """Returns the backend whose ops keep most of the activations."""
-    return named(config.backend, config.precision)['norm_silu_conv3x3']
+    return kernels.names['norm_silu_conv3x3']
 
 
 def _target() -> contextlib.AbstractContextManager[None]:
@@ -136,13 +135,14 @@ def _target() -> contextlib.AbstractContextManager[None]:
 def summary(config: Config) -> str:
     """Returns the parameter count, FLOPs and memory as readable lines."""
     forward = forward_flops(config) / 1e9
-    parts = memory(config)
+    kernels = choose(config.backend, config.precision, here=False)
+    parts = memory(config, kernels)
     gib = ', '.join(f'{name} {value / 2**30:.2f}' for name, value in parts.items())
     return (
         f'parameters: {parameter_count(config):,}\n'
         f'GFLOPs per image: {forward:.2f} forward, about {3 * forward:.2f} per training step\n'
         f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated '
-        f'with {_holder(config)} ({gib})' + _snapshots(config)
+        f'with {_holder(kernels)} ({gib})' + _snapshots(config)
     )
 
 
@@ -177,9 +177,7 @@ def _snapshots(config: Config) -> str:
 
 def param_shapes(config: Config) -> Params:
     """Returns the shapes of the UNet's parameters."""
-    return jax.eval_shape(
-        lambda: init_params(build_unet(config, load_ops('xla')), config, jax.random.key(0))
-    )
+    return jax.eval_shape(lambda: init_params(build_unet(config, XLA), config, jax.random.key(0)))
 
 
 def forward_pass(

@@ -4,7 +4,8 @@
 -m jaxunet.benchmark --choose` has measured this kind of device, it takes the fastest backends of
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
-    Hopper (compute capability 9.0)             cuda
+    Hopper (compute capability 9.0), float32    pallas; attention, adamw: cuda
+    Hopper, bfloat16, float16                   cuda
     compute capability 8.x, bfloat16, float16   cuda
     every other device and precision            xla
 
@@ -13,21 +14,22 @@ no kernel takes, such as float64, comes from xla.
 
 On a Hopper GPU, `auto` chooses as on 8.x with JAXUNET_KERNELS=portable or ada.
 
-If the CUDA kernels do not run, the log says so, and every op comes from pallas on Hopper, from xla
-on 8.x. If pallas is missing, too, every op comes from xla, and the log says so. An op that its
-backend does not implement runs on xla: pallas has no linear and no adamw.
+If the kernels of the table do not run, the log says so. Every op then comes from the other of cuda
+and pallas on Hopper, and from xla if neither runs there, or on 8.x. An op that its backend does not
+implement runs on xla: pallas has no linear and no adamw.
 
-`describe` returns the line that a run logs. A config can override single ops:
-`backend=auto+attention=pallas`. For a short sampling job, `jaxunet.ops.short_jobs` takes the time
-to compile into account.
+A config can override single ops: `backend=auto+attention=pallas`.
 
-`load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
-it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
+A session or generator calls `choose` once and passes on its `Kernels`. The UNet receives their
+`ops` as a field and never asks which backend it has. Kernel backends are Python entry points;
+`jaxunet.runtime.plugins` finds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,143 +47,117 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend, backend_names, load_backend, unchanged
 
 # The largest batches, in pixels, at which kernels overlap on one GPU, and on each of several; see
-# `overlaps`.
+# `Kernels.overlap`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
+# Ops without Pallas kernels in float32. CUDA's of adamw take a sixth of XLA's time (docs/results).
+NOT_IN_PALLAS = ('attention', 'adamw')
 
 
-def choose(backend: str, precision: str | None = None) -> dict[str, str]:
-    """Returns the backend of every op of `jaxunet.config.OPS` on this machine.
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """The kernels that a backend and a precision stand for; their text is a line for a log.
+
+    Fields:
+      names: the backend of every op of `jaxunet.config.OPS`. `adamw=xla` is optax, compiled by XLA.
+      ops: for the UNet.
+      update: of the op `adamw`; None if optax and XLA do its work.
+      transform: what a step does to its gradient function, given with the number of devices, by
+        default 1: `Backend.transform_gradients`. It is the identity unless one kernel backend
+        computes all convolutions.
+      why: what chose them, if that is neither the config nor this module's table.
+    """
+
+    names: Mapping[str, str]
+    ops: Ops
+    update: FusedUpdate | None
+    transform: Callable[..., Callable[..., Any]]
+    why: str
+
+    def __str__(self) -> str:
+        return 'ops: ' + ', '.join(f'{op}={name}' for op, name in self.names.items()) + self.why
+
+    def overlap(self, config: Config, devices: int = 1) -> bool:
+        """Returns True if a step is faster when independent kernels run at once, on its GPUs.
+
+        This helps CUDA convolutions that are each too small to fill the GPU. Larger ones gain
+        little for the memory that it takes, except on several GPUs, where they also run beside the
+        all-reduce. Steps of other backends get slower (docs/results.md). To refit `OVERLAP_PIXELS`,
+        run `tools/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
+        """
+        height, width, _ = config.image_shape
+        batch = config.data.batch_size // config.optimizer.accumulate_steps // devices
+        cuda = self.names['norm_silu_conv3x3'] == 'cuda'
+        largest = OVERLAP_PIXELS if devices == 1 else OVERLAP_PIXELS_OF_SEVERAL
+        return cuda and config.parallel.concurrent_kernels and batch * height * width <= largest
+
+    def check_averages(self, config: Config) -> None:
+        """Checks that the backend of `adamw` takes all averages of the weights.
+
+        Raises:
+          UserError: they are more than its kernels take.
+        """
+        count = len(config.ema.rates) + len(config.ema.widths)
+        if count <= MAX_AVERAGES or self.update is None:
+            return
+        base, changed = split_backend(config.backend)
+        changed |= {'adamw': 'xla'}
+        other = '+'.join([base, *(f'{op}={owner}' for op, owner in changed.items())])
+        raise UserError(
+            f'ema.rates, ema.widths: {count} averages of the weights; the kernels of '
+            f'adamw={self.names["adamw"]} take at most {MAX_AVERAGES}; keep fewer, or set '
+            f'backend={other}'
+        )
+
+
+def choose(backend: str, precision: str | None = None, *, here: bool = True) -> Kernels:
+    """Returns the kernels of a backend. An op that it does not implement gets xla.
 
     Args:
       backend: as `Config.backend`, such as pallas or pallas+adamw=cuda.
       precision: as `Config.precision`; only `auto` uses it, and needs it.
+      here: this machine has to run them.
 
     Raises:
       UserError: a backend is unknown, or this version or machine does not have it; or
         JAXUNET_KERNELS has an unknown value.
       TypeError: `auto` without a precision.
     """
-    device.asked()
-    chosen = named(backend, precision)
-    for name in dict.fromkeys(chosen.values()):
-        if missing := _unavailable(name):
-            raise UserError(f'backend={backend}: {missing}; {_advice(name)}')
-    return chosen
-
-
-def named(backend: str, precision: str | None = None) -> dict[str, str]:
-    """Returns the backend of every op, even if this machine cannot run it.
-
-    An op that the backend does not implement gets xla.
-
-    Raises:
-      UserError: as `jaxunet.config.split_backend`.
-      TypeError: as `choose`.
-    """
+    asked = device.asked()
+    why = '' if asked is device.Kernels.FASTEST else f' ({device.VARIABLE}={asked.value})'
     base, changed = split_backend(backend)
-    if base == UNNAMED and precision is None:
-        raise TypeError(f'backend={backend} depends on the precision, which was not given')
-    bases = _auto(precision) if base == UNNAMED and precision else dict.fromkeys(OPS, base)
-    return {
+    bases: Mapping[str, str] = dict.fromkeys(OPS, base)
+    if base == UNNAMED:
+        if precision is None:
+            raise TypeError(f'backend={backend} depends on the precision, which was not given')
+        if found := measured(precision):
+            bases, why = found, f' (measured here: {choices.path()})'
+        else:
+            bases = _auto(precision)
+    names = {
         op: name if name != 'xla' and op in checked_ops(load_backend(name)) else 'xla'
         for op, name in bases.items()
     } | changed
+    for name in dict.fromkeys(names.values()) if here else ():
+        if missing := _unavailable(name):
+            raise UserError(f'backend={backend}: {missing}; {_advice(name)}')
+    return _kernels(names, why)
 
 
-def overlaps(config: Config, devices: int = 1) -> bool:
-    """Returns True if a step is faster when independent kernels run at once, on each of its GPUs.
+def _kernels(names: Mapping[str, str], why: str) -> Kernels:
+    """Returns the implementations of the ops of these backends."""
+    found = {name: checked_ops(load_backend(name)) for name in names.values() if name != 'xla'}
 
-    This helps CUDA convolutions that are each too small to fill the GPU. Larger ones gain little
-    for the memory that it takes, except on several GPUs, where they also run beside the all-reduce.
-    Steps of other backends get slower (docs/results.md). To refit `OVERLAP_PIXELS`, run
-    `tools/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
-    """
-    height, width, _ = config.image_shape
-    batch = config.data.batch_size // config.optimizer.accumulate_steps // devices
-    convolutions = named(config.backend, config.precision)['norm_silu_conv3x3']
-    allowed = config.parallel.concurrent_kernels and convolutions == 'cuda'
-    largest = OVERLAP_PIXELS if devices == 1 else OVERLAP_PIXELS_OF_SEVERAL
-    return allowed and batch * height * width <= largest
+    def op(name: str) -> Op:
+        owner = names[VARIANTS.get(name, name)]
+        return getattr(XLA, name) if owner == 'xla' else implementation(name, found[owner])
 
-
-def load_ops(backend: str, precision: str | None = None) -> Ops:
-    """Returns the ops of a backend that runs on this machine.
-
-    Raises:
-      UserError: as `choose`.
-    """
-    choose(backend, precision)
-    return ops_of(backend, precision)
-
-
-def ops_of(backend: str, precision: str | None = None) -> Ops:
-    """Returns the ops of a backend, even if this machine cannot run them.
-
-    Raises:
-      UserError: as `named`.
-    """
-    chosen = named(backend, precision)
-
-    def chosen_op(name: str) -> Op:
-        owner = chosen[VARIANTS.get(name, name)]
-        if owner == 'xla':
-            return getattr(XLA, name)
-        return implementation(name, checked_ops(load_backend(owner)))
-
-    return Ops(**{name: chosen_op(name) for name in Ops._fields})
-
-
-def fused_update(backend: str, precision: str | None = None) -> FusedUpdate | None:
-    """Returns the kernels of the op `adamw`; None if optax and XLA do its work."""
-    name = named(backend, precision)['adamw']
-    return None if name == 'xla' else checked_ops(load_backend(name))['adamw']
-
-
-def transform_gradients(
-    backend: str, precision: str | None = None
-) -> Callable[..., Callable[..., Any]]:
-    """Returns what a step does to its gradient function: `Backend.transform_gradients`.
-
-    It takes the function and the number of devices, by default 1. It is the identity unless one
-    kernel backend computes all convolutions.
-    """
-    chosen = named(backend, precision)
-    name, other = chosen['conv3x3'], chosen['norm_silu_conv3x3']
-    if name == 'xla' or name != other:
-        return unchanged
-    return checked_transform(load_backend(name))
-
-
-def check_averages(config: Config) -> None:
-    """Checks that the backend of `adamw` takes all averages of the weights.
-
-    Raises:
-      UserError: they are more than its kernels take, or as `named`.
-    """
-    found = len(config.ema.rates) + len(config.ema.widths)
-    name = named(config.backend, config.precision)['adamw']
-    if found <= MAX_AVERAGES or name == 'xla':
-        return
-    base, changed = split_backend(config.backend)
-    changed |= {'adamw': 'xla'}
-    other = '+'.join([base, *(f'{op}={owner}' for op, owner in changed.items())])
-    raise UserError(
-        f'ema.rates, ema.widths: {found} averages of the weights; the kernels of adamw={name} take '
-        f'at most {MAX_AVERAGES}; keep fewer, or set backend={other}'
-    )
-
-
-def describe(backend: str, precision: str | None = None) -> str:
-    """Returns one line for a log: the backend of each op. `adamw=xla` is optax, compiled by XLA.
-
-    It says so if JAXUNET_KERNELS chose the kernels, or `auto` follows measurements of this machine.
-    """
-    line = 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend, precision).items())
-    if device.asked() is not device.Kernels.FASTEST:
-        line += f' ({device.VARIABLE}={device.asked().value})'
-    follows = split_backend(backend)[0] == UNNAMED and precision and measured(precision)
-    return f'{line} (measured here: {choices.path()})' if follows else line
+    ops = Ops(**{name: op(name) for name in Ops._fields})
+    update = None if names['adamw'] == 'xla' else found[names['adamw']]['adamw']
+    owner = names['conv3x3']
+    owns_all = owner != 'xla' and owner == names['norm_silu_conv3x3']
+    transform = checked_transform(load_backend(owner)) if owns_all else unchanged
+    return Kernels(names, ops, update, transform, why)
 
 
 def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Any]:
@@ -239,6 +215,8 @@ def measured(precision: str) -> dict[str, str] | None:
 
     None while JAXUNET_KERNELS chooses the kernels: the fastest were measured.
     """
+    if precision not in KERNEL_TYPES:
+        return None
     if device.family() not in (device.Target.HOPPER, device.Target.PORTABLE):
         return None
     if device.asked() is not device.Kernels.FASTEST:
@@ -255,33 +233,34 @@ def measured(precision: str) -> dict[str, str] | None:
 
 
 def _auto(precision: str) -> dict[str, str]:
-    """Returns the choice that was measured here, else that of this module's table.
+    """Returns the choice of this module's table.
 
-    The table follows whole training steps timed on Hopper GPUs (docs/results), because a kernel
-    that is faster alone can be slower in a step. The kernels of compute capability 8.x were timed
-    there, too. Devices without such measurements use XLA. To refit the table, run `python -m
+    It follows whole training steps timed on Hopper GPUs (docs/results), because a kernel that is
+    faster alone can be slower in a step. The kernels of compute capability 8.x were timed there,
+    too. Devices without such measurements use XLA. To refit the table, run `python -m
     jaxunet.benchmark` for each candidate on the new device.
     """
     if precision not in KERNEL_TYPES:
         return dict.fromkeys(OPS, 'xla')
-    if found := measured(precision):
-        return found
     hopper = device.family() is device.Target.HOPPER
     if not hopper and (precision == 'float32' or not _runs_portable()):
         return dict.fromkeys(OPS, 'xla')
-    no_cuda = _missing('cuda')
-    if not no_cuda:
-        return dict.fromkeys(OPS, 'cuda')
-    logging.log_first_n(
-        logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, no_cuda
-    )
-    if not hopper:
-        return dict.fromkeys(OPS, 'xla')
-    if no_pallas := _missing('pallas'):
-        logging.log_first_n(
-            logging.WARNING, 'backend=auto: the Pallas kernels are left out: %s', 1, no_pallas
-        )
-    return dict.fromkeys(OPS, 'xla' if no_pallas else 'pallas')
+    order = {'cuda': 'CUDA', 'pallas': 'Pallas'} if hopper else {'cuda': 'CUDA'}
+    for name in reversed(order) if precision == 'float32' else order:
+        if missing := _missing(name):
+            _leave_out(order[name], missing)
+            continue
+        chosen = dict.fromkeys(OPS, name)
+        if name == 'pallas' and not _missing('cuda'):
+            chosen |= dict.fromkeys(NOT_IN_PALLAS, 'cuda')
+        return chosen
+    return dict.fromkeys(OPS, 'xla')
+
+
+@functools.cache
+def _leave_out(kernels: str, why: str) -> None:
+    """Logs, once, that `auto` does not take some kernels."""
+    logging.warning('backend=auto: the %s kernels are left out: %s', kernels, why)
 
 
 def _runs_portable() -> bool:

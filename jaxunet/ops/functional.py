@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Rule, Tree, check_scalars, gradient_leaves, state_leaves
-from jaxunet.ops.backends import choose, fused_update, load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.transformations import vary, varying_axes
@@ -238,7 +238,7 @@ def adamw(
 ) -> tuple[Tree, AdamWState]:
     """One step of AdamW on all weights, as `optax.adamw`; returns the new params and state.
 
-    With kernels it is one launch. `jaxunet.ops.backends.fused_update` has more in that launch:
+    With kernels it is one launch. `jaxunet.ops.backends.Kernels.update` has more in that launch:
     clipping, averages of the weights, 16-bit copies.
 
     Args:
@@ -257,8 +257,7 @@ def adamw(
         if structure != jax.tree.structure(tree):
             raise ValueError(f'adamw: {name}: its tree has another structure than that of params')
     state_leaves(leaves, params, state.mu, state.nu, ())
-    choose(backend, 'float32')
-    kernels, rule = fused_update(backend, 'float32'), Rule(b1, b2, eps, weight_decay)
+    kernels, rule = choose(backend, 'float32').update, Rule(b1, b2, eps, weight_decay)
     if kernels is None:
         return _optax_step(rule, gradients, state, params, rate)
     count = optax.safe_increment(state.count)
@@ -324,4 +323,4 @@ def _ops(backend: str, x: Activation | Array) -> Ops:
     """Returns the ops of a backend; `auto` depends on the type of x."""
     types = [str(leaf.dtype) for leaf in jax.tree.leaves(x)]
     # The op refuses an image without parts, or with parts of several types.
-    return load_ops(backend, types[0] if types else 'float32')
+    return choose(backend, types[0] if types else 'float32').ops

@@ -45,7 +45,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
-from jaxunet.ops.backends import describe, load_ops
+from jaxunet.ops.backends import Kernels, choose
 from jaxunet.profile import report
 from jaxunet.profile.capture import Capture, capture
 from jaxunet.profile.chrome import write_trace
@@ -88,9 +88,7 @@ def main(argv: Sequence[str]) -> None:
     config = complete(CONFIG.value)
     check_used(config)
     names = BACKENDS.value or [config.backend]
-    configs = [
-        (name, resolve(to_dict(config.replace(backend=name)))) for name in dict.fromkeys(names)
-    ]
+    configs = {name: resolve(to_dict(config.replace(backend=name))) for name in names}
     # Find every mistake before anything runs.
     if PLOT.value:
         report.check_plots()
@@ -99,9 +97,8 @@ def main(argv: Sequence[str]) -> None:
         if COMPARE.value
         else []
     )
-    for name, resolved in configs:
-        load_ops(name, resolved.precision)
-    Parallel(config)
+    kernels = {name: choose(name, resolved.precision) for name, resolved in configs.items()}
+    Parallel(config, next(iter(kernels.values())))
     output = pathlib.Path(OUTPUT.value)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -111,7 +108,10 @@ def main(argv: Sequence[str]) -> None:
     source = open_images(config)
     cli.enable_compilation_cache()
 
-    profiles = [(name, profile(name, resolved, source, output)) for name, resolved in configs]
+    profiles = [
+        (name, profile(name, resolved, kernels[name], source, output))
+        for name, resolved in configs.items()
+    ]
     tables += [(name, summary.rows) for name, summary in profiles]
     if len(tables) > 1:
         print(printable_lines(report.side_by_side(tables, TOP.value)), end='\n\n')
@@ -123,12 +123,15 @@ def main(argv: Sequence[str]) -> None:
     print(f'{output}: {", ".join(sorted(path.name for path in output.iterdir()))}', flush=True)
 
 
-def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> Summary:
+def profile(
+    name: str, config: Config, kernels: Kernels, source: Source, output: pathlib.Path
+) -> Summary:
     """Profiles one backend, prints its profile and writes its files to `output`.
 
     Args:
       name: the backend as the flags name it; the files get this name.
       config: the resolved config with this backend.
+      kernels: those of the backend.
       source: the training images.
       output: folder of the files.
 
@@ -136,7 +139,7 @@ def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> 
       UserError: the backend, data or profiler does not work, or a file cannot be written.
     """
     with tempfile.TemporaryDirectory() as folder:
-        print(f'{name}: {describe(config.backend, config.precision)}', flush=True)
+        print(f'{name}: {kernels}', flush=True)
         captured = capture(
             config, source, pathlib.Path(folder), steps=STEPS.value, warmup=WARMUP.value
         )
@@ -157,11 +160,13 @@ def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> 
             write_trace(captured.trace_file, captured.trace, partial)
         with written(output / f'{name}.xplane.pb', '--output') as partial:
             shutil.copyfile(captured.xplane_file, partial)
-    rows.append(output / 'profile.jsonl', row(name, config, captured, summary))
+    rows.append(output / 'profile.jsonl', row(name, config, kernels, captured, summary))
     return summary
 
 
-def row(name: str, config: Config, captured: Capture, summary: Summary) -> rows.Row:
+def row(
+    name: str, config: Config, kernels: Kernels, captured: Capture, summary: Summary
+) -> rows.Row:
     """Returns the row of a profile in profile.jsonl."""
     numbers = {
         k: v for k, v in dataclasses.asdict(summary).items() if k not in ('rows', 'idle_share')
@@ -169,7 +174,7 @@ def row(name: str, config: Config, captured: Capture, summary: Summary) -> rows.
     return {
         **rows.provenance(),
         'backend': name,
-        'ops': describe(config.backend, config.precision),
+        'ops': str(kernels),
         **numbers,
         'idle_share': report.untraced_idle(summary, captured.step_ms),
         'traced_idle_share': summary.idle_share,

@@ -19,13 +19,11 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxunet.config import Config, to_dict
 from jaxunet.data.images import to_uint8
 from jaxunet.diffusion.process import make_diffusion
-from jaxunet.model.cost import forward_flops
 from jaxunet.model.encoder import Encoder
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import choose, describe, fused_update, load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.ops.references import UPDATE
-from jaxunet.ops.short_jobs import backend_for
 from jaxunet.runtime import compiled_cache
 from jaxunet.sampling.classifier_guidance import Gradient, Guide, class_gradient
 from jaxunet.sampling.options import SamplerConfig
@@ -90,11 +88,10 @@ class Generator:
       devices: local devices that share each batch.
       picture: a picture to start from; None = start from noise.
       guide: a classifier, checked, that guides the samples to their labels; None = none does.
-      samples: number of images that all processes draw together. If it is small, backend=auto
-        weighs the time to compile (`jaxunet.ops.short_jobs`). None = many.
 
     Attributes:
-      config: as given, with the backend that is used.
+      config: as given.
+      kernels: those of its backend.
       guide: as given.
       sampler: the evaluations in order of execution.
       schedule: the changes to samples between evaluations; None without a picture.
@@ -112,7 +109,6 @@ class Generator:
         devices: Sequence[jax.Device],
         picture: Picture | None = None,
         guide: Guide | None = None,
-        samples: int | None = None,
     ) -> None:
         self.image_shape, self.low_res_shape = config.image_shape, config.low_res_shape
         self.sampler = sampler_of(config, sampler)
@@ -126,9 +122,8 @@ class Generator:
         mesh = Mesh(np.array(devices), ('data',))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec('data'))
-        if samples is not None:
-            config = self._for_job(config, samples / (len(devices) * jax.process_count()))
         self.config, self._devices = config, list(devices)
+        self.kernels = choose(config.backend, config.precision)
         self._segment = self._jit_segment(mesh)
         self._initial = jax.jit(self._initial_state, out_shardings=self._split)
         # Not constants of the program, which would then be compiled anew for every picture, and
@@ -139,24 +134,12 @@ class Generator:
         self._guide_params = None if guide is None else self.put(guide.classifier.params)
         self._compiled: jax.stages.Compiled | None = None
 
-    def _for_job(self, config: Config, samples: float) -> Config:
-        """Returns the config with the backend for this many samples per device; logs it."""
-        evaluations = self.sampler.evaluations * (1 + (self.sampler.config.guidance_scale != 1))
-        backend = backend_for(
-            config.backend,
-            config.precision,
-            lambda: samples * evaluations * forward_flops(config) / 1e12,
-        )
-        logging.info('%s', describe(backend, config.precision))
-        return config.replace(backend=backend)
-
     def _gradient(self, params: Params | None, labels: Array) -> Gradient | None:
         """Returns the gradient that guides samples to their labels; None without a classifier."""
         if self.guide is None:
             return None
         classifier, scale = self.guide
-        ops = load_ops(self.config.backend, self.config.precision)
-        network = build_classifier(classifier.config, classifier.classes, ops)
+        network = build_classifier(classifier.config, classifier.classes, self.kernels.ops)
         params = self._narrowed(network, params, classifier.config.precision)
         return class_gradient(network, params, labels, scale)
 
@@ -165,13 +148,13 @@ class Generator:
 
         XLA would leave the casts of the layers in the loop.
         """
-        narrow = (fused_update(self.config.backend, self.config.precision) or UPDATE).narrow
+        narrow = (self.kernels.update or UPDATE).narrow
         return network.narrowed(params, lambda arrays: narrow(arrays, precision))
 
     def _jit_segment(self, mesh: Mesh) -> jax.stages.Wrapped:
         """Returns the program that runs a range of evaluations on every device's samples."""
         config = self.config
-        model = build_unet(config, load_ops(config.backend, config.precision))
+        model = build_unet(config, self.kernels.ops)
 
         def segment(
             params: Params,
@@ -257,7 +240,7 @@ class Generator:
             digest.update(np.asarray(value).tobytes() if np.ndim(value) else repr(value).encode())
         return {
             'config': to_dict(self.config),
-            'ops': choose(self.config.backend, self.config.precision),
+            'ops': dict(self.kernels.names),
             'sampler': dataclasses.asdict(self.sampler.config),
             'constants': digest.hexdigest(),
         } | ({} if self.guide is None else self.guide.fields())

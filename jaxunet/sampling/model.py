@@ -22,7 +22,7 @@ from jaxunet.data.picture import WHITE, read_mask, read_picture
 from jaxunet.data.pixels import Pixels, Shape, fit
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.progress import progress_bar
@@ -55,7 +55,7 @@ class Model:
         self.class_names = weights.class_names
         self.note = weights.note
         self._new_attention_order = bool(weights.new_attention_order)
-        self._network = build_unet(config, load_ops(config.backend, config.precision))
+        self._network = build_unet(config, choose(config.backend, config.precision).ops)
         self._generators: collections.OrderedDict[object, Generator] = collections.OrderedDict()
         self._lock = threading.Lock()
 

@@ -32,7 +32,7 @@ from jaxunet.config import PRECISIONS, Config, cli, resolve
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
-from jaxunet.ops.backends import describe, measured
+from jaxunet.ops.backends import measured
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.garbage import garbage_set_aside
 from jaxunet.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
@@ -61,7 +61,7 @@ def measure(task: Task) -> Row:
       lower_s, compile_s: seconds. With jit off, the rest of the first step, and compiling all the
         small programs in it.
       compile_cached: all programs came from a cache.
-      ops: the backend of each op (`jaxunet.ops.backends.describe`).
+      ops: the backend of each op (`jaxunet.ops.backends.Kernels`).
       data_cache: device or stream.
       steps_per_call: optimizer steps per call of the compiled program.
       steps: number of timed steps.
@@ -141,7 +141,7 @@ def _compile(session: Session, *, jit: bool) -> Row:
         'lower_s': lower_s,
         'compile_s': compile_s,
         'compile_cached': programs.cached,
-        'ops': describe(session.config.backend, session.config.precision),
+        'ops': str(session.kernels),
         'data_cache': 'device' if session.resident else 'stream',
         'steps_per_call': session.steps_per_call,
     }

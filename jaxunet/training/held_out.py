@@ -22,7 +22,7 @@ from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
 from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.training.bands import BANDS, BandBatch, BandImages, fixed_noise
 from jaxunet.training.batch import normalise
 
@@ -78,7 +78,7 @@ class HeldOutLoss:
 
     def __init__(self, config: Config, source: Source, devices: Sequence[jax.Device]) -> None:
         self._config, self._diffusion = config, make_diffusion(config.diffusion)
-        self._model = build_unet(config, load_ops(config.backend, config.precision))
+        self._model = build_unet(config, choose(config.backend, config.precision).ops)
         mesh = Mesh(np.array(devices), ('data',))
         whole, split = PartitionSpec(), PartitionSpec('data')
         self._replicated = NamedSharding(mesh, whole)

@@ -24,7 +24,8 @@ from jaxunet.data.source import Source
 from jaxunet.model.initializers import drawn_together
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier, log_probability
 from jaxunet.model.unet import Params
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.references import XLA
+from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.gradients import LossFn, StepParts
@@ -96,9 +97,8 @@ def network_config(config: Config) -> Config:
     return config.replace(model={'num_classes': 0, 'label_dropout': 0.0})
 
 
-def make_network(config: Config, backend: str) -> NoisyClassifier:
-    """Returns the classifier of `model.num_classes` classes, on a backend."""
-    ops = load_ops(backend, config.precision)
+def make_network(config: Config, ops: Ops) -> NoisyClassifier:
+    """Returns the classifier of `model.num_classes` classes."""
     return build_classifier(network_config(config), config.model.num_classes, ops)
 
 
@@ -106,7 +106,7 @@ def draw_state(config: Config) -> TrainState:
     """Draws the state before step 0 from `config.seed`; to be traced by JAX."""
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     image = jnp.zeros((1, *config.image_shape), jnp.float32)
-    network = make_network(config, 'xla')
+    network = make_network(config, XLA)
     params = drawn_together(
         lambda: network.init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
     )
@@ -165,7 +165,7 @@ class ClassifierSession(Session):
 
     def __init__(self, config: Config, source: Source) -> None:
         super().__init__(network_config(config), source)
-        self.network = make_network(config, config.backend)
+        self.network = make_network(config, self.kernels.ops)
 
     def make_step(self, axis_name: str | None) -> TrainStep:
         """Returns the training step, not compiled; `axis_name` as in `make_train_step`."""
@@ -174,6 +174,7 @@ class ClassifierSession(Session):
             self._model,
             self._diffusion,
             self._optimizer,
+            self.kernels,
             axis_name=axis_name,
             loss=make_loss(self.network),
         )

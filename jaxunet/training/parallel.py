@@ -26,7 +26,7 @@ from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.order import batch_indices
 from jaxunet.ops.adamw.operands import Copies
-from jaxunet.ops.backends import choose, overlaps
+from jaxunet.ops.backends import Kernels
 from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.all_reduce import OVERLAP
@@ -119,6 +119,7 @@ class Parallel:
     Args:
       config: `parallel.mode`, `parallel.devices` and `data.batch_size` are read. Devices are
         counted over all processes, and the batch must divide evenly among them.
+      kernels: of the steps.
 
     Attributes:
       devices: of all processes.
@@ -129,8 +130,8 @@ class Parallel:
       UserError: there are fewer devices than asked for, or the batch does not divide.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, kernels: Kernels) -> None:
+        self.config, self.kernels = config, kernels
         available = jax.devices()
         count = config.parallel.devices or len(available)
         if count > len(available):
@@ -284,7 +285,7 @@ class Parallel:
             return build()
         return compiled_cache.compiled(
             build,
-            relevant(self.config) | {'ops': choose(self.config.backend, self.config.precision)},
+            relevant(self.config) | {'ops': dict(self.kernels.names)},
             (state, data),
             self.devices,
             {**self.compiler_options, 'steps': steps},
@@ -298,7 +299,7 @@ class Parallel:
         options: Options = {}
         if len(self.devices) > 1:
             options |= OVERLAP | (WHOLE_GRAPH if jax.process_count() == 1 else {})
-        if overlaps(self.config, len(self.devices)):
+        if self.kernels.overlap(self.config, len(self.devices)):
             options |= CONCURRENT
         flags = os.environ.get('XLA_FLAGS', '')
         return {name: value for name, value in options.items() if name not in flags}

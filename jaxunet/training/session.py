@@ -31,7 +31,7 @@ from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.low_res import check_condition
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import check_averages, describe, load_ops
+from jaxunet.ops.backends import Kernels, choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
@@ -50,6 +50,7 @@ class Session:
     """The training step of a config with everything it runs on.
 
     Attributes:
+      kernels: those of its backend.
       parallel: the devices.
       resident: the images are kept in device memory, else they are streamed.
       steps_per_call: optimizer steps per call of `step`; known after `expect`.
@@ -63,6 +64,7 @@ class Session:
       UserError: the config does not fit the devices, the images or its backend, or that is missing.
     """
 
+    kernels: Kernels
     parallel: Parallel
     resident: bool
     steps_per_call: int
@@ -72,11 +74,12 @@ class Session:
 
     def __init__(self, config: Config, source: Source) -> None:
         check_condition(config)
-        check_averages(config)
+        self.kernels = choose(config.backend, config.precision)
+        self.kernels.check_averages(config)
         self.config, self.source = config, source
-        self.parallel = Parallel(config)
-        self._model = build_unet(config, load_ops(config.backend, config.precision))
-        logging.info('%s', describe(config.backend, config.precision))
+        self.parallel = Parallel(config, self.kernels)
+        self._model = build_unet(config, self.kernels.ops)
+        logging.info('%s', self.kernels)
         self._diffusion = make_diffusion(config.diffusion)
         self._optimizer = make_optimizer(config)
         self.resident = pipeline.choose_cache(config, source) == 'device'
@@ -158,7 +161,12 @@ class Session:
     def make_step(self, axis_name: str | None) -> TrainStep:
         """Returns the training step, not compiled; `axis_name` as in `make_train_step`."""
         return make_train_step(
-            self.config, self._model, self._diffusion, self._optimizer, axis_name=axis_name
+            self.config,
+            self._model,
+            self._diffusion,
+            self._optimizer,
+            self.kernels,
+            axis_name=axis_name,
         )
 
     @memory_for(*STEP_MEMORY)

@@ -14,7 +14,7 @@ from jaxunet.data.look import tell_pixels
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import check_averages, choose
+from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import warn_of_small_limit
 from jaxunet.runtime.paths import expanded
@@ -31,9 +31,9 @@ def open_checked(config: Config, given: ArraySource | None = None) -> Source:
       UserError: a backend or device is missing, or the images do not fit the config.
     """
     # A missing backend or device is an error before anything is read or written.
-    choose(config.backend, config.precision)
-    check_averages(config)
-    Parallel(config)
+    kernels = choose(config.backend, config.precision)
+    kernels.check_averages(config)
+    Parallel(config, kernels)
     warn_of_small_limit()
     estimate.warn_if_long_on_a_cpu(config)
     if warning := endless_warmup(config):

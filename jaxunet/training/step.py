@@ -30,7 +30,7 @@ from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
-from jaxunet.ops.backends import fused_update, transform_gradients
+from jaxunet.ops.backends import Kernels
 from jaxunet.training.all_reduce import summed
 from jaxunet.training.batch import Batch, Keys, clean_images, split_keys
 from jaxunet.training.gradients import (
@@ -42,7 +42,7 @@ from jaxunet.training.gradients import (
     gradients,
 )
 from jaxunet.training.noise_assignment import assigned_noise
-from jaxunet.training.update import make_update, takes_packed, updates_copies
+from jaxunet.training.update import make_update
 
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
 
@@ -78,6 +78,7 @@ def make_train_step(
     model: UNet,
     diffusion: Diffusion,
     optimizer: optax.GradientTransformation,
+    kernels: Kernels,
     *,
     axis_name: str | None = None,
     loss: LossFn | None = None,
@@ -94,7 +95,8 @@ def make_train_step(
     Metrics: loss (mean since the last logged step), step_loss, grad_norm (before clipping),
     learning_rate, loss_scale, bad_steps, skipped, and spikes with `train.spike_sigmas`.
     """
-    fused = fused_update(config.backend, config.precision)
+    fused = kernels.update
+    whole = None if config.optimizer.name == 'muon' else fused  # updates all weights
     parts = StepParts(
         config=config,
         model=model,
@@ -102,15 +104,15 @@ def make_train_step(
         weighting=make_weighting(config.loss, diffusion),
         sampler=make_sampler(config, diffusion),
         schedule=learning_rate_schedule(config),
-        update=make_update(config, optimizer),
-        transform=transform_gradients(config.backend, config.precision),
+        update=make_update(config, optimizer, fused),
+        transform=kernels.transform,
         narrow=(
             (lambda arrays: fused.narrow(arrays, config.precision))
             if fused and loss is None
             else None
         ),
-        keeps_copies=loss is None and updates_copies(config),
-        join=fused.pack if fused and takes_packed(config) else None,
+        keeps_copies=loss is None and whole is not None and whole.updates_copies,
+        join=whole.pack if whole else None,
         axis_name=axis_name,
         loss=loss,
     )

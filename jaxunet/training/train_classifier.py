@@ -53,8 +53,7 @@ def main(argv: Sequence[str]) -> None:
     check_trainable(config)
     check_used(config, earlier=[saved] if saved else [])
     # A missing backend or device is an error before anything is read or written.
-    choose(config.backend, config.precision)
-    Parallel(config)
+    Parallel(config, choose(config.backend, config.precision))
     source = open_images(config)
     check_classes(config, source)
     tell_pixels(source)

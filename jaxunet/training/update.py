@@ -24,7 +24,6 @@ from jaxunet.model.unet import Params
 from jaxunet.ops.adamw import operands
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
-from jaxunet.ops.backends import fused_update
 from jaxunet.ops.vocabulary import FusedUpdate
 from jaxunet.training.ema import ema_decay, power_share, update_average
 
@@ -65,33 +64,22 @@ class Updated(NamedTuple):
 
 
 # Takes the state, its gradients times the loss scale, the logged loss, the minimised loss, and
-# copies of the weights in 16 bits. Gradients may be packed if the update of the config
-# `takes_packed`; copies are () unless it `updates_copies`.
+# copies of the weights in 16 bits. Only kernels that update all weights take packed gradients, and
+# copies if they have `updates_copies`; else copies are ().
 Update = Callable[[TrainState, Params | Packed, Scalar, Scalar, Copies], Updated]
 # Takes weights, their gradients, the share of the new weights in each average, the factor of the
 # gradients, and whether to take the step.
 Rule = Callable[[Weights, Params | Packed, list[Scalar], Scalar, Bool[Array, '']], Weights]
 
 
-def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
-    """Returns the update of `config.backend`: with its kernels if it has them, else optax's."""
-    kernels = fused_update(config.backend, config.precision)
+def make_update(
+    config: Config, optimizer: optax.GradientTransformation, kernels: FusedUpdate | None
+) -> Update:
+    """Returns the update by these kernels; None = by optax."""
     if kernels is None:
         return _optax_update(config, optimizer)
     muon = config.optimizer.name == 'muon'
     return _muon_update(config, kernels) if muon else _fused_update(config, kernels)
-
-
-def takes_packed(config: Config) -> bool:
-    """Returns True if the update takes packed gradients: by kernels, and not by Muon."""
-    kernels = fused_update(config.backend, config.precision)
-    return kernels is not None and config.optimizer.name != 'muon'
-
-
-def updates_copies(config: Config) -> bool:
-    """Returns True if the update takes 16-bit copies of the weights and updates them, too."""
-    kernels = fused_update(config.backend, config.precision)
-    return kernels is not None and kernels.updates_copies and config.optimizer.name != 'muon'
 
 
 def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Update:

@@ -16,14 +16,15 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.sources import open_source
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import load_ops, ops_of
+from jaxunet.ops.backends import choose
+from jaxunet.ops.references import XLA
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.session import Session
 from xla_ffi import unavailable
 
 pytestmark = pytest.mark.gpu
-OPS = load_ops('xla')
+OPS = XLA
 ROOT = pathlib.Path(__file__).parents[2]
 # Relative error of a whole op: a few roundings of its type (float32 goes through tf32 in
 # convolutions and products).
@@ -146,7 +147,7 @@ def test_threads_launch_attention_of_several_shapes(dtype):
     """A launch never finds a limit of shared memory that another thread has set lower since."""
     if missing := unavailable():
         pytest.skip(missing)
-    attention = ops_of('cuda').attention
+    attention = choose('cuda').ops.attention
     calls = []
     for tokens, heads, width in [(64, 3, 32), (256, 2, 32), (77, 2, 64), (256, 1, 256)] * 2:
         qkv = jax.random.normal(jax.random.key(tokens), (2, tokens, 3 * heads * width), dtype)
@@ -158,7 +159,7 @@ def test_threads_launch_attention_of_several_shapes(dtype):
 def test_threads_launch_convolutions_of_several_shapes(dtype):
     if missing := unavailable():
         pytest.skip(missing)
-    conv3x3 = ops_of('cuda').conv3x3
+    conv3x3 = choose('cuda').ops.conv3x3
     calls = []
     for side, channels, features in [(4, 64, 64), (8, 128, 64), (16, 64, 3), (32, 3, 64)] * 2:
         keys = jax.random.split(jax.random.key(side), 2)

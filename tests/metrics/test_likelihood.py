@@ -39,7 +39,7 @@ from jaxunet.evaluate.bound import (
 from jaxunet.metrics.evaluation import Result
 from jaxunet.metrics.likelihood import Likelihood, Terms, check_has_bound
 from jaxunet.model.unet import UNet, build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.solvers import respaced_timesteps
 from jaxunet.weights import guided_diffusion
@@ -100,7 +100,7 @@ class Oracle:
         clipped = np.log(np.append(small[1], small[1:]))
         self.small = clipped
         large = np.log(np.append(small[1], betas[1:]))
-        network = build_unet(config, load_ops('xla'))
+        network = build_unet(config, XLA)
         params, labels = jax.device_put((model.params, source.labels[rows]))
         labels = labels if config.model.num_classes else None
         predict = jax.jit(lambda x, t: network.predict(params, x, t, labels))

@@ -8,7 +8,7 @@ from support.tiny import tiny_config
 
 from jaxunet.model.initializers import BLOCK, INITIALIZERS, Uniform, drawn_together
 from jaxunet.model.unet import build_unet, init_params
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.references import XLA
 
 SHAPES = [(3, 3, 3, 8), (3, 3, 64, 64), (2, BLOCK // 2), (2, BLOCK), (16, 48), (1, 1)]
 
@@ -36,7 +36,7 @@ def test_kernels_equal_those_of_jax(init: str) -> None:
 def test_a_network_equals_flax_init(changes: dict) -> None:
     """All parameters are those of Flax, with the same names."""
     config = tiny_config().replace(model=changes)
-    model = build_unet(config, load_ops('xla'))
+    model = build_unet(config, XLA)
     key = jax.random.key(2)
     labels = jnp.zeros((1,), jnp.int32) if config.model.num_classes else None
     image, t = jnp.zeros((1, *config.image_shape)), jnp.zeros((1,), jnp.int32)

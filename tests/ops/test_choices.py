@@ -1,16 +1,13 @@
-"""Measurements that `auto` follows: a file of --choose, and costs of short sampling jobs."""
+"""The measurements that `auto` follows: a file of --choose."""
 
-import importlib.util
 import json
 import logging
-import pathlib
 
 import pytest
 
 from jaxunet.benchmark import choose
 from jaxunet.config import OPS
-from jaxunet.ops import backends, choices, short_jobs
-from jaxunet.ops.short_jobs import Cost, backend_for
+from jaxunet.ops import backends, choices
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 
@@ -51,21 +48,21 @@ def test_the_file_may_be_in_the_home_folder(tmp_path, monkeypatch):
 
 
 def test_auto_follows_what_was_measured_and_says_so(hopper, file):
-    usual = backends.choose('auto', 'bfloat16')
+    usual = backends.choose('auto', 'bfloat16').names
     choices.write(file, entry())
     choices.write(file, entry(precision='float16', ops=dict.fromkeys(OPS, 'xla')))
-    assert backends.choose('auto', 'bfloat16') == OTHERS
-    assert backends.describe('auto', 'bfloat16').endswith(f'adamw=cuda (measured here: {file})')
-    assert backends.choose('auto+linear=cuda', 'bfloat16') == OTHERS | {'linear': 'cuda'}
-    assert backends.choose('auto', 'float16') == dict.fromkeys(OPS, 'xla')
+    assert backends.choose('auto', 'bfloat16').names == OTHERS
+    assert str(backends.choose('auto', 'bfloat16')).endswith(f'adamw=cuda (measured here: {file})')
+    assert backends.choose('auto+linear=cuda', 'bfloat16').names == OTHERS | {'linear': 'cuda'}
+    assert backends.choose('auto', 'float16').names == dict.fromkeys(OPS, 'xla')
     # Neither another precision, a backend that is named, nor another kind of GPU.
-    assert backends.choose('auto', 'float32') == dict.fromkeys(OPS, 'cuda')
-    assert backends.choose('cuda', 'bfloat16') == dict.fromkeys(OPS, 'cuda')
-    assert 'measured' not in backends.describe('cuda', 'bfloat16')
+    assert backends.choose('auto', 'float32').names['conv3x3'] == 'pallas'
+    assert backends.choose('cuda', 'bfloat16').names == dict.fromkeys(OPS, 'cuda')
+    assert 'measured' not in str(backends.choose('cuda', 'bfloat16'))
     with device.use(device.Target.HOPPER, 'NVIDIA H100'):
-        assert backends.choose('auto', 'bfloat16') == usual
+        assert backends.choose('auto', 'bfloat16').names == usual
     choices.write(file, entry(ops=usual))  # replaces
-    assert backends.choose('auto', 'bfloat16') == usual
+    assert backends.choose('auto', 'bfloat16').names == usual
     assert len(json.loads(file.read_text())['choices']) == 2
 
 
@@ -88,7 +85,7 @@ def test_auto_follows_what_was_measured_and_says_so(hopper, file):
 def test_a_stale_or_damaged_file_is_ignored_with_one_line(
     text, why, hopper, file, caplog, monkeypatch
 ):
-    usual = backends.choose('auto', 'bfloat16')
+    usual = backends.choose('auto', 'bfloat16').names
     known = backends.backend_names()
     monkeypatch.setattr(
         backends,
@@ -98,7 +95,7 @@ def test_a_stale_or_damaged_file_is_ignored_with_one_line(
     file.parent.mkdir()
     file.write_text(text if isinstance(text, str) else json.dumps({'choices': [text]}))
     with caplog.at_level(logging.WARNING):
-        assert [backends.choose('auto', 'bfloat16') for _ in range(3)] == [usual] * 3
+        assert [backends.choose('auto', 'bfloat16').names for _ in range(3)] == [usual] * 3
     (line,) = [m for m in caplog.messages if 'backend=auto ignores it' in m]
     assert why in line
     assert line.endswith('measure again with python -m jaxunet.benchmark --choose')
@@ -110,7 +107,7 @@ def test_a_damaged_file_is_replaced_with_one_line(hopper, file, caplog):
     choices.write(file, entry())
     assert f'{file}: expected a JSON object, found ' in caplog.text
     assert caplog.text.count('it is replaced') == len(caplog.messages) == 1
-    assert backends.choose('auto', 'bfloat16') == OTHERS
+    assert backends.choose('auto', 'bfloat16').names == OTHERS
 
 
 def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog):
@@ -121,11 +118,15 @@ def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog
             raise UserError(f'backend={name}: cannot be imported')
 
     monkeypatch.setattr(backends, '_unavailable', broken)
+    backends._leave_out.cache_clear()
     with device.use(device.Target.HOPPER), caplog.at_level(logging.WARNING):
-        assert backends.named('auto', 'bfloat16') == dict.fromkeys(OPS, 'cuda')
+        assert backends.choose('auto', 'bfloat16').names == dict.fromkeys(OPS, 'cuda')
         assert 'left out' not in caplog.text
+        for _ in range(2):
+            assert backends.choose('auto', 'float32').names == dict.fromkeys(OPS, 'cuda')
+        assert caplog.text.count('the Pallas kernels are left out') == 1
         lost.append('cuda')
-        assert backends.named('auto', 'bfloat16') == dict.fromkeys(OPS, 'xla')
+        assert backends.choose('auto', 'bfloat16').names == dict.fromkeys(OPS, 'xla')
         with pytest.raises(UserError, match='cannot be imported'):
             backends.choose('pallas')
     for kernels, name in (('Pallas', 'pallas'), ('CUDA', 'cuda')):
@@ -134,44 +135,8 @@ def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog
 
 def test_auto_is_never_asked_without_the_precision(hopper):
     """A command that leaves it out cannot take 16-bit kernels for a float32 network."""
-    for function in (backends.choose, backends.load_ops, backends.fused_update, backends.describe):
-        with pytest.raises(TypeError, match='backend=auto depends on the precision'):
-            function('auto')
-
-
-COSTS = {'pallas': Cost(100.0, 50.0), 'xla': Cost(10.0, 10.0), 'cuda': Cost(1.0, 100.0)}
-
-
-@pytest.mark.parametrize(
-    ('asked', 'precision', 'work', 'chosen'),
-    [
-        ('auto', 'float32', 40.0, 'xla'),  # 10 + 4 s against 100 + 0.8 s
-        ('auto', 'float32', 1100.0, 'xla'),  # 120 against 122
-        ('auto', 'float32', 1200.0, 'auto'),  # 130 against 124
-        ('auto', 'bfloat16', 40.0, 'auto'),  # nothing was measured
-        ('pallas', 'float32', 40.0, 'pallas'),  # named, so obeyed
-        ('auto+attention=xla', 'float32', 40.0, 'auto+attention=xla'),
-    ],
-)
-def test_a_short_job_takes_what_is_done_first(asked, precision, work, chosen, monkeypatch, caplog):
-    """Without the CUDA kernels, `auto` is pallas."""
-    monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'cuda' else None)
-    monkeypatch.setattr(short_jobs, 'measured', lambda: {('hopper', 'float32'): COSTS})
-    with device.use(device.Target.HOPPER), caplog.at_level(logging.INFO):
-        assert backend_for(asked, precision, lambda: work) == chosen
-    said = [m for m in caplog.messages if 'this short job' in m]
-    assert len(said) == (chosen != asked)
-    if work == 40:
-        assert all('xla for this short job, about 14 s with compiling' in m for m in said)
-        assert all('needs about 101 s' in m for m in said)
-
-
-def test_the_measured_costs_are_read():
-    """Rows of the file have what `backend_for` needs; on a CPU nothing is weighed."""
-    for costs in short_jobs.measured().values():
-        assert all(cost.start_s > 0 and cost.teraflop_per_s > 0 for cost in costs.values())
-        assert len(costs) > 1
-    assert backend_for('auto', 'float32', lambda: pytest.fail('on a CPU')) == 'auto'
+    with pytest.raises(TypeError, match='backend=auto depends on the precision'):
+        backends.choose('auto')
 
 
 NOISE = {'cuda+group_norm=pallas': (0.97, 0.98, 1.03, 1.02)}  # not quicker in most rounds
@@ -215,32 +180,3 @@ def test_choose_takes_the_quickest_backend_and_then_single_ops(hopper, monkeypat
     assert set(found) == set(times)
     with pytest.raises(UserError, match='no backend ran a step'):
         choose.quickest(timer({}, []))
-
-
-def test_costs_are_fitted_from_measured_starts():
-    """The first picture's batch is taken off, and the others give the rate."""
-    path = pathlib.Path(__file__).parents[2] / 'tools/gpu/starts.py'
-    spec = importlib.util.spec_from_file_location('starts', path)
-    starts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(starts)
-    row = {
-        'task': 'sample',
-        'checkpoint': 'model.bin',
-        'precision': 'float32',
-        'backend': 'cuda',
-        'cache': 'empty',
-        'error': None,
-        'device': H200,
-        'git': 'abc',
-        'forward_flops': 1e10,
-        'first_s': 12.0,
-        'total_s': 12.0 + 3 * 2.0,  # three more batches
-        'step_ms': None,
-    }
-    others = [row | change for change in ({'cache': 'kept'}, {'backend': None}, {'error': 'x'})]
-    (fitted,) = starts.costs([row, *others])
-    assert fitted['start_s'] == 10.0
-    assert fitted['teraflop_per_s'] == pytest.approx(64 * 50 * 1e10 / 1e12 / 2.0)
-    assert {'family', 'precision', 'backend', 'device', 'git'} < set(fitted)
-    shown = starts.table([row, others[0]])
-    assert '| sample model.bin | float32 | cuda | 12.0 | 12.0 | - |' in shown

@@ -14,7 +14,6 @@ from support.functional import BATCHED, IMAGE, OPS, WEIGHTS, WITH_ADAMW
 from jaxunet.ops import backends as seam
 from jaxunet.ops import functional as kernels
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import fused_update
 from jaxunet.runtime.device import Target, use
 from jaxunet.runtime.errors import UserError
 
@@ -103,7 +102,7 @@ def test_what_does_not_fit_is_named(backend):
 
 @pytest.mark.parametrize('shape', [(2, 0, 4, 8), (2, 4, 0, 8)])
 def test_a_norm_needs_pixels(shape, backend):
-    ops, x = seam.ops_of(backend), Activation.of(jnp.ones(shape))
+    ops, x = seam.choose(backend).ops, Activation.of(jnp.ones(shape))
     row, kernel = jnp.ones((1, 8)), jnp.ones((3, 3, 8, 8))
     message = re.escape(f'group_norm: x: shape {list(shape)}: no pixels; give at least one')
     for op, *convolution in (
@@ -223,7 +222,7 @@ def test_averages_need_a_share_each():
     tree = {'a': jnp.ones(3)}
     one = jnp.ones(())
     with pytest.raises(ValueError, match='adamw: follow: 0 shares for 1 averages'):
-        fused_update('cuda').adamw(
+        seam.choose('cuda', here=False).update.adamw(
             kernels.Rule(0.9, 0.99, 1e-8, 0.0),
             *[tree] * 4,
             [tree],

@@ -29,7 +29,7 @@ IMAGES = {  # the first two have the most pixels that the kernels take, and more
 @pytest.fixture(params=['cuda', 'pallas'])
 def ops(request):
     with use(Target.HOPPER):
-        yield backends.ops_of(request.param)
+        yield backends.choose(request.param, here=False).ops
 
 
 def trace(op, image, channels=64):
@@ -82,7 +82,8 @@ def with_averages(count, backend):
     return tiny_config(backend=backend, ema={'rates': rates, 'widths': (0.05, 0.1)})
 
 
-def test_more_averages_than_the_kernels_take():
+def test_more_averages_than_the_kernels_take(monkeypatch):
+    monkeypatch.setattr(backends, '_unavailable', lambda name: None)
     config = with_averages(MAX_AVERAGES + 1, 'auto+linear=xla+adamw=cuda')
     with pytest.raises(UserError) as error:
         Session(config, None)
@@ -90,15 +91,15 @@ def test_more_averages_than_the_kernels_take():
         'ema.rates, ema.widths: 65 averages of the weights; the kernels of adamw=cuda take at most '
         '64; keep fewer, or set backend=auto+linear=xla+adamw=xla'
     )
-    backends.check_averages(with_averages(MAX_AVERAGES, 'cuda'))
-    backends.check_averages(with_averages(MAX_AVERAGES + 1, 'cuda+adamw=xla'))
+    for count, backend in ((MAX_AVERAGES, 'cuda'), (MAX_AVERAGES + 1, 'cuda+adamw=xla')):
+        backends.choose(backend).check_averages(with_averages(count, backend))
 
 
 @pytest.mark.extension
 @pytest.mark.parametrize('averages', [MAX_AVERAGES, MAX_AVERAGES + 1])
 def test_the_kernels_take_as_many_averages(averages):
     one, ones = jnp.ones(()), [jnp.ones(3)]
-    fused = backends.fused_update('cuda')
+    fused = backends.choose('cuda', here=False).update
     update = jax.jit(
         lambda many: fused.adamw(
             Rule(0.9, 0.999, 1e-8, 0.0),

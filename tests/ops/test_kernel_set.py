@@ -25,7 +25,7 @@ from jaxunet.runtime.device import VARIABLE, Target, use
 from jaxunet.runtime.errors import UserError
 from xla_ffi.weight_gradients.grouping import grouped
 
-OPS = backends.ops_of('cuda')
+OPS = backends.choose('cuda', here=False).ops
 HOPPER_ALONE = {
     'jaxunet_group_norm_statistics',
     'jaxunet_conv3x3_upsampled',
@@ -62,7 +62,7 @@ def everything(x, kernel, row):
         *grouped(gradient)(x, kernel, row),
         *jax.grad(upsampling, argnums=(0, 1))(x, jnp.zeros((1, 64))),
     )
-    fused = backends.fused_update('cuda')
+    fused = backends.choose('cuda', here=False).update
     leaves = [g.astype(jnp.float32) for g in gradients]
     one = jnp.ones(())
     new = fused.adamw(
@@ -110,8 +110,8 @@ def test_an_unknown_value_is_refused_in_one_line(monkeypatch):
     monkeypatch.setenv(VARIABLE, 'fast')
     message = "JAXUNET_KERNELS: expected one of fastest, portable, ada, found 'fast'"
     for call in (
-        lambda: backends.describe('xla'),
-        lambda: backends.load_ops('auto', 'bfloat16'),
+        lambda: str(backends.choose('xla')),
+        lambda: backends.choose('auto', 'bfloat16'),
         rows.provenance,
         device.portable,
     ):
@@ -122,7 +122,7 @@ def test_an_unknown_value_is_refused_in_one_line(monkeypatch):
 def test_rows_logs_and_kept_programs_tell(monkeypatch):
     def told():
         key = compiled_cache.key({}, (), jax.devices(), {})
-        return rows.provenance()['device'], backends.describe('xla'), key
+        return rows.provenance()['device'], str(backends.choose('xla')), key
 
     kind, line, key = told()
     monkeypatch.setenv(VARIABLE, 'portable')

@@ -49,8 +49,8 @@ def test_ours_are_installed_first():
 
 def test_a_third_party_backend_is_used(install):
     install(TOY)
-    assert backends.choose('toy') == dict.fromkeys(OPS, 'xla') | {'linear': 'toy'}
-    ops = backends.load_ops('xla+linear=toy')
+    assert backends.choose('toy').names == dict.fromkeys(OPS, 'xla') | {'linear': 'toy'}
+    ops = backends.choose('xla+linear=toy').ops
     x, kernel, bias = jnp.ones((1, 1, 1, 2)), jnp.ones((2, 3)), jnp.zeros((1, 3))
     np.testing.assert_array_equal(ops.linear(x, kernel, bias), np.full((1, 1, 1, 3), 6))
     norm = ops.group_norm(Activation.of(x), jnp.ones((1, 2)), jnp.zeros((1, 2)), groups=1)
@@ -65,7 +65,7 @@ def test_a_third_party_backend_is_used(install):
 def test_a_backend_with_a_plain_op_gets_its_variant(install):
     install(PLAIN_NORM)
     x, row = Activation.of(jnp.ones((1, 1, 1, 2))), jnp.ones((1, 2))
-    found = backends.load_ops('toy').group_norm_and_input(x, row, row, groups=1, copies=2)
+    found = backends.choose('toy').ops.group_norm_and_input(x, row, row, groups=1, copies=2)
     np.testing.assert_array_equal(found.result, np.zeros((1, 1, 1, 2)))
     assert found.copies == (x, x)
 
@@ -95,18 +95,18 @@ def test_a_backend_with_a_plain_op_gets_its_variant(install):
 def test_a_backend_that_does_not_fit_is_refused(install, options, message):
     install(**{'source': TOY} | options)
     with pytest.raises(UserError, match=f'^.*{message}'):
-        backends.load_ops('toy')
+        backends.choose('toy')
 
 
 def test_a_backend_that_is_not_installed(monkeypatch):
     with pytest.raises(
         UserError, match=r"backend: expected one of auto, xla, pallas, cuda, found 'toy'"
     ):
-        backends.load_ops('toy')
+        backends.choose('toy')
     monkeypatch.setattr('jaxunet.config.checks.backend_names', lambda: ())
     with pytest.raises(
         UserError,
         match=r"found 'cuda'; cuda comes with jaxunet, which is not installed here: run .pip "
         r'install -e',
     ):
-        backends.load_ops('cuda')
+        backends.choose('cuda')

@@ -27,7 +27,7 @@ from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import load_backend
 
-OPS = seam.load_ops('xla')
+OPS = seam.XLA
 CONFIGS = pathlib.Path(__file__).parents[2] / 'configs'
 
 
@@ -248,7 +248,7 @@ def test_the_cases_of_projections_are_the_layers_of_the_configs(case):
 
 def test_an_unknown_backend_is_named():
     with pytest.raises(UserError, match='expected one of auto, xla, pallas, cuda'):
-        seam.load_ops('tpu')
+        seam.choose('tpu')
 
 
 @pytest.mark.skipif(jax.default_backend() == 'gpu', reason='a machine without a GPU says so')
@@ -257,13 +257,13 @@ def test_a_machine_without_a_gpu():
         UserError,
         match=r'backend=pallas: the kernels need an NVIDIA GPU.*found cpu; use backend=xla',
     ):
-        seam.load_ops('pallas')
+        seam.choose('pallas')
     with pytest.raises(
         UserError, match=r'backend=cuda: .*; or use backend=pallas on a Hopper GPU, or xla'
     ):
-        seam.load_ops('cuda')
+        seam.choose('cuda')
     assert (
-        seam.describe('auto', 'bfloat16')
+        str(seam.choose('auto', 'bfloat16'))
         == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, linear=xla, '
         'adamw=xla'
     )
@@ -277,6 +277,7 @@ CUDA = (
     'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, '
     'linear=cuda, adamw=cuda'
 )
+FLOAT32 = PALLAS.replace('attention=pallas', 'attention=cuda') + 'cuda'
 ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
 
 
@@ -285,7 +286,8 @@ ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
     [
         (device.Target.HOPPER, None, 'bfloat16', CUDA),
         (device.Target.HOPPER, None, 'float16', CUDA),
-        (device.Target.HOPPER, None, 'float32', CUDA),
+        (device.Target.HOPPER, None, 'float32', FLOAT32),
+        (device.Target.HOPPER, 'no extension', 'float32', PALLAS + 'xla'),
         (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
         (device.Target.PORTABLE, None, 'bfloat16', CUDA),
         (device.Target.PORTABLE, None, 'float16', CUDA),
@@ -294,12 +296,14 @@ ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
     ],
 )
 def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypatch):
-    """Hopper's and the portable kernels, not those in float32, are faster than XLA's steps."""
+    """Hopper's and the portable kernels, not those in float32, are faster than XLA's steps; in
+    float32, Pallas's are faster than CUDA's.
+    """
     monkeypatch.setattr(seam, '_unavailable', lambda name: missing if name == 'cuda' else None)
     with device.use(target):
-        assert seam.describe('auto', precision) == auto
-        assert seam.describe('pallas', precision) == PALLAS + 'xla'
-        assert (seam.fused_update('auto', precision) is not None) == auto.endswith('adamw=cuda')
+        assert str(seam.choose('auto', precision)) == auto
+        assert str(seam.choose('pallas', precision)) == PALLAS + 'xla'
+        assert (seam.choose('auto', precision).update is not None) == auto.endswith('adamw=cuda')
 
 
 @pytest.mark.parametrize(
@@ -323,14 +327,14 @@ def test_auto_goes_by_the_compute_capability(capability, kernels, auto, monkeypa
     monkeypatch.setenv(device.VARIABLE, kernels)
     monkeypatch.setattr(seam, '_unavailable', lambda name: None)
     monkeypatch.setattr(seam.choices, 'read', lambda device, precision: None)
-    assert seam.describe('auto', 'bfloat16') == auto
+    assert str(seam.choose('auto', 'bfloat16')) == auto
 
 
 def test_backends_mix_op_by_op(monkeypatch):
     """Each op comes from the backend that it was given, and what is missing is said under the name
     that was asked for.
     """
-    cuda, pallas = seam.ops_of('cuda'), seam.ops_of('pallas')
+    cuda, pallas = (seam.choose(name, here=False).ops for name in ('cuda', 'pallas'))
     with device.use(device.Target.HOPPER):
         monkeypatch.setattr(
             seam, '_unavailable', lambda name: 'no driver' if name == 'cuda' else None
@@ -338,18 +342,18 @@ def test_backends_mix_op_by_op(monkeypatch):
         with pytest.raises(UserError, match=r'backend=pallas\+adamw=cuda: no driver; or use'):
             seam.choose('pallas+adamw=cuda')
         monkeypatch.setattr(seam, '_unavailable', lambda name: None)
-        mixed = seam.load_ops('auto+attention=pallas+group_norm=xla', 'bfloat16')
+        mixed = seam.choose('auto+attention=pallas+group_norm=xla', 'bfloat16').ops
         xla = {name: getattr(seam.XLA, name) for name in ('group_norm', 'group_norm_and_input')}
         assert mixed == cuda._replace(attention=pallas.attention, **xla)
-        assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'
+        assert seam.choose('pallas+adamw=cuda').names['adamw'] == 'cuda'
         linear = {'linear': cuda.linear, 'project': cuda.project}
-        assert seam.load_ops('pallas+linear=cuda') == pallas._replace(**linear)
+        assert seam.choose('pallas+linear=cuda').ops == pallas._replace(**linear)
         linear = {'linear': seam.XLA.linear, 'project': seam.XLA.project}
-        assert seam.load_ops('cuda+linear=xla') == cuda._replace(**linear)
+        assert seam.choose('cuda+linear=xla').ops == cuda._replace(**linear)
         with pytest.raises(UserError, match="linear: expected one of xla, cuda, found 'pallas'"):
             seam.choose('pallas+linear=pallas')
         assert [
-            seam.fused_update(b) is None
+            seam.choose(b).update is None
             for b in ('pallas', 'pallas+adamw=cuda', 'cuda', 'cuda+adamw=xla')
         ] == [
             True,

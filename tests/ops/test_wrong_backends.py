@@ -111,8 +111,8 @@ CALLS = {  # operands and options of each op and variant
 @pytest.mark.parametrize(('fields', 'message'), RECORDS.items())
 def test_a_wrong_record_is_one_line(install, fields, message):
     install(BACKEND, fields=fields)
-    load = plugins.load_backend
-    asked = (backends.load_ops, backends.fused_update, lambda name: load(name).unavailable())
+    # `choose` asks only the backends of some op whether they run.
+    asked = (backends.choose, lambda name: plugins.load_backend(name).unavailable())
     with pytest.raises(UserError, match=rf'^backend=toy: .*{message}') as found:
         [ask('toy') for ask in asked]
     assert str(found.value).isprintable()
@@ -121,7 +121,7 @@ def test_a_wrong_record_is_one_line(install, fields, message):
 def test_a_package_that_ends_the_process_is_named_before(install, caplog):
     caplog.set_level('INFO')
     install(BACKEND, fields='')
-    backends.load_ops('toy')
+    backends.choose('toy')
     assert 'backend=toy: importing toy_kernels:BACKEND of toy 1.2' in caplog.text
 
 
@@ -133,7 +133,7 @@ def test_a_wrong_op_is_one_line(install, op, change, message):
     plain = VARIANTS.get(op, op)
     install(BACKEND, fields=f"ops={{'{plain}': XLA.{plain}, '{op}': {made}}}")
     operands, options = CALLS[op]
-    call = getattr(backends.load_ops('toy'), op)
+    call = getattr(backends.choose('toy').ops, op)
     with pytest.raises(UserError, match=rf'^backend=toy: {op}{message}') as found:
         jax.eval_shape(lambda: call(*operands, **options))
     assert str(found.value).isprintable()
@@ -158,7 +158,7 @@ def test_a_wrong_op_is_one_line(install, op, change, message):
 def test_a_wrong_part_of_adamw_is_one_line(install, part, change, message):
     changed = f'{part}=wrong({change}, UPDATE.{part})'
     install(BACKEND, fields=f"ops={{'adamw': UPDATE._replace({changed})}}")
-    kernels, tree, one = backends.fused_update('toy'), {'w': jnp.ones(3)}, jnp.ones(())
+    kernels, tree, one = backends.choose('toy').update, {'w': jnp.ones(3)}, jnp.ones(())
     calls = {
         'sum_of_squares': lambda: kernels.sum_of_squares(tree),
         'narrow': lambda: kernels.narrow([jnp.ones(3)], jnp.bfloat16),
@@ -216,15 +216,15 @@ def test_a_wrong_transformation_is_one_line(install, transform, message):
     fields = "'conv3x3': XLA.conv3x3, 'norm_silu_conv3x3': XLA.norm_silu_conv3x3"
     install(BACKEND, fields=f'ops={{{fields}}}, transform_gradients={transform}')
     with pytest.raises(UserError, match=rf'^backend=toy: {message}'):
-        jax.eval_shape(backends.transform_gradients('toy')(lambda x: x, 1), jnp.ones(3))
+        jax.eval_shape(backends.choose('toy').transform(lambda x: x, 1), jnp.ones(3))
 
 
 def test_a_right_backend_computes_what_it_did(install):
     """Values and gradients pass through the checks, under jit, vmap and remat."""
     ops = ', '.join(f"'{op}': XLA.{op}" for op in CALLS)
     install(BACKEND, fields=f"ops={{{ops}, 'adamw': UPDATE}}")
-    toy, xla = backends.load_ops('toy'), backends.load_ops('xla')
-    assert toy == backends.load_ops('toy')  # the same functions to JAX
+    toy, xla = backends.choose('toy').ops, backends.choose('xla').ops
+    assert toy == backends.choose('toy').ops  # the same functions to JAX
     key = jax.random.key(0)
     for op, (operands, options) in CALLS.items():
         drawn = jax.tree.map(lambda a: jax.random.normal(key, a.shape), operands)
@@ -240,7 +240,7 @@ def test_a_right_backend_computes_what_it_did(install):
     dropped = Dropout(jnp.ones((2, 2), jnp.uint32), 0.5)
     norm = [o.group_norm(*CALLS['group_norm'][0], dropout=dropped) for o in (toy, xla)]
     assert (norm[0] == norm[1]).all()
-    assert backends.fused_update('toy').sum_of_squares({'w': X}) == UPDATE.sum_of_squares({'w': X})
+    assert backends.choose('toy').update.sum_of_squares({'w': X}) == UPDATE.sum_of_squares({'w': X})
     mapped = jax.vmap(lambda x: linear(x, *CALLS['linear'][0][1:], backend='toy'))(X[None])
     assert mapped.shape == (1, *X.shape)
 
@@ -248,7 +248,7 @@ def test_a_right_backend_computes_what_it_did(install):
 def test_parts_of_an_activation_are_free(install):
     split = 'lambda y: Activation((y.value[..., :8], y.value[..., 8:]))'
     install(BACKEND, fields=f"ops={{'conv3x3': wrong({split}, XLA.conv3x3)}}")
-    assert backends.load_ops('toy').conv3x3(*CALLS['conv3x3'][0]).channels == 32
+    assert backends.choose('toy').ops.conv3x3(*CALLS['conv3x3'][0]).channels == 32
 
 
 def test_a_failure_while_a_program_runs_names_the_backend(install, capsys):
@@ -259,7 +259,7 @@ def test_a_failure_while_a_program_runs_names_the_backend(install, capsys):
     install(BACKEND, fields=f"ops={{'linear': {callback}}}")
 
     def main(argv):
-        jax.block_until_ready(jax.jit(backends.load_ops('toy').linear)(*CALLS['linear'][0]))
+        jax.block_until_ready(jax.jit(backends.choose('toy').ops.linear)(*CALLS['linear'][0]))
 
     with pytest.raises(SystemExit) as ended:
         _without_traceback(main, arguments=False)(['x'])

@@ -23,7 +23,7 @@ from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.runtime import compiled_cache as executables
 from jaxunet.runtime import ownership
 from jaxunet.sampling.generator import Generator
@@ -60,12 +60,13 @@ class Maker:
     """Builds steps, counts them, and asks for kept ones."""
 
     def __init__(self, config):
-        self.config, self.parallel, self.built = config, Parallel(config), 0
+        self.config, self.kernels, self.built = config, choose('xla'), 0
+        self.parallel = Parallel(config, self.kernels)
         images, labels = pipeline.load_all(
             open_source('digits:', image_shape=(8, 8, 1)), progress=False
         )
         self.data = self.parallel.replicate({'images': images, 'labels': labels})
-        self.model, self.optimizer = build_unet(config, load_ops('xla')), make_optimizer(config)
+        self.model, self.optimizer = build_unet(config, self.kernels.ops), make_optimizer(config)
         self.state = fresh_state(config)
 
     def build(self):
@@ -75,7 +76,12 @@ class Maker:
         if c.parallel in COMPILED:
             return COMPILED[c.parallel]
         make = lambda axis: make_train_step(  # noqa: E731
-            c, self.model, make_diffusion(c.diffusion), self.optimizer, axis_name=axis
+            c,
+            self.model,
+            make_diffusion(c.diffusion),
+            self.optimizer,
+            self.kernels,
+            axis_name=axis,
         )
         COMPILED[c.parallel] = self.parallel.lower(
             make, self.parallel.replicate(self.state), self.data

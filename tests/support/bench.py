@@ -7,7 +7,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data import pipeline
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import ops_of
+from jaxunet.ops.backends import choose
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.step import make_train_step
 
@@ -21,16 +21,17 @@ class Bench:
     """
 
     def __init__(self, config, source, *, shared=True):
-        self.config, self.parallel, self.shared = config, Parallel(config), shared
+        kernels = choose(config.backend, config.precision, here=False)
+        self.config, self.parallel, self.shared = config, Parallel(config, kernels), shared
         self.optimizer, model = (
             make_optimizer(config),
-            build_unet(config, ops_of('cuda' if config.backend == 'cuda' else 'xla')),
+            build_unet(config, kernels.ops),
         )
         self.restart()
         images, labels = pipeline.load_all(source, progress=False)
         self.resident = self.parallel.replicate({'images': images, 'labels': labels})
         self.make = lambda axis: make_train_step(
-            config, model, make_diffusion(config.diffusion), self.optimizer, axis_name=axis
+            config, model, make_diffusion(config.diffusion), self.optimizer, kernels, axis_name=axis
         )
 
     def restart(self):

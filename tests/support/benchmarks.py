@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxunet.benchmark.cases import Plan, make_plan
 from jaxunet.config import Config
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 from support.tiny import tiny_config
 
@@ -30,7 +30,7 @@ def plan(config: Config | None = None, **changes: list[str] | int) -> Plan:
 
 def available(backend: str) -> bool:
     try:
-        load_ops(backend)
+        choose(backend)
     except UserError:
         return False
     return True

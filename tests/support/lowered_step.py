@@ -54,7 +54,7 @@ def lower(name: str, backend: str) -> jax.stages.Lowered:
     from jaxunet.config import Config, resolve, to_dict  # noqa: PLC0415
     from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415
     from jaxunet.model.unet import build_unet  # noqa: PLC0415
-    from jaxunet.ops.backends import ops_of  # noqa: PLC0415
+    from jaxunet.ops.backends import choose  # noqa: PLC0415
     from jaxunet.runtime import device  # noqa: PLC0415
     from jaxunet.training.step import make_train_step  # noqa: PLC0415
 
@@ -63,11 +63,13 @@ def lower(name: str, backend: str) -> jax.stages.Lowered:
     else:
         config = resolve(runpy.run_path(str(ROOT / 'configs' / f'{name}.py'))['get_config']())
     config = config.replace(backend=backend)
+    kernels = choose(backend, config.precision, here=False)
     step = make_train_step(
         config,
-        build_unet(config, ops_of(backend)),
+        build_unet(config, kernels.ops),
         make_diffusion(config.diffusion),
         make_optimizer(config),
+        kernels,
     )
     size = config.data.batch_size
     batch = {

@@ -16,6 +16,7 @@ from jaxunet.checkpoint.store import checksum, read
 from jaxunet.data.source import ArraySource
 from jaxunet.data.sources import open_source
 from jaxunet.metrics.evaluation import Result, result_label
+from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import StoppedError
 from jaxunet.training.clock import Clock
@@ -186,7 +187,7 @@ def test_clock():
 
 def test_a_statistics_file_or_other_images_as_the_reference(features, source, tmp_path):
     config = config_of(features, parallel={'devices': 1})
-    state = Parallel(config).local_devices
+    state = Parallel(config, choose('xla')).local_devices
     images = source.load(np.arange(50))
     np.savez(tmp_path / 'few.npz', images=np.repeat(images, 3, axis=3))
     evaluator = Evaluator(

@@ -21,10 +21,11 @@ from support.tiny import tiny_config
 from jaxunet.config import Config, resolve
 from jaxunet.data.sources import Source
 from jaxunet.model.unet import Params, build_unet, init_params
+from jaxunet.ops import backends
 from jaxunet.ops.adamw.packed import LATE_SHARE
-from jaxunet.ops.backends import ops_of, transform_gradients
+from jaxunet.ops.backends import choose
 from jaxunet.runtime import device, plugins
-from jaxunet.training import all_reduce, step
+from jaxunet.training import all_reduce
 from jaxunet.training.all_reduce import computed_last
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
 from xla_ffi.weight_gradients.members import CONVOLUTION, LINEAR
@@ -63,7 +64,7 @@ def test_a_step_calls_one_handler_and_trains_alike(
     losses, states = [], []
     for transform in (plugins.unchanged, lambda function, _: grouped(function)):
         with monkeypatch.context() as patch:
-            patch.setattr(step, 'transform_gradients', lambda *_, t=transform: t)
+            patch.setattr(backends, 'checked_transform', lambda _, t=transform: t)
             bench = Bench(changed, source, shared=False)
             found = calls(bench.lowered)
             own_sums = 'samples = true' in bench.lowered.as_text()
@@ -124,7 +125,7 @@ def test_the_last_call_computes_no_gradient_that_is_summed_early(name: str) -> N
     """Its gradients are packed apart from the others."""
     values = runpy.run_path(str(ROOT / 'configs' / f'{name}.py'))['get_config']()
     full = resolve(values).replace(backend='cuda', precision='bfloat16')
-    model = build_unet(full, ops_of('cuda'))
+    model = build_unet(full, choose('cuda', here=False).ops)
     params = jax.eval_shape(lambda: init_params(model, full, jax.random.key(0)))
     images = jnp.zeros((2, *full.image_shape))
 
@@ -156,7 +157,7 @@ def test_several_devices_merge_micro_batches_in_one_call(
 
 
 def test_only_hopper_merges_calls() -> None:
-    transform = transform_gradients('cuda', 'bfloat16')
+    transform = choose('cuda', here=False).transform
     assert transform(abs) is abs
     with device.use(device.Target.PORTABLE):
         assert transform(abs) is abs
@@ -169,7 +170,7 @@ def test_only_hopper_merges_calls() -> None:
 )
 def test_other_backends_change_nothing(backend: str) -> None:
     with device.use(device.Target.HOPPER):
-        assert transform_gradients(backend, 'bfloat16')(abs) is abs
+        assert choose(backend, here=False).transform(abs) is abs
 
 
 def test_a_backend_need_not_transform_gradients() -> None:

@@ -18,7 +18,7 @@ from jaxunet.data.sources import open_data, open_images, open_source
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.references import XLA
 from jaxunet.training.bands import BANDS, SEED
 from jaxunet.training.held_out import COLUMNS, HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import read_metrics
@@ -53,7 +53,7 @@ def test_values(objective, digits):
     found = HeldOutLoss(config, digits, jax.local_devices()[:1]).measure(params)
     again = HeldOutLoss(config, digits, jax.local_devices()[:2]).measure(params)
     np.testing.assert_allclose(found, again, rtol=1e-5)
-    diffusion, model = make_diffusion(config.diffusion), build_unet(config, load_ops('xla'))
+    diffusion, model = make_diffusion(config.diffusion), build_unet(config, XLA)
 
     @jax.jit
     def loss(image, label, t, number):

@@ -20,6 +20,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.low_res import enlarged, low_res_of
 from jaxunet.model.unet import UNet, build_unet
+from jaxunet.ops.backends import choose
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.batch import noise_batch, normalise, split_keys
@@ -67,7 +68,7 @@ def test_the_loss_sees_the_small_version_of_the_flipped_image(monkeypatch):
     monkeypatch.setattr(UNet, 'predict', predict)
     config = tiny_config(model=MODEL, data={'augment': 'flip'}, diffusion={'objective': 'flow'})
     model, diffusion = build_unet(config, XLA), make_diffusion(config.diffusion)
-    parts = make_train_step(config, model, diffusion, make_optimizer(config)).parts
+    parts = make_train_step(config, model, diffusion, make_optimizer(config), choose('xla')).parts
     state, row = fresh_state(config), jnp.arange(8, dtype=jnp.int32)
     image = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1), dtype=np.uint8)
     batch = {'image': jnp.asarray(image), 'label': 0 * row, 'row': row}
@@ -130,7 +131,7 @@ def test_losses_do_not_depend_on_how_a_batch_is_spread(source):
 def test_the_policy_of_timesteps_measures_such_a_network():
     config = tiny_config(model=MODEL, timesteps={'sampler': 'policy', 'policy_probes': 1})
     diffusion, model = make_diffusion(config.diffusion), build_unet(config, XLA)
-    step = make_train_step(config, model, diffusion, make_optimizer(config))
+    step = make_train_step(config, model, diffusion, make_optimizer(config), choose('xla'))
     numbers = jax.ShapeDtypeStruct((8,), np.int32)
     image = jax.ShapeDtypeStruct((8, 8, 8, 1), np.uint8)
     state = state_template(config)

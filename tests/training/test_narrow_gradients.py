@@ -11,7 +11,7 @@ from support.bench import Bench
 from support.tiny import tiny_config
 
 from jaxunet.model.unet import build_unet, init_params
-from jaxunet.ops.backends import ops_of
+from jaxunet.ops.backends import choose
 from jaxunet.training.all_reduce import computed_last
 
 pytestmark = [pytest.mark.extension, pytest.mark.usefixtures('shared_steps')]
@@ -88,7 +88,10 @@ def test_gradients_of_several_devices_are_summed_packed(narrow_benches):
 def test_gradients_that_come_last_are_known(changed, source):
     """Those that wait for the gradients of all projections are packed apart from the others."""
     config = tiny_config(backend='cuda', precision='bfloat16', model=changed)
-    model, images = build_unet(config, ops_of('cuda')), jnp.zeros((2, *config.image_shape))
+    model, images = (
+        build_unet(config, choose('cuda', here=False).ops),
+        jnp.zeros((2, *config.image_shape)),
+    )
     params = jax.eval_shape(lambda: init_params(model, config, jax.random.key(0)))
     labels = jnp.zeros(2, jnp.int32) if changed.get('num_classes') else None
 

@@ -27,6 +27,7 @@ from jaxunet.data.sources import open_data, open_images
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier
 from jaxunet.model.unet import Params, build_unet
+from jaxunet.ops.backends import choose
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
@@ -84,12 +85,13 @@ def test_the_loss_is_the_cross_entropy_at_its_timesteps(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(NoisyClassifier, 'predict', predict)
     config = network_config(CONFIG.replace(data={'augment': 'flip', 'batch_size': 8}))
-    network, diffusion = make_network(CONFIG, 'xla'), make_diffusion(config.diffusion)
+    network, diffusion = make_network(CONFIG, XLA), make_diffusion(config.diffusion)
     parts = make_train_step(
         config,
         build_unet(config, XLA),
         diffusion,
         make_optimizer(config),
+        choose('xla'),
         loss=make_loss(network),
     ).parts
     rng, row = np.random.default_rng(0), jnp.arange(8, dtype=jnp.int32)

@@ -17,6 +17,7 @@ from jaxunet.checkpoint.muon import MUON, STEP_RMS, matrix_steps, orthogonal, pa
 from jaxunet.checkpoint.optimizer import get_moments, learning_rate_schedule, make_optimizer
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
+from jaxunet.ops.backends import choose
 from jaxunet.training.update import make_update
 
 RATE = 1e-3
@@ -142,7 +143,9 @@ def test_kernels_of_adamw_give_the_same_update(state, finite):
     before = dataclasses.replace(positive, step=jnp.int32(7), ema=ema)
     loss = jnp.float32(1 if finite else np.nan)
     found, expected = (
-        jax.jit(make_update(config, make_optimizer(config)))(before, grads, loss, loss, ())
+        jax.jit(
+            make_update(config, make_optimizer(config), choose(config.backend, here=False).update)
+        )(before, grads, loss, loss, ())
         for config in (
             muon_config(backend=f'xla+adamw={name}', ema={'rates': (0.9,), 'widths': (0.1,)})
             for name in ('cuda', 'xla')
@@ -163,6 +166,8 @@ def test_kernels_of_adamw_give_the_same_update(state, finite):
 @pytest.mark.parametrize('backend', ['xla', 'xla+adamw=cuda'])
 def test_a_profile_finds_the_averages_of_the_matrices(backend, state):
     config = muon_config(backend=backend)
-    update = jax.jit(make_update(config, make_optimizer(config)))
+    update = jax.jit(
+        make_update(config, make_optimizer(config), choose(config.backend, here=False).update)
+    )
     lowered = update.lower(state, state.params, jnp.float32(1), jnp.float32(1), ())
     assert '/ema/' in lowered.as_text(debug_info=True)

@@ -11,7 +11,7 @@ from jaxunet.checkpoint.optimizer import make_optimizer
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.training.all_reduce import OVERLAP
 from jaxunet.training.parallel import (
     CONCURRENT,
@@ -27,13 +27,14 @@ from jaxunet.training.step import make_train_step
 def test_each_gradient_is_reduced_on_its_own(mode):
     """XLA can reduce those that are ready while the rest of the backward pass runs."""
     config = tiny_config(parallel={'mode': mode})
-    parallel = Parallel(config)
+    kernels = choose('xla')
+    parallel = Parallel(config, kernels)
     state = parallel.replicate(fresh_state(config))
     batch = {'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)}
-    model, optimizer = build_unet(config, load_ops('xla')), make_optimizer(config)
+    model, optimizer = build_unet(config, kernels.ops), make_optimizer(config)
     lowered = parallel.lower(
         lambda axis: make_train_step(
-            config, model, make_diffusion(config.diffusion), optimizer, axis_name=axis
+            config, model, make_diffusion(config.diffusion), optimizer, kernels, axis_name=axis
         ),
         state,
         parallel.put_batch(batch),
@@ -45,13 +46,18 @@ def test_each_gradient_is_reduced_on_its_own(mode):
     )  # %7:2 = ... would reduce two at once
 
 
+def parallel_of(**changes):
+    config = tiny_config(**changes)
+    return Parallel(config, choose(config.backend, here=False))
+
+
 def test_xla_knows_the_options_of_overlap():
     """Options for GPUs are parsed, and refused if unknown, on any device."""
     for name, value in (OVERLAP | WHOLE_GRAPH | CONCURRENT).items():
         assert int(jax.jit(lambda x: x + 1, compiler_options={name: value})(1)) == 2
     with pytest.raises(Exception, match='No such compile option'):
         jax.jit(lambda x: x + 1, compiler_options={'xla_gpu_overlap': True})(1)
-    assert not Parallel(tiny_config(backend='cuda')).compiler_options  # on a CPU
+    assert not parallel_of(backend='cuda').compiler_options  # on a CPU
 
 
 SEVERAL = OVERLAP | WHOLE_GRAPH
@@ -74,7 +80,7 @@ SEVERAL = OVERLAP | WHOLE_GRAPH
 )
 def test_kernels_overlap_where_it_helps(monkeypatch, backend, batch, parallel, found):
     parallel = {'devices': 1} | parallel
-    step = Parallel(tiny_config(backend=backend, data={'batch_size': batch}, parallel=parallel))
+    step = parallel_of(backend=backend, data={'batch_size': batch}, parallel=parallel)
     step.devices = [types.SimpleNamespace(platform='gpu')] * parallel['devices']
     monkeypatch.delenv('XLA_FLAGS')
     assert step.compiler_options == found
@@ -102,7 +108,7 @@ def test_a_stop_is_read_without_a_program_on_the_device():
 
 
 def test_several_processes_keep_the_default_graphs(monkeypatch):
-    step = Parallel(tiny_config(backend='cuda', parallel={'devices': 2}))
+    step = parallel_of(backend='cuda', parallel={'devices': 2})
     step.devices = [types.SimpleNamespace(platform='gpu')] * 2
     monkeypatch.delenv('XLA_FLAGS')
     monkeypatch.setattr(jax, 'process_count', lambda: 2)

@@ -11,6 +11,7 @@ from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.data.sources import open_source
+from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
@@ -37,7 +38,7 @@ def state_of(params, moments):
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
 def test_a_flipped_bit_names_its_device(mode):
     config = tiny_config(parallel={'mode': mode}, train={'check_replicas_every': 2})
-    parallel = Parallel(config)
+    parallel = Parallel(config, choose('xla'))
     assert len(parallel.devices) == 4
     replicas = Replicas(config, parallel)
     put = parallel.replicate
@@ -92,5 +93,5 @@ def test_a_run_ends_and_keeps_its_last_good_checkpoint(tmp_path, monkeypatch):
 
 def test_a_single_device_is_told(caplog):
     config = tiny_config(parallel={'devices': 1}, train={'check_replicas_every': 2})
-    Replicas(config, Parallel(config)).check(state_of({}, {}), 2, None)
+    Replicas(config, Parallel(config, choose('xla'))).check(state_of({}, {}), 2, None)
     assert 'nothing to compare on a single device' in caplog.text

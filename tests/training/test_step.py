@@ -16,6 +16,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import read
 from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices
+from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.ema import ema_decay
 from jaxunet.training.logs import mean_loss, read_metrics
@@ -370,4 +371,4 @@ def test_weight_decay_pulls_weights_down(bench_of):
 )
 def test_batches_that_do_not_divide(changes, message):
     with pytest.raises(UserError, match=message):
-        Parallel(tiny_config(parallel={'devices': 4}).replace(**changes))
+        Parallel(tiny_config(parallel={'devices': 4}).replace(**changes), choose('xla'))

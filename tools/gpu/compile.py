@@ -152,7 +152,7 @@ def compile_step(options: argparse.Namespace) -> None:
     from jaxunet.config import resolve  # noqa: PLC0415
     from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415
     from jaxunet.model.unet import build_unet  # noqa: PLC0415
-    from jaxunet.ops.backends import ops_of  # noqa: PLC0415
+    from jaxunet.ops.backends import choose  # noqa: PLC0415
     from jaxunet.runtime import device  # noqa: PLC0415
     from jaxunet.training.parallel import Parallel  # noqa: PLC0415
     from jaxunet.training.step import make_train_step  # noqa: PLC0415
@@ -168,8 +168,9 @@ def compile_step(options: argparse.Namespace) -> None:
     jax.local_device_count = lambda *_: len(gpus)
     device.target = lambda: device.Target.HOPPER
     device.multiprocessors = lambda _: 132
-    parallel = Parallel(config)
-    model = build_unet(config, ops_of(config.backend, config.precision))
+    kernels = choose(config.backend, config.precision, here=False)
+    parallel = Parallel(config, kernels)
+    model = build_unet(config, kernels.ops)
     diffusion, optimizer = make_diffusion(config.diffusion), make_optimizer(config)
     lead = (options.steps,) if options.steps > 1 else ()
     images = (*lead, config.data.batch_size, *config.image_shape)
@@ -179,7 +180,7 @@ def compile_step(options: argparse.Namespace) -> None:
     }
     began = time.perf_counter()
     lowered = parallel.lower(
-        lambda axis: make_train_step(config, model, diffusion, optimizer, axis_name=axis),
+        lambda axis: make_train_step(config, model, diffusion, optimizer, kernels, axis_name=axis),
         state_template(config),
         data,
         options.steps,

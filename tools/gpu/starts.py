@@ -2,7 +2,6 @@
 
     python tools/gpu/starts.py --output docs/results/start/commands.jsonl
     python tools/gpu/starts.py --table docs/results/start/commands.jsonl
-    python tools/gpu/starts.py --fit docs/results/start/commands.jsonl
 
 Every case runs its command twice with its own cache folder: cold, with an empty folder, then warm.
 Training stops at the first row of metrics.csv, after the first call (20 steps). Sampling draws 256
@@ -13,14 +12,11 @@ a .pt file, a .safetensors file and the workdir of a run in bfloat16.
 Most of a start is work of the host, so `--lanes` cases run at a time, each on its share of the CPU
 cores; the rows say how many. Cases begin in the order of `CASES` until `--seconds` have passed. Any
 that still run then are stopped, and their rows get an error.
-
-`--fit` writes jaxunet/ops/sampling_costs.json, by which backend=auto chooses for short jobs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import queue
@@ -44,7 +40,6 @@ from support.origin import origin  # noqa: E402
 from jaxunet.runtime import rows  # noqa: E402
 from jaxunet.runtime.rows import Row  # noqa: E402
 
-COSTS = ROOT / 'jaxunet/ops/sampling_costs.json'
 IMAGES, BATCH, EVALUATIONS = 256, 64, 50
 POLL = 0.005  # seconds between two checks of what a command has written
 WEIGHTS = """
@@ -301,31 +296,6 @@ def read_from(row: Row) -> str:
     return row['task'] + (f' {row["checkpoint"]}' if row['task'] == 'sample' else '')
 
 
-def costs(found: Sequence[Row]) -> list[Row]:
-    """Returns the rows of sampling_costs.json, from the newest cold sampling of each backend."""
-    newest = {
-        (row['precision'], row['backend']): row
-        for row in found
-        if (row['task'], row['cache'], row['error']) == ('sample', 'empty', None) and row['backend']
-    }
-    fitted = []
-    for (precision, backend), row in sorted(newest.items()):
-        work = BATCH * EVALUATIONS * row['forward_flops'] / 1e12  # for one batch
-        batch_s = (row['total_s'] - row['first_s']) / (IMAGES / BATCH - 1)
-        fitted.append(
-            {
-                'family': 'hopper',
-                'precision': precision,
-                'backend': backend,
-                'start_s': round(row['first_s'] - batch_s, 2),
-                'teraflop_per_s': round(work / batch_s, 1),
-                'device': row['device'],
-                'git': row['git'],
-            }
-        )
-    return fitted
-
-
 def table(found: Sequence[Row]) -> str:
     """Returns a Markdown table: seconds to the first step or picture, cold and warm."""
     cases: dict[tuple[str, str, str], dict[str, Row]] = {}
@@ -351,14 +321,10 @@ def main() -> None:
     parser.add_argument('--seconds', type=float, default=170)
     parser.add_argument('--lanes', type=int, default=3)
     parser.add_argument('--table', type=pathlib.Path, help='print the table of these rows, and end')
-    parser.add_argument('--fit', type=pathlib.Path, help=f'write {COSTS.name} from these rows')
     parser.add_argument(
         '--auto', action='store_true', help='only cases that leave the backend to the command'
     )
     options = parser.parse_args()
-    if options.fit:
-        COSTS.write_text(json.dumps({'rows': costs(rows.read(options.fit))}, indent=1) + '\n')
-        return
     if options.table:
         print(table(rows.read(options.table)))
         return

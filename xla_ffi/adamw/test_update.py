@@ -11,7 +11,8 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint.optimizer import make_optimizer
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
+from jaxunet.ops.references import XLA
 from jaxunet.training.update import make_update
 from xla_ffi.adamw.narrow import narrow
 
@@ -35,7 +36,7 @@ def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
     state = dataclasses.replace(
         state, loss_scale=state.loss_scale._replace(scale=jnp.float32(scale))
     )
-    update = jax.jit(make_update(config, optimizer))
+    update = jax.jit(make_update(config, optimizer, choose(config.backend, here=False).update))
     draw = np.random.default_rng(0)
     zero = jnp.zeros(())
     for step in range(steps):
@@ -90,7 +91,9 @@ def test_a_norm_that_is_not_finite_changes_nothing():
     state = fresh_state(config)
     grads = jax.tree.map(lambda p: jnp.full(p.shape, jnp.inf), state.params)
     zero = jnp.zeros(())
-    found = jax.jit(make_update(config, optimizer))(state, grads, zero, zero, ())
+    found = jax.jit(make_update(config, optimizer, choose(config.backend, here=False).update))(
+        state, grads, zero, zero, ()
+    )
     assert not bool(found.finite)
     for kept, old in zip(
         jax.tree.leaves(found[:3]),
@@ -118,7 +121,7 @@ def test_weights_narrowed_at_once_are_those_narrowed_one_by_one(options):
     config = tiny_config(
         precision='bfloat16', model={'zero_init': False, **options}, data={'classes': ('a', 'b')}
     )
-    model = build_unet(config, load_ops('xla'))
+    model = build_unet(config, XLA)
     params = fresh_state(config).params
     draw = np.random.default_rng(0)
     x = jnp.asarray(draw.standard_normal((2, *config.image_shape)), jnp.float32)

@@ -20,7 +20,7 @@ from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, turn_st
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.source import Source
-from jaxunet.ops.backends import choose, describe
+from jaxunet.ops.backends import choose
 from jaxunet.profile.capture import capture
 from jaxunet.profile.summary import summarise
 from jaxunet.runtime.errors import UserError
@@ -48,7 +48,7 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
     """
     check_gpu()
     config = benchmark_config(config)
-    chosen = choose(config.backend, config.precision)
+    kernels = choose(config.backend, config.precision)
     rates = measure_rates(config.precision)
     origin = {
         'kind': KIND,
@@ -61,13 +61,13 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
         'config': name,
         'precision': config.precision,
         'backend': config.backend,
-        'ops': describe(config.backend, config.precision),
+        'ops': str(kernels),
         'matmul_flops': rates.matmul_flops,
         'copy_bytes_per_s': rates.copy_bytes,
     }
     for size in batch_sizes or [config.data.batch_size]:
         sized = config.replace(data={'batch_size': size})
-        work = step_work(sized, [op for op, backend in chosen.items() if backend == 'xla'])
+        work = step_work(sized, [op for op, backend in kernels.names.items() if backend == 'xla'])
         source = synthetic_source(sized)
         logging.info('%s, batch %d: traces a step', name, size)
         with tempfile.TemporaryDirectory() as folder:
