@@ -8,11 +8,12 @@ import dataclasses
 import pathlib
 import typing
 
-from jaxunet.config import Config, default_config, resolve
+from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.checks import INVALID
 from jaxunet.config.unused import check_used
 from jaxunet.runtime.errors import UserError
 
+DEFAULTS = to_dict(Config())
 MESSAGES = pathlib.Path(__file__).with_name('messages.txt')
 # Values by the type of a field: of other types, at the ends of ranges and beyond, and different
 # from defaults, which have no effect where a field belongs to another choice than the default one.
@@ -46,10 +47,11 @@ def values(hint, default):
 
 def message(section, name, value):
     """Returns the message for one value in the default config; None if it is valid."""
-    raw = default_config().to_dict()
-    (raw[section] if section else raw)[name] = value
+    changed = {name: value}
     try:
-        check_used(resolve(raw))
+        check_used(
+            resolve(DEFAULTS | ({section: DEFAULTS[section] | changed} if section else changed))
+        )
     except UserError as error:
         return str(error).removeprefix(INVALID).strip()
     return None
