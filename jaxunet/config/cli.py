@@ -207,7 +207,7 @@ def define_optional_config(help_text: str) -> flags.FlagHolder:
 def _with_own_reader(holder: flags.FlagHolder) -> flags.FlagHolder:
     """Makes the flag read its file with `ConfigFile`."""
     flag = flags.FLAGS[holder.name]
-    flag.parser = ConfigFile(flag.parser)
+    flag.parser = ConfigFile()
     return holder
 
 
