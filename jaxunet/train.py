@@ -36,7 +36,7 @@ from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import check_averages, choose
-from jaxunet.runtime import distributed, program
+from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for, warn_of_small_limit
@@ -158,7 +158,7 @@ def supervise() -> int:
 
 def run(config: Config) -> None:
     """Trains, as this process's part of the run."""
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     # A GPU takes seconds to start. Meanwhile Python makes a trace that every run needs.
     devices = Background(jax.devices)
     checkpoint.state_template(config)
@@ -307,4 +307,4 @@ def start_from(config: Config) -> str:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

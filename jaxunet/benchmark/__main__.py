@@ -46,7 +46,7 @@ from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
 from jaxunet.ops import choices
 from jaxunet.ops.backends import load_ops, runnable
-from jaxunet.runtime import rows
+from jaxunet.runtime import command, rows
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
@@ -222,4 +222,4 @@ def dry_run(plan: Plan) -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

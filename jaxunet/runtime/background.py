@@ -13,7 +13,7 @@ WAIT_SECONDS = 0.1  # seconds between two calls of `keep_waiting`
 
 
 class Background(Generic[Result]):
-    """Runs a function in a daemon thread, for which `jaxunet.config.cli.run` does not wait.
+    """Runs a function in a daemon thread, for which `jaxunet.runtime.command.run` does not wait.
 
     Args:
       function: called at once, in the thread.

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxunet.config.cli import _without_traceback
 from jaxunet.ops import backends
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Rule
@@ -16,6 +15,7 @@ from jaxunet.ops.functional import linear
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.references import UPDATE, VARIANTS
 from jaxunet.runtime import plugins
+from jaxunet.runtime.command import _without_traceback
 from jaxunet.runtime.errors import UserError
 
 BACKEND = """

@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import draw_state, fresh_state, make_optimizer, state_config
-from jaxunet.config import Config, cli, to_dict
+from jaxunet.config import Config, to_dict
 from jaxunet.config.schema import FACTS
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
@@ -311,11 +311,11 @@ def test_a_cache_of_another_user_is_not_enabled(tmp_path, monkeypatch, caplog):
     }
     monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'new'))
     try:
-        cli.enable_compilation_cache()
+        executables.enable_compilation_cache()
         assert (tmp_path / 'new').stat().st_mode & 0o777 == 0o700
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'new')
         monkeypatch.setattr(ownership.os, 'geteuid', lambda: 12345)
-        cli.enable_compilation_cache()
+        executables.enable_compilation_cache()
         assert not jax.config.jax_enable_compilation_cache
         assert 'it belongs to user' in caplog.text
         assert 'not to 12345' in caplog.text

@@ -15,13 +15,12 @@ from support.commands import ROOT, environment, python_path
 
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.store import find
-from jaxunet.config import cli
-from jaxunet.config.config_file import check_file
+from jaxunet.config.config_file import ConfigFile
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.sources import check_path, open_source
 from jaxunet.metrics.features import load_features
 from jaxunet.ops import choices
-from jaxunet.runtime import download
+from jaxunet.runtime import compiled_cache, download
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.weights.files import read_classifier, read_weights
@@ -122,8 +121,8 @@ def test_functions_expand_the_paths_that_they_are_given(home):
     check_path('cifar10:~/a.npz')
     (home / 'run' / 'checkpoints').mkdir(parents=True)
     assert find('~/run') == (home / 'run', None)
-    (home / 'c.py').write_text('')
-    check_file('~/c.py')
+    (home / 'c.py').write_text('def get_config():\n  return {}')
+    assert ConfigFile().parse('~/c.py') == {}
     for reads in (
         lambda: load_model('~/none.pt'),
         lambda: read_weights('~/none.pt'),
@@ -132,7 +131,7 @@ def test_functions_expand_the_paths_that_they_are_given(home):
     ):
         with pytest.raises(UserError, match=rf'^{home}/none.*: no such file'):
             reads()
-    for reads in (check_output, load_model, load_features, check_file, check_path):
+    for reads in (check_output, load_model, load_features, ConfigFile().parse, check_path):
         with pytest.raises(UserError, match=r'~no_user/a.*: there is no user "no_user" on this'):
             reads('~no_user/a.npz')
 
@@ -147,7 +146,7 @@ def test_variables_expand_their_paths(home, name, monkeypatch):
     else:
         before = jax.config.jax_compilation_cache_dir
         try:
-            cli.enable_compilation_cache()
+            compiled_cache.enable_compilation_cache()
             assert jax.config.jax_compilation_cache_dir == str(home / 'mine')
         finally:
             jax.config.update('jax_compilation_cache_dir', before)
@@ -156,7 +155,7 @@ def test_variables_expand_their_paths(home, name, monkeypatch):
 def test_an_account_without_a_home_keeps_no_compiled_programs(homeless, caplog):
     before = jax.config.jax_enable_compilation_cache
     try:
-        cli.enable_compilation_cache()
+        compiled_cache.enable_compilation_cache()
         assert not jax.config.jax_enable_compilation_cache
     finally:
         jax.config.update('jax_enable_compilation_cache', before)
