@@ -1,7 +1,44 @@
-"""jaxunet: diffusion UNets in JAX, trained on hand-written GPU kernels."""
+"""jaxunet: diffusion UNets in JAX, trained on hand-written GPU kernels.
 
-from jaxunet.runtime.interrupt import quiet_while_importing
+The functions of `jaxunet.api` are attributes of this package. They are imported at their first use,
+so that `import jaxunet` alone is quick and starts nothing.
+"""
+
+import sys
+import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxunet.api import Model, Run, UserError, evaluate, load, train, train_rows
 
 __version__ = '0.2.0'
+__all__ = ['Model', 'Run', 'UserError', 'evaluate', 'load', 'train', 'train_rows']
 
-quiet_while_importing()
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    from jaxunet import api  # noqa: PLC0415 (it imports jax)
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Command(types.ModuleType):
+    """The module of a command that has the name of a function of `jaxunet.api`.
+
+    Importing it makes it the attribute of this package, so it can be called as the function.
+    """
+
+    def __call__(self, *args: object, **options: object) -> object:
+        from jaxunet import api  # noqa: PLC0415
+
+        return getattr(api, self.__name__.rpartition('.')[2])(*args, **options)
+
+
+def is_function_too(module: str) -> None:
+    """Makes the module of a command callable."""
+    sys.modules[module].__class__ = _Command

@@ -14,6 +14,8 @@ unet.cu's PyTorch network instead. --init writes untrained weights of a config's
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import pathlib
 from collections.abc import Sequence
 

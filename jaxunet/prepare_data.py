@@ -12,6 +12,8 @@ listed in an error, and nothing is written.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import contextlib
 import os
 import tempfile

@@ -28,6 +28,8 @@ Several processes, started as for `jaxunet.train`, share the work.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import math
 import os
 import sys
@@ -224,7 +226,8 @@ def run() -> None:
                 f'{parts.folder}: {ATTEMPTS} times, finished batches were damaged; check the disk '
                 'and the memory of this machine, or choose another --output'
             )
-    columns = grid_columns(0 if low_res else classes, count)
+    shown = 0 if low_res or CLASS_LABELS.value is not None else classes  # in turn, one a column
+    columns = class_columns(shown, count)
     save_images(OUTPUT.value, images, labels, columns=columns)
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
@@ -264,18 +267,6 @@ def resume(parts: Parts) -> None:
     )
     found = parts.finished() if parts.exists() else 'not there'
     distributed.agree({f'{parts.folder}, which the processes must share': found})
-
-
-def grid_columns(classes: int, count: int) -> int | None:
-    """Returns the number of columns of the grid; None = automatic.
-
-    If the samples show every class in turn, each column has one class.
-
-    Args:
-      classes: number of classes of the model.
-      count: number of samples.
-    """
-    return class_columns(classes, count) if CLASS_LABELS.value is None else None
 
 
 def draw(

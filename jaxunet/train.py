@@ -5,11 +5,13 @@
 
 Run the same command again to resume a run. On SIGTERM, SIGHUP or SIGINT (Ctrl-C) the run saves a
 checkpoint and exits with 0; on a second SIGINT it exits with 130 and saves nothing. The folder
-`--workdir` gets checkpoints/, metrics.csv, tensorboard/, samples/ and, with train.evaluate_every,
-evaluation.csv.
+`--workdir` gets checkpoints/, metrics.csv, tensorboard/, samples/, log.txt, index.html (a page to
+look at in a browser) and, with train.evaluate_every, evaluation.csv.
 """
 
 from __future__ import annotations
+
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
 import os
 import pathlib
@@ -19,13 +21,14 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from absl import flags, logging
+from absl import flags
 
+from jaxunet import is_function_too
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import config_at, newest_classes, newest_config, saved_steps
+from jaxunet.checkpoint.optimizer import endless_warmup, rate_jump
 from jaxunet.checkpoint.resumable import check_resumable
-from jaxunet.checkpoint.state import endless_warmup, rate_jump
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
@@ -35,18 +38,21 @@ from jaxunet.data.look import tell_pixels
 from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import check_averages, choose
+from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.out_of_memory import memory_for, warn_of_small_limit
-from jaxunet.runtime.paths import expanded, of_user
+from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.paths import of_user
+from jaxunet.training.log_file import LogFile
 from jaxunet.training.loop import train
-from jaxunet.training.meeting import Place
-from jaxunet.training.parallel import Parallel, on_fewer_devices
+from jaxunet.training.parallel import on_fewer_devices
+from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
 from jaxunet.training.saving import write_error_ends
+from jaxunet.training.start import check_workdir, open_checked
 
+is_function_too(__name__)
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
     'workdir',
@@ -101,8 +107,8 @@ RESTARTS = flags.DEFINE_integer(
     0,
     'Number of times that a run is started again from its last checkpoint if its process dies '
     '(killed by a signal, out of memory, stalled devices, a device error); every new checkpoint '
-    'begins the count anew. 0 = never. In a SLURM job, the job is requeued instead. It goes on '
-    'with the devices and processes that are left.',
+    'begins the count anew. 0 = never. The run goes on with the devices that are left. In a SLURM '
+    'job, the job is requeued instead. Needs one process, or srun.',
     lower_bound=0,
 )
 of_user(WORKDIR)
@@ -112,10 +118,11 @@ def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
+    logging.get_absl_logger().addHandler(LogFile(program.shown(command_line())))
     saved = newest_config(workdir())
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])
-    check_workdir(config)
+    check_workdir(config, workdir())
     if DRY_RUN.value:
         dry_run(config, saved)
         return None
@@ -135,24 +142,31 @@ def main(argv: Sequence[str]) -> int | None:
     return None
 
 
+def command_line() -> str:
+    """Returns the command line."""
+    return shlex.join(['python', '-m', 'jaxunet.train', *sys.argv[1:]])
+
+
 def supervise() -> int:
     """Runs this command in a child process, and again if that dies; returns its exit code."""
     launcher = {'auto': distributed.detect(os.environ)}.get(CLUSTER.value, CLUSTER.value)
     if launcher in ('ompi', 'mpi4py'):
         raise UserError(
             '--restarts: mpirun cannot start one of its processes again; leave it out, or start '
-            'the processes by srun or by hand'
+            'the processes with srun'
+        )
+    if (PROCESSES.value or 1) > 1:
+        raise UserError(
+            f'--restarts: expected one process, or processes of srun, found --num_processes='
+            f'{PROCESSES.value}; leave it out, and let SLURM or Kubernetes restart all processes '
+            'with the same command, as docs/training.md shows'
         )
     command = [sys.executable, '-m', 'jaxunet.train', *sys.argv[1:], '--restarts=0']
-    process, processes = PROCESS.value or 0, PROCESSES.value or 1
     return Supervisor(
         command,
         workdir(),
         RESTARTS.value,
-        main=process == 0 and os.environ.get('SLURM_PROCID', '0') == '0',
-        place=Place(process, processes) if processes > 1 else None,
-        wait_seconds=WAIT.value,
-        heartbeat_seconds=HEARTBEAT.value,
+        main=os.environ.get('SLURM_PROCID', '0') == '0',
     ).run()
 
 
@@ -163,20 +177,10 @@ def run(config: Config) -> None:
     devices = Background(jax.devices)
     checkpoint.state_template(config)
     devices.wait()
-    # A missing backend or device is an error before anything is read or written.
-    ops = choose(config.backend, config.precision)
-    check_averages(config)
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
-    Parallel(config)
-    warn_of_small_limit()
-    estimate.warn_if_long_on_a_cpu(config)
-    if warning := endless_warmup(config):
-        logging.warning('%s', warning)
-    source = open_images(config)
-    check_classes(config, source)
-    if jax.process_index() == 0:
-        tell_pixels(source)
+    source = open_checked(config)
+    ops = choose(config.backend, config.precision)
     folder = workdir()
     distributed.agree(
         fields(config)
@@ -199,7 +203,7 @@ def run(config: Config) -> None:
     resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)
     with write_error_ends():
-        reached = train(config, folder, source, initial)
+        reached = train(config, folder, source, initial, caller=Preemption())
     if reached >= config.train.steps and jax.process_index() == 0:
         print(f'samples of the trained model: {sample_command(config, folder)}', flush=True)
 
@@ -217,25 +221,6 @@ def sample_command(config: Config, folder: pathlib.Path) -> str:
 def workdir() -> pathlib.Path:
     """Returns the folder of the run."""
     return pathlib.Path(WORKDIR.value or f'runs/{cli.config_name()}')
-
-
-def check_workdir(config: Config) -> None:
-    """Checks that a run does not write its sample grids between its training images.
-
-    Raises:
-      UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
-    """
-    images = pathlib.Path(expanded(config.data.path))
-    if not config.data.path or not images.is_dir():
-        return
-    images, folder = images.resolve(), workdir().resolve()
-    if not folder.is_relative_to(images):
-        return
-    if not any(part.startswith('.') for part in folder.relative_to(images).parts):
-        raise UserError(
-            f'--workdir: {workdir()} is in {config.data.path}, the folder of data.path, so a '
-            'resumed run would train on its own samples; expected a folder outside it'
-        )
 
 
 def fields(config: Config) -> dict[str, object]:

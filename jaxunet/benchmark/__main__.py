@@ -25,6 +25,8 @@ memory while a case runs, so all sides must fit in memory together.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import os
 import shlex
 import sys

@@ -29,6 +29,8 @@ OUTPUT/compare.toml, with its config beside it, and makes the runs of that file.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import math
 import pathlib
 import shlex

@@ -25,6 +25,8 @@ piece of work), pictures/ (unpicked samples), logs/JOB.csv (the metrics.csv of t
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import math
 import pathlib
 import shlex

@@ -14,6 +14,8 @@ started with such a field, it is only logged.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import json
 import math
 import sys

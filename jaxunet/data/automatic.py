@@ -18,7 +18,7 @@ from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.config.schema import FACTS, DiffusionConfig, Fields
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
-from jaxunet.data.source import Source, spread
+from jaxunet.data.source import ArraySource, Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images
 from jaxunet.runtime.errors import UserError
 
@@ -59,7 +59,10 @@ ANY = Facts(1000, [(64, 64)], False)  # for checking a config before its images 
 
 
 def complete(
-    values: ConfigDict | Fields, known: Config | None = None, start: Config | None = None
+    values: ConfigDict | Fields,
+    known: Config | None = None,
+    start: Config | None = None,
+    given: ArraySource | None = None,
 ) -> Config:
     """Returns the config with the fields that it leaves open chosen from its images; logs them.
 
@@ -71,6 +74,7 @@ def complete(
       known: config of the run to resume, which chose already; None for a new one.
       start: config of the run from whose weights a new one starts (`init_from`); its objective is
         kept, because the weights predict nothing else.
+      given: the images in memory that `data.path` stands for; None = it is a path.
 
     Raises:
       UserError: the config is invalid, or the images cannot be opened or are too small.
@@ -80,18 +84,18 @@ def complete(
         raw = _with_rule(raw, known)
     left_open = [path for path, empty in OPEN.items() if _get(raw, path) == empty]
     if not left_open:
-        return _with_epochs(resolve(raw))
+        return _with_epochs(resolve(raw), given)
     if known is not None:
         saved = to_dict(known)
         companions = [COMPANIONS[path] for path in left_open if path in COMPANIONS]
         paths = [*left_open, *(path for path in companions if not _is_set(raw, path))]
-        return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})))
+        return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})), given)
     if start is not None and 'diffusion.objective' in left_open:
-        return complete(_with_objective(raw, start))
+        return complete(_with_objective(raw, start), given=given)
     draft = resolve(_with(raw, choose(raw, ANY)))  # finds other mistakes before anything is opened
-    facts = look(draft)
+    facts = look(draft, given)
     chosen = choose(raw, facts)
-    config = _with_epochs(resolve(_with(raw, chosen)))
+    config = _with_epochs(resolve(_with(raw, chosen)), given)
     if config.train.epochs:
         chosen.pop('train.steps', None)
     _log(config, facts, chosen)
@@ -123,11 +127,11 @@ def _with_objective(raw: Fields, start: Config) -> Fields:
     return _with(raw, taken)
 
 
-def _with_epochs(config: Config) -> Config:
+def _with_epochs(config: Config, given: ArraySource | None) -> Config:
     """Returns the config with the steps that `train.epochs` takes, if it is set."""
     if not config.train.epochs:
         return config
-    images = len(open_images(config))
+    images = len(open_images(config, given))
     config = resolve(to_dict(config.replace(train={'steps': epoch_steps(config, images)})))
     logging.info(
         'train.epochs=%g: %s steps of %d from %s images',
@@ -153,14 +157,19 @@ def epoch_steps(config: Config, images: int) -> int:
     return max(-(-steps // calls), 1) * calls
 
 
-def look(config: Config) -> Facts:
+def look(config: Config, given: ArraySource | None = None) -> Facts:
     """Returns the facts about the images of a config.
+
+    Args:
+      given: as for `complete`.
 
     Raises:
       UserError: they cannot be opened, or an image is corrupt.
     """
-    source = open_data(config, (PROBE, PROBE, config.model.image_channels))
-    if tar := compressed_tar(config.data.path):  # its images now have the shape of the probe
+    source = open_data(config, (PROBE, PROBE, config.model.image_channels), given)
+    if given is None and (
+        tar := compressed_tar(config.data.path)
+    ):  # its images now have the shape of the probe
         sizes = tar_stream_sizes(tar, SIZES)
     else:
         sizes = [source.stored_size(int(row)) for row in spread(len(source), SIZES)]

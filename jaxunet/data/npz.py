@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit
+from jaxunet.data.pixels import MAX_FLAT, Batch, Crops, Shape, check_fit, fit
 from jaxunet.data.rules import class_name
 from jaxunet.data.source import MAX_MEMORY, FileArray, Source, no_labels
 from jaxunet.runtime import archives
@@ -59,7 +59,7 @@ class NpzSource(Source):
         shape = self._images.shape
         self._grey = len(shape) == 3
         check_fit((*shape[1:], 1) if self._grey else shape[1:], image_shape, str(path))
-        self.labels, self.class_names = _check_labels(path, shape[0], labels, names)
+        self.labels, self.class_names = check_labels(path, shape[0], labels, names)
 
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Reads the images at these indices; see `Source.load`."""
@@ -92,6 +92,12 @@ def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | FileArray
         raise UserError(
             f'{path}: {key[:-4]}: expected shape (n, height, width, channels) '
             f'or (n, height, width), found {shape}'
+        )
+    if len(shape) == 3 and shape[2] <= MAX_FLAT < min(shape[:2]):
+        raise UserError(
+            f'{path}: {key[:-4]}: found shape {shape}, which is one image (height, width, '
+            f'channels), or {shape[0]} grey ones of {shape[2]} pixels a side; expected (n, height, '
+            'width, channels): for one image, store images[None]'
         )
     if math.prod(shape) == 0:
         raise UserError(
@@ -154,10 +160,19 @@ def _read_small(path: Path, archive: zipfile.ZipFile, what: str) -> np.ndarray |
     return archives.read_npy(archive, member)
 
 
-def _check_labels(
-    path: Path, n: int, labels: np.ndarray | None, names: np.ndarray | None
+def check_labels(
+    path: Path | str, n: int, labels: np.ndarray | None, names: np.ndarray | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Returns int32 labels (n,) and class names; labels without names are named by their number."""
+    """Returns int32 labels (n,) and class names; labels without names are named by their number.
+
+    Args:
+      path: begins the messages.
+      n: number of images.
+      labels, names: as they were given; None = there are none.
+
+    Raises:
+      UserError: they are no labels and names of n images.
+    """
     if labels is None:
         return no_labels(n), ()
     if labels.dtype.kind not in 'iu':

@@ -105,6 +105,10 @@ class ArraySource(Source):
         self.class_names = class_names
         self._images = images
 
+    def at(self, image_shape: Shape) -> ArraySource:
+        """Returns the same images, to be loaded in another shape."""
+        return ArraySource(self.name, self._images, image_shape, self.labels, self.class_names)
+
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Converts the images at these indices; see `Source.load`."""
         return fit(self._images[indices], self.image_shape, self.name, crops)

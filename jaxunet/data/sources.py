@@ -19,7 +19,8 @@ from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import expanded, why_missing
+from jaxunet.runtime.untrusted import check_fetched
 
 __all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
 
@@ -34,29 +35,38 @@ OTHER_FIELDS = ('data.classes: ', 'model.image_channels: ')  # begin errors that
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
-def open_images(config: Config) -> Source:
+def open_images(config: Config, given: ArraySource | None = None) -> Source:
     """Opens the training images of `config.data` in the shape and with the classes that it names.
 
     Images that `data.holdout` keeps out of training are in `held_out` of the result.
+
+    Args:
+      given: the images in memory that `data.path` stands for; None = it is a path.
 
     Raises:
       UserError: as `open_source`, `data.holdout` leaves no image to train on, or random crops of
         images that are decoded only once.
     """
-    if config.data.crop == 'random' and compressed_tar(config.data.path):
+    if config.data.crop == 'random' and given is None and compressed_tar(config.data.path):
         raise UserError(
             f'data.crop: random cuts images anew every epoch, but {config.data.path} is a '
             'compressed tar, which is decoded once; unpack it, or use data.crop=center'
         )
-    return hold_out(open_data(config, config.image_shape), config.data.holdout)
+    return hold_out(open_data(config, config.image_shape, given), config.data.holdout)
 
 
-def open_data(config: Config, image_shape: Shape) -> Source:
+def open_data(config: Config, image_shape: Shape, given: ArraySource | None = None) -> Source:
     """Opens all images of `config.data`.
+
+    Args:
+      given: as for `open_images`.
 
     Raises:
       UserError: as `open_source`; names the field.
     """
+    if given is not None:
+        source, classes = given.at(image_shape), config.data.classes
+        return Selection(source, classes) if classes else source
     try:
         return open_source(config.data.path, image_shape=image_shape, classes=config.data.classes)
     except UserError as error:
@@ -190,6 +200,8 @@ def _open_path(path: Path, shape: Shape) -> Source:
         )
     if path.stat().st_size == 0:
         raise UserError(f'{path}: expected {FORMS}, found an empty file')
+    with path.open('rb') as file:
+        check_fetched(file.read(MAGIC_BYTES), path)
     if name.endswith('.npz'):
         return NpzSource(path, shape)
     if name.endswith('.zip'):
@@ -216,6 +228,8 @@ def check_exists(path: Path) -> None:
     """Raises `UserError` with similar names if there is no such file or folder."""
     if path.exists():
         return
+    if why := why_missing(path):
+        raise UserError(f'{path}: no such file or folder{why}')
     parent = path
     while not parent.exists() and parent != parent.parent:
         missing, parent = parent, parent.parent

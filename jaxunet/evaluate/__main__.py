@@ -25,6 +25,8 @@ also be a weight file; --preset or the flags of jaxunet.sample state what such a
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 from collections.abc import Sequence
 
 from absl import flags

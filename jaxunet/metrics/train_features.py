@@ -10,6 +10,8 @@ the file of features, and only results of the same file can be compared.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import functools
 from collections.abc import Sequence
 from pathlib import Path

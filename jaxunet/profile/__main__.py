@@ -30,6 +30,8 @@ are then exact, but the host takes more time.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import dataclasses
 import pathlib
 import shutil

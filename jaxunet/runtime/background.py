@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
@@ -13,7 +14,10 @@ WAIT_SECONDS = 0.1  # seconds between two calls of `keep_waiting`
 
 
 class Background(Generic[Result]):
-    """Runs a function in a daemon thread, for which `jaxunet.runtime.command.run` does not wait.
+    """Runs a function in a daemon thread.
+
+    Python waits for it at exit, as it may crash where Python ends beside such a thread; a command
+    (`jaxunet.runtime.command.run`) ends at once instead.
 
     Args:
       function: called at once, in the thread.
@@ -46,6 +50,10 @@ class Background(Generic[Result]):
         """Returns True while the function of any `Background` of this process runs."""
         return bool(cls._all_running)
 
+    def abandon(self) -> None:
+        """Makes nothing wait for the end of the function at exit, as it may never come."""
+        self._all_running.discard(self)
+
     def result(self, keep_waiting: Callable[[], bool]) -> Result | None:
         """Waits for the result of the function; returns None if `keep_waiting` returns False first.
 
@@ -66,6 +74,12 @@ class Background(Generic[Result]):
         if self._errors:
             raise self._errors[0]
         return self._results[0]
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    for background in list(Background._all_running):
+        background._thread.join()
 
 
 def beside_steps(

@@ -16,16 +16,12 @@ from jaxunet.runtime import program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.distributed import ERROR, end
 from jaxunet.runtime.errors import UserError, printable_lines
-from jaxunet.runtime.file_errors import explained
+from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
-from jaxunet.runtime.no_device import needs_device
-from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.plugins import at_fault
 from jaxunet.runtime.printing import let_printing_fail
 from jaxunet.runtime.progress import write_above_bars
 
-MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
 Main = Callable[[Sequence[str]], int | None]
 HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
 # Words for values that are none of a flag's type.
@@ -164,7 +160,7 @@ def _without_traceback(main: Main, *, arguments: bool) -> Main:
                 raise UserError(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )
-            with own_types(), needs_device(), memory_for('this command', MORE_MEMORY), explained():
+            with guarded('this command'):
                 code = main(argv)
         except UserError as error:
             fail(error)

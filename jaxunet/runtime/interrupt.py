@@ -22,8 +22,8 @@ def quiet_while_importing() -> None:
     While modules are imported, nothing runs that needs an orderly end. Does nothing in other
     programs, or if Ctrl-C is ignored, as in a shell's background jobs.
     """
-    # sys.argv[0] is '-m' while Python looks for the module, and so while its package is imported.
-    if sys.argv[:1] == ['-m']:
+    started = getattr(sys.modules['__main__'], '__spec__', None)
+    if started is not None and started.name.partition('.')[0] == 'jaxunet':
         end_quietly()
 
 

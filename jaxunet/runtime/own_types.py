@@ -8,6 +8,7 @@ continues it bit for bit.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,19 +27,52 @@ OF_A_THREAD: dict[str, Callable[[Any], contextlib.AbstractContextManager[object]
     'jax_default_prng_impl': jax.default_prng_impl,
     'jax_threefry_partitionable': jax.threefry_partitionable,
 }
+_lock = threading.Lock()
+_blocks = 0  # of all threads
+_before: dict[str, Any] = {}  # settings of the process, while there are blocks
 
 
 @contextlib.contextmanager
 def own_types() -> Iterator[None]:
-    """Sets `OURS` for all threads during the block; also a decorator."""
-    before = {name: jax.config.values[name] for name in OURS}
-    _set(OURS)
+    """Sets `OURS` for all threads during the block; also a decorator.
+
+    Threads may have blocks at once; the last to end restores what was set before the first.
+    """
     with contextlib.ExitStack() as stack:
-        stack.callback(_set, before)
+        _enter()
+        stack.callback(_leave)
         for name, context in OF_A_THREAD.items():
             if getattr(jax.config, name) != OURS[name]:
                 stack.enter_context(context(OURS[name]))
         yield
+
+
+def _enter() -> None:
+    global _blocks  # noqa: PLW0603
+    with _lock:
+        _blocks += 1
+        if _blocks == 1:
+            _in_a_new_thread(_keep)
+        _in_a_new_thread(lambda: _set(OURS))
+
+
+def _leave() -> None:
+    global _blocks  # noqa: PLW0603
+    with _lock:
+        _blocks -= 1
+        if not _blocks:
+            _in_a_new_thread(lambda: _set(_before))
+
+
+def _in_a_new_thread(function: Callable[[], None]) -> None:
+    """Calls a function where the settings are those of the process, not of the caller's thread."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def _keep() -> None:
+    _before.update({name: jax.config.values[name] for name in OURS})
 
 
 def _set(values: Mapping[str, Any]) -> None:

@@ -32,10 +32,6 @@ FUNCTIONS = ('unavailable', 'incomplete', 'transform_gradients')  # fields of a 
 API = 3  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
-def _nothing() -> None:
-    return None
-
-
 def unchanged(function: Transformed, devices: int = 1) -> Transformed:
     """Returns a gradient function as it is."""
     del devices
@@ -54,9 +50,6 @@ class Backend:
         Variants (`jaxunet.ops.references.VARIANTS`) are optional; a missing one is composed from
         its op.
       unavailable: returns what this machine lacks to run the kernels, or None if they run here.
-      incomplete: returns what the backend lacks to run calls of some shapes or types, or None if it
-        runs all calls. Such calls raise UserError. A config that names the backend gets it anyway;
-        `auto` does not choose it.
       transform_gradients: takes a function that returns gradients and the number of `devices` whose
         gradients are then added, by default 1. It returns a faster function with the same arguments
         and results, for example one that merges small kernels. The function's positional arguments
@@ -71,7 +64,6 @@ class Backend:
     api: int
     ops: Mapping[str, Any]
     unavailable: Callable[[], str | None]
-    incomplete: Callable[[], str | None] = _nothing
     transform_gradients: Callable[..., Callable[..., Any]] = unchanged
 
 

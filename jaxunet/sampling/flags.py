@@ -5,7 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from jaxunet.config import Config
-from jaxunet.config.samplers import DEFAULT_STEPS, SAMPLERS
+from jaxunet.config.samplers import SAMPLERS
 from jaxunet.data.classes import Classes
 from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.diffusion.process import make_diffusion
@@ -19,7 +19,9 @@ from jaxunet.sampling.options import (
     VARIANCES,
     SamplerConfig,
     as_peer,
+    check_can_be_guided,
     resolve_options,
+    usual_steps,
 )
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
@@ -167,8 +169,9 @@ def sampler_config(config: Config) -> SamplerConfig:
     steps, model_steps = STEPS.value, config.diffusion.steps
     continuous = config.diffusion.continuous
     spaced = any(flag.value is not None for flag in (STEPS, RESPACING, TIMESTEPS, LIKE))
-    if not spaced and SAMPLER.value is not None and not continuous:
-        steps = min(DEFAULT_STEPS.get(SAMPLER.value, model_steps), model_steps)
+    diffusion = make_diffusion(config.diffusion)
+    if not spaced:
+        steps = usual_steps(SAMPLER.value, diffusion)
     churn_range = None
     if CHURN_RANGE.value is not None:
         try:
@@ -203,7 +206,6 @@ def sampler_config(config: Config) -> SamplerConfig:
         timesteps=timesteps,
         truncate=TRUNCATE.value,
     )
-    diffusion = make_diffusion(config.diffusion)
     if LIKE.value:
         options = as_peer(options, LIKE.value, diffusion)
     if SKIP_SCHEDULE.value and not continuous:
@@ -300,8 +302,4 @@ def guide(config: Config) -> Guide | None:
 
 def check_guidance(config: Config) -> None:
     """Raises `UserError` if --guidance_scale needs an unconditional model that was not trained."""
-    if GUIDANCE_SCALE.value != 1 and config.model.num_classes and config.model.label_dropout == 0:
-        raise UserError(
-            '--guidance_scale: the model was trained with every label (model.label_dropout=0) '
-            'and cannot be guided; leave it at 1'
-        )
+    check_can_be_guided(config, GUIDANCE_SCALE.value, '--guidance_scale')

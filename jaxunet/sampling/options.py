@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from jaxunet.config import Config
 from jaxunet.config.samplers import (
     CONTINUOUS_STEPS,
     DEFAULT_STEPS,
@@ -121,6 +122,26 @@ def as_peer(config: SamplerConfig, peer: str, diffusion: Diffusion) -> SamplerCo
         respacing = f'{spacing}{steps}'
         return dataclasses.replace(config, respacing=respacing, steps=None, skip_schedule=None)
     return config
+
+
+def check_can_be_guided(config: Config, scale: float, option: str) -> None:
+    """Raises `UserError` if a scale needs an unconditional model that was not trained.
+
+    Args:
+      option: the option that gave the scale, for messages.
+    """
+    if scale != 1 and config.model.num_classes and config.model.label_dropout == 0:
+        raise UserError(
+            f'{option}: the model was trained with every label (model.label_dropout=0) '
+            'and cannot be guided; leave it at 1'
+        )
+
+
+def usual_steps(name: str | None, diffusion: Diffusion) -> int | None:
+    """Returns the steps of a sampler that is named without them; None = its own default."""
+    if name is None or diffusion.continuous:
+        return None
+    return min(DEFAULT_STEPS.get(name, diffusion.steps), diffusion.steps)
 
 
 def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: int) -> SamplerConfig:

@@ -29,6 +29,8 @@ report of them all.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import dataclasses
 import pathlib
 import shlex

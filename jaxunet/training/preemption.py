@@ -1,4 +1,7 @@
-"""Turns SIGTERM, SIGHUP and SIGINT into a request: finish the step, save, exit."""
+"""Stops a run that the program that calls it, or a signal, asks to stop.
+
+A command turns SIGTERM, SIGHUP and SIGINT into a request: finish the step, save, exit.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,47 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from types import FrameType
+
+from absl import logging
 
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import end
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED, handled, terminating
-from jaxunet.training.clock import Milestones
 
 
-class Preemption:
-    """Catches the signals while its block runs. A SIGINT after another signal ends the process.
+class Caller:
+    """The program that calls a run, as the run sees it; it touches no signal handler.
+
+    Attributes:
+      requested: the run was asked to stop; the training loop reads it between steps.
+      nothing_to_save: no step has been trained since the start; the training loop clears it.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.nothing_to_save = True
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Does nothing: there is nothing to undo."""
+
+    def logged(self, row: Mapping[str, float]) -> None:
+        """Takes a row of metrics.csv, which the run has just written."""
+
+    def stalled(self, error: UserError) -> None:
+        """Takes the error of a run whose devices finish no step; called by another thread."""
+        logging.error('%s', error)
+
+
+class Preemption(Caller):
+    """The command that runs a run, and catches signals.
+
+    It catches them while its block runs. A SIGINT after another signal ends the process.
 
     Python runs signal handlers only between bytecodes, and compiling a step can delay them by a
     minute. So a thread, woken by Python's C handler, ends the process at once if it need not finish
@@ -24,19 +58,14 @@ class Preemption:
     thread could be raised anywhere, even inside a library that then aborts.
 
     Args:
-      milestones: those of the run, whose `interrupted` is called before the process ends while
-        there is nothing to save. A run with milestones is a part of a command, which has not done
-        its work then, so the exit code is `INTERRUPTED`; without them it is 0.
-
-    Attributes:
-      requested: the process was asked to stop; the training loop reads it between steps.
-      nothing_to_save: no step has been trained since the start; the training loop clears it.
+      interrupted: called before the process ends while there is nothing to save, for a run that is
+        a part of a command. The command has not done its work then, so the exit code is
+        `INTERRUPTED`; without it, it is 0. The main thread goes on meanwhile.
     """
 
-    def __init__(self, milestones: Milestones | None = None) -> None:
-        self._milestones = milestones
-        self.requested = False
-        self.nothing_to_save = True
+    def __init__(self, interrupted: Callable[[], object] | None = None) -> None:
+        super().__init__()
+        self._interrupted = interrupted
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Preemption:
@@ -55,6 +84,12 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def stalled(self, error: UserError) -> None:
+        """Prints the error and ends the process, whose main thread waits for the devices."""
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            os.write(2, f'\nerror: {error}\n'.encode())
+        end(error.exit_code)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
 
@@ -69,10 +104,10 @@ class Preemption:
                     f'{name}: stopped before anything new was trained; nothing to save. '
                     'The same command goes on from here.'
                 )
-                if self._milestones is None:
+                if self._interrupted is None:
                     end(0)
                 else:
-                    quietly('the interrupted run', self._milestones.interrupted)
+                    quietly('the interrupted run', self._interrupted)
                     end(INTERRUPTED)
             if asked and data[0] == signal.SIGINT:
                 _say(f'{name} again: ended without saving; the last checkpoint is kept.')

@@ -1,4 +1,4 @@
-"""Ends a run whose devices no longer work, such as GPUs that wait for each other for ever.
+"""Notices a run whose devices no longer work, such as GPUs that wait for each other for ever.
 
 The run would neither continue nor end by itself: while JAX waits for a device, Python runs no
 signal handlers, and the main thread cannot save.
@@ -6,8 +6,6 @@ signal handlers, and the main thread cannot save.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
 import threading
 import time
@@ -17,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import jax
 
 from jaxunet.checkpoint.newest import saved_steps
-from jaxunet.runtime.distributed import end
+from jaxunet.runtime.errors import UserError
 
 STALLED = 6  # exit code of a run whose devices finish no step
 LOOKS = 20  # times that the thread looks at a wait before its limit, at least
@@ -26,8 +24,14 @@ Arguments = ParamSpec('Arguments')
 Result = TypeVar('Result')
 
 
+class StalledError(UserError):
+    """The devices of a run finish no step."""
+
+    exit_code = STALLED
+
+
 class StallWatch:
-    """Waits for devices, and ends this process if they take too long.
+    """Waits for devices, and tells the caller of the run once if they take too long.
 
     Of several processes, only process 0 has a limit: the others wait for it while it draws samples
     or measures. If it ends, JAX ends them.
@@ -36,10 +40,13 @@ class StallWatch:
       seconds: time limit of a wait; 0 = none. Time in which this process is suspended does not
         count.
       workdir: of the run, for the message.
+      stalled: takes the error, in a thread of its own (`Caller.stalled`).
     """
 
-    def __init__(self, seconds: float, workdir: pathlib.Path) -> None:
-        self._seconds, self._workdir = seconds, workdir
+    def __init__(
+        self, seconds: float, workdir: pathlib.Path, stalled: Callable[[StalledError], None]
+    ) -> None:
+        self._seconds, self._workdir, self._stalled = seconds, workdir, stalled
         self._wait: object | None = None  # stands for the wait in progress
         self._closed = threading.Event()
         if seconds and jax.process_index() == 0:
@@ -79,19 +86,22 @@ class StallWatch:
             waited = waited + min(now - last, 2 * every) if same else 0.0
             seen, last = wait, now
             if waited >= self._seconds:
-                self._end()
+                self._stalled(self._error())
+                return
 
-    def _end(self) -> None:
-        with contextlib.suppress(OSError):  # of a disk or a terminal that is gone
+    def _error(self) -> StalledError:
+        try:
             step = max(saved_steps(self._workdir), default=None)
-            saved = (
-                'there is no checkpoint yet'
-                if step is None
-                else f'step {step} is saved, and the same command resumes from there'
-            )
-            os.write(
-                2,
-                f'\nerror: the devices finished no step within {self._seconds:g} s; {saved}. If a '
-                'step takes that long, raise train.stall_seconds\n'.encode(),
-            )
-        end(STALLED)
+        except OSError:  # of a disk that is gone
+            return StalledError(self._text('the checkpoints cannot be listed'))
+        if step is None:
+            return StalledError(self._text('there is no checkpoint yet'))
+        return StalledError(
+            self._text(f'step {step} is saved, and the same command resumes from there')
+        )
+
+    def _text(self, saved: str) -> str:
+        return (
+            f'the devices finished no step within {self._seconds:g} s; {saved}. If a step takes '
+            'that long, raise train.stall_seconds'
+        )

@@ -11,6 +11,8 @@ with --config.init_from starts from another classifier.
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import pathlib
 from collections.abc import Sequence
 
@@ -26,9 +28,10 @@ from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.paths import of_user
-from jaxunet.training.classifier_loop import train_classifier
+from jaxunet.training.classifier import train_classifier
 from jaxunet.training.noisy_classifier import FILE, check_trainable
 from jaxunet.training.parallel import Parallel
+from jaxunet.training.preemption import Preemption
 from jaxunet.training.saving import write_error_ends
 
 CONFIG = cli.define_config()
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     held = f' and {len(source.held_out)} held out' if source.held_out else ''
     print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
     with write_error_ends():
-        step = train_classifier(config, workdir, source)
+        step = train_classifier(config, workdir, source, Preemption())
     print(f'{workdir / FILE}: step {step}, for python -m jaxunet.sample --classifier')
 
 

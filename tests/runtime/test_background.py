@@ -65,6 +65,19 @@ def test_a_command_ends_as_usual_after_its_threads() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, 'waited\n', '')
 
 
+def test_a_program_waits_for_its_threads_at_exit() -> None:
+    """Beside a thread that runs code of XLA, Python may crash where it ends."""
+    program = (
+        'import time\nfrom jaxunet.runtime.background import Background\n'
+        "def work(): time.sleep(0.5); print('saved')\n"
+        'Background(work); never = Background(lambda: time.sleep(1000)); never.abandon()'
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, 'saved\n'), done.stderr
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what earlier tests of this process still run."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.commands import ROOT
@@ -39,8 +40,9 @@ def test_while_a_command_imports(command, tmp_path):
 
 def test_other_programs_keep_their_handler(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
-    for program in (['pytest'], ['-c'], ['']):
-        monkeypatch.setattr(sys, 'argv', program)
+    for module in (None, 'pytest.__main__', 'jaxunet_of_others'):
+        started = SimpleNamespace(__spec__=module and SimpleNamespace(name=module))
+        monkeypatch.setitem(sys.modules, '__main__', started)
         interrupt.quiet_while_importing()
         assert signal.getsignal(signal.SIGINT) is before
 

@@ -52,6 +52,19 @@ def test_ours_hold_in_all_threads(theirs) -> None:
     assert drawn() == before
 
 
+def test_blocks_of_threads_overlap(theirs) -> None:
+    """The first to end must not restore what the process had: the other still needs ours."""
+    first, second = own_types(), own_types()
+    before = drawn_in_a_thread()
+    threads = [threading.Thread(target=block.__enter__) for block in (first, second)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    for block, expected in ((first, [('int32', 2)]), (second, before)):
+        block.__exit__(None, None, None)
+        assert drawn_in_a_thread() == expected
+
+
 def test_a_fresh_state_is_the_same(theirs) -> None:
     found = fresh_state(tiny_config())
     with own_types():

@@ -13,16 +13,19 @@ import pytest
 from absl import flags
 from support.commands import ROOT, environment, python_path
 
-from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.load import check_exists, load_model
 from jaxunet.checkpoint.store import find
 from jaxunet.config.config_file import ConfigFile
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.sources import check_path, open_source
+from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.features import load_features
 from jaxunet.ops import choices
 from jaxunet.runtime import compiled_cache, download
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded, of_user
+from jaxunet.runtime.whole_files import check_writable, written
+from jaxunet.training.workdir import opened
 from jaxunet.weights.files import read_classifier, read_weights
 
 PATH_WORDS = re.compile(
@@ -121,8 +124,8 @@ def test_functions_expand_the_paths_that_they_are_given(home):
     check_path('cifar10:~/a.npz')
     (home / 'run' / 'checkpoints').mkdir(parents=True)
     assert find('~/run') == (home / 'run', None)
-    (home / 'c.py').write_text('def get_config():\n  return {}')
-    assert ConfigFile().parse('~/c.py') == {}
+    (home / 'c.py').write_text('def get_config():\n  return {"seed": 3}')
+    assert ConfigFile().parse('~/c.py') == {'seed': 3}
     for reads in (
         lambda: load_model('~/none.pt'),
         lambda: read_weights('~/none.pt'),
@@ -192,3 +195,45 @@ def test_a_command_runs_for_an_account_without_a_home(tmp_path):
     assert done.returncode == 2, done.stderr
     assert 'compiled programs are not kept: no cache folder: ' in done.stderr
     assert done.stderr.splitlines()[-1].startswith('error: --features: expected inception')
+
+
+@pytest.mark.parametrize(
+    ('path', 'why'),
+    [
+        ('{}/data', r'data is a link to nowhere, which is missing or a loop'),
+        ('{}/data/deep/x', r'data is a link to nowhere, which is missing or a loop'),
+        ('{}/self', r'self is a link to self, which is missing or a loop'),
+        ('https://example.com/x', r'only files of this machine are read; download it'),
+        ('s3://bucket/x', r'only files of this machine are read; download it'),
+    ],
+)
+def test_what_is_missing_says_why(path, why, tmp_path):
+    (tmp_path / 'data').symlink_to('nowhere')
+    (tmp_path / 'self').symlink_to('self')
+    path = path.format(tmp_path)
+    opens = [
+        lambda: open_source(path, image_shape=(8, 8, 1)),
+        lambda: check_path(path),
+        lambda: check_exists(path),
+        lambda: read_weights(f'{path}.safetensors' if ':' in path else f'{path}/x.safetensors'),
+        lambda: read_arrays(pathlib.Path(path)),
+    ]
+    for each in opens:
+        with pytest.raises(UserError, match=f'no such file.*{why}|Too many levels of symbolic'):
+            each()
+
+
+@pytest.mark.parametrize('url', ['gs://bucket/run', 's3:/bucket/x.npz', 'file:///tmp/x.png'])
+def test_nothing_is_written_to_a_url(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writes = [
+        lambda: opened(pathlib.Path(url)).__enter__(),
+        lambda: check_output(url),
+        lambda: check_writable(url, '--output'),
+        lambda: written(url).__enter__(),
+        lambda: written(pathlib.Path(url).resolve()).__enter__(),
+    ]
+    for each in writes:
+        with pytest.raises(UserError, match=': is a URL; only files and folders of this machine'):
+            each()
+    assert [*tmp_path.iterdir()] == []

@@ -3,10 +3,12 @@
 import io
 import logging
 import sys
+import types
 
 import pytest
 
-from jaxunet.runtime.progress import progress_bar, write_above_bars
+from jaxunet.runtime import progress
+from jaxunet.runtime.progress import hidden, progress_bar, write_above_bars
 
 
 @pytest.mark.parametrize('total', [40, None])
@@ -49,3 +51,31 @@ def test_a_message_begins_on_a_line_of_its_own(monkeypatch):
     bar, *lines = sys.stderr.getvalue().split('\r')
     assert 'the sampler was ready\n' in lines
     assert lines[-1].startswith('training: 100%|')  # the bar is drawn again below it
+
+
+def test_hidden_bars_print_nothing(capfd):
+    with hidden():
+        bar = progress_bar(total=2, desc='training')
+    with bar:
+        bar.write('a line above it')
+        bar.update(2)
+    assert capfd.readouterr() == ('', '')
+    with progress_bar(total=2) as shown:
+        shown.write('a line above it')
+    assert 'a line above it' in capfd.readouterr().out
+
+
+class ZMQInteractiveShell:
+    """Stands for the shell of a notebook's kernel."""
+
+
+def test_a_notebook_has_a_bar_that_moves(monkeypatch, capfd):
+    """Not one that prints every 30 s, as for a log file."""
+    ipython = types.ModuleType('IPython')
+    ipython.get_ipython = ZMQInteractiveShell
+    monkeypatch.setitem(sys.modules, 'IPython', ipython)
+    monkeypatch.setattr(progress, '_notebook_bar', lambda: progress._Bar)  # without ipywidgets
+    with progress_bar(total=2, desc='training') as bar:
+        assert bar.mininterval == progress.NOTEBOOK_SECONDS
+        bar.update(2)
+    assert '100%' in capfd.readouterr().err

@@ -13,7 +13,7 @@ from support.tiny import tiny_config
 
 from jaxunet.data.sources import open_images
 from jaxunet.training import stalls
-from jaxunet.training.classifier_loop import train_classifier
+from jaxunet.training.classifier import train_classifier
 from jaxunet.training.loop import train
 from jaxunet.training.restarts import describe
 
@@ -21,6 +21,7 @@ from jaxunet.training.restarts import describe
 SLOW = """
 import pathlib, sys, time
 import jax
+from jaxunet.training.preemption import Preemption
 from jaxunet.training.stalls import StallWatch
 
 def slowly(seconds):
@@ -31,7 +32,7 @@ def slow(x, seconds):
 """
 WAITS = """
 jax.process_index = lambda: {process}
-watch = StallWatch({limit}, pathlib.Path('.'))
+watch = StallWatch({limit}, pathlib.Path('.'), Preemption().stalled)
 x = jax.numpy.zeros(())
 for _ in range({times}):
     result = slow(x, {seconds})
@@ -56,7 +57,7 @@ def stalled(self, data, stop=False):
 
 Session.call = stalled
 config = tiny_config(train={{'steps': 9, 'checkpoint_every': 2, 'stall_seconds': 8.0}})
-train(config, pathlib.Path({workdir!r}), open_images(config))
+train(config, pathlib.Path({workdir!r}), open_images(config), caller=Preemption())
 """
 
 
@@ -93,16 +94,14 @@ def test_waits_that_do_not_end_a_process(limit, times, seconds, process):
 
 
 def test_a_step_that_does_not_begin_ends_a_process():
-    run = start("StallWatch(1, pathlib.Path('.')).call(time.sleep, 1000)")
+    run = start("StallWatch(1, pathlib.Path('.'), Preemption().stalled).call(time.sleep, 1000)")
     _, errors = run.communicate(timeout=300)
     assert run.returncode == stalls.STALLED
     assert 'within 1 s; there is no checkpoint yet.' in errors
 
 
-@pytest.mark.parametrize(
-    ('trained', 'more'), [(train, {'check'}), (train_classifier, set())], ids=['unet', 'classifier']
-)
-def test_what_has_a_limit(trained, more, tmp_path, monkeypatch):
+@pytest.mark.parametrize('trained', [train, train_classifier], ids=['unet', 'classifier'])
+def test_what_has_a_limit(trained, tmp_path, monkeypatch):
     """Starting steps, waiting for them or for checks of their state, and ending the session."""
     call, functions = stalls.StallWatch.call, []
 
@@ -115,7 +114,7 @@ def test_what_has_a_limit(trained, more, tmp_path, monkeypatch):
     labels = {'num_classes': 10} if trained is train_classifier else {}
     config = tiny_config(model=labels, train={'steps': 2})
     assert trained(config, tmp_path, open_images(config)) == 2
-    assert set(functions) == {'call', 'block_until_ready', 'close'} | more
+    assert set(functions) == {'call', 'block_until_ready', 'check', 'close'}
     assert functions[0] == 'call'
     assert functions[-1] == 'close'
 

@@ -1,0 +1,84 @@
+"""Images in memory, given as arrays by a Python program, as a source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import UInt8
+
+from jaxunet.data.npz import check_labels
+from jaxunet.data.rules import class_order
+from jaxunet.data.source import ArraySource
+from jaxunet.runtime.errors import UserError
+
+NAME = '<arrays>'  # stands for the path of such images
+
+
+def source_of(
+    images: object, labels: object = None, class_names: Sequence[str] | None = None
+) -> ArraySource:
+    """Returns a source of arrays, at their own size.
+
+    Args:
+      images: as for `pixels_of`, one size for all.
+      labels: one for each image: whole numbers from 0, or names of classes; None = no classes.
+      class_names: names of the labels 0, 1, ...; None = names are sorted, numbers name themselves.
+
+    Raises:
+      UserError: other shapes, types or values.
+    """
+    pixels = pixels_of(images)
+    if not len(pixels):
+        raise UserError('images: expected one or more, found none')
+    named = None if class_names is None else np.array(list(class_names), np.str_)
+    given = None if labels is None else np.asarray(labels)
+    if given is not None and given.dtype.kind in 'UO' and all(isinstance(x, str) for x in given):
+        names = sorted(set(given.tolist()), key=class_order) if named is None else named.tolist()
+        if unknown := set(given.tolist()) - set(names):
+            raise UserError(f'labels: class_names lacks {sorted(unknown)[0]!r}; add it')
+        given, named = np.array([names.index(x) for x in given]), np.array(names, np.str_)
+    numbers, texts = check_labels(NAME, len(pixels), given, named)
+    return ArraySource(NAME, pixels, (*pixels.shape[1:],), numbers, texts)
+
+
+def pixels_of(
+    images: object, what: str = 'images', *, single: bool = False
+) -> UInt8[np.ndarray, 'images height width channels']:
+    """Returns arrays of images as uint8 pixels.
+
+    Args:
+      images: anything that numpy reads: (n, height, width) of grey images, or (n, height, width,
+        channels); uint8, or floats from 0 to 1.
+      what: the argument, for messages.
+      single: it is one image, without the first axis.
+
+    Raises:
+      UserError: another shape or type, or floats out of range.
+    """
+    try:
+        array = np.asarray(images)
+    except ValueError:
+        raise UserError(
+            f'{what}: expected images of one size, found several; give a folder of files, or '
+            'resize them'
+        ) from None
+    shape, array = array.shape, array[None] if single else array
+    array = array[..., None] if array.ndim == 3 else array
+    axes = '(height, width) or (height, width, channels)'
+    if array.ndim != 4:
+        expected = axes if single else axes.replace('(h', '(n, h')
+        raise UserError(f'{what}: expected shape {expected}, found {shape}')
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == bool or not np.issubdtype(array.dtype, np.floating):
+        raise UserError(
+            f'{what}: expected uint8, or floats from 0 to 1, found {array.dtype}; convert them '
+            'by .astype(numpy.uint8) if they are from 0 to 255'
+        )
+    if array.size and not (array.min() >= 0 and array.max() <= 1):  # NaN is neither
+        raise UserError(
+            f'{what}: expected floats from 0 to 1, found {array.min():g} to {array.max():g}; '
+            'images from -1 to 1 become (images + 1) / 2, those from 0 to 255 uint8'
+        )
+    return np.rint(array * 255).astype(np.uint8)

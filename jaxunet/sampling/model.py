@@ -1,0 +1,365 @@
+"""A trained model in a Python program: its weights, its network as a function, and its samples."""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int, UInt8
+
+from jaxunet.checkpoint.load import Model as Weights
+from jaxunet.checkpoint.load import load_model
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.data.arrays import pixels_of
+from jaxunet.data.classes import Classes
+from jaxunet.data.picture import WHITE, read_mask, read_picture
+from jaxunet.data.pixels import Pixels, Shape, fit
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import Params, build_unet
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.guarded import guarded
+from jaxunet.runtime.progress import progress_bar
+from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.low_res import read_low_res
+from jaxunet.sampling.options import SamplerConfig, check_can_be_guided, usual_steps
+from jaxunet.sampling.picture import Picture
+from jaxunet.weights import Stated, write_weights
+from jaxunet.weights.presets import PRESETS
+
+Progress: TypeAlias = bool | Callable[[float], object]
+PathLike: TypeAlias = str | os.PathLike[str]
+KEPT = 4  # most samplers of a model that stay compiled
+
+
+class Model:
+    """Weights with the network and the process that they were trained for.
+
+    Attributes:
+      config: `jaxunet.config.Config` of the model.
+      params: the weights, a tree of float32 arrays. They may be replaced by a tree of the same
+        shapes.
+      class_names: names of the labels 0, 1, ...; empty if there are none.
+      note: says which weights these are.
+    """
+
+    def __init__(self, weights: Weights, config: Config) -> None:
+        self.config = config
+        self.params: Params = weights.params
+        self.class_names = weights.class_names
+        self.note = weights.note
+        self._new_attention_order = bool(weights.new_attention_order)
+        self._network = build_unet(config, load_ops(config.backend, config.precision))
+        self._generators: collections.OrderedDict[object, Generator] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        shape = 'x'.join(map(str, self.config.image_shape))
+        return f'<jaxunet model of {shape} images: {self.note}>'
+
+    def predict(
+        self,
+        x: Float[ArrayLike, 'batch height width channels'],
+        t: ArrayLike,
+        labels: Int[ArrayLike, ' batch'] | None = None,
+        *,
+        low_res: Float[ArrayLike, 'batch low_height low_width channels'] | None = None,
+        params: Params | None = None,
+    ) -> Float[Array, 'batch height width out_channels']:
+        """Calls the network; a function that JAX can differentiate and compile.
+
+        Args:
+          x: noisy images; clean ones have pixels from −1 to 1.
+          t: for each image, or for all, the timestep 0 to T − 1 or, for the objectives edm and
+            flow, the number that they give the network (`jaxunet.diffusion`).
+          labels: classes of a conditional model, −1 = unconditional; None = all unconditional.
+          low_res: the pictures that a super-resolution network enlarges, from −1 to 1.
+          params: weights to use; None = `Model.params`.
+
+        Returns what the objective predicts, such as the noise; float32.
+        """
+        images = jnp.asarray(x)
+        t = jnp.broadcast_to(jnp.asarray(t), images.shape[:1])
+        if self.config.model.num_classes:
+            labels = jnp.broadcast_to(jnp.asarray(-1 if labels is None else labels), t.shape)
+        elif labels is not None:
+            raise UserError('labels: the model is unconditional (model.num_classes=0)')
+        weights = jax.tree.map(jnp.asarray, self.params if params is None else params)
+        pictures = None if low_res is None else jnp.asarray(low_res)
+        return self._network.predict(weights, images, t, labels, low_res=pictures)
+
+    def save(self, path: PathLike) -> None:
+        """Writes the weights for other programs; the extension names the format.
+
+        Args:
+          path: .safetensors (any model), .bin (for unet.cu) or .pt (for guided-diffusion).
+
+        Raises:
+          UserError: an unknown extension, a format that cannot hold the model, or a file that
+            cannot be written.
+        """
+        with guarded('the weights'):
+            write_weights(
+                path,
+                jax.tree.map(np.asarray, self.params),
+                self.config,
+                new_attention_order=self._new_attention_order
+                and not os.fspath(path).lower().endswith('.bin'),
+                class_names=self.class_names,
+            )
+
+    @guarded('drawing samples')
+    def sample(
+        self,
+        n: int | None = None,
+        *,
+        seed: int = 0,
+        steps: int | None = None,
+        sampler: str | None = None,
+        class_labels: int | str | Sequence[int | str] | None = None,
+        guidance_scale: float = 1.0,
+        init_image: PathLike | ArrayLike | None = None,
+        mask: PathLike | ArrayLike | None = None,
+        strength: float | None = None,
+        low_res: PathLike | ArrayLike | None = None,
+        batch_size: int = 64,
+        progress: Progress = True,
+        **options: Any,
+    ) -> UInt8[np.ndarray, 'n height width channels']:
+        """Draws images.
+
+        Image i depends on the weights, the seed, i and its class, not on `n` or `batch_size`, up to
+        rounding. A sampler is compiled at its first use and kept.
+
+        Args:
+          n: number of images; None = 16, or one of each picture of `low_res`.
+          seed: 0 to 2³² − 1.
+          steps: sampling steps; None = the usual number of the sampler.
+          sampler: ddpm, ddim, dpmpp_2m or heun; None = that of the model's objective.
+          class_labels: labels or names of classes, which take turns; None = every class in turn.
+          guidance_scale: classifier-free guidance; 1 = none.
+          init_image: a picture to vary (SDEdit), as a path or an array.
+          mask: the part of `init_image` to redraw, where it is white or True (RePaint).
+          strength: with `init_image`: noise to start from, above 0 to 1 (only noise).
+          low_res: pictures for a super-resolution network, as a path or arrays.
+          batch_size: images drawn at a time, over all devices.
+          progress: show a bar, or a function of the share that is drawn, 0 to 1. Whatever it raises
+            ends the drawing.
+          options: other fields of `jaxunet.sampling.options.SamplerConfig`, such as eta.
+
+        Returns uint8 images.
+
+        Raises:
+          UserError: an option that the model or the sampler does not have, or a picture that does
+            not fit.
+        """
+        pictures = self._low_res(low_res)
+        n = n if n is not None else 16 if pictures is None else len(pictures)
+        if n < 1 or batch_size < 1:
+            name, value = ('n', n) if n < 1 else ('batch_size', batch_size)
+            raise UserError(f'{name}: expected 1 or more, found {value}')
+        check_can_be_guided(self.config, guidance_scale, 'guidance_scale')
+        labels = self._labels(class_labels, n)
+        how = self._options(sampler, steps, guidance_scale, options)
+        picture = self._picture(init_image, mask, strength)
+        generator = self._generator(how, min(batch_size, n), picture)
+        return self._drawn(generator, n, seed, labels, pictures, progress)
+
+    def _drawn(
+        self,
+        generator: Generator,
+        n: int,
+        seed: int,
+        labels: Int[np.ndarray, ' n'] | None,
+        pictures: UInt8[np.ndarray, 'pictures h w c'] | None,
+        progress: Progress,
+    ) -> UInt8[np.ndarray, 'n height width channels']:
+        placed, images = generator.put(self.params), []
+        with progress_bar(total=n, unit='image', disable=progress is not True) as bar:
+            for first in range(0, n, generator.batch_size):
+                indices = np.arange(first, min(first + generator.batch_size, n))
+
+                def tell(share: float, first: int = first, drawn: int = len(indices)) -> bool:
+                    bar.update(first + share * drawn - bar.n)
+                    if callable(progress):
+                        progress((first + share * drawn) / n)
+                    return True
+
+                images.append(
+                    generator(
+                        placed,
+                        seed=seed,
+                        indices=indices,
+                        labels=None if labels is None else labels[indices],
+                        low_res=None if pictures is None else pictures[indices % len(pictures)],
+                        progress=tell,
+                    )
+                )
+        return np.concatenate(images)
+
+    def _options(
+        self, name: str | None, steps: int | None, scale: float, options: dict[str, Any]
+    ) -> SamplerConfig:
+        known = SamplerConfig.__dataclass_fields__
+        for option in options:
+            if option not in known or option == 'name':
+                raise UserError(f'{option}: unknown option{near_misses(option, known)}')
+        if steps is None and not {'respacing', 'timesteps'} & set(options):
+            steps = usual_steps(name, make_diffusion(self.config.diffusion))
+        return SamplerConfig(name=name, steps=steps, guidance_scale=float(scale), **options)
+
+    def _generator(self, how: SamplerConfig, batch_size: int, picture: Picture | None) -> Generator:
+        def made() -> Generator:
+            devices = jax.local_devices()
+            return Generator(
+                self.config, how, batch_size=batch_size, devices=devices, picture=picture
+            )
+
+        if picture is not None:  # its sampler is compiled with the strength
+            return made()
+        key = (how, batch_size)
+        with self._lock:
+            if key not in self._generators:
+                generator = made()
+                generator.compile(generator.put(self.params))
+                self._generators[key] = generator
+            self._generators.move_to_end(key)
+            while len(self._generators) > KEPT:
+                self._generators.popitem(last=False)
+            return self._generators[key]
+
+    def _labels(
+        self, given: int | str | Sequence[int | str] | None, n: int
+    ) -> Int[np.ndarray, ' n'] | None:
+        count = self.config.model.num_classes
+        if not count:
+            if given is not None:
+                raise UserError(
+                    'class_labels: the model is unconditional (model.num_classes=0); leave it out'
+                )
+            return None
+        one = given is None or isinstance(given, int | np.integer | str)
+        items = [] if given is None else [given] if one else list(given)  # type: ignore[arg-type]
+        if given is not None and not items:
+            raise UserError('class_labels: expected labels or names, found none')
+        classes = Classes(count, self.class_names)
+        chosen = classes.labels_of([str(item) for item in items])
+        return np.resize(np.array(chosen or range(count), np.int32), n)
+
+    def _picture(
+        self,
+        image: PathLike | ArrayLike | None,
+        mask: PathLike | ArrayLike | None,
+        strength: float | None,
+    ) -> Picture | None:
+        if image is None:
+            for name, value in (('mask', mask), ('strength', strength)):
+                if value is not None:
+                    raise UserError(f'{name}: needs init_image, which is not given')
+            return None
+        shape, redraw = self.config.image_shape, None
+        if mask is not None and _is_path(mask) != _is_path(image):
+            raise UserError('mask: expected a path beside a path, or an array beside an array')
+        if _is_path(image):
+            if mask is not None:
+                redraw = read_mask(mask, image, shape)  # type: ignore[arg-type]
+            return Picture(read_picture(image, shape), redraw, strength)  # type: ignore[arg-type]
+        pixels = _fitted(image, shape, 'init_image')
+        if mask is not None:
+            given, size = np.asarray(mask), np.asarray(image).shape[:2]
+            if given.shape[:2] != size:
+                raise UserError(
+                    f'mask: expected the size of init_image, {size}, found {given.shape[:2]}'
+                )
+            whites = given.astype(np.float32) if given.dtype == bool else given
+            redraw = _fitted(whites, (*shape[:2], 1), 'mask')[..., 0] >= WHITE
+            if not redraw.any():
+                raise UserError('mask: nothing to redraw: it has no white; white is redrawn')
+        return Picture(pixels, redraw, strength)
+
+    def _low_res(
+        self, given: PathLike | ArrayLike | None
+    ) -> UInt8[np.ndarray, 'pictures height width channels'] | None:
+        shape = self.config.low_res_shape
+        if shape is None:
+            if given is not None:
+                raise UserError(
+                    'low_res: the model draws from noise alone (model.low_res_size=()); leave it '
+                    'out'
+                )
+            return None
+        if given is None:
+            raise UserError(
+                f'low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
+            )
+        if _is_path(given):
+            colourless = self.config.data.condition == 'grey'
+            path = os.fspath(given)  # type: ignore[arg-type]
+            return read_low_res(path, shape, None, Classes(0), colourless=colourless).pixels
+        pictures = pixels_of(given, 'low_res')
+        if pictures.shape[1:] != shape:
+            raise UserError(f'low_res: expected shape (n, {shape}), found {pictures.shape}')
+        return pictures
+
+
+@guarded('the weights')
+def load(
+    path: PathLike,
+    *,
+    ema: str = '',
+    preset: str | None = None,
+    config: Config | None = None,
+    new_attention_order: bool | None = None,
+    backend: str | None = None,
+    precision: str | None = None,
+    **stated: Any,
+) -> Model:
+    """Reads a model.
+
+    Args:
+      path: a workdir, one checkpoint in it, or a weight file: .safetensors, .bin (unet.cu) or .pt
+        (guided-diffusion, unet.cu, ddpm-torch).
+      ema: rate or width of the average of a run's weights; '' = its first rate, none = the weights
+        themselves.
+      preset: name of the published model that a weight file is (docs/weights.md).
+      config: the model of a weight file that does not describe it.
+      new_attention_order: guided-diffusion's option, for a file that does not state it.
+      backend, precision: as the fields of a config; None = those of the model.
+      stated: what a weight file leaves open, as the flags of `jaxunet.sample`: image_size,
+        num_heads, schedule, diffusion_steps, objective, ...
+
+    Raises:
+      UserError: nothing there can be read, or it leaves open what the message names.
+    """
+    given: dict[str, Any] = {'config': config, 'new_attention_order': new_attention_order, **stated}
+    if preset is not None:
+        if preset not in PRESETS:
+            known = f'{", ".join(sorted(PRESETS))}, found {preset!r}{near_misses(preset, PRESETS)}'
+            raise UserError(f'preset: expected one of {known}')
+        if config is not None or new_attention_order is not None or stated:
+            raise UserError(f'preset: {preset} already describes the model; leave the others out')
+        found = PRESETS[preset]
+        given = {'config': found.config(), 'new_attention_order': found.new_attention_order}
+    for name, value in stated.items():
+        if name not in Stated.__annotations__:
+            raise UserError(f'{name}: unknown option{near_misses(name, Stated.__annotations__)}')
+        if name.endswith('_size') and isinstance(value, int):
+            given[name] = (value,)
+    weights = load_model(os.fspath(path), ema=ema, **given)
+    changes = {'backend': backend, 'precision': precision}
+    fields = to_dict(weights.config) | {k: v for k, v in changes.items() if v is not None}
+    return Model(weights, resolve(fields))
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def _fitted(image: object, shape: Shape, what: str) -> Pixels:
+    return fit(pixels_of(image, what, single=True), shape, what)[0]

@@ -1,0 +1,64 @@
+"""Checks that come before the first step of a run, in the order of their cost."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+from absl import logging
+
+from jaxunet.checkpoint.state import endless_warmup
+from jaxunet.config import Config
+from jaxunet.data.classes import check_classes
+from jaxunet.data.look import tell_pixels
+from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.sources import open_images
+from jaxunet.model import cost as estimate
+from jaxunet.ops.backends import check_averages, choose
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.out_of_memory import warn_of_small_limit
+from jaxunet.runtime.paths import expanded
+from jaxunet.training.parallel import Parallel
+
+
+def open_checked(config: Config, given: ArraySource | None = None) -> Source:
+    """Returns the images of a run; warns of a config that is unlikely to be meant.
+
+    Args:
+      given: as for `jaxunet.data.sources.open_images`.
+
+    Raises:
+      UserError: a backend or device is missing, or the images do not fit the config.
+    """
+    # A missing backend or device is an error before anything is read or written.
+    choose(config.backend, config.precision)
+    check_averages(config)
+    Parallel(config)
+    warn_of_small_limit()
+    estimate.warn_if_long_on_a_cpu(config)
+    if warning := endless_warmup(config):
+        logging.warning('%s', warning)
+    source = open_images(config, given)
+    check_classes(config, source)
+    if jax.process_index() == 0:
+        tell_pixels(source)
+    return source
+
+
+def check_workdir(config: Config, workdir: pathlib.Path) -> None:
+    """Checks that a run does not write its sample grids between its training images.
+
+    Raises:
+      UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
+    """
+    images = pathlib.Path(expanded(config.data.path))
+    if not config.data.path or not images.is_dir():
+        return
+    images, folder = images.resolve(), workdir.resolve()
+    if not folder.is_relative_to(images):
+        return
+    if not any(part.startswith('.') for part in folder.relative_to(images).parts):
+        raise UserError(
+            f'--workdir: {workdir} is in {config.data.path}, the folder of data.path, so a '
+            'resumed run would train on its own samples; expected a folder outside it'
+        )

@@ -1,0 +1,217 @@
+"""`jaxunet.load`, `Model` and `jaxunet.evaluate` from Python."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from support.commands import ROOT
+from support.tiny import tiny_config
+from support.untrained_features import write_untrained
+
+import jaxunet
+from jaxunet import api
+from jaxunet.checkpoint.load import Model as Weights
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.data.sources import open_source
+from jaxunet.sampling.model import Model
+
+QUICK = {'steps': 2, 'progress': False}
+
+
+@pytest.fixture(scope='module')
+def model():
+    config = tiny_config(
+        model={'num_classes': 3, 'label_dropout': 0.1}, evaluation={'samples': 12, 'steps': 2}
+    )
+    params = jax.tree.map(np.asarray, fresh_state(config).params)
+    # The last layer starts at 0, which would hide every input.
+    noisy = jax.tree.map(
+        lambda x: x + np.random.default_rng(0).normal(0, 0.1, x.shape).astype(np.float32), params
+    )
+    return Model(Weights(config, noisy, None, 'fresh', ('ape', 'bee', 'cat')), config)
+
+
+def test_samples_depend_on_the_seed_the_place_and_the_class(model):
+    images = model.sample(5, seed=1, **QUICK)
+    assert (images.shape, images.dtype) == ((5, 8, 8, 1), np.uint8)
+    np.testing.assert_array_equal(model.sample(3, seed=1, batch_size=8, **QUICK), images[:3])
+    assert (model.sample(3, seed=2, **QUICK) != images[:3]).any()
+    named = model.sample(5, seed=1, class_labels=['ape', 1, 'cat'], **QUICK)
+    np.testing.assert_array_equal(named, images)  # as every class in turn
+    assert (model.sample(5, seed=1, class_labels='cat', **QUICK)[:2] != images[:2]).any()
+    guided = model.sample(5, seed=1, guidance_scale=3, **QUICK)
+    assert (guided != images).any()
+
+
+def test_a_sampler_is_compiled_once(model, monkeypatch):
+    model.sample(4, **QUICK)
+    monkeypatch.setattr(jax, 'jit', None)
+    model.sample(4, seed=9, **QUICK)
+
+
+def test_progress_is_a_function_of_the_share_drawn(model):
+    shares = []
+    model.sample(4, batch_size=4, steps=2, progress=shares.append)
+    assert shares == [0.5, 1.0]
+
+    def stop(share):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.sample(4, batch_size=4, steps=2, progress=stop)
+
+
+def test_a_picture_may_be_an_array_or_a_path(model, tmp_path):
+    picture = open_source('digits:', image_shape=(8, 8, 1)).load(np.arange(1))[0]
+    redraw = np.zeros((8, 8), bool)
+    redraw[:, 4:] = True
+    images = model.sample(2, init_image=picture, mask=redraw, **QUICK)
+    np.testing.assert_array_equal(images[:, :, :4], np.stack([picture[:, :4]] * 2))
+    Image.fromarray(picture[..., 0]).save(tmp_path / 'a.png')
+    Image.fromarray(redraw).save(tmp_path / 'mask.png')
+    paths = {'init_image': tmp_path / 'a.png', 'mask': tmp_path / 'mask.png'}
+    np.testing.assert_array_equal(model.sample(2, **paths, **QUICK), images)
+
+
+def test_the_network_is_a_function_of_its_parameters(model):
+    x = jnp.ones((2, 8, 8, 1))
+    both = model.predict(x, 3, np.array([0, 1]))
+    np.testing.assert_allclose(both[:1], model.predict(x[:1], 3, np.array([0])), atol=1e-5)
+    assert (np.asarray(both[0]) != np.asarray(both[1])).any()
+
+    def loss(params):
+        return (model.predict(x, 3, params=params) ** 2).mean()
+
+    gradients = jax.jit(jax.grad(loss))(model.params)
+    assert jax.tree.structure(gradients) == jax.tree.structure(model.params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_a_saved_model_draws_the_same(model, tmp_path):
+    path = tmp_path / 'model.safetensors'
+    model.save(path)
+    loaded = jaxunet.load(path)
+    assert loaded.class_names == model.class_names
+    np.testing.assert_array_equal(loaded.sample(2, **QUICK), model.sample(2, **QUICK))
+    with pytest.raises(jaxunet.UserError, match='tiff'):
+        model.save(tmp_path / 'model.tiff')
+
+
+@pytest.mark.parametrize(
+    ('options', 'error'),
+    [
+        ({'n': 0}, 'n: expected 1 or more, found 0'),
+        ({'class_labels': 'dog'}, "found 'dog'"),
+        ({'class_labels': []}, 'class_labels: expected labels or names, found none'),
+        ({'sampler': 'dim'}, 'sampler: expected one of'),
+        ({'etta': 0.5}, 'etta: unknown option; did you mean "eta"'),
+        ({'mask': np.ones((8, 8))}, 'mask: needs init_image'),
+        ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((4, 4))}, 'mask: expected the size'),
+        ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((8, 8))}, 'mask: nothing to redraw'),
+        ({'low_res': np.zeros((1, 4, 4))}, 'low_res: the model draws from noise alone'),
+        ({'seed': -1}, 'seed'),
+    ],
+)
+def test_options_that_do_not_fit_are_errors(options, error, model):
+    with pytest.raises(jaxunet.UserError, match=re.escape(error)):
+        model.sample(**{'n': 2, 'steps': 2, 'progress': False} | options)
+
+
+def test_files_that_do_not_fit_are_errors(tmp_path):
+    with pytest.raises(jaxunet.UserError, match='no such file or folder'):
+        jaxunet.load(tmp_path / 'nowhere.pt')
+    with pytest.raises(jaxunet.UserError, match='image_sise: unknown option'):
+        jaxunet.load(tmp_path, image_sise=64)
+    with pytest.raises(jaxunet.UserError, match='preset: expected one of'):
+        jaxunet.load(tmp_path, preset='adm')
+
+
+def test_a_model_and_images_are_measured(model, tmp_path):
+    features = str(write_untrained(tmp_path))
+    real = open_source('digits:', image_shape=(8, 8, 1)).load(np.arange(20))
+    found = jaxunet.evaluate(model, real, ('fid', 'kid'), features=features)
+    again = jaxunet.evaluate(model, real, ('fid', 'kid'), features=features, num_samples=6)
+    assert found.keys() == again.keys()
+    assert found != again
+    same = jaxunet.evaluate(real, real, 'fid', features=features)
+    assert abs(next(iter(same.values()))) < 1e-3
+    with pytest.raises(jaxunet.UserError, match='reference: missing; needed by fid'):
+        jaxunet.evaluate(real, features=features)
+
+
+def test_importing_is_quick_and_starts_nothing():
+    code = (
+        'import signal, sys, time; began = time.perf_counter(); import jaxunet; '
+        'print(time.perf_counter() - began, signal.getsignal(signal.SIGINT) is '
+        "signal.default_int_handler, 'jax' in sys.modules, 'flax' in sys.modules, "
+        "'numpy' in sys.modules, 'load' in dir(jaxunet))"
+    )
+    found = subprocess.run(
+        [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, *others = found.stdout.split()
+    assert float(seconds) < 0.3
+    assert others == ['True', 'False', 'False', 'False', 'True']
+
+
+def test_the_names_of_commands_are_functions_too():
+    """Also once the module of the command was imported, as by `python -m jaxunet.train`."""
+    code = (
+        'import jaxunet; import jaxunet.evaluate\n'
+        'try: jaxunet.evaluate(3, metrics=())\n'
+        'except jaxunet.UserError as error: print(error)'
+    )
+    found = subprocess.run(
+        [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.startswith('metrics: expected some of fid')
+    assert jaxunet.__all__ == api.__all__
+    with pytest.raises(AttributeError, match='no attribute'):
+        _ = jaxunet.trian
+
+
+EXITS = {('os', '_exit'), ('sys', 'exit'), ('sys', 'argv'), ('signal', 'signal')}
+COMMANDS = {  # only commands import them
+    'train.py',
+    'sample.py',
+    'export.py',
+    'prepare_data.py',
+    'config/cli.py',
+    'runtime/command.py',
+    'runtime/subprocesses.py',
+}
+COMMAND_ROOMS = {'compare', 'sweep', 'benchmark', 'profile', 'evaluate'}
+# Functions that commands call, or processes of their own.
+FUNCTIONS = {
+    'runtime/interrupt.py',
+    'runtime/distributed.py',
+    'data/pipeline.py',
+}
+
+
+def test_a_library_raises():
+    """Nothing below the commands ends the process, reads its arguments or handles its signals."""
+    package = pathlib.Path(inspect.getfile(jaxunet)).parent
+    found = set()
+    for path in sorted(package.rglob('*.py')):
+        name = str(path.relative_to(package))
+        if name in COMMANDS | FUNCTIONS or path.name == '__main__.py':
+            continue
+        if name.split('/', maxsplit=1)[0] in COMMAND_ROOMS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text('utf-8'))):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+                continue
+            if (node.value.id, node.attr) in EXITS:
+                found.add(f'{name}:{node.lineno}')
+    assert not found

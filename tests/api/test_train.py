@@ -1,0 +1,203 @@
+"""`jaxunet.train` from Python: on arrays, by rows, from threads, and stopped at any stage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+from support.tiny import TINY
+
+import jaxunet
+from jaxunet.api import train, train_rows
+from jaxunet.checkpoint.newest import newest_config, saved_steps
+from jaxunet.data.sources import open_source
+from jaxunet.runtime.background import Background
+from jaxunet.training.parallel import Parallel
+from jaxunet.training.saving import Saver
+from jaxunet.training.session import Session
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
+# The tiny network on one device, in float32, as all tests share its compiled step.
+FIELDS = {k: v for k, v in TINY.items() if k != 'train'} | {
+    'parallel': {'devices': 1},
+    'train': TINY['train'] | {'holdout_every': 0, 'checkpoint_every': 50},
+    'precision': 'float32',
+    'progress': False,
+}
+
+
+def digits(count: int = 64) -> np.ndarray:
+    return open_source('digits:', image_shape=(8, 8, 1)).load(np.arange(count))
+
+
+def tiny(workdir, images=None, **changes):
+    return train(digits() if images is None else images, workdir=workdir, **FIELDS | changes)
+
+
+def test_arrays_of_any_form_train_the_same_model(tmp_path):
+    images = digits()
+    run = tiny(tmp_path / 'uint8', images, steps=2)
+    again = tiny(tmp_path / 'floats', (images / 255).astype(np.float32)[..., 0], steps=2)
+    np.testing.assert_array_equal(run.metrics['loss'], again.metrics['loss'])
+    assert run.step == again.step == 2
+    config = run.model.config
+    assert (config.image_shape, config.model.num_classes) == ((8, 8, 1), 0)
+    assert config.diffusion.objective == 'v'  # the recipe's choice for few images
+    assert config.data.holdout == 0.05
+
+
+def test_a_run_goes_on_and_tells_its_metrics(tmp_path):
+    assert tiny(tmp_path, steps=2).step == 2
+    run = tiny(tmp_path, steps=4)
+    assert run.step == 4
+    np.testing.assert_array_equal(run.metrics['step'], [1, 2, 3, 4])
+    assert np.isfinite(run.metrics['loss']).all()
+    assert repr(run) == f'<jaxunet run in {tmp_path}, step 4>'
+
+
+def test_labels_make_a_conditional_model(tmp_path):
+    names = np.array(['cat', 'dog'])[np.arange(64) % 2]
+    rows = train_rows(digits(), labels=names, workdir=tmp_path, **_without_progress(steps=1))
+    assert [row['step'] for row in rows] == [1]
+    config = newest_config(tmp_path)
+    assert (config.model.num_classes, config.model.label_dropout) == (2, 0.1)
+    assert jaxunet.load(tmp_path).class_names == ('cat', 'dog')
+
+
+def _without_progress(**changes):
+    return {k: v for k, v in FIELDS.items() if k != 'progress'} | changes
+
+
+def test_a_loop_over_rows_may_end_early(tmp_path):
+    for row in train_rows(digits(), workdir=tmp_path, **_without_progress(steps=10_000)):
+        assert row['loss'] > 0
+        if row['step'] >= 2:
+            break
+    saved = saved_steps(tmp_path)
+    assert 2 <= saved[0] < 10_000
+
+
+def test_a_callback_may_end_a_run(tmp_path):
+    thread = []
+
+    def progress(row):
+        thread.append(threading.current_thread())
+        return row['step'] < 2
+
+    run = tiny(tmp_path, steps=10_000, progress=progress)
+    assert 2 <= run.step < 10_000
+    assert saved_steps(tmp_path)[0] == run.step
+    assert set(thread) == {threading.current_thread()}
+
+
+def test_an_error_of_a_callback_saves_and_arrives(tmp_path):
+    def progress(row):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tiny(tmp_path, steps=10_000, progress=progress)
+    assert saved_steps(tmp_path)
+
+
+STAGES = {
+    'compiling': (Parallel, 'compile'),
+    'the first step': (Session, 'call'),
+    'saving': (Saver, 'save'),
+}
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_ctrl_c_saves_and_arrives(stage, tmp_path, monkeypatch, capfd):
+    """The signal of a terminal, at each stage; the same call goes on."""
+    place, name = STAGES[stage]
+    function, arrived = getattr(place, name), threading.Event()
+
+    def interrupted(*arguments, **named):
+        if not arrived.is_set():
+            arrived.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        return function(*arguments, **named)
+
+    monkeypatch.setattr(place, name, interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        tiny(tmp_path, steps=4)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert saved_steps(tmp_path)
+    assert 'interrupted: finishing the steps' in capfd.readouterr().err
+    assert tiny(tmp_path, steps=4).step == 4
+
+
+def test_ctrl_c_between_steps_saves_what_was_trained(tmp_path):
+    def progress(row):
+        if row['step'] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        tiny(tmp_path, steps=10_000, progress=progress)
+    assert saved_steps(tmp_path)[0] >= 3
+
+
+def test_several_threads_train_and_sample_at_once(tmp_path):
+    """None of them may set a signal handler, nor restore settings that another one needs."""
+    runs, images, before = {}, {}, signal.getsignal(signal.SIGINT)
+
+    def work(name):
+        runs[name] = tiny(tmp_path / name, steps=3)
+        images[name] = runs[name].model.sample(2, steps=2, progress=False)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in 'ab']
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(runs['a'].metrics['loss'], runs['b'].metrics['loss'])
+    np.testing.assert_array_equal(images['a'], images['b'])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
+    """It comes to the caller, while the thread still waits for the devices."""
+    ends = threading.Event()
+    monkeypatch.setattr(Session, 'call', lambda *_, **__: ends.wait() and None)
+    abandoned = []
+    abandon = Background.abandon
+    monkeypatch.setattr(Background, 'abandon', lambda self: (abandoned.append(self), abandon(self)))
+    try:
+        with pytest.raises(jaxunet.UserError, match='devices finished no step'):
+            tiny(tmp_path, train=FIELDS['train'] | {'steps': 2, 'stall_seconds': 0.2})
+    finally:
+        ends.set()
+    (thread,) = abandoned
+    with pytest.raises(AttributeError):  # the metrics of the step that never ended
+        thread.wait()
+
+
+@pytest.mark.parametrize(
+    ('images', 'changes', 'error'),
+    [
+        (np.zeros((4, 8, 8), np.int64), {}, 'images: expected uint8, or floats from 0 to 1'),
+        (np.full((4, 8, 8), -1.0), {}, r'images: expected floats from 0 to 1, found -1 to -1'),
+        (np.full((4, 8, 8), np.nan), {}, 'images: expected floats from 0 to 1'),
+        (np.zeros((8, 8), np.uint8), {}, r'images: expected shape \(n, height, width\)'),
+        (np.zeros((0, 8, 8), np.uint8), {}, 'images: expected one or more'),
+        (np.zeros((4, 3, 8, 8), np.uint8), {}, r'channels first, store images.transpose'),
+        ([np.zeros((8, 8)), np.zeros((9, 9))], {}, 'images: expected images of one size'),
+        (digits(4), {'labels': [0, 1]}, r'labels: expected shape \(4,\)'),
+        (digits(4), {'labels': ['a'] * 4, 'class_names': ['b']}, "class_names lacks 'a'"),
+        ('digits:', {'labels': [0]}, 'belong to arrays'),
+        (digits(4), {'batch_sise': 4}, 'batch_sise: unknown field; did you mean "batch_size"'),
+        (digits(4), {'batch_size': 4}, r"several sections have it; write \*\*{'data.batch_size'"),
+        (digits(4), {'config': 'imges'}, 'no file or recipe imges'),
+        (digits(4), {'data': 3}, 'data: is a section'),
+    ],
+)
+def test_mistakes_are_errors_of_one_line(images, changes, error, tmp_path):
+    fields = {k: v for k, v in FIELDS.items() if k != 'data'} | changes
+    with pytest.raises(jaxunet.UserError, match=error) as raised:
+        train(images, workdir=tmp_path / 'run', **fields)
+    assert '\n' not in str(raised.value)
+    assert not (tmp_path / 'run').exists()
