@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from absl import flags
+from absl import flags, logging
 
 from jaxunet import is_function_too
 from jaxunet.checkpoint import store as checkpoint

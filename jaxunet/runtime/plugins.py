@@ -28,7 +28,7 @@ from jaxunet.runtime.untrusted import one_line, shown
 BACKEND_GROUP = 'jaxunet.backends'
 SHIPPED = ('pallas_kernels.', 'xla_ffi.')  # the packages of our own backends
 Transformed = TypeVar('Transformed', bound=Callable[..., Any])
-FUNCTIONS = ('unavailable', 'incomplete', 'transform_gradients')  # fields of a `Backend`
+FUNCTIONS = ('unavailable', 'transform_gradients')  # fields of a `Backend`
 API = 3  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
@@ -122,11 +122,7 @@ def load_backend(name: str) -> Backend:
     _check_fields(backend, name, where)
     if is_shipped(name):
         return backend
-    return dataclasses.replace(
-        backend,
-        unavailable=_asked(name, 'unavailable', backend.unavailable),
-        incomplete=_asked(name, 'incomplete', backend.incomplete),
-    )
+    return dataclasses.replace(backend, unavailable=_asked(name, backend.unavailable))
 
 
 def is_shipped(name: str) -> bool:
@@ -228,15 +224,15 @@ def _check_fields(backend: Backend, name: str, where: str) -> None:
             )
 
 
-def _asked(name: str, field: str, ask: Callable[[], str | None]) -> Callable[[], str | None]:
-    """Returns `Backend.unavailable` or `incomplete` with a check of what it returns."""
+def _asked(name: str, ask: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Returns `Backend.unavailable` with a check of what it returns."""
 
     def asked() -> str | None:
-        with blamed(name, f'{field}()'):
+        with blamed(name, 'unavailable()'):
             found = ask()
         if found is not None and not isinstance(found, str):
             raise UserError(
-                f'backend={name}: {field}(): expected None, or text that says what is missing, '
+                f'backend={name}: unavailable(): expected None, or text that says what is missing, '
                 f'found {shown(found)}'
             )
         return found

@@ -79,7 +79,7 @@ def train(
 
 
 class Hook(Protocol):
-    """What another command does in a run that it ends and saves by itself."""
+    """The part of another command in a run, which it ends and saves by itself."""
 
     def between(self, run: Loop) -> bool:
         """Called before the first call of the step and after each; False ends the run."""

@@ -1,4 +1,4 @@
-"""What the training loop asks of a network: where its run starts, and what its run writes."""
+"""The questions of the training loop to a network: where its run starts, and what it writes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 from support.browser import dumped
 
-from jaxunet.view import make_server, overview, runs
+from jaxunet.training.overview import make_server, overview, runs
 
 
 @pytest.fixture
