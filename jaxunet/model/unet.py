@@ -12,19 +12,15 @@ Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, a
 
 from __future__ import annotations
 
-import collections
 from typing import TypeAlias, cast
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree, Real
 
 from jaxunet.config import Config
 from jaxunet.model.blocks import Affine
 from jaxunet.model.encoder import (
-    LABEL_EMBEDDING,
-    TIME_EMBEDDING,
     Encoder,
     Layers,
     encode,
@@ -33,7 +29,6 @@ from jaxunet.model.encoder import (
 from jaxunet.model.initializers import drawn_together
 from jaxunet.model.low_res import enlarged
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.packed import LATE_SHARE
 from jaxunet.ops.vocabulary import Ops
 
 Params: TypeAlias = PyTree  # the nested dict of the UNet's float32 arrays
@@ -126,34 +121,6 @@ class UNet(Encoder):
         """Calls the network with the parameters as an argument; see `__call__`."""
         arguments = (x, t, labels, dropout_keys, augmentation, low_res)
         return cast(Array, self.apply({'params': params}, *arguments))
-
-
-def computed_last(gradients: Params) -> list[bool]:
-    """Returns True for leaves whose gradients the backward pass computes at its end.
-
-    These are the embeddings of time and class, their projections, the biases of the first
-    convolutions of residual blocks, which `project` adds, and the first layers of the network: as
-    many levels as have at most `LATE_SHARE` of all weights.
-    """
-    leaves = jax.tree.leaves_with_path(gradients)
-    names = [[key.key for key in path] for path, _ in leaves]
-    tops = ['_'.join(name[0].split('_')[:2]) for name in names]  # such as conv_in, down_0, up_3
-    sizes = collections.Counter[str]()
-    for top, (_, leaf) in zip(tops, leaves, strict=True):
-        sizes[top] += leaf.size
-    first, left = [], LATE_SHARE * sizes.total()
-    for top in ('conv_in', *sorted(top for top in sizes if top.startswith('down_'))):
-        left -= sizes[top]
-        if left < 0:
-            break
-        first.append(top)
-    return [
-        top in first
-        or name[0].startswith((TIME_EMBEDDING, LABEL_EMBEDDING))
-        or 'embed' in name
-        or name[-2:] == ['conv_1', 'bias']
-        for top, name in zip(tops, names, strict=True)
-    ]
 
 
 # A function, not a method: Flax would add a method's name to the names of the ops in a profile.

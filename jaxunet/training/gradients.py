@@ -6,7 +6,6 @@ The weight w comes from `loss.weighting`; the timesteps t and their factors c co
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from jaxunet.diffusion.process import Diffusion
 from jaxunet.diffusion.timesteps import TimestepSampler
 from jaxunet.diffusion.weighting import Weighting
 from jaxunet.model.encoder import with_copies
-from jaxunet.model.unet import Params, UNet, computed_last
+from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.adamw.operands import Copies
-from jaxunet.ops.adamw.packed import FULL, Join, Packed, pack
+from jaxunet.ops.adamw.packed import Join
+from jaxunet.training.all_reduce import widen
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.update import Update
 
@@ -206,47 +206,3 @@ def accumulate(
         grads, loss = jax.tree.map(lambda x: x / count, total)
     samples = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1), samples)
     return Gradients(grads, loss, samples, at_once=True)
-
-
-def summed(parts: StepParts, grads: Params, *, at_once: bool) -> Params | Packed:
-    """Returns the sum of gradients over the devices; if there are several, in float32.
-
-    Several devices pack the gradients by `parts.join`. Each gradient is cast, or each array packed,
-    on its own, so that the first can be summed while others are still computed. Gradients that are
-    known `at_once` are packed in one array, and summed while those at the network's input are
-    computed.
-    """
-    assert parts.axis_name is not None
-    single = jax.lax.axis_size(parts.axis_name) == 1
-    if single or parts.join is None:
-        grads = grads if single else widen(grads)
-        with jax.named_scope('all_reduce'):
-            return jax.lax.psum(grads, parts.axis_name)
-    with jax.named_scope('backward'):
-        full = None if at_once else FULL
-        packed = pack(grads, computed_last(grads), parts.join, full)
-    with jax.named_scope('all_reduce'):
-        if not at_once:
-            return jax.lax.psum(packed, parts.axis_name)
-        return _summed_in_order(packed, parts.axis_name)
-
-
-def _summed_in_order(packed: Packed, axis_name: str) -> Packed:
-    """Returns the sum of packed gradients, array by array.
-
-    Without the order, XLA begins with the array that is ready last, and computes nothing while it
-    sums the others.
-    """
-    sums: list[Array] = []
-    for array in packed.arrays:
-        ready = array
-        if sums:
-            ready, sums[-1] = jax.lax.optimization_barrier((array, sums[-1]))
-        sums.append(jax.lax.psum(ready, axis_name))
-    return dataclasses.replace(packed, arrays=tuple(sums))
-
-
-def widen(grads: Params) -> Params:
-    """Casts gradients to float32."""
-    with jax.named_scope('backward'):
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)

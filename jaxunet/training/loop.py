@@ -79,7 +79,7 @@ def train(
 
 
 class Hook(Protocol):
-    """The part of another command in a run, which it ends and saves by itself."""
+    """Ends a run and saves it, in place of the loop: for a command that looks into its runs."""
 
     def between(self, run: Loop) -> bool:
         """Called before the first call of the step and after each; False ends the run."""

@@ -4,11 +4,6 @@ There are two modes: `jit` of a `shard_map` over a device mesh, and `pmap`. Both
 and split the batch. The batch is split by hand rather than by XLA's partitioner, which cannot look
 into hand-written kernels. Both compile `step(state, data)`, where `data` is either a streamed batch
 for each step or the whole dataset, resident on every device, from which a step gathers its rows.
-
-The all-reduce of the gradients overlaps the backward pass. If kernels update the weights, the
-gradients are packed into a few arrays (`jaxunet.ops.adamw.packed`), and each array is summed when
-all of its gradients are computed. Otherwise `psum` is one operation per gradient. On several GPUs
-the options `OVERLAP` let XLA run these operations beside the backward pass, and combine small ones.
 """
 
 from __future__ import annotations
@@ -34,6 +29,7 @@ from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.backends import choose, overlaps
 from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.all_reduce import OVERLAP
 from jaxunet.training.batch import Batch
 from jaxunet.training.step import Metrics, TrainStep
 from jaxunet.training.step_fields import relevant
@@ -51,14 +47,6 @@ Tree = TypeVar('Tree')  # a pytree of arrays
 
 # Compiler options of XLA. An option that XLA_FLAGS sets is not overridden.
 Options = dict[str, str | bool]
-# For several GPUs.
-OVERLAP: Options = {
-    # Schedules computations to run while transfers are in flight.
-    'xla_gpu_enable_latency_hiding_scheduler': True,
-    # Bytes up to which gradients are combined. Larger transfers use the links better, but the last
-    # one can only start when all of its gradients are computed.
-    'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
-}
 # For several GPUs of one process: the kinds of operations that become part of a CUDA graph, which
 # are the default of XLA in this version of JAX, and COLLECTIVES. Without these, a step has a graph
 # for each part between two all-reduces. Runs of several processes keep the default, because

@@ -31,6 +31,7 @@ from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import fused_update, transform_gradients
+from jaxunet.training.all_reduce import summed
 from jaxunet.training.batch import Batch, Keys, clean_images, split_keys
 from jaxunet.training.gradients import (
     LossFn,
@@ -39,7 +40,6 @@ from jaxunet.training.gradients import (
     StepParts,
     copies_of,
     gradients,
-    summed,
 )
 from jaxunet.training.noise_assignment import assigned_noise
 from jaxunet.training.update import make_update, takes_packed, updates_copies
@@ -137,7 +137,7 @@ def train_step(
             keys = keys._replace(noise=noise)
     grads, minimised, samples, at_once = gradients(parts, state, weights, keys, batch)
     if parts.axis_name is not None:
-        grads = summed(parts, grads, at_once=at_once)
+        grads = summed(grads, parts.axis_name, parts.join, at_once=at_once)
         with jax.named_scope('all_reduce'):
             minimised = jax.lax.pmean(minimised, parts.axis_name)
             samples = jax.tree.map(

@@ -1,4 +1,4 @@
-"""The questions of the training loop to a network: where its run starts, and what it writes."""
+"""The network that a training loop trains: where its run starts, and its outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Due(NamedTuple):
 
 
 class Outputs(Protocol):
-    """Writes what a run produces beside its checkpoints, on process 0."""
+    """The outputs of a run beside its checkpoints, written by process 0."""
 
     def start_compiling(self) -> None:
         """Compiles what runs between steps; called once the training step is compiled."""

@@ -44,6 +44,7 @@ STEP = (  # the modules whose code is traced
     'data/order.py',
     'training/batch.py',
     'training/step.py',
+    'training/all_reduce.py',
     'training/ema.py',
     'training/update.py',
     'checkpoint/state.py',

@@ -20,11 +20,12 @@ from support.tiny import tiny_config
 
 from jaxunet.config import Config, resolve
 from jaxunet.data.sources import Source
-from jaxunet.model.unet import Params, build_unet, computed_last, init_params
+from jaxunet.model.unet import Params, build_unet, init_params
 from jaxunet.ops.adamw.packed import LATE_SHARE
 from jaxunet.ops.backends import ops_of, transform_gradients
 from jaxunet.runtime import device, plugins
-from jaxunet.training import gradients, step
+from jaxunet.training import all_reduce, step
+from jaxunet.training.all_reduce import computed_last
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
 from xla_ffi.weight_gradients.members import CONVOLUTION, LINEAR
 
@@ -53,7 +54,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize('count', [1, 2])
+@pytest.mark.parametrize('count', [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_step_calls_one_handler_and_trains_alike(
     count: int, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +81,7 @@ def test_a_step_calls_one_handler_and_trains_alike(
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+@pytest.mark.parametrize('mode', ['jit', pytest.param('pmap', marks=pytest.mark.long)])
 def test_several_devices_sum_most_gradients_before_the_last_call(
     mode: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def test_several_devices_sum_most_gradients_before_the_last_call(
 def test_gradients_that_become_known_one_by_one_fill_several_arrays(
     changes: dict[str, object], at_once: bool, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, 'FULL', 1000)
+    monkeypatch.setattr(all_reduce, 'FULL', 1000)
     with on_hopper(monkeypatch):
         lowered = Bench(config(parallel={'devices': 2}, **changes), source, shared=False).lowered
     sums = lowered.as_text().count('stablehlo.all_reduce')

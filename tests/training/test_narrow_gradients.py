@@ -10,8 +10,9 @@ import pytest
 from support.bench import Bench
 from support.tiny import tiny_config
 
-from jaxunet.model.unet import build_unet, computed_last, init_params
+from jaxunet.model.unet import build_unet, init_params
 from jaxunet.ops.backends import ops_of
+from jaxunet.training.all_reduce import computed_last
 
 pytestmark = [pytest.mark.extension, pytest.mark.usefixtures('shared_steps')]
 
@@ -42,7 +43,10 @@ def test_the_update_takes_narrow_gradients_and_sums_are_wide(spread, narrow, nar
     )  # over a single device they are none
 
 
-@pytest.mark.parametrize('spread', ['one', 'devices', 'micro_batches'])
+@pytest.mark.parametrize(
+    'spread',
+    ['one', *(pytest.param(name, marks=pytest.mark.long) for name in ('devices', 'micro_batches'))],
+)
 def test_a_loop_keeps_the_copies_of_the_weights(spread, narrow_benches):
     """In a loop, the weights are narrowed once; steps give the same bits as one by one."""
     bench = narrow_benches(spread)

@@ -12,9 +12,9 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
+from jaxunet.training.all_reduce import OVERLAP
 from jaxunet.training.parallel import (
     CONCURRENT,
-    OVERLAP,
     STOP,
     WHOLE_GRAPH,
     Parallel,

@@ -274,7 +274,7 @@ constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, 
 
 // True if the blocks of a launch draw their tiles from a counter (forward.cuh). With fewer tiles
 // per block, draws make some launches slower on a GPU that runs nothing else. To refit: time both
-// ways (tests/gpu/harness/conv/held.cu).
+// ways (tools/gpu/harness/conv/held.cu).
 constexpr bool draws_tiles(int tiles, int blocks) { return tiles >= 4 * blocks; }
 
 // The first tile of a block has the number of the block, and the draws give the tiles after these.

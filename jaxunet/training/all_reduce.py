@@ -1,0 +1,102 @@
+"""Sums the gradients of a step over devices while the backward pass still computes others.
+
+If kernels update the weights, the gradients are packed into a few arrays
+(`jaxunet.ops.adamw.packed`), and each array is summed when all of its gradients are computed.
+Otherwise `psum` is one operation per gradient. On several GPUs the options `OVERLAP` let XLA run
+these operations beside the backward pass, and combine small ones. A backend that merges the calls
+of many layers (`Backend.transform_gradients`) leaves the last `LATE_SHARE` of the weights out, so
+that most gradients are summed while it computes those.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxunet.model.encoder import LABEL_EMBEDDING, TIME_EMBEDDING
+from jaxunet.model.unet import Params
+from jaxunet.ops.adamw.packed import FULL, LATE_SHARE, Join, Packed, pack
+
+# Compiler options of XLA for several GPUs.
+OVERLAP: dict[str, str | bool] = {
+    # Schedules computations to run while transfers are in flight.
+    'xla_gpu_enable_latency_hiding_scheduler': True,
+    # Bytes up to which gradients are combined. Larger transfers use the links better, but the last
+    # one can only start when all of its gradients are computed.
+    'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
+}
+
+
+def summed(grads: Params, axis_name: str, join: Join | None, *, at_once: bool) -> Params | Packed:
+    """Returns the sum of gradients over the devices; if there are several, in float32.
+
+    Several devices pack the gradients by `join`, unless it is None. Each gradient is cast, or each
+    array packed, on its own, so that the first can be summed while others are still computed.
+    Gradients that are known `at_once` are packed in one array, and summed while those at the
+    network's input are computed.
+    """
+    single = jax.lax.axis_size(axis_name) == 1
+    if single or join is None:
+        grads = grads if single else widen(grads)
+        with jax.named_scope('all_reduce'):
+            return jax.lax.psum(grads, axis_name)
+    with jax.named_scope('backward'):
+        full = None if at_once else FULL
+        packed = pack(grads, computed_last(grads), join, full)
+    with jax.named_scope('all_reduce'):
+        if not at_once:
+            return jax.lax.psum(packed, axis_name)
+        return _summed_in_order(packed, axis_name)
+
+
+def _summed_in_order(packed: Packed, axis_name: str) -> Packed:
+    """Returns the sum of packed gradients, array by array.
+
+    Without the order, XLA begins with the array that is ready last, and computes nothing while it
+    sums the others.
+    """
+    sums: list[Array] = []
+    for array in packed.arrays:
+        ready = array
+        if sums:
+            ready, sums[-1] = jax.lax.optimization_barrier((array, sums[-1]))
+        sums.append(jax.lax.psum(ready, axis_name))
+    return dataclasses.replace(packed, arrays=tuple(sums))
+
+
+def widen(grads: Params) -> Params:
+    """Casts gradients to float32."""
+    with jax.named_scope('backward'):
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+
+def computed_last(gradients: Params) -> list[bool]:
+    """Returns True for leaves whose gradients the backward pass computes at its end.
+
+    These are the embeddings of time and class, their projections, the biases of the first
+    convolutions of residual blocks, which `project` adds, and the first layers of the network: as
+    many levels as have at most `LATE_SHARE` of all weights.
+    """
+    leaves = jax.tree.leaves_with_path(gradients)
+    names = [[key.key for key in path] for path, _ in leaves]
+    tops = ['_'.join(name[0].split('_')[:2]) for name in names]  # such as conv_in, down_0, up_3
+    sizes = collections.Counter[str]()
+    for top, (_, leaf) in zip(tops, leaves, strict=True):
+        sizes[top] += leaf.size
+    first, left = [], LATE_SHARE * sizes.total()
+    for top in ('conv_in', *sorted(top for top in sizes if top.startswith('down_'))):
+        left -= sizes[top]
+        if left < 0:
+            break
+        first.append(top)
+    return [
+        top in first
+        or name[0].startswith((TIME_EMBEDDING, LABEL_EMBEDDING))
+        or 'embed' in name
+        or name[-2:] == ['conv_1', 'bias']
+        for top, name in zip(tops, names, strict=True)
+    ]
