@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.config import cli
+from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
 from jaxunet.sampling.demo_page import check_gradio, make_page
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     """Serves the page until Ctrl-C."""
     del argv
     check_gradio()
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     page = make_page(load(CHECKPOINT.value, ema=EMA.value))
     try:
         page.launch(
@@ -42,4 +42,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

@@ -26,8 +26,9 @@ from absl import flags
 from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.config import Config, cli
+from jaxunet.config import Config
 from jaxunet.data.automatic import complete
+from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
@@ -214,4 +215,4 @@ def order(model: Model) -> bool:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

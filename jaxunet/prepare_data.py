@@ -25,7 +25,6 @@ from typing import BinaryIO
 import numpy as np
 from absl import flags
 
-from jaxunet.config import cli
 from jaxunet.data.look import tell_pixels
 from jaxunet.data.pixels import BadImage, Pixels, Shape
 from jaxunet.data.source import Source
@@ -33,6 +32,7 @@ from jaxunet.data.sources import compressed_tar, open_source, open_unpacked_tar
 from jaxunet.data.tar import decompress
 from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
+from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError, near_misses, printable
 from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.runtime.progress import progress_bar
@@ -283,4 +283,4 @@ def _report(target: Path, source: Source, counts: _Counts, left_out: list[tuple[
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

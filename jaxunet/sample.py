@@ -43,11 +43,11 @@ from absl import flags, logging
 from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.store import checksum
-from jaxunet.config import PRECISIONS, Config, cli, split_backend
+from jaxunet.config import PRECISIONS, Config, split_backend
 from jaxunet.data.classes import Classes, label_table
 from jaxunet.data.images import check_output, class_columns, save_images
 from jaxunet.model.unet import Params
-from jaxunet.runtime import distributed
+from jaxunet.runtime import command, compiled_cache, distributed
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> None:
 )
 def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     model, config = load()
     check_output(OUTPUT.value, config.model.image_channels)
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
@@ -391,4 +391,4 @@ def class_labels(
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

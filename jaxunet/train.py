@@ -39,7 +39,7 @@ from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import choose
-from jaxunet.runtime import distributed, program
+from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
-    logging.get_absl_logger().addHandler(LogFile(program.shown(command())))
+    logging.get_absl_logger().addHandler(LogFile(program.shown(command_line())))
     saved = newest_config(workdir())
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int | None:
     return None
 
 
-def command() -> str:
+def command_line() -> str:
     """Returns the command line."""
     return shlex.join(['python', '-m', 'jaxunet.train', *sys.argv[1:]])
 
@@ -172,7 +172,7 @@ def supervise() -> int:
 
 def run(config: Config) -> None:
     """Trains, as this process's part of the run."""
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     # A GPU takes seconds to start. Meanwhile Python makes a trace that every run needs.
     devices = Background(jax.devices)
     checkpoint.state_template(config)
@@ -292,4 +292,4 @@ def start_from(config: Config) -> str:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

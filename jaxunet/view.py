@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.config import cli
+from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded
 from jaxunet.training.overview import make_server
@@ -42,4 +42,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main, arguments=True)
+    command.run(main, arguments=True)

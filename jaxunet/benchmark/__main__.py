@@ -47,7 +47,7 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
 from jaxunet.ops import backends, choices
-from jaxunet.runtime import rows
+from jaxunet.runtime import command, rows
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
@@ -223,4 +223,4 @@ def dry_run(plan: Plan) -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

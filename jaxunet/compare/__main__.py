@@ -55,6 +55,7 @@ from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
+from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
@@ -155,14 +156,16 @@ def main(argv: Sequence[str]) -> int:
     if PLOT_ONLY.value:
         study = study or flags_study.load(directory)
     else:
-        cli.enable_compilation_cache()
+        compiled_cache.enable_compilation_cache()
         stated = None if study else state()
         try:
             with opened(directory, '--output'):
                 if stated:
                     study, problems = prepare(stated, directory)
                 if study and TRAIN.value:
-                    problems += study_runner.run(study, options(study, part, directory), command())
+                    problems += study_runner.run(
+                        study, options(study, part, directory), command_line()
+                    )
         except KeyboardInterrupt:
             stopped = True
     others = [pathlib.Path(folder) for folder in ADD.value]
@@ -170,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f'--add: no folder {missing[0]}')
     if study:
         found = study_runner.collect(study, directory, others)
-        about = report.about_file(study, directory, command())
+        about = report.about_file(study, directory, command_line())
         text, paths = report.write(found, directory, about, plot=PLOT.value)
         print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
     for problem in problems:
@@ -216,7 +219,7 @@ def _check_devices(devices: Sequence[str]) -> None:
         )
 
 
-def command() -> str:
+def command_line() -> str:
     """Returns the command line."""
     return shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]])
 
@@ -257,7 +260,7 @@ def state() -> flags_study.Stated:
         parse_seconds('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
         parse_counts('--seeds', SEEDS.value, names, int(SEEDS.default[0])),
         parse_counts('--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])),
-        command(),
+        command_line(),
         f'Note: {count} runs at a time divided the cores of one CPU, so each did fewer steps in '
         'its seconds than it would do alone.'
         if shared
@@ -284,4 +287,4 @@ def prepare(stated: flags_study.Stated, directory: pathlib.Path) -> tuple[Study,
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

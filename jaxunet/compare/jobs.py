@@ -19,9 +19,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxunet.config import Config
-from jaxunet.config.checks import AT_MOST
+from jaxunet.config.run_sections import SUITS
 from jaxunet.config.samplers import DEFAULT_STEPS, SAMPLERS
-from jaxunet.config.schema import SUITS
+from jaxunet.config.schema import FACTS
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import expanded
@@ -208,8 +208,8 @@ def check_jobs(jobs: Sequence[Job]) -> None:
             raise UserError(f'{job.name}: samplers: expected at least one, found none')
         for name, number, (least, most) in (
             ('samples', job.samples, (1, MOST_SAMPLES)),
-            ('batch_size', job.batch_size, (1, AT_MOST['evaluation.batch_size'])),
-            ('picture', job.picture, (0, AT_MOST['train.sample_count'])),
+            ('batch_size', job.batch_size, (1, FACTS['evaluation.batch_size'].limit)),
+            ('picture', job.picture, (0, FACTS['train.sample_count'].limit)),
             ('choosing', job.choosing, (0, MOST_SAMPLES)),
         ):
             if number < least:

@@ -41,7 +41,7 @@ from jaxunet.compare.measure import Measurements
 from jaxunet.compare.step_times import step_times
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.compare.study_file import read_jobs
-from jaxunet.config import cli
+from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
             f'--devices: a step on {DEVICES.value} devices takes another time than on one; give '
             '--step_ms too'
         )
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     queue = Queue(
         output,
         Measurements(FEATURES.value, output / 'pictures'),
@@ -171,4 +171,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

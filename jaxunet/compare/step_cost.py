@@ -27,10 +27,10 @@ from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.compare.study_file import check_configs_used, read_jobs
-from jaxunet.config import Config, cli, resolve
+from jaxunet.config import Config, resolve
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images
-from jaxunet.runtime import rows
+from jaxunet.runtime import command, compiled_cache, rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import check_fields, read_json
 
@@ -143,9 +143,9 @@ def main(argv: Sequence[str]) -> None:
             'expected CONFIGS.json, or FILE:PART of jobs and the folder of their images; found '
             f'{len(arguments)} arguments'
         )
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     print(json.dumps(measure(read_configs(*arguments, begun=BEGUN.value))))
 
 
 if __name__ == '__main__':
-    cli.run(main, arguments=True)
+    command.run(main, arguments=True)

@@ -1,7 +1,8 @@
 """The configuration of a run: fields, defaults and checks."""
 
-from jaxunet.config.checks import CHOICES, diff, resolve, split_backend
+from jaxunet.config.checks import diff, resolve, split_backend
 from jaxunet.config.schema import (
+    CHOICES,
     OPS,
     PRECISIONS,
     Config,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
-import typing
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
 
 from jaxunet.config.relations import check_relations
-from jaxunet.config.samplers import OBJECTIVE_SAMPLERS, SAMPLERS
-from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
+from jaxunet.config.schema import FACTS, OPS, Config, Fields, to_dict
 from jaxunet.config.versions import as_now
-from jaxunet.runtime import dropout_rate
 from jaxunet.runtime.errors import UserError, itemized, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
 from jaxunet.runtime.untrusted import plain, shown
@@ -24,154 +20,7 @@ T = TypeVar('T')
 
 INVALID = 'the config is not valid:'  # begins the message of `resolve`
 SHIPPED = ('pallas', 'cuda')  # kernel backends in this repository
-CHOICES = {
-    'precision': PRECISIONS,
-    'init_from_order': ('', 'legacy', 'new'),
-    'parallel.mode': ('jit', 'pmap'),
-    'model.downsample_padding': ('symmetric', 'same'),
-    'model.time_embedding': ('adm', 'ddpm'),
-    'model.init': ('torch', 'ddpm'),
-    'diffusion.schedule': ('linear', 'cosine'),
-    'diffusion.objective': tuple(OBJECTIVE_SAMPLERS),
-    'loss.weighting': ('uniform', 'min_snr', 'soft_min_snr', 'p2', 'speed', 'uncertainty'),
-    'timesteps.sampler': (
-        'uniform',
-        'loss_second_moment',
-        'speed',
-        'speed_code',
-        'policy',
-        'adaptive',
-        'infonoise',
-    ),
-    'evaluation.sampler': ('', *SAMPLERS),
-    'evaluation.variance': ('', 'fixed_small', 'fixed_large', 'learned'),
-    'evaluation.skip_schedule': ('', 'linear', 'quadratic', 'log_snr', 'karras'),
-    'data.cache': ('auto', 'device', 'stream'),
-    'data.augment': ('none', 'flip', 'edm'),
-    'data.augment_rule': ('edm', 'earlier'),
-    'data.crop': ('center', 'random'),
-    'data.condition': ('image', 'grey'),
-    'data.noise_assignment': ('none', 'batch'),
-    'optimizer.name': ('adamw', 'adam', 'muon'),
-    'optimizer.schedule': ('constant', 'cosine', 'linear'),
-}
 SIZES = ('data.image_size', 'model.low_res_size')
-# Ranges of numbers. Each element of a tuple field must lie in the range.
-POSITIVE = (
-    'model.image_channels',
-    'model.base_channels',
-    'model.channel_mult',
-    'model.num_res_blocks',
-    'model.max_period',
-    'model.low_res_size',
-    'model.norm_groups',
-    'model.norm_eps',
-    'diffusion.steps',
-    'diffusion.edm_std',
-    'diffusion.edm_sigma_data',
-    'diffusion.flow_std',
-    'loss.min_snr_gamma',
-    'loss.soft_min_snr_sigma',
-    'loss.p2_k',
-    'loss.uncertainty_features',
-    'loss.uncertainty_learning_rate',
-    'ema.widths',
-    'timesteps.history',
-    'timesteps.speed_k',
-    'timesteps.policy_every',
-    'timesteps.policy_probes',
-    'timesteps.policy_memory',
-    'timesteps.policy_learning_rate',
-    'timesteps.adaptive_bins',
-    'timesteps.adaptive_memory',
-    'timesteps.infonoise_bins',
-    'timesteps.infonoise_memory',
-    'data.image_size',
-    'data.batch_size',
-    'data.crop_least',
-    'data.noise_candidates',
-    'optimizer.learning_rate',
-    'optimizer.eps',
-    'optimizer.accumulate_steps',
-    'train.steps',
-    'train.log_every',
-    'train.checkpoint_every',
-    'train.keep',
-    'train.sample_count',
-    'train.max_bad_steps',
-    'evaluation.samples',
-    'evaluation.batch_size',
-)
-NOT_NEGATIVE = (
-    'seed',
-    'parallel.devices',
-    'model.num_heads',
-    'model.num_heads_upsample',
-    'model.num_head_channels',
-    'model.num_classes',
-    'diffusion.vlb_weight',
-    'loss.p2_gamma',
-    'timesteps.policy_entropy',
-    'timesteps.infonoise_warmup',
-    'timesteps.infonoise_pivot',
-    'data.num_workers',
-    'data.holdout',
-    'optimizer.weight_decay',
-    'optimizer.warmup_steps',
-    'optimizer.clip_norm',
-    'train.epochs',
-    'train.steps_per_call',
-    'train.sample_every',
-    'train.sample_steps',
-    'train.evaluate_every',
-    'train.holdout_every',
-    'train.keep_every',
-    'train.keep_best',
-    'train.spike_sigmas',
-    'train.rollbacks',
-    'train.check_replicas_every',
-    'train.stall_seconds',
-    'ema.snapshot_every',
-    'evaluation.guidance_scale',
-)
-FRACTION = (  # [0, 1)
-    'model.label_dropout',
-    'optimizer.betas',
-    'ema.rates',
-    'timesteps.history_uniform',
-)
-UNIT = (  # [0, 1]
-    'loss.speed_lambda',
-    'loss.speed_tau',
-    'timesteps.speed_tau',
-    'timesteps.adaptive_uniform',
-    'timesteps.infonoise_uniform',
-    'timesteps.adaptive_correction',
-    'evaluation.eta',
-    'data.augment_probability',
-    'data.crop_least',
-)
-# The largest values of fields that determine the size of arrays, programs or processes: far beyond
-# any use, so that a typing error does not start an endless compilation.
-AT_MOST = {
-    'model.image_channels': 1024,
-    'model.base_channels': 2**16,
-    'model.channel_mult': 1024,
-    'model.num_res_blocks': 64,
-    'model.num_classes': 10**7,
-    'diffusion.steps': 10**6,
-    'loss.uncertainty_features': 2**16,
-    'timesteps.history': 10**4,
-    'timesteps.policy_memory': 10**6,
-    'data.image_size': 2**14,
-    'model.low_res_size': 2**14,
-    'data.batch_size': 2**22,
-    'data.num_workers': 1024,
-    'train.keep': 10**6,
-    'train.sample_count': 2**16,
-    'evaluation.batch_size': 2**20,
-}
-INT32 = 2**31 - 1  # the largest integer of any field but `seed`
 FLOAT32 = (2 - 2**-23) * 2.0**127  # the largest number
 
 
@@ -262,7 +111,7 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
             f'found {shown(values)}'
         )
         return section()
-    hints = typing.get_type_hints(section)
+    hints: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cast(Any, section))}
     known = set(hints)
     values = as_now(values, prefix)
     for name in sorted(set(values) - known):
@@ -271,7 +120,7 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
     for name in sorted(set(values) & known):
         hint, path = hints[name], prefix + name
         if dataclasses.is_dataclass(hint):
-            built[name] = _build(typing.cast(type, hint), values[name], path + '.', problems)
+            built[name] = _build(cast(type, hint), values[name], path + '.', problems)
         else:
             built[name] = _coerce(values[name], hint, path, problems)
     return section(**built)
@@ -316,49 +165,18 @@ def _coerce(
 
 def _check_values(config: Config) -> list[str]:
     """Returns one line per problem of a single value, or else per problem between fields."""
-    flat = {
-        f'{section}.{name}' if section else name: value
-        for section, fields in _sections(config).items()
-        for name, value in fields.items()
-    }
-    problems = [
-        f'{path}: expected one of {_choices(allowed)}, '
-        f'found {flat[path]!r}{near_misses(str(flat[path]), allowed)}'
-        for path, allowed in CHOICES.items()
-        if flat[path] not in allowed
-    ]
+    problems = []
+    for section, fields in _sections(config).items():
+        for name, value in fields.items():
+            path = f'{section}.{name}' if section else name
+            for one in value if isinstance(value, tuple) else (value,):
+                if problem := FACTS[path].problem(one):
+                    problems.append(f'{path}: {problem}')
     try:
         split_backend(config.backend)
     except UserError as error:
         problems.append(str(error))
-    for paths, accepts, expected in (
-        (POSITIVE, lambda v: 0 < v < math.inf, 'more than 0'),
-        (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, '0 or more'),
-        (FRACTION, lambda v: 0 <= v < 1, 'at least 0 and less than 1'),
-        (UNIT, lambda v: 0 <= v <= 1, '0 to 1'),
-        (('model.dropout',), dropout_rate.is_supported, dropout_rate.SUPPORTED),
-    ):
-        for path in paths:
-            many = flat[path] if isinstance(flat[path], tuple) else (flat[path],)
-            problems += [
-                f'{path}: expected {expected}, found {v!r}' for v in many if not accepts(v)
-            ]
-    for path, value in flat.items():
-        many = value if isinstance(value, tuple) else (value,)
-        limit = AT_MOST.get(path, INT32)
-        problems += [
-            f'{path}: expected at most {limit}, found {v}'
-            for v in many
-            if (isinstance(v, int) or path in AT_MOST) and v > limit and path != 'seed'
-        ]
-    if not 0 <= config.seed < 2**32:
-        problems.append(f'seed: expected 0 to {2**32 - 1}, found {config.seed}')
     return problems or check_relations(config)
-
-
-def _choices(allowed: Sequence[str]) -> str:
-    """Returns the values of a field that has choices, for its error; '' shows as two quotes."""
-    return ', '.join(value or "''" for value in allowed)
 
 
 def _sections(config: Config) -> dict[str, Fields]:

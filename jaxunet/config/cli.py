@@ -1,18 +1,15 @@
-"""Shared by all commands: flags, the config, and the compilation cache."""
+"""The flag `--config`: a config file, and fields that the command line sets."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
 import itertools
-import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import jax
 from absl import flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
@@ -21,55 +18,11 @@ from jaxunet.config import default_config, recipes, schema
 from jaxunet.config.config_file import ConfigFile, config_error
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
-from jaxunet.runtime import command, ownership
-from jaxunet.runtime.download import cache_dir
+from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded
 
-HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
 flags.disclaim_key_flags()  # --help of a command lists --config as its own
-
-
-def run(main: Callable[[Sequence[str]], int | None], *, arguments: bool = False) -> None:
-    """Parses the flags and runs `main`, as `jaxunet.runtime.command.run` does.
-
-    Args:
-      arguments: `main` takes arguments that are not flags, and checks them; else they are errors.
-    """
-    command.run(main, _parse, arguments=arguments)
-
-
-def _parse(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(list(argv))
-    except UserError:
-        raise
-    except flags.Error as error:
-        raise UserError(f'{_flag_error(str(error))}\nSee --help.') from None
-    except SystemExit as ended:
-        helped = {argument.lstrip('-') for argument in argv} & HELP
-        sys.exit(0 if helped and ended.code == 1 else ended.code)  # absl's --help ends with 1
-    except Exception as error:
-        raise UserError(config_error(error)) from None
-
-
-def _flag_error(text: str) -> str:
-    """Returns absl's message, in other words where it shows Python's."""
-    text = re.sub(
-        r'^flag --(\w+)=None: .* must have a value other than None\.$', r'--\1: missing', text
-    )
-    text = re.sub(
-        r": \('Non-boolean argument to boolean flag', (.*)\)$",
-        r': expected true or false, found \1',
-        text,
-    )
-    text = re.sub(r': invalid literal for int\(\) .*', ': expected a whole number', text)
-    text = re.sub(r': could not convert string to float: .*', ': expected a number', text)
-    unknown = re.match(r"Unknown command line flag '([\w.]+)'", text)
-    if unknown and 'config' in flags.FLAGS and flags.FLAGS['config'].value is not None:
-        named = [f for f in _fields() if unknown[1] in (f, f.rsplit('.', maxsplit=1)[-1])]
-        text += f'; did you mean {" or ".join(f"--config.{f}" for f in named)}?' if named else ''
-    return text
 
 
 def _fields() -> Fields:
@@ -161,6 +114,12 @@ class _Tuples(TupleParser):
 
 
 config_flags.register_flag_parser_for_type(tuple, _Tuples())
+for kind, parser in (
+    (int, flags.IntegerParser()),
+    (float, flags.FloatParser()),
+    (bool, flags.BooleanParser()),
+):
+    config_flags.register_flag_parser_for_type(kind, command.Worded(parser))
 
 
 def define_config() -> flags.FlagHolder:
@@ -205,32 +164,18 @@ def define_optional_config(help_text: str) -> flags.FlagHolder:
 
 
 def _with_own_reader(holder: flags.FlagHolder) -> flags.FlagHolder:
-    """Makes the flag read its file with `ConfigFile`."""
+    """Makes the flag read its file with `ConfigFile`; a field that this lacks is a UserError."""
     flag = flags.FLAGS[holder.name]
-    flag.parser = ConfigFile(flag.parser)
+    flag.parser = ConfigFile()
+    parse = flag.parse
+
+    def explained(argument: str) -> None:
+        try:
+            parse(argument)
+        except (UserError, flags.Error):
+            raise
+        except Exception as error:
+            raise UserError(config_error(error)) from None
+
+    flag.parse = explained  # type: ignore[method-assign]
     return holder
-
-
-def enable_compilation_cache() -> None:
-    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`.
-
-    Programs that compile faster than JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS (default 0.5 s) are
-    not kept. Warns and keeps none if there is no folder, or if others can write to it
-    (`jaxunet.runtime.ownership`).
-    """
-    try:
-        folder = expanded(os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla'))
-    except UserError as error:
-        logging.warning('compiled programs are not kept: %s', error)
-        jax.config.update('jax_enable_compilation_cache', False)
-        return
-    if '://' not in folder:
-        with contextlib.suppress(OSError):  # JAX warns of a folder that cannot be written
-            pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not ownership.usable(folder):
-            jax.config.update('jax_enable_compilation_cache', False)
-            return
-    jax.config.update('jax_compilation_cache_dir', folder)
-    if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
-        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
-    logging.info('compilation cache: %s', folder)

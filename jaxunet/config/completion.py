@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxunet.config import recipes
-from jaxunet.config.schema import default_config
+from jaxunet.config.schema import FACTS
 
 SHELLS = ('bash', 'zsh')
 # Bash splits words at "=", zsh does not. Where a word is nothing of this, the shell offers files.
@@ -48,7 +48,5 @@ def script(shell: str, commands: Iterable[str]) -> str:
 
 def fields() -> list[str]:
     """Returns the paths of all fields, such as data.path."""
-    found = []
-    for name, value in default_config().to_dict().items():
-        found += [f'{name}.{field}' for field in value] if isinstance(value, dict) else [name]
-    return found
+    sections = {path.partition('.')[0] for path in FACTS if '.' in path}
+    return [path for path in FACTS if path not in sections]

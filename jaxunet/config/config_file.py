@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import traceback
 
 from absl import flags
@@ -16,21 +17,21 @@ from jaxunet.runtime.paths import expanded
 
 
 class ConfigFile(flags.ArgumentParser):
-    """ml_collections' reader of config files, with clearer errors."""
-
-    def __init__(self, reader: flags.ArgumentParser) -> None:
-        self.reader = reader
+    """Reads config files, with one-line errors."""
 
     def parse(self, named: str) -> ConfigDict | Fields:
-        """Returns the config that the file's get_config() returns.
+        """Returns the config that the file's get_config() returns, locked.
 
         Raises:
           UserError: no such file, not a Python file, one that raises an error, or get_config()
             returns something else.
         """
-        path = recipes.located(expanded(named))
+        path, *argument = recipes.located(expanded(named)).split(':', maxsplit=1)
         try:
-            found = self.reader.parse(path)
+            get_config = runpy.run_path(path).get('get_config')
+            if get_config is None:
+                raise UserError(f'--config: {named}: expected get_config(), found none')
+            found = get_config(*argument)
         except UserError:
             raise
         except SystemExit as error:
@@ -39,20 +40,13 @@ class ConfigFile(flags.ArgumentParser):
                 'return a config from get_config(), or raise an exception'
             ) from None
         except Exception as error:
-            if "'config_config' has no attribute 'get_config'" in str(error):  # the file itself
-                raise UserError(f'--config: {named}: expected get_config(), found none') from None
-            again = isinstance(error, TypeError | ValueError)
-            # ml_collections raises these again with a whole traceback as their message.
-            raise UserError(config_error((again and error.__context__) or error)) from None
+            raise UserError(config_error(error)) from None
         if not isinstance(found, ConfigDict | dict):
-            # If the file could not be read, ml_collections returns an object that raises the
-            # reason on any access.
-            getattr(found, 'model', None)
             raise UserError(
                 f'--config: {named}: get_config() must return the ConfigDict of '
                 f'jaxunet.config.default_config() with fields changed, found {found!r}'
             )
-        return found
+        return found.lock() if isinstance(found, ConfigDict) else found
 
     def flag_type(self) -> str:
         """Returns the name of the flag's type in --helpfull."""

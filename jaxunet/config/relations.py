@@ -6,20 +6,9 @@ import operator
 from collections.abc import Iterator
 
 from jaxunet.config.samplers import evaluation_sampler
-from jaxunet.config.schema import SUITS, Config
+from jaxunet.config.schema import FACTS, Config
 from jaxunet.runtime.errors import near_misses
 
-# Fields that must be multiples of `train.steps_per_call`.
-STEP_COUNTS = (
-    'train.steps',
-    'train.log_every',
-    'train.sample_every',
-    'train.evaluate_every',
-    'train.holdout_every',
-    'train.checkpoint_every',
-    'train.check_replicas_every',
-    'ema.snapshot_every',
-)
 # Fewest timesteps for which a distribution or weights are defined. speed: with fewer, the cosine
 # schedule has no timestep before the last whose slope is small enough.
 LEAST_STEPS_OF_SAMPLER = {'speed': 25, 'speed_code': 25, 'policy': 2, 'infonoise': 2}
@@ -43,8 +32,9 @@ def unknown_metric(name: str) -> str:
 
 
 def step_counts(config: Config) -> dict[str, int]:
-    """Returns the values of the fields `STEP_COUNTS`; 0 = never."""
-    return {name: operator.attrgetter(name)(config) for name in STEP_COUNTS}
+    """Returns the fields that must be multiples of `train.steps_per_call`; 0 = never."""
+    counts = (path for path, facts in FACTS.items() if facts.counts_steps)
+    return {path: operator.attrgetter(path)(config) for path in counts}
 
 
 def check_relations(config: Config) -> list[str]:
@@ -294,8 +284,6 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield (
             f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'
         )
-    if e.steps < SUITS:
-        yield f'evaluation.steps: expected {SUITS} or more, found {e.steps}'
     if e.variance and sampler != 'ddpm':
         yield f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {found}'
     if e.variance == 'learned' and not config.diffusion.learn_sigma:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxunet.config.schema import SUITS, Config
+from jaxunet.config.run_sections import SUITS
+from jaxunet.config.schema import CHOICES, Config
 
-SAMPLERS = ('ddpm', 'ddim', 'dpmpp_2m', 'heun')
+SAMPLERS = tuple(name for name in CHOICES['evaluation.sampler'] if name)
 # The sampler that suits an objective (docs/results.md, "Recipes").
 OBJECTIVE_SAMPLERS = {
     'epsilon': 'ddpm',

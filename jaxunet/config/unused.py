@@ -10,26 +10,13 @@ from collections.abc import Iterator, Sequence
 
 from absl import logging
 
-from jaxunet.config.checks import CHOICES, INVALID
+from jaxunet.config.checks import INVALID
 from jaxunet.config.samplers import evaluation_sampler
-from jaxunet.config.schema import Config, to_dict
+from jaxunet.config.schema import CHOICES, FACTS, Config
 from jaxunet.runtime.errors import UserError, itemized
 
 Choice = tuple[str, object]  # path of a field, and the value that it must have
 
-# The fields that choose. A field of their section whose name begins with a choice belongs to it.
-CHOOSERS = ('loss.weighting', 'timesteps.sampler', 'diffusion.objective')
-# Fields with other names.
-OWNERS: dict[str, Choice] = {
-    'timesteps.history': ('timesteps.sampler', 'loss_second_moment'),
-    'timesteps.history_uniform': ('timesteps.sampler', 'loss_second_moment'),
-    'diffusion.vlb_weight': ('diffusion.learn_sigma', True),
-    'data.augment_rule': ('data.augment', 'edm'),
-}
-# Second choices that fields need.
-ALSO: dict[str, Choice] = {
-    'diffusion.vlb_weight': ('diffusion.kl_loss', False),  # the loss is the bound alone
-}
 SPACING = 'evaluation.skip_schedule'
 
 
@@ -44,8 +31,11 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
     Raises:
       UserError: a value has no effect; the message says to which choice it belongs.
     """
-    choices = [*owners().items(), *ALSO.items()]
-    found = [(path, _problems(configs, path, choice)) for path, choice in choices]
+    found = [
+        (path, _problems(configs, path, choice))
+        for path, choices in owners().items()
+        for choice in choices
+    ]
     problems = []
     for path, each in [*found, (SPACING, _idle_spacings(configs))]:
         begun = [_value(config, path) for config in earlier]
@@ -58,16 +48,15 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
         raise UserError(f'{INVALID}{itemized(problems)}')
 
 
-def owners() -> dict[str, Choice]:
-    """Returns the fields that belong to a choice, by their paths."""
-    found: dict[str, Choice] = {}
-    for chooser in CHOOSERS:
+def owners() -> dict[str, tuple[Choice, ...]]:
+    """Returns the fields that belong to choices, by their paths."""
+    found = {path: facts.belongs_to for path, facts in FACTS.items() if facts.belongs_to}
+    for chooser in (path for path, facts in FACTS.items() if facts.prefixes):
         section = chooser.partition('.')[0]
-        for name in to_dict(Config())[section]:
-            for choice in CHOICES[chooser]:
-                if name.startswith(f'{choice}_'):
-                    found[f'{section}.{name}'] = (chooser, choice)
-    return found | OWNERS
+        for choice in CHOICES[chooser]:
+            begins = f'{section}.{choice}_'
+            found |= {path: ((chooser, choice),) for path in FACTS if path.startswith(begins)}
+    return found
 
 
 def _value(config: Config, path: str) -> object:

@@ -1,6 +1,6 @@
 """Chooses the fields that a config leaves open, such as configs/images.py, from its images.
 
-A field is left open by its value in `OPEN`, which is not valid otherwise.
+A field is left open by a value that is not valid otherwise, the `left_open` of its facts.
 """
 
 from __future__ import annotations
@@ -15,22 +15,14 @@ from ml_collections import ConfigDict
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
-from jaxunet.config.schema import DiffusionConfig, Fields
+from jaxunet.config.schema import FACTS, DiffusionConfig, Fields
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
 from jaxunet.data.source import ArraySource, Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images
 from jaxunet.runtime.errors import UserError
 
-OPEN: dict[str, object] = {
-    'data.image_size': (),
-    'model.image_channels': 0,
-    'model.channel_mult': (),
-    'data.batch_size': 0,
-    'diffusion.objective': '',
-    'optimizer.learning_rate': 0.0,
-    'train.steps': 0,
-}
+OPEN = {path: facts.left_open for path, facts in FACTS.items() if facts.left_open is not None}
 # Chosen with an open field, unless they are set.
 ATTENTION, SCHEDULE = 'model.attention_resolutions', 'diffusion.schedule'
 COMPANIONS = {'model.channel_mult': ATTENTION, 'diffusion.objective': SCHEDULE}

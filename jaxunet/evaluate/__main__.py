@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.checkpoint import model_flags
-from jaxunet.config import cli
 from jaxunet.evaluate import averages, likelihood, nearest, samples
 from jaxunet.evaluate import flags as shared
 from jaxunet.evaluate.flags import CHECKPOINT, METRIC_NAMES, NLL, SAMPLES
+from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 
@@ -85,4 +85,4 @@ def check_sources() -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

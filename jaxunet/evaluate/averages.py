@@ -6,7 +6,7 @@ from pathlib import Path
 
 from absl import flags
 
-from jaxunet.config import cli, split_backend
+from jaxunet.config import split_backend
 from jaxunet.evaluate.average_sweep import check_plot, measure_averages, plot
 from jaxunet.evaluate.flags import (
     BACKEND,
@@ -21,6 +21,7 @@ from jaxunet.evaluate.flags import (
 )
 from jaxunet.evaluate.output import append, check_outputs
 from jaxunet.metrics.evaluation import check_metrics
+from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.paths import of_user
 
 PLOT = flags.DEFINE_string(
@@ -51,7 +52,7 @@ def evaluate(checkpoint: str) -> None:
         'batch_size': BATCH_SIZE,
     }
     changes = {'seed': SEED, 'backend': BACKEND}
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     measured = []
     for found in measure_averages(
         checkpoint,

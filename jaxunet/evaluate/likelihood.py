@@ -6,7 +6,7 @@ from pathlib import Path
 
 from absl import flags
 
-from jaxunet.config import cli, split_backend
+from jaxunet.config import split_backend
 from jaxunet.evaluate.bound import LikelihoodOptions, measure_likelihood, save_terms
 from jaxunet.evaluate.flags import (
     BACKEND,
@@ -19,6 +19,7 @@ from jaxunet.evaluate.flags import (
     SEED,
 )
 from jaxunet.evaluate.output import append, check_outputs
+from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
 from jaxunet.sampling.options import VARIANCES
@@ -77,7 +78,7 @@ def evaluate(model: str) -> None:
         seed=SEED.value,
         backend=BACKEND.value,
     )
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     for found in measure_likelihood(model, averages, options, **MODEL.given()):
         print(found.result.line(), flush=True)
         append([found.result.row()])

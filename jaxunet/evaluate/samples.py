@@ -9,7 +9,6 @@ from pathlib import Path
 from absl import flags
 
 from jaxunet.checkpoint import model_flags
-from jaxunet.config import cli
 from jaxunet.data.sources import check_path
 from jaxunet.evaluate import nearest
 from jaxunet.evaluate.flags import (
@@ -31,6 +30,7 @@ from jaxunet.metrics.image_sets import Size
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
 from jaxunet.metrics.sides import open_side
 from jaxunet.metrics.table import with_reference
+from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
 
@@ -76,7 +76,7 @@ def evaluate(samples: str) -> None:
         )
     size = _image_size()
     check_outputs([OUTPUT, NEAREST, WRITE_STATISTICS])
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     for path in (samples, REFERENCE.value):
         check_path(path or '')  # before Inception is downloaded
     network = load_features(FEATURES.value)

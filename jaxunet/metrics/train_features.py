@@ -21,13 +21,12 @@ import jax
 import numpy as np
 from absl import flags
 
-from jaxunet.config import cli
 from jaxunet.metrics.classifier import to_arrays
 from jaxunet.metrics.classifier_recipe import Recipe
 from jaxunet.metrics.classifier_training import Trained, train
 from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
-from jaxunet.runtime import download
+from jaxunet.runtime import command, compiled_cache, download
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_writable, written
@@ -105,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
     if target.suffix.lower() != '.npz' or target.is_dir():
         raise UserError(f'--output: expected a name that ends in .npz, found {OUTPUT.value!r}')
     check_writable(target, '--output')
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     data = _load()
     recipe = Recipe(
         epochs=EPOCHS.value or Recipe.epochs,
@@ -196,4 +195,4 @@ def _size(images: Images) -> str:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

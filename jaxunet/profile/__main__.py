@@ -50,7 +50,7 @@ from jaxunet.profile import report
 from jaxunet.profile.capture import Capture, capture
 from jaxunet.profile.chrome import write_trace
 from jaxunet.profile.summary import Summary, summarise
-from jaxunet.runtime import rows
+from jaxunet.runtime import command, compiled_cache, rows
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file, written
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f'--output: {output} cannot be made: {error.strerror or error}') from None
     check_file(output / 'profile.jsonl', '--output')
     source = open_images(config)
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
 
     profiles = [
         (name, profile(name, resolved, kernels[name], source, output))
@@ -186,4 +186,4 @@ def row(
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

@@ -8,9 +8,9 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from absl import app, logging
+from absl import app, flags, logging
 
 from jaxunet.runtime import program
 from jaxunet.runtime.background import Background
@@ -23,9 +23,40 @@ from jaxunet.runtime.printing import let_printing_fail
 from jaxunet.runtime.progress import write_above_bars
 
 Main = Callable[[Sequence[str]], int | None]
+HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
+# Words for values that are none of a flag's type.
+EXPECTED = {
+    flags.IntegerParser: 'a whole number',
+    flags.FloatParser: 'a number',
+    flags.BooleanParser: 'true or false',
+}
 
 
-def run(main: Main, parse: Callable[[Sequence[str]], list[str]], *, arguments: bool) -> None:
+class Worded(flags.ArgumentParser):
+    """absl's parser of a number or a truth value, which says in words what it expected."""
+
+    def __init__(self, parser: flags.ArgumentParser) -> None:
+        self.parser = parser
+        self.syntactic_help = parser.syntactic_help
+
+    def parse(self, argument: Any) -> Any:
+        """Returns the value; raises ValueError if it is none of the type, or out of bounds."""
+        try:
+            getattr(self.parser, 'convert', self.parser.parse)(argument)
+        except (TypeError, ValueError):
+            words = f'expected {EXPECTED[type(self.parser)]}'
+            raise ValueError(f'{words}, found {argument!r}') from None
+        return self.parser.parse(argument)
+
+    def flag_type(self) -> str:
+        """Returns the name of the type in --helpfull."""
+        return self.parser.flag_type()
+
+    def _custom_xml_dom_elements(self, doc: Any) -> list[Any]:
+        return self.parser._custom_xml_dom_elements(doc)
+
+
+def run(main: Main, *, arguments: bool = False) -> None:
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
@@ -35,8 +66,8 @@ def run(main: Main, parse: Callable[[Sequence[str]], list[str]], *, arguments: b
     would delay Python's exit, or crash during it.
 
     Args:
-      parse: returns the arguments of the command line that are not flags.
-      arguments: `main` takes these arguments, and checks them; otherwise they are an error.
+      arguments: `main` takes the arguments that are not flags, and checks them; otherwise they are
+        errors.
     """
     raise_again()
     started = sys.modules['__main__']
@@ -52,13 +83,52 @@ def run(main: Main, parse: Callable[[Sequence[str]], list[str]], *, arguments: b
     handler.python_handler.stream = sys.stderr
     write_above_bars(handler.python_handler)
     try:
-        app.run(_without_traceback(main, arguments=arguments), flags_parser=parse)
+        app.run(_without_traceback(main, arguments=arguments), flags_parser=_parse)
     except UserError as error:
         fail(error)
     except (KeyboardInterrupt, SystemError) as error:
         if not interrupted(error):
             raise
         end(INTERRUPTED)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    """Parses the flags, and returns the arguments that are none."""
+    known = flags.FLAGS
+    for name in known:
+        if type(known[name].parser) in EXPECTED:
+            known[name].parser = Worded(known[name].parser)
+    try:
+        return known(list(argv))
+    except flags.UnrecognizedFlagError as error:
+        text = f'{error}{_fields_called(error.flagname)}'
+    except flags.Error as error:
+        parsed = error.__context__ is None  # no parser refused a value
+        missing = [f'--{name}' for name in known if parsed and _is_missing(known[name])]
+        text = f'{", ".join(missing)}: missing' if missing else str(error)
+    except SystemExit as ended:
+        helped = {argument.lstrip('-') for argument in argv} & HELP
+        sys.exit(0 if helped and ended.code == 1 else ended.code)  # absl's --help ends with 1
+    raise UserError(f'{text}\nSee --help.')
+
+
+def _is_missing(flag: flags.Flag) -> bool:
+    """Returns True for a flag without a value that must have one."""
+    return flag.value is None and any(not check.checker(None) for check in flag.validators)
+
+
+def _fields_called(name: str) -> str:
+    """Returns '; did you mean ...?' with the fields of `--config` that an unknown flag names."""
+    config = flags.FLAGS['config'].value if 'config' in flags.FLAGS else None
+    if config is None:
+        return ''
+    fields = [
+        path
+        for section, value in config.items()
+        for path in ([f'{section}.{f}' for f in value] if hasattr(value, 'items') else [section])
+        if name in (path, path.rpartition('.')[2])
+    ]
+    return f'; did you mean {" or ".join(f"--config.{f}" for f in fields)}?' if fields else ''
 
 
 def fail(error: UserError) -> NoReturn:

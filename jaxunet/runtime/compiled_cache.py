@@ -11,6 +11,7 @@ file that belongs to another user, or that others can write to, is not used.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,9 +27,37 @@ from absl import logging
 from jax.experimental import serialize_executable
 
 from jaxunet.runtime import device, fingerprint, ownership, whole_files
+from jaxunet.runtime.download import cache_dir
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import expanded
 
 KEPT = 24  # most files in the folder; the least recently used are removed first
 SUFFIXES = ('.step', '.sampler')
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`.
+
+    Programs that compile faster than JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS (default 0.5 s) are
+    not kept. Warns and keeps none if there is no folder, or if others can write to it
+    (`jaxunet.runtime.ownership`).
+    """
+    try:
+        folder = expanded(os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla'))
+    except UserError as error:
+        logging.warning('compiled programs are not kept: %s', error)
+        jax.config.update('jax_enable_compilation_cache', False)
+        return
+    if '://' not in folder:
+        with contextlib.suppress(OSError):  # JAX warns of a folder that cannot be written
+            pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not ownership.usable(folder):
+            jax.config.update('jax_enable_compilation_cache', False)
+            return
+    jax.config.update('jax_compilation_cache_dir', folder)
+    if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+    logging.info('compilation cache: %s', folder)
 
 
 def folder() -> pathlib.Path | None:

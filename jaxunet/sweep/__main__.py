@@ -44,6 +44,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
+from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
@@ -262,4 +263,4 @@ def check_data(points: Sequence[Point]) -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

@@ -28,11 +28,12 @@ from absl import logging
 
 from jaxunet.benchmark.jax_side import timed_compile
 from jaxunet.checkpoint.state import TrainState, fresh_state
-from jaxunet.config import PRECISIONS, Config, cli, resolve
+from jaxunet.config import PRECISIONS, Config, resolve
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
 from jaxunet.ops.backends import measured
+from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.garbage import garbage_set_aside
 from jaxunet.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
@@ -78,7 +79,7 @@ def measure(task: Task) -> Row:
     config = resolve(task.config)
     if not task.jit:
         config = config.replace(train={'steps_per_call': 1})
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     with Session(config, open_images(config)) as session:
         _check_workers(task, session)
         session.load(fresh_state(config.replace(model={'zero_init': False})))

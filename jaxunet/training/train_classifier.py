@@ -26,6 +26,7 @@ from jaxunet.data.classes import check_classes
 from jaxunet.data.look import tell_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
+from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.paths import of_user
 from jaxunet.training.classifier import train_classifier
 from jaxunet.training.noisy_classifier import FILE, check_trainable
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
       UserError: the config, the images or the workdir do not fit.
     """
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     workdir = pathlib.Path(WORKDIR.value)
     saved = newest_config(workdir)
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
@@ -65,4 +66,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib.machinery
-import importlib.util
 import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from absl import flags
 from ml_collections import ConfigDict
 
 from jaxunet.config import Config, default_config, to_dict
@@ -52,23 +49,9 @@ def _read(recipe: Recipe) -> Fields:
     if isinstance(recipe, Config):
         return copy.deepcopy(to_dict(recipe))
     if not isinstance(recipe, ConfigDict):
-        found = ConfigFile(_Reader()).parse(os.fspath(recipe))
+        found = ConfigFile().parse(os.fspath(recipe))
         recipe = found if isinstance(found, ConfigDict) else ConfigDict(found)
     return recipe.to_dict()
-
-
-class _Reader(flags.ArgumentParser):
-    """Calls get_config() of a file, with the argument after its colon."""
-
-    def parse(self, named: str) -> object:
-        path, colon, argument = named.partition(':')
-        # `ConfigFile` knows the module by this name.
-        loader = importlib.machinery.SourceFileLoader('config_config', path)
-        spec = importlib.util.spec_from_loader('config_config', loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-        return module.get_config(argument) if colon else module.get_config()
 
 
 def _by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:

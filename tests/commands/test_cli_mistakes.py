@@ -105,6 +105,11 @@ MISTAKES = [
     ),
     (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
     (['jaxunet.sample'], 'error: --checkpoint: missing\nSee --help.'),
+    (['jaxunet.metrics.train_features'], 'error: --reference, --output: missing\nSee --help.'),
+    (
+        ['jaxunet.metrics.train_features', '--epochs=many'],
+        "flag --epochs=many: expected a whole number, found 'many'",
+    ),
     (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),
     (['jaxunet.sample', '--checkpoint=RUNX'], 'no such file or folder; did you mean "tiny"?'),
     (['jaxunet.sample', '--checkpoint=RUN/..'], 'nor a checkpoint in one; it holds the workdirs t'),

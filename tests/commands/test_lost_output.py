@@ -146,7 +146,7 @@ def test_a_mistake_keeps_its_exit_code(way, tmp_path):
 
 
 def test_every_command_runs_in_the_same_way():
-    """All `python -m` of the package with flags, as `cli.run` is what bears a lost output."""
+    """All `python -m` of the package with flags, as `command.run` is what bears a lost output."""
     with_flags = [
         path
         for path in (ROOT / 'jaxunet').rglob('*.py')
@@ -155,4 +155,4 @@ def test_every_command_runs_in_the_same_way():
     ]
     assert len(with_flags) > 10
     for path in with_flags:
-        assert re.search(r'\n    cli\.run\(main.*\)\n$', path.read_text()), path
+        assert re.search(r'\n    command\.run\(main.*\)\n$', path.read_text()), path

@@ -1,7 +1,6 @@
 """Config files and values that are no config: each ends in one line."""
 
 import pytest
-from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from jaxunet.config.cli import _Tuples
 from jaxunet.config.config_file import ConfigFile
@@ -25,11 +24,9 @@ def test_tuples(text, found):
     assert _Tuples().parse(text) == found
 
 
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # ml_collections' way to load a module
 def test_files_that_give_no_config(tmp_path):
-    reader = ConfigFile(ConfigFileFlagParser('config'))
+    reader = ConfigFile()
     for name, text, message in (
-        # The first, as ml_collections loads all files as one module, which keeps its functions.
         ('empty.py', 'x = 1', r'empty.py: expected get_config\(\), found none'),
         (
             'three.py',
@@ -51,7 +48,6 @@ def test_files_that_give_no_config(tmp_path):
         reader.parse(str(tmp_path / 'nne.py'))
 
 
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # ml_collections' way to load a module
 @pytest.mark.parametrize(
     ('lines', 'message'),
     [
@@ -74,6 +70,6 @@ def test_a_mistake_in_a_config_file_is_one_line(lines, message, tmp_path):
     start = ['from jaxunet.config import default_config', 'def get_config():']
     path.write_text('\n  '.join(['\n'.join(start), 'config = default_config()', *lines]))
     with pytest.raises(UserError, match=f'^--config: {message}$') as caught:
-        ConfigFile(ConfigFileFlagParser('config')).parse(str(path))
+        ConfigFile().parse(str(path))
     assert 'Traceback' not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1

@@ -1,6 +1,5 @@
 """Config: defaults are valid, mistakes are all named, files and flags agree with the schema."""
 
-import dataclasses
 import json
 import re
 
@@ -8,6 +7,9 @@ import pytest
 from support.configs import CONFIGS, load
 
 from jaxunet.config import CHOICES, Config, default_config, diff, identity, resolve, to_dict
+from jaxunet.config.fields import POSITIVE, Facts
+from jaxunet.config.samplers import OBJECTIVE_SAMPLERS
+from jaxunet.config.schema import FACTS
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
 
@@ -44,7 +46,7 @@ WRONG = [
     ),
     ({'model': 3}, r'model: expected a section .* found 3'),
     ({'seed': 'a'}, r"seed: expected int, found 'a' \(str\)"),
-    ({'seed': -1}, r'seed: expected 0 or more, found -1'),
+    ({'seed': -1}, r'seed: expected 0 to 4294967295, found -1'),
     ({'seed': True}, r'seed: expected int, found True'),
     *(
         (
@@ -290,14 +292,26 @@ def test_names_that_are_numbers():
     assert resolve({'data': {'classes': [7, '1']}}).data.classes == ('7', '1')
 
 
-def test_every_choice_names_a_field():
-    flat = {
-        f'{s.name}.{f.name}'
-        for s in dataclasses.fields(Config)
-        if dataclasses.is_dataclass(s.default_factory)
-        for f in dataclasses.fields(s.default_factory)
-    }
-    assert set(CHOICES) <= flat | {f.name for f in dataclasses.fields(Config)}
+def test_what_a_field_refers_to_is_a_field():
+    for path, facts in FACTS.items():
+        assert dict(facts.belongs_to).keys() <= FACTS.keys(), path
+    assert set(CHOICES['diffusion.objective']) == set(OBJECTIVE_SAMPLERS)
+
+
+@pytest.mark.parametrize(
+    ('facts', 'value', 'problem'),
+    [
+        (Facts(POSITIVE), 0, 'expected more than 0, found 0'),
+        (Facts(POSITIVE), 2**31, 'expected at most 2147483647, found 2147483648'),
+        (Facts(POSITIVE, limit=9), 9.5, 'expected at most 9, found 9.5'),
+        (Facts(POSITIVE), 1e30, None),
+        (Facts(choices=('', 'a')), 'b', "expected one of '', a, found 'b'"),
+        (Facts(), 'b', None),
+        (Facts(), True, None),
+    ],
+)
+def test_a_value_is_held_against_the_facts(facts, value, problem):
+    assert facts.problem(value) == problem
 
 
 def test_locked_config_file_names_near_misses():

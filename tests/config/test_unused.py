@@ -19,7 +19,7 @@ ADAPTIVE = Config().replace(timesteps={'sampler': 'adaptive', 'adaptive_bins': 6
 )
 def test_every_field_belongs_to_a_choice(section, chooser, fields):
     names = {field.name for field in dataclasses.fields(fields)} - {chooser}
-    found = {owners()[f'{section}.{name}'] for name in names}
+    found = {choice for name in names for choice in owners()[f'{section}.{name}']}
     assert found <= {(f'{section}.{chooser}', choice) for choice in CHOICES[f'{section}.{chooser}']}
 
 

@@ -315,7 +315,7 @@ def test_a_name_has_one_form_in_every_locale_and_system(tmp_path):
 
 
 def test_every_name_can_be_printed_in_a_posix_locale():
-    code = 'from jaxunet.config import cli; cli.run(lambda argv: print(chr(233)))'
+    code = 'from jaxunet.runtime import command; command.run(lambda argv: print(chr(233)))'
     posix = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
     found = subprocess.run(
         [sys.executable, '-c', code],

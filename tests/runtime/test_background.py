@@ -23,7 +23,7 @@ from jaxunet.training.session import Session
 # Exits that are at once run none of Python's functions at exit.
 COMMAND = """
 import atexit, time
-from jaxunet.config import cli
+from jaxunet.runtime import command
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 
@@ -32,7 +32,7 @@ def main(argv):
     Background(lambda: time.sleep({seconds})).result(lambda: {seconds} == 0)
     {end}
 
-cli.run(main)
+command.run(main)
 """
 ENDS = [
     ('return None', 0, ''),

@@ -13,7 +13,6 @@ import pytest
 from support.commands import ROOT
 
 from jaxunet.compare import queue_process
-from jaxunet.config import cli
 from jaxunet.data import pipeline
 from jaxunet.runtime import command, interrupt, subprocesses
 from jaxunet.training import preemption
@@ -66,7 +65,7 @@ def test_while_a_command_runs(how, monkeypatch):
     monkeypatch.setattr(command.app, 'run', run)
     monkeypatch.setattr(command, 'end', ended)
     with pytest.raises(Ended, match='130'):
-        cli.run(lambda _: None)
+        command.run(lambda _: None)
 
 
 def handler_in(context):

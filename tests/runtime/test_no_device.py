@@ -14,7 +14,10 @@ NO_GPU = (
     "Unable to initialize backend 'cuda': INTERNAL: no supported devices found for platform CUDA "
     "(set JAX_PLATFORMS='' to automatically choose an available backend)"
 )
-COMMAND = 'import jax; from jaxunet.config import cli; cli.run(lambda argv: print(jax.devices()))'
+COMMAND = (
+    'import jax; from jaxunet.runtime import command; '
+    'command.run(lambda argv: print(jax.devices()))'
+)
 
 
 # The first is a name that JAX does not know; without its plugin, JAX raises for cuda an assertion.

@@ -6,7 +6,6 @@ import pwd
 import re
 import subprocess
 import sys
-import types
 
 import jax
 import numpy as np
@@ -16,14 +15,13 @@ from support.commands import ROOT, environment, python_path
 
 from jaxunet.checkpoint.load import check_exists, load_model
 from jaxunet.checkpoint.store import find
-from jaxunet.config import cli
 from jaxunet.config.config_file import ConfigFile
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.sources import check_path, open_source
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.features import load_features
 from jaxunet.ops import choices
-from jaxunet.runtime import download
+from jaxunet.runtime import compiled_cache, download
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.runtime.whole_files import check_writable, written
@@ -120,15 +118,14 @@ def test_every_flag_of_a_path_expands_it():
 
 def test_functions_expand_the_paths_that_they_are_given(home):
     home.mkdir()
-    read_config = ConfigFile(types.SimpleNamespace(parse=lambda path: {'path': path})).parse
     save_images('~/a.npz', np.zeros((2, 8, 8, 1), np.uint8))
     assert (home / 'a.npz').is_file()
     assert len(open_source('~/a.npz', image_shape=(8, 8, 1))) == 2
     check_path('cifar10:~/a.npz')
     (home / 'run' / 'checkpoints').mkdir(parents=True)
     assert find('~/run') == (home / 'run', None)
-    (home / 'c.py').write_text('')
-    assert read_config('~/c.py') == {'path': f'{home}/c.py'}
+    (home / 'c.py').write_text('def get_config():\n  return {"seed": 3}')
+    assert ConfigFile().parse('~/c.py') == {'seed': 3}
     for reads in (
         lambda: load_model('~/none.pt'),
         lambda: read_weights('~/none.pt'),
@@ -137,7 +134,7 @@ def test_functions_expand_the_paths_that_they_are_given(home):
     ):
         with pytest.raises(UserError, match=rf'^{home}/none.*: no such file'):
             reads()
-    for reads in (check_output, load_model, load_features, read_config, check_path):
+    for reads in (check_output, load_model, load_features, ConfigFile().parse, check_path):
         with pytest.raises(UserError, match=r'~no_user/a.*: there is no user "no_user" on this'):
             reads('~no_user/a.npz')
 
@@ -152,7 +149,7 @@ def test_variables_expand_their_paths(home, name, monkeypatch):
     else:
         before = jax.config.jax_compilation_cache_dir
         try:
-            cli.enable_compilation_cache()
+            compiled_cache.enable_compilation_cache()
             assert jax.config.jax_compilation_cache_dir == str(home / 'mine')
         finally:
             jax.config.update('jax_compilation_cache_dir', before)
@@ -161,7 +158,7 @@ def test_variables_expand_their_paths(home, name, monkeypatch):
 def test_an_account_without_a_home_keeps_no_compiled_programs(homeless, caplog):
     before = jax.config.jax_enable_compilation_cache
     try:
-        cli.enable_compilation_cache()
+        compiled_cache.enable_compilation_cache()
         assert not jax.config.jax_enable_compilation_cache
     finally:
         jax.config.update('jax_enable_compilation_cache', before)

@@ -51,7 +51,7 @@ from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.ops.backends import installed, runnable
-from jaxunet.runtime import device, rows
+from jaxunet.runtime import command, compiled_cache, device, rows
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.measurement import Measurement
 from jaxunet.runtime.paths import of_user
@@ -180,7 +180,7 @@ def measure_roofline(output: str) -> int:
         raise UserError(f'{given[0]}: chooses among single ops; not with --roofline')
     sizes = parse_batch_sizes(BATCH_SIZES.value) if flags.FLAGS['batch_sizes'].present else ()
     roofline.check_gpu()
-    cli.enable_compilation_cache()
+    compiled_cache.enable_compilation_cache()
     command = shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]])
     config = complete(CONFIG.value)
     check_used(config)
@@ -193,4 +193,4 @@ def measure_roofline(output: str) -> int:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    command.run(main)

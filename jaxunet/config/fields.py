@@ -1,0 +1,92 @@
+"""Facts about a field beside its type and default, which the schema states with `option`."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxunet.runtime.errors import near_misses
+
+INT32 = 2**31 - 1
+
+
+class Range(NamedTuple):
+    """Numbers that a field may have.
+
+    Fields:
+      words: the range, for errors.
+      holds: returns True for numbers in the range.
+    """
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+ANY = Range('a number', lambda v: True)
+POSITIVE = Range('more than 0', lambda v: 0 < v < math.inf)
+NOT_NEGATIVE = Range('0 or more', lambda v: 0 <= v < math.inf)
+FRACTION = Range('at least 0 and less than 1', lambda v: 0 <= v < 1)
+UNIT = Range('0 to 1', lambda v: 0 <= v <= 1)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a field, from which checks, messages and identities follow.
+
+    Fields:
+      range: of a number, and of each number of a tuple.
+      limit: the largest number of a field that determines the size of arrays, programs or
+        processes: far beyond any use, so that a typing error does not start an endless
+        compilation. 0 = `INT32` of integers.
+      choices: the valid texts; () = any.
+      prefixes: a field of the same section whose name begins with a choice belongs to that choice.
+      belongs_to: (path, value) of other fields without which this one has no effect.
+      left_open: value by which a config leaves the field open, not valid otherwise; None = never.
+      counts_steps: it must be a multiple of `train.steps_per_call`.
+      outside_step: the compiled step does not depend on the field, or on any of the section.
+      since: the version that brought the field; '' = 0.1.0.
+      once: its name in version 0.1.0; '' = the same.
+      was: what its default stood for in version 0.1.0; None = the same.
+    """
+
+    range: Range = ANY
+    limit: int = 0
+    choices: tuple[str, ...] = ()
+    prefixes: bool = False
+    belongs_to: tuple[tuple[str, object], ...] = ()
+    left_open: object = None
+    counts_steps: bool = False
+    outside_step: bool = False
+    since: str = ''
+    once: str = ''
+    was: object = None
+
+    def problem(self, value: object) -> str | None:
+        """Returns what was expected instead of a value of the field's type; None if it is valid."""
+        if isinstance(value, str):
+            if not self.choices or value in self.choices:
+                return None
+            known = ', '.join(choice or "''" for choice in self.choices)
+            return f'expected one of {known}, found {value!r}{near_misses(value, self.choices)}'
+        if not isinstance(value, int | float):
+            return None
+        limit = self.limit or (INT32 if isinstance(value, int) else math.inf)
+        if not self.range.holds(value):
+            return f'expected {self.range.words}, found {value!r}'
+        return f'expected at most {limit}, found {value}' if value > limit else None
+
+
+def option(default: Any, range: Range = ANY, **facts: Any) -> Any:
+    """Returns a field of a dataclass with its default and `Facts`."""
+    return dataclasses.field(default=default, metadata=stated(range=range, **facts))
+
+
+def stated(**facts: Any) -> dict[str, Facts]:
+    """Returns `Facts` in the form that `dataclasses.field` keeps, for a field or a section."""
+    return {'facts': Facts(**facts)}
+
+
+def facts_of(field: 'dataclasses.Field[Any]') -> Facts:
+    """Returns the facts of a field that may have been made without `option`."""
+    return field.metadata.get('facts', Facts())

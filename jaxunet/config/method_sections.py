@@ -1,0 +1,187 @@
+"""The sections of a config that say what is trained: network, diffusion, losses, timesteps."""
+
+from dataclasses import dataclass
+
+from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, Range, option
+from jaxunet.runtime import dropout_rate
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The UNet. Names follow guided-diffusion where it has the option; see `jaxunet.model.unet`."""
+
+    # 1 = grey, 3 = RGB; 0 = chosen
+    image_channels: int = option(1, POSITIVE, limit=1024, left_open=0)
+    base_channels: int = option(32, POSITIVE, limit=2**16)  # unit of channel_mult
+    # Channels of each level as multiples of base_channels, from full resolution down; each level
+    # has half the resolution of the one before. () = chosen, with attention_resolutions.
+    channel_mult: tuple[float, ...] = option((1, 2), POSITIVE, limit=1024, left_open=())
+    # Residual blocks per level; the decoder has one more.
+    num_res_blocks: int = option(1, POSITIVE, limit=64)
+    # Levels with attention, each named by the shorter side of its feature maps in pixels.
+    attention_resolutions: tuple[int, ...] = (4,)
+    # Heads per attention block; 0 = derived from num_head_channels.
+    num_heads: int = option(0, NOT_NEGATIVE)
+    # Heads per attention block of the decoder; 0 = num_heads.
+    num_heads_upsample: int = option(0, NOT_NEGATIVE)
+    # Channels per head; 0 = derived from num_heads.
+    num_head_channels: int = option(32, NOT_NEGATIVE)
+    conv_resample: bool = False  # learned resampling; False = average pool and nearest neighbour
+    # Padding of stride-2 convolutions: symmetric (guided-diffusion) | same (DDPM: right, bottom).
+    downsample_padding: str = option('symmetric', choices=('symmetric', 'same'))
+    resblock_updown: bool = False  # residual blocks change the resolution, not separate layers
+    # True: the embedding scales and shifts the output of norm_2. False: it is added before norm_2.
+    scale_shift_norm: bool = False
+    # Probability, in each residual block; rounded to multiples of 2⁻¹⁶.
+    dropout: float = option(0.0, Range(dropout_rate.SUPPORTED, dropout_rate.is_supported))
+    # 0 = unconditional: class labels are not used.
+    num_classes: int = option(10, NOT_NEGATIVE, limit=10**7)
+    # Share of labels that training drops; above 0, samples can have classifier-free guidance.
+    label_dropout: float = option(0.1, FRACTION)
+    # adm: cos, then sin | ddpm: sin, then cos, with frequencies down to 1/max_period.
+    time_embedding: str = option('adm', choices=('adm', 'ddpm'))
+    # Ratio of the embedding's highest to its lowest frequency.
+    max_period: int = option(10000, POSITIVE)
+    norm_groups: int = option(32, POSITIVE)  # groups of GroupNorm
+    norm_eps: float = option(1e-5, POSITIVE)  # added to GroupNorm's variance
+    # Initial kernels; biases are zero. torch: PyTorch's default | ddpm: uniform fan-average.
+    init: str = option('torch', choices=('torch', 'ddpm'))
+    # The last layer of every residual branch and the output layer start at zero.
+    zero_init: bool = True
+    # Recompute blocks in the backward pass instead of storing their activations.
+    remat: bool = False
+    # Super-resolution and colouring: (side,) or (height, width) of a picture that the network sees,
+    # enlarged, beside the noisy image, at most as large as that; in training it is made of the
+    # image (data.condition). () = none.
+    low_res_size: tuple[int, ...] = option((), POSITIVE, limit=2**14, since='0.2.0')
+
+
+@dataclass(frozen=True)
+class DiffusionConfig:
+    """The diffusion process and what the network predicts.
+
+    See `jaxunet.diffusion.process`, and `jaxunet.diffusion.levels` for edm and flow. A field that
+    begins with the name of an objective belongs to that objective (`jaxunet.config.unused`).
+    """
+
+    # epsilon | x0 | v, at the timesteps of `schedule`; edm | flow, at continuous noise levels;
+    # '' = chosen.
+    objective: str = option(
+        'epsilon',
+        choices=('epsilon', 'x0', 'v', 'edm', 'flow'),
+        prefixes=True,
+        left_open='',
+        once='prediction',
+    )
+    # T: number of timesteps, or of slices of equal probability for edm and flow.
+    steps: int = option(1000, POSITIVE, limit=10**6)
+    # epsilon, x0 and v: linear (DDPM; also means unset) | cosine (IDDPM). edm and flow have none.
+    schedule: str = option('linear', choices=('linear', 'cosine'))
+    # edm: mean and standard deviation of ln(σ) in training
+    edm_mean: float = option(-1.2, since='0.2.0')
+    edm_std: float = option(1.2, POSITIVE, since='0.2.0')
+    # edm: standard deviation of the pixels, in [-1, 1]
+    edm_sigma_data: float = option(0.5, POSITIVE, since='0.2.0')
+    # flow: mean and standard deviation of logit(t) in training
+    flow_mean: float = option(0.0, since='0.2.0')
+    flow_std: float = option(1.0, POSITIVE, since='0.2.0')
+    learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
+    # Weight of the variational bound in the hybrid loss; with kl_loss, the loss is the bound alone.
+    vlb_weight: float = option(
+        1e-3,
+        NOT_NEGATIVE,
+        belongs_to=(('diffusion.learn_sigma', True), ('diffusion.kl_loss', False)),
+    )
+    # The network reads 1000 t/T instead of the timestep t (IDDPM's rescale_timesteps).
+    rescale_timesteps: bool = option(False, since='0.2.0')
+    # Trains the variational bound alone, T L_vlb (IDDPM's use_kl, L_vlb); without learn_sigma with
+    # the variance β.
+    kl_loss: bool = option(False, since='0.2.0')
+
+    @property
+    def continuous(self) -> bool:
+        """True if noise levels are continuous, without timesteps."""
+        return self.objective in ('edm', 'flow')
+
+    @property
+    def time_scale(self) -> float:
+        """Factor from a timestep to the time that the network reads."""
+        return 1000 / self.steps if self.rescale_timesteps else 1.0
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The weight of each timestep's loss; equations in `jaxunet.diffusion.weighting`.
+
+    A field that begins with the name of a weighting belongs to that weighting, and is refused with
+    another (`jaxunet.config.unused`).
+    """
+
+    weighting: str = option(
+        'uniform',
+        choices=('uniform', 'min_snr', 'soft_min_snr', 'p2', 'speed', 'uncertainty'),
+        prefixes=True,
+    )
+    min_snr_gamma: float = option(5.0, POSITIVE)  # γ: largest SNR that counts
+    # σ_d: standard deviation of the pixels, in [-1, 1]
+    soft_min_snr_sigma: float = option(0.5, POSITIVE)
+    p2_k: float = option(1.0, POSITIVE)  # k
+    p2_gamma: float = option(1.0, NOT_NEGATIVE)  # γ
+    speed_lambda: float = option(0.6, UNIT)  # λ: weights before τ lie between 1 - λ and λ
+    speed_tau: float = option(0.7, UNIT)  # τ, as a fraction of diffusion.steps
+    # Fourier features of the noise level.
+    uncertainty_features: int = option(128, POSITIVE, limit=2**16)
+    uncertainty_learning_rate: float = option(1e-3, POSITIVE)
+
+
+OF_LOSS_SECOND_MOMENT = (('timesteps.sampler', 'loss_second_moment'),)
+
+
+@dataclass(frozen=True)
+class TimestepsConfig:
+    """The distribution of training timesteps.
+
+    Equations in `timesteps`, `timestep_policy` and `information_rate` of `jaxunet.diffusion`. A
+    field that begins with the name of a sampler belongs to that sampler, and is refused with
+    another (`jaxunet.config.unused`).
+    """
+
+    sampler: str = option(
+        'uniform',
+        choices=(
+            'uniform',
+            'loss_second_moment',
+            'speed',
+            'speed_code',
+            'policy',
+            'adaptive',
+            'infonoise',
+        ),
+        prefixes=True,
+    )
+    # Losses kept per timestep, and uniform share of the distribution.
+    history: int = option(10, POSITIVE, limit=10**4, belongs_to=OF_LOSS_SECOND_MOMENT)
+    history_uniform: float = option(0.001, FRACTION, belongs_to=OF_LOSS_SECOND_MOMENT)
+    speed_k: float = option(5.0, POSITIVE)  # timesteps before τ are drawn this many times as often
+    speed_tau: float = option(0.7, UNIT)  # τ, as a fraction of diffusion.steps
+    policy_every: int = option(40, POSITIVE)  # optimizer steps between measurements
+    policy_probes: int = option(3, POSITIVE)  # timesteps whose bound rewards the policy
+    # Recent measurements from which the probes are chosen.
+    policy_memory: int = option(5, POSITIVE, limit=10**6)
+    policy_learning_rate: float = option(1e-2, POSITIVE)
+    policy_entropy: float = option(0.01, NOT_NEGATIVE)  # weight of the entropy bonus
+    adaptive_bins: int = option(32, POSITIVE)  # intervals of timesteps whose losses are averaged
+    # Length of a bin's moving average, in visits to the bin.
+    adaptive_memory: float = option(300.0, POSITIVE)
+    adaptive_uniform: float = option(0.05, UNIT)  # uniform share of the distribution
+    # Power of the importance weight 1/(T p); 1 = unbiased, 0 = no correction.
+    adaptive_correction: float = option(1.0, UNIT)
+    # Intervals of ln(σ) whose losses are averaged.
+    infonoise_bins: int = option(32, POSITIVE, since='0.2.0')
+    # Length of a bin's moving average, in visits to the bin.
+    infonoise_memory: float = option(300.0, POSITIVE, since='0.2.0')
+    # Optimizer steps with uniform timesteps.
+    infonoise_warmup: int = option(1000, NOT_NEGATIVE, since='0.2.0')
+    # c: noise-to-signal ratio at half the gate; 0 = the onset rule
+    infonoise_pivot: float = option(0.0, NOT_NEGATIVE, since='0.2.0')
+    infonoise_uniform: float = option(0.05, UNIT, since='0.2.0')  # share of the distribution
