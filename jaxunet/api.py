@@ -140,8 +140,11 @@ def train(
                 row = next(rows)
             except StopIteration as end:
                 return end.value
-            if callable(progress) and progress(row) is False:
-                break
+            try:
+                if callable(progress) and progress(row) is False:
+                    break
+            except BaseException as error:
+                rows.throw(error)  # saves and raises it
     return Run(pathlib.Path(expanded(workdir)), max(saved_steps(pathlib.Path(expanded(workdir)))))
 
 
@@ -261,6 +264,8 @@ class _Thread(Caller):
         try:
             self._task.result(lambda: True)
         except Exception as failure:
+            if isinstance(error, GeneratorExit):  # the caller left a loop
+                raise
             error.add_note(f'and the run could not be saved: {failure}')
 
 

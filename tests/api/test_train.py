@@ -102,6 +102,20 @@ def test_an_error_of_a_callback_saves_and_arrives(tmp_path):
     assert saved_steps(tmp_path)
 
 
+def full(*_):
+    raise jaxunet.UserError('no space left')
+
+
+def test_a_run_that_stops_and_cannot_be_saved_says_so(tmp_path, monkeypatch):
+    """Left early, that is the error; otherwise it is a note of the error that stopped the run."""
+    monkeypatch.setattr(Saver, 'save', full)
+    with pytest.raises(jaxunet.UserError, match='no space left'):
+        tiny(tmp_path / 'a', steps=10_000, progress=lambda row: False)
+    with pytest.raises(ZeroDivisionError) as raised:
+        tiny(tmp_path / 'b', steps=10_000, progress=lambda row: 1 // 0)
+    assert 'could not be saved: no space left' in raised.value.__notes__[0]
+
+
 STAGES = {
     'compiling': (Parallel, 'compile'),
     'the first step': (Session, 'call'),
