@@ -19,6 +19,8 @@ COMMANDS = {
     'benchmark': 'time training steps on several backends',
     'profile': 'trace training steps, and sum up their kernels',
     'sweep': 'measure combinations of settings',
+    'view': 'show runs in a browser',
+    'demo': 'draw with a model in a browser',
     'compare': 'compare methods of training by quality against time',
 }
 LIST = '\n'.join(f'  {name:14}{does}' for name, does in COMMANDS.items())

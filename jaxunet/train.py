@@ -5,8 +5,8 @@
 
 Run the same command again to resume a run. On SIGTERM, SIGHUP or SIGINT (Ctrl-C) the run saves a
 checkpoint and exits with 0; on a second SIGINT it exits with 130 and saves nothing. The folder
-`--workdir` gets checkpoints/, metrics.csv, tensorboard/, samples/ and, with train.evaluate_every,
-evaluation.csv.
+`--workdir` gets checkpoints/, metrics.csv, tensorboard/, samples/, log.txt, index.html (a page to
+look at in a browser) and, with train.evaluate_every, evaluation.csv.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from absl import flags
+from absl import flags, logging
 
 from jaxunet import is_function_too
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import config_at, newest_classes, newest_config, saved_steps
+from jaxunet.checkpoint.optimizer import endless_warmup, rate_jump
 from jaxunet.checkpoint.resumable import check_resumable
-from jaxunet.checkpoint.state import endless_warmup, rate_jump
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
@@ -44,8 +44,8 @@ from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import of_user
+from jaxunet.training.log_file import LogFile
 from jaxunet.training.loop import train
-from jaxunet.training.meeting import Place
 from jaxunet.training.parallel import on_fewer_devices
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
@@ -107,8 +107,8 @@ RESTARTS = flags.DEFINE_integer(
     0,
     'Number of times that a run is started again from its last checkpoint if its process dies '
     '(killed by a signal, out of memory, stalled devices, a device error); every new checkpoint '
-    'begins the count anew. 0 = never. In a SLURM job, the job is requeued instead. It goes on '
-    'with the devices and processes that are left.',
+    'begins the count anew. 0 = never. The run goes on with the devices that are left. In a SLURM '
+    'job, the job is requeued instead. Needs one process, or srun.',
     lower_bound=0,
 )
 of_user(WORKDIR)
@@ -118,6 +118,7 @@ def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
+    logging.get_absl_logger().addHandler(LogFile(program.shown(command())))
     saved = newest_config(workdir())
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])
@@ -141,24 +142,31 @@ def main(argv: Sequence[str]) -> int | None:
     return None
 
 
+def command() -> str:
+    """Returns the command line."""
+    return shlex.join(['python', '-m', 'jaxunet.train', *sys.argv[1:]])
+
+
 def supervise() -> int:
     """Runs this command in a child process, and again if that dies; returns its exit code."""
     launcher = {'auto': distributed.detect(os.environ)}.get(CLUSTER.value, CLUSTER.value)
     if launcher in ('ompi', 'mpi4py'):
         raise UserError(
             '--restarts: mpirun cannot start one of its processes again; leave it out, or start '
-            'the processes by srun or by hand'
+            'the processes with srun'
+        )
+    if (PROCESSES.value or 1) > 1:
+        raise UserError(
+            f'--restarts: expected one process, or processes of srun, found --num_processes='
+            f'{PROCESSES.value}; leave it out, and let SLURM or Kubernetes restart all processes '
+            'with the same command, as docs/training.md shows'
         )
     command = [sys.executable, '-m', 'jaxunet.train', *sys.argv[1:], '--restarts=0']
-    process, processes = PROCESS.value or 0, PROCESSES.value or 1
     return Supervisor(
         command,
         workdir(),
         RESTARTS.value,
-        main=process == 0 and os.environ.get('SLURM_PROCID', '0') == '0',
-        place=Place(process, processes) if processes > 1 else None,
-        wait_seconds=WAIT.value,
-        heartbeat_seconds=HEARTBEAT.value,
+        main=os.environ.get('SLURM_PROCID', '0') == '0',
     ).run()
 
 

@@ -1,7 +1,7 @@
 """Loads, stores and a view of shared memory for the Mosaic GPU kernels of all ops.
 
 They hide the differences between versions of JAX, and provide a view for which Pallas has no public
-function. `tests/matrix` runs them on every version of JAX that pyproject.toml allows.
+function. `tools/matrix` runs them on every version of JAX that pyproject.toml allows.
 """
 
 from __future__ import annotations

@@ -18,15 +18,10 @@ from jaxunet.ops.activation import Activation
 from jaxunet.runtime import device, plugins
 from jaxunet.runtime.errors import UserError
 from pallas_kernels import hopper_views, jax_modules
-from pallas_kernels.conv3x3 import triton_blocks
 
 PROJECT = pathlib.Path(__file__).parents[1] / 'pyproject.toml'
-TRITON = (
-    r'the Pallas kernels in Triton need jax\.experimental\.pallas\.triton, which jax \S+ does not '
-    r'have \(.*\); '
-)
-MOSAIC = 'the Pallas kernels for Hopper need '
-INSTALL = rf'install {jax_modules.TESTED}, '
+NEEDS = 'the Pallas kernels need '
+INSTALL = rf'install {jax_modules.TESTED}'
 
 
 @pytest.fixture
@@ -61,9 +56,8 @@ def test_the_message_names_the_versions_of_the_project():
 
 
 def test_this_version_has_all():
-    assert jax_modules.missing(jax_modules.TRITON) is None
-    assert jax_modules.missing(jax_modules.MOSAIC) is None
-    for name in (*jax_modules.TRITON.names, *jax_modules.MOSAIC.names):
+    assert jax_modules.missing() is None
+    for name in jax_modules.NAMES:
         assert getattr(jax_modules, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         _ = jax_modules.other
@@ -85,32 +79,36 @@ def fresh(without, monkeypatch):
     return make
 
 
-def test_without_triton_only_hopper_has_the_backend(fresh):
-    found = fresh('jax.experimental.pallas.triton')
-    for target in (device.Target.TRITON, device.Target.INTERPRET):
-        with (
-            device.use(target),
-            pytest.raises(UserError, match=rf'^backend=pallas: {TRITON}{INSTALL}or use backend='),
-        ):
-            backends.load_ops('pallas')
-    with device.use(device.Target.HOPPER):
-        assert backends.load_ops('pallas').conv3x3 is found.ops['conv3x3']
-
-
-def test_without_triton_auto_leaves_the_backend_out(fresh, monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        backends.logging, 'log_first_n', lambda level, text, n, *values: told.append(text % values)
+@pytest.mark.parametrize(
+    ('kind', 'variable', 'found'),
+    [
+        ('NVIDIA A100-SXM4-80GB', None, 'NVIDIA A100-SXM4-80GB'),
+        ('NVIDIA H200', 'portable', 'NVIDIA H200 with JAXUNET_KERNELS=portable'),
+    ],
+)
+def test_other_gpus_are_told_what_to_use(kind, variable, found, monkeypatch):
+    if variable:
+        monkeypatch.setenv(device.VARIABLE, variable)
+    else:
+        monkeypatch.setattr(device, 'kernels', lambda: device.Kernels.FASTEST)
+    with device.use(device.Target.PORTABLE, kind), pytest.raises(UserError) as error:
+        backends.load_ops('pallas')
+    assert str(error.value) == (
+        'backend=pallas: the Pallas kernels need a GPU of compute capability 9.0 (Hopper), found '
+        f'{found}; use backend=cuda, or xla, which runs everywhere'
     )
-    found = fresh('jax.experimental.pallas.triton')
-    monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'cuda' else None)
-    with device.use(device.Target.HOPPER):
-        assert found.unavailable() is None
-        assert set(backends.named('auto', 'bfloat16').values()) == {'xla'}
-        assert found not in backends.runnable()
-    assert told[0] == 'backend=auto: the CUDA kernels are left out: gone'
-    assert re.match(f'backend=auto: the Pallas kernels are left out: {TRITON}', told[1])
-    assert len(told) == 2
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The lines of the log."""
+    found = []
+    jax_modules._log.cache_clear()
+    jax.clear_caches()  # of calls that were logged before
+    monkeypatch.setattr(
+        jax_modules.logging, 'warning', lambda text, *args: found.append(text % args)
+    )
+    return found
 
 
 def lower_network(backend, image_size=8, **model):
@@ -142,8 +140,7 @@ def lower_network(backend, image_size=8, **model):
         return jax.jit(loss).trace(params, x, t).lower(lowering_platforms=('cuda',))
 
 
-def test_without_triton_a_network_of_supported_shapes_runs(fresh):
-    fresh('jax.experimental.pallas.triton')
+def test_a_network_of_supported_shapes(told):
     kernels = set(kernel_names.count(lower_network('pallas')))
     assert kernels >= {
         'jaxunet_conv3x3_forward',
@@ -151,39 +148,29 @@ def test_without_triton_a_network_of_supported_shapes_runs(fresh):
         'jaxunet_group_norm_gradient',
         'jaxunet_attention_backward',
     }
-    assert not [name for name in kernels if 'triton' in name]
+    assert not told
 
 
-def test_without_triton_zeros_fill_up_the_channels_of_an_image(fresh):
+def test_zeros_fill_up_the_channels_of_an_image(told):
     """Large images are activated inside the convolutions, small ones before; skips are parts."""
-    fresh('jax.experimental.pallas.triton')
     model = {'image_channels': 3, 'channel_mult': (1, 1), 'attention_resolutions': ()}
     kernels = kernel_names.count(lower_network('pallas', image_size=32, **model))
-    assert not [name for name in kernels if 'triton' in name or name == 'convolution']
+    assert 'convolution' not in kernels
     convolutions = kernels['jaxunet_conv3x3_weight_gradient']
     # Nothing needs the gradient of the image, or the sum of the predictions.
     assert kernels['jaxunet_conv3x3_forward'] == 2 * (convolutions - 1)
     assert kernels['jaxunet_group_norm_channel_sums'] == convolutions
+    assert not told
 
 
-@pytest.mark.parametrize(
-    ('model', 'reason'),
-    [
-        (
-            {'num_head_channels': 16},
-            r"attention needs a Triton kernel \(Hopper's does not take qkv: expected heads of 32 "
-            r'or 64 channels, found 16\)',
-        ),
-    ],
-)
-def test_without_triton_a_network_that_needs_it_is_refused(fresh, model, reason):
-    fresh('jax.experimental.pallas.triton')
-    with pytest.raises(UserError) as error:
-        lower_network('pallas', **model)
-    line = str(error.value)
-    assert re.fullmatch(
-        rf'backend=pallas: {reason}; {TRITON}{INSTALL}or use backend=cuda or xla', line
-    )
+def test_xla_runs_what_the_kernels_do_not_take(told):
+    kernels = kernel_names.count(lower_network('pallas', num_head_channels=16))
+    assert kernels['jaxunet_conv3x3_forward']
+    assert not [name for name in kernels if 'attention' in name]
+    assert told == [
+        'backend=pallas: XLA runs attention, whose kernels do not take qkv: expected heads of 32 '
+        'or 64 channels, found 16'
+    ]
 
 
 def call_conv3x3(ops, dtype, channels, features, side):
@@ -216,69 +203,54 @@ def call_group_norm(ops, dtype, channels, groups):
     ('call', 'arguments', 'reason'),
     [
         (call_attention, ('float16', 64, 1), None),
-        (call_attention, ('float32', 64, 1), 'attention .*qkv: expected bfloat16 or float16'),
-        (call_attention, ('float16', 65, 1), 'attention .*a multiple of 64 tokens'),
+        (call_attention, ('float32', 64, 1), 'attention, .*qkv: expected bfloat16 or float16'),
+        (call_attention, ('float16', 65, 1), 'attention, .*a multiple of 64 tokens'),
         (call_group_norm, ('float32', 64, 8), None),
-        (call_group_norm, ('bfloat16', 24, 8), 'group_norm .*channels: expected multiples of 32'),
-        (call_group_norm, ('bfloat16', 96, 48), 'group_norm .*groups: expected a divisor'),
+        (call_group_norm, ('bfloat16', 24, 8), 'group_norm, .*channels: expected multiples of 32'),
+        (call_group_norm, ('bfloat16', 96, 48), 'group_norm, .*groups: expected a divisor'),
         (call_conv3x3, ('bfloat16', 64, 64, 8), None),
         (call_conv3x3, ('bfloat16', 3, 5, 8), None),
         (
             call_conv3x3,
             ('float32', 64, 64, 8),
-            "conv3x3's weight gradient .*dy: expected 2048 pixels or more in float32",
+            "conv3x3's weight gradient, .*dy: expected 2048 pixels or more in float32",
         ),
         (
             call_conv3x3,
             ('bfloat16', 64, 64, 2),
-            "conv3x3's gradient of shift .*x: expected at least one sample of 16 pixels",
+            "conv3x3's gradient of shift, .*x: expected at least one sample of 16 pixels",
         ),
     ],
 )
-def test_without_triton_hopper_takes_what_its_kernels_take(fresh, call, arguments, reason):
-    ops = fresh('jax.experimental.pallas.triton').ops
-    function, operands = call(ops, *arguments)
+def test_the_log_says_what_the_kernels_do_not_take(told, call, arguments, reason):
+    function, operands = call(backends.load_backend('pallas').ops, *arguments)
     with device.use(device.Target.HOPPER):
-        if reason is None:
-            jax.jit(function).trace(*operands).lower(lowering_platforms=('cuda',))
-            return
-        with pytest.raises(UserError, match=f'^backend=pallas: {reason}') as error:
-            jax.eval_shape(function, *operands)
-    assert '\n' not in str(error.value)
+        program = jax.jit(function).trace(*operands).lower(lowering_platforms=('cuda',))
+    if reason is None:
+        assert kernel_names.count(program)
+        assert not told
+    else:
+        (line,) = told
+        assert re.match(f'backend=pallas: XLA runs {reason}', line)
 
 
-def test_without_mosaic_only_hopper_lacks_kernels(fresh):
+def test_without_mosaic(fresh):
     found = fresh('jax.experimental.mosaic.gpu.utils')
-    message = (
-        rf'{MOSAIC}jax\.experimental\.mosaic\.gpu\.utils, .*; {INSTALL}use backend=cuda, '
-        'or set JAXUNET_KERNELS=portable'
-    )
-    with device.use(device.Target.TRITON):
-        assert found.unavailable() is None
+    message = rf'{NEEDS}jax\.experimental\.mosaic\.gpu\.utils, .*; {INSTALL}'
     with device.use(device.Target.HOPPER):
         assert re.match(message, found.unavailable())
-    for call, arguments in (
-        (call_attention, ('float16', 64, 1)),
-        (call_group_norm, ('bfloat16', 64, 8)),
-        (call_conv3x3, ('bfloat16', 64, 64, 8)),
-    ):
-        function, operands = call(found.ops, *arguments)
-        with (
-            device.use(device.Target.HOPPER),
-            pytest.raises(UserError, match=f'^backend=pallas: {message}'),
+        for call, arguments in (
+            (call_attention, ('float16', 64, 1)),
+            (call_group_norm, ('bfloat16', 64, 8)),
+            (call_conv3x3, ('bfloat16', 64, 64, 8)),
         ):
-            jax.eval_shape(function, *operands)
+            function, operands = call(found.ops, *arguments)
+            with pytest.raises(UserError, match=f'^backend=pallas: {message}; use backend=cuda'):
+                jax.eval_shape(function, *operands)
 
 
-@pytest.mark.parametrize(
-    ('module', 'name', 'message'),
-    [
-        (triton_blocks, 'jax.experimental.pallas.triton', TRITON),
-        (hopper_views, 'jax._src.pallas.mosaic_gpu.core', MOSAIC),
-        (hopper_views, 'jax._src.state.types', MOSAIC),
-    ],
-)
-def test_a_module_of_kernels_says_what_it_needs(without, module, name, message):
+@pytest.mark.parametrize('name', ['jax._src.pallas.mosaic_gpu.core', 'jax._src.state.types'])
+def test_a_module_of_kernels_says_what_it_needs(without, name):
     without(name)
-    with pytest.raises(ImportError, match=f'{message}.*{INSTALL}'):
-        executed(module)
+    with pytest.raises(ImportError, match=f'{NEEDS}.*{INSTALL}'):
+        executed(hopper_views)

@@ -4,6 +4,7 @@ tuning updates the tables.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pathlib
 import re
@@ -15,15 +16,14 @@ import pytest
 
 from jaxunet.runtime import device
 from pallas_kernels import tile_table
-from pallas_kernels.attention import tiles as attention
-from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, triton_weight_gradient
-from pallas_kernels.conv3x3.triton_blocks import shape_class as triton_class
-from pallas_kernels.group_norm import tiles as group_norm
+from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient
+from pallas_kernels.conv3x3.hopper_weight_gradient_plan import Tile
 from pallas_kernels.tile_table import Entry, Key
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+WEIGHT_GRADIENT = 'conv3x3/hopper_weight_gradient'
 KINDS = {'NVIDIA H200': 'nvidia_h200.jsonl'}
 ROWS = [(kind, key, entry) for kind in KINDS for key, entry in tile_table.load(kind).items()]
 
@@ -46,26 +46,10 @@ def chosen(key: Key) -> tuple[DataclassInstance, str]:
     again.
     """
     array = lambda *shape, dtype=key.dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    op, _, kernel = key.kernel.partition('/')
-    if op == 'attention':
-        tokens, width = numbers(key.shape)
-        return attention.default_tile(
-            kernel, tokens, width, key.dtype, shared=227 * 1024
-        ), attention.shape_class(tokens, width)
-    if op == 'group_norm':
-        batch, pixels, channels = numbers(key.shape)
-        group = channels // 32
-        return group_norm.choose_tile(
-            kernel, key.dtype, batch, pixels, channels, group
-        ), group_norm.shape_class(batch, pixels, channels)
     image, convolution, *options = key.shape.split(', ')
     parts, features = (numbers(text) for text in convolution.split(' to '))
-    if kernel.startswith('triton'):
-        module = triton_weight_gradient if 'weight' in kernel else triton
-        shape = triton_class(parts, *features, *numbers(image))
-        return tile_table.measured(module.Tile, key.kernel, key.dtype, shape), shape
     inputs, dy = tuple(array(*numbers(image), c) for c in parts), array(*numbers(image), *features)
-    if 'weight' in kernel:
+    if 'weight' in key.kernel:
         tile = hopper_weight_gradient.choose_tile(inputs, dy)
         assert hopper_weight_gradient.supports(inputs, dy, tile) is None
         return tile, hopper_weight_gradient.shape_class(inputs, dy)
@@ -96,10 +80,7 @@ def test_committed_tables() -> None:
         found = list(tile_table.load(kind))
         assert found == sorted(found, key=tile_table.natural)
         kernels = {key.kernel for key in found}
-        assert kernels >= {f'attention/{k}' for k in attention.KERNELS} | {
-            'group_norm/gradient',
-            'conv3x3/hopper_weight_gradient',
-        }
+        assert kernels == {'conv3x3/hopper', WEIGHT_GRADIENT}
 
 
 @pytest.mark.parametrize(
@@ -113,33 +94,47 @@ def test_a_tile_of_the_table_is_chosen_and_valid(kind: str, key: Key, entry: Ent
     assert entry.us is None or 0 < entry.us < 1e5
 
 
+def of(
+    batch: int, dtype: str = 'bfloat16'
+) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+    """The parts and dy of a weight gradient."""
+    x = jax.ShapeDtypeStruct((batch, 8, 8, 256), dtype)
+    return [x], x
+
+
+@pytest.mark.usefixtures('folder')
 def test_another_device_takes_defaults(caplog: pytest.LogCaptureFixture) -> None:
-    """It says so, and only shapes in the table get other tiles than on an H200."""
-    kind = 'NVIDIA A100-SXM4-80GB'
-    tile_table.load.cache_clear()
-    with caplog.at_level(logging.INFO), device.use(device.Target.TRITON, kind):
-        assert device.kind() == kind
-        default = group_norm.choose_tile('gradient', 'bfloat16', 32, 1024, 64, 2)
-        assert group_norm.choose_tile('gradient', 'float32', 32, 1024, 64, 2) == default
+    """It says so."""
+    kind = 'NVIDIA H100 80GB HBM3'
+    fast = Tile(8, 2, 3)
+    shape = hopper_weight_gradient.shape_class(*of(1))
+    tile_table.save(
+        'NVIDIA H200',
+        {Key(WEIGHT_GRADIENT, 'bfloat16', shape): Entry(dataclasses.asdict(fast), 1.0)},
+    )
+    with device.use(device.Target.HOPPER, 'NVIDIA H200'):
+        assert hopper_weight_gradient.choose_tile(*of(1)) == fast
+        default = hopper_weight_gradient.default_tile(*of(1))
+        for other in (of(2), of(1, 'float16')):
+            found = hopper_weight_gradient.choose_tile(*other)
+            assert found == hopper_weight_gradient.default_tile(*other)
+    with caplog.at_level(logging.INFO), device.use(device.Target.HOPPER, kind):
+        assert hopper_weight_gradient.choose_tile(*of(1)) == default != fast
     assert [record.message for record in caplog.records] == [
-        f'no measured tiles for {kind} (nvidia_a100_sxm4_80gb.jsonl): kernels take their default '
+        f'no measured tiles for {kind} (nvidia_h100_80gb_hbm3.jsonl): kernels take their default '
         'tiles'
     ]
-    with device.use(device.Target.HOPPER, 'NVIDIA H200'):
-        assert group_norm.choose_tile('gradient', 'bfloat16', 32, 1024, 64, 2) != default
-        assert group_norm.choose_tile('gradient', 'float32', 32, 1024, 64, 2) == default
-        assert group_norm.choose_tile('gradient', 'bfloat16', 32, 1024, 62, 2) == default
 
 
 def test_update(folder: pathlib.Path) -> None:
     """A tile that is clearly faster replaces the one that is chosen now; others do not, nor does a
     tile that was timed without the chosen one.
     """
-    kind, tile = 'Some GPU', group_norm.Tile
-    default, fast, even, other = tile(), tile(channels=64), tile(channels=128), tile(rows=16)
+    kind = 'Some GPU'
+    default, fast, even, other = (Tile(8, 2, 1, taps=taps) for taps in (9, 3, 6, 1))
     keys = [
-        Key('group_norm/moments', 'bfloat16', group_norm.shape_class(2, pixels, 8))
-        for pixels in (4, 16, 64)
+        Key(WEIGHT_GRADIENT, 'bfloat16', hopper_weight_gradient.shape_class(*of(batch)))
+        for batch in (1, 2, 4)
     ]
     timed = {
         keys[0]: {default: 10.0, even: 9.9, fast: 9.0},
@@ -150,18 +145,18 @@ def test_update(folder: pathlib.Path) -> None:
         '2 tiles written, 1 of them faster than what was chosen'
     )
     found = tile_table.load(kind)
-    assert [(key, tile(**entry.tile), entry.us) for key, entry in found.items()] == [
+    assert [(key, Tile(**entry.tile), entry.us) for key, entry in found.items()] == [
         (keys[0], fast, 9.0),
         (keys[1], default, 10.0),
     ]
-    with device.use(device.Target.TRITON, kind):
-        assert group_norm.choose_tile('moments', 'bfloat16', 2, 4, 8) == fast
+    with device.use(device.Target.HOPPER, kind):
+        assert hopper_weight_gradient.choose_tile(*of(1)) == fast
     tile_table.update(
         kind,
         {keys[0]: {fast: 9.1, other: 8.9}, keys[1]: {default: 10.0, other: 5.0}},
         {keys[0]: fast, keys[1]: default},
     )
-    assert [(tile(**entry.tile), entry.us) for entry in tile_table.load(kind).values()] == [
+    assert [(Tile(**entry.tile), entry.us) for entry in tile_table.load(kind).values()] == [
         (fast, 9.1),
         (other, 5.0),
     ]

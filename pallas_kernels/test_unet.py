@@ -1,4 +1,4 @@
-"""The UNet on the kernels, interpreted on a CPU: the same network as on XLA, under every
+"""The UNet on the kernels, simulated on a CPU: the same network as on XLA, under every
 transformation that training uses.
 """
 
@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.mosaic import simulated
 from support.tiny import tiny_config
 
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import load_ops
-from jaxunet.runtime.device import Target, use
 
 
 @pytest.fixture(autouse=True)
-def _interpreted():
-    with use(Target.INTERPRET):
+def _simulated():
+    with simulated():
         yield
 
 

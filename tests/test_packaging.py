@@ -264,7 +264,7 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path):
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob('*')
-        if path.suffix in ('.py', '.npz', '.jsonl', '.json')
+        if path.suffix in ('.py', '.npz', '.jsonl', '.json', '.html')
         and path.parent.name != 'build_tools'
         and path.name != 'parity_test.py'
         and not path.name.startswith('test_')

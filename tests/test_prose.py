@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ('configs', 'docs', 'jaxunet', 'pallas_kernels', 'tests', 'xla_ffi')
+FOLDERS = ('configs', 'docs', 'jaxunet', 'pallas_kernels', 'tests', 'tools', 'xla_ffi')
 AS_WRITTEN = ROOT / 'tests' / 'fixtures'  # as the commits wrote it that are named there
 DANGLING = re.compile(
     r'\s*(Of|What|Whether|Which|Whose|Whom|How|Where|And|But|Nor|So that|Than|Thus)\b'

@@ -11,13 +11,11 @@ LONG_FUNCTIONS = {
     'pallas_kernels/conv3x3/hopper_kernel.py': {'consume', 'call'},
     'pallas_kernels/conv3x3/hopper_producers.py': {'produce', 'activate'},
     'pallas_kernels/conv3x3/hopper_weight_gradient.py': {'_partial_sums', 'body'},
-    'pallas_kernels/conv3x3/triton_weight_gradient.py': {'_unit'},
-    'pallas_kernels/group_norm/blocks.py': {'moments_of'},
 }
 
 
 def sources():
-    for package in ('jaxunet', 'pallas_kernels', 'xla_ffi'):
+    for package in ('jaxunet', 'pallas_kernels', 'tools', 'xla_ffi'):
         for path in sorted((ROOT / package).rglob('*.py')):
             if not path.match('test_*.py') and path.name not in ('parity_test.py', 'conftest.py'):
                 yield str(path.relative_to(ROOT)), path.read_text(encoding='utf-8')

@@ -18,11 +18,12 @@ from absl import logging
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.averages import pick_weights
 from jaxunet.checkpoint.fine_tune import Side, fit
-from jaxunet.checkpoint.state import TrainState, get_moments, state_from_weights
+from jaxunet.checkpoint.optimizer import get_moments
+from jaxunet.checkpoint.state import TrainState, state_from_weights
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import expanded, why_missing
 from jaxunet.weights import Stated, check_tree, read_weights
 
 
@@ -117,7 +118,8 @@ def check_exists(path: str) -> None:
         raise UserError(
             f'{path}: no such file or folder'
             + (
-                near_misses(file.name, siblings)
+                why_missing(path)
+                or near_misses(file.name, siblings)
                 or '; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file'
             )
         )

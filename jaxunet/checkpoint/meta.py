@@ -28,7 +28,7 @@ class RunFacts:
       class_names: names of the labels 0, 1, ...; empty for an unconditional model, and in
         checkpoints of versions that stored none.
       rollbacks: number of times that the run has gone back to an earlier checkpoint.
-      milestone: the training time (`Milestones`) at which the checkpoint was saved, in seconds;
+      milestone: the training time at which the checkpoint was saved, in seconds;
         None if it was saved at any other moment.
       images: number of images that the run began with, held out or not; 0 if it is not known.
     """

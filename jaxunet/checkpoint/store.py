@@ -33,7 +33,7 @@ from jaxunet.checkpoint.keeping import Keeping, Scores, reading, remove_unread
 from jaxunet.checkpoint.meta import CHECKSUM, RunFacts, read_meta, sealed
 from jaxunet.checkpoint.refused import RefusedError, raise_if_whole
 from jaxunet.checkpoint.state import Draw, TrainState, draw_state, drawing_device, state_config
-from jaxunet.checkpoint.writer import Writer, read_state
+from jaxunet.checkpoint.writer import Writer, read_state, to_disk
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError, listed
@@ -284,14 +284,20 @@ class Checkpoints:
         )
 
     def _check_written(self, step: int, shapes: TrainState, expected: int) -> None:
-        """Reads back a checkpoint, then removes those that are no longer kept.
+        """Waits until a checkpoint is on the disk, reads it back, and removes older ones.
 
         If the system refuses to read it, all are kept.
 
         Raises:
-          Exception: it is damaged; it has been moved to `WORKDIR/damaged`.
+          Exception: it is damaged, or cannot reach the disk; it is in `WORKDIR/damaged`.
         """
         folder = self._place() / FOLDER / str(step)
+        try:
+            to_disk(folder)
+        except OSError:
+            if folder.exists():
+                self._set_aside(folder)
+            raise
         try:
             with reading(folder) as place:
                 read_meta(place)

@@ -7,6 +7,7 @@ else. See `plain_path`.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,28 @@ def read_state(
     finally:
         handler.close()
     return TrainState(**found)
+
+
+def to_disk(folder: pathlib.Path) -> None:
+    """Waits until a folder and its files are on the disk, so that they survive a loss of power.
+
+    Raises:
+      OSError: the disk is full, or fails.
+    """
+    inside = [
+        os.path.join(parent, name)
+        for parent, _, files in os.walk(folder, topdown=False)
+        for name in (*files, '')
+    ]
+    for path in (*inside, str(folder.parent)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not for folders everywhere
+                raise
+        finally:
+            os.close(descriptor)
 
 
 class Writer:

@@ -30,6 +30,7 @@ from jaxunet.compare.collected import (
 )
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Checkpoint, Measurements
+from jaxunet.compare.milestones import Milestones, PassedError
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.config import Config
 from jaxunet.data.pipeline import decoded
@@ -42,7 +43,6 @@ from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.whole_files import written
 from jaxunet.sampling.generator import StoppedError
-from jaxunet.training.clock import Milestones, PassedError
 from jaxunet.training.loop import train
 from jaxunet.training.preemption import Preemption
 
@@ -276,16 +276,20 @@ class Queue:
             keep_on=self._goes_on,
             compiled=compiled,
             saving=lambda: self._watch.start('saving'),
-            interrupted=lambda: self._note(job, STOPPED, BY_SIGNAL),
         )
+
+        def train_it() -> None:
+            caller = Preemption(lambda: self._note(job, STOPPED, BY_SIGNAL))
+            train(config, workdir, source, hook=milestones, caller=caller)
+
         self._say(f'{job.name}: training for {seconds[-1]:g} s')
         try:
             try:
-                train(config, workdir, source, milestones=milestones, caller=Preemption(milestones))
+                train_it()
             except PassedError as error:
                 self._say(f'{job.name}: {error}; it starts again')
                 work.prepare(self._work, job, config, step_seconds, resume=False)
-                train(config, workdir, source, milestones=milestones, caller=Preemption(milestones))
+                train_it()
         finally:
             quietly(f'the log of {job.name}', lambda: self._keep_log(job, workdir))
         return len(seconds) - len(left)

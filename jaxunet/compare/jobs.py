@@ -270,7 +270,7 @@ def call_function(path: str, function: str, *arguments: object) -> object:
             return found(*arguments)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f'{path}: expected a Python file with {function}(), found '
             f'{type(error).__name__}: {one_line(error)}'

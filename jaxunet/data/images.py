@@ -15,7 +15,7 @@ from jaxtyping import ArrayLike, Integer, Shaped, UInt8
 from PIL import Image
 
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import check_local, expanded
 from jaxunet.runtime.whole_files import written
 
 GAP = 2  # pixels between the images of a grid
@@ -158,6 +158,7 @@ def check_output(path: str | os.PathLike[str], channels: int | None = None) -> N
         .npz, a file with the name of a folder, or channels that PNG lacks.
     """
     path = expanded(path)
+    check_local(path, '')
     folder, path = _names_folder(path), Path(path)
     if path.is_dir():
         if not folder:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit
+from jaxunet.data.pixels import MAX_FLAT, Batch, Crops, Shape, check_fit, fit
 from jaxunet.data.rules import class_name
 from jaxunet.data.source import MAX_MEMORY, FileArray, Source, no_labels
 from jaxunet.runtime import archives
@@ -92,6 +92,12 @@ def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | FileArray
         raise UserError(
             f'{path}: {key[:-4]}: expected shape (n, height, width, channels) '
             f'or (n, height, width), found {shape}'
+        )
+    if len(shape) == 3 and shape[2] <= MAX_FLAT < min(shape[:2]):
+        raise UserError(
+            f'{path}: {key[:-4]}: found shape {shape}, which is one image (height, width, '
+            f'channels), or {shape[0]} grey ones of {shape[2]} pixels a side; expected (n, height, '
+            'width, channels): for one image, store images[None]'
         )
     if math.prod(shape) == 0:
         raise UserError(

@@ -6,18 +6,19 @@ mode or on the number of workers or processes, and a resumed run continues with 
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-import grain
 import jax
 import numpy as np
 from absl import logging
@@ -125,20 +126,28 @@ class Stream(Iterator[HostBatch]):
     `next` raises UserError if an image is corrupt or a worker process died.
 
     Args:
-      batches: grain's iterator over the batches.
-      pool: its worker processes, if any.
+      load: loads the batch of a step.
+      steps: numbers of the steps.
+      pool: threads or processes that run `load`; the stream shuts them down.
+      ahead: batches that are loaded or wait while one is asked for, that one included.
     """
 
     def __init__(
-        self, batches: grain.DatasetIterator | None, pool: ProcessPoolExecutor | None
+        self, load: Callable[[int], HostBatch], steps: Iterable[int], pool: Executor, ahead: int
     ) -> None:
-        self._batches, self._pool = batches, pool
+        self._load, self._steps, self._ahead = load, iter(steps), ahead
+        self._pool: Executor | None = pool
+        self._batches: collections.deque[Future[HostBatch]] = collections.deque()
 
     def __next__(self) -> HostBatch:
-        if self._batches is None:
+        if self._pool is None:
             raise StopIteration
         try:
-            return next(self._batches)
+            for step in itertools.islice(self._steps, self._ahead - len(self._batches)):
+                self._batches.append(self._pool.submit(self._load, step))
+            if not self._batches:
+                raise StopIteration
+            return self._batches.popleft().result()
         except BrokenProcessPool:
             self.close()
             raise UserError(
@@ -150,12 +159,11 @@ class Stream(Iterator[HostBatch]):
             raise
 
     def close(self) -> None:
-        """Ends the threads and worker processes; may be called again."""
-        batches, pool, self._batches, self._pool = self._batches, self._pool, None, None
+        """Ends the threads or worker processes; may be called again."""
+        pool, self._pool = self._pool, None
+        self._batches.clear()
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
-        if batches is not None:
-            batches.close()
 
     def __enter__(self) -> Stream:
         return self
@@ -174,7 +182,7 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
         with step 1.
 
     Raises:
-      UserError: more images than indices can number.
+      UserError: more images than indices can number, or the system lacks what workers need.
     """
     if len(source) > MAX_IMAGES:
         raise UserError(
@@ -191,23 +199,24 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
         workers = 0
     least = config.data.crop_least if config.data.crop == 'random' else None
     load = _LoadBatch(source, config.data.batch_size, config.seed, local_rows, least)
-    load_step: Callable[[int], HostBatch] = load
-    pool = None
-    if workers:
-        # Workers are spawned, because forking a process that runs JAX can deadlock. Grain's own
-        # workers pass batches through /dev/shm, which is small in containers, and leave some there
-        # when closed early; so its threads pass the steps to a pool instead.
-        pool = ProcessPoolExecutor(
+    steps = range(start_step, config.train.steps)
+    if not workers:
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix='decode')
+        return Stream(load, steps, pool, 2 * THREADS)
+    # Workers are spawned, because forking a process that runs JAX can deadlock.
+    try:
+        processes = ProcessPoolExecutor(
             workers,
             multiprocessing.get_context('spawn'),
             initializer=_start_worker,
             initargs=(load,),
         )
-        load_step = _InWorker(pool)
-    threads = workers + 2 if workers else THREADS
-    steps = grain.MapDataset.range(start_step, max(start_step, config.train.steps)).map(load_step)
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-    return Stream(iter(steps.to_iter_dataset(options)), pool)
+    except OSError as error:  # some containers lack /dev/shm, where its semaphores are
+        raise UserError(
+            f'data.num_workers: {workers}: semaphores cannot be made: '
+            f'{error.strerror or error}; check /dev/shm, or set it to 0: threads decode then'
+        ) from None
+    return Stream(_work, steps, processes, 2 * (workers + 2))
 
 
 @dataclass(frozen=True)
@@ -226,26 +235,16 @@ class _LoadBatch:
     crop_least: float | None = None
 
     def __call__(self, step: int) -> HostBatch:
-        indices = np.asarray(
-            batch_indices(int(step), self.batch_size, len(self.source), self.seed)
-        )[self.rows]
+        indices = np.asarray(batch_indices(step, self.batch_size, len(self.source), self.seed))[
+            self.rows
+        ]
         crops = None
         if self.crop_least is not None:
             # Drawn for the whole batch, so that they do not depend on the number of processes.
-            random = np.random.default_rng((CROPS, self.seed, int(step)))
+            random = np.random.default_rng((CROPS, self.seed, step))
             side = min(self.source.image_shape[:2])
             crops = random_crops(random, self.batch_size, side, self.crop_least)[self.rows]
         return {'image': self.source.load(indices, crops), 'label': self.source.labels[indices]}
-
-
-@dataclass(frozen=True)
-class _InWorker:
-    """Loads a step's rows, given its number, in a worker process."""
-
-    pool: ProcessPoolExecutor
-
-    def __call__(self, step: int) -> HostBatch:
-        return self.pool.submit(_work, int(step)).result()
 
 
 _loads: list[_LoadBatch] = []  # in a worker process: set when it starts

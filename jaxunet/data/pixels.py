@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
+import re
 import shlex
 import warnings
 from pathlib import Path
@@ -49,6 +50,7 @@ CENTRE = Crop(1.0, 0.5, 0.5)
 MODES = {1: 'L', 3: 'RGB'}
 MAX_FLAT = 4  # pixels: a side that is a number of channels in truth
 MAX_PIXELS = 2**26  # limit for one image file; a larger one may be a decompression bomb
+SIXTEEN = re.compile(r';16[BLN]?\b')  # in Pillow's name of how pixels are stored
 NARROW = 4095  # values up to this one take 12 bits
 ORIENTATION = 0x0112  # EXIF tag
 SUBFILE_TYPE, REDUCED = 0xFE, 1  # TIFF tag, and its bit of an image that is a thumbnail
@@ -225,12 +227,22 @@ def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
 
 
 def stored_peak(data: bytes) -> int:
-    """Returns the highest value of an image file of more than 8 bits; 0 for any other file."""
+    """Returns the highest value of an image file of more than 8 bits; 0 for any other file.
+
+    Pillow keeps 8 of the 16 bits of colours, and of grey with transparency. For these, returns the
+    highest value that they may have had.
+    """
     try:
         with open_image(io.BytesIO(data)) as image:
-            if not image.mode.startswith('I') or image.width * image.height > MAX_PIXELS:
+            if image.width * image.height > MAX_PIXELS:
                 return 0
-            return int(np.asarray(image).max())
+            if image.mode.startswith('I'):
+                return int(np.asarray(image).max())
+            tiles = image.tile  # type: ignore[attr-defined]
+            if not any(SIXTEEN.search(str(tile.args)) for tile in tiles):
+                return 0
+            peak = int(np.asarray(image.convert('RGB')).max())
+            return peak and 256 * peak + 255
     except Exception:  # as in `decode`, which reports it
         return 0
 

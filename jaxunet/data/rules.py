@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxunet.runtime.errors import listed, printable
+from jaxunet.runtime.untrusted import LFS_POINTER, UNFETCHED
 
 MAGIC_BYTES = 64  # bytes that identify an image file
 # First bytes of image files: (offset, bytes).
@@ -28,8 +29,11 @@ MAGIC = (
     (0, b'GIF89a'),
     (0, b'II*\x00'),  # TIFF
     (0, b'MM\x00*'),
+    (0, b'II+\x00'),  # BigTIFF
+    (0, b'MM\x00+'),
     (4, b'ftypavif'),
     (0, b'\x00\x00\x00\x0cjP  '),  # JPEG 2000
+    (0, b'\xff\x4f\xff\x51'),  # its codestream alone, as in .j2k
 )
 # Formats whose first bytes may also begin a text, such as "BMW" and "P3 robot": a RIFF file of the
 # kind WEBP; a bitmap with the size of a known header; PBM, PGM or PPM with their numbers, or with
@@ -45,6 +49,7 @@ LONGER = re.compile(
 )
 # At byte 4 of HEIC, in which phones save photographs; Pillow does not decode it.
 HEIC = tuple(b'ftyp' + brand for brand in (b'heic', b'heix', b'heim', b'heis', b'mif1'))
+ARCHIVES = frozenset(('.zip', '.tar', '.tgz', '.gz', '.bz2', '.xz', '.zst', '.7z', '.rar'))
 TEXTS = frozenset(('.txt', '.caption', '.json', '.jsonl', '.csv', '.tsv', '.xml', '.md'))
 # Most of these are TIFF files whose first image is a thumbnail.
 CAMERA_RAW = re.compile(
@@ -78,6 +83,8 @@ def why_not_image(start: bytes, size: int, name: str = '') -> str:
         return 'empty file'
     if PurePosixPath(name).name == LABELS_FILE and b'"labels"' in start:
         return LABELS_OF_NVLABS
+    if start.startswith(LFS_POINTER):
+        return UNFETCHED
     if CAMERA_RAW.fullmatch(suffix):
         return 'camera raw, which is not supported: convert it to TIFF, PNG or JPEG'
     if start.startswith(HEIC, 4):
@@ -85,6 +92,8 @@ def why_not_image(start: bytes, size: int, name: str = '') -> str:
     known = any(start.startswith(magic, offset) for offset, magic in MAGIC)
     if suffix not in TEXTS and (known or LONGER.match(start)):
         return ''
+    if suffix in ARCHIVES:
+        return 'an archive inside the set, which is not opened: unpack it, or give it alone'
     return 'not an image'
 
 

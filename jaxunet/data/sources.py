@@ -19,7 +19,8 @@ from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import expanded, why_missing
+from jaxunet.runtime.untrusted import check_fetched
 
 __all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
 
@@ -199,6 +200,8 @@ def _open_path(path: Path, shape: Shape) -> Source:
         )
     if path.stat().st_size == 0:
         raise UserError(f'{path}: expected {FORMS}, found an empty file')
+    with path.open('rb') as file:
+        check_fetched(file.read(MAGIC_BYTES), path)
     if name.endswith('.npz'):
         return NpzSource(path, shape)
     if name.endswith('.zip'):
@@ -225,6 +228,8 @@ def check_exists(path: Path) -> None:
     """Raises `UserError` with similar names if there is no such file or folder."""
     if path.exists():
         return
+    if why := why_missing(path):
+        raise UserError(f'{path}: no such file or folder{why}')
     parent = path
     while not parent.exists() and parent != parent.parent:
         missing, parent = parent, parent.parent

@@ -27,6 +27,7 @@ from jaxunet.runtime.untrusted import one_line
 
 OPENERS: dict[str, Callable[..., object]] = {'gz': gzip.open, 'xz': lzma.open, '': open}
 GZIP, XZ = b'\x1f\x8b', b'\xfd7zXZ\x00'
+MAGIC_AT = 257  # place of 'ustar' in a header
 MAX_HEADER = 2**18  # bytes that describe one member: long names, attributes, sparse maps
 MAX_SIZE = 2**62  # bytes of one member
 MAX_SHARED = 64  # attributes that a header gives to all members after it
@@ -160,16 +161,32 @@ class TarReader:
             raise tarfile.ReadError('a header gives too much to all members after it')
 
     def _check_end(self) -> None:
-        """Checks that the archive ends with a block of zeros, or at the end of the file."""
+        """Checks that the archive ends with a block of zeros, or at the end of the file.
+
+        Raises:
+          UserError: another archive follows.
+          tarfile.ReadError: damage.
+        """
         if self.compression:
             header = self._stream.last
-            while self._file.read(2**20):
-                pass  # to the end, where the decompressor checks its checksum
         else:
             self._file.seek(self._tar.offset)
             header = self._file.read(tarfile.BLOCKSIZE)
+        behind = b''  # from the first block behind the end that is not empty
+        while chunk := self._file.read(2**20):
+            if not behind:
+                blank = len(chunk) - len(chunk.lstrip(b'\x00'))
+                behind = chunk[blank - blank % tarfile.BLOCKSIZE :]
+            elif not self.compression:  # else to the end, where the checksum is
+                break
         if header.strip(b'\x00') or 0 < len(header) < tarfile.BLOCKSIZE:
             raise tarfile.ReadError(f'no valid member header at byte {self._tar.offset}')
+        if behind[MAGIC_AT : MAGIC_AT + 5] == b'ustar':
+            raise UserError(
+                f'{self.shown}: another archive begins behind the end of this one, as where cat '
+                'has joined two, and most programs leave it out; unpack both, or join them with '
+                'tar --concatenate'
+            )
 
     def read(self, member: tarfile.TarInfo, size: int) -> bytes:
         """Returns the next `size` bytes of a regular file, or the rest of it.

@@ -7,6 +7,7 @@ from pathlib import Path
 from absl import flags
 
 from jaxunet.config import cli, split_backend
+from jaxunet.evaluate.average_sweep import check_plot, measure_averages, plot
 from jaxunet.evaluate.flags import (
     BACKEND,
     BATCH_SIZE,
@@ -21,7 +22,6 @@ from jaxunet.evaluate.flags import (
 from jaxunet.evaluate.output import append, check_outputs
 from jaxunet.metrics.evaluation import check_metrics
 from jaxunet.runtime.paths import of_user
-from jaxunet.training.average_sweep import check_plot, measure_averages, plot
 
 PLOT = flags.DEFINE_string(
     'plot', None, 'With --checkpoint: draw the metrics over the widths of --ema to this .png.'

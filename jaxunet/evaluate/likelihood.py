@@ -7,6 +7,7 @@ from pathlib import Path
 from absl import flags
 
 from jaxunet.config import cli, split_backend
+from jaxunet.evaluate.bound import LikelihoodOptions, measure_likelihood, save_terms
 from jaxunet.evaluate.flags import (
     BACKEND,
     BATCH_SIZE,
@@ -21,7 +22,6 @@ from jaxunet.evaluate.output import append, check_outputs
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
 from jaxunet.sampling.options import VARIANCES
-from jaxunet.training.likelihood import LikelihoodOptions, measure_likelihood, save_terms
 
 VARIANCE = flags.DEFINE_enum(
     'variance',

@@ -12,7 +12,8 @@ import numpy as np
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.untrusted import one_line, plain, shown
+from jaxunet.runtime.paths import why_missing
+from jaxunet.runtime.untrusted import LFS_POINTER, check_fetched, one_line, plain, shown
 
 
 class DamagedError(UserError):
@@ -71,6 +72,8 @@ def text_of(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> str:
 def _open(path: Path) -> zipfile.ZipFile:
     try:
         check_regular(path)
+        with path.open('rb') as file:
+            check_fetched(file.read(len(LFS_POINTER)), path)
         return archives.open_zip(path, lambda error: _unreadable(path, error))
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -83,7 +86,7 @@ def _is_stored_in_part(info: zipfile.ZipInfo) -> bool:
 
 def _unreadable(path: Path, error: object) -> UserError:
     if isinstance(error, FileNotFoundError):
-        return UserError(f'{path}: no such file')
+        return UserError(f'{path}: no such file{why_missing(path)}')
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # from damaged offsets, too
         return UserError(f'{path}: cannot be read: {error.strerror or error}')
     return DamagedError(

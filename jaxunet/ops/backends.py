@@ -14,9 +14,8 @@ no kernel takes, such as float64, comes from xla.
 On a Hopper GPU, `auto` chooses as on 8.x with JAXUNET_KERNELS=portable or ada.
 
 If the CUDA kernels do not run, the log says so, and every op comes from pallas on Hopper, from xla
-on 8.x. If pallas is missing, too, or this version of JAX lacks what some of its calls need, every
-op comes from xla, and the log says so. An op that its backend does not implement runs on xla:
-pallas has no linear and no adamw.
+on 8.x. If pallas is missing, too, every op comes from xla, and the log says so. An op that its
+backend does not implement runs on xla: pallas has no linear and no adamw.
 
 `describe` returns the line that a run logs. A config can override single ops:
 `backend=auto+attention=pallas`. For a short sampling job, `jaxunet.ops.short_jobs` takes the time
@@ -96,7 +95,7 @@ def overlaps(config: Config, devices: int = 1) -> bool:
     This helps CUDA convolutions that are each too small to fill the GPU. Larger ones gain little
     for the memory that it takes, except on several GPUs, where they also run beside the all-reduce.
     Steps of other backends get slower (docs/results.md). To refit `OVERLAP_PIXELS`, run
-    `tests/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
+    `tools/gpu/overlap.py`; `OVERLAP_PIXELS_OF_SEVERAL` is the largest that was measured.
     """
     height, width, _ = config.image_shape
     batch = config.data.batch_size // config.optimizer.accumulate_steps // devices
@@ -204,21 +203,16 @@ def installed() -> list[Backend]:
 
 
 def runnable() -> list[Backend]:
-    """Returns the installed kernel backends that run all calls on this machine."""
-    return [backend for backend in installed() if lacks(backend) is None]
-
-
-def lacks(backend: Backend) -> str | None:
-    """Says what this machine lacks for the kernels, or for some calls; None if it runs all."""
-    return backend.unavailable() or backend.incomplete()
+    """Returns the installed kernel backends that run on this machine."""
+    return [backend for backend in installed() if backend.unavailable() is None]
 
 
 def _advice(name: str) -> str:
-    return (
-        'or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere'
-        if name == 'cuda'
-        else 'use backend=xla, which runs everywhere'
-    )
+    if name == 'cuda':
+        return 'or use backend=pallas on a Hopper GPU, or xla, which runs everywhere'
+    if name == 'pallas' and device.family() is not None:
+        return 'use backend=cuda, or xla, which runs everywhere'
+    return 'use backend=xla, which runs everywhere'
 
 
 def _unavailable(name: str) -> str | None:
@@ -231,9 +225,9 @@ def _unavailable(name: str) -> str | None:
 
 
 def _missing(name: str) -> str | None:
-    """Says why `auto` skips a backend, which may fail to import; None if it runs all calls here."""
+    """Says why `auto` skips a backend, which may fail to import; None if it runs here."""
     try:
-        return _unavailable(name) or (None if name == 'xla' else load_backend(name).incomplete())
+        return _unavailable(name)
     except UserError as error:
         return str(error)
 
@@ -245,7 +239,7 @@ def measured(precision: str) -> dict[str, str] | None:
 
     None while JAXUNET_KERNELS chooses the kernels: the fastest were measured.
     """
-    if device.family() not in (device.Target.HOPPER, device.Target.TRITON):
+    if device.family() not in (device.Target.HOPPER, device.Target.PORTABLE):
         return None
     if device.asked() is not device.Kernels.FASTEST:
         return None
@@ -292,7 +286,7 @@ def _auto(precision: str) -> dict[str, str]:
 
 def _runs_portable() -> bool:
     """Returns True if `auto` may take the portable kernels: on 8.x, or by JAXUNET_KERNELS."""
-    if device.family() is not device.Target.TRITON:
+    if device.family() is not device.Target.PORTABLE:
         return False
     if device.kernels() is not device.Kernels.FASTEST:
         return True

@@ -8,8 +8,8 @@
 A job of W TFLOP then takes start_s + W / teraflop_per_s. Both were measured with the network of
 configs/elephants64.py and are estimates for others. To measure and refit:
 
-    python tests/gpu/starts.py --output rows.jsonl
-    python tests/gpu/starts.py --fit rows.jsonl
+    python tools/gpu/starts.py --output rows.jsonl
+    python tools/gpu/starts.py --fit rows.jsonl
 """
 
 from __future__ import annotations

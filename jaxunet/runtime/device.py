@@ -32,12 +32,10 @@ class Kernels(enum.Enum):
 class Target(enum.Enum):
     """A family of kernels."""
 
-    # Compute capability 9.0: Mosaic GPU (TMA, wgmma) where a shape suits it, Triton elsewhere.
+    # Compute capability 9.0: TMA and wgmma.
     HOPPER = 'hopper'
-    # Compute capability 8.0 and later: Triton.
-    TRITON = 'triton'
-    # The Triton kernels, interpreted: correct and slow, for tests on a CPU.
-    INTERPRET = 'interpret'
+    # Compute capability 8.0 and later.
+    PORTABLE = 'portable'
 
 
 class UnsupportedDeviceError(ValueError):
@@ -69,7 +67,7 @@ def kernels() -> Kernels:
     """
     if not _forced:
         return asked()
-    if _forced[-1][0] is not Target.TRITON:
+    if _forced[-1][0] is not Target.PORTABLE:
         return Kernels.FASTEST
     return Kernels.PORTABLE if asked() is Kernels.FASTEST else asked()
 
@@ -84,7 +82,7 @@ def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
       target: the family.
       kind: name of the GPU to lower for.
     """
-    here = target is Target.INTERPRET or jax.default_backend() == 'gpu'
+    here = jax.default_backend() == 'gpu'
     _forced.append((target, None if here else kind))
     try:
         if here:
@@ -111,7 +109,7 @@ def target() -> Target:
     device = jax.devices()[0]
     if device.platform != 'gpu':
         raise UnsupportedDeviceError(
-            f'Pallas kernels need an NVIDIA GPU of compute capability 8.0 or later; '
+            f'the kernels need an NVIDIA GPU of compute capability 8.0 or later; '
             f'found {device.platform}'
         )
     capability = getattr(device, 'compute_capability', '')
@@ -119,14 +117,14 @@ def target() -> Target:
         major = int(str(capability).split('.')[0])
     except ValueError:
         raise UnsupportedDeviceError(
-            f'Pallas kernels need an NVIDIA GPU; found {device.device_kind}'
+            f'the kernels need an NVIDIA GPU; found {device.device_kind}'
         ) from None
     if major < 8:
         raise UnsupportedDeviceError(
-            f'Pallas kernels need compute capability 8.0 or later; '
+            f'the kernels need compute capability 8.0 or later; '
             f'{device.device_kind} has {capability}'
         )
-    return Target.HOPPER if major == 9 and asked() is Kernels.FASTEST else Target.TRITON
+    return Target.HOPPER if major == 9 and asked() is Kernels.FASTEST else Target.PORTABLE
 
 
 def family() -> Target | None:
@@ -144,7 +142,7 @@ def portable() -> bool:
     there are stand-ins for Hopper's.
     """
     found = family()
-    return kernels() is not Kernels.FASTEST if found is None else found is Target.TRITON
+    return kernels() is not Kernels.FASTEST if found is None else found is Target.PORTABLE
 
 
 def kind() -> str:
@@ -175,8 +173,3 @@ def label() -> str:
     """
     name = jax.devices()[0].device_kind
     return name if asked() is Kernels.FASTEST else f'{name}, {asked().value} kernels'
-
-
-def interpreted() -> bool:
-    """Returns True if kernels are interpreted on a CPU."""
-    return target() is Target.INTERPRET

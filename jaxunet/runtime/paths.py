@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import re
 from typing import Any
 
 from absl import flags
 
 from jaxunet.runtime.errors import UserError
+
+URL = re.compile(r'(^|/)(https?|ftp|s3|gs|gcs|az|abfss?|hdfs|dbfs|hf|file):/', re.IGNORECASE)
 
 
 def expanded(path: str | os.PathLike[str]) -> str:
@@ -34,6 +38,39 @@ def expanded(path: str | os.PathLike[str]) -> str:
             f'{text}: {why}; give the whole path, or ./{text} for a file of that very name'
         )
     return found
+
+
+def check_local(path: str | os.PathLike[str], flag: str) -> None:
+    """Checks that a path to write to is no URL, which would make folders such as `gs:` here.
+
+    Args:
+      flag: the flag that gave the path; begins the message.
+
+    Raises:
+      UserError: it is.
+    """
+    if URL.search(os.fspath(path)):
+        raise UserError(
+            f'{flag}{": " if flag else ""}{path}: is a URL; only files and folders of this machine '
+            'are written: name one, and copy it, or mount the other storage'
+        )
+
+
+def why_missing(path: str | os.PathLike[str]) -> str:
+    """Returns why a path leads nowhere, with a colon before; '' if nothing special is known.
+
+    It may be a URL, or a link in it may be broken.
+    """
+    whole = pathlib.Path(path)
+    if URL.search(str(whole)):
+        return ': only files of this machine are read; download it, and give the path of the copy'
+    for part in (*reversed(whole.parents), whole):
+        try:
+            if part.is_symlink() and not part.exists():
+                return f': {part} is a link to {part.readlink()}, which is missing or a loop'
+        except (OSError, ValueError):  # without a permission, or a name that cannot exist
+            return ''
+    return ''
 
 
 class _Expanding(flags.ArgumentParser):

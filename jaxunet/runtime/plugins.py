@@ -28,12 +28,8 @@ from jaxunet.runtime.untrusted import one_line, shown
 BACKEND_GROUP = 'jaxunet.backends'
 SHIPPED = ('pallas_kernels.', 'xla_ffi.')  # the packages of our own backends
 Transformed = TypeVar('Transformed', bound=Callable[..., Any])
-FUNCTIONS = ('unavailable', 'incomplete', 'transform_gradients')  # fields of a `Backend`
+FUNCTIONS = ('unavailable', 'transform_gradients')  # fields of a `Backend`
 API = 3  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
-
-
-def _nothing() -> None:
-    return None
 
 
 def unchanged(function: Transformed, devices: int = 1) -> Transformed:
@@ -54,9 +50,6 @@ class Backend:
         Variants (`jaxunet.ops.references.VARIANTS`) are optional; a missing one is composed from
         its op.
       unavailable: returns what this machine lacks to run the kernels, or None if they run here.
-      incomplete: returns what the backend lacks to run calls of some shapes or types, or None if it
-        runs all calls. Such calls raise UserError. A config that names the backend gets it anyway;
-        `auto` does not choose it.
       transform_gradients: takes a function that returns gradients and the number of `devices` whose
         gradients are then added, by default 1. It returns a faster function with the same arguments
         and results, for example one that merges small kernels. The function's positional arguments
@@ -71,7 +64,6 @@ class Backend:
     api: int
     ops: Mapping[str, Any]
     unavailable: Callable[[], str | None]
-    incomplete: Callable[[], str | None] = _nothing
     transform_gradients: Callable[..., Callable[..., Any]] = unchanged
 
 
@@ -130,11 +122,7 @@ def load_backend(name: str) -> Backend:
     _check_fields(backend, name, where)
     if is_shipped(name):
         return backend
-    return dataclasses.replace(
-        backend,
-        unavailable=_asked(name, 'unavailable', backend.unavailable),
-        incomplete=_asked(name, 'incomplete', backend.incomplete),
-    )
+    return dataclasses.replace(backend, unavailable=_asked(name, backend.unavailable))
 
 
 def is_shipped(name: str) -> bool:
@@ -236,15 +224,15 @@ def _check_fields(backend: Backend, name: str, where: str) -> None:
             )
 
 
-def _asked(name: str, field: str, ask: Callable[[], str | None]) -> Callable[[], str | None]:
-    """Returns `Backend.unavailable` or `incomplete` with a check of what it returns."""
+def _asked(name: str, ask: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Returns `Backend.unavailable` with a check of what it returns."""
 
     def asked() -> str | None:
-        with blamed(name, f'{field}()'):
+        with blamed(name, 'unavailable()'):
             found = ask()
         if found is not None and not isinstance(found, str):
             raise UserError(
-                f'backend={name}: {field}(): expected None, or text that says what is missing, '
+                f'backend={name}: unavailable(): expected None, or text that says what is missing, '
                 f'found {shown(found)}'
             )
         return found

@@ -19,6 +19,8 @@ from jaxunet.runtime.errors import UserError, listed, printable
 MAX_JSON = 64 * 2**20  # bytes of one text
 MAX_DEPTH = 32  # nesting of objects and lists
 LONGEST = 60  # characters of a value in a message
+LFS_POINTER = b'version https://git-lfs.github.com/spec/'
+UNFETCHED = 'a pointer of Git LFS in place of the file: run `git lfs pull` where it was cloned'
 FLAT = 8  # most elements of a tuple or list that a message shows
 NUMBER = int | float
 KINDS = {
@@ -54,6 +56,20 @@ def shown(value: object) -> str:
 def plain(text: object) -> str:
     """Returns a short text of a name for a message, like `shown` but without quotes."""
     return shown(text).replace("'", '').replace('"', '')
+
+
+def check_fetched(start: bytes, path: str | os.PathLike[str]) -> None:
+    """Checks that a file is not the pointer that a clone without Git LFS holds in its place.
+
+    Args:
+      start: its first bytes.
+      path: begins the message.
+
+    Raises:
+      UserError: it is.
+    """
+    if start.startswith(LFS_POINTER):
+        raise UserError(f'{path}: {UNFETCHED}')
 
 
 def one_line(error: object) -> str:

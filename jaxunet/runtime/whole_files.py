@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
+from jaxunet.runtime.paths import check_local
 
 
 @contextlib.contextmanager
@@ -73,6 +74,7 @@ def check_writable(path: str | os.PathLike[str], flag: str) -> None:
       UserError: permissions are missing, a parent is a file, or the path is a FIFO or a device.
     """
     target = pathlib.Path(path)
+    check_local(path, flag)
     check_regular(target, flag)
     if not target.exists():
         target = pathlib.Path(os.path.realpath(path))  # a link to a file that does not exist yet
@@ -106,6 +108,7 @@ def written(path: str | os.PathLike[str], flag: str = '') -> Iterator[pathlib.Pa
     Raises:
       UserError: the block or the renaming failed with an OSError, such as a full disk.
     """
+    check_local(path, flag)
     check_regular(path, flag)
     try:
         with replacing(path) as partial:

@@ -253,12 +253,7 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
 
 @dataclass(frozen=True)
 class _Runner:
-    """Measures points on one machine, with the same options, into one folder.
-
-    Fields:
-      directory: folder of the sweep.
-      say: prints one line of progress.
-    """
+    """Measures points on one machine into one folder; the fields are arguments of `run`."""
 
     directory: pathlib.Path
     options: Options

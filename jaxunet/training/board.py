@@ -7,18 +7,18 @@ and the training loop would then wait for it forever.
 from __future__ import annotations
 
 import pathlib
+import socket
+import struct
 import time
 from collections.abc import Mapping
 
 import numpy as np
-from tensorboardX import record_writer, summary
-from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
 
 from jaxunet.runtime.attempts import PatientFile
-
-PREFIX = 'patient'  # tensorboardX chooses the kind of a file by the prefix of its path
 
 
 class Board:
@@ -29,7 +29,8 @@ class Board:
     """
 
     def __init__(self, folder: pathlib.Path, start_step: int) -> None:
-        self._events = EventsWriter(f'{PREFIX}:{folder / "events"}')
+        name = f'events.out.tfevents.{int(time.time())}.{socket.gethostname()}'
+        self._file = PatientFile(folder / name, start=_record(file_version='brain.Event:2'))
         self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -43,33 +44,12 @@ class Board:
         self._add(step, summary=summary.image(name, rgb, dataformats='HWC'))
 
     def _add(self, step: int, **content: object) -> None:
-        self._events.write_event(Event(step=step, wall_time=time.time(), **content))
-        self._events.flush()
+        self._file.write(_record(step=step, **content))
 
 
-class _Files:
-    """Makes the files whose paths begin with `PREFIX`."""
-
-    @staticmethod
-    def open(path: str) -> _EventFile:
-        """Returns a new event file."""
-        return _EventFile(pathlib.Path(path.removeprefix(f'{PREFIX}:')))
-
-
-class _EventFile:
-    """Keeps the pieces of an event, and writes them together."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._file, self._pieces = PatientFile(path), list[bytes]()
-
-    def write(self, data: bytes) -> None:
-        """Keeps a piece."""
-        self._pieces.append(data)
-
-    def flush(self) -> None:
-        """Writes the pieces."""
-        pieces, self._pieces = self._pieces, []
-        self._file.write(b''.join(pieces))
-
-
-record_writer.register_writer_factory(PREFIX, _Files)
+def _record(**content: object) -> bytes:
+    """Returns an event in TFRecord's format: its length and its bytes, each with a checksum."""
+    event = Event(wall_time=time.time(), **content).SerializeToString()
+    length = struct.pack('<Q', len(event))
+    sums = [struct.pack('<I', masked_crc32c(data)) for data in (length, event)]
+    return length + sums[0] + event + sums[1]

@@ -17,12 +17,8 @@ import jax.numpy as jnp
 from absl import logging
 from jaxtyping import Array, Float
 
-from jaxunet.checkpoint.state import (
-    TrainState,
-    fresh_state,
-    make_optimizer,
-    state_before_training,
-)
+from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.state import TrainState, fresh_state, state_before_training
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.model.initializers import drawn_together

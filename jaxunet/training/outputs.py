@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,14 +21,18 @@ from jaxunet.runtime.background import Background, beside_steps
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.sampling.generator import Generator, StoppedError
 from jaxunet.sampling.options import SamplerConfig
-from jaxunet.training.clock import due
 from jaxunet.training.conditions import SampleConditions, side_by_side
-from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluated
+from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
+from jaxunet.training.log_file import FILE as LOG
+from jaxunet.training.log_file import open_logs
 from jaxunet.training.logs import DEVICES, ROLLBACKS, SPIKES, Logs, mean_loss
+from jaxunet.training.page import FILE as PAGE
+from jaxunet.training.page import write_page
 from jaxunet.training.restarts import FILE as RESTARTS
 from jaxunet.training.step import Metrics
+from jaxunet.training.subject import Due, Outputs
 
 DRAWING_MEMORY = ('drawing samples', 'lower train.sample_count')  # for `memory_for`
 HELD_OUT_MEMORY = (
@@ -43,23 +46,7 @@ def samples_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
     return workdir / 'samples' / f'step_{step:07d}.png'
 
 
-class Missing(NamedTuple):
-    """The outputs of a step that are due, but missing."""
-
-    samples: bool = False
-    metrics: bool = False
-
-
-def missing_outputs(config: Config, workdir: pathlib.Path, step: int) -> Missing:
-    """Returns the outputs that a run lacks if it died between a step's checkpoint and them."""
-    train = config.train
-    return Missing(
-        due(train.sample_every, step, train.steps) and not samples_path(workdir, step).exists(),
-        due(train.evaluate_every, step, train.steps) and not is_evaluated(workdir, step),
-    )
-
-
-class Outputs:
+class UNetOutputs(Outputs):
     """The outputs of a run, all written by process 0.
 
     Args:
@@ -115,6 +102,8 @@ class Outputs:
         self._held_out_loss: Background[HeldOutLoss] | None = None
         self._measured: dict[int, Losses] = {}  # by step, until the step is logged
         self._attempts = Attempts()
+        with self._attempts.attempt(LOG):
+            open_logs(workdir)
 
     def close(self) -> None:
         """Tries once more to write the rows that a full disk refused."""
@@ -168,6 +157,13 @@ class Outputs:
         if held_out is not None:
             self._measured[step] = held_out.measure(params)
 
+    def show(self, step: int, due: Due, weights: Params, training_seconds: float) -> None:
+        """Draws and measures the samples that are due after this step."""
+        if due.samples:
+            self.sample(step, weights)
+        if due.metrics:
+            self.evaluate(step, weights, training_seconds)
+
     @memory_for(*DRAWING_MEMORY)
     def sample(self, step: int, params: Params) -> None:
         """Draws a grid of samples and saves it; draws nothing more once asked to stop."""
@@ -199,6 +195,8 @@ class Outputs:
             save_png(path, picture)
             self._bar.write(f'step {step}: samples in {path}')
         self._logs.image(step, picture)
+        with self._attempts.attempt(PAGE):
+            write_page(self._config, self._workdir)
 
     @memory_for(
         'measuring samples',

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 from absl import logging
@@ -19,7 +19,6 @@ from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import end
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED, handled, terminating
-from jaxunet.training.clock import Milestones
 
 
 class Caller:
@@ -59,14 +58,14 @@ class Preemption(Caller):
     thread could be raised anywhere, even inside a library that then aborts.
 
     Args:
-      milestones: those of the run, whose `interrupted` is called before the process ends while
-        there is nothing to save. A run with milestones is a part of a command, which has not done
-        its work then, so the exit code is `INTERRUPTED`; without them it is 0.
+      interrupted: called before the process ends while there is nothing to save, for a run that is
+        a part of a command. The command has not done its work then, so the exit code is
+        `INTERRUPTED`; without it, it is 0. The main thread goes on meanwhile.
     """
 
-    def __init__(self, milestones: Milestones | None = None) -> None:
+    def __init__(self, interrupted: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._milestones = milestones
+        self._interrupted = interrupted
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Preemption:
@@ -105,10 +104,10 @@ class Preemption(Caller):
                     f'{name}: stopped before anything new was trained; nothing to save. '
                     'The same command goes on from here.'
                 )
-                if self._milestones is None:
+                if self._interrupted is None:
                     end(0)
                 else:
-                    quietly('the interrupted run', self._milestones.interrupted)
+                    quietly('the interrupted run', self._interrupted)
                     end(INTERRUPTED)
             if asked and data[0] == signal.SIGINT:
                 _say(f'{name} again: ended without saving; the last checkpoint is kept.')

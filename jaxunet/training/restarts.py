@@ -2,8 +2,7 @@
 
 The supervisor trains nothing and holds no device. It starts the same command as another process,
 which resumes from the last checkpoint, on the devices that JAX then finds (`--fewer_devices`).
-Several processes that were started by hand have a supervisor each, which meet before they go on
-(`jaxunet.training.meeting`). `WORKDIR/restarts.csv` gets a row for every restart.
+`WORKDIR/restarts.csv` gets a row for every restart.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ from jaxunet.runtime.interrupt import INTERRUPTED, handled
 from jaxunet.runtime.no_device import NO_DEVICE
 from jaxunet.runtime.out_of_memory import OUT_OF_MEMORY
 from jaxunet.training.logs import MAX_DIGITS, StepTable
-from jaxunet.training.meeting import Meeting, Place
 from jaxunet.training.stalls import STALLED
 
 FILE = 'restarts.csv'
-COLUMNS = ('step', 'restart', 'reason', 'wait_seconds', 'time', 'job', 'processes')
+COLUMNS = ('step', 'restart', 'reason', 'wait_seconds', 'time', 'job')
+EARLIER_COLUMNS = ('processes',)  # of tables that an older version began
 TEXTS = ('reason', 'time', 'job')
-BY_ITSELF = (0, USER_ERROR, INTERRUPTED)  # exit codes after which a restart would not help
+# Exit codes after which a restart would not help.
+BY_ITSELF = (0, USER_ERROR, INTERRUPTED, PEERS_MISSING)
 REASONS = {
     NO_DEVICE: ': no device',
     OUT_OF_MEMORY: ': no memory left',
-    PEERS_MISSING: ': the other processes were not there',
     STALLED: ': the devices finished no step',
 }
 FEWER_DEVICES = '--fewer_devices'  # flag of jaxunet.train
 LOOK_SECONDS = 0.1  # between two looks for a signal
-CALL_SECONDS = 1.0  # between two looks for a call of process 0
 FIRST_WAIT, LONGEST_WAIT = 5.0, 300.0  # seconds before a restart; each takes twice the last
 REQUEUE_SECONDS = 120.0  # for process 0 to requeue the job; srun may end all when one exits
 PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
@@ -59,9 +57,6 @@ class Supervisor:
       workdir: of the run.
       restarts: number of restarts without a new checkpoint in between.
       main: this process requeues the job and keeps the table; of several, only process 0 does.
-      place: of this process among several that were started by hand; None for one, and under SLURM.
-      wait_seconds: seconds to wait for the other processes.
-      heartbeat_seconds: seconds until the others notice that a process died.
       first_wait: seconds before the first restart.
     """
 
@@ -72,9 +67,6 @@ class Supervisor:
         restarts: int,
         *,
         main: bool = True,
-        place: Place | None = None,
-        wait_seconds: float = 300,
-        heartbeat_seconds: float = 30,
         first_wait: float = FIRST_WAIT,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -83,20 +75,9 @@ class Supervisor:
         self.slurm_job = environ.get('SLURM_JOB_ID', '')
         self.job = self.slurm_job or f'process {os.getpid()} since {int(time.time())}'
         self._process: subprocess.Popen[bytes] | None = None
-        self._called = False  # process 0 called while the last process still ran
         self._asked: signal.Signals | None = None  # the last signal that asked to stop
         self._deaths: list[int] = []  # the last checkpoint at each death
         self._changes: list[str] = []  # flags of the command when it is started again
-        self._processes = place.processes if place else 1
-        self._meeting = place and Meeting(
-            workdir,
-            place.process,
-            place.processes,
-            wait_seconds=wait_seconds,
-            patience=wait_seconds + heartbeat_seconds + LONGEST_WAIT,
-            pause=self._pause,
-            say=_say,
-        )
 
     def run(self) -> int:
         """Returns the exit code of the command's last process; 128 + N after signal N.
@@ -106,8 +87,7 @@ class Supervisor:
         with self._signals_passed_on():
             while True:
                 code = self._once()
-                wrong_from_the_start = code == PEERS_MISSING and not self._changes
-                if code in BY_ITSELF or wrong_from_the_start:
+                if code in BY_ITSELF:
                     break
                 if self._asked:
                     self._say_stopped(describe(code))
@@ -119,9 +99,6 @@ class Supervisor:
                     break
                 if not goes_on:
                     break
-            if self._meeting and (code or self._changes):
-                with contextlib.suppress(UserError):
-                    self._meeting.end()
         return code if code >= 0 else 128 - code
 
     def _once(self) -> int:
@@ -134,24 +111,16 @@ class Supervisor:
         _say(f'process {self._process.pid} trains; it is started again if it dies (--restarts)')
         if self._asked:  # between the check and the start
             self._process.send_signal(signal.SIGTERM)
-        self._called = False
-        while True:
-            try:
-                return self._process.wait(CALL_SECONDS if self._meeting else None)
-            except subprocess.TimeoutExpired:
-                if self._meeting and self._meeting.is_called():
-                    # The process may not know yet that the run is over, or hang.
-                    self._called = True
-                    self._process.kill()
+        return self._process.wait()
 
     def _goes_on(self, code: int) -> bool:
         """Prepares a restart after the process died; returns False if there is to be none."""
         step = max(saved_steps(self.workdir), default=0)
-        reason = 'process 0 calls, as its part died' if self._called else describe(code)
-        if not self.main and self.slurm_job:
+        reason = describe(code)
+        if not self.main:
             self._pause(REQUEUE_SECONDS)
             return False
-        table = self._table() if self.main else None
+        table = self._table()
         spent = self._deaths.count(step)
         if self.slurm_job and table:  # an earlier supervisor of this job may have written rows
             rows = [row for row in table.earlier if row['job'] == self.job]
@@ -164,31 +133,15 @@ class Supervisor:
         wait = 0.0 if self.slurm_job else min(self.first_wait * 2**spent, LONGEST_WAIT)
         if table:
             now = time.strftime('%Y-%m-%dT%H:%M:%S')
-            values = (step, spent + 1, reason, wait, now, self.job, self._processes)
+            values = (step, spent + 1, reason, wait, now, self.job)
             table.add([dict(zip(COLUMNS, values, strict=True))])
         if self.slurm_job:
             _say(f'{where}; requeueing job {self.slurm_job}, {spent + 1} of {self.restarts}')
             requeue(self.slurm_job)
             return False
-        if self.main:  # which calls the others
-            _say(f'{where}; starting again in {wait:g} s, {spent + 1} of {self.restarts}')
-            self._pause(wait)
-        else:
-            _say(f'{where}; starting again when process 0 calls, {spent + 1} of {self.restarts}')
+        _say(f'{where}; starting again in {wait:g} s, {spent + 1} of {self.restarts}')
+        self._pause(wait)
         self._changes = [FEWER_DEVICES]
-        return self._meeting is None or self._meets(self._meeting)
-
-    def _meets(self, meeting: Meeting) -> bool:
-        """Waits for the other processes; returns False if this one does not go on."""
-        try:
-            place = meeting.meet()
-        except UserError as error:
-            _say(f'error: {error}')
-            return False
-        if place is None:
-            return False
-        self._processes = place.processes
-        self._changes += [f'--num_processes={place.processes}', f'--process_id={place.process}']
         return True
 
     def _table(self) -> StepTable | None:
@@ -198,7 +151,13 @@ class Supervisor:
         """
         try:
             self.workdir.mkdir(parents=True, exist_ok=True)
-            return StepTable(self.workdir / FILE, COLUMNS, 10**MAX_DIGITS, texts=TEXTS)
+            return StepTable(
+                self.workdir / FILE,
+                COLUMNS,
+                10**MAX_DIGITS,
+                texts=TEXTS,
+                optional=EARLIER_COLUMNS,
+            )
         except (OSError, UserError) as error:
             if self.slurm_job:
                 raise

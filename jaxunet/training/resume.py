@@ -13,13 +13,13 @@ from absl import logging
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.meta import RunFacts
+from jaxunet.checkpoint.optimizer import rate_jump
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import (
     Draw,
     TrainState,
     draw_state,
     fresh_state,
-    rate_jump,
     start_loss_scale,
     start_methods,
     start_norms,

@@ -8,21 +8,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Iterator
 
 import jax
 
 from jaxunet.checkpoint.snapshots import SnapshotWriter, spacing
-from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError
-from jaxunet.config import Config
+from jaxunet.checkpoint.store import CheckpointWriteError
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import end
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import OutOfMemoryError, memory_for
 from jaxunet.training.resume import StartingPoint
 from jaxunet.training.session import STEP_MEMORY, Session
+from jaxunet.training.subject import Subject
 from jaxunet.training.workdir import Lock
 
 
@@ -33,36 +32,33 @@ class Saver:
     of the last one.
 
     Args:
-      checkpoints: those of the workdir.
-      session: with the steps per call known.
+      subject: with its session's steps per call known.
       begin: where the run starts; its state is not kept.
       lock: on the workdir.
       snapshots: write snapshots, if the config has `ema.widths`.
       warn: shows a line to the user.
-      config: of the run; default: that of the session.
     """
 
     def __init__(
         self,
-        workdir: pathlib.Path,
-        checkpoints: Checkpoints,
-        session: Session,
+        subject: Subject,
         begin: StartingPoint,
         lock: Lock,
         *,
         snapshots: bool,
         warn: Callable[[str], None],
-        config: Config | None = None,
     ) -> None:
-        self._checkpoints, self._session, self._warn = checkpoints, session, warn
-        self._config, self._lock = config or session.config, lock
+        self._checkpoints, self._session = subject.checkpoints, subject.session
+        self._config, self._lock, self._warn = subject.config, lock, warn
         self._facts = begin.facts
         self._main = jax.process_index() == 0
         self._failure = ''  # why the last checkpoint could not be written
         # On every process, so that all read as many calls before a snapshot.
-        self._snapshot_every = spacing(session.config, session.steps_per_call) if snapshots else 0
+        self._snapshot_every = (
+            spacing(self._config, self._session.steps_per_call) if snapshots else 0
+        )
         self._snapshots = (
-            SnapshotWriter(workdir, session.config, begin.step)
+            SnapshotWriter(subject.workdir, self._config, begin.step)
             if self._snapshot_every and self._main
             else None
         )
@@ -81,7 +77,7 @@ class Saver:
         if self._snapshots is None:
             return
         state = self._session.state
-        averages = {name: state.ema[name] for name in self._session.config.ema.width_names}
+        averages = {name: state.ema[name] for name in self._config.ema.width_names}
         skipped, averages = self._session.parallel.fetch((state.skipped, averages))
         self._show(self._snapshots.write(step, step - int(skipped), averages))
 
@@ -93,7 +89,7 @@ class Saver:
 
         Args:
           seconds: training time so far.
-          milestone: the training time of `Milestones` that has just been reached.
+          milestone: the training time that a hook waits for and that has just been reached.
         """
         if not self._main:
             return

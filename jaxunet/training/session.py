@@ -22,7 +22,8 @@ import jax
 import numpy as np
 from absl import logging
 
-from jaxunet.checkpoint.state import TrainState, make_optimizer
+from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.data import pipeline

@@ -7,7 +7,7 @@ import pathlib
 import jax
 from absl import logging
 
-from jaxunet.checkpoint.state import endless_warmup
+from jaxunet.checkpoint.optimizer import endless_warmup
 from jaxunet.config import Config
 from jaxunet.data.classes import check_classes
 from jaxunet.data.look import tell_pixels

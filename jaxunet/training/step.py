@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
+from jaxunet.checkpoint.optimizer import learning_rate_schedule
 from jaxunet.checkpoint.recent_norms import RecentNorms
-from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
+from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.diffusion.process import Diffusion
 from jaxunet.diffusion.timestep_policy import Event

@@ -27,7 +27,7 @@ from jaxunet.data.look import tell_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime.paths import of_user
-from jaxunet.training.classifier_loop import train_classifier
+from jaxunet.training.classifier import train_classifier
 from jaxunet.training.noisy_classifier import FILE, check_trainable
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.preemption import Preemption

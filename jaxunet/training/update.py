@@ -16,8 +16,9 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from jaxunet.checkpoint.muon import ADAM, MUON, join, matrix_steps, part
+from jaxunet.checkpoint.optimizer import learning_rate_schedule
 from jaxunet.checkpoint.recent_norms import RecentNorms
-from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
+from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.ops.adamw import operands

@@ -15,6 +15,7 @@ from absl import logging
 from jaxunet.checkpoint.snapshots import FOLDER as SNAPSHOTS
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
+from jaxunet.runtime.paths import check_local, why_missing
 from jaxunet.runtime.plain_path import DESCRIPTORS, removed
 from jaxunet.runtime.whole_files import remove_left
 
@@ -105,11 +106,13 @@ def opened(workdir: pathlib.Path, flag: str = '--workdir') -> Iterator[Lock]:
     Raises:
       UserError: another run holds the lock, or the folder cannot be made or written.
     """
+    check_local(workdir, flag)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f'{flag}: {workdir}: cannot be made: {error.strerror or error}; choose another'
+            f'{flag}: {workdir}: cannot be made'
+            f'{why_missing(workdir) or f": {error.strerror or error}"}; choose another'
         ) from None
     with contextlib.closing(Lock(workdir, flag)) as lock:
         if jax.process_index() == 0:

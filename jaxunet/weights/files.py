@@ -14,7 +14,8 @@ from absl import logging
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import expanded, why_missing
+from jaxunet.runtime.untrusted import LFS_POINTER, check_fetched
 from jaxunet.runtime.whole_files import written
 from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
 from jaxunet.weights.inference import Stated
@@ -86,9 +87,11 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         check_regular(path)
         with open(path, 'rb') as file:
+            check_fetched(file.read(len(LFS_POINTER)), path)
+            file.seek(0)
             yield file
     except FileNotFoundError:
-        raise UserError(f'{path}: no such file') from None
+        raise UserError(f'{path}: no such file{why_missing(path)}') from None
     except OSError as error:
         raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
 

@@ -278,8 +278,8 @@ def _moments_of_torch(
     """Returns functions that read both moments of a parameter from PyTorch's optimizer.
 
     Returns None if the file has none. Moments of early steps are biased toward 0. The bias is
-    corrected here, because `jaxunet.checkpoint.state` treats moments from other programs as those
-    of a long run.
+    corrected here, because `jaxunet.checkpoint.optimizer` treats moments from other programs as
+    those of a long run.
 
     Args:
       names: full names of the parameters by their names without wrappers' prefixes.

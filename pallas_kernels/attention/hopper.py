@@ -1,6 +1,5 @@
 """Attention on Hopper (sm_90) as functions of arrays, using the kernels of `hopper_kernels`.
 
-The functions return the same as `triton.forward` and `triton_backward.backward`.
 `hopper_plan.supports` says which shapes the kernels accept.
 """
 
@@ -42,7 +41,7 @@ def forward_for_training(
     Float[Array, 'batch tokens channels'],
 ]:
     """Returns the outputs and, for `backward`, two float32 arrays: the two terms of the log-sum-exp
-    (`triton`), and the outputs again.
+    (`hopper_kernels`), and the outputs again.
     """
     p = plan(qkv, num_heads)
     matrix = (p.batch * p.tokens, p.heads * p.width)

@@ -1,4 +1,18 @@
-"""The attention kernels of Hopper (sm_90) in Pallas Mosaic GPU; `triton` has the formulas.
+"""The attention kernels of Hopper (sm_90) in Pallas Mosaic GPU.
+
+FlashAttention: Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4; Dao 2023, arXiv 2307.08691,
+§3.1.
+
+Forward, O = softmax(Q·Kᵀ/√d)·V: a program keeps the largest logit and the sum of weights of each
+row so far, and rescales its accumulator when the largest logit grows. Backward recomputes the
+weights P from the saved log-sum-exp of each row. With dO the gradient of O:
+
+    dP = dO·Vᵀ,  delta = Σ P·dP = Σ dO·O over each row,  dS = P·(dP − delta),
+    dV = Pᵀ·dO,  dK = dSᵀ·Q/√d,  dQ = dS·K/√d
+
+Exponents have base two, and the scale 1/√d is applied to the float32 logits. The log-sum-exp (lse)
+is kept as its two terms, the largest logit q·k and log₂ Σ 2^(logit − largest): their sum would lose
+precision if logits are large.
 
 A program is one warpgroup. It owns a block of 64 tokens of one head, holds it in shared memory, and
 streams the blocks that it needs of the same head through a ring of slots:

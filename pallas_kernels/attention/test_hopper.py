@@ -1,10 +1,9 @@
-"""Attention's Hopper kernels: in JAX's interpreter of Mosaic GPU, lowered for CUDA, and under vmap;
+"""Attention's Hopper kernels: lowered for CUDA, and under vmap;
 and the shapes that they do not accept.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 
 import jax
@@ -12,93 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import kernel_names
-from support.attention import plain
-from support.parity import assert_parity, draw
+from support.mosaic import simulated
+from support.parity import draw
 from support.turns import in_turn
 
 from jaxunet.ops.attention.cases import ADM, AWKWARD, CIFAR10, ELEPHANTS64, LONG
 from jaxunet.runtime import device
-from pallas_kernels import hopper_views
 from pallas_kernels.attention import dispatch, hopper, hopper_kernels, hopper_plan, vjp
-from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 
 TYPES = (('bfloat16',), ('float16',))
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Runs Mosaic GPU kernels in JAX's interpreter on the CPU."""
-    params = pytest.importorskip('jax._src.pallas.mosaic_gpu.interpret.params')
-
-    def products(*operands):
-        # The interpreter's wgmma takes no left operands from registers, and in JAX 0.10 no
-        # transposes.
-        found = []
-        for kind, left, right in operands:
-            a = (left if isinstance(left, jax.Array) else left[...]).astype(jnp.float32)
-            b = right[...].astype(jnp.float32)
-            b = b.T if kind == hopper_kernels.NT else b
-            found.append(jnp.matmul(a, b, precision='highest'))
-        return tuple(found)
-
-    monkeypatch.setattr(hopper_kernels, 'products', products)
-    if inspect.signature(plgpu.load).parameters.get('idx') is not None:
-        # JAX 0.10's interpreter has no layouts.
-        monkeypatch.setattr(hopper_views, 'load', lambda ref, _: ref[...])
-        monkeypatch.setattr(plgpu, 'layout_cast', lambda x, _: x)
-    jax.clear_caches()  # drops functions that were traced for CUDA, and below for the interpreter
-    with params.force_gpu_interpret_mode():
-        yield
-    jax.clear_caches()
-
-
-def op(heads):
-    def call(qkv):
-        with device.use(device.Target.HOPPER):
-            return vjp.attention(qkv, num_heads=heads)
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ('shape', 'dtype'),
-    in_turn(
-        {
-            'one block': (2, 64, 2, 32),
-            'two blocks': (1, 128, 1, 64),
-            'more blocks than slots': (1, 192, 2, 32),
-        },
-        *TYPES,
-    ),
-)
-def test_kernels_interpreted(interpreted, shape, dtype):
-    batch, tokens, heads, width = shape
-    qkv = draw((batch, tokens, 3 * heads * width), dtype)
-    assert_parity(op(heads), plain(heads), {'qkv': (qkv, dtype)})
-
-
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-def test_large_logits_interpreted(interpreted, dtype):
-    """Whole numbers whose exponentials overflow: gradients are finite, and as exact as the type
-    allows at the scale of the summands. If one key has all the weight, the sums cancel almost
-    completely.
-    """
-    values = np.round(draw((1, 128, 96), 'bfloat16', scale=10))
-
-    def gradient(call):
-        return jax.grad(lambda qkv: jnp.sum(call(qkv).astype(jnp.float32)))
-
-    found = np.asarray(gradient(op(1))(jnp.asarray(values, dtype)), np.float64)
-    with jax.enable_x64(True):
-        exact = np.asarray(gradient(plain(1))(jnp.asarray(values)))
-    summed = np.abs(values).max() ** 2 * 32 * 32**-0.5  # the largest k, times a row's Σ |dO·v|
-    assert np.abs(found - exact).max() <= float(jnp.finfo(dtype).eps) * summed
-
-
-def test_log_sum_exp_interpreted(interpreted):
-    """Its two terms, as `triton` states them; and the outputs in float32."""
+def test_log_sum_exp():
+    """Its two terms, as `hopper_kernels` states them; and the outputs in float32."""
     qkv = jnp.asarray(draw((2, 64, 192), 'bfloat16'), jnp.bfloat16)
-    out, lse, exact = hopper.forward_for_training(qkv, 2)
+    with simulated():
+        out, lse, exact = map(np.asarray, hopper.forward_for_training(qkv, 2))
     q, k, _ = np.moveaxis(np.asarray(qkv, np.float64).reshape(2, 64, 3, 2, 32), 2, 0)
     logits = np.einsum('bqhd,bkhd->bhqk', q, k)
     largest, log_sum = np.moveaxis(np.asarray(lse, np.float64), 2, 0)
@@ -165,7 +93,7 @@ def test_one_launch_for_a_mapped_batch():
     ],
     ids=lambda v: str(v)[:20],
 )
-def test_other_shapes_go_to_triton(shape, dtype, message):
+def test_other_shapes_go_to_xla(shape, dtype, message):
     qkv, heads = packed(*shape, dtype), shape[2]
     reason = hopper_plan.supports(qkv, heads)
     assert reason is not None
@@ -173,17 +101,7 @@ def test_other_shapes_go_to_triton(shape, dtype, message):
     with pytest.raises(ValueError, match=f'attention on Hopper: .*{message}'):
         hopper_plan.plan(qkv, heads)
     with device.use(device.Target.HOPPER):
-        assert dispatch.choose(qkv, heads, interpret=False) is not None
-
-
-def test_other_targets_go_to_triton():
-    qkv = packed(2, 64, 2, 32)
-    with device.use(device.Target.HOPPER):
-        assert dispatch.choose(qkv, 2, interpret=False) is None
-        assert dispatch.choose(qkv, 2, interpret=True) is not None
-    for target in (device.Target.TRITON, device.Target.INTERPRET):
-        with device.use(target):
-            assert dispatch.choose(qkv, 2, interpret=False) is not None
+        assert not dispatch.takes(qkv, heads)
 
 
 def test_the_cases_that_run_on_hopper_kernels():

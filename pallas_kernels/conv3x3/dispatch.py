@@ -1,39 +1,35 @@
-"""Chooses a convolution's kernels for this device and shape; gives them a rule for `jax.vmap`.
+"""The convolution's kernels for this device; gives them a rule for `jax.vmap`.
 
-It takes the Hopper kernel for the shapes that it supports, else the Triton kernel, which supports
-all. If JAX lacks Triton, channels are padded with zeros for the Hopper kernel (`padding`).
+Channels are padded with zeros up to the multiples that the kernels need (`padding`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
 from jaxunet.ops.transformations import joins_batch
-from jaxunet.runtime import device
 from pallas_kernels import jax_modules
 from pallas_kernels.conv3x3 import padding
 from pallas_kernels.conv3x3.padding import Images, Weights
 from pallas_kernels.group_norm import dispatch as norm_dispatch
 from pallas_kernels.types import Shaped
 
-if jax_modules.missing(jax_modules.TRITON) is None:
-    from pallas_kernels.conv3x3 import triton, triton_weight_gradient
-if jax_modules.missing(jax_modules.MOSAIC) is None:
+if jax_modules.missing() is None:
     from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient
 
-# Limits of `fuses_activation`. To refit, time `norm_silu_conv3x3` on both sides of them with
-# `python -m jaxunet.benchmark.kernels`.
-FUSED_PIXELS = 1024  # the fewest pixels of an image on Hopper
-FUSED_FEATURES = 16  # the most output channels on Triton
-EXACT_PIXELS = 2048  # per batch; with fewer, float32 weight gradients need the Triton kernel
+# The fewest pixels of an image whose activation is computed inside the convolution. To refit, time
+# `norm_silu_conv3x3` on both sides with `python -m jaxunet.benchmark.kernels`.
+FUSED_PIXELS = 1024
+EXACT_PIXELS = 2048  # the fewest of a batch for weight gradients in float32
 
 
 def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 features channels']:
@@ -81,10 +77,11 @@ def forward(
 def shift_gradient(
     dy: Float[Array, 'batch height width features'],
 ) -> Float[Array, 'batch features']:
-    """Returns the gradient of each sample's shift: the sum over its pixels, in float32 or more."""
-    padded = padding.append(dy, padding.SUMS) if padding.wanted() else dy
-    sums = norm_dispatch.channel_sums(padded, interpret=device.interpreted())
-    return padding.remove(sums, padding.SUMS, (dy.shape[-1],))
+    """Returns the gradient of each sample's shift: the sum over its pixels, in float32."""
+    padded = padding.append(dy, padding.SUMS)
+    if not norm_dispatch.takes("conv3x3's gradient of shift", [padded]):
+        return jnp.sum(dy, axis=(1, 2), dtype=jnp.float32)
+    return padding.remove(norm_dispatch.channel_sums(padded), padding.SUMS, (dy.shape[-1],))
 
 
 def input_gradient(
@@ -108,15 +105,12 @@ def input_gradient(
     return tuple(parts)
 
 
-def fuses_activation(parts: Sequence[Shaped], kernel: Shaped) -> bool:
-    """Returns True if GroupNorm and SiLU are faster inside the convolution than before it.
+def fuses_activation(x: Shaped) -> bool:
+    """Returns True if GroupNorm and SiLU of x are faster inside the convolution than before it.
 
-    The Hopper kernel activates a tile once for its nine taps, which is faster for large images. The
-    Triton kernel fuses both for few output channels, when reading x takes most of its time.
+    The kernel activates a tile once for its nine taps, which is faster for large images.
     """
-    if jax_modules.runs_hopper() and (padding.wanted() or hopper.supports(parts, kernel) is None):
-        return parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
-    return kernel.shape[3] <= FUSED_FEATURES
+    return x.shape[1] * x.shape[2] >= FUSED_PIXELS
 
 
 def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
@@ -124,13 +118,9 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
 
     Args:
       flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged.
-
-    Raises:
-      UserError: this version of JAX lacks what the kernel needs.
     """
     features = weights[0].shape[2 if flipped else 3]
-    if padding.wanted():
-        images, weights = padding.convolution(images, weights, flipped=flipped)
+    images, weights = padding.convolution(images, weights, flipped=flipped)
     (parts, shift, residual, affine), (kernel, shortcut) = images, weights
     options: dict[str, Any] = {
         'residual': residual or None,
@@ -138,20 +128,8 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
         'affine': affine,
         'flipped': flipped,
     }
-    if jax_modules.on_hopper('conv3x3', lambda: hopper.supports(parts, kernel, **options)):
-        y = hopper.forward(parts, kernel, shift, **options)
-        return padding.remove(y, padding.CONVOLUTION, (features,))
-    addend = None  # the residual, projected by its shortcut
-    if residual:
-        addend = residual[0] if shortcut is None else project(Added(residual, shortcut))
-    return triton.forward(
-        parts,
-        flip(kernel) if flipped else kernel,
-        shift,
-        residual=addend,
-        affine=affine,
-        interpret=device.interpreted(),
-    )
+    y = hopper.forward(parts, kernel, shift, **options)
+    return padding.remove(y, padding.CONVOLUTION, (features,))
 
 
 _forward = joins_batch(functools.partial(_convolve, False))
@@ -166,24 +144,23 @@ def weight_gradient(
 
     Args:
       parts: x, joined along channels.
-
-    Raises:
-      UserError: this version of JAX lacks what the kernel needs.
     """
     widths, features = [part.shape[-1] for part in parts], dy.shape[-1]
     multiple = padding.WEIGHT_GRADIENT
-    if padding.wanted():
-        parts = tuple(padding.append(part, multiple) for part in parts)
-        dy = padding.append(dy, multiple)
+    padded = tuple(padding.append(part, multiple) for part in parts)
+    padded_dy = padding.append(dy, multiple)
 
     def problem() -> str | None:
-        # For few pixels, XLA computes in full float32 instead of tf32. Triton's three tf32 products
-        # match that accuracy; Hopper's three bfloat16 products do not.
+        # For few pixels, XLA computes in full float32 instead of tf32. The three bfloat16 products
+        # of the kernels do not match that accuracy.
         if dy.dtype == jnp.float32 and math.prod(dy.shape[:3]) < EXACT_PIXELS:
             return f'dy: expected {EXACT_PIXELS} pixels or more in float32, found {dy.shape[:3]}'
-        return hopper_weight_gradient.supports(parts, dy)
+        return hopper_weight_gradient.supports(padded, padded_dy)
 
-    if jax_modules.on_hopper("conv3x3's weight gradient", problem):
-        gradient = hopper_weight_gradient.weight_gradient(parts, dy)
-        return padding.remove(padding.remove(gradient, multiple, widths, 2), multiple, (features,))
-    return triton_weight_gradient.weight_gradient(parts, dy, interpret=device.interpreted())
+    if not jax_modules.takes("conv3x3's weight gradient", problem()):
+        zeros = jnp.zeros((3, 3, sum(widths), features), dy.dtype)
+        shift = jnp.zeros((1, features), jnp.float32)
+        _, pull = jax.vjp(lambda k: reference.conv3x3(Activation(parts), k, shift).value, zeros)
+        return pull(dy)[0].astype(jnp.float32)
+    gradient = hopper_weight_gradient.weight_gradient(padded, padded_dy)
+    return padding.remove(padding.remove(gradient, multiple, widths, 2), multiple, (features,))

@@ -1,8 +1,7 @@
 """Pads channels with zeros up to the multiples that the Hopper convolution kernels need.
 
-Only used if this version of JAX has no Triton, whose kernels for few channels are faster. The
-padded channels of the input and their weights are zero, so they add nothing; the padded channels of
-the result are cut off.
+The padded channels of the input and their weights are zero, so they add nothing; those of the
+result are cut off.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.conv3x3.operands import Parts
-from pallas_kernels import jax_modules
 from pallas_kernels.conv3x3.hopper_weight_gradient_plan import BLOCK
 
 # Multiples of channels that the Hopper kernels need.
@@ -27,11 +25,6 @@ SUMS = 32  # GroupNorm's channel sums, which are the gradient of shift
 # shortcut), in the form that `joins_batch` takes.
 Images = tuple[Parts, Array, Parts, tuple[Array, Array] | None]
 Weights = tuple[Array, Array | None]
-
-
-def wanted() -> bool:
-    """Returns True if this version of JAX has no Triton."""
-    return jax_modules.missing(jax_modules.TRITON) is not None
 
 
 def append(

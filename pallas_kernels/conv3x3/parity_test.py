@@ -1,23 +1,28 @@
 """The convolution kernels against the float64 oracle.
 
-A CPU interprets the awkward cases; a GPU runs all cases.
+A CPU simulates the awkward cases; a GPU runs all cases.
 """
 
 import jax
 import jax.numpy as jnp
 import pytest
 from support.conv3x3 import inputs, op
-from support.parity import DTYPES, assert_parity, kernel_target, types_in_turn
-from support.triton import only_hopper
+from support.mosaic import kernels_of_this_machine
+from support.parity import DTYPES, assert_parity, types_in_turn
 
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
 from pallas_kernels.conv3x3 import vjp
 
 
+@pytest.fixture(autouse=True, scope='module')
+def _kernels():
+    with kernels_of_this_machine():
+        yield
+
+
 def check(case: Case, dtype: str, batch: int):
-    with kernel_target():
-        assert_parity(op(vjp, case), op(reference, case), inputs(case, dtype, case.batch or batch))
+    assert_parity(op(vjp, case), op(reference, case), inputs(case, dtype, case.batch or batch))
 
 
 @pytest.mark.parametrize(('case', 'dtype'), types_in_turn(AWKWARD))
@@ -32,14 +37,7 @@ def test_every_case(case, dtype):
     check(case, dtype, 3)
 
 
-@pytest.fixture
-def without_triton():
-    with only_hopper():
-        yield
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures('without_triton')
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
 @pytest.mark.parametrize(
     'case',
@@ -52,8 +50,7 @@ def without_triton():
     ],
     ids=lambda c: c.name,
 )
-def test_without_triton(case, dtype):
-    """Channels are padded with zeros for the Hopper kernels."""
+def test_padded_channels(case, dtype):
     check(case, dtype, 3)
 
 

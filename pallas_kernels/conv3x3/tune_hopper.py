@@ -109,7 +109,7 @@ def _convolution(case: Case, direction: str, batch: int, dtype: str, limit: int)
         'shift': bias,
     }
     if direction == 'fused':
-        if dispatch.fuses_activation(parts, kernel):
+        if dispatch.fuses_activation(parts[0]):
             inputs['affine'] = (jax.ShapeDtypeStruct((batch, case.channels), 'float32'),) * 2
         else:
             inputs['x'] = (array((*image, case.channels)),)

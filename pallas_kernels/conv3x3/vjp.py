@@ -15,8 +15,9 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Added, Parts, checked_residual, kept_for_backward, outline
+from jaxunet.ops.group_norm import reference as norm_reference
 from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_operands
-from jaxunet.runtime import device
+from pallas_kernels import jax_modules
 from pallas_kernels.checks import check_not_empty, check_shard_map
 from pallas_kernels.conv3x3 import dispatch
 from pallas_kernels.group_norm import dispatch as norm_dispatch
@@ -34,17 +35,17 @@ def conv3x3(
     """conv(x, kernel) + shift [+ residual, or residual · shortcut].
 
     See `jaxunet.ops.conv3x3.reference.conv3x3`. Products accumulate in float32. A product of
-    float32 numbers is computed as three products: of bfloat16 terms by the Hopper kernels, of tf32
-    terms by the Triton kernels.
+    float32 numbers is computed as three products of bfloat16 terms.
 
     Raises:
       ValueError: shapes or types that do not fit each other, no samples or pixels, a shortcut
         without a residual, or a checked `shard_map`.
-      UserError: this version of JAX lacks what the kernels need; below too.
+      UserError: the kernels do not run here; below too.
     """
     check_shard_map('conv3x3')
     added = checked_residual(x, kernel, shift, residual, shortcut)
     check_not_empty('conv3x3', 'x', x.parts[0])
+    jax_modules.check_runs()
     return Activation.of(_conv(x.parts, kernel, shift, added))
 
 
@@ -72,6 +73,9 @@ def norm_silu_conv3x3(
     added = checked_residual(x, kernel, shift, residual, shortcut)
     check_norm_operands(x, scale, offset, groups)
     check_not_empty('norm_silu_conv3x3', 'x', x.parts[0])
+    if not norm_dispatch.takes('the norm of norm_silu_conv3x3', x.parts, groups):
+        active = norm_reference.group_norm(x, scale, offset, groups=groups, eps=eps, silu=True)
+        return Activation.of(_conv((active,), kernel, shift, added))
     return Activation.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 
@@ -163,15 +167,12 @@ def _norm_conv_forward(
     groups: int,
     eps: float,
 ) -> tuple[Array, _NormSaved]:
-    interpret = device.interpreted()
-    if dispatch.fuses_activation(x.parts, kernel):
-        a, b, mean, inverse = norm_dispatch.affine(
-            x.parts, scale, offset, groups=groups, eps=eps, interpret=interpret
-        )
+    if dispatch.fuses_activation(x.parts[0]):
+        a, b, mean, inverse = norm_dispatch.affine(x.parts, scale, offset, groups=groups, eps=eps)
         y = dispatch.forward(x.parts, kernel, shift, added, (a, b))
     else:
         active, mean, inverse = norm_dispatch.normalise(
-            x.parts, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret
+            x.parts, scale, offset, groups=groups, eps=eps, silu=True
         )
         y = dispatch.forward((active,), kernel, shift, added)
     kept = kept_for_backward(added)
@@ -183,16 +184,11 @@ def _norm_conv_backward(
 ) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
     del eps
     x, scale, offset, kernel, shift, added, mean, inverse = saved
-    interpret = device.interpreted()
     (dactive,) = dispatch.input_gradient(dy, kernel, (x.channels,))
     norm = (scale, offset, mean, inverse)
-    sums, active = norm_dispatch.gradient_sums(
-        x.parts, dactive, norm, silu=True, activation=True, interpret=interpret
-    )
+    sums, active = norm_dispatch.gradient_sums(x.parts, dactive, norm, silu=True, activation=True)
     assert active is not None, 'asked for with activation=True'
-    dx, _ = norm_dispatch.gradient(
-        x.parts, dactive, norm, groups=groups, silu=True, sums=sums, interpret=interpret
-    )
+    dx = norm_dispatch.gradient(x.parts, dactive, norm, sums, groups=groups, silu=True)
     of_norm = parameter_gradients(sums, scale, offset)
     others = _parameter_gradients((active,), kernel, shift, added, dy)
     return Activation(dx), *of_norm, *others

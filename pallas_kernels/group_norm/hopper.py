@@ -1,9 +1,16 @@
 """GroupNorm on Hopper (sm_90) as functions of arrays, using two files of Mosaic GPU kernels.
 
 `hopper_reductions` and `hopper_writers` have the kernels; `hopper_plan.supports` says which shapes
-they accept. The functions return the same as those of the same names in `statistics`, `forward` and
-`backward`, except that `moments` takes all parts and returns its two numbers on the axis before the
-channels.
+they accept.
+
+With x̂ = (x − mean) · inverse, z = scale · x̂ + offset, y = act(z) and dz = dy · act'(z), the
+gradients of offset and scale of every sample and channel are sums over the pixels,
+
+    s₁ = Σ dz    and    s₂ = Σ dz · x̂,
+
+and with N elements in a group
+
+    dx = inverse · (scale · dz − (Σ_group scale · s₁ + x̂ · Σ_group scale · s₂) / N).
 """
 
 from __future__ import annotations
@@ -122,7 +129,7 @@ def gradient_sums(
     activation: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Float[Array, 'batch 2 channels'], Image | None]:
-    """Returns s₁ and s₂ of `backward`'s formulas, float32, from one read of x and dy.
+    """Returns s₁ and s₂ of this file's formulas, float32, from one read of x and dy.
 
     Args:
       activation: also write act(z) again, in x's dtype, from the same read.

@@ -5,7 +5,7 @@
 
 A program streams its pixels from device memory to registers, 16 bytes per thread and load
 (`hopper_plan.Plan`), and reduces them to one register tile. The rows of this tile are then merged
-through shared memory. XLA merges the splits. `backward` has the formulas.
+through shared memory. XLA merges the splits. `hopper` has the formulas.
 """
 
 from __future__ import annotations

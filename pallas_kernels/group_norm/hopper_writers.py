@@ -7,7 +7,7 @@
 A program first reduces the channels of every group of its sample (`hopper_program.Groups`), and its
 threads get the results of their own channels through shared memory. This is little work compared
 with the pixels, and saves a launch. Then the program streams its pixels from device memory to
-registers and back, 16 bytes per thread and load. `backward` has the formulas.
+registers and back, 16 bytes per thread and load. `hopper` has the formulas.
 """
 
 from __future__ import annotations

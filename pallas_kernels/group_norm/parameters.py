@@ -16,7 +16,7 @@ def parameter_gradients(
     These are s₂ and s₁ of each sample, summed over the samples that share a parameter.
 
     Args:
-      sums: s₁ and s₂ of `backward`'s formulas.
+      sums: s₁ and s₂ of `hopper`'s formulas.
     """
     # One reduction for both; XLA drops it if neither is shared.
     total = jnp.sum(sums, axis=0, keepdims=True)

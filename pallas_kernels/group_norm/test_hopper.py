@@ -1,11 +1,10 @@
-"""GroupNorm's Hopper kernels: in JAX's interpreter of Mosaic GPU, lowered for CUDA, and under vmap;
+"""GroupNorm's Hopper kernels: simulated, lowered for CUDA, and under vmap;
 and the shapes that they do not accept.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 
 import jax
@@ -13,46 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import kernel_names
+from support.mosaic import simulated
 from support.parity import assert_parity, draw
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.runtime import device
-from pallas_kernels import jax_modules
 from pallas_kernels.group_norm import dispatch, hopper, hopper_plan, hopper_program, vjp
 from pallas_kernels.group_norm.hopper_plan import Plan, Tile
-from pallas_kernels.jax_modules import mosaic_gpu as plgpu
-
-
-@pytest.fixture
-def small_images(monkeypatch):
-    """Runs Hopper's kernels for images of any size."""
-    monkeypatch.setattr(dispatch, 'HOPPER_PIXELS', 0)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Runs Mosaic GPU kernels in JAX's interpreter on the CPU."""
-    params = pytest.importorskip('jax._src.pallas.mosaic_gpu.interpret.params')
-    # The interpreter reshapes no references.
-    monkeypatch.setattr(
-        hopper_program,
-        'load_flat',
-        lambda ref, start, size, _: jax.lax.dynamic_slice(ref[...].reshape(-1), (start,), (size,)),
-    )
-    if inspect.signature(plgpu.load).parameters.get('idx') is not None:
-        # JAX 0.10's interpreter has no layouts.
-        monkeypatch.setattr(hopper_program, 'load', lambda ref, _: ref[...])
-        monkeypatch.setattr(plgpu, 'layout_cast', lambda x, _: x)
-        monkeypatch.setattr(
-            plgpu,
-            'broadcasted_iota',
-            lambda dtype, shape, axis, **_: jax.lax.broadcasted_iota(dtype, shape, axis),
-        )
-    with params.force_gpu_interpret_mode():
-        yield
-    jax.clear_caches()  # drops functions that were traced for the interpreter
 
 
 def in_steps(tile, groups, silu, x, y, dy, scale, offset):
@@ -93,7 +61,7 @@ def plainly(groups, silu):
     ],
     ids=str,
 )
-def test_kernels_interpreted(interpreted, image, dtype, mean, tile):
+def test_kernels_simulated(image, dtype, mean, tile):
     """One step and several, one split and several, and images that are not multiples of a tile."""
     channels = (64, 64) if dtype == 'float32' else (32, 64)
     groups, silu = (32, False) if image[1] == 8 else (8, True)
@@ -108,7 +76,8 @@ def test_kernels_interpreted(interpreted, image, dtype, mean, tile):
     def kernels(x, y, dy, scale, offset):
         return in_steps(tile, groups, silu, x, y, dy, scale, offset)
 
-    assert_parity(kernels, plainly(groups, silu), inputs, gradients=False)
+    with simulated():
+        assert_parity(kernels, plainly(groups, silu), inputs, gradients=False)
 
 
 def lowered(function, *shapes):
@@ -153,37 +122,6 @@ def test_all_steps_lower(case, dtype, x64):
     assert found == {**expected, 'jaxunet_group_norm_moments': 2}
 
 
-@pytest.mark.parametrize(
-    ('side', 'has_triton', 'taken'),
-    [(32, True, True), (31, True, False), (31, False, True), (32, False, True)],
-)
-def test_small_images_go_to_triton_while_jax_has_it(side, has_triton, taken, monkeypatch):
-    """Every step of an image is on the same side."""
-
-    def missing(part):
-        return None if has_triton or part is jax_modules.MOSAIC else 'none here'
-
-    monkeypatch.setattr(jax_modules, 'missing', missing)
-    parts, scale, offset, dy = shapes_of(Case(side, side, (64,)), 2, 'bfloat16')
-    options = {'silu': True, 'interpret': False}
-
-    def every(parts, scale, offset, dy):
-        norm = {'groups': 32, 'eps': 1e-5}
-        y, mean, inverse = dispatch.normalise(parts, scale, offset, **norm, **options)
-        affine = dispatch.affine(parts, scale, offset, **norm, interpret=False)
-        saved = (scale, offset, mean, inverse)
-        sums = dispatch.gradient_sums(parts, dy, saved, activation=True, **options)
-        dx = dispatch.gradient(parts, dy, saved, groups=32, **options)
-        return y, affine, sums, dx, dispatch.channel_sums(dy, interpret=False)
-
-    with device.use(device.Target.HOPPER):
-        program = jax.jit(every).trace(parts, scale, offset, dy)
-        text = program.lower(lowering_platforms=('cuda',)).as_text()
-    targets = set(re.findall(r'custom_call @\S*(mosaic|triton)', text))
-    assert targets == {'mosaic' if taken else 'triton'}
-
-
-@pytest.mark.usefixtures('small_images')
 def test_one_launch_for_a_mapped_batch():
     """Under vmap the mapped axis joins the batch."""
     parts, scale, offset, _ = shapes_of(Case(8, 8, (64,)), 2, 'bfloat16')
@@ -212,23 +150,19 @@ def test_one_launch_for_a_mapped_batch():
     ],
     ids=lambda v: str(v)[:30],
 )
-@pytest.mark.usefixtures('small_images')
-def test_other_shapes_go_to_triton(change, message):
+def test_other_shapes_go_to_xla(change, message):
     change = {'dtype': 'bfloat16'} | change
     dtype = change.pop('dtype')
     case = Case(8, 8, (64,))._replace(**change)
     with jax.enable_x64(dtype == 'float64'), device.use(device.Target.HOPPER):
         parts, *_ = shapes_of(case, 2, dtype)
         reason = hopper_plan.supports(parts, case.groups)
-        assert not dispatch.on_hopper(parts, case.groups)
+        assert not dispatch.takes('group_norm', parts, case.groups)
     assert reason is not None
     assert re.search(message, reason)
     if case.groups == 32:
         with pytest.raises(ValueError, match=f'group_norm on Hopper: .*{message}'):
             hopper_plan.plan(parts, 1)
-    with device.use(device.Target.TRITON):
-        parts, *_ = shapes_of(Case(8, 8, (64,)), 2, 'bfloat16')
-        assert not dispatch.on_hopper(parts)
 
 
 def test_the_shapes_of_the_configs_are_supported():

@@ -1,9 +1,9 @@
-"""The readers of XLA's messages and programs in `tests/gpu/compile.py`."""
+"""The readers of XLA's messages and programs in `tools/gpu/compile.py`."""
 
 import pathlib
 import runpy
 
-COMPILE = runpy.run_path(str(pathlib.Path(__file__).parents[1] / 'gpu' / 'compile.py'))
+COMPILE = runpy.run_path(str(pathlib.Path(__file__).parents[2] / 'tools/gpu/compile.py'))
 
 MESSAGES = """
 I1125 15:15:32 9 hlo_pass_pipeline.cc:206] HLO pass: fusion time: 2.22 s (2223872 us) (cumu

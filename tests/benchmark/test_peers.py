@@ -16,8 +16,8 @@ from jaxunet.benchmark.jax_side import model_loss, random_inputs, synthetic_sour
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.diffusion.process import make_diffusion
-from jaxunet.model import blocks
 from jaxunet.model.unet import build_unet
+from jaxunet.ops.group_norm import reference
 from jaxunet.ops.references import XLA
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
@@ -97,8 +97,8 @@ def test_peer_drops_what_we_drop(monkeypatch: pytest.MonkeyPatch) -> None:
             return x * torch.arange(x.shape[1])[:, None, None]
 
     monkeypatch.setattr(
-        blocks,
-        'dropout',
+        reference,
+        'drop',
         lambda x, *_: x * jnp.arange(x.shape[-1], dtype=x.dtype).reshape(1, 1, 1, -1),
     )
     config = peer_config('imagenet64', learn_sigma=True).replace(model={'dropout': 0.1})

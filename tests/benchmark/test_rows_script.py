@@ -1,4 +1,4 @@
-"""tests/gpu/benchmarks.sh, with a stand-in for Python that notes its GPU and its arguments."""
+"""tools/gpu/benchmarks.sh, with a stand-in for Python that notes its GPU and its arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from jaxunet.benchmark.kernels.lowering import KINDS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / 'tests/gpu/benchmarks.sh'
+SCRIPT = ROOT / 'tools/gpu/benchmarks.sh'
 STAND_IN = """#!/bin/sh
 echo "$CUDA_VISIBLE_DEVICES $*" >> "$CALLS"
 taskset -cp $$ | sed 's/.*: //' >> "$CALLS.cores"

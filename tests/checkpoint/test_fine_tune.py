@@ -14,7 +14,8 @@ from support.weight_cases import random_params, torch_bytes
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.fine_tune import Fitted, Side, fit
 from jaxunet.checkpoint.load import load_initial
-from jaxunet.checkpoint.state import fresh_state, get_moments
+from jaxunet.checkpoint.optimizer import get_moments
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import guided_diffusion, read_weights, write_weights

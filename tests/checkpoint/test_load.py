@@ -9,7 +9,7 @@ from support.weight_cases import random_params
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_initial, load_model
-from jaxunet.checkpoint.state import CONVERGED_COUNT, get_moments
+from jaxunet.checkpoint.optimizer import CONVERGED_COUNT, get_moments
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_weights
 from jaxunet.weights.unetcu import MAGIC, Header, config_of

@@ -11,7 +11,6 @@ import time
 import numpy as np
 import pytest
 from support.commands import Fork, environment
-from support.shared_steps import shared_steps
 from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
@@ -20,6 +19,8 @@ from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 STEPS = 40
 SLOW_STEPS = 100_000
@@ -38,12 +39,6 @@ def command(workdir, *extra, steps=STEPS):
         *override,
         *extra,
     ]
-
-
-@pytest.fixture(autouse=True, scope='module')
-def _shared_steps():
-    with shared_steps():
-        yield
 
 
 def losses(workdir):
@@ -91,11 +86,6 @@ def test_a_signal_while_compiling_exits_0_at_once(tmp_path):
     _, err = process.communicate(timeout=5)
     assert process.returncode == 0
     assert 'nothing to save' in err
-
-
-@pytest.fixture
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 def config_of(**changes):

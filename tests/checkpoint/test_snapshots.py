@@ -13,7 +13,6 @@ import pytest
 import safetensors
 import safetensors.numpy
 from support.bench import Bench
-from support.shared_steps import shared_steps
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.load import load_model
@@ -22,10 +21,11 @@ from jaxunet.checkpoint.snapshots import SnapshotWriter, find_snapshots, spacing
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import Checkpoints, checksum, read
 from jaxunet.config import Config
-from jaxunet.data.sources import open_source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.loop import train
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 STEPS = 96
 OTHERS = (0.03, 0.075, 0.15, 0.25)  # widths that the run does not average
@@ -38,17 +38,6 @@ def config_of(widths: tuple[float, ...], **train: int) -> Config:
         train={'steps': STEPS, 'checkpoint_every': 32, 'log_every': 32} | train,
         parallel={'devices': 1},
     )
-
-
-@pytest.fixture(autouse=True, scope='module')
-def _shared_steps():
-    with shared_steps():
-        yield
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 @pytest.fixture(scope='module')

@@ -11,13 +11,8 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.meta import RunFacts
-from jaxunet.checkpoint.state import (
-    draw_state,
-    endless_warmup,
-    fresh_state,
-    rate_jump,
-    state_config,
-)
+from jaxunet.checkpoint.optimizer import endless_warmup, rate_jump
+from jaxunet.checkpoint.state import draw_state, fresh_state, state_config
 from jaxunet.checkpoint.store import Restored, state_template
 from jaxunet.config import Config
 from jaxunet.training.resume import starting_point

@@ -47,7 +47,7 @@ MISTAKES = [
     (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
     (
         ['jaxunet.train', '--config.backend=cuda'],
-        'or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere',
+        'or use backend=pallas on a Hopper GPU, or xla, which runs everywhere',
     ),
     (['jaxunet.train', '--config.data.path=nowhere'], 'nowhere'),
     (
@@ -66,10 +66,6 @@ MISTAKES = [
     ),
     (['jaxunet.train', '--config=~no_user/x.py'], '~no_user/x.py: there is no user "no_user"'),
     (['jaxunet.train', '--config.init_from=~no_user/x'], '~no_user/x: there is no user "no_user"'),
-    (
-        ['jaxunet.train', '--config.data.batch_size=-1'],
-        'data.batch_size: expected more than 0, found -1',
-    ),
     (
         ['jaxunet.train', '--config.parallel.devices=99'],
         'parallel.devices: 99 asked for, but this machine has 1',
@@ -102,6 +98,10 @@ MISTAKES = [
     (
         ['jaxunet.train', '--restarts=2', '--cluster=ompi'],
         '--restarts: mpirun cannot start one of its processes again',
+    ),
+    (
+        ['jaxunet.train', '--restarts=2', '--num_processes=2'],
+        '--restarts: expected one process, or processes of srun, found --num_processes=2; leave ',
     ),
     (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
     (['jaxunet.sample'], 'error: --checkpoint: missing\nSee --help.'),
@@ -138,8 +138,6 @@ MISTAKES = [
     ),
     (['jaxunet.sample', '--checkpoint=RUN', '--num_samples=0'], 'num_samples'),
     (['jaxunet.sample', '--checkpoint=RUN', '--eta=0.3'], 'eta: only sampler=ddim has it'),
-    (['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddim', '--eta=2'], 'eta: expected 0'),
-    (['jaxunet.sample', '--checkpoint=RUN', '--steps=41'], 'steps'),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddpm', '--skip_schedule=karras'],
         '--skip_schedule: karras has no effect on 40 of 40 timesteps; leave it out, or give',
@@ -151,14 +149,6 @@ MISTAKES = [
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'],
         "--class_labels: expected whole numbers from 0 to 9, found '10'\n",
-    ),
-    (
-        ['jaxunet.sample', '--checkpoint=RUN', '--guidance_scale=-1'],
-        'guidance_scale: expected 0 or more',
-    ),
-    (
-        ['jaxunet.sample', '--checkpoint=RUN', '--variance=learned'],
-        'variance: learned needs a model with diffusion.learn_sigma',
     ),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--new_attention_order'],

@@ -1,7 +1,7 @@
 """Files that earlier commits wrote are read, continued and sampled as those commits did it, by the
 public commands alone.
 
-`tests/fixtures/COMMIT/make.py` wrote the files and what is expected of them; `commands.json` there
+`tools/fixtures/COMMIT.py` wrote the files and what is expected of them; `commands.json` beside them
 has the flags. The numbers come from the same programs, but another processor may round otherwise:
 hence the tolerances.
 """

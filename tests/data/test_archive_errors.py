@@ -82,6 +82,20 @@ def test_a_tar_whose_middle_is_damaged_does_not_just_end_there(tmp_path, kind):
     fails(path, rf'no valid member header at byte {2 * step}')
 
 
+@pytest.mark.parametrize('kind', ['', 'gz', 'xz'])
+def test_two_archives_joined_by_cat(kind, tmp_path):
+    paths = [write_tar(tmp_path / f'{i}.tar', {f'{i}.png': PNG}, kind) for i in range(2)]
+    path = tmp_path / 'x.tar'
+    path.write_bytes(b''.join(path.read_bytes() for path in paths))
+    fails(path, r'x.tar: another archive begins behind the end of this one.* unpack both')
+
+
+def test_what_is_no_archive_may_follow_a_tar(tmp_path):
+    path = write_tar(tmp_path / 'x.tar', {'1.png': PNG})
+    path.write_bytes(path.read_bytes() + b'signed by me')
+    assert len(open_source(str(path), image_shape=(8, 8, 3))) == 1
+
+
 def test_a_compressed_tar_that_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(image_files, 'MAX_MEMORY', 3 * 16 * 16 * 3)
     path = write_tar(tmp_path / 'x.tar.gz', {f'{i}.png': PNG for i in range(5)}, 'gz')

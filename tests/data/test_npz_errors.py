@@ -32,6 +32,10 @@ NPZ: dict[str, tuple[dict[str, object], str]] = {
         {'images': IMAGES[0, 0]},
         r'expected shape \(n, height, width, channels\).*found \(8, 3\)',
     ),
+    'one image': (
+        {'images': IMAGES[0]},
+        r'found shape \(8, 8, 3\), which is one image .* store images\[None\]',
+    ),
     'rank 5': ({'images': IMAGES[None]}, r'found \(1, 4, 8, 8, 3\)'),
     'no images': (
         {'images': IMAGES[:0]},

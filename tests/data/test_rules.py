@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import unicodedata
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -66,6 +68,16 @@ def test_images_of_these_formats_are_images(kind, mode):
 
 
 @pytest.mark.parametrize(
+    ('kind', 'options'), [('TIFF', {'big_tiff': True}), ('JPEG2000', {'no_jp2': True})]
+)
+def test_rarer_forms_of_these_formats_are_images(kind, options, tmp_path):
+    pixels = random_pixels(0)
+    (tmp_path / '1').write_bytes(encoded(pixels, kind, **options))
+    source = open_source(str(tmp_path), image_shape=pixels.shape)
+    np.testing.assert_array_equal(everything(source), [pixels])
+
+
+@pytest.mark.parametrize(
     'comments', [b'# by me\n', b'# longer than the start\n' * 9, b'#' * 59 + b'\n']
 )
 def test_a_bitmap_with_comments_is_an_image(comments):
@@ -90,6 +102,14 @@ def test_folders_of_systems_and_text_files_do_not_count(form, tmp_path):
     source = open_source(str(put(tmp_path, files, form)), image_shape=SHAPE)
     assert (len(source), source.class_names) == (2, ('cat', 'dog'))
     assert source.skipped == (('cat/1.txt', 'not an image'), ('dog/1.txt', 'not an image'))
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_an_archive_inside_a_set_is_named_as_such(form, tmp_path):
+    files = {'1.png': encoded(random_pixels(0)), '00000.tar': b'x' * 99, '2.zip': b'PK\3\4'}
+    source = open_source(str(put(tmp_path, files, form)), image_shape=SHAPE)
+    assert [name for name, _ in source.skipped] == ['00000.tar', '2.zip']
+    assert all(why.startswith('an archive inside the set') for _, why in source.skipped)
 
 
 def test_a_zip_with_backslashes_has_classes(tmp_path):
@@ -214,6 +234,24 @@ def test_narrow_values_in_wide_numbers_are_refused(form, highest, tmp_path):
         put(tmp_path, {'a.png': PNG, 'b.tif': data}, form),
         rf'b.tif: 16 or 32 bits, but .* above {highest}, expected 0 to 65535: they would be black',
     )
+
+
+def test_narrow_colours_in_wide_numbers_are_refused(tmp_path):
+    """Pillow keeps 8 bits of such files, and has no way to write them."""
+
+    def write(values):
+        row = b'\0' + np.full((16, 3), values, '>u2').tobytes()
+        header = struct.pack('>IIBBBBB', 16, 16, 16, 2, 0, 0, 0)
+        data = b'\x89PNG\r\n\x1a\n'
+        for chunk in (b'IHDR' + header, b'IDAT' + zlib.compress(row * 16), b'IEND'):
+            data += struct.pack('>I', len(chunk) - 4) + chunk + struct.pack('>I', zlib.crc32(chunk))
+        (tmp_path / 'a.png').write_bytes(data)
+
+    write((0, 4095, 300))
+    fails(tmp_path, r'a.png: 16 or 32 bits, but .* above 4095, expected 0 to 65535')
+    write((0, 65535, 32768))
+    pixels = everything(open_source(str(tmp_path), image_shape=(16, 16, 3)))
+    assert pixels[0, 0, 0].tolist() == [0, 255, 128]
 
 
 @pytest.mark.parametrize('form', FORMS)

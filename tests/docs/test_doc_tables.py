@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.doc_tables import BATCHES, SIDES, newest_steps, steps_per_call
+
+from tools.docs.doc_tables import BATCHES, SIDES, newest_steps, steps_per_call
 
 ROWS = {
     ('pytorch-best', 32): {},

@@ -1,9 +1,6 @@
 """README and docs are true: tables match the rows, and links, files, commands and fields exist.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To rewrite all tables and the
-picture of the layers from the rows and from pyproject.toml:
-
-    PYTHONPATH=tests python tests/docs/test_docs.py --write
+`tools/docs/write.py` writes the tables and the picture of the layers.
 """
 
 from __future__ import annotations
@@ -12,26 +9,22 @@ import ast
 import dataclasses
 import pathlib
 import re
-import sys
 from collections.abc import Iterator
 
 import pytest
-from support.doc_tables import TABLES
-from support.layers_picture import PICTURE, layers_picture
 
 from jaxunet.config import Config
 from jaxunet.runtime.plugins import BACKEND_GROUP
+from tools.docs.doc_tables import TABLES
+from tools.docs.layers_picture import PICTURE, layers_picture
+from tools.docs.write import COMMAND, MARKED, PAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
-RESULTS = ('docs/results/README.md', 'docs/results/step/tried.md')
-PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), *map(ROOT.joinpath, RESULTS)])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-MARKED = re.compile(r'(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 LINES = {'README.md': 160, 'docs/results.md': 500}
 RESULT_BYTES = 8_000_000
-WRITE = 'PYTHONPATH=tests python tests/docs/test_docs.py --write'
 HISTORY = 'CHANGELOG.md'  # it names what is gone, too
-TOP = r'(?:configs|docs|jaxunet|pallas_kernels|xla_ffi|tests|\.ci)'
+TOP = r'(?:configs|docs|jaxunet|pallas_kernels|xla_ffi|tests|tools|\.ci)'
 PLACEHOLDER = re.compile(r'(?<![a-z])[A-Z]{2,}(?![a-z])')  # such as OP in xla_ffi/OP/vjp.py
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
 SUFFIXES = ('csv', 'py')  # suffixes of files named like a section
@@ -77,7 +70,7 @@ def is_field(path: str) -> bool:
 def test_tables_match_the_rows(page):
     for name, found in marked(page.read_text()).items():
         expected = TABLES[name]() + '\n'
-        assert found == expected, f'{page.name}, table {name}: run {WRITE}, or paste\n{expected}'
+        assert found == expected, f'{page.name}, table {name}: run {COMMAND}, or paste\n{expected}'
 
 
 def test_every_table_is_shown_once():
@@ -86,7 +79,7 @@ def test_every_table_is_shown_once():
 
 
 def test_the_picture_shows_the_layers_of_pyproject():
-    assert PICTURE.read_text() == layers_picture(), f'run {WRITE}'
+    assert PICTURE.read_text() == layers_picture(), f'run {COMMAND}'
 
 
 def test_questions_lead_from_the_readme_through_a_page_to_a_file():
@@ -206,20 +199,3 @@ def test_named_config_fields_exist(page):
         match = re.fullmatch(r'(?:--config\.)?(\w+)\.(\w+)(?:=.*)?', span)
         if match and match[1] in SECTIONS and match[2] not in SUFFIXES:
             assert is_field(f'{match[1]}.{match[2]}'), f'{page.name}: no field {span}'
-
-
-def write() -> None:
-    """Puts the tables into the pages, and writes the picture."""
-    PICTURE.write_text(layers_picture())
-    for page in PAGES:
-        text = page.read_text()
-        new = MARKED.sub(lambda match: f'{match[1]}{TABLES[match[2]]()}\n{match[4]}', text)
-        if new != text:
-            page.write_text(new)
-            print(f'{page.relative_to(ROOT)}: tables rewritten')
-
-
-if __name__ == '__main__':
-    if sys.argv[1:] != ['--write']:
-        sys.exit(f'usage: {WRITE}')
-    write()

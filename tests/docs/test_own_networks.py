@@ -7,10 +7,10 @@ import re
 import jax
 import numpy as np
 import pytest
+from support.mosaic import simulated
 
 from jaxunet.config import OPS
 from jaxunet.ops import backends as seam
-from jaxunet.runtime.device import Target, use
 
 PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'own_networks.md'
 SECTIONS = {
@@ -30,7 +30,7 @@ def run(library: str, backend: str) -> dict[str, object]:
         patch.setattr(seam, '_auto', lambda precision: dict.fromkeys(OPS, backend))
         patch.setattr(seam, '_unavailable', lambda name: None)
         with (
-            use(Target.INTERPRET) if backend == 'pallas' else contextlib.nullcontext(),
+            simulated() if backend == 'pallas' else contextlib.nullcontext(),
             jax.numpy_dtype_promotion('standard'),
             jax.numpy_rank_promotion('allow'),
         ):
@@ -43,7 +43,7 @@ def run(library: str, backend: str) -> dict[str, object]:
     ('library', 'backend'),
     [
         *(pytest.param(name, 'cuda', marks=pytest.mark.extension) for name in LIBRARIES),
-        ('Flax linen', 'pallas'),  # one of them: interpreted kernels take long to compile
+        ('Flax linen', 'pallas'),  # one of them: simulated kernels are slow
     ],
 )
 def test_a_network_trains_alike_on_kernels(library, backend):

@@ -10,8 +10,9 @@ import tarfile
 import numpy as np
 import pytest
 from PIL import Image
-from support import recipe_tables as tables
-from support import sharing_table
+
+from tools.docs import recipe_tables as tables
+from tools.docs import sharing_table
 
 PICTURES = pathlib.Path(__file__).parents[2] / 'docs/results/recipes/pictures.py'
 
@@ -155,7 +156,7 @@ def written(folder, rows, side=60):
 
 
 def packed(folder, target):
-    """Packs it as `tests/gpu/recipes.sh pack` does."""
+    """Packs it as `tools/gpu/recipes.sh pack` does."""
     target.mkdir()
     (target / 'rows.jsonl').write_text((folder / 'rows.jsonl').read_text())
     with tarfile.open(target / 'pictures.tar', 'w') as archive:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from support import study_tables
-
 from jaxunet.compare import tables
 from jaxunet.compare.tables import Measured
+from tools.docs import study_tables
 
 
 def row(case, seconds, sampler, fid):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support import width_tables as tables
+from tools.docs import width_tables as tables
 
 ORIGIN = {'schedule': 'cosine', 'git': 'abc', 'device': 'cpu', 'versions': {'jax': '1'}}
 

@@ -7,14 +7,14 @@ import random
 import time
 
 import pytest
-from faults.cases import KINDS, MOUNTING, failed, kind_of, run_case
-from faults.victim import _jump
-from faults.world import Run, World, can_mount
 
 from jaxunet.runtime.out_of_memory import OUT_OF_MEMORY
+from tools.faults.cases import KINDS, MOUNTING, failed, kind_of, run_case
+from tools.faults.victim import _jump
+from tools.faults.world import Run, World, can_mount
 
 KILLED = 54  # a seed: killed twice, while it writes a file and a checkpoint
-SEEDS = {'healed': 15, 'pair healed': 2}  # of other kinds, where seed 0 is late or long
+SEEDS = {'healed': 15}  # of other kinds, where seed 0 is late or long
 
 
 @pytest.fixture(scope='module')

@@ -1,10 +1,11 @@
-"""Training learns as it did with other versions of JAX: see tests/golden/losses.py."""
+"""Training learns as it did with other versions of JAX: see tools/golden/losses.py."""
 
 import itertools
 
 import numpy as np
-from golden import losses
 from support.golden import distance, recorded
+
+from tools.golden import losses
 
 FIRST = 10  # steps
 # Another seed changes a loss by a tenth; the recorded versions differ by less than 1e-5.
@@ -21,7 +22,7 @@ def test_the_first_steps_are_the_recorded_ones():
             row['losses'][:FIRST],
             rtol=RTOL,
             err_msg=f'losses of jax {case[3]}; if training is meant to change, record it with '
-            '"python tests/golden/losses.py --write" and give the reason in the commit',
+            '"python tools/golden/losses.py --write" and give the reason in the commit',
         )
 
 

@@ -108,7 +108,7 @@ def test_wgmma_reads_matrices_from_every_row_of_shared_memory(tmp_path):
     nvcc = compiler['machine']() or compiler['wheels']()
     if nvcc is None or jax.devices()[0].compute_capability != '9.0':
         pytest.skip('needs nvcc and a GPU of compute capability 9.0')
-    sources = ['tests/gpu/harness/wgmma/canary.cu', 'xla_ffi/common/shared_memory.cc']
+    sources = ['tools/gpu/harness/wgmma/canary.cu', 'xla_ffi/common/shared_memory.cc']
     command = [nvcc, '-std=c++17', '-gencode', 'arch=compute_90a,code=sm_90a', '-I', 'xla_ffi']
     program = tmp_path / 'canary'
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""tests/gpu/recipes.sh, with stand-ins for Python and NVIDIA's programs: no GPU is needed."""
+"""tools/gpu/recipes.sh, with stand-ins for Python and NVIDIA's programs: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parent / 'recipes.sh'
+SCRIPT = pathlib.Path(__file__).parents[2] / 'tools/gpu/recipes.sh'
 CPU = min(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else 0
 # A process of the queue: writes its arguments and variables, and waits until it may end.
 PYTHON = """#!/bin/sh
@@ -48,8 +48,8 @@ pytestmark = pytest.mark.skipif(
 def checkout(tmp_path):
     """A checkout with nothing but the script, and with jobs whose features are there."""
     checkout = tmp_path / 'checkout'
-    (checkout / 'tests/gpu').mkdir(parents=True)
-    shutil.copy(SCRIPT, checkout / 'tests/gpu')
+    (checkout / 'tools/gpu').mkdir(parents=True)
+    shutil.copy(SCRIPT, checkout / 'tools/gpu')
     (checkout / 'features.npz').touch()
     stand_in(checkout, 'python3', PYTHON)
     yield checkout
@@ -70,7 +70,7 @@ def call(checkout, *arguments, path=None, **variables):
     path = path or f'{checkout / "bin"}:{os.environ["PATH"]}'
     own = {name: value for name, value in os.environ.items() if not name.startswith('RECIPE_')}
     return subprocess.run(
-        [checkout / 'tests/gpu/recipes.sh', *arguments],
+        [checkout / 'tools/gpu/recipes.sh', *arguments],
         env={**own, 'PATH': path, 'RECIPE_JOBS': 'jobs.py:all', **variables},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""tests/gpu/release.sh, with stand-ins for Python and others: no GPU is needed."""
+"""tools/gpu/release.sh, with stand-ins for Python and others: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parent / 'release.sh'
+SCRIPT = pathlib.Path(__file__).parents[2] / 'tools/gpu/release.sh'
 STAND_INS = {
     'python3': 'echo "$CUDA_VISIBLE_DEVICES $*" >> "$CALLS"',
     'nvidia-smi': 'printf "0\\n1\\n"',
@@ -49,5 +49,5 @@ def test_it_keeps_to_the_visible_gpus(
 
     count = len(visible.split(',')) if visible else 2
     assert gpus('every_gpu') == gpus(f'--vary parallel.devices=1,{count} ') == {every}
-    assert gpus('--preset amp') == gpus('tests/gpu/steps.py') == {first}
-    assert gpus('tests/soak/run.py') == {last}
+    assert gpus('--preset amp') == gpus('tools/gpu/steps.py') == {first}
+    assert gpus('tools/soak/run.py') == {last}

@@ -1,4 +1,4 @@
-"""tests/gpu/test.sh and its plugin, with stand-ins for Python and nvidia-smi: no GPU is needed."""
+"""tools/gpu/test.sh and its plugin, with stand-ins for Python and nvidia-smi: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-FOLDER = pathlib.Path(__file__).parent
+FOLDER = pathlib.Path(__file__).parents[2] / 'tools/gpu'
 PYTHON = '#!/bin/sh\nprintf "%s " "$CUDA_VISIBLE_DEVICES" "$@"; echo\n'
 SPREAD = '-m pytest -m gpu -q -p no:benchmark -p show_failures -n {} -p one_gpu_each'
 TOGETHER = '-m pytest -m gpu -q -p no:benchmark -p show_failures -n 6'

@@ -7,7 +7,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_every_test_file_is_in_one_part():
-    parts = runpy.run_path(str(ROOT / 'tests/matrix/run.py'))['PARTS']
+    parts = runpy.run_path(str(ROOT / 'tools/matrix/run.py'))['PARTS']
     paths = [ROOT / path for part in parts.values() for path in part]
     assert all(path.exists() for path in paths)
     files = [

@@ -30,18 +30,18 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion, model_log_variance
+from jaxunet.evaluate.bound import (
+    LikelihoodOptions,
+    Measured,
+    measure_likelihood,
+    save_terms,
+)
 from jaxunet.metrics.evaluation import Result
 from jaxunet.metrics.likelihood import Likelihood, Terms, check_has_bound
 from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.solvers import respaced_timesteps
-from jaxunet.training.likelihood import (
-    LikelihoodOptions,
-    Measured,
-    measure_likelihood,
-    save_terms,
-)
 from jaxunet.weights import guided_diffusion
 from jaxunet.weights.files import write_weights
 

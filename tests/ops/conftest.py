@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 from support.functional import CUDA
+from support.mosaic import simulated
 
 from jaxunet.ops import backends as seam
 from jaxunet.runtime import plugins
-from jaxunet.runtime.device import Target, use
 
 
 @pytest.fixture(params=['xla', CUDA, 'pallas'], name='backend')
 def _backend(request, monkeypatch) -> Iterator[str]:
-    """Lets a backend run: the CUDA kernels' CPU handlers, Pallas's kernels interpreted."""
+    """Lets a backend run: the CUDA kernels' CPU handlers, Pallas's kernels simulated."""
     monkeypatch.setattr(seam, '_unavailable', lambda name: None)
-    with use(Target.INTERPRET) if request.param == 'pallas' else contextlib.nullcontext():
+    with simulated() if request.param == 'pallas' else contextlib.nullcontext():
         yield request.param
 
 

@@ -219,7 +219,7 @@ def test_choose_takes_the_quickest_backend_and_then_single_ops(hopper, monkeypat
 
 def test_costs_are_fitted_from_measured_starts():
     """The first picture's batch is taken off, and the others give the rate."""
-    path = pathlib.Path(__file__).parents[1] / 'gpu/starts.py'
+    path = pathlib.Path(__file__).parents[2] / 'tools/gpu/starts.py'
     spec = importlib.util.spec_from_file_location('starts', path)
     starts = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(starts)

@@ -89,8 +89,8 @@ TRANSFORMATIONS: dict[str, Callable[[Function], Function]] = {
     'shard_map': lambda f: shard_map(f, check=False),
     'checked shard_map': lambda f: shard_map(f, check=True),
 }
-# Interpreting is slow: one program with all of them.
-INTERPRETED: dict[str, Callable[[Function], Function]] = {
+# Simulating is slow: one program with all of them.
+SIMULATED: dict[str, Callable[[Function], Function]] = {
     'shard_map of scan of remat of vmap': lambda f: shard_map(scan_of_remat(vmap(f)), check=False)
 }
 
@@ -113,7 +113,9 @@ def expected(op: str) -> tuple[jax.Array, Arguments]:
 @pytest.mark.parametrize('op', OPS)
 def test_values_and_gradients_under_every_transformation(op, backend):
     """Those of the reference, in one compiled program."""
-    chosen = INTERPRETED if backend == 'pallas' else TRANSFORMATIONS
+    # The Pallas kernels compute float32 products as three bfloat16 products.
+    tolerance = 5e-4 if backend == 'pallas' else 1e-4
+    chosen = SIMULATED if backend == 'pallas' else TRANSFORMATIONS
     found = jax.jit(
         lambda a: {
             name: with_gradients(transform(call(op, backend)), a)
@@ -123,7 +125,7 @@ def test_values_and_gradients_under_every_transformation(op, backend):
     for name, results in found.items():
         jax.tree.map(
             lambda got, exact, name=name: np.testing.assert_allclose(
-                got, exact, rtol=1e-4, atol=1e-4, err_msg=name
+                got, exact, rtol=tolerance, atol=tolerance, err_msg=name
             ),
             results,
             expected(op),
@@ -179,7 +181,7 @@ def test_pallas_refuses_a_checked_shard_map():
     def attend(a: Arguments) -> jax.Array:
         return kernels.attention(a['tokens'], num_heads=2, backend='pallas')
 
-    with use(Target.INTERPRET), pytest.raises(ValueError, match='check_vma=False only; pass that'):
+    with use(Target.HOPPER), pytest.raises(ValueError, match='check_vma=False only; pass that'):
         jax.eval_shape(
             shard_map(attend, check=True),
             {'tokens': jax.ShapeDtypeStruct((8, 3, 24), jnp.float32)},

@@ -26,10 +26,10 @@ IMAGES = {  # the first two have the most pixels that the kernels take, and more
 }
 
 
-@pytest.fixture(params=['cuda', 'pallas on Hopper', 'pallas'])
+@pytest.fixture(params=['cuda', 'pallas'])
 def ops(request):
-    with use(Target.TRITON if request.param == 'pallas' else Target.HOPPER):
-        yield backends.ops_of(request.param.split(' ', maxsplit=1)[0])
+    with use(Target.HOPPER):
+        yield backends.ops_of(request.param)
 
 
 def trace(op, image, channels=64):
@@ -68,12 +68,6 @@ def test_attention_of_too_many_queries_is_refused(ops, shape):
     qkv = jax.ShapeDtypeStruct((*shape, 48), 'bfloat16')
     with pytest.raises(ValueError, match='attention: qkv: 2147483648 queries of all heads; the'):
         jax.eval_shape(lambda x: ops.attention(x, num_heads=2), qkv)
-
-
-def test_the_triton_attention_has_samples_along_its_grid():
-    qkv = jax.ShapeDtypeStruct((MAX_SAMPLES + 1, 4, 48), 'bfloat16')
-    with use(Target.TRITON), pytest.raises(ValueError, match='qkv: 65536 samples; the kernels'):
-        jax.eval_shape(lambda x: backends.ops_of('pallas').attention(x, num_heads=1), qkv)
 
 
 def test_xla_takes_them():

@@ -96,7 +96,9 @@ def test_every_call_says_which_kernels_it_may_run(monkeypatch, kernels):
         assert found == ([kernels] if kernels in ('portable', 'ada') else []), attributes
 
 
-@pytest.mark.parametrize(('target', 'found'), [(Target.HOPPER, []), (Target.TRITON, ['portable'])])
+@pytest.mark.parametrize(
+    ('target', 'found'), [(Target.HOPPER, []), (Target.PORTABLE, ['portable'])]
+)
 def test_a_forced_family_comes_first(monkeypatch, target, found):
     monkeypatch.setenv(VARIABLE, 'portable')
     with use(target):
@@ -138,7 +140,7 @@ def test_what_was_measured_with_other_kernels_is_not_followed(monkeypatch):
     assert device.target() is Target.HOPPER
     assert backends.measured('bfloat16') == measured
     monkeypatch.setenv(VARIABLE, 'portable')
-    assert device.target() is Target.TRITON
+    assert device.target() is Target.PORTABLE
     assert backends.measured('bfloat16') is None
     with pytest.raises(UserError, match='--choose: JAXUNET_KERNELS=portable leaves out'):
         choose.check_kernels()

@@ -255,11 +255,11 @@ def test_an_unknown_backend_is_named():
 def test_a_machine_without_a_gpu():
     with pytest.raises(
         UserError,
-        match=r'backend=pallas: Pallas kernels need an NVIDIA GPU.*found cpu; use backend=xla',
+        match=r'backend=pallas: the kernels need an NVIDIA GPU.*found cpu; use backend=xla',
     ):
         seam.load_ops('pallas')
     with pytest.raises(
-        UserError, match=r'backend=cuda: .*; or use backend=pallas on an NVIDIA GPU, or xla'
+        UserError, match=r'backend=cuda: .*; or use backend=pallas on a Hopper GPU, or xla'
     ):
         seam.load_ops('cuda')
     assert (
@@ -287,10 +287,10 @@ ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
         (device.Target.HOPPER, None, 'float16', CUDA),
         (device.Target.HOPPER, None, 'float32', CUDA),
         (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
-        (device.Target.TRITON, None, 'bfloat16', CUDA),
-        (device.Target.TRITON, None, 'float16', CUDA),
-        (device.Target.TRITON, None, 'float32', ALL_XLA),
-        (device.Target.TRITON, 'no extension', 'bfloat16', ALL_XLA),
+        (device.Target.PORTABLE, None, 'bfloat16', CUDA),
+        (device.Target.PORTABLE, None, 'float16', CUDA),
+        (device.Target.PORTABLE, None, 'float32', ALL_XLA),
+        (device.Target.PORTABLE, 'no extension', 'bfloat16', ALL_XLA),
     ],
 )
 def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypatch):

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxunet.config.cli import _without_traceback
 from jaxunet.ops import backends
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Rule
@@ -16,6 +15,7 @@ from jaxunet.ops.functional import linear
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.references import UPDATE, VARIANTS
 from jaxunet.runtime import plugins
+from jaxunet.runtime.command import _without_traceback
 from jaxunet.runtime.errors import UserError
 
 BACKEND = """
@@ -73,9 +73,6 @@ RECORDS = {
     'unavailable=ends': r'unavailable\(\): SystemExit: 3 ',
     'unavailable=lambda x: None': r'unavailable\(\): TypeError: .*missing 1 required',
     'unavailable=lambda: False': r'unavailable\(\): expected None, or text .*, found False',
-    'incomplete=3': r'incomplete: expected a function, found 3',
-    'incomplete=lambda: 3': r'incomplete\(\): expected None, or text .*, found 3',
-    'incomplete=ends': r'incomplete\(\): SystemExit: 3 ',
     'transform_gradients=None': r'transform_gradients: expected a function, found None',
     'color=3': r'cannot be imported: TypeError: .*color.* \(.*toy_kernels.py, line ',
     'ops=dict(linear=sys.exit(3))': r'cannot be imported: SystemExit: 3 \(.*toy_kernels.py, line ',
@@ -115,7 +112,7 @@ CALLS = {  # operands and options of each op and variant
 def test_a_wrong_record_is_one_line(install, fields, message):
     install(BACKEND, fields=fields)
     load = plugins.load_backend
-    asked = (backends.load_ops, backends.fused_update, lambda name: backends.lacks(load(name)))
+    asked = (backends.load_ops, backends.fused_update, lambda name: load(name).unavailable())
     with pytest.raises(UserError, match=rf'^backend=toy: .*{message}') as found:
         [ask('toy') for ask in asked]
     assert str(found.value).isprintable()

@@ -16,7 +16,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import draw_state, fresh_state, make_optimizer, state_config
+from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.state import draw_state, fresh_state, state_config
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
@@ -45,6 +46,7 @@ STEP = (  # the modules whose code is traced
     'training/ema.py',
     'training/update.py',
     'checkpoint/state.py',
+    'checkpoint/optimizer.py',
     'checkpoint/recent_norms.py',
     'training/parallel.py',
 )

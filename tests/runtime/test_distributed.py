@@ -16,15 +16,15 @@ import pytest
 from support.commands import NO_LAUNCHER, Fork, free_port
 from support.launchers import by_hand, finish, open_mpi, slurm
 from support.settings import QUICK
-from support.shared_steps import shared_steps
 from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
-from jaxunet.data.sources import open_source
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import USER_ERROR
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 ENDLESS = '--config.train.steps=100000'
 TRAIN = ['jaxunet.train', *flags()]
@@ -76,17 +76,6 @@ def wait_for_step(processes, workdir, step):
 
 def losses(workdir):
     return [float(row['loss']) for row in read_metrics(workdir / 'metrics.csv')]
-
-
-@pytest.fixture(autouse=True, scope='module')
-def _shared_steps():
-    with shared_steps():
-        yield
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 @pytest.fixture(scope='module')

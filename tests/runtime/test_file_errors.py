@@ -8,10 +8,11 @@ import socket
 
 import pytest
 from support.commands import ROOT, Fork, call_each
-from support.tiny import flags
+from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint.newest import saved_steps
 from jaxunet.checkpoint.snapshots import find_snapshots
+from jaxunet.data.sources import open_source
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.runtime import distributed, rows
 from jaxunet.runtime.errors import USER_ERROR, UserError
@@ -19,7 +20,7 @@ from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.whole_files import check_file, written
 from jaxunet.training.logs import Logs
 from jaxunet.training.workdir import opened
-from jaxunet.weights.files import read_weights
+from jaxunet.weights.files import read_classifier, read_weights
 
 CONFIG = f'--config={ROOT}/configs/digits.py'
 LONG = 'a' * 300  # longer than the name of a file may be
@@ -184,4 +185,25 @@ def test_files_of_a_run_that_are_no_files(tmp_path):
     ]
     for each in opens:
         with pytest.raises(UserError, match='expected a regular file, found a FIFO'):
+            each()
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    """A clone without Git LFS holds such texts in place of its large files."""
+    names = ('1.png', 'x.npz', 'x.zip', 'x.tar', 'x.tar.gz', 'x.bin', 'x.pt', 'x.safetensors')
+    for name in names:
+        text = 'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12\n'
+        (tmp_path / name).write_text(text)
+    opens = [
+        *(
+            lambda name=name: open_source(str(tmp_path / name), image_shape=(8, 8, 1))
+            for name in ('', 'x.npz', 'x.zip', 'x.tar', 'x.tar.gz', 'x.bin')
+        ),
+        lambda: read_weights(tmp_path / 'x.bin'),
+        lambda: read_weights(tmp_path / 'x.pt'),
+        lambda: read_classifier(tmp_path / 'x.safetensors', tiny_config()),
+        lambda: read_arrays(tmp_path / 'x.npz'),
+    ]
+    for each in opens:
+        with pytest.raises(UserError, match=r'pointer of Git LFS .*git lfs pull'):
             each()

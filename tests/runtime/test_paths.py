@@ -6,6 +6,7 @@ import pwd
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -13,17 +14,20 @@ import pytest
 from absl import flags
 from support.commands import ROOT, environment, python_path
 
-from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.load import check_exists, load_model
 from jaxunet.checkpoint.store import find
 from jaxunet.config import cli
-from jaxunet.config.config_file import check_file
+from jaxunet.config.config_file import ConfigFile
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.sources import check_path, open_source
+from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.features import load_features
 from jaxunet.ops import choices
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded, of_user
+from jaxunet.runtime.whole_files import check_writable, written
+from jaxunet.training.workdir import opened
 from jaxunet.weights.files import read_classifier, read_weights
 
 PATH_WORDS = re.compile(
@@ -116,6 +120,7 @@ def test_every_flag_of_a_path_expands_it():
 
 def test_functions_expand_the_paths_that_they_are_given(home):
     home.mkdir()
+    read_config = ConfigFile(types.SimpleNamespace(parse=lambda path: {'path': path})).parse
     save_images('~/a.npz', np.zeros((2, 8, 8, 1), np.uint8))
     assert (home / 'a.npz').is_file()
     assert len(open_source('~/a.npz', image_shape=(8, 8, 1))) == 2
@@ -123,7 +128,7 @@ def test_functions_expand_the_paths_that_they_are_given(home):
     (home / 'run' / 'checkpoints').mkdir(parents=True)
     assert find('~/run') == (home / 'run', None)
     (home / 'c.py').write_text('')
-    check_file('~/c.py')
+    assert read_config('~/c.py') == {'path': f'{home}/c.py'}
     for reads in (
         lambda: load_model('~/none.pt'),
         lambda: read_weights('~/none.pt'),
@@ -132,7 +137,7 @@ def test_functions_expand_the_paths_that_they_are_given(home):
     ):
         with pytest.raises(UserError, match=rf'^{home}/none.*: no such file'):
             reads()
-    for reads in (check_output, load_model, load_features, check_file, check_path):
+    for reads in (check_output, load_model, load_features, read_config, check_path):
         with pytest.raises(UserError, match=r'~no_user/a.*: there is no user "no_user" on this'):
             reads('~no_user/a.npz')
 
@@ -193,3 +198,45 @@ def test_a_command_runs_for_an_account_without_a_home(tmp_path):
     assert done.returncode == 2, done.stderr
     assert 'compiled programs are not kept: no cache folder: ' in done.stderr
     assert done.stderr.splitlines()[-1].startswith('error: --features: expected inception')
+
+
+@pytest.mark.parametrize(
+    ('path', 'why'),
+    [
+        ('{}/data', r'data is a link to nowhere, which is missing or a loop'),
+        ('{}/data/deep/x', r'data is a link to nowhere, which is missing or a loop'),
+        ('{}/self', r'self is a link to self, which is missing or a loop'),
+        ('https://example.com/x', r'only files of this machine are read; download it'),
+        ('s3://bucket/x', r'only files of this machine are read; download it'),
+    ],
+)
+def test_what_is_missing_says_why(path, why, tmp_path):
+    (tmp_path / 'data').symlink_to('nowhere')
+    (tmp_path / 'self').symlink_to('self')
+    path = path.format(tmp_path)
+    opens = [
+        lambda: open_source(path, image_shape=(8, 8, 1)),
+        lambda: check_path(path),
+        lambda: check_exists(path),
+        lambda: read_weights(f'{path}.safetensors' if ':' in path else f'{path}/x.safetensors'),
+        lambda: read_arrays(pathlib.Path(path)),
+    ]
+    for each in opens:
+        with pytest.raises(UserError, match=f'no such file.*{why}|Too many levels of symbolic'):
+            each()
+
+
+@pytest.mark.parametrize('url', ['gs://bucket/run', 's3:/bucket/x.npz', 'file:///tmp/x.png'])
+def test_nothing_is_written_to_a_url(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writes = [
+        lambda: opened(pathlib.Path(url)).__enter__(),
+        lambda: check_output(url),
+        lambda: check_writable(url, '--output'),
+        lambda: written(url).__enter__(),
+        lambda: written(pathlib.Path(url).resolve()).__enter__(),
+    ]
+    for each in writes:
+        with pytest.raises(UserError, match=': is a URL; only files and folders of this machine'):
+            each()
+    assert [*tmp_path.iterdir()] == []

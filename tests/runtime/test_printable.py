@@ -13,10 +13,10 @@ from support.data_files import encoded, put, random_pixels
 from support.weight_cases import safetensors_bytes
 
 from jaxunet.config import Config
-from jaxunet.config.cli import _fail, _Printable
 from jaxunet.data.classes import Classes, check_classes, keep_classes
 from jaxunet.data.sources import open_source
 from jaxunet.metrics.sides import statistics_side
+from jaxunet.runtime.command import _Printable, fail
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable, printable_lines
 from jaxunet.runtime.untrusted import one_line, plain, shown
 from jaxunet.weights.files import read_weights
@@ -41,7 +41,7 @@ def test_errors_and_the_log_escape_what_is_in_them(capsys):
     error = UserError(f'{HOSTILE}: wrong')
     assert printable_lines(str(error)) == str(error)
     with pytest.raises(SystemExit):
-        _fail(error)
+        fail(error)
     record = std_logging.LogRecord('absl', logging.INFO, '', 0, 'read %s', (HOSTILE,), None)
     for text in (capsys.readouterr().err, _Printable('%(message)s').format(record)):
         assert text.replace('\n', '').isprintable()

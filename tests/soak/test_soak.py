@@ -11,12 +11,12 @@ import sys
 import time
 
 import pytest
-from soak import run, watch
 from support import processes
 from support.tiny import flags
 from support.untrained_features import write_untrained
 
 from jaxunet.training.logs import read_metrics
+from tools.soak import run, watch
 
 STEPS = 10_000
 LINUX = pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')

@@ -2,7 +2,8 @@
 
 import functools
 
-from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data import pipeline
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from jaxunet.runtime.rows import Row
-from support import sanitizer, sanitizer_run
-from support.sanitizer import Piece
+from tools.sanitizer import sanitizer, sanitizer_run
+from tools.sanitizer.sanitizer import Piece
 
 LINEAR = 'xla_ffi/linear/parity_test.py'
 # Runs no tests, but reports them as pytest_progress does. It reports them all at once, so that a
@@ -101,7 +101,7 @@ class World:
         monkeypatch.setattr(sanitizer, 'OPS', {'cuda linear': sanitizer.Op(LINEAR, 'x')})
         self.tests = [f'{LINEAR}::t{i}' for i in range(5)]
         monkeypatch.setattr(sanitizer.pieces, '__defaults__', (lambda op: self.tests,))
-        self.script = runpy.run_path(str(sanitizer.ROOT / 'tests/gpu/sanitize.py'))
+        self.script = runpy.run_path(str(sanitizer.ROOT / 'tools/sanitizer/sanitize.py'))
         self.origin = {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
         monkeypatch.setitem(self.script['main'].__globals__, 'provenance', lambda: self.origin)
         self.output = tmp_path / 'rows.jsonl'

@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import jax
 from jax._src.interpreters.mlir import make_ir_context
-from jax._src.lib import triton
 from jaxlib.mlir import ir
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -50,7 +49,7 @@ def lower(name: str, backend: str) -> jax.stages.Lowered:
 
     All imports from the project are in this function.
     """
-    from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
+    from jaxunet.checkpoint.optimizer import make_optimizer  # noqa: PLC0415
     from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
     from jaxunet.config import Config, resolve, to_dict  # noqa: PLC0415
     from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415
@@ -171,7 +170,6 @@ def _kernel_digest(bytecode: bytes) -> str:
     """Returns the digest of a kernel's text without locations."""
     context = make_ir_context()
     context.allow_unregistered_dialects = True
-    triton.dialect.register_dialect(context)
     with context:
         found = ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
     if '.py"' in found:

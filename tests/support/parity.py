@@ -13,7 +13,6 @@ the plain op may round all of these well by luck.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxunet.runtime.device import Target, use
+from jaxunet.runtime.device import family
 from support.products import Arrays, Both, Op, with_gradients, with_tf32_products
 from support.turns import in_turn
 
@@ -76,7 +75,7 @@ def assert_parity(
     typed = _as_types(inputs, device)
     shapes = jax.eval_shape(reference, **typed)
     cotangent = jax.tree.map(lambda s: draw(s.shape, str(s.dtype)), shapes)
-    oracle, plain = _runs(reference, gradients)
+    oracle, plain = _runs(reference, gradients, family() is not None)
 
     def exact_and_plain(inputs: Inputs, cotangent: PyTree) -> tuple[Results, Results]:
         with jax.default_device(cpu):
@@ -143,13 +142,13 @@ class _Run:
 
 
 @functools.lru_cache(maxsize=8)
-def _runs(reference: Op, gradients: bool) -> tuple[_Run, _Run]:
+def _runs(reference: Op, gradients: bool, tf32: bool) -> tuple[_Run, _Run]:
     """Returns the oracle and the plain op of a reference.
 
     They are cached for the next types and kernels with the same function and shapes.
     """
     oracle = plain = _Run(reference, gradients)
-    if jax.devices()[0].platform == 'gpu':
+    if tf32:
         plain = _Run(with_tf32_products(reference, gradients=gradients), gradients=None)
     return oracle, plain
 
@@ -259,8 +258,3 @@ def _poison(*trees: PyTree) -> None:
         for _ in range(2)
     ]
     jax.block_until_ready(filled)
-
-
-def kernel_target() -> contextlib.AbstractContextManager[None]:
-    """Chooses the kernels of this machine's GPU, or interpreted ones if there is none."""
-    return contextlib.nullcontext() if jax.default_backend() == 'gpu' else use(Target.INTERPRET)

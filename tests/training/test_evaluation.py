@@ -33,11 +33,6 @@ pytestmark = pytest.mark.usefixtures('shared_steps')
 
 
 @pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
-
-
-@pytest.fixture(scope='module')
 def features(tmp_path_factory):
     return write_untrained(tmp_path_factory.mktemp('features'))
 

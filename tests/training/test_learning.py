@@ -10,16 +10,10 @@ from support.bench import Bench
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import LossScale
-from jaxunet.data.sources import open_source
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 def learning(precision):

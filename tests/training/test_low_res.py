@@ -13,7 +13,8 @@ from support.tiny import tiny_config
 from support.untrained_features import write_untrained
 
 from jaxunet.checkpoint.load import load_model
-from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import checksum, read, state_template
 from jaxunet.data.sources import open_images
 from jaxunet.diffusion.process import make_diffusion

@@ -10,16 +10,10 @@ import pytest
 from support.bench import Bench
 from support.tiny import tiny_config
 
-from jaxunet.data.sources import open_source
 from jaxunet.model.unet import build_unet, computed_last, init_params
 from jaxunet.ops.backends import ops_of
 
 pytestmark = [pytest.mark.extension, pytest.mark.usefixtures('shared_steps')]
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 @pytest.fixture(scope='module')

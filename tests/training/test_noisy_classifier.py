@@ -17,7 +17,8 @@ from support.full_memory import exhaust
 from support.tiny import TINY, tiny_config
 
 from jaxunet.checkpoint.load import load_model
-from jaxunet.checkpoint.state import Draw, TrainState, fresh_state, make_optimizer
+from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.state import Draw, TrainState, fresh_state
 from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError, checksum, state_template
 from jaxunet.config import Config
 from jaxunet.data.holdout import hold_out
@@ -34,11 +35,11 @@ from jaxunet.sampling.classifier_guidance import class_gradient
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import initial_state, make_sampler, sample_keys
 from jaxunet.sampling.sampler import run as run_sampler
-from jaxunet.training import classifier_loop, resume
+from jaxunet.training import classifier, resume
 from jaxunet.training.batch import noise_batch, split_keys
+from jaxunet.training.classifier import COLUMNS, LOGGED, train_classifier
+from jaxunet.training.classifier import NETWORK as CLASSIFIER
 from jaxunet.training.classifier_accuracy import Accuracy
-from jaxunet.training.classifier_loop import COLUMNS, LOGGED, train_classifier
-from jaxunet.training.classifier_loop import NETWORK as CLASSIFIER
 from jaxunet.training.logs import read_rows
 from jaxunet.training.loop import train
 from jaxunet.training.noisy_classifier import (
@@ -328,7 +329,7 @@ def test_a_full_disk_is_a_warning(
     calls: list[pathlib.Path] = []
     save = Checkpoints.save
     with monkeypatch.context() as patch:
-        patch.setattr(classifier_loop, 'write_classifier', write_first_and_last)
+        patch.setattr(classifier, 'write_classifier', write_first_and_last)
         patch.setattr(Checkpoints, 'save', save_first_and_last)
         assert train_classifier(SHORT, tmp_path / 'a', source) == 6
     assert saved(tmp_path / 'a') == ['2', '6']
@@ -339,7 +340,7 @@ def test_a_full_disk_is_a_warning(
     assert 'warning: a checkpoint could not be written' in told
 
     with monkeypatch.context() as patch:
-        patch.setattr(classifier_loop, 'write_classifier', full)
+        patch.setattr(classifier, 'write_classifier', full)
         with pytest.raises(UserError, match='No space left'):
             train_classifier(SHORT, tmp_path / 'b', source)
     assert saved(tmp_path / 'b') == ['2', '4', '6']

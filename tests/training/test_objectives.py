@@ -13,18 +13,12 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import CHOICES
 from jaxunet.config.checks import INVALID
-from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.files import read_weights, write_weights
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 SAMPLERS, WEIGHTINGS = CHOICES['timesteps.sampler'], CHOICES['loss.weighting']

@@ -14,12 +14,8 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint import store
 from jaxunet.checkpoint.load import load_initial, load_model
 from jaxunet.checkpoint.muon import MUON, STEP_RMS, matrix_steps, orthogonal, part
-from jaxunet.checkpoint.state import (
-    fresh_state,
-    get_moments,
-    learning_rate_schedule,
-    make_optimizer,
-)
+from jaxunet.checkpoint.optimizer import get_moments, learning_rate_schedule, make_optimizer
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.training.update import make_update
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from support.full_memory import exhaust, exhausting
-from support.shared_steps import shared_steps
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
@@ -17,13 +16,9 @@ from jaxunet.training.held_out import HeldOutLoss
 from jaxunet.training.loop import train
 from jaxunet.training.session import Session
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 FULL = r': the device has no memory left \(RESOURCE_EXHAUSTED: .*\); '
-
-
-@pytest.fixture(autouse=True, scope='module')
-def _shared_steps():
-    with shared_steps():
-        yield
 
 
 def run(workdir, mode='jit', **changed):

@@ -7,9 +7,10 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
+import textwrap
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -17,10 +18,10 @@ from support.commands import Fork, environment, python_path
 from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint.newest import saved_steps
+from jaxunet.runtime.distributed import PEERS_MISSING
 from jaxunet.runtime.errors import USER_ERROR
 from jaxunet.training import restarts
 from jaxunet.training.logs import read_metrics, read_rows
-from jaxunet.training.meeting import Place
 from jaxunet.training.parallel import on_fewer_devices
 from jaxunet.training.restarts import Supervisor, describe
 
@@ -36,7 +37,8 @@ def supervise(workdir, script, restarts=3, environ=None, **options):
 
 
 def rows(workdir):
-    return read_rows(workdir / restarts.FILE, restarts.COLUMNS, restarts.TEXTS)
+    columns = (*restarts.COLUMNS, *restarts.EARLIER_COLUMNS)
+    return read_rows(workdir / restarts.FILE, columns, restarts.TEXTS)
 
 
 def test_a_process_that_dies_is_started_again(tmp_path, capfd):
@@ -58,7 +60,7 @@ def test_a_process_that_dies_is_started_again(tmp_path, capfd):
     assert 'starting again in 0.02 s, 2 of 3' in told
 
 
-@pytest.mark.parametrize('code', [0, USER_ERROR, 130])
+@pytest.mark.parametrize('code', [0, USER_ERROR, 130, PEERS_MISSING])
 def test_a_process_that_ends_by_itself_is_not(code, tmp_path):
     assert supervise(tmp_path, f'echo x >> "$1/starts"; exit {code}') == code
     assert (tmp_path / 'starts').read_text() == 'x\n'
@@ -72,61 +74,6 @@ def test_it_goes_on_with_the_devices_that_are_left(tmp_path):
     assert Supervisor(command, tmp_path, 3, environ={}, first_wait=0.01).run() == 0
     again = '--flag --fewer_devices'
     assert (tmp_path / 'starts').read_text().splitlines() == ['--flag', again, again]
-
-
-def test_it_goes_on_without_a_process_that_does_not_come_back(tmp_path, capfd):
-    script = """
-        cd "$1"; shift; echo "$*" >> starts
-        case $(wc -l < starts) in 1) kill -KILL $$;; 2) exit 4;; esac
-    """
-    command = ['/bin/sh', '-c', script, 'sh', str(tmp_path)]
-    supervisor = Supervisor(
-        command, tmp_path, 3, environ={}, first_wait=0.01, place=Place(0, 2), wait_seconds=0.1
-    )
-    assert supervisor.run() == 0
-    alone = '--fewer_devices --num_processes=1 --process_id=0'
-    assert (tmp_path / 'starts').read_text().splitlines() == ['', alone, alone]
-    assert 'the run goes on with 1 of 2 processes: 0' in capfd.readouterr().err
-    assert [(row['processes'], row['reason']) for row in rows(tmp_path)] == [
-        ('2', 'the process was ended by SIGKILL, as where memory runs out'),
-        ('1', 'the process ended with exit code 4: the other processes were not there'),
-    ]
-
-
-def test_a_process_that_hangs_while_the_others_meet_is_ended(tmp_path, capfd, monkeypatch):
-    """Process 1 is started again in its place as soon as process 0 has called."""
-    monkeypatch.setattr(restarts, 'CALL_SECONDS', 0.05)
-    script = """
-        cd "$1"; shift; echo "$*" >> "starts$0"
-        case "$0$(wc -l < "starts$0")" in 01) sleep 0.3; kill -KILL $$;; 11) sleep 600;; esac
-    """
-    supervisors = [
-        Supervisor(
-            ['/bin/sh', '-c', script, str(process), str(tmp_path)],
-            tmp_path,
-            3,
-            main=process == 0,
-            environ={},
-            first_wait=0.01,
-            place=Place(process, 2),
-        )
-        for process in range(2)
-    ]
-    for supervisor in supervisors:  # only the main thread may handle signals
-        monkeypatch.setattr(supervisor, '_signals_passed_on', contextlib.nullcontext)
-    with ThreadPoolExecutor(2) as threads:
-        codes = list(threads.map(Supervisor.run, supervisors))
-    assert codes == [0, 0]
-    for process in range(2):
-        again = f'--fewer_devices --num_processes=2 --process_id={process}'
-        assert (tmp_path / f'starts{process}').read_text().splitlines() == ['', again]
-    assert 'process 0 calls, as its part died; the last checkpoint is step 0; starting again' in (
-        capfd.readouterr().err
-    )
-
-
-def test_processes_that_never_met_are_not_started_again(tmp_path):
-    assert supervise(tmp_path, 'exit 4', place=Place(0, 2)) == 4
 
 
 def test_it_gives_up_without_a_new_checkpoint(tmp_path, capfd):
@@ -147,6 +94,13 @@ def test_a_new_checkpoint_counts_from_1_again(tmp_path):
     assert supervise(tmp_path, script, restarts=1) == 0
     assert [row['restart'] for row in rows(tmp_path)] == ['1'] * 5
     assert saved_steps(tmp_path) == [6, 5, 4, 3, 2, 1]
+
+
+def test_a_table_of_an_older_version_goes_on(tmp_path):
+    head = ','.join((*restarts.COLUMNS, *restarts.EARLIER_COLUMNS))
+    (tmp_path / restarts.FILE).write_text(f'{head}\n8,1,it died,5,2026-01-01T00:00:00,7,2\n')
+    assert supervise(tmp_path, 'kill -KILL $$', restarts=1) == 128 + 9
+    assert [(row['step'], row['processes']) for row in rows(tmp_path)] == [('8', '2'), ('0', '')]
 
 
 def fake_scontrol(folder, code):
@@ -179,6 +133,62 @@ def test_slurm_that_refuses(tmp_path, monkeypatch, capfd):
     assert 'error: scontrol requeue 71: no requeue; submit the job with sbatch' in (
         capfd.readouterr().err
     )
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+JOB = {'JOB_COMPLETION_INDEX': '1', 'SLURM_JOB_ID': '7'}
+
+
+def jobset_script():
+    text = (ROOT / 'docs' / 'examples' / 'jobset.yaml').read_text()
+    return textwrap.dedent(text.partition('- |\n')[2].partition('resources:')[0])
+
+
+def sbatch_script():
+    return (ROOT / 'docs' / 'examples' / 'train.sbatch').read_text()
+
+
+@pytest.mark.parametrize(
+    ('script', 'how', 'code', 'told'),
+    [
+        (jobset_script, None, 3, []),
+        (jobset_script, signal.SIGTERM, 143, ['python']),
+        (sbatch_script, None, 3, []),
+        (
+            sbatch_script,
+            signal.SIGUSR1,
+            128 + 10,
+            ['scancel --signal=TERM 7', 'python', 'requeue 7'],
+        ),
+    ],
+)
+def test_the_examples_of_docs(script, how, code, told, tmp_path):
+    """They end as the run does, or save and tell their system that it is not finished."""
+    programs = {
+        'python': 'echo "$@" > command; echo $$ > pid; trap "echo python >> told; exit 0" TERM; '
+        f'touch on; {"while :; do sleep 0.01; done" if how else "exit 3"}',
+        'srun': 'exec "$@"',
+        'scancel': 'echo scancel "$@" >> told; kill -TERM $(cat pid)',
+        'scontrol': 'echo "$@" >> told',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\n{text}\n')
+        (tmp_path / name).chmod(0o755)
+    path = f'{tmp_path}{os.pathsep}{os.environ["PATH"]}'
+    shell = 'bash' if script is sbatch_script else 'sh'
+    process = subprocess.Popen(
+        [shell, '-c', script()], cwd=tmp_path, env=os.environ | JOB | {'PATH': path}
+    )
+    if how:
+        wait_for(tmp_path / 'on')
+        process.send_signal(how)
+    assert process.wait(timeout=60) == code
+    found = tmp_path / 'told'
+    assert (found.read_text().splitlines() if found.exists() else []) == told
+    _, module, *arguments = (tmp_path / 'command').read_text().split()
+    assert module == 'jaxunet.train'
+    known = re.findall(r"DEFINE_\w+\(\s*'(\w+)'", (ROOT / 'jaxunet' / 'train.py').read_text())
+    assert {a.partition('=')[0][2:] for a in arguments if a.startswith('--')} <= {'config', *known}
 
 
 def test_signals_are_passed_on(tmp_path):

@@ -13,7 +13,6 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.recent_norms import FEWEST, WINDOW, RecentNorms
 from jaxunet.checkpoint.store import Checkpoints, read
-from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -31,11 +30,6 @@ FUSED = {'backend': 'cuda', 'precision': 'bfloat16', 'parallel': {'devices': 1}}
 def config_of(changes, **train_fields):
     train_fields = {'spike_sigmas': SIGMAS, **train_fields}
     return tiny_config(train=train_fields).replace(**changes)
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 @pytest.fixture(scope='module')

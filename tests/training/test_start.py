@@ -4,7 +4,6 @@ import itertools
 import threading
 
 import pytest
-from support.shared_steps import shared_steps
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
@@ -19,18 +18,14 @@ from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.session import Session
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 CONFIG = tiny_config(train={'steps': 2})
 
 
 @pytest.fixture(scope='module')
 def source():
     return open_images(CONFIG)
-
-
-@pytest.fixture(autouse=True, scope='module')
-def _shared_steps():
-    with shared_steps():
-        yield
 
 
 def test_the_step_does_not_wait_for_the_weights(source, tmp_path, monkeypatch):

@@ -11,11 +11,11 @@ import pytest
 from support.bench import Bench
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import fresh_state, get_moments, learning_rate_schedule, set_moments
+from jaxunet.checkpoint.optimizer import get_moments, learning_rate_schedule, set_moments
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import read
 from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices
-from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.ema import ema_decay
 from jaxunet.training.logs import mean_loss, read_metrics
@@ -24,11 +24,6 @@ from jaxunet.training.parallel import Parallel
 from jaxunet.training.session import Session, choose_steps_per_call
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 def noisy(**changes):

@@ -14,7 +14,6 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint import state as state_module
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.config import to_dict
-from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import (
     Draw,
@@ -35,11 +34,6 @@ METHODS = [
     ('policy', 'p2'),
     ('infonoise', 'soft_min_snr'),
 ]
-
-
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
 
 
 def method(sampler, weighting, **changes):

@@ -9,22 +9,19 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.store import read
-from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training import workdir as lock
 from jaxunet.training.loop import train
 from jaxunet.training.saving import Saver
 
 
-@pytest.fixture(scope='module')
-def source():
-    return open_source('digits:', image_shape=(8, 8, 1))
-
-
 def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
     (tmp_path / 'file').touch()
     with pytest.raises(UserError, match='file: cannot be made: File exists'):
         train(tiny_config(), tmp_path / 'file', source)
+    (tmp_path / 'link').symlink_to('nowhere/run')
+    with pytest.raises(UserError, match=r'link: cannot be made: .* is a link to nowhere/run'):
+        train(tiny_config(), tmp_path / 'link', source)
     program = (
         "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
         "print('held', flush=True); sys.stdin.read()"

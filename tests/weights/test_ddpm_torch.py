@@ -21,7 +21,7 @@ from support.peer_values import DDPM, FIXTURES, LINEAR, QUICK, close, pictures, 
 from support.weight_cases import nested_torch_bytes, random_params, torch_bytes
 
 from jaxunet.checkpoint.load import load_initial, load_model
-from jaxunet.checkpoint.state import get_moments
+from jaxunet.checkpoint.optimizer import get_moments
 from jaxunet.config import resolve, to_dict
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.references import XLA

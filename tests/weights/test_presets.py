@@ -27,7 +27,8 @@ from support.published import (
 from support.weight_cases import make, random_params, torch_bytes
 
 from configs.cifar10 import get_config
-from jaxunet.checkpoint.state import fresh_state, learning_rate_schedule
+from jaxunet.checkpoint.optimizer import learning_rate_schedule
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import resolve
 from jaxunet.diffusion.process import make_betas
 from jaxunet.training.ema import ema_decay

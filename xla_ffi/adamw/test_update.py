@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.training.update import make_update

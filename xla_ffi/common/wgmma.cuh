@@ -20,7 +20,7 @@ namespace jaxunet::cuda {
 // bytes. The swizzle XORs bits 7-9 of an address, the row in its atom, into bits 4-6, the 16 bytes
 // in the row. It depends only on the address, so a matrix may start at any row of an atom. PTX
 // guarantees this only if the base offset (bits 49-51) is that row; here it is 0, and
-// tests/gpu/harness/wgmma/canary.cu checks that the hardware still reads the right rows.
+// tools/gpu/harness/wgmma/canary.cu checks that the hardware still reads the right rows.
 //
 // K-major (kMnMajor = false): a row holds 64 steps of K; the next 8 rows of the matrix are `stride`
 // bytes further on, the next 16 steps of K 32 bytes. MN-major (kMnMajor = true): a row holds 64

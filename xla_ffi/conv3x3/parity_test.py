@@ -83,6 +83,13 @@ TILES = (
     Case(41, 39, (40,), 16, groups=4, batch=2),
 )
 
+# So many tiles that the blocks of the Hopper kernel draw them (hopper/tile_choices_test.cc), from
+# single and packed strips.
+DRAWN = (
+    Case(64, 48, (64,), 64, (64,), batch=48, per_sample=True),
+    Case(4, 4, (72,), 520, norm=False, batch=480),
+)
+
 
 def check(case: Case, dtype: str, batch: int):
     assert_parity(op(vjp, case), op(reference, case), inputs(case, dtype, case.batch or batch))
@@ -280,6 +287,15 @@ def test_every_case(case, dtype):
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('case', PACKED, ids=lambda c: c.name)
 def test_images_of_several_samples_side_by_side(case, dtype):
+    check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('fused_pixels', [0, vjp.FUSED_PIXELS], ids=['fused', 'default'])
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', DRAWN, ids=lambda c: c.name)
+def test_tiles_drawn_from_a_counter(case, dtype, fused_pixels, monkeypatch):
+    monkeypatch.setattr(vjp, 'FUSED_PIXELS', fused_pixels)
     check(case, dtype, 3)
 
 

@@ -54,6 +54,7 @@ OF_NETWORKS = (
     Case(3, 12, 20, 64, 192, per_sample=True),
     Case(1, 9, 6, 192, 128),
     Case(7, 4, 13, 128, 64, per_sample=True),
+    Case(40, 32, 32, 64, 64),  # draws its tiles from a counter, forward
 )
 # These batches reach every tile of kPhaseTiles (hopper/tile_choices_test.cc), forward or flipped.
 TILES = (

@@ -33,7 +33,7 @@ from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 # Smallest images, in pixels, for which the forward convolutions apply GroupNorm and SiLU
 # themselves: a tile is activated once for its nine taps, while the tensor cores work. For smaller
 # images, a separate kernel and a convolution without activation are faster together, because the
-# activation is then kept for the backward pass. To refit, time steps with tests/gpu/steps.py.
+# activation is then kept for the backward pass. To refit, time steps with tools/gpu/steps.py.
 FUSED_PIXELS = 4096
 FEW = 8  # most features of the kernel for few features: kFew in dispatch.h
 

@@ -106,7 +106,7 @@ inline BackwardTiling make_backward_tiling(int64_t smem, int64_t pixels, int64_t
 
 // The choice for a call with `added` tensors to add to dx. The numbers were fitted for 16-bit types
 // without dropout, on an H200, and kBackwardClusterBytes on an H100; to refit them, time all
-// choices with tests/gpu/harness/gnback.
+// choices with tools/gpu/harness/gnback.
 inline BackwardChoice choose_backward(const DeviceLimits& limits, int64_t batch, int64_t pixels,
                                       int64_t channels, int64_t group, int vector, int element,
                                       int added) {
@@ -207,7 +207,7 @@ constexpr int64_t kRereadBytes = 256 * 1024;
 // 32x32 or 64x64 pixels, it took 0.72 to 0.93 of the time of streaming in 12, and 1.05 in one (32
 // samples of 64x64 pixels, 64 channels, two added tensors), on an H100 in bfloat16. On an H200, it
 // took 0.76 to 0.97 of the time of the streaming kernels that use no clusters at batch 256, and
-// 0.81 to 1.00 at 32 (32d48c0f). To measure again, run tests/gpu/harness/gnback; its baseline
+// 0.81 to 1.00 at 32 (32d48c0f). To measure again, run tools/gpu/harness/gnback; its baseline
 // streams with clusters if it is a checkout in which this function returns false. Clusters in
 // float32 were not measured.
 inline bool faster_than_streaming(const BackwardTiling& tiling, const DeviceLimits& limits,

@@ -63,7 +63,7 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling_of(
 //
 // The numbers were fitted on an H200, bfloat16, batch 1 to 256, images of 4x4 to 32x32 with 128 to
 // 512 channels: the chosen tiling takes at most 3% longer than the fastest. To refit them, time all
-// tilings (FIT=1, tests/gpu/harness/gnfwd).
+// tilings (FIT=1, tools/gpu/harness/gnfwd).
 inline std::optional<RegisterResidentTiling> register_resident_tiling(const DeviceLimits& limits,
                                                                       int64_t batch, int64_t pixels,
                                                                       int64_t channels,
@@ -104,7 +104,7 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
 // blocks only where the largest clusters need them. Of all tilings, this one takes at most 9%
 // longer than the fastest for large images of elephants64, with 32 and 256 samples in bfloat16 on
 // an H200, and 0.72 to 1.01 of the time of streaming (1.07 for 32 samples of 64x64 pixels with 192
-// channels). To time all, run tests/gpu/harness/gnfwd.
+// channels). To time all, run tools/gpu/harness/gnfwd.
 inline std::optional<RegisterResidentTiling> register_resident_cluster_tiling(
     const DeviceLimits& limits, int64_t pixels, int64_t channels, int64_t group, int vector,
     int element) {

@@ -1,6 +1,6 @@
 // The CUDA side of the GroupNorm handlers. The functions enqueue kernels on `stream`, allocate
 // nothing, and return the first launch error. The handlers pass a kernel set;
-// tests/gpu/harness/gnfwd uses the default.
+// tools/gpu/harness/gnfwd uses the default.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -50,7 +50,7 @@ inline StatisticsTiling statistics_tiling_of(int64_t vectors, int64_t threads, i
 // The numbers were fitted on an H200, bfloat16, batch 8 to 256, images of 32x32 and 64x64 with 64
 // to 384 channels: the tiling with the least predicted time takes on average 1% longer than the
 // fastest, at most 3% from batch 32 on and at most 9% at batch 8. Devices without clusters use the
-// same numbers. To refit them, time all tilings (FIT=1, tests/gpu/harness/gnfwd).
+// same numbers. To refit them, time all tilings (FIT=1, tools/gpu/harness/gnfwd).
 inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int64_t sms,
                               int64_t width) {
   constexpr double kFullThreads = 512;    // threads beyond which reads get no faster

@@ -24,8 +24,8 @@ from xla_ffi.weight_gradients.equations import read, shape_of, split
 CONVOLUTION, LINEAR = 'jaxunet_conv3x3_weight_gradient', 'jaxunet_linear_weight_gradient'
 NORMS = ('jaxunet_group_norm_gradient', 'jaxunet_group_norm_dropout_gradient')
 # Largest product of a call that is merged; it bounds the memory in which operands wait. To refit,
-# time steps of batches 64 to 256 with half and with twice as much (tests/gpu/steps.py), and compare
-# their memory (tests/gpu/compile.py).
+# time steps of batches 64 to 256 with half and with twice as much (tools/gpu/steps.py), and compare
+# their memory (tools/gpu/compile.py).
 MOST_FLOPS = 120e9
 # Bytes of the operands of all calls from which the first images of one size get a call of their
 # own. To refit, compare times and memory as above.

@@ -2,7 +2,7 @@
 
     python docs/results/recipes/pictures.py runs/recipes/1 runs/recipes/2
 
-A folder may also be what `tests/gpu/recipes.sh pack` wrote, whose logs and pictures are in
+A folder may also be what `tools/gpu/recipes.sh pack` wrote, whose logs and pictures are in
 pictures.tar. Added are rows (rows.jsonl), grids of unpicked samples (grids/) and logs of held-out
 losses (logs/). Each replaces an earlier one of the same job and time, and the others stay; rows of
 other features than the newest are dropped. pictures.jsonl says of each grid and log which run it is
@@ -10,7 +10,7 @@ of. images.jpg has all samples of configs/images.py after `SHOWN` seconds. From 
 drawn quality.png (Fréchet distance against seconds) and overfitting.png (held-out loss and copies
 against seconds); without folders they are drawn again. docs/results.md shows the grids that are
 here side by side, with their runs; delete those that it need not show:
-`PYTHONPATH=tests python tests/docs/test_docs.py --write`. A run that was cut off has no log, but
+`python tools/docs/write.py`. A run that was cut off has no log, but
 rows of the times that it reached, with their losses.
 """
 

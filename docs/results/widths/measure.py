@@ -10,7 +10,7 @@ each average of the first run.
 
 The work is done by the commands of jaxunet, in this checkout. A command whose output is there is
 not repeated. The rows go to rows.jsonl beside this file, and the plot to widths.png;
-docs/results.md shows both: `PYTHONPATH=tests python tests/docs/test_docs.py --write`.
+docs/results.md shows both: `python tools/docs/write.py`.
 """
 
 from __future__ import annotations

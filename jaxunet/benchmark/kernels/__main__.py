@@ -50,7 +50,7 @@ from jaxunet.benchmark.roofline import table as roofline_table
 from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
-from jaxunet.ops.backends import installed, lacks, runnable
+from jaxunet.ops.backends import installed, runnable
 from jaxunet.runtime import device, rows
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.measurement import Measurement
@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     except device.UnsupportedDeviceError as error:
         raise UserError(f'{error}; a benchmark of the kernels needs one') from None
     for backend in installed():
-        if missing := lacks(backend):
+        if missing := backend.unavailable():
             logging.info('without the %s: %s', backend.title, missing)
     wanted = kernels.comparable(wanted)
     measured, late = measure_ops(wanted, target, output)

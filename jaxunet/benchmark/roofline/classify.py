@@ -44,7 +44,7 @@ NAMES = (
     (re.compile(r'attention_forward|flash_forward|cuda_forward_kernel'), ATTENTION_FORWARD),
     (re.compile(r'group_norm_((dropout_)?gradient|backward|sum|dx|parameters)'), NORM_BACKWARD),
     (re.compile(r'group_norm_'), NORM_FORWARD),
-    (re.compile(r'few_|triton_products'), FEW_CHANNELS),
+    (re.compile(r'few_'), FEW_CHANNELS),
     (re.compile(r'linear|projection'), LINEAR),
     (re.compile(r'weight_gradient'), WEIGHT_GRADIENT),
     (re.compile(r'dx|shortcut_gradient'), INPUT_GRADIENT),

@@ -65,7 +65,7 @@ struct BackwardParameters {
   int heads, all_heads;  // per sample; in the batch
 };
 
-// The fastest options on an H200; to refit one, change it and run tests/gpu/harness/attn.
+// The fastest options on an H200; to refit one, change it and run tools/gpu/harness/attn.
 template <class T_, int kWidth_, int kTokens_>
 struct BackwardTraits {
   using T = T_;

@@ -48,7 +48,7 @@ struct ForwardParameters {
   FastDivmod by_heads;
 };
 
-// The fastest options on an H200; to refit one, change it and run tests/gpu/harness/attn.
+// The fastest options on an H200; to refit one, change it and run tools/gpu/harness/attn.
 template <class T_, int kWidth_, int kTokens_>
 struct ForwardTraits {
   using T = T_;

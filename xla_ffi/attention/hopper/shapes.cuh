@@ -20,7 +20,7 @@ bool takes(const Plan& plan) {
 
 // Launch the kernels for the plan; return nothing for heads that other kernels should take. The
 // list has the heads for which these kernels were faster than flash on an H200 at every measured
-// batch; to refit the choice, run tests/gpu/harness/attn. Heads of 64 tokens and 32 channels have
+// batch; to refit the choice, run tools/gpu/harness/attn. Heads of 64 tokens and 32 channels have
 // no backward kernel here, because flash_backward.cuh is faster. The cluster kernel was compared
 // with the streaming ones on an H100, with 128 heads.
 template <class T>

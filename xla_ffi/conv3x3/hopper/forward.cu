@@ -1,12 +1,40 @@
 // The host side of the Hopper forward convolution: the choice of a tile and the tensor maps. The
 // kernel is in forward.cuh, its launches in forward_instances.cuh.
 
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+
 #include "conv3x3/dispatch.h"
 #include "conv3x3/hopper/forward.h"
 #include "conv3x3/kernels.h"
 
 namespace jaxunet::cuda {
 namespace forward {
+namespace {
+
+// Returns the counter of the launches that write to y; -1 if there is none left. Launches that run
+// at the same time write to different arrays, so each has a counter to itself, in any stream and in
+// any graph. There are more counters than arrays in most programs.
+int counter_of(const void* y) {
+  static std::mutex mutex;
+  static std::unordered_map<const void*, int> counters;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = counters.find(y);
+  if (found != counters.end()) return found->second;
+  const int next = static_cast<int>(counters.size());
+  if (next == kTileCounters) return -1;
+  counters.emplace(y, next);
+  return next;
+}
+
+}  // namespace
+
+int distribute(const void* y, int multiprocessors, Parameters* p) {
+  const int blocks = std::min(p->schedule.tiles, multiprocessors);
+  p->counter = draws_tiles(p->schedule.tiles, blocks) ? counter_of(y) : -1;
+  return blocks;
+}
 
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
   set_schedule({tile, plan.batch, plan.height, plan.width, static_cast<int>(chunks_of(plan.x)),

@@ -16,8 +16,12 @@
 // With Traits::kPhases (phases.h), the kernel convolves an upsampled image, with four taps per
 // chunk instead of nine.
 //
-// The grid is persistent: block b computes the output tiles b, b + gridDim.x, ... One output tile
-// is one strip for each consumer × `features` output channels.
+// The grid is persistent. One output tile is one strip for each consumer × `features` output
+// channels. Block b first computes tile b. With at least four tiles per block (tile.h), the
+// producer of each block then draws the next tile from a counter while it loads the current one; if
+// a block starts late, because another kernel (such as NCCL's) holds its multiprocessor, the others
+// compute all but the first of its tiles. Otherwise the next tiles are b + gridDim.x, b + 2 ·
+// gridDim.x, ... Which block computes a tile changes no bit of it.
 //
 // Warp roles: warpgroups of 128 threads; C = 1 or 2 consumers
 //
@@ -54,9 +58,14 @@
 //                                              none
 //     residual_full[c]  consumer c             thread 0 of consumer c       0, flips every tile
 //                                              (1 + bytes of the residual)
+//     tile_drawn[4]     consumers, activation  producer (1), once it has    0, flips when the ring
+//                                              written tiles[4]             wraps
 //     turn[c]           consumer c             the other consumer (128);    0, flips every chunk
 //                                              at the start, consumer 1
 //                                              arrives at turn[0]
+//
+// Nobody signals that an entry of the ring of drawn tiles is free: the strip ring lets the producer
+// run at most two chunks ahead, so it overwrites only a tile that all roles have read.
 //
 // If all weights fit in the weight ring, they are resident: they are loaded for the first tile and
 // stay. Two consumers with resident weights alternate chunk by chunk (ping-pong, barrier `turn`),
@@ -75,7 +84,8 @@
 //     strips    C x 2 x kStripBytes   a haloed strip of 64 channels: 128 bytes per pixel, swizzled
 //     outputs   C x kOutputBytes      features / 64 boxes of a strip; first holds the residual
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,
-//                                     weights_full, weights_empty (the last two: kMaxStages each)
+//                                     weights_full, weights_empty (these two: kMaxStages each),
+//                                     tile_drawn; then tiles, the ring of drawn tiles
 //     weights   stages x kStageBytes  weights of `taps` taps x 64 channels x features, swizzled
 //
 // A block of a small call computes a single tile, in 7,000 to 25,000 cycles. It fetches its

@@ -26,6 +26,9 @@ struct Parameters {
   int features, y_parts, y_channels[kMaxParts];
   bool residual;
   Rows shift, a, b;
+  // The counter from which blocks draw their tiles; -1: block b computes the tiles b, b +
+  // gridDim.x, ...
+  int counter;
 };
 
 // Parameters of the kernel for float32 results, which uses no tensor maps for y and the residual.
@@ -40,6 +43,10 @@ inline void set_schedule(const Schedule& schedule, Parameters* p) {
   p->strips_of_image = FastDivmod(schedule.strips_down * schedule.strips_across);
   p->strips_across = FastDivmod(schedule.strips_across);
 }
+
+constexpr int kTileCounters = 1 << 14;
+// Chooses how the blocks of a launch, which writes to y, share the tiles. Returns their number.
+int distribute(const void* y, int multiprocessors, Parameters* p);
 
 // Fills in the parameters and encodes the tensor maps. Not a template, so that it is compiled once
 // for all instances.

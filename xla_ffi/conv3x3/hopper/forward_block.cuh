@@ -1,5 +1,5 @@
 // Shared by all warpgroups of a block of hopper_forward_kernel: the shared-memory map, the
-// barriers, the scheduler. forward.cuh describes them.
+// barriers, the order of its tiles. forward.cuh describes them.
 #pragma once
 
 #include <type_traits>
@@ -10,6 +10,17 @@
 #include "conv3x3/hopper/strip.cuh"
 
 namespace jaxunet::cuda::forward {
+
+// The number of draws of a launch, at the launch's own counter. Launches that run at the same time
+// have different counters (forward.cu). Zero before and after a launch, because the last draw sets
+// it back.
+static __device__ unsigned tile_counters[kTileCounters];
+
+constexpr int kTileRing = 4;  // tiles that the producer has drawn
+
+// Returns `value`, which is the same in all threads of `mask`, which are all that run here. The
+// result is in a uniform register, so that ptxas keeps the state of loops over tiles in these.
+__device__ inline int uniform(int value, unsigned mask) { return __reduce_max_sync(mask, value); }
 
 // The shifts of a thread's two accumulator rows (output channels) in a transposed tile; packed, of
 // the samples of its two columns per group of eight: at[row][column].
@@ -29,9 +40,10 @@ struct Block {
       Traits::kKernelTaps / kTaps;  // weight stages per chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
   static constexpr int kMaxStages = Traits::kTile.max_stages();  // of the weight ring
-  static constexpr int kBarriers =
-      kConsumers * (3 * kStripStages + 1) + 2 + 2 * kMaxStages;  // in the order of the constructor
-  static_assert(kBarriers * sizeof(Barrier) <= kBarrierBytes, "room for all barriers");
+  static constexpr int kBarriers = kConsumers * (3 * kStripStages + 1) + 2 + 2 * kMaxStages +
+                                   kTileRing;  // in the order of the constructor
+  static_assert(kBarriers * sizeof(Barrier) + kTileRing * sizeof(int) <= kBarrierBytes,
+                "room for all barriers and the drawn tiles");
   using Accumulator = float[Traits::kWgmmaN / 2];  // one thread's part
   // The kernel's parameter.
   using Given = std::conditional_t<Traits::kWide, WideParameters, Parameters>;
@@ -39,7 +51,8 @@ struct Block {
   const Given& p;
   unsigned char *strips, *outputs, *weights;
   Barrier *strip_full, *strip_ready, *strip_empty, *weights_full, *weights_empty, *residual_full,
-      *turn;
+      *turn, *tile_drawn;
+  int* tiles;
 
   __device__ Block(const Given& parameters, unsigned char* shared) : p(parameters) {
     strips = shared;
@@ -51,6 +64,8 @@ struct Block {
     turn = residual_full + kConsumers;
     weights_full = turn + 2;
     weights_empty = weights_full + kMaxStages;
+    tile_drawn = weights_empty + kMaxStages;
+    tiles = reinterpret_cast<int*>(tile_drawn + kTileRing);
     weights = reinterpret_cast<unsigned char*>(strip_full) + kBarrierBytes;
   }
 
@@ -76,6 +91,9 @@ struct Block {
       for (int i = 0; i < kConsumers * kStripStages; ++i) strip_ready[i].init(kWarpgroup);
       for (int i = 0; i < kConsumers; ++i) residual_full[i].init(1);
       for (int i = 0; i < 2; ++i) turn[i].init(kWarpgroup);
+      if (draws()) {
+        for (int i = 0; i < kTileRing; ++i) tile_drawn[i].init(1);
+      }
     }
     fence_barrier_init();
   }
@@ -114,14 +132,30 @@ struct Block {
     return feature;
   }
 
-  // The tile scheduler: body(first strip, first output channel) for each tile of this block.
-  // Neighbouring blocks read the same pixels, which are then in L2.
-  template <class Body>
-  __device__ void for_each_tile(Body body) const {
-    for (int tile = blockIdx.x; tile < p.schedule.tiles; tile += gridDim.x) {
-      const int strips = p.feature_tiles.quotient(tile);
-      body(strips * kConsumers, p.feature_tiles.remainder(tile, strips) * Traits::kFeatures);
-    }
+  // Where a tile lies: its first strip and output channel. Neighbouring blocks read the same
+  // pixels, which are then in L2.
+  struct Place {
+    int first_strip, feature;
+  };
+  __device__ Place place_of(int tile) const {
+    const int strips = p.feature_tiles.quotient(tile);
+    return {strips * kConsumers, p.feature_tiles.remainder(tile, strips) * Traits::kFeatures};
+  }
+
+  // True if blocks draw their tiles.
+  __device__ bool draws() const { return p.counter >= 0; }
+
+  // Draws a tile (tile.h). The result is known some hundred cycles later.
+  __device__ unsigned draw() const {
+    return atomicInc(&tile_counters[p.counter], last_draw(p.schedule.tiles));
+  }
+
+  // Tells the other roles which tile is the `n`-th that this block has drawn, and returns it.
+  __device__ int publish(unsigned draw, unsigned n) const {
+    const int tile = drawn_tile(draw, static_cast<int>(gridDim.x));
+    tiles[n % kTileRing] = tile;
+    tile_drawn[n % kTileRing].arrive();
+    return tile;
   }
 
   // All threads of a consumer: adds shifts and residual and stores the tile through `output`, its
@@ -129,6 +163,26 @@ struct Block {
   __device__ void epilogue(const Accumulator& accumulator, const RowShifts<Traits>& shifts,
                            int consumer, const Strip& at, int feature, unsigned char* output,
                            int phase) const;
+};
+
+// The order of a block's tiles, for all roles but the producer, which draws them.
+template <class Block>
+struct Tiles {
+  const Block& block;
+  unsigned known = 0;  // tiles that have been read
+
+  __device__ explicit Tiles(const Block& block_) : block(block_) {}
+  __device__ int after(int tile) {
+    return uniform(block.draws() ? read() : tile + static_cast<int>(gridDim.x), ~0u);
+  }
+
+ private:
+  __device__ int read() {
+    const unsigned slot = known % kTileRing;
+    block.tile_drawn[slot].wait(known / kTileRing % 2);
+    ++known;
+    return block.tiles[slot];
+  }
 };
 
 }  // namespace jaxunet::cuda::forward

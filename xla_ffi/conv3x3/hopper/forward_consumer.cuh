@@ -73,7 +73,9 @@ __device__ inline void consume(const Block& block, int consumer) {
   if (ping_pong && consumer == 1) block.turn[0].arrive();
   int turn_phase = 0;
 
-  block.for_each_tile([&](int first_strip, int feature) {
+  Tiles<Block> tiles(block);
+  for (int tile = static_cast<int>(blockIdx.x); tile < p.schedule.tiles;) {
+    const auto [first_strip, feature] = block.place_of(tile);
     const Strip at = block.strip_at(first_strip + consumer);
     unsigned char* output = block.outputs + consumer * Traits::kOutputBytes;
     if (p.residual && thread == 0) load_residual(block, consumer, at, feature, output);
@@ -158,6 +160,7 @@ __device__ inline void consume(const Block& block, int consumer) {
       next_stage();
       end_chunk();
     }
+    tile = tiles.after(tile);  // known by now, so that the next tile does not wait for it
     wgmma_wait<0>();
     fence_accumulator(accumulator);
     release_slot(-1);
@@ -168,7 +171,7 @@ __device__ inline void consume(const Block& block, int consumer) {
       block.epilogue(accumulator, shifts, consumer, at, feature, output, tile_phase);
     }
     tile_phase ^= 1;
-  });
+  }
   if (thread == 0) tma_store_wait_read();
 }
 

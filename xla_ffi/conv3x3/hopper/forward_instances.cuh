@@ -2,13 +2,20 @@
 // kTiles, flipped and unflipped.
 #pragma once
 
-#include <algorithm>
 #include <memory>
 #include <utility>
 
 #include "conv3x3/hopper/forward.cuh"
 
 namespace jaxunet::cuda::forward {
+
+// The first array with elements that a launch writes.
+inline const void* output_of(const Conv3x3& plan) {
+  int part = 0;
+  while (part + 1 < plan.y.count && plan.y.channels[part] == 0) ++part;
+  return plan.y.data[part];
+}
+inline const void* output_of(const UpsampledConv3x3& plan) { return plan.y; }
 
 // Launches one instance. `plan`: Conv3x3, or UpsampledConv3x3 for the convolution by phases.
 template <class T, class Traits, bool kFlipped, class Plan = Conv3x3>
@@ -18,12 +25,12 @@ cudaError_t run(const Plan& plan, int multiprocessors, cudaStream_t stream) {
   const Given& p = *filled;
   cudaError_t error = parameters(Traits::kTile, plan, filled.get());
   if (error != cudaSuccess) return error;
+  const int blocks = distribute(output_of(plan), multiprocessors, filled.get());
   const auto kernel = hopper_forward_kernel<T, Traits, kFlipped>;
   const int bytes = p.schedule.shared_bytes(Traits::kTile);
   error = allow_shared_memory(kernel, kMaxSharedBytes);
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(std::min(p.schedule.tiles, multiprocessors)), Traits::kThreads, bytes,
-                stream, p);
+  return launch(kernel, dim3(blocks), Traits::kThreads, bytes, stream, p);
 }
 
 // Tile i of kTiles.

@@ -53,7 +53,12 @@ __device__ inline void produce(const Block& block) {
     }
   };
 
-  block.for_each_tile([&](int first_strip, int feature) {
+  const bool draws = block.draws();
+  unsigned drawn = 0;  // tiles
+  int tile = static_cast<int>(blockIdx.x);
+  while ((tile = uniform(tile, 1u)) < p.schedule.tiles) {
+    const unsigned next = draws ? block.draw() : 0;  // early, because it takes its time
+    const auto [first_strip, feature] = block.place_of(tile);
 #pragma unroll
     for (int i = 0; i < Traits::kConsumers; ++i) at[i] = block.strip_at(first_strip + i);
     int channel = 0;  // counted over all parts
@@ -81,7 +86,8 @@ __device__ inline void produce(const Block& block) {
       channel += p.projected_channels[part];
     }
     first_tile = false;
-  });
+    tile = draws ? block.publish(next, drawn++) : tile + static_cast<int>(gridDim.x);
+  }
 }
 
 // One thread of a warpgroup: applies SiLU(a · x + b) in place in shared memory, once for the nine
@@ -112,8 +118,9 @@ __device__ inline void activate(const Block& block, int consumer) {
   const int thread = threadIdx.x % kWarpgroup,
             eighth = thread % 8;  // which eight of a pixel's 64 channels
   int slot = 0, phase = 0;
-  block.for_each_tile([&](int first_strip, int) {
-    const Strip at = block.strip_at(first_strip + consumer);
+  Tiles<Block> tiles(block);
+  for (int tile = static_cast<int>(blockIdx.x); tile < p.schedule.tiles; tile = tiles.after(tile)) {
+    const Strip at = block.strip_at(block.place_of(tile).first_strip + consumer);
     const int64_t sample = at.sample < p.schedule.batch ? at.sample : p.schedule.batch - 1;
     int channel = 0;
     for (int part = 0; part < p.x_parts; ++part) {
@@ -138,7 +145,7 @@ __device__ inline void activate(const Block& block, int consumer) {
       slot = (slot + 1) % kStripStages;
       phase ^= slot == 0;
     }
-  });
+  }
 }
 
 }  // namespace jaxunet::cuda::forward

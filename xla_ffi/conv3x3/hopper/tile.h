@@ -272,6 +272,20 @@ constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, 
                      features);
 }
 
+// True if the blocks of a launch draw their tiles from a counter (forward.cuh). With fewer tiles
+// per block, draws make some launches slower on a GPU that runs nothing else. To refit: time both
+// ways (tests/gpu/harness/conv/held.cu).
+constexpr bool draws_tiles(int tiles, int blocks) { return tiles >= 4 * blocks; }
+
+// The first tile of a block has the number of the block, and the draws give the tiles after these.
+// With each of its tiles, a block draws the next one, so a launch has one draw for each tile.
+JAXUNET_HOST_DEVICE constexpr int drawn_tile(unsigned draw, int blocks) {
+  return blocks + static_cast<int>(draw);
+}
+JAXUNET_HOST_DEVICE constexpr unsigned last_draw(int tiles) {
+  return static_cast<unsigned>(tiles - 1);
+}
+
 // The first pixel of a strip, without its halo. A strip past the last, and the samples of a packed
 // strip past the last sample, lie outside of the images: TMA reads zeros there and stores nothing.
 struct Strip {

@@ -197,5 +197,51 @@ constexpr bool phase_choices_hold() {
 }
 static_assert(phase_choices_hold());
 
+// Runs blocks that draw tiles (forward_producer.cuh); those from block `begun` on start only when
+// another has ended. True if every tile is computed once and the last draw sets the counter back.
+constexpr bool draws_hold(int tiles, int blocks, int begun) {
+  unsigned counter = 0;
+  int computed[640] = {}, next[132] = {};
+  const auto draw = [&] {  // atomicInc
+    const unsigned drawn = counter;
+    counter = drawn >= last_draw(tiles) ? 0 : drawn + 1;
+    return drawn_tile(drawn, blocks);
+  };
+  for (int b = 0; b < blocks; ++b) next[b] = b;
+  for (int ended = 0; ended < blocks;) {
+    for (int b = 0; b < std::min(begun + ended, blocks); ++b) {
+      if (next[b] >= tiles) continue;
+      ++computed[next[b]];
+      next[b] = draw();
+      ended += next[b] >= tiles;
+    }
+  }
+  for (int tile = 0; tile < tiles; ++tile) {
+    if (computed[tile] != 1) return false;
+  }
+  return counter == 0;
+}
+static_assert(draws_hold(640, 132, 132) && draws_hold(640, 132, 108) && draws_hold(528, 132, 1) &&
+              draws_hold(64, 16, 4) && draws_hold(4, 1, 1));
+
+// On a GPU with 132 multiprocessors; first for images of 64×64 pixels.
+constexpr bool draws(bool activated, int64_t batch, int height, int width, int chunks,
+                     int64_t features) {
+  const int tile = quickest_tile(activated, 132, batch, height, width, chunks, 0, features);
+  return draws_tiles(Schedule(kTiles[tile], batch, height, width, chunks, 0, features).tiles, 132);
+}
+static_assert(!draws(false, 32, 64, 64, 1, 64) && draws(false, 64, 64, 64, 1, 64));
+static_assert(draws(false, 32, 64, 64, 1, 128));
+// The shapes of DRAWN in parity_test.py, with an activation and without, and flipped; and the one
+// in test_upsampled.py.
+static_assert(draws(false, 48, 64, 48, 1, 64) && draws(true, 48, 64, 48, 1, 64) &&
+              draws(false, 480, 4, 4, 2, 520));
+static_assert(
+    draws_tiles(phase_schedule(kPhaseTiles[quickest_phase_tile(132, false, 40, 32, 32, 64, 64)],
+                               false, 40, 32, 32, 64, 64)
+                    .tiles,
+                132));
+static_assert(draws_tiles(528, 132) && !draws_tiles(527, 132) && !draws_tiles(1, 1));
+
 }  // namespace
 }  // namespace jaxunet::cuda

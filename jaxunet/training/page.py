@@ -1,0 +1,124 @@
+"""Writes `WORKDIR/index.html`: what a run looks like so far, for a browser, without a server.
+
+The page shows the grids of samples along a slider, the curves of metrics.csv, what the run said
+when it began, and the commands that go on from it. It loads nothing but the pictures in `samples/`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+
+from jaxunet.config import Config, to_dict
+from jaxunet.runtime import program
+from jaxunet.runtime.whole_files import replacing
+from jaxunet.training.held_out import Losses, Turn
+from jaxunet.training.log_file import last_start
+from jaxunet.training.logs import FILE as METRICS
+from jaxunet.training.logs import read_metrics
+
+FILE = 'index.html'
+TEMPLATE = pathlib.Path(__file__).with_name('page.html')
+POINTS = 1000  # of a curve
+CURVES = (
+    'loss', 'held_out_loss', 'seen_loss', 'images_per_second', 'learning_rate', 'training_seconds',
+)  # fmt: skip
+
+
+def write_page(config: Config, workdir: pathlib.Path) -> None:
+    """Writes the page of a run from the files in its workdir.
+
+    Raises:
+      OSError: a file cannot be read or written.
+    """
+    text = TEMPLATE.read_text(encoding='utf-8')
+    # Inside a script element, only a slash after < could end it.
+    data = json.dumps(contents(config, workdir)).replace('</', '<\\/')
+    with replacing(workdir / FILE) as path:
+        path.write_text(text.replace('"DATA"', data, 1), encoding='utf-8')
+
+
+def contents(config: Config, workdir: pathlib.Path) -> dict[str, object]:
+    """Returns everything that the page of a run shows, for JSON."""
+    rows = read_metrics(workdir / METRICS) if (workdir / METRICS).exists() else []
+    every = max(math.ceil(len(rows) / POINTS), 1)
+    shown = [row for i, row in enumerate(rows) if i % every == 0 or row.get('held_out_loss')]
+    said = last_start(workdir)
+    return {
+        'name': workdir.resolve().name,
+        'written': time.strftime('%Y-%m-%d %H:%M'),
+        'steps': config.train.steps,
+        'step': int(rows[-1]['step']) if rows else 0,
+        'batch': config.data.batch_size,
+        'objective': config.diffusion.objective,
+        'image': 'x'.join(map(str, config.image_shape)),
+        'data': config.data.path,
+        'pictures': pictures(workdir),
+        'curves': {
+            name: [[int(row['step']), float(row[name])] for row in shown if _finite(row.get(name))]
+            for name in CURVES
+        },
+        'turns': turns(rows),
+        'said': said,
+        'commands': commands(config, workdir, said[0] if said else ''),
+        'fields': _changed(to_dict(Config()), to_dict(config)),
+    }
+
+
+def pictures(workdir: pathlib.Path) -> list[tuple[int, str]]:
+    """Returns the step and the path in the workdir of each grid of samples, in order."""
+    found = sorted((workdir / 'samples').glob('step_*.png'))
+    return [
+        (int(path.stem.removeprefix('step_')), f'samples/{path.name}')
+        for path in found
+        if path.stem.removeprefix('step_').isdecimal()
+    ]
+
+
+def turns(rows: Sequence[Mapping[str, str]]) -> list[tuple[int, str]]:
+    """Returns each step at which the held-out loss had turned, and what the log said there."""
+    turn, found = Turn(), []
+    for row in rows:
+        losses = Losses.of_row(row)
+        if losses and (said := turn.add(losses)):
+            found.append((int(row['step']), said))
+    return found
+
+
+def commands(config: Config, workdir: pathlib.Path, begun: str) -> dict[str, str]:
+    """Returns the commands that go on from a run, by what they do.
+
+    Args:
+      begun: the first line of the log: date, time and command; '' without a log.
+    """
+    folder = shlex.quote(str(workdir))
+    low_res = ' --low_res PICTURES' if config.low_res_shape else ''
+    resume = begun.split(' ', 2)[2:]
+    found = {
+        'draw 64 samples': f'sample --checkpoint {folder}{low_res} --num_samples 64 '
+        '--output samples.png',
+        'export the weights': f'export --checkpoint {folder} --output model.safetensors',
+        'see all runs': f'view {shlex.quote(str(workdir.parent))}',
+    }
+    shown = {does: program.shown(f'python -m jaxunet.{it}') for does, it in found.items()}
+    return ({'resume, or go on with a larger train.steps': resume[0]} if resume else {}) | shown
+
+
+def _finite(text: str | None) -> bool:
+    return bool(text) and math.isfinite(float(text or 0))
+
+
+def _changed(defaults: Mapping[str, object], values: Mapping[str, object]) -> dict[str, str]:
+    """Returns the fields with other values than the defaults, by their paths."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        default = defaults.get(name)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            found |= {f'{name}.{k}': v for k, v in _changed(default, value).items()}
+        elif value != default:
+            found[name] = str(value)
+    return found

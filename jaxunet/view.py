@@ -1,0 +1,169 @@
+"""Shows runs in a browser: an overview of all runs in a folder, and the page of each.
+
+    python -m jaxunet.view [runs] [--port PORT]
+
+The server listens on this machine alone (127.0.0.1) and serves nothing but the pages and grids of
+samples of these runs. On another machine, forward the port: `ssh -L 8000:localhost:8000 MACHINE`.
+"""
+
+from __future__ import annotations
+
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
+import contextlib
+import html
+import http.server
+import pathlib
+import re
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+
+from absl import flags
+
+from jaxunet.config import cli
+from jaxunet.runtime.errors import UserError, printable
+from jaxunet.runtime.paths import expanded
+from jaxunet.training.logs import FILE as METRICS
+from jaxunet.training.logs import read_metrics
+from jaxunet.training.page import FILE as PAGE
+from jaxunet.training.page import pictures
+
+PORT = flags.DEFINE_integer(
+    'port', 8000, 'Port of the server; 0 = any that is free.', lower_bound=0, upper_bound=65535
+)
+DEPTH = 3  # folders below the given one in which runs are looked for
+SERVED = re.compile(rf'(?:(.*)/)?({re.escape(PAGE)}|samples/step_\d+\.png)')
+LOCAL = ('127.0.0.1', 'localhost')
+STYLE = """
+body { margin: 0 auto; max-width: 1240px; padding: 20px 16px; font: 15px/1.5 system-ui, sans-serif;
+  background: #fbfaf8; color: #1f2328; }
+main { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(240px, 100%), 1fr));
+  gap: 16px; }
+a { color: inherit; text-decoration: none; background: #fff; border: 1px solid #e3e0da;
+  border-radius: 8px; padding: 10px; overflow-wrap: anywhere; }
+img { width: 100%; display: block; margin-bottom: 8px; }
+small { color: #6b7280; }
+@media (prefers-color-scheme: dark) { body { background: #16181c; color: #e7e5e0; }
+  a { background: #1e2126; border-color: #30343b; } small { color: #9aa1ab; } }
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serves the runs of a folder until Ctrl-C."""
+    if len(argv) > 2:
+        raise UserError(f'expected one folder of runs, found {", ".join(argv[1:])}')
+    folder = pathlib.Path(expanded(argv[1] if len(argv) == 2 else 'runs'))
+    if not folder.is_dir():
+        raise UserError(f'no folder {folder}; expected a run, or a folder of runs such as runs')
+    try:
+        server = make_server(folder, PORT.value)
+    except OSError as error:
+        raise UserError(
+            f'--port: {PORT.value}: {error.strerror}; choose another, or 0 for any that is free'
+        ) from None
+    with server:
+        print(f'http://127.0.0.1:{server.server_port}/ shows {folder}; Ctrl-C ends', flush=True)
+        server.serve_forever()
+
+
+def make_server(folder: pathlib.Path, port: int) -> http.server.ThreadingHTTPServer:
+    """Returns a server of the runs in a folder, on the loopback interface."""
+
+    class Handler(_Handler):
+        root = folder.resolve()
+
+    return http.server.ThreadingHTTPServer(('127.0.0.1', port), Handler)
+
+
+def runs(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the folder itself or those in it that hold a run, the newest first."""
+
+    def below(parent: pathlib.Path, depth: int) -> Iterator[pathlib.Path]:
+        if (parent / METRICS).is_file() or (parent / PAGE).is_file():
+            yield parent
+        elif depth:
+            for child in sorted(parent.iterdir()):
+                if child.is_dir() and not child.is_symlink() and not child.name.startswith('.'):
+                    yield from below(child, depth - 1)
+
+    def changed(run: pathlib.Path) -> float:
+        return max(
+            (run / name).stat().st_mtime for name in (METRICS, PAGE) if (run / name).exists()
+        )
+
+    return sorted(below(folder, DEPTH), key=changed, reverse=True)
+
+
+def overview(folder: pathlib.Path) -> str:
+    """Returns the HTML page of all runs in a folder: the last grid, step and loss of each."""
+    found = [_card(folder, run) for run in runs(folder)]
+    body = (
+        ''.join(found) or f'<p>There are no runs in {html.escape(printable(str(folder)))} yet.</p>'
+    )
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>runs</title><style>{STYLE}</style>'
+        f'<h1>{len(found)} run{"" if len(found) == 1 else "s"}</h1><main>{body}</main></html>'
+    )
+
+
+def _card(folder: pathlib.Path, run: pathlib.Path) -> str:
+    name = run.relative_to(folder).as_posix()
+    base = '' if name == '.' else f'{urllib.parse.quote(name)}/'
+    rows = read_metrics(run / METRICS) if (run / METRICS).is_file() else []
+    grids = pictures(run)
+    image = f'<img src="/{base}{grids[-1][1]}" alt="last samples" loading="lazy">' if grids else ''
+    said = f'step {int(rows[-1]["step"]):,}, loss {rows[-1]["loss"]}' if rows else 'no steps yet'
+    # A run has a page from its first grid on.
+    link = f' href="/{base}{PAGE}"' if (run / PAGE).is_file() else ''
+    shown = html.escape(printable(run.name if name == '.' else name))
+    return f'<a{link}>{image}<b>{shown}</b><br><small>{html.escape(said)}</small></a>'
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Serves `overview` and the files that `SERVED` matches, in folders below `root`."""
+
+    root: pathlib.Path
+
+    def do_GET(self) -> None:
+        """Answers a request."""
+        # A foreign page must not read this server under a name of its own.
+        if urllib.parse.urlsplit(f'//{self.headers.get("Host", "")}').hostname not in LOCAL:
+            self.send_error(HTTPStatus.FORBIDDEN, 'expected a local address')
+            return
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).lstrip('/')
+        single = (self.root / PAGE).is_file()
+        if not path and not single:
+            self._send(overview(self.root).encode(), 'text/html; charset=utf-8')
+            return
+        target = (self.root / (path or PAGE)).resolve()
+        # The name of the file itself counts, not that of a link.
+        inside = target.is_relative_to(self.root)
+        name = target.relative_to(self.root).as_posix() if inside else ''
+        if not (SERVED.fullmatch(name) and target.is_file()):
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        kind = 'image/png' if target.suffix == '.png' else 'text/html; charset=utf-8'
+        self._send(target.read_bytes(), kind)
+
+    def _send(self, content: bytes, kind: str) -> None:
+        self.send_response(HTTPStatus.OK)
+        for name, value in (
+            ('Content-Type', kind),
+            ('Content-Length', str(len(content))),
+            ('Cache-Control', 'no-cache'),
+            ('X-Content-Type-Options', 'nosniff'),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):  # the browser has gone on
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Prints nothing."""
+
+
+if __name__ == '__main__':
+    cli.run(main, arguments=True)

@@ -1,0 +1,400 @@
+"""The tables of README and docs, from docs/results; `python tools/docs/write.py` writes them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from support import golden as trajectories
+from support import markdown
+
+from jaxunet.benchmark import table as benchmark_table
+from jaxunet.benchmark.kernels import table as kernel_table
+from jaxunet.runtime import rows
+from jaxunet.runtime.rows import Row
+from jaxunet.weights.presets import PRESETS
+from tools.docs import fault_table, recipe_tables, sharing_table, study_tables, width_tables
+from tools.sanitizer import sanitizer_rows
+
+RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
+CACHES = ('empty', 'kept')  # state of the compilation cache before a start
+WEIGHTS = {  # the files of tools/gpu/starts.py
+    'model.bin': "unet.cu's `.bin`",
+    'model.pt': "guided-diffusion's `.pt`",
+    'model.safetensors': '`.safetensors`',
+    'workdir': 'a run',
+}
+# Side in the rows -> its name in the README's table.
+SIDES = {
+    'pytorch-eager': 'PyTorch, eager',
+    'pytorch-compiled': 'PyTorch, `torch.compile`',
+    'pytorch-best': 'PyTorch, `torch.compile`, whole step in one CUDA graph',
+    'xla': 'jaxunet `backend=xla` (plain JAX)',
+    'pallas': 'jaxunet `backend=pallas`',
+    'auto': 'jaxunet `backend=auto`',
+}
+BATCHES = (32, 256)
+SLOW = 0.9
+
+
+def read_lines(path: str) -> list[Row]:
+    """The rows of a JSON-lines file under docs/results."""
+    return [json.loads(line) for line in (RESULTS / path).read_text().splitlines()]
+
+
+def step_summary() -> str:
+    """Milliseconds of a training step of elephants64 by side, and how they were measured."""
+    chosen = newest_steps(read_lines('step/rows.jsonl'))
+    body = []
+    for side, shown in SIDES.items():
+        found = [chosen[side, batch] for batch in BATCHES]
+        ops = ''
+        if side == 'auto':
+            mixed = 'attention=pallas' in found[-1]['ops']
+            ops = f' (CUDA kernels{", attention in Pallas" * mixed})'
+        times = [f'{row["median_ms"]:.1f} ms' for row in found]
+        rate, memory = found[-1]['images_per_second'], found[-1]['peak_bytes'] / 2**30
+        body.append([shown + ops, *times, f'{rate:,.0f}', f'{memory:.1f} GiB'])
+    used = list(chosen.values())
+    versions = {name: used[-1]['versions'][name] for name in ('jax', 'torch')}
+    commits = list(dict.fromkeys(str(row['git']) for row in used))
+    head = [
+        'a whole training step',
+        *(f'batch {batch}' for batch in BATCHES),
+        f'images/s at {BATCHES[-1]}',
+        f'memory at {BATCHES[-1]}',
+    ]
+    return (
+        f'{markdown.table(head, body)}\n\n'
+        f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, '
+        f'torch {versions["torch"]}; commit{"s" * (len(commits) > 1)} {", ".join(commits)}.\n'
+        f'{steps_per_call(chosen)}'
+    )
+
+
+def newest_steps(found: Sequence[Row]) -> dict[tuple[str, int], Row]:
+    """Returns the rows of README's table, by side and batch.
+
+    They are of the newest commit that has rows of all sides and batches. Without such a commit,
+    they are the newest rows, of several commits. Rows with several steps per call come before those
+    with one. Rows with concurrent kernels are left out, except for `auto`, which uses them by
+    default where they help.
+    """
+    by_commit: dict[str, dict[tuple[str, int], Row]] = {}
+    newest: dict[tuple[str, int], Row] = {}
+    for row in found:
+        key = row['backend'], row['batch_size']
+        if (
+            (row['config'], row['direction'], row['error']) == ('elephants64', 'step', None)
+            and (row['backend'] == 'auto' or not row.get('concurrent_kernels', False))
+            and row['backend'] in SIDES
+            and row['batch_size'] in BATCHES
+        ):
+            for rows_by_key in (newest, by_commit.setdefault(str(row['git']), {})):
+                known = rows_by_key.get(key, row)
+                if row.get('steps_per_call', 1) >= known.get('steps_per_call', 1):
+                    rows_by_key[key] = row
+    whole = [
+        rows_by_key for rows_by_key in by_commit.values() if rows_by_key.keys() == newest.keys()
+    ]
+    return max(whole, key=lambda r: max(row['time'] for row in r.values()), default=newest)
+
+
+def steps_per_call(chosen: Mapping[tuple[str, int], Row]) -> str:
+    """Returns a sentence that says how many steps per call jaxunet's rows ran.
+
+    Args:
+      chosen: rows by side and batch.
+    """
+    by_number: dict[int, list[str]] = {}
+    for (side, batch), row in sorted(chosen.items()):
+        if not side.startswith('pytorch'):
+            ran = by_number.setdefault(row.get('steps_per_call', 1), [])
+            ran.append(f'`{side}` at batch {batch}')
+    usual = max(by_number)
+    text = f'jaxunet ran {usual} step{"s" * (usual > 1)} per call'
+    others = [
+        f'{" and ".join(ran)}, which ran {number} per call'
+        for number, ran in by_number.items()
+        if number != usual
+    ]
+    return f'{text}, except {"; and ".join(others)}.' if others else f'{text}.'
+
+
+def steps() -> str:
+    """Every side of every whole-step benchmark."""
+    return benchmark_table.markdown(rows.read(RESULTS / 'step/rows.jsonl'))
+
+
+def portable_steps() -> str:
+    """Steps on a Hopper GPU with both sets of portable kernels beside XLA's, by config.
+
+    For each config and batch the newest row counts, with the last side of each kind in it.
+    """
+    newest = {
+        (pathlib.Path(row['config']).stem, row['batch_size']): row
+        for row in read_lines('step/turns.jsonl')
+        # The precision of the config, bfloat16.
+        if {'portable', 'ada'} <= set(row['kernels']) and 'precision' not in row
+    }
+    body = []
+    for (config, batch), row in sorted(newest.items()):
+        sides = zip(row['backends'], row['kernels'], row['medians'], strict=True)
+        ms = {side if kind == 'fastest' else kind: m for side, kind, m in sides}
+        times = [f'{ms[side]:.2f}' for side in ('xla', 'portable', 'ada')]
+        ratios = [f'{ms[side] / ms["xla"]:.2f}' for side in ('portable', 'ada')]
+        body.append([config, str(batch), *times, *ratios, row['git']])
+    head = ('xla, ms', 'portable, ms', 'ada, ms', 'portable / xla', 'ada / xla')
+    table = markdown.table(('config', 'batch', *head, 'commit'), body)
+    measured = dict.fromkeys(
+        f'{row["device"]}, bfloat16, jax {row["versions"]["jax"]}, driver {row["driver"]}'
+        for row in newest.values()
+    )
+    return f'{table}\n\n{"; ".join(measured)}.'
+
+
+def kernels() -> str:
+    """XLA's time over the kernels', by op, direction and batch."""
+    return kernel_table.summary(rows.read(RESULTS / 'kernels/rows.jsonl'))
+
+
+def slow_kernels() -> str:
+    """The cases where XLA needs less than `SLOW` of a kernel's time, the slowest first."""
+    found = [
+        row
+        for row in kernel_table.by_backend(rows.read(RESULTS / 'kernels/rows.jsonl'))
+        if row['ratio'] < SLOW
+    ]
+    return markdown.table(
+        ('op', 'direction', 'batch', 'case', 'backend', 'µs', "XLA's µs", 'ratio', 'commit'),
+        (
+            (
+                row['op'],
+                row['direction'],
+                str(row['batch']),
+                row['case'],
+                row['backend'],
+                f'{row["us"]:.1f}',
+                f'{row["us_xla"]:.1f}',
+                f'{row["ratio"]:.2f}',
+                str(row['git']),
+            )
+            for row in sorted(found, key=lambda row: row['ratio'])
+        ),
+    )
+
+
+def training_runs() -> str:
+    """The complete training runs of elephants64."""
+    head = (
+        'commit',
+        'device',
+        'precision, batch',
+        'step ms, median (quartiles)',
+        'steps',
+        'training s',
+        'final loss',
+    )
+    return markdown.table(
+        head,
+        (
+            (
+                row['git'],
+                row['device'],
+                f'{row["precision"]}, {row["batch"]}',
+                '{:.2f} ({:.2f} to {:.2f})'.format(row['median_ms'], *row['quartiles_ms']),
+                f'{row["steps"]:,}',
+                f'{row["training_seconds"]:.0f}',
+                str(row['final_loss']),
+            )
+            for row in read_lines('elephants64/rows.jsonl')
+        ),
+    )
+
+
+def starts() -> str:
+    """Seconds from the command to the first step or picture, with an empty cache and a kept one."""
+    seconds: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read_lines('start/commands.jsonl'):
+        did = {'train': 'training', 'sample': 'sampling from ' + WEIGHTS[row['checkpoint']]}
+        key = did[row['task']], row['precision']
+        seconds.setdefault(key, {})[row['cache']] = f'{row["first_s"]:.1f}'
+    return markdown.table(
+        ('command', 'precision', *(f'{cache} cache, s' for cache in CACHES)),
+        ((*key, *(found[cache] for cache in CACHES)) for key, found in sorted(seconds.items())),
+    )
+
+
+def fuzz() -> str:
+    """Cases that fuzzing runs by hand have tried, by part; the newest row of each reader counts."""
+    newest = {row['case']: row for row in read_lines('fuzz/rows.jsonl')}
+    parts: dict[str, list[Row]] = {}
+    for case, row in newest.items():
+        own = case in ('configs', 'trained steps') or case.startswith('handlers')
+        part = case if own else 'readers of files'
+        parts.setdefault(part, []).append(row)
+    body = [
+        [
+            f'{part} ({len(found)})' if len(found) > 1 else part,
+            *(f'{sum(row[name] for row in found):,}' for name in ('cases', 'refused', 'accepted')),
+            str(sum(bool(row['finding']) for row in found)),
+            f'{max(row["slowest_s"] for row in found):.2f}',
+        ]
+        for part, found in parts.items()
+    ]
+    row = next(iter(newest.values()))
+    commits = ', '.join(dict.fromkeys(str(row['git']) for row in newest.values()))
+    gpus = dict.fromkeys(r['device'] for r in newest.values() if r['device'] != 'cpu')
+    where = ' and '.join(['On a CPU', *gpus])
+    head = ('part', 'cases', 'refused', 'accepted', 'faults', 'slowest, s')
+    return (
+        f'{markdown.table(head, body)}\n\n'
+        f'{where}; Python {row["versions"]["python"]}, jax {row["versions"]["jax"]}, '
+        f'hypothesis {row["libraries"]["hypothesis"]}; commit {commits}. '
+        'Rows by reader: `docs/results/fuzz/rows.jsonl`.'
+    )
+
+
+def matrix() -> str:
+    """Tests passed by version of JAX and part of the suite; the newest row of each counts."""
+    newest: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read_lines('matrix/rows.jsonl'):
+        by_part = newest.setdefault((row['versions']['jax'], row['versions']['python']), {})
+        by_part[row['part']] = row
+    parts = dict.fromkeys(part for by_part in newest.values() for part in by_part)
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return 'not run'
+        counts = ((row[name], name) for name in ('passed', 'skipped', 'failed'))
+        cell = ', '.join(f'{count:,} {name}' for count, name in counts if count)
+        return cell if row.get('long_tests', True) else f'{cell} (short)'
+
+    table = markdown.table(
+        ('jax', 'Python', *parts, 'commit'),
+        (
+            (
+                *versions,
+                *(cell(by_part.get(part)) for part in parts),
+                ', '.join(dict.fromkeys(str(row['git']) for row in by_part.values())),
+            )
+            for versions, by_part in newest.items()
+        ),
+    )
+    return (
+        f'{table}\n\nOn a CPU, by `python tools/matrix/run.py VERSION@PYTHON ...`; short: without '
+        'the tests marked `long`.'
+    )
+
+
+def golden() -> str:
+    """Distances of the losses of 200 steps on each version of JAX from those on the first one."""
+    found: dict[str, dict[str, Row]] = {}
+    for (network, _, precision, jax), row in trajectories.recorded().items():
+        found.setdefault(f'{network}, {precision}', {})[jax] = row
+    versions = list(next(iter(found.values())))
+    first, *others = versions
+    lines = []
+    for run, by_version in sorted(found.items()):
+        base = by_version[first]
+        mean = statistics.mean(base['losses'][-trajectories.SPAN :])
+        far = (trajectories.distance(by_version[v]['losses'], base['losses']) for v in others)
+        tolerance = min(row['tolerance'] for row in by_version.values())
+        lines.append((run, f'{mean:.5f}', *(f'{value:.1e}' for value in far), f'{tolerance:.3f}'))
+    head = ('run', f'loss on {first}, steps 181 to 200', *(f'distance on {v}' for v in others))
+    commits = ', '.join(
+        dict.fromkeys(
+            str(row['git']) for by_version in found.values() for row in by_version.values()
+        )
+    )
+    return f'{markdown.table((*head, "tolerance"), lines)}\n\nOn a CPU, commit {commits}.'
+
+
+def where_the_time_goes() -> str:
+    """GPU milliseconds of a step of elephants64 by class of kernel, beside their floors."""
+    found = {(row['class'], row['batch_size']): row for row in totals('budget/rows.jsonl')}
+    small, large = BATCHES
+    names = sorted(
+        (name for name, batch in found if batch == large and name != 'step'),
+        key=lambda name: -found[name, large]['ms'],
+    )
+    body = []
+    for name in [*names, 'step']:
+        cells = [f'{found[name, small]["launches"]:.0f}']
+        for batch in BATCHES:
+            row = found[name, batch]
+            cells += [f'{row["floor_ms"]:.2f}', f'{row["ms"]:.2f}']
+        body.append(['all kernels' if name == 'step' else name, *cells])
+    head = ['kernels', f'launches, batch {small}']
+    for batch in BATCHES:
+        head += [f'floor ms, batch {batch}', f'ms, batch {batch}']
+    row = found['step', large]
+    return (
+        f'{markdown.table(head, body)}\n\n'
+        f'{row["device"]}, jax {row["versions"]["jax"]}, driver {row["driver"]}, commit '
+        f'{row["git"]}; {row["ops"]}; matrix product {row["matmul_flops"] / 1e12:.0f} TFLOP/s, '
+        f'copy {row["copy_bytes_per_s"] / 1e9:,.0f} GB/s.'
+    )
+
+
+def totals(path: str) -> list[Row]:
+    """The rows of a file that sum up whole classes of kernels, for elephants64."""
+    rows = read_lines(path)
+    return [row for row in rows if row['level'] is None and row['config'] == 'elephants64']
+
+
+def study(name: str) -> Callable[[], str]:
+    """The table of all points of a sweep, from its report."""
+    return lambda: _report(f'study/{name}', '## Points')
+
+
+def _report(folder: str, start: str) -> str:
+    """The first table of docs/results/FOLDER/report.md at or after the text `start`."""
+    text = (RESULTS / folder / 'report.md').read_text()
+    found = re.search(r'^\|.*(?:\n\|.*)+', text[text.index(start) :], re.MULTILINE)
+    assert found is not None, f'docs/results/{folder}/report.md: no table after {start!r}'
+    return found[0]
+
+
+def presets() -> str:
+    """The published models by preset, with their files."""
+    head = ('`--preset`', 'file', 'images', 'schedule', 'timesteps')
+    body = []
+    for name, preset in PRESETS.items():
+        d, classes = preset.config().diffusion, preset.model.get('num_classes', 0)
+        images = f'{preset.size}×{preset.size}'
+        if low_res := preset.config().low_res_shape:
+            images += f' from {low_res[0]}×{low_res[1]}'
+        images += f', {classes:,} classes' if classes else ''
+        rescaled = ', rescaled' if d.rescale_timesteps else ''
+        files = ', '.join(f'`{file}`' for file in preset.files)
+        body.append((f'`{name}`', files, images, d.schedule, f'{d.steps:,}{rescaled}'))
+    return markdown.table(head, body)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    'step_summary': step_summary,
+    'steps': steps,
+    'portable_steps': portable_steps,
+    'kernels': kernels,
+    'slow_kernels': slow_kernels,
+    'training_runs': training_runs,
+    'starts': starts,
+    'matrix': matrix,
+    'golden': golden,
+    'fuzz': fuzz,
+    **fault_table.TABLES,
+    'sanitizer': lambda: sanitizer_rows.table(read_lines('sanitizer/rows.jsonl')),
+    'where_the_time_goes': where_the_time_goes,
+    **study_tables.TABLES,
+    **recipe_tables.TABLES,
+    'recipes_sharing': sharing_table.sharing,
+    **width_tables.TABLES,
+    'devices_batch_merged': study('devices_batch_merged'),
+    'amp': study('amp'),
+    'compiled': study('compiled'),
+    'presets': presets,
+}

@@ -1,0 +1,80 @@
+"""The tables of runs that faults interrupt, from the rows of `tools/faults/run.py`, and of long
+ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+from collections.abc import Callable
+
+from jaxunet.runtime import rows
+from jaxunet.runtime.rows import Row
+from tools.docs import soak_table
+
+ROWS = pathlib.Path(__file__).parents[2] / 'docs/results/faults/rows.jsonl'
+HEAD = (
+    'what happened',
+    'runs',
+    'faults',
+    'started from less than the last checkpoint',
+    'runs with other bits',
+    'tracebacks',
+    'runs with anything else wrong',
+)
+SHOWN = {  # kinds of cases
+    'killed': 'training killed at any moment, up to six times',
+    'healed': 'training with `--restarts` killed at any moment',
+    'sampling killed': '`jaxunet.sample` killed at any moment, up to three times',
+    'process killed': 'one of two processes killed at any stage, up to twice',
+    'signalled': 'SIGTERM, SIGINT, or two of them',
+    'memory full': 'a device without memory, at any stage',
+    'full disk': 'a full disk',
+    'read-only disk': 'a read-only disk at a start',
+    'folder removed': 'a folder of the run removed under it',
+    'clock jumped': 'a wall clock that jumps by years, and a kill',
+}
+
+
+def table() -> str:
+    """Runs by what happened to them, for every platform and backend; then the kills by stage."""
+    newest = {(r['platform'], r['backend'], r['seed'], r['kind']): r for r in rows.read(ROWS)}
+    parts = []
+    for place in dict.fromkeys((row['platform'], row['backend']) for row in newest.values()):
+        found = [row for row in newest.values() if (row['platform'], row['backend']) == place]
+        parts.append(_of_a_place(place, found))
+    return '\n\n'.join(parts)
+
+
+def _of_a_place(place: tuple[str, str], found: list[Row]) -> str:
+    lines = [_line(HEAD), _line(['---'] * len(HEAD))]
+    for kind, shown in SHOWN.items():
+        if of_kind := [row for row in found if row['kind'] == kind]:
+            lines.append(_line([shown, *_counts(of_kind)]))
+    lines.append(_line(['all', *_counts(found)]))
+    stages = collections.Counter(s for r in found if r['kind'] == 'killed' for s in r['faults'])
+    kills = ', '.join(f'{stage} {count}' for stage, count in stages.most_common())
+    commits = ', '.join(dict.fromkeys(str(row['git']) for row in found))
+    return (
+        f'{found[-1]["device"]}, `backend={place[1]}`, jax {found[-1]["versions"]["jax"]}, '
+        f'commits {commits}; kills of training by stage: {kills}.\n\n' + '\n'.join(lines)
+    )
+
+
+def _counts(found: list[Row]) -> list[str]:
+    counted: list[Callable[[Row], int]] = [
+        lambda row: 1,
+        lambda row: len(row['faults']),
+        lambda row: row['lost'],
+        lambda row: bool(row['differences']),
+        lambda row: row['tracebacks'],
+        lambda row: bool(row['unexpected']) and not (row['lost'] or row['tracebacks']),
+    ]
+    return [f'{sum(map(count, found)):,}' for count in counted]
+
+
+def _line(cells: list[str] | tuple[str, ...]) -> str:
+    return f'| {" | ".join(cells)} |'
+
+
+TABLES: dict[str, Callable[[], str]] = {'faults': table, 'soak': soak_table.table}

@@ -1,0 +1,316 @@
+"""The tables of docs/results/recipes, from the rows of `python -m jaxunet.compare.queue`."""
+
+from __future__ import annotations
+
+import json
+import operator
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from support import markdown
+
+from jaxunet.compare.statistics import time_to
+from jaxunet.runtime.rows import Row
+
+FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/recipes'
+DIGITS = FOLDER.parent / 'digits'
+LIMIT = 50  # most evaluations of the network for a sample
+BASELINE = 'epsilon-linear'
+NOTHING = 'Nothing is measured yet.'
+GRIDS = {  # data set -> caption of its grids
+    'objects64': 'Samples of the 9,000 photographs, not selected:',
+    'elephants64': 'Samples of the 500 elephants, not selected:',
+}
+Find = Callable[[Row], float]
+
+
+def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
+    """The rows of a file; later ones replace earlier ones of the same checkpoint and sampler."""
+    path = folder / name
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = {}
+    for row in map(json.loads, lines):
+        found[row['data'], row['case'], row['seed'], row['seconds'], row['sampler']] = row
+    return list(found.values())
+
+
+def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
+    """The rows of the sampler with the smallest mean metric within a number of evaluations.
+
+    Only samplers with rows for the largest number of seeds count.
+    """
+    by_sampler: dict[str, list[Row]] = {}
+    for row in found:
+        if row['evaluations'] <= limit:
+            by_sampler.setdefault(row['sampler'], []).append(row)
+    most = max(map(len, by_sampler.values()), default=0)
+    return min(
+        (rows for rows in by_sampler.values() if len(rows) == most),
+        key=lambda rows: np.mean([row['values']['train'][metric] for row in rows]),
+        default=[],
+    )
+
+
+def groups(found: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]]:
+    """Rows by (case, seconds), in the order of the cases and then of time.
+
+    Raises:
+      ValueError: the distances come from several feature networks, so they do not compare.
+    """
+    mine = [row for row in found if row['data'] == data]
+    features = {row['features'] for row in mine}
+    if len(features) > 1:
+        raise ValueError(f'{data}: rows of several features: {", ".join(sorted(features))}')
+    cases = list(dict.fromkeys(row['case'] for row in mine))
+    if BASELINE in cases:
+        cases.remove(BASELINE)
+        cases.insert(0, BASELINE)
+    keys = sorted(
+        {(row['case'], row['seconds']) for row in mine}, key=lambda k: (cases.index(k[0]), k[1])
+    )
+    return {key: [r for r in mine if (r['case'], r['seconds']) == key] for key in keys}
+
+
+def value(reference: str, metric: str) -> Find:
+    """Returns a function that reads a metric of a row."""
+    return lambda row: row['values'].get(reference, {}).get(metric, np.nan)
+
+
+def spread(rows: Sequence[Row], find: Find, digits: int = 3, factor: float = 1) -> str:
+    """Mean over seeds, and half their range where there are several."""
+    values = [factor * find(row) for row in rows]
+    if not values or np.isnan(values).any():
+        return ''
+    text = markdown.number(float(np.mean(values)), digits)
+    half = (max(values) - min(values)) / 2
+    return text if len(values) == 1 else f'{text} ± {markdown.number(half, 2)}'
+
+
+def objectives(found: Sequence[Row]) -> str:
+    """Quality by objective and seconds, on 9,000 photographs; each with its best sampler."""
+    body = []
+    for (case, seconds), group in groups(found, 'objects64').items():
+        rows = best(group, LIMIT, 'fid')
+        if rows:
+            body.append(
+                (
+                    case,
+                    f'{seconds:g}',
+                    f'{rows[0]["sampler"].replace(":", " ")}',
+                    str(len(rows)),
+                    f'{np.mean([row["step"] for row in rows]):,.0f}',
+                    spread(rows, value('train', 'fid')),
+                    spread(rows, value('train', 'kid'), factor=1e3),
+                    spread(rows, value('test', 'kid'), factor=1e3),
+                    spread(rows, value('train', 'precision')),
+                    spread(rows, value('train', 'recall')),
+                    spread(rows, value('train', 'copies')),
+                )
+            )
+    head = (
+        'objective',
+        's',
+        'best sampler',
+        'seeds',
+        'steps',
+        'Fréchet distance',
+        'kernel distance · 10³',
+        'to test images · 10³',
+        'precision',
+        'recall',
+        'copies',
+    )
+    return with_origin(head, body, found, 'objects64')
+
+
+def digits(found: Sequence[Row]) -> str:
+    """Quality by objective and sampler after the last step, on the embedded digits."""
+    body = []
+    last = {case: group for (case, _), group in groups(found, 'digits').items()}
+    for case, group in last.items():
+        for sampler in dict.fromkeys(row['sampler'] for row in group):
+            rows = [row for row in group if row['sampler'] == sampler]
+            body.append(
+                (
+                    case,
+                    all_of(rows, lambda row: f'{row["step"]:,}'),
+                    sampler.replace(':', ' '),
+                    str(rows[0]['evaluations']),
+                    str(len(rows)),
+                    spread(rows, value('train', 'fid')),
+                    spread(rows, value('train', 'kid'), factor=1e3),
+                    spread(rows, value('train', 'precision')),
+                    spread(rows, value('train', 'recall')),
+                )
+            )
+    head = ('objective', 'steps', 'sampler', 'evaluations', 'seeds', 'Fréchet distance')
+    more = ('kernel distance · 10³', 'precision', 'recall')
+    return with_origin((*head, *more), body, found, 'digits')
+
+
+def sooner(found: Sequence[Row]) -> str:
+    """Seconds in which each objective reaches the quality of the baseline's last checkpoint.
+
+    Only the seeds of that checkpoint count, so that all points of a curve have the same seeds.
+    """
+    grouped = groups(found, 'objects64')
+    ends = [key for key in grouped if key[0] == BASELINE]
+    seeds = {row['seed'] for row in grouped[ends[-1]]} if ends else set()
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for (case, _), group in grouped.items():
+        rows = best([row for row in group if row['seed'] in seeds], LIMIT, 'fid')
+        points = [(row['training_seconds'], row['values']['train']['fid']) for row in rows]
+        if points:
+            curves.setdefault(case, []).append(tuple(np.mean(points, axis=0)))
+    if BASELINE not in curves:
+        return NOTHING
+    longest, target = curves[BASELINE][-1]
+    body = []
+    for case, points in curves.items():
+        seconds, values = np.array(points).T
+        when = time_to(target, seconds, values, higher=False)
+        bound = '≤ ' if when == seconds[0] and case != BASELINE else ''
+        shown = f'{bound}{when:.0f}' if np.isfinite(when) else f'not in {seconds[-1]:.0f}'
+        ratio = f'{"≥ " if bound else ""}{longest / when:.1f}' if np.isfinite(when) else ''
+        body.append((case, shown, ratio))
+    head = (
+        'objective',
+        f's to a Fréchet distance of {target:.3g} ({BASELINE} after {longest:.0f} s), '
+        f'seed {", ".join(map(str, sorted(seeds)))}',
+        'times sooner',
+    )
+    return markdown.table(head, body)
+
+
+def elephants(found: Sequence[Row]) -> str:
+    """Quality, copies and held-out loss by objective and seconds, on 500 photographs.
+
+    Each with the sampler of the smallest kernel distance.
+    """
+    body = []
+    for (case, seconds), group in groups(found, 'elephants64').items():
+        rows = best(group, LIMIT, 'kid')
+        body.append(
+            (
+                case,
+                f'{seconds:g}',
+                f'{np.mean([row["step"] for row in rows]):,.0f}',
+                rows[0]['sampler'].replace(':', ' '),
+                spread(rows, value('train', 'kid'), factor=1e3),
+                spread(rows, value('train', 'precision')),
+                spread(rows, value('train', 'recall')),
+                spread(rows, value('train', 'copies')),
+                spread(rows, lambda row: row.get('losses', {}).get('seen_loss', np.nan)),
+                spread(rows, lambda row: row.get('losses', {}).get('held_out_loss', np.nan)),
+            )
+        )
+    head = ('objective', 's', 'steps', 'sampler', 'kernel distance · 10³', 'precision', 'recall')
+    more = ('copies', 'loss on training images', 'on held-out images')
+    return with_origin((*head, *more), body, found, 'elephants64')
+
+
+def pictures(folder: pathlib.Path = FOLDER) -> str:
+    """Markdown of the existing plots and grids, each with the run that it shows."""
+    kept = origins(folder)
+    found = []
+    if (folder / 'quality.png').exists():
+        found.append('![quality against seconds of training](results/recipes/quality.png)')
+    for data, title in GRIDS.items():
+        table = grids([o for o in kept if o['data'] == data and o['file'].startswith('grids/')])
+        found += [title, table] if table else []
+    if (folder / 'overfitting.png').exists():
+        runs = [row for row in read(folder) if row['data'] == 'elephants64']
+        runs += [origin for origin in kept if origin['file'].startswith('logs/')]
+        found.append(
+            '![held-out loss and copies against seconds of training]'
+            f'(results/recipes/overfitting.png)\n\nThe elephants: {measured_with(runs)}.'
+        )
+    return '\n\n'.join(found) or NOTHING
+
+
+def origins(folder: pathlib.Path = FOLDER) -> list[Row]:
+    """The runs of the grids and logs that are kept, a row for each file."""
+    path = folder / 'pictures.jsonl'
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def grids(kept: Sequence[Row]) -> str:
+    """Grids by case and seconds, each with its sampler, steps and commit; '' if there are none."""
+    cases = list(dict.fromkeys(row['case'] for row in kept))
+    if BASELINE in cases:
+        cases.insert(0, cases.pop(cases.index(BASELINE)))
+    times = sorted({row['seconds'] for row in kept})
+    shown = {
+        (row['case'], row['seconds']): (
+            f'![{row["case"]}, {row["seconds"]:g} s](results/recipes/{row["file"]})<br>'
+            f'{row["sampler"].replace(":", " ")}, {row["step"]:,} steps, commit {row["git"]}'
+        )
+        for row in kept
+    }
+    body = [(case, *(shown.get((case, time), '') for time in times)) for case in cases]
+    return markdown.table(('', *(f'{time:g} s' for time in times)), body) if body else ''
+
+
+def recipe_picture(folder: pathlib.Path = FOLDER) -> str:
+    """Markdown of README's picture with its caption."""
+    (run,) = [row for row in origins(folder) if row['file'] == 'images.jpg']
+    own = 'this recipe' if run['case'] == 'images' else f'`{run["case"]}` with the same network'
+    return (
+        '<img src="docs/results/recipes/images.jpg" width="400"\n'
+        ' alt="64 samples of 20 kinds of objects">\n\n'
+        f'64 unselected samples of {own} after {run["seconds"]:g} seconds of training\non 9,000 '
+        f'photographs ({run["step"]:,} steps; {run["sampler"].replace(":", " ")}; one '
+        f'{run["device"]}, commit {run["git"]}).'
+    )
+
+
+def with_origin(
+    head: Sequence[str], body: Sequence[Sequence[str]], found: Sequence[Row], data: str
+) -> str:
+    """A table, and a line that says with what its rows were measured."""
+    if not body:
+        return NOTHING
+    mine = [row for row in found if row['data'] == data]
+    samples, batches, features = (
+        all_of(mine, operator.itemgetter(name))
+        for name in ('num_samples', 'batch_size', 'features')
+    )
+    references = '; '.join(
+        dict.fromkeys(
+            ', '.join(f'{count:,} {name}' for name, count in row['references'].items())
+            for row in mine
+        )
+    )
+    return (
+        f'{markdown.table(head, body)}\n\n'
+        f'{measured_with(mine)}; {samples} samples,\nbatches of {batches}; images to compare with: '
+        f'{references}; features {features}.'
+    )
+
+
+def measured_with(rows: Sequence[Row]) -> str:
+    """Devices of rows, each with its versions of JAX and commits."""
+    by_device: dict[str, list[Row]] = {}
+    for row in rows:
+        by_device.setdefault(row['device'], []).append(row)
+    return '; '.join(
+        f'{device}, jax {all_of(mine, lambda row: row["versions"]["jax"])}, '
+        f'commit {all_of(mine, operator.itemgetter("git"))}'
+        for device, mine in by_device.items()
+    )
+
+
+def all_of(rows: Sequence[Row], find: Callable[[Row], object]) -> str:
+    """The values of rows, each once."""
+    return ', '.join(dict.fromkeys(str(find(row)) for row in rows))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    'recipes': lambda: objectives(read()),
+    'recipes_sooner': lambda: sooner(read()),
+    'recipes_elephants': lambda: elephants(read()),
+    'recipes_pictures': pictures,
+    'recipe_picture': recipe_picture,
+    'recipes_digits': lambda: digits(read(DIGITS)),
+}

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Builds the harness of the Hopper convolution (bench.cu, held.cu); needs nvcc, but no GPU.
+#   tools/gpu/harness/conv/build.sh FOLDER     makes FOLDER/bench and FOLDER/held
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+sources=$(cd "$here/../../../../xla_ffi" && pwd)
+mkdir -p "$1"
+flags=(-std=c++17 -O3 -gencode "arch=compute_90a,code=sm_90a" --threads 0 -I "$sources")
+library=() jobs=()
+for source in "$sources"/conv3x3/hopper/forward{,_bfloat16,_float16,_wide}.cu \
+  "$sources"/common/{tensor_map,shared_memory}.cc; do
+  object=$1/$(basename "$source").o
+  nvcc "${flags[@]}" -c "$source" -o "$object" &
+  library+=("$object") jobs+=($!)
+done
+for job in "${jobs[@]}"; do wait "$job"; done
+nvcc "${flags[@]}" "$here/bench.cu" "${library[@]}" -o "$1/bench"
+nvcc "${flags[@]}" "$here/held.cu" "${library[@]}" -o "$1/held" \
+  -Xlinker --wrap=_ZN7jaxunet4cuda7forward10distributeEPKviPNS1_10ParametersE
