@@ -7,6 +7,8 @@ Needs Gradio: `pip install "jaxunet[demo]"`. The page is served on this machine 
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 from collections.abc import Sequence
 
 from absl import flags

@@ -8,6 +8,8 @@ samples of these runs. On another machine, forward the port: `ssh -L 8000:localh
 
 from __future__ import annotations
 
+import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
+
 import pathlib
 from collections.abc import Sequence
 

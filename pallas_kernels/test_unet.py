@@ -71,12 +71,9 @@ def test_loss_and_gradients_are_those_of_xla(model):
 def conv(x, kernel):
     one, zero = jnp.ones((1, x.shape[-1]), x.dtype), jnp.zeros((1, kernel.shape[-1]), x.dtype)
     split = Activation.of(x)
-    y = (
-        choose('pallas')
-        .norm_silu_conv3x3(split, one, one, kernel, zero, residual=split, groups=2)
-        .value
-    )
-    return jnp.sum(jnp.sin(y))
+    ops = choose('pallas').ops
+    y = ops.norm_silu_conv3x3(split, one, one, kernel, zero, residual=split, groups=2)
+    return jnp.sum(jnp.sin(y.value))
 
 
 def arrays():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,22 +24,17 @@ def check_gradio() -> None:
         raise UserError('jaxunet.demo needs Gradio: pip install "jaxunet[demo]"')
 
 
-def make_page(model: Model) -> Any:
-    """Returns Gradio's page of a model (`gradio.Blocks`).
+def class_names(model: Model) -> list[str]:
+    """Returns the names of a model's classes as the page shows them; [] if it has none."""
+    classes = model.config.model.num_classes
+    return [printable(name) for name in model.class_names] or [str(i) for i in range(classes)]
 
-    Raises:
-      UserError: the model needs pictures to enlarge, or its images are neither grey nor RGB.
-    """
+
+def _drawing(model: Model) -> Callable[..., list[np.ndarray]]:
+    """Returns a function that draws with the values of the page's fields."""
     import gradio as gr  # noqa: PLC0415 (an extra)
 
-    height, width, channels = model.config.image_shape
-    if model.config.low_res_shape is not None or channels not in (1, 3):
-        raise UserError(
-            'expected a model of grey or RGB images that draws from noise, found '
-            f'model.image_channels={channels}, model.low_res_size={model.config.model.low_res_size}'
-        )
-    classes = model.config.model.num_classes
-    names = [printable(name) for name in model.class_names] or [str(i) for i in range(classes)]
+    names, grey = class_names(model), model.config.image_shape[2] == 1
 
     def draw(progress: Any, how: Sequence[Any], **picture: Any) -> list[np.ndarray]:
         count, seed, steps, sampler, label, scale = how
@@ -57,7 +52,27 @@ def make_page(model: Model) -> Any:
             )
         except UserError as error:
             raise gr.Error(str(error), print_exception=False) from None
-        return [image[..., 0] if channels == 1 else image for image in images]
+        return [image[..., 0] if grey else image for image in images]
+
+    return draw
+
+
+def make_page(model: Model) -> Any:
+    """Returns Gradio's page of a model (`gradio.Blocks`).
+
+    Raises:
+      UserError: the model needs pictures to enlarge, or its images are neither grey nor RGB.
+    """
+    import gradio as gr  # noqa: PLC0415 (an extra)
+
+    height, width, channels = model.config.image_shape
+    if model.config.low_res_shape is not None or channels not in (1, 3):
+        raise UserError(
+            'expected a model of grey or RGB images that draws from noise, found '
+            f'model.image_channels={channels}, model.low_res_size={model.config.model.low_res_size}'
+        )
+    names = class_names(model)
+    draw = _drawing(model)
 
     # Gradio hands a progress bar to functions that have one as their default.
     def samples(*how: Any, progress: Any = gr.Progress()) -> list[np.ndarray]:  # noqa: B008
@@ -86,8 +101,8 @@ def make_page(model: Model) -> Any:
                 gr.Number(0, label='seed', minimum=0, maximum=2**32 - 1, precision=0),
                 gr.Slider(0, 250, 0, step=1, label='steps (0 = usual)'),
                 gr.Dropdown([USUAL, *SAMPLERS], value=USUAL, label='sampler'),
-                gr.Dropdown([EVERY, *names], value=EVERY, label='class', visible=bool(classes)),
-                gr.Slider(0, 8, 1, step=0.1, label='guidance', visible=bool(classes)),
+                gr.Dropdown([EVERY, *names], value=EVERY, label='class', visible=bool(names)),
+                gr.Slider(0, 8, 1, step=0.1, label='guidance', visible=bool(names)),
             ]
         with gr.Tab('Draw'):
             button = gr.Button('Draw', variant='primary')

@@ -60,6 +60,8 @@ def test_train_writes_what_it_promises(run):
         'metrics.csv',
         'samples',
         'tensorboard',
+        'log.txt',
+        'index.html',
     }
     assert [int(row['step']) for row in read_metrics(run / 'metrics.csv')] == [1, 2, 3, 4, 5, 6]
     with Image.open(run / 'samples' / 'step_0000006.png') as picture:

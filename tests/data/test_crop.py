@@ -121,8 +121,8 @@ def test_random_crops_are_streamed():
     [
         ({'cache': 'device'}, 'data.crop: random cuts images anew every epoch, but data.cache='),
         ({'crop': 'centre'}, "data.crop: expected one of center, random, found 'centre'; did you"),
-        ({'crop_least': 0.0}, 'data.crop_least: expected more than 0, found 0.0'),
-        ({'crop_least': 1.5}, 'data.crop_least: expected 0 to 1, found 1.5'),
+        ({'crop_least': 0.0}, 'data.crop_least: expected more than 0 and at most 1, found 0.0'),
+        ({'crop_least': 1.5}, 'data.crop_least: expected more than 0 and at most 1, found 1.5'),
     ],
 )
 def test_mistakes(data, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -36,6 +37,16 @@ def test_while_a_command_imports(command, tmp_path):
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, '', '')
+
+
+def test_every_command_is_quiet_before_its_imports():
+    commands = [
+        path for path in (ROOT / 'jaxunet').rglob('*.py') if 'cli.run(main' in path.read_text()
+    ]
+    assert len(commands) > 12
+    for path in commands:
+        first = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import))
+        assert first.names[0].name == 'jaxunet.runtime.quiet', path
 
 
 def test_other_programs_keep_their_handler(monkeypatch):
