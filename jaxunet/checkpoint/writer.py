@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -84,6 +85,11 @@ def to_disk(folder: pathlib.Path) -> None:
             os.close(descriptor)
 
 
+# Runs in several threads save in turn: orbax numbers the saves of a process, and one that begins
+# beside another may take its folder for made before it is.
+ONE_AT_A_TIME = threading.Lock()
+
+
 class Writer:
     """Writes the checkpoints of a workdir one after the other, in a thread.
 
@@ -138,17 +144,25 @@ class Writer:
             os.dup2(anew, self._descriptor, inheritable=False)
             os.close(anew)
         (self.place / FOLDER).resolve().mkdir(parents=True, exist_ok=True)
-        self._orbax.save(
-            self.place / FOLDER / str(step),
-            args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)),
-        )
 
         def finish() -> None:
-            self._orbax.wait_until_finished()
+            try:
+                self._orbax.wait_until_finished()
+            finally:
+                ONE_AT_A_TIME.release()
             then()
 
-        self.writing = step
-        self._pending = self._pool.submit(finish)
+        arguments = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
+        )
+        ONE_AT_A_TIME.acquire()
+        try:
+            self._orbax.save(self.place / FOLDER / str(step), args=arguments)
+            self.writing = step
+            self._pending = self._pool.submit(finish)
+        except BaseException:
+            ONE_AT_A_TIME.release()
+            raise
 
     def wait(self) -> None:
         """Waits for the last write and what follows it.
