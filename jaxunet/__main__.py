@@ -9,6 +9,7 @@ import jaxunet
 from jaxunet.runtime import program
 from jaxunet.runtime.errors import USER_ERROR, near_misses
 from jaxunet.runtime.interrupt import end_quietly
+from jaxunet.runtime.printing import let_printing_fail
 
 COMMANDS = {
     'train': 'train a model, or resume a run',
@@ -42,6 +43,7 @@ jaxunet --version prints the version."""
 
 def main() -> None:
     """Runs the command that the first argument names; exits with 2 if there is none."""
+    let_printing_fail()  # such as into a pipe that `head` has closed
     name, *arguments = sys.argv[1:] or ['--help']
     if name in ('--help', '-h', 'help'):
         print(HELP)

@@ -118,7 +118,9 @@ def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
     if RESTARTS.value and not DRY_RUN.value:
         return supervise()
-    logging.get_absl_logger().addHandler(LogFile(program.shown(command_line())))
+    log = LogFile(program.shown(command_line()))
+    log.addFilter(command.is_shown)
+    logging.get_absl_logger().addHandler(log)
     saved = newest_config(workdir())
     config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
     check_used(config, earlier=[saved] if saved else [])

@@ -78,7 +78,7 @@ def run(main: Main, *, arguments: bool = False) -> None:
     gc.freeze()  # otherwise Python spends 0.4 s at exit on all imported objects
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
-    handler.addFilter(_is_shown)
+    handler.addFilter(is_shown)
     handler.setFormatter(_Printable('%(message)s'))
     handler.python_handler.stream = sys.stderr
     write_above_bars(handler.python_handler)
@@ -186,7 +186,7 @@ class _Printable(std_logging.Formatter):
         return printable_lines(super().format(record))
 
 
-def _is_shown(record: std_logging.LogRecord) -> bool:
+def is_shown(record: std_logging.LogRecord) -> bool:
     """Passes jaxunet's own messages, and other libraries' warnings except those of orbax's tasks.
 
     Orbax's failures also arrive as exceptions, which the commands report.
