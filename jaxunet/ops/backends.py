@@ -4,8 +4,7 @@
 -m jaxunet.benchmark --choose` has measured this kind of device, it takes the fastest backends of
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
-    Hopper (compute capability 9.0), float32    pallas; attention, adamw: cuda
-    Hopper, bfloat16, float16                   cuda
+    Hopper (compute capability 9.0)             cuda
     compute capability 8.x, bfloat16, float16   cuda
     every other device and precision            xla
 
@@ -14,8 +13,8 @@ no kernel takes, such as float64, comes from xla.
 
 On a Hopper GPU, `auto` chooses as on 8.x with JAXUNET_KERNELS=portable or ada.
 
-If the kernels of the table do not run, the log says so. Every op then comes from the other of cuda
-and pallas on Hopper, and from xla if neither runs there, or on 8.x. An op that its backend does not
+If the CUDA kernels do not run, the log says so. Every op then comes from pallas on Hopper, and from
+xla if that does not run either, or on 8.x. An op that its backend does not
 implement runs on xla: pallas has no linear and no adamw.
 
 A config can override single ops: `backend=auto+attention=pallas`.
@@ -50,8 +49,6 @@ from jaxunet.runtime.plugins import Backend, backend_names, load_backend, unchan
 # `Kernels.overlap`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
-# Ops without Pallas kernels in float32. CUDA's of adamw take a sixth of XLA's time (docs/results).
-NOT_IN_PALLAS = ('attention', 'adamw')
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,14 +243,11 @@ def _auto(precision: str) -> dict[str, str]:
     if not hopper and (precision == 'float32' or not _runs_portable()):
         return dict.fromkeys(OPS, 'xla')
     order = {'cuda': 'CUDA', 'pallas': 'Pallas'} if hopper else {'cuda': 'CUDA'}
-    for name in reversed(order) if precision == 'float32' else order:
+    for name, kernels in order.items():
         if missing := _missing(name):
-            _leave_out(order[name], missing)
+            _leave_out(kernels, missing)
             continue
-        chosen = dict.fromkeys(OPS, name)
-        if name == 'pallas' and not _missing('cuda'):
-            chosen |= dict.fromkeys(NOT_IN_PALLAS, 'cuda')
-        return chosen
+        return dict.fromkeys(OPS, name)
     return dict.fromkeys(OPS, 'xla')
 
 

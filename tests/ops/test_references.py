@@ -277,7 +277,6 @@ CUDA = (
     'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, '
     'linear=cuda, adamw=cuda'
 )
-FLOAT32 = PALLAS.replace('attention=pallas', 'attention=cuda') + 'cuda'
 ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
 
 
@@ -286,7 +285,7 @@ ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
     [
         (device.Target.HOPPER, None, 'bfloat16', CUDA),
         (device.Target.HOPPER, None, 'float16', CUDA),
-        (device.Target.HOPPER, None, 'float32', FLOAT32),
+        (device.Target.HOPPER, None, 'float32', CUDA),
         (device.Target.HOPPER, 'no extension', 'float32', PALLAS + 'xla'),
         (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
         (device.Target.PORTABLE, None, 'bfloat16', CUDA),
@@ -296,9 +295,7 @@ ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
     ],
 )
 def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypatch):
-    """Hopper's and the portable kernels, not those in float32, are faster than XLA's steps; in
-    float32, Pallas's are faster than CUDA's.
-    """
+    """Hopper's and the portable kernels, not those in float32, are faster than XLA's steps."""
     monkeypatch.setattr(seam, '_unavailable', lambda name: missing if name == 'cuda' else None)
     with device.use(target):
         assert str(seam.choose('auto', precision)) == auto
