@@ -46,6 +46,7 @@ from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import of_user
 from jaxunet.training.log_file import LogFile
 from jaxunet.training.loop import train
+from jaxunet.training.page import sample_command
 from jaxunet.training.parallel import on_fewer_devices
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
@@ -208,16 +209,6 @@ def run(config: Config) -> None:
         reached = train(config, folder, source, initial, caller=Preemption())
     if reached >= config.train.steps and jax.process_index() == 0:
         print(f'samples of the trained model: {sample_command(config, folder)}', flush=True)
-
-
-def sample_command(config: Config, folder: pathlib.Path) -> str:
-    """Returns the command that draws samples of the run in a folder.
-
-    A network that enlarges or colours pictures needs some; PICTURES stands for their path.
-    """
-    pictures = ' --low_res PICTURES' if config.low_res_shape else ''
-    sample = program.shown('python -m jaxunet.sample')
-    return f'{sample} --checkpoint {shlex.quote(str(folder))}{pictures}'
 
 
 def workdir() -> pathlib.Path:

@@ -96,16 +96,25 @@ def commands(config: Config, workdir: pathlib.Path, begun: str) -> dict[str, str
       begun: the first line of the log: date, time and command; '' without a log.
     """
     folder = shlex.quote(str(workdir))
-    low_res = ' --low_res PICTURES' if config.low_res_shape else ''
     resume = begun.split(' ', 2)[2:]
     found = {
-        'draw 64 samples': f'sample --checkpoint {folder}{low_res} --num_samples 64 '
-        '--output samples.png',
         'export the weights': f'export --checkpoint {folder} --output model.safetensors',
         'see all runs': f'view {shlex.quote(str(workdir.parent))}',
     }
     shown = {does: program.shown(f'python -m jaxunet.{it}') for does, it in found.items()}
-    return ({'resume, or go on with a larger train.steps': resume[0]} if resume else {}) | shown
+    draw = f'{sample_command(config, workdir)} --num_samples 64 --output samples.png'
+    first = {'resume, or go on with a larger train.steps': resume[0]} if resume else {}
+    return first | {'draw 64 samples': draw} | shown
+
+
+def sample_command(config: Config, folder: pathlib.Path) -> str:
+    """Returns the command that draws samples of the run in a folder.
+
+    A network that enlarges or colours pictures needs some; PICTURES stands for their path.
+    """
+    pictures = ' --low_res PICTURES' if config.low_res_shape else ''
+    sample = program.shown('python -m jaxunet.sample')
+    return f'{sample} --checkpoint {shlex.quote(str(folder))}{pictures}'
 
 
 def _finite(text: str | None) -> bool:
