@@ -41,7 +41,7 @@ def test_while_a_command_imports(command, tmp_path):
 
 def test_every_command_is_quiet_before_its_imports():
     commands = [
-        path for path in (ROOT / 'jaxunet').rglob('*.py') if 'cli.run(main' in path.read_text()
+        path for path in (ROOT / 'jaxunet').rglob('*.py') if 'command.run(main' in path.read_text()
     ]
     assert len(commands) > 12
     for path in commands:
