@@ -18,6 +18,7 @@ from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import warn_of_small_limit
 from jaxunet.runtime.paths import expanded
+from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.parallel import Parallel
 
 
@@ -28,12 +29,14 @@ def open_checked(config: Config, given: ArraySource | None = None) -> Source:
       given: as for `jaxunet.data.sources.open_images`.
 
     Raises:
-      UserError: a backend or device is missing, or the images do not fit the config.
+      UserError: a backend, a device or a logger is missing, or the images do not fit the config.
     """
     # A missing backend or device is an error before anything is read or written.
     kernels = choose(config.backend, config.precision)
     kernels.check_averages(config)
     Parallel(config, kernels)
+    if jax.process_index() == 0:
+        make_loggers(config.train.loggers)
     warn_of_small_limit()
     estimate.warn_if_long_on_a_cpu(config)
     if warning := endless_warmup(config):
