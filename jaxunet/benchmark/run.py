@@ -125,22 +125,24 @@ def _direction(
             name,
         )
         built[name] = _try(_prepare, side, direction, plan)
-    ready = {name: found for name, found in built.items() if isinstance(found, Prepared)}
-    runs = {name: found.run for name, found in ready.items()}
-    alone = {f'{n}{ALONE}': found.alone for n, found in ready.items() if found.alone is not None}
-    unit = max((found.unit for found in ready.values()), default=1)
+    ready = {name: prepared for name, prepared in built.items() if isinstance(prepared, Prepared)}
+    runs = {name: prepared.run for name, prepared in ready.items()}
+    alone = {
+        f'{n}{ALONE}': prepared.alone for n, prepared in ready.items() if prepared.alone is not None
+    }
+    unit = max((prepared.unit for prepared in ready.values()), default=1)
     steps = steps_of_turn(runs, plan.steps, unit)
     times = interleave(runs | alone, rounds=plan.rounds, steps=steps)
     first = times.get(plan.sides[0])
     reference = first if isinstance(first, list) else None
-    for name, found in built.items():
+    for name, prepared in built.items():
         row = case | {
             'backend': name,
             'direction': direction,
             'reference': plan.sides[0],
             'steps_per_round': steps,
         }
-        outcome = found if isinstance(found, Exception) else times[name]
+        outcome = prepared if isinstance(prepared, Exception) else times[name]
         network = times.get(f'{name}{ALONE}')
         if isinstance(outcome, Exception):
             yield row | {'error': describe_error(outcome)}
@@ -149,8 +151,8 @@ def _direction(
         else:
             numbers = measured(ready[name], outcome, reference, row, rates)
             yield row | numbers | (_share(plan, outcome, network) if network else {})
-    for found in ready.values():
-        found.close()
+    for prepared in ready.values():
+        prepared.close()
 
 
 def _prepare(side: Side, direction: str, plan: Plan) -> Prepared:

@@ -35,8 +35,8 @@ def _newest(
     for _ in range(LISTINGS):
         steps = saved_steps(workdir)
         for step in steps:
-            if (found := read(workdir, step)) is not None:
-                return found
+            if (content := read(workdir, step)) is not None:
+                return content
         if saved_steps(workdir) == steps:  # otherwise a run has removed some meanwhile
             break
     return None
@@ -69,8 +69,8 @@ def config_at(init_from: object) -> Config | None:
     """
     if not init_from or not isinstance(init_from, str):
         return None
-    found = find(init_from)
-    if found is None:
+    place = find(init_from)
+    if place is None:
         return None  # a weight file, or a mistake, which `load_initial` reports
-    workdir, step = found
+    workdir, step = place
     return newest_config(workdir) if step is None else _config_of(workdir, step)

@@ -98,10 +98,10 @@ def compute(
     results = []
     for metric in metrics:
         entry = TABLE[metric]
-        found = entry.compute(inputs)
+        values = entry.compute(inputs)
         protocol = protocol_of(network, samples, reference if entry.needs_reference else None, seed)
         label = result_label(metric, network)
-        results.append(Result(label, found.value, found.std, protocol | found.settings))
+        results.append(Result(label, values.value, values.std, protocol | values.settings))
     return results
 
 

@@ -75,17 +75,17 @@ class Inputs:
         Statistics in a file may come from other images than those in the file: ADM's reference
         batches hold the statistics of whole data sets, and only some of the images.
         """
-        found: list[Statistics] = []
+        both: list[Statistics] = []
         settings: Protocol = {}
         assert self.reference is not None
         for name, side in (('samples', self.samples), ('reference', self.reference)):
             statistics: Statistics | None = getattr(side, need)
             assert statistics is not None
-            found.append(statistics)
+            both.append(statistics)
             if statistics.arrays:
                 settings[f'num_{name}'] = statistics.protocol.get('count', 'unknown')
                 settings[f'{name}_statistics'] = f'{" and ".join(statistics.arrays)} of the file'
-        return Value(frechet_distance(*found), settings=settings)
+        return Value(frechet_distance(*both), settings=settings)
 
 
 class Value(NamedTuple):

@@ -77,10 +77,10 @@ def sides(
     return [Side(*values) for values in zip(*lists.values(), strict=True)]
 
 
-def labels(found: list[Side]) -> list[str]:
+def labels(sides: list[Side]) -> list[str]:
     """Returns the names of the sides: the properties in which they differ, or their checkout."""
-    differing = [i for i in range(len(Side._fields)) if len({side[i] for side in found}) > 1]
-    return [' '.join(str(side[i]) for i in differing or [0]) for side in found]
+    differing = [i for i in range(len(Side._fields)) if len({side[i] for side in sides}) > 1]
+    return [' '.join(str(side[i]) for i in differing or [0]) for side in sides]
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def main() -> None:
             worker.kill()
 
 
-def provenance(found: list[Side]) -> dict[str, object]:
+def provenance(sides: list[Side]) -> dict[str, object]:
     """Returns the origin of rows: device, versions, command and each side's commit.
 
     `git` is the commit of the last side.
@@ -151,10 +151,10 @@ def provenance(found: list[Side]) -> dict[str, object]:
     sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
     from support.origin import origin  # noqa: PLC0415
 
-    origins = {checkout: origin(checkout) for checkout in {side.checkout for side in found}}
+    origins = {checkout: origin(checkout) for checkout in {side.checkout for side in sides}}
     command = shlex.join(['python3', 'tools/gpu/steps.py', *sys.argv[1:]])
-    commits = [origins[side.checkout]['git'] for side in found]
-    return {'kind': 'turns', **origins[found[-1].checkout], 'command': command, 'commits': commits}
+    commits = [origins[side.checkout]['git'] for side in sides]
+    return {'kind': 'turns', **origins[sides[-1].checkout], 'command': command, 'commits': commits}
 
 
 def start(side: Side, config: str, precision: str | None) -> subprocess.Popen[str]:

@@ -117,14 +117,14 @@ def lines(output: str) -> list[str]:
 
 def _reports(output: str) -> list[str]:
     """Returns the first line of each report; for a race, with the lines of its other accesses."""
-    found: list[str] = []
+    reports: list[str] = []
     race = False  # True if the lines before belong to the report of a race
     for line in output.splitlines():
         if report := REPORT.match(line):
-            found.append(report[1])
+            reports.append(report[1])
             race = 'Race reported' in report[1]
         elif race and (other := OTHER_SIDE.match(line)):
-            found[-1] += f' {other[1]}'
+            reports[-1] += f' {other[1]}'
         else:
             race = False
-    return found
+    return reports

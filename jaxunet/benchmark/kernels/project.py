@@ -77,10 +77,10 @@ def _side(case: Case, op: Op) -> Side:
                 layers.append(Projection(kernel, (bias, *added)))
             else:
                 layers.append(Projection(None, next(sums)))
-        found = list(zip(op(i['x'], layers), case.layers, strict=True))
+        outputs = list(zip(op(i['x'], layers), case.layers, strict=True))
         return (
-            tuple(y for y, layer in found if layer.product),
-            tuple(y for y, layer in found if not layer.product),
+            tuple(y for y, layer in outputs if layer.product),
+            tuple(y for y, layer in outputs if not layer.product),
         )
 
     return call
