@@ -62,7 +62,7 @@ class Sampling(NamedTuple):
     steps: int = 50
 
 
-class Side(Protocol):
+class Competitor(Protocol):
     """One backend or peer in one case."""
 
     def prepare(self, direction: str) -> Prepared:
@@ -70,7 +70,7 @@ class Side(Protocol):
         ...
 
 
-class Plan(NamedTuple):
+class Benchmark(NamedTuple):
     """A whole benchmark.
 
     Fields:
@@ -109,7 +109,7 @@ def make_plan(
     rounds: int,
     steps: int | None,
     sampling: Sampling = Sampling(),  # noqa: B008 (it cannot change)
-) -> Plan:
+) -> Benchmark:
     """Returns the plan of these flags.
 
     An empty list means the config's value, or `DEFAULT_DIRECTIONS`.
@@ -140,7 +140,7 @@ def make_plan(
         raise UserError(
             '--peers: PyTorch is not installed; pip install "jaxunet[peers]", or leave --peers out'
         )
-    return Plan(
+    return Benchmark(
         name=name,
         config=benchmark_config(config),
         sides=tuple(dict.fromkeys([*backends, *(mode for peer in peers for mode in PEERS[peer])])),

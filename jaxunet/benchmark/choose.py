@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import logging
 
-from jaxunet.benchmark.cases import Plan, Prepared
+from jaxunet.benchmark.cases import Benchmark, Prepared
 from jaxunet.benchmark.run import describe_error, make_side, steps_of_turn
 from jaxunet.benchmark.timing import interleave, summarise
 from jaxunet.checkpoint.state import fresh_state
@@ -32,7 +32,7 @@ from jaxunet.runtime.rows import Row, git_sha
 Measure = Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
 
 
-def choose(plan: Plan, source: Source, command: str) -> Iterator[Row]:
+def choose(plan: Benchmark, source: Source, command: str) -> Iterator[Row]:
     """Measures every precision of the plan at its batch size; yields the entries to keep.
 
     Raises:

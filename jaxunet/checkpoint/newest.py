@@ -11,7 +11,7 @@ from jaxunet.checkpoint.meta import RunFacts, read_meta
 from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
 
-Found = TypeVar('Found')
+Content = TypeVar('Content')
 
 
 def newest_config(workdir: pathlib.Path) -> Config | None:
@@ -29,8 +29,8 @@ def newest_classes(workdir: pathlib.Path) -> tuple[str, ...]:
 
 
 def _newest(
-    workdir: pathlib.Path, read: Callable[[pathlib.Path, int], Found | None]
-) -> Found | None:
+    workdir: pathlib.Path, read: Callable[[pathlib.Path, int], Content | None]
+) -> Content | None:
     """Returns what `read` finds in the newest checkpoint that it can read; None if in none."""
     for _ in range(LISTINGS):
         steps = saved_steps(workdir)

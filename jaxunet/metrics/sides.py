@@ -24,7 +24,7 @@ from jaxunet.metrics.frechet import (
     load_statistics,
 )
 from jaxunet.metrics.image_sets import Size, open_images
-from jaxunet.metrics.table import TABLE, Need, Side, check_reference, needing
+from jaxunet.metrics.table import TABLE, ImageSummary, Need, check_reference, needing
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.paths import expanded
 
@@ -33,7 +33,9 @@ MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
 ARRAYS: dict[Need, tuple[str, str]] = {'statistics': POOLED, 'spatial': SPATIAL}
 
 
-def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, flag: str) -> Side:
+def statistics_side(
+    path: str, metrics: Sequence[str], network: FeatureNetwork, flag: str
+) -> ImageSummary:
     """Opens a file of statistics as a side.
 
     Args:
@@ -57,7 +59,7 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
     protocol = next(iter(statistics.values())).protocol
     count = protocol.get('count')
     origin = f' ({printable(str(protocol["images"]))})' if 'images' in protocol else ''
-    return Side(
+    return ImageSummary(
         path + origin,
         count if isinstance(count, int) else None,
         str(protocol.get('size', 'unknown')),
@@ -141,7 +143,7 @@ class OpenedSide(NamedTuple):
       size: (height, width) of the images; None for statistics.
     """
 
-    compute: Callable[[], Side]
+    compute: Callable[[], ImageSummary]
     size: Size | None
 
 
@@ -212,7 +214,7 @@ def image_side(
     seed: int = 0,
     batch_size: int,
     given: Mapping[Need, Statistics] | None = None,
-) -> Side:
+) -> ImageSummary:
     """Computes a side from images.
 
     Args:
@@ -238,7 +240,7 @@ def image_side(
         protocol = {'images': name, 'count': len(rows), 'size': size, 'features': network.name}
         for need, moments in extracted.moments.items():
             statistics[need] = moments.statistics(protocol)
-    return Side(
+    return ImageSummary(
         name, len(rows), size, statistics.get('statistics'), features, statistics.get('spatial')
     )
 

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(state != 'clean' for state in states.values()) else 0
 
 
-Result = tuple[sanitizer.Piece, sanitizer_output.Found, float]
+Result = tuple[sanitizer.Piece, sanitizer_output.RunResult, float]
 
 
 def run_all(
@@ -172,7 +172,7 @@ def check(options: argparse.Namespace) -> int:
     return 0
 
 
-def tell(piece: sanitizer.Piece, report: sanitizer_output.Found, seconds: float) -> None:
+def tell(piece: sanitizer.Piece, report: sanitizer_output.RunResult, seconds: float) -> None:
     """Prints the line of a piece that has ended, and its reports."""
     print(
         f'{piece.title()}: {report.ending()}, {report.passed} passed, {seconds:.0f} s',

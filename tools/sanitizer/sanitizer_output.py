@@ -10,7 +10,7 @@ KEPT = 5  # most reports in a row
 IN_A_TEST = ('crashed', 'stalled')  # statuses of one test; the rest of its piece runs again
 
 
-class Found(NamedTuple):
+class RunResult(NamedTuple):
     """The result of a run.
 
     Fields:
@@ -70,7 +70,7 @@ END = re.compile(
 
 def parse(
     output: str, *, stopped: str = '', where: str = '', exit_status: int | None = None
-) -> Found:
+) -> RunResult:
     """Reads the output of compute-sanitizer that runs pytest.
 
     The tool prints a summary for each process that it follows; their errors are added up.
@@ -78,7 +78,7 @@ def parse(
     Args:
       output: what the tool and pytest printed.
       stopped: 'timeout' or 'stalled' if the run was stopped.
-      where: see `Found.where`.
+      where: see `RunResult.where`.
       exit_status: exit status of the tool's process.
     """
     output = PROGRESS.sub('', output)
@@ -98,7 +98,7 @@ def parse(
         status = 'errors'
     else:
         status = 'failed' if failed or not counts['passed'] else 'clean'
-    return Found(
+    return RunResult(
         counts['passed'],
         failed,
         counts['skipped'],

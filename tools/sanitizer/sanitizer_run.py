@@ -22,7 +22,7 @@ from support import processes
 
 from tools.sanitizer import pytest_progress, sanitizer_output, sanitizer_ports
 from tools.sanitizer.sanitizer import FLAGS, PYTEST_FLAGS, ROOT, SANITIZER, XLA_FLAGS, Piece
-from tools.sanitizer.sanitizer_output import Found
+from tools.sanitizer.sanitizer_output import RunResult
 
 TESTS = pathlib.Path(__file__).resolve().parents[2] / 'tests'
 TOLD_LINES = 80  # most printed lines of a tool's reports
@@ -46,7 +46,7 @@ class Limits(NamedTuple):
     start: float
 
 
-def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
+def run(piece: Piece, limits: Limits) -> tuple[RunResult, float]:
     """Runs a piece; returns what was found, and the seconds that it took.
 
     If a piece reaches a limit, its Python stacks and its busiest threads are printed, and it is
@@ -96,7 +96,7 @@ def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
     return report, round(time.monotonic() - began, 1)
 
 
-def divide(piece: Piece, report: Found) -> tuple[Piece, Piece | None, Piece | None]:
+def divide(piece: Piece, report: RunResult) -> tuple[Piece, Piece | None, Piece | None]:
     """Returns the piece that a result is about, and pieces of the tests before and after it.
 
     If a test stalled or crashed, the result is about this test alone: the tool reports nothing on

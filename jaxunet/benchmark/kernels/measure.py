@@ -21,7 +21,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.benchmark.kernels.lowering import KINDS
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.measurement import Arrays, Inputs, Measurement, Side
+from jaxunet.runtime.measurement import ArrayFunction, Arrays, Inputs, Measurement
 from jaxunet.runtime.plugins import Backend
 from jaxunet.runtime.rows import Row
 
@@ -49,7 +49,7 @@ class Built(NamedTuple):
       temp_bytes: temporary device memory of the program.
     """
 
-    run: Side
+    run: ArrayFunction
     lower_s: float
     compile_s: float
     temp_bytes: int
@@ -169,7 +169,7 @@ def _failed(sides: Mapping[str, object]) -> bool:
     return any(isinstance(side, Exception) for side in sides.values())
 
 
-def _call(run: Side, inputs: Inputs, m: Measurement, number: int) -> PyTree:
+def _call(run: ArrayFunction, inputs: Inputs, m: Measurement, number: int) -> PyTree:
     return run(inputs.of(m, number))
 
 
@@ -217,7 +217,7 @@ def build(
     return built
 
 
-def compiled(name: str, function: Side, m: Measurement) -> Built:
+def compiled(name: str, function: ArrayFunction, m: Measurement) -> Built:
     """Compiles one side of a measurement; the program is called `name` in traces."""
 
     def apart(updated: Arrays, kept: Arrays) -> PyTree:

@@ -45,7 +45,7 @@ class Line(NamedTuple):
     ms: float
 
 
-class Measured(NamedTuple):
+class StepKernels(NamedTuple):
     """The kernels of a step.
 
     Fields:
@@ -60,7 +60,7 @@ class Measured(NamedTuple):
     unknown: list[str]
 
 
-def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rates) -> Measured:
+def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rates) -> StepKernels:
     """Returns the lines of a traced step, with its work.
 
     Args:
@@ -95,7 +95,7 @@ def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rat
         for key in _keys(kind, level):
             spent[key].append(op.duration)
     every = [*moved(work, several.values()), *_remaining(traffic, program)]
-    return Measured(_lines(every, spent, steps, rates), unplaced, sorted(unknown))
+    return StepKernels(_lines(every, spent, steps, rates), unplaced, sorted(unknown))
 
 
 def _calls(

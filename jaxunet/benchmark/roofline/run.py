@@ -14,7 +14,7 @@ from absl import logging
 from jaxunet.benchmark.cases import benchmark_config
 from jaxunet.benchmark.device import measure_rates
 from jaxunet.benchmark.jax_side import JaxSide, synthetic_source
-from jaxunet.benchmark.roofline.measured import Line, Measured, measure
+from jaxunet.benchmark.roofline.measured import Line, StepKernels, measure
 from jaxunet.benchmark.roofline.work import step_work
 from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, turn_steps
 from jaxunet.checkpoint.state import fresh_state
@@ -104,7 +104,7 @@ def wall_ms(config: Config, source: Source) -> float:
     return statistics.median(times)
 
 
-def to_rows(case: Row, measured: Measured, busy_ms: float, step_ms: float) -> Iterator[Row]:
+def to_rows(case: Row, measured: StepKernels, busy_ms: float, step_ms: float) -> Iterator[Row]:
     """Yields the rows of one step.
 
     Args:
