@@ -17,6 +17,7 @@ from jaxunet.benchmark import sampling
 from jaxunet.benchmark.cases import PYTORCH, Benchmark, Competitor, Prepared
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import JaxSide
+from jaxunet.benchmark.power import Meter, open_gpu
 from jaxunet.benchmark.timing import (
     TURN_SECONDS,
     Run,
@@ -132,7 +133,8 @@ def _direction(
     }
     unit = max((prepared.unit for prepared in ready.values()), default=1)
     steps = steps_of_turn(runs, plan.steps, unit)
-    times = interleave(runs | alone, rounds=plan.rounds, steps=steps)
+    meter = Meter(open_gpu())
+    times = interleave(runs | alone, rounds=plan.rounds, steps=steps, turn=meter.turn)
     first = times.get(plan.sides[0])
     reference = first if isinstance(first, list) else None
     for name, prepared in built.items():
@@ -150,6 +152,7 @@ def _direction(
             yield row | {'error': describe_error(network)}
         else:
             numbers = measured(ready[name], outcome, reference, row, rates)
+            numbers |= meter.numbers(name, steps * row['batch_size'])
             yield row | numbers | (_share(plan, outcome, network) if network else {})
     for prepared in ready.values():
         prepared.close()
