@@ -153,10 +153,15 @@ def _download(url: str, target: Path, expected: _Checksum) -> None:
 def _fetch(url: str, target: Path, name: str) -> None:
     """Writes the response to `target`, with a progress bar titled `name`."""
     logging.info('downloading %s to %s', url, target.parent)
-    request = urllib.request.Request(url, headers={'User-Agent': 'jaxunet'})
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as response, target.open('wb') as file:
+    with open_url(url) as response, target.open('wb') as file:
         total = int(response.headers.get('Content-Length') or 0) or None
         with progress_bar(total=total, unit='B', unit_scale=True, desc=name) as bar:
             while chunk := response.read(2**20):
                 file.write(chunk)
                 bar.update(len(chunk))
+
+
+def open_url(url: str) -> http.client.HTTPResponse:
+    """Opens a URL of http or https."""
+    request = urllib.request.Request(url, headers={'User-Agent': 'jaxunet'})
+    return urllib.request.urlopen(request, timeout=TIMEOUT)

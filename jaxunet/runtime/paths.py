@@ -63,7 +63,7 @@ def why_missing(path: str | os.PathLike[str]) -> str:
     """
     whole = pathlib.Path(path)
     if URL.search(str(whole)):
-        return ': only files of this machine are read; download it, and give the path of the copy'
+        return ': a URL has two slashes, as in s3://bucket/x; give it as text, not as a path object'
     for part in (*reversed(whole.parents), whole):
         try:
             if part.is_symlink() and not part.exists():

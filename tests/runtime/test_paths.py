@@ -203,8 +203,8 @@ def test_a_command_runs_for_an_account_without_a_home(tmp_path):
         ('{}/data', r'data is a link to nowhere, which is missing or a loop'),
         ('{}/data/deep/x', r'data is a link to nowhere, which is missing or a loop'),
         ('{}/self', r'self is a link to self, which is missing or a loop'),
-        ('https://example.com/x', r'only files of this machine are read; download it'),
-        ('s3://bucket/x', r'only files of this machine are read; download it'),
+        ('https:/example.com/x', r'a URL has two slashes, as in s3://bucket/x; give it as text'),
+        ('s3:/bucket/x', r'a URL has two slashes, as in s3://bucket/x; give it as text, not as'),
     ],
 )
 def test_what_is_missing_says_why(path, why, tmp_path):
