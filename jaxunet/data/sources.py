@@ -19,8 +19,8 @@ from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded, why_missing
-from jaxunet.runtime.remote import is_remote, on_disk
+from jaxunet.runtime.paths import expanded, is_remote, why_missing
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import check_fetched
 
 __all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']

@@ -24,14 +24,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 from absl import logging
 
-from jaxunet.runtime.download import cache_dir, open_url
+from jaxunet.runtime.download import open_url
 from jaxunet.runtime.errors import UserError, printable
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import SCHEME, cache_dir, expanded, is_remote, shown_url
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.untrusted import one_line
 from jaxunet.runtime.whole_files import replacing
 
-SCHEME = re.compile(r'([a-z][a-z0-9+.-]*)://', re.IGNORECASE)
 FOLDER = 'remote'  # in the cache folder
 ATTEMPTS = 3  # to read a file
 FRESH_SECONDS = 60.0  # in which a process does not ask again for the version of a copy
@@ -70,12 +69,6 @@ class _UnreachableError(UserError):
 _recent: dict[str, tuple[float, str]] = {}  # time and copy by URL
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Returns True for a URL that `on_disk` copies, such as s3://bucket/photos.zip."""
-    found = SCHEME.match(os.fspath(path))
-    return found is not None and found[1].lower() != 'file'
-
-
 def on_disk(path: str | os.PathLike[str]) -> str:
     """Returns the path on this machine of what the user named: `expanded`, or a copy of a URL.
 
@@ -95,11 +88,6 @@ def on_disk(path: str | os.PathLike[str]) -> str:
         copy = str(_copy(text))
         _recent[text] = time.monotonic(), copy
     return copy
-
-
-def shown(url: str) -> str:
-    """Returns a URL for messages: without passwords, as before an @ and behind a ?."""
-    return printable(re.sub(r'//[^/@]*@', '//', url.partition('?')[0]))
 
 
 def _copy(url: str) -> Path:
@@ -129,8 +117,8 @@ def _copy(url: str) -> Path:
                 _fetch(url, remote, files, target)
     except OSError as error:
         raise UserError(
-            f'{shown(url)}: its copy {target} cannot be written: {error.strerror or error}; check '
-            'the folder and the free space, or set XDG_CACHE_HOME to another folder'
+            f'{shown_url(url)}: its copy {target} cannot be written: {error.strerror or error}; '
+            'check the folder and the free space, or set XDG_CACHE_HOME to another folder'
         ) from None
     return target
 
@@ -149,11 +137,11 @@ def _fetch(url: str, remote: _Remote, files: dict[str, _Entry], target: Path) ->
     free = shutil.disk_usage(cache_dir()).free
     if size > free:
         raise UserError(
-            f'{shown(url)}: has {_size(size)}, but {cache_dir()} has {_size(free)} free; set '
+            f'{shown_url(url)}: has {_size(size)}, but {cache_dir()} has {_size(free)} free; set '
             'XDG_CACHE_HOME to a folder with more'
         )
     many = '' if '' in files else f' in {len(files)} files'
-    logging.info('copying %s (%s%s) to %s', shown(url), _size(size), many, target)
+    logging.info('copying %s (%s%s) to %s', shown_url(url), _size(size), many, target)
     with (
         replacing(target) as partial,
         progress_bar(total=size or None, unit='B', unit_scale=True, desc=target.name) as bar,
@@ -176,7 +164,7 @@ def _fetch(url: str, remote: _Remote, files: dict[str, _Entry], target: Path) ->
             list(pool.map(one, files))
         with _explained(url):
             if remote.files() != files:
-                raise UserError(f'{shown(url)}: changed while it was copied; try again')
+                raise UserError(f'{shown_url(url)}: changed while it was copied; try again')
 
 
 def _stream(
@@ -207,7 +195,7 @@ def _explained(url: str) -> Iterator[None]:
 
     Errors of the cache folder, which name a file, pass.
     """
-    begin = f'{shown(url)}: '
+    begin = f'{shown_url(url)}: '
     try:
         yield
     except UserError:
@@ -255,7 +243,9 @@ def _storage(url: str, scheme: str) -> _Remote:
         try:
             system, root = fsspec.core.url_to_fs(url)
         except ValueError as error:
-            raise UserError(f'{shown(url)}: {scheme}:// is unknown: {one_line(error)}') from None
+            raise UserError(
+                f'{shown_url(url)}: {scheme}:// is unknown: {one_line(error)}'
+            ) from None
 
     def entry(info: dict[str, Any]) -> _Entry:
         version = next((str(info[name]) for name in VERSIONS if info.get(name)), '')
@@ -268,13 +258,16 @@ def _storage(url: str, scheme: str) -> _Remote:
             return {'': entry(info)}
         below = system.find(root, detail=True)
         found = {
-            name.removeprefix(info['name']).lstrip('/'): entry(each) for name, each in below.items()
+            name.removeprefix(info['name']).lstrip('/'): entry(each)
+            for name, each in below.items()
+            # Links to folders are left out; some storages keep an empty file in place of a folder.
+            if each['type'] == 'file' and not name.endswith('/')
         }
         for name in found:
-            if '..' in PurePosixPath(name).parts or not name:
-                raise UserError(f'{shown(url)}: {printable(name)!r} is no name of a file in it')
+            if '..' in PurePosixPath(name).parts:
+                raise UserError(f'{shown_url(url)}: {printable(name)!r} is no name of a file in it')
         if not found:
-            raise UserError(f'{shown(url)}: the folder is empty')
+            raise UserError(f'{shown_url(url)}: the folder is empty')
         return found
 
     return _Remote(files, lambda name: system.open(f'{root}/{name}' if name else root, 'rb'))

@@ -28,7 +28,8 @@ from jaxunet.metrics.features import load_features
 from jaxunet.metrics.image_sets import open_images
 from jaxunet.runtime import remote
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.remote import on_disk, shown
+from jaxunet.runtime.paths import shown_url
+from jaxunet.runtime.remote import on_disk
 from jaxunet.training.start import check_workdir
 from jaxunet.weights import write_weights
 
@@ -235,7 +236,7 @@ def test_paths_of_this_machine_stay(tmp_path):
         assert on_disk(path) == path
     assert on_disk(pathlib.Path('~/x')) == '~/x'
     assert on_disk('file:///a%20b/c') == '/a b/c'
-    assert shown('https://user:word@host/x?key=1') == 'https://host/x'
+    assert shown_url('https://user:word@host/x?key=1') == 'https://host/x'
 
 
 def test_names_stay_below_the_copy(memory, cache):
@@ -244,6 +245,12 @@ def test_names_stay_below_the_copy(memory, cache):
     with pytest.raises(UserError, match=r"^memory://set: '../../x' is no name of a file in it"):
         on_disk('memory://set')
     assert left(cache) == []
+
+
+def test_an_empty_file_in_place_of_a_folder_is_left_out(memory):
+    memory.pipe('/set/a.png', png(1))
+    memory.store['/set/b/'] = fsspec.implementations.memory.MemoryFile(memory, '/set/b/', b'')
+    assert [p.name for p in pathlib.Path(on_disk('memory://set')).rglob('*')] == ['a.png']
 
 
 def test_sets_and_pictures_are_read(server, memory, cache):
@@ -284,5 +291,5 @@ def test_weights_and_runs_are_read(memory, tmp_path):
 
 
 def test_a_run_is_not_written_to_a_url():
-    with pytest.raises(UserError, match=r'^--workdir: gs:/b/run: is a URL; only files and folders'):
+    with pytest.raises(UserError, match=r'^--workdir: gs:/b/run: is a URL; here only files'):
         check_workdir(tiny_config(), pathlib.Path('gs://b/run'))
