@@ -135,6 +135,12 @@ def logs(workdir, *loggers, start=0):
     return Logs(RunStart(config, workdir, start, COLUMNS[1:]), ())
 
 
+def test_no_logger_gets_a_password(tmp_path):
+    config = Config().replace(data={'path': 'https://user:word@host/x.zip?key=1'})
+    fields = RunStart(config, tmp_path, 0).fields
+    assert (fields['data.path'], fields['seed']) == ('https://host/x.zip', 0)
+
+
 def row(step):
     return dict.fromkeys(COLUMNS, 0.5) | {'step': step}
 

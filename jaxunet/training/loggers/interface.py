@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxunet.config import Config
+from jaxunet.config import Config, by_path
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import is_remote, shown_url
 from jaxunet.runtime.whole_files import replacing
 
 
@@ -32,6 +33,14 @@ class RunStart:
     step: int
     columns: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The fields of the config by their paths, such as data.path; URLs without passwords."""
+        return {
+            path: shown_url(value) if isinstance(value, str) and is_remote(value) else value
+            for path, value in by_path(self.config).items()
+        }
 
     def kept_name(self, file: str) -> str:
         """Returns the line in a file of the workdir; '' if there is none."""

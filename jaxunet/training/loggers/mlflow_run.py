@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from absl import logging
 
-from jaxunet.config import by_path
 from jaxunet.training.loggers.interface import Logger, RunStart, imported
 
 FILE = 'mlflow_id.txt'  # in the workdir
@@ -37,9 +36,9 @@ class MlflowRun(Logger):
         )
         if not known:
             run.keep_name(FILE, active.info.run_id)
-            texts = {name: str(value)[:MAX_PARAM] for name, value in by_path(run.config).items()}
+            texts = {name: str(value)[:MAX_PARAM] for name, value in run.fields.items()}
             self._mlflow.log_params(texts)
-        self._mlflow.log_dict(by_path(run.config), 'config.json')
+        self._mlflow.log_dict(run.fields, 'config.json')
         logging.info('mlflow: run %s in %s', active.info.run_id, self._mlflow.get_tracking_uri())
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from absl import logging
 
-from jaxunet.config import by_path
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.loggers.interface import Logger, RunStart, imported
 
@@ -42,7 +41,7 @@ class WandbRun(Logger):
             dir=run.workdir,
             id=known or os.environ.get('WANDB_RUN_ID'),
             name=os.environ.get('WANDB_NAME') or run.workdir.resolve().name,
-            config=by_path(run.config),
+            config=run.fields,
             allow_val_change=True,
             resume='allow',
             reinit='create_new',
