@@ -32,7 +32,7 @@ from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
 from jaxunet.checkpoint.keeping import Keeping, Scores, reading, remove_unread
 from jaxunet.checkpoint.meta import CHECKSUM, RunFacts, read_meta, sealed
 from jaxunet.checkpoint.refused import RefusedError, raise_if_whole
-from jaxunet.checkpoint.state import Draw, TrainState, draw_state, drawing_device, state_config
+from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_config, traced
 from jaxunet.checkpoint.writer import Writer, read_state, to_disk
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
@@ -66,8 +66,7 @@ class Restored:
 @own_types()
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
-    with jax.default_device(drawing_device()):
-        return jax.eval_shape(jax.jit(draw, static_argnums=0), state_config(config))
+    return traced(draw, state_config(config)).shapes
 
 
 def checksum(tree: object) -> int:
