@@ -14,6 +14,7 @@ import http.client
 import os
 import re
 import shutil
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -146,6 +147,12 @@ def _fetch(url: str, remote: _Remote, files: dict[str, _Entry], target: Path) ->
         replacing(target) as partial,
         progress_bar(total=size or None, unit='B', unit_scale=True, desc=target.name) as bar,
     ):
+        stopped = threading.Event()
+
+        def update(count: int) -> None:
+            if stopped.is_set():
+                raise UserError(f'{shown_url(url)}: the copy was stopped')
+            bar.update(count)
 
         def one(name: str) -> None:
             path = partial / name if name else partial
@@ -153,15 +160,19 @@ def _fetch(url: str, remote: _Remote, files: dict[str, _Entry], target: Path) ->
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     with _explained(url), remote.open(name) as stream:
-                        _stream(stream, path, files[name].size, bar.update)
+                        _stream(stream, path, files[name].size, update)
                     return
                 except _UnreachableError as error:
                     if attempt == ATTEMPTS:
                         raise
                     logging.warning('%s; trying again', error)
 
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
+        pool = ThreadPoolExecutor(CONNECTIONS)
+        try:
             list(pool.map(one, files))
+        finally:  # an error, or Ctrl-C, does not wait for the rest
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
         with _explained(url):
             if remote.files() != files:
                 raise UserError(f'{shown_url(url)}: changed while it was copied; try again')

@@ -8,6 +8,7 @@ import io
 import pathlib
 import sys
 import threading
+import time
 import zipfile
 
 import fsspec
@@ -269,6 +270,26 @@ def test_sets_and_pictures_are_read(server, memory, cache):
     memory.pipe('/photos/ant/0.png', png(77))  # a new version of the folder
     folder = open_source('memory://photos', image_shape=(8, 8, 1))
     assert folder.load(np.arange(1))[0, 0, 0, 0] == 77
+
+
+def test_an_error_does_not_wait_for_the_rest(memory, cache, monkeypatch):
+    memory.pipe({'/set/a': b'1', '/set/b': b'2'})
+    reads = []
+
+    def read(stream):
+        if stream.path == '/set/a':
+            while len(reads) < 5:
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+        time.sleep(0.001)
+        reads.append(1)
+        return b'2' * (len(reads) < 3000)
+
+    monkeypatch.setattr(remote, '_read', read)
+    with pytest.raises(KeyboardInterrupt):
+        on_disk('memory://set')
+    assert len(reads) < 2000
+    assert left(cache) == []
 
 
 def test_weights_and_runs_are_read(memory, tmp_path):
