@@ -56,7 +56,7 @@ from jaxunet.runtime import command, compiled_cache, distributed
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.paths import is_remote, of_user
 from jaxunet.runtime.whole_files import check_writable
 from jaxunet.sampling import flags as how
 from jaxunet.sampling.generator import Generator
@@ -149,7 +149,8 @@ POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 def main(argv: Sequence[str]) -> None:
     """Runs the command; Ctrl-C keeps the finished batches."""
     check_output(OUTPUT.value)
-    check_writable(OUTPUT.value, '--output')
+    if not is_remote(OUTPUT.value):
+        check_writable(OUTPUT.value, '--output')
     how.check_owned_flags()
     if BACKEND.value is not None:
         split_backend(BACKEND.value, '--backend')
