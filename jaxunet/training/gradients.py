@@ -24,10 +24,12 @@ from jaxunet.diffusion.timesteps import TimestepSampler
 from jaxunet.diffusion.weighting import Weighting
 from jaxunet.model.encoder import with_copies
 from jaxunet.model.unet import Params, UNet
+from jaxunet.ops.adamw import reference
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Join
 from jaxunet.training.all_reduce import widen
 from jaxunet.training.batch import Batch, Keys, noise_batch
+from jaxunet.training.sharded import any_sharded, gathered, parts_of
 from jaxunet.training.update import Update
 
 Scalar = Float[Array, '']
@@ -136,28 +138,49 @@ def loss_fn(
 
 
 def copies_of(parts: StepParts, params: Params) -> Copies:
-    """Returns the weights in 16 bits that the network is called with; () = it takes `params`."""
-    if parts.narrow is None:
+    """Returns the weights in 16 bits that the network is called with; () = it takes `params`.
+
+    If the weights are sharded, these are copies of the parts, to be gathered. Those of a network
+    that `parts.loss` calls are gathered in float32.
+    """
+    narrow = parts.narrow
+    if narrow is None and parts.loss is None and any_sharded(params):
+        narrow = functools.partial(reference.narrow, dtype=parts.config.precision)
+    if narrow is None:
         return ()
     with jax.named_scope('forward'):
-        return parts.model.copies(params, parts.narrow)
+        return parts.model.copies(parts_of(params), narrow)
+
+
+def network_weights(parts: StepParts, params: Params, copies: Copies) -> Params:
+    """Returns the whole weights that the network is called with.
+
+    Args:
+      params: the weights of the state.
+      copies: from `copies_of`.
+    """
+    if any_sharded(params):
+        assert parts.axis_name is not None
+        return gathered(params, copies, parts.axis_name)
+    return with_copies(params, copies)
 
 
 def gradients(
-    parts: StepParts, state: TrainState, copies: Copies, keys: Keys, batch: Batch
+    parts: StepParts, state: TrainState, params: Params, keys: Keys, batch: Batch
 ) -> Gradients:
     """Returns this device's share of the gradients, and the losses of its rows.
 
     The sum of the shares over the devices is the gradient of the whole batch. Gradients have the
-    types of the weights that the network was called with: 16 bits where `copies` has the weight,
-    else float32; those of several micro-batches are float32.
+    types of the weights; those of several micro-batches are float32.
+
+    Args:
+      params: from `network_weights`.
     """
     scale = state.loss_scale.scale
     devices = 1 if parts.axis_name is None else jax.lax.axis_size(parts.axis_name)
     if devices > 1:
         # Makes the sum over devices a mean: dividing each gradient would take a separate kernel.
         scale = scale / devices
-    params = with_copies(state.params, copies)
     differentiate: GradientFn = functools.partial(
         jax.grad(parts.loss or loss_fn, argnums=1, has_aux=True), parts
     )
@@ -174,7 +197,7 @@ def gradients(
         return Gradients(grads, loss, samples, at_once)
 
     if accumulates:
-        return accumulate(parts.config.optimizer.accumulate_steps, one, state.params, keys, batch)
+        return accumulate(parts.config.optimizer.accumulate_steps, one, params, keys, batch)
     return one(keys, batch)
 
 
@@ -200,7 +223,8 @@ def accumulate(
         with jax.named_scope('backward'):
             return jax.tree.map(jnp.add, total, (widen(found.grads), found.loss)), found.samples
 
-    zeros = (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+    start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    zeros = (start, jnp.zeros((), jnp.float32))
     total, samples = jax.lax.scan(add, zeros, jax.tree.map(split, (keys, batch)))
     with jax.named_scope('backward'):
         grads, loss = jax.tree.map(lambda x: x / count, total)

@@ -40,8 +40,10 @@ from jaxunet.training.gradients import (
     StepParts,
     copies_of,
     gradients,
+    network_weights,
 )
 from jaxunet.training.noise_assignment import assigned_noise
+from jaxunet.training.sharded import any_sharded, scattered
 from jaxunet.training.update import make_update
 
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
@@ -104,7 +106,7 @@ def make_train_step(
         weighting=make_weighting(config.loss, diffusion),
         sampler=make_sampler(config, diffusion),
         schedule=learning_rate_schedule(config),
-        update=make_update(config, optimizer, fused),
+        update=make_update(config, optimizer, fused, axis_name),
         transform=kernels.transform,
         narrow=(
             (lambda arrays: fused.narrow(arrays, config.precision))
@@ -125,21 +127,24 @@ def train_step(
     """Runs one training step; see `make_train_step`.
 
     Args:
-      copies: of the weights in 16 bits, which the optimizer updates; () = the step makes its own
-        and updates none.
+      copies: of the weights, or of this device's parts, in 16 bits, which the optimizer updates;
+        () = the step makes its own and updates none.
 
     Returns: the new state, its copies, and the metrics.
     """
-    weights = copies or copies_of(parts, state.params)
+    params = network_weights(parts, state.params, copies or copies_of(parts, state.params))
     with jax.named_scope('data'):
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         keys = split_keys(step_key, batch['row'], parts.sampler.paired)
         if parts.config.data.noise_assignment == 'batch':
             noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
             keys = keys._replace(noise=noise)
-    grads, minimised, samples, at_once = gradients(parts, state, weights, keys, batch)
+    grads, minimised, samples, at_once = gradients(parts, state, params, keys, batch)
     if parts.axis_name is not None:
-        grads = summed(grads, parts.axis_name, parts.join, at_once=at_once)
+        if any_sharded(state.params):
+            grads = scattered(grads, state.params, parts.axis_name)
+        else:
+            grads = summed(grads, parts.axis_name, parts.join, at_once=at_once)
         with jax.named_scope('all_reduce'):
             minimised = jax.lax.pmean(minimised, parts.axis_name)
             samples = jax.tree.map(
@@ -150,7 +155,11 @@ def train_step(
         new_state, copies, metrics = apply_gradients(parts, state, copies, grads, loss, minimised)
     if samples is not None:
         key = jax.random.fold_in(step_key, parts.config.data.batch_size)
-        new_state = learn_from_losses(parts, state, new_state, samples, keys, batch, key)
+        weights = state.params, new_state.params
+        if parts.sampler.measure is not None and any_sharded(state.params):
+            after = copies or copies_of(parts, new_state.params)
+            weights = params, network_weights(parts, new_state.params, after)
+        new_state = learn_from_losses(parts, state, new_state, weights, samples, keys, batch, key)
     return new_state, copies, metrics
 
 
@@ -177,7 +186,7 @@ def apply_gradients(
     Args:
       copies: of the weights, to update; () = none.
       grads: summed over the devices, times the loss scale; packed if there are several and
-        `parts.join` is not None.
+        `parts.join` is not None; sharded as the weights are.
       loss: the loss to log.
       minimised: the loss that the gradients belong to.
     """
@@ -225,6 +234,7 @@ def learn_from_losses(
     parts: StepParts,
     state: TrainState,
     new_state: TrainState,
+    weights: tuple[Params, Params],
     samples: SampleLosses,
     keys: Keys,
     batch: Batch,
@@ -235,6 +245,7 @@ def learn_from_losses(
     A skipped step leaves both as they were in `state`.
 
     Args:
+      weights: whole, before and after the step.
       samples: the losses of the global batch.
       keys: of this device's share `batch`.
       key: for further draws of the sampler; the same on all devices.
@@ -251,8 +262,8 @@ def learn_from_losses(
             row=batch['row'],
             x0=clean_images(config, keys, batch),
             labels=batch['label'] if config.model.num_classes else None,
-            before=state.params,
-            after=new_state.params,
+            before=weights[0],
+            after=weights[1],
             predict=lambda params, x0, xt, t, labels: parts.model.predict(
                 params, xt, t, labels, low_res=low_res_of(config, x0)
             ),
