@@ -371,9 +371,8 @@ class Loop:
         self._read_metrics()
         if self.session.parallel.together:
             self._warn(
-                f'warning: step {self.step} is not saved, as every process has only a part of the '
-                'state (parallel.shard_optimizer); the last checkpoint is step '
-                f'{self.checkpoints.latest()}'
+                'warning: nothing more is saved: a process has only parts of the state '
+                '(parallel.shard_optimizer); the same command resumes from the last checkpoint'
             )
             return
         if jax.process_count() > 1 and self.config.train.check_replicas_every:
