@@ -7,9 +7,9 @@
     python -m jaxunet.compare --output runs/compare --plot_only
 
 With `--file`, a comparison file states everything: methods, seeds, times, how samples are drawn and
-measured, and the protocol (`jaxunet.compare.study_file` lists its keys). One process starts for
-each entry of `--devices`, and the processes divide the runs among themselves; two processes share a
-device that is listed twice. A run that crashes its process fails alone. The same command continues
+measured, and the protocol (`jaxunet.compare.comparison_file` lists its keys). Each entry of
+`--devices` gets a process, and the processes divide the runs among themselves; two share a device
+that is listed twice. A run that crashes its process fails alone. The same command continues
 where the last one stopped, even in the middle of a run, so the work can be spread over several
 sessions (`--limit`). FILE:METHODS runs only these methods. The command writes report.md,
 quality.png, rows.jsonl and stretches.jsonl to `OUTPUT`; the report lists the missing runs and the
@@ -39,8 +39,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.compare import BEGAN, flags_study, report, study_runner
-from jaxunet.compare.flags_study import measure_step_costs
+from jaxunet.compare import BEGAN, flags_comparison, report, runner
+from jaxunet.compare.comparison import Comparison
+from jaxunet.compare.comparison_file import read_comparison
+from jaxunet.compare.flags_comparison import measure_step_costs
 from jaxunet.compare.jobs import base_config
 from jaxunet.compare.methods import (
     FORM,
@@ -49,8 +51,6 @@ from jaxunet.compare.methods import (
     parse_methods,
     parse_seconds,
 )
-from jaxunet.compare.study import Study
-from jaxunet.compare.study_file import read_study
 from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
@@ -152,28 +152,28 @@ def main(argv: Sequence[str]) -> int:
     problems: list[str] = []
     stopped = False
     path, _, part = FILE.value.partition(':')
-    study = read_study(path) if path else None
+    comparison = read_comparison(path) if path else None
     if PLOT_ONLY.value:
-        study = study or flags_study.load(directory)
+        comparison = comparison or flags_comparison.load(directory)
     else:
         compiled_cache.enable_compilation_cache()
-        stated = None if study else state()
+        stated = None if comparison else state()
         try:
             with opened(directory, '--output'):
                 if stated:
-                    study, problems = prepare(stated, directory)
-                if study and TRAIN.value:
-                    problems += study_runner.run(
-                        study, options(study, part, directory), command_line()
+                    comparison, problems = prepare(stated, directory)
+                if comparison and TRAIN.value:
+                    problems += runner.run(
+                        comparison, options(comparison, part, directory), command_line()
                     )
         except KeyboardInterrupt:
             stopped = True
     others = [pathlib.Path(folder) for folder in ADD.value]
     if missing := [folder for folder in others if not folder.is_dir()]:
         raise UserError(f'--add: no folder {missing[0]}')
-    if study:
-        found = study_runner.collect(study, directory, others)
-        about = report.about_file(study, directory, command_line())
+    if comparison:
+        found = runner.collect(comparison, directory, others)
+        about = report.about_file(comparison, directory, command_line())
         text, paths = report.write(found, directory, about, plot=PLOT.value)
         print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
     for problem in problems:
@@ -224,10 +224,10 @@ def command_line() -> str:
     return shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]])
 
 
-def options(study: Study, part: str, directory: pathlib.Path) -> study_runner.Options:
+def options(comparison: Comparison, part: str, directory: pathlib.Path) -> runner.Options:
     """Returns the options of the flags; a comparison of flags always runs in processes."""
     by_flags = not FILE.value
-    return study_runner.Options(
+    return runner.Options(
         part=part,
         data=DATA.value,
         output=directory,
@@ -241,7 +241,7 @@ def options(study: Study, part: str, directory: pathlib.Path) -> study_runner.Op
     )
 
 
-def state() -> flags_study.Stated:
+def state() -> flags_comparison.Stated:
     """Returns the comparison that the flags state.
 
     Raises:
@@ -250,11 +250,13 @@ def state() -> flags_study.Stated:
     config = base_config(complete(CONFIG.value))
     methods = parse_methods(METHOD_NAMES.value)
     configs = [method.apply(config) for method in methods]
-    if not (pathlib.Path(OUTPUT.value) / flags_study.STUDY).exists():  # otherwise they are logged
+    if not (
+        pathlib.Path(OUTPUT.value) / flags_comparison.COMPARISON
+    ).exists():  # otherwise they are logged
         check_used(*configs)
     names, count = [method.name for method in methods], len(DEVICES.value)
     shared = count > 1 and TRAIN.value and probe().platform == 'cpu'
-    return flags_study.Stated(
+    return flags_comparison.Stated(
         config,
         methods,
         parse_seconds('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
@@ -268,7 +270,9 @@ def state() -> flags_study.Stated:
     )
 
 
-def prepare(stated: flags_study.Stated, directory: pathlib.Path) -> tuple[Study, list[str]]:
+def prepare(
+    stated: flags_comparison.Stated, directory: pathlib.Path
+) -> tuple[Comparison, list[str]]:
     """Writes the comparison to its folder and times its steps, as far as the flags ask for it.
 
     Returns the comparison, and what went wrong. Without training, a comparison that the folder
@@ -277,13 +281,13 @@ def prepare(stated: flags_study.Stated, directory: pathlib.Path) -> tuple[Study,
     Raises:
       UserError: the folder holds other runs.
     """
-    began = (directory / flags_study.STUDY).exists()
-    study = flags_study.write(stated, directory) if TRAIN.value or not began else None
+    began = (directory / flags_comparison.COMPARISON).exists()
+    comparison = flags_comparison.write(stated, directory) if TRAIN.value or not began else None
     if stated.note:
         print(f'note: this machine has no GPU. {stated.note}', flush=True)
     device, timeout = next(iter(DEVICES.value), ''), TIMEOUT.value
     problem = measure_step_costs(stated, directory, device, timeout) if STEP_COST.value else ''
-    return study or flags_study.load(directory), [problem] if problem else []
+    return comparison or flags_comparison.load(directory), [problem] if problem else []
 
 
 if __name__ == '__main__':

@@ -7,10 +7,12 @@ earlier one of the same measurement. Stretches are never replaced, so that repea
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from jaxunet.compare.jobs import Job
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
@@ -45,6 +47,27 @@ STRETCH_FIELDS = {
     'ended': str,
 }
 ADVICE = 'remove the line'
+
+
+def stretch(
+    job: Job, outcome: str, reason: str, seconds: Mapping[str, float], shared_by: int
+) -> Row:
+    """Returns a stretch that ends now, without the fields of its origin.
+
+    Args:
+      seconds: those of each activity.
+      shared_by: processes that share the device.
+    """
+    return {
+        'data': job.data,
+        'case': job.case,
+        'seed': job.seed,
+        'outcome': outcome,
+        'reason': reason,
+        'wall': {name: round(s, 3) for name, s in seconds.items()},
+        'shared_by': shared_by,
+        'ended': datetime.datetime.now(datetime.UTC).isoformat(),
+    }
 
 
 def check_key(row: Row, source: str) -> None:

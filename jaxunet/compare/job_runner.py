@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import gc
 import math
 import os
@@ -27,6 +26,7 @@ from jaxunet.compare.collected import (
     STRETCHES,
     TRAINED,
     check_key,
+    stretch,
 )
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Checkpoint, Measurements
@@ -331,16 +331,7 @@ class Queue:
 
     def _note(self, job: Job, outcome: str, reason: str) -> None:
         """Writes a stretch: how a job ended, and the seconds of each activity since the last."""
-        row = {
-            'data': job.data,
-            'case': job.case,
-            'seed': job.seed,
-            'outcome': outcome,
-            'reason': reason,
-            'wall': {name: round(s, 3) for name, s in self._watch.take().items()},
-            'shared_by': self._limit.shared_by,
-            'ended': datetime.datetime.now(datetime.UTC).isoformat(),
-        }
+        row = stretch(job, outcome, reason, self._watch.take(), self._limit.shared_by)
         rows.append(self._output / STRETCHES, {**row, **self._origin})
 
     def _source(self, config: Config) -> Source:

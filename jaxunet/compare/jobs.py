@@ -1,6 +1,6 @@
 """Training jobs of `jaxunet.compare.queue`: what is trained, for how long, and how it is measured.
 
-`jaxunet.compare.study_file` reads them from files.
+`jaxunet.compare.comparison_file` reads them from files.
 """
 
 from __future__ import annotations

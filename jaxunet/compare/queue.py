@@ -36,18 +36,18 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.compare import BEGAN
+from jaxunet.compare.comparison_file import read_jobs
 from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.step_times import step_times
 from jaxunet.compare.stopwatch import Limit
-from jaxunet.compare.study_file import read_jobs
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
 
 JOBS = flags.DEFINE_string(
-    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.study_file.', required=True
+    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.comparison_file.', required=True
 )
 DATA = flags.DEFINE_string(
     'data', '.', 'Folder of the archives of images that the file of jobs names.'

@@ -26,7 +26,7 @@ from absl import flags
 from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.compare.study_file import check_configs_used, read_jobs
+from jaxunet.compare.comparison_file import check_configs_used, read_jobs
 from jaxunet.config import Config, resolve
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images

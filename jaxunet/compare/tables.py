@@ -15,6 +15,7 @@ from jaxunet.compare.collected import (
     read_rows,
     read_stretches,
 )
+from jaxunet.compare.comparison import Comparison, Metric
 from jaxunet.compare.statistics import (
     Find,
     Mean,
@@ -28,7 +29,6 @@ from jaxunet.compare.statistics import (
     times_to_final,
 )
 from jaxunet.compare.step_times import COSTS, combined_costs
-from jaxunet.compare.study import Metric, Study
 from jaxunet.runtime.rows import Row
 
 NOTHING = 'Nothing is measured yet.'
@@ -36,7 +36,7 @@ SEEDS = 3  # a mean over another number shows it in brackets
 
 
 @dataclass(frozen=True)
-class Measured:
+class Results:
     """A comparison and its measurements so far.
 
     Fields:
@@ -45,7 +45,7 @@ class Measured:
       step_costs: method -> its step cost, measured in turns (`jaxunet.compare.step_times`).
     """
 
-    study: Study
+    comparison: Comparison
     rows: Sequence[Row]
     stretches: Sequence[Row] = ()
     step_costs: Mapping[str, Row] = field(default_factory=dict)
@@ -53,13 +53,13 @@ class Measured:
     @cached_property
     def cells(self) -> dict[tuple[str, float], list[Row]]:
         """The rows of each method's best sampler, by method and seconds."""
-        first = self.study.distances[0]
+        first = self.comparison.distances[0]
         return best_cells(self.rows, first.find, higher=first.higher_is_better)
 
     @property
     def methods(self) -> list[str]:
         """The measured methods, in the order of the file; others follow."""
-        order = dict.fromkeys([*self.study.methods, *(name for name, _ in self.cells)])
+        order = dict.fromkeys([*self.comparison.methods, *(name for name, _ in self.cells)])
         return [name for name in order if any(name == case for case, _ in self.cells)]
 
     @property
@@ -68,67 +68,73 @@ class Measured:
         return sorted({time for _, time in self.cells})
 
 
-def measured(study: Study, rows: Iterable[Path], stretches: Iterable[Path] = ()) -> Measured:
+def measured(
+    comparison: Comparison, rows: Iterable[Path], stretches: Iterable[Path] = ()
+) -> Results:
     """Returns a comparison with the rows and stretches of files; missing files are left out.
 
     Raises:
       UserError: a file is damaged, or its rows do not compare.
     """
-    costs = study.path.with_name(COSTS) if study.step_ms == '0' else Path(study.step_ms)
-    return Measured(
-        study,
+    costs = (
+        comparison.path.with_name(COSTS) if comparison.step_ms == '0' else Path(comparison.step_ms)
+    )
+    return Results(
+        comparison,
         read_rows(rows),
         read_stretches(stretches),
         combined_costs(costs) if costs.is_file() else {},
     )
 
 
-def quality(m: Measured) -> str:
+def quality(results: Results) -> str:
     """Returns all distances by method and time: mean over seeds ± standard error."""
-    return _by_time(m, lambda name, time, metric: _mean(m.cells.get((name, time), []), metric.find))
+    return _by_time(
+        results, lambda name, time, metric: _mean(results.cells.get((name, time), []), metric.find)
+    )
 
 
-def against_baseline(m: Measured) -> str:
+def against_baseline(results: Results) -> str:
     """Returns the differences to the baseline by method and time, with p-values.
 
     At times at which the baseline is never measured, its curve is linear between those before and
     after.
     """
-    base = m.study.baseline
+    base = results.comparison.baseline
 
     def cell(name: str, time: float, metric: Metric) -> str:
-        theirs = _numbers(m, base, time, metric)
-        if time not in m.study.seconds_of(base):
-            theirs = interpolated(m.cells, base, time, metric.find)
-        return _difference(_numbers(m, name, time, metric), theirs, metric)
+        theirs = _numbers(results, base, time, metric)
+        if time not in results.comparison.seconds_of(base):
+            theirs = interpolated(results.cells, base, time, metric.find)
+        return _difference(_numbers(results, name, time, metric), theirs, metric)
 
-    return _by_time(m, cell, skip=base)
+    return _by_time(results, cell, skip=base)
 
 
-def against_best(m: Measured) -> str:
+def against_best(results: Results) -> str:
     """Returns the differences to the best other method by method and time, with p-values."""
 
     def cell(name: str, time: float, metric: Metric) -> str:
-        other = rival(m.cells, name, time, metric.find, higher=metric.higher_is_better)
-        if other is None or (name, time) not in m.cells:
+        other = rival(results.cells, name, time, metric.find, higher=metric.higher_is_better)
+        if other is None or (name, time) not in results.cells:
             return ''
-        mine, theirs = (_numbers(m, one, time, metric) for one in (name, other))
+        mine, theirs = (_numbers(results, one, time, metric) for one in (name, other))
         return f'{other}: {_difference(mine, theirs, metric) or "no seed of both"}'
 
-    return _by_time(m, cell)
+    return _by_time(results, cell)
 
 
-def sooner(m: Measured) -> str:
+def sooner(results: Results) -> str:
     """Returns the seconds until a method is as good as the baseline at its end, by seed."""
-    base = m.study.baseline
-    if base not in m.methods:
+    base = results.comparison.baseline
+    if base not in results.methods:
         return NOTHING
-    last = end_of(m.cells, base)
+    last = end_of(results.cells, base)
     body = []
-    for name in m.methods:
-        for metric in m.study.distances:
+    for name in results.methods:
+        for metric in results.comparison.distances:
             higher = metric.higher_is_better
-            found = times_to_final(m.cells, name, base, metric.find, higher=higher)
+            found = times_to_final(results.cells, name, base, metric.find, higher=higher)
             shown = [_seconds(when, seed in found.bounds) for seed, when in found.seconds.items()]
             mean, bound = found.mean, '≤ ' if found.bounds else ''
             body.append(
@@ -143,15 +149,15 @@ def sooner(m: Measured) -> str:
     return table(('method', 'distance', 's by seed', 'mean, s', f'as a share of {last:g} s'), body)
 
 
-def at_the_end(m: Measured) -> str:
+def at_the_end(results: Results) -> str:
     """Returns a table of all other measurements, at the last time of each method."""
-    if not m.cells:
+    if not results.cells:
         return NOTHING
-    distances = m.study.distances
-    others = [metric for metric in m.study.metrics if metric not in distances]
-    ends = {name: m.study.seconds_of(name)[-1] for name in m.methods}
+    distances = results.comparison.distances
+    others = [metric for metric in results.comparison.metrics if metric not in distances]
+    ends = {name: results.comparison.seconds_of(name)[-1] for name in results.methods}
     apart = len(set(ends.values())) > 1
-    averages, losses = (any(key in row for row in m.rows) for key in ('average', 'losses'))
+    averages, losses = (any(key in row for row in results.rows) for key in ('average', 'losses'))
     head = [
         'method',
         'seeds',
@@ -164,9 +170,9 @@ def at_the_end(m: Measured) -> str:
         'ms per step',
     ]
     body = []
-    for name in m.methods:
-        last = max((time for time in m.times if time <= ends[name]), default=0.0)
-        rows = m.cells.get((name, last), [])
+    for name in results.methods:
+        last = max((time for time in results.times if time <= ends[name]), default=0.0)
+        rows = results.cells.get((name, last), [])
         if not rows:
             continue
         ms = sum(1e3 * row['training_seconds'] / row['step'] for row in rows) / len(rows)
@@ -185,22 +191,28 @@ def at_the_end(m: Measured) -> str:
     return table(head, body)
 
 
-def missing(m: Measured) -> str:
+def missing(results: Results) -> str:
     """Returns the list of cells of the file that lack a row, and of runs that failed."""
     drawn: dict[tuple[str, int, float], set[str]] = {}
-    for row in m.rows:
+    for row in results.rows:
         drawn.setdefault((row['case'], row['seed'], row['seconds']), set()).add(row['sampler'])
     gaps: dict[str, dict[int, list[float]]] = {}
-    for name, seed in m.study.cells:
-        wanted = set(m.study.samplers_of(name))
-        found = {time: drawn.get((name, seed, time), set()) for time in m.study.seconds_of(name)}
+    for name, seed in results.comparison.cells:
+        wanted = set(results.comparison.samplers_of(name))
+        found = {
+            time: drawn.get((name, seed, time), set())
+            for time in results.comparison.seconds_of(name)
+        }
         times = [time for time, samplers in found.items() if not (samplers and wanted <= samplers)]
         if times:
             gaps.setdefault(name, {})[seed] = times
-    every = {name: sum(cell[0] == name for cell in m.study.cells) for name in m.study.methods}
+    every = {
+        name: sum(cell[0] == name for cell in results.comparison.cells)
+        for name in results.comparison.methods
+    }
     whole, lines = [], []
     for name, by_seed in gaps.items():
-        every_time = len(m.study.seconds_of(name))
+        every_time = len(results.comparison.seconds_of(name))
         full = [seed for seed, times in by_seed.items() if len(times) == every_time]
         if len(full) == every[name]:
             whole.append(f'`{name}`')
@@ -212,14 +224,14 @@ def missing(m: Measured) -> str:
         lines.append(f'- `{name}`: {"; ".join(shown)}')
     if whole:
         lines.append(f'- all of {", ".join(whole)}')
-    lines += [f'- failed: {text}' for text in _failures(m, gaps)]
+    lines += [f'- failed: {text}' for text in _failures(results, gaps)]
     return '\n'.join(lines) or 'None.'
 
 
-def _failures(m: Measured, gaps: dict[str, dict[int, list[float]]]) -> list[str]:
+def _failures(results: Results, gaps: dict[str, dict[int, list[float]]]) -> list[str]:
     """Returns why cells that are missing failed when they were last tried."""
     # After a measurement that failed, the run goes on; its later successes do not undo the failure.
-    ended = [row for row in m.stretches if row['outcome'] in (FAILED, STOPPED)]
+    ended = [row for row in results.stretches if row['outcome'] in (FAILED, STOPPED)]
     last = {(row['case'], row['seed']): row for row in ended}
     reasons = {run: row['reason'] for run, row in last.items() if row['outcome'] == FAILED}
     return [
@@ -250,13 +262,13 @@ def step_times(costs: Mapping[str, Row], case: str = 'method') -> str:
     return table((case, 'ms per step', f'of {next(iter(costs))} (quartiles)'), body)
 
 
-def origin(m: Measured) -> str:
+def origin(results: Results) -> str:
     """Returns a sentence with what the rows were measured with: devices, versions, commits."""
-    if not m.rows:
+    if not results.rows:
         return NOTHING
 
     def each(find: Callable[[Row], object]) -> str:
-        found = dict.fromkeys(str(find(row)) for row in m.rows)
+        found = dict.fromkeys(str(find(row)) for row in results.rows)
         return ', '.join(text for text in found if text != 'None')
 
     def version(name: str) -> str:
@@ -276,18 +288,22 @@ def origin(m: Measured) -> str:
     )
 
 
-def cost(m: Measured) -> str:
+def cost(results: Results) -> str:
     """Returns a sentence with the device time that the comparison has taken."""
     runs: dict[tuple[str, int], float] = {}
-    for row in m.rows:
+    for row in results.rows:
         key = row['case'], row['seed']
         runs[key] = max(runs.get(key, 0.0), row['training_seconds'])
-    if not m.stretches:
+    if not results.stretches:
         known = f'{len(runs)} runs, {sum(runs.values()) / 60:.0f} minutes of training.'
         return f'{known} What they took in all is not recorded.' if runs else NOTHING
-    spent = device_seconds(m.stretches)
+    spent = device_seconds(results.stretches)
     parts = ', '.join(f'{name} {seconds / 60:.1f}' for name, seconds in spent.items())
-    kind = 'CPU' if {row.get('device') for row in m.stretches if row['wall']} == {'cpu'} else 'GPU'
+    kind = (
+        'CPU'
+        if {row.get('device') for row in results.stretches if row['wall']} == {'cpu'}
+        else 'GPU'
+    )
     return (
         f'{sum(spent.values()) / 60:.1f} {kind} minutes, repeated work included: {parts}. The '
         f'{len(runs)} runs in the tables have {sum(runs.values()) / 60:.1f} minutes of training.'
@@ -300,26 +316,26 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
 
 
-def _by_time(m: Measured, cell: Callable[[str, float, Metric], str], skip: str = '') -> str:
+def _by_time(results: Results, cell: Callable[[str, float, Metric], str], skip: str = '') -> str:
     """Returns a table with a row for each method and distance, and a column for each time."""
-    names = [name for name in m.methods if name != skip]
+    names = [name for name in results.methods if name != skip]
     if not names:
         return NOTHING
 
     def line(name: str, metric: Metric) -> list[str]:
-        return [name, metric.title, *(cell(name, time, metric) for time in m.times)]
+        return [name, metric.title, *(cell(name, time, metric) for time in results.times)]
 
-    body = [line(name, metric) for metric in m.study.distances for name in names]
-    return table(('method', 'distance', *(f'{time:g} s' for time in m.times)), body)
+    body = [line(name, metric) for metric in results.comparison.distances for name in names]
+    return table(('method', 'distance', *(f'{time:g} s' for time in results.times)), body)
 
 
 def _held_out_loss(row: Row) -> float:
     return float(row.get('losses', {}).get('held_out_loss', math.nan))
 
 
-def _numbers(m: Measured, name: str, time: float, metric: Metric) -> dict[int, float]:
+def _numbers(results: Results, name: str, time: float, metric: Metric) -> dict[int, float]:
     """Returns the metric of a method at a time, by seed."""
-    return numbers_of(m.cells.get((name, time), []), metric.find)
+    return numbers_of(results.cells.get((name, time), []), metric.find)
 
 
 def _mean(rows: Sequence[Row], find: Find) -> str:

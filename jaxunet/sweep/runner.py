@@ -240,9 +240,7 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
       machine: from `probe`.
       gpus: GPUs of the point, as CUDA_VISIBLE_DEVICES names them; empty: all.
     """
-    env = dict(os.environ)
-    if gpus:
-        env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus)
+    env = processes.environment(gpus)
     wanted = point.raw['parallel']['devices']
     if machine.platform == 'cpu' and wanted > machine.devices:
         env[XLA_FLAGS] = (

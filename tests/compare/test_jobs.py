@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from jaxunet.compare import step_cost
+from jaxunet.compare.comparison_file import read_jobs
 from jaxunet.compare.jobs import Job, parse_sampler
 from jaxunet.compare.step_times import step_times
-from jaxunet.compare.study_file import read_jobs
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 
@@ -124,7 +124,7 @@ def test_the_milliseconds_of_a_step_by_case(tmp_path):
         step_times(str(path), ['muon', 'flow', 'edm'])
     with pytest.raises(UserError, match=r'step_ms: no file .*no.jsonl; make it by python'):
         step_times(str(tmp_path / 'no.jsonl'), cases)
-    for place in ('--step_ms', 'study.toml: step_ms'):
+    for place in ('--step_ms', 'comparison.toml: step_ms'):
         with pytest.raises(UserError, match=f'^{place}: expected 0 or more milliseconds'):
             step_times('-1', cases, place)
         with pytest.raises(UserError, match=f'^{place}: .* has no steps of muon'):

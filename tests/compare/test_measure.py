@@ -12,10 +12,10 @@ from support.data_files import encoded, put
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import measure
+from jaxunet.compare.comparison_file import read_jobs
 from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements, check_finite
 from jaxunet.compare.stopwatch import Limit
-from jaxunet.compare.study_file import read_jobs
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import Generator
 from jaxunet.training.held_out import HeldOutLoss

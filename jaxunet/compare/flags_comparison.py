@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxunet.compare import collected
+from jaxunet.compare.comparison import DISTANCES, Comparison
+from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.methods import BASELINE, METHODS, Method, named_fields
 from jaxunet.compare.step_times import COSTS
-from jaxunet.compare.study import DISTANCES, Study
-from jaxunet.compare.study_file import read_study
 from jaxunet.config import Config, identity, to_dict
 from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.metrics.features import INCEPTION
@@ -26,7 +26,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep.config_file import config_file
 
-STUDY, CONFIG = 'compare.toml', 'config.py'
+COMPARISON, CONFIG = 'compare.toml', 'config.py'
 STEP_COSTS = 'jaxunet.compare.step_cost'
 EARLIER = 'compare.json'  # of versions that had other rows for comparisons of flags
 OPTIONS = {'eta': 0.0, 'variance': '', 'guidance_scale': 1.0}  # of samplers, with their defaults
@@ -63,7 +63,7 @@ class Stated:
         return [round(self.seconds[method] * (i + 1) / count, 6) for i in range(count)]
 
 
-def load(directory: Path) -> Study:
+def load(directory: Path) -> Comparison:
     """Returns the comparison of flags in a folder.
 
     Raises:
@@ -74,32 +74,34 @@ def load(directory: Path) -> Study:
             f'--output: {directory} holds a comparison of an earlier version ({EARLIER}), which '
             'commit 5bac3eb9 reads; choose another --output'
         )
-    if not (directory / STUDY).is_file():
+    if not (directory / COMPARISON).is_file():
         raise UserError(
-            f'--output: {directory} holds no comparison (no {STUDY}); give the folder of one, or '
-            'run without --plot_only'
+            f'--output: {directory} holds no comparison (no {COMPARISON}); give the folder of one, '
+            'or run without --plot_only'
         )
-    return read_study(directory / STUDY)
+    return read_comparison(directory / COMPARISON)
 
 
-def write(stated: Stated, directory: Path) -> Study:
+def write(stated: Stated, directory: Path) -> Comparison:
     """Writes the comparison file and its config to the folder, and returns the comparison.
 
     Raises:
       UserError: the comparison is not valid, or the folder holds other runs of the same names.
     """
-    before = load(directory) if any((directory / n).exists() for n in (STUDY, EARLIER)) else None
+    before = (
+        load(directory) if any((directory / n).exists() for n in (COMPARISON, EARLIER)) else None
+    )
     if before and before.note and not stated.note:
         stated = dataclasses.replace(stated, note=before.note)
     files = {
         CONFIG: config_file('Runs of a comparison', to_dict(stated.config)),
-        STUDY: ''.join(f'{key} = {toml(value)}\n' for key, value in values(stated).items()),
+        COMPARISON: ''.join(f'{key} = {toml(value)}\n' for key, value in values(stated).items()),
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding='utf-8')
         try:
-            jobs = read_study(Path(folder) / STUDY).jobs('', '')
+            jobs = read_comparison(Path(folder) / COMPARISON).jobs('', '')
         except UserError as error:
             raise UserError(str(error).replace(f'{folder}{os.sep}', '')) from None
         began = before if (directory / '1').exists() else None  # the folder of a process
@@ -123,7 +125,7 @@ def _identity(job: Job) -> object:
 
 
 def values(stated: Stated) -> dict[str, Any]:
-    """Returns the keys of the comparison file (`jaxunet.compare.study_file`)."""
+    """Returns the keys of the comparison file (`jaxunet.compare.comparison_file`)."""
     config, names = stated.config, [method.name for method in stated.methods]
     evaluation, path = config.evaluation, config.data.path
     features = evaluation.features

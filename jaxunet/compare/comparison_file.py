@@ -67,9 +67,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxunet.compare.comparison import DISTANCES, Comparison, Reference, Round, known_fields
 from jaxunet.compare.jobs import OVERRIDDEN, Job, call_function, check_jobs
 from jaxunet.compare.methods import BASELINE, METHODS, OWN
-from jaxunet.compare.study import DISTANCES, Reference, Round, Study, known_fields
 from jaxunet.compare.toml_table import Table, read_toml
 from jaxunet.config import Config
 from jaxunet.config.relations import METRICS, unknown_metric
@@ -87,7 +87,7 @@ MOST_RUNS = 10_000
 STATED = ('seed', 'data.path', *OVERRIDDEN)
 
 
-def read_study(path: str | Path) -> Study:
+def read_comparison(path: str | Path) -> Comparison:
     """Returns the comparison of a file.
 
     Raises:
@@ -111,7 +111,7 @@ def read_study(path: str | Path) -> Study:
         )
     seeds, features = table.several('seeds', int), table.one('features', str)
     own, own_seconds = _own_methods(table.table('methods', optional=True))
-    study = Study(
+    comparison = Comparison(
         path=path,
         title=table.one('title', str, 'Training methods at equal time'),
         protocol=_existing(table, 'protocol', path.parent) if table.has('protocol') else None,
@@ -142,48 +142,49 @@ def read_study(path: str | Path) -> Study:
     )
     for one in (table, images, samples, averages):
         one.done()
-    _check(study)
-    return study
+    _check(comparison)
+    return comparison
 
 
-def _check(study: Study) -> None:
+def _check(comparison: Comparison) -> None:
     """Raises UserError for values that do not fit each other."""
-    for method in study.methods:
-        study.fields_of(method)
-    if study.baseline not in study.methods:
+    for method in comparison.methods:
+        comparison.fields_of(method)
+    if comparison.baseline not in comparison.methods:
         raise UserError(
-            f'{study.path}: baseline: expected one of the methods of the rounds, '
-            f'{", ".join(study.methods)}, found {study.baseline!r}'
+            f'{comparison.path}: baseline: expected one of the methods of the rounds, '
+            f'{", ".join(comparison.methods)}, found {comparison.baseline!r}'
         )
-    if unused := [name for name in study.own if name not in study.methods]:
+    if unused := [name for name in comparison.own if name not in comparison.methods]:
         raise UserError(
-            f'{study.path}: methods.{unused[0]}: expected a method of a round, found it in none'
+            f'{comparison.path}: methods.{unused[0]}: expected a method of a round, '
+            'found it in none'
         )
-    for cell, count in Counter(study.cells).items():
+    for cell, count in Counter(comparison.cells).items():
         if count > 1:
             raise UserError(
-                f'{study.path}: rounds: {cell[0]} with seed {cell[1]} is there twice; leave one of '
-                'them out'
+                f'{comparison.path}: rounds: {cell[0]} with seed {cell[1]} is there twice; leave one '
+                'of them out'
             )
-    metrics = study.references[0].metrics
-    if not {*(study.by or DISTANCES)} & {*metrics}:
+    metrics = comparison.references[0].metrics
+    if not {*(comparison.by or DISTANCES)} & {*metrics}:
         raise UserError(
-            f'{study.path}: references[0].metrics: expected one of '
-            f'{", ".join(study.by or DISTANCES)}, by which the methods are compared'
+            f'{comparison.path}: references[0].metrics: expected one of '
+            f'{", ".join(comparison.by or DISTANCES)}, by which the methods are compared'
         )
-    if unknown := [name for name in study.by if name not in metrics]:
+    if unknown := [name for name in comparison.by if name not in metrics]:
         raise UserError(
-            f'{study.path}: by: expected some of {", ".join(metrics)}, the metrics of the first '
-            f'reference, found {unknown[0]!r}'
+            f'{comparison.path}: by: expected some of {", ".join(metrics)}, the metrics of the '
+            f'first reference, found {unknown[0]!r}'
         )
-    for values in zip(*((one.name, one.path) for one in study.references), strict=True):
+    for values in zip(*((one.name, one.path) for one in comparison.references), strict=True):
         if len(set(values)) < len(values):
             raise UserError(
-                f'{study.path}: references: expected different names and paths, found '
+                f'{comparison.path}: references: expected different names and paths, found '
                 f'{", ".join(values)}'
             )
-    for method in study.methods:
-        study.samplers_of(method)
+    for method in comparison.methods:
+        comparison.samplers_of(method)
 
 
 def _existing(table: Table, key: str, folder: Path) -> Path:
@@ -293,8 +294,8 @@ def read_jobs(named: str, data: str, *, begun: bool = False) -> list[Job]:
     """
     path, _, part = named.partition(':')
     if path.endswith(SUFFIX):
-        study = read_study(path)
-        jobs, every = study.jobs(part, data), study.jobs('', data)
+        comparison = read_comparison(path)
+        jobs, every = comparison.jobs(part, data), comparison.jobs('', data)
     else:
         jobs = every = _python_jobs(named, data)
     check_configs_used(path, load_configs(every), begun=begun)

@@ -1,4 +1,4 @@
-"""A comparison of training methods as data; `jaxunet.compare.study_file` reads it from a file."""
+"""A comparison of training methods as data; `jaxunet.compare.comparison_file` reads it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Metric(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Comparison:
     """A comparison of training methods, as its file states it.
 
     Fields:
@@ -77,7 +77,7 @@ class Study:
       samplers: samplers by objective; the key '' holds for objectives that are not named.
       step_ms: milliseconds that the clock counts for a step, or the path of a file with a number
         for each method; '0' = it measures training time.
-      others: the keys of the file with the same names (`jaxunet.compare.study_file`).
+      others: the keys of the file with the same names (`jaxunet.compare.comparison_file`).
     """
 
     path: Path
