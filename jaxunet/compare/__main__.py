@@ -42,15 +42,8 @@ from absl import flags
 from jaxunet.compare import BEGAN, flags_comparison, report, runner
 from jaxunet.compare.comparison import Comparison
 from jaxunet.compare.comparison_file import read_comparison
-from jaxunet.compare.flags_comparison import measure_step_costs
 from jaxunet.compare.jobs import base_config
-from jaxunet.compare.methods import (
-    FORM,
-    METHODS,
-    parse_counts,
-    parse_methods,
-    parse_seconds,
-)
+from jaxunet.compare.methods import FORM, METHODS, numbers_by_method, parse_methods
 from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
@@ -143,38 +136,32 @@ def main(argv: Sequence[str]) -> int:
       UserError: a flag or a file is wrong.
     """
     _check_flags()
-    directory = pathlib.Path(OUTPUT.value)
     if PLOT.value:
         check_plots()
-    if not PLOT_ONLY.value:
-        # A run must not outlive the comparison, and its work so far gets a row.
-        interrupt_when_terminated()
-    problems: list[str] = []
-    stopped = False
+    directory = pathlib.Path(OUTPUT.value)
     path, _, part = FILE.value.partition(':')
     comparison = read_comparison(path) if path else None
+    problems: list[str] = []
+    stopped = False
     if PLOT_ONLY.value:
         comparison = comparison or flags_comparison.load(directory)
     else:
+        # A run must not outlive the comparison, and its work so far gets a row.
+        interrupt_when_terminated()
         compiled_cache.enable_compilation_cache()
-        stated = None if comparison else state()
+        by_flags = None if comparison else _by_flags()
         try:
             with opened(directory, '--output'):
-                if stated:
-                    comparison, problems = prepare(stated, directory)
+                if by_flags:
+                    comparison, problems = _prepare(by_flags, directory)
                 if comparison and TRAIN.value:
-                    problems += runner.run(
-                        comparison, options(comparison, part, directory), command_line()
-                    )
+                    problems += runner.run(comparison, _options(part, directory), _command_line())
         except KeyboardInterrupt:
             stopped = True
-    others = [pathlib.Path(folder) for folder in ADD.value]
-    if missing := [folder for folder in others if not folder.is_dir()]:
-        raise UserError(f'--add: no folder {missing[0]}')
     if comparison:
-        found = runner.collect(comparison, directory, others)
-        about = report.about_file(comparison, directory, command_line())
-        text, paths = report.write(found, directory, about, plot=PLOT.value)
+        results = runner.collect(comparison, directory, list(map(pathlib.Path, ADD.value)))
+        about = report.about_file(comparison, directory, _command_line())
+        text, paths = report.write(results, directory, about, plot=PLOT.value)
         print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
     for problem in problems:
         print(problem, file=sys.stderr, flush=True)
@@ -185,46 +172,41 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_flags() -> None:
-    """Raises UserError for a flag that would be ignored."""
-    given = [name for name in flags.FLAGS if flags.FLAGS[name].present]
-    for name in given:
-        if FILE.value and name.partition('.')[0] in STATED:
+    """Raises UserError for a flag that would be ignored, or devices that cannot be timed."""
+    file, devices = FILE.value, DEVICES.value
+    for name in flags.FLAGS:
+        if flags.FLAGS[name].present and file and name.partition('.')[0] in STATED:
             raise UserError(f'--{name}: the comparison file states this; change it there')
-        if not FILE.value and name in WITH_FILE:
+        if flags.FLAGS[name].present and not file and name in WITH_FILE:
             raise UserError(f'--{name}: is for a comparison file; give --file, too')
-    _check_devices(DEVICES.value)
+    if not all(devices):
+        raise UserError(
+            f'--devices: expected names of GPUs, such as 0,1, found {",".join(devices)!r}'
+        )
+    # With a file, they are checked with its step times.
+    if not file and (groups := [device for device in devices if '+' in device]):
+        raise UserError(f'--devices: {groups[0]}: several GPUs for a run need --file')
+    if not file and (shared := [device for device in devices if devices.count(device) > 1]):
+        raise UserError(
+            f'--devices: {shared[0]} is named twice; runs that share a GPU slow each other down, '
+            'and their training time is measured. Name it once, or give --file with step_ms'
+        )
     if ADD.value and not PLOT_ONLY.value:
         raise UserError('--add: gathers results, and runs nothing; give --plot_only, too')
-    if PLOT_ONLY.value and ':' in FILE.value:
+    if missing := [folder for folder in ADD.value if not pathlib.Path(folder).is_dir()]:
+        raise UserError(f'--add: no folder {missing[0]}')
+    if PLOT_ONLY.value and ':' in file:
         raise UserError(
             '--file: the methods after the colon are those to run, and --plot_only runs nothing; '
             'leave one of them out'
         )
 
 
-def _check_devices(devices: Sequence[str]) -> None:
-    """Raises UserError for devices that have no name, or on which runs could not be timed."""
-    if not all(devices):
-        raise UserError(
-            f'--devices: expected names of GPUs, such as 0,1, found {",".join(devices)!r}'
-        )
-    if FILE.value:
-        return  # checked with the step times of the file
-    if groups := [device for device in devices if '+' in device]:
-        raise UserError(f'--devices: {groups[0]}: several GPUs for a run need --file')
-    if shared := [device for device in devices if devices.count(device) > 1]:
-        raise UserError(
-            f'--devices: {shared[0]} is named twice; runs that share a GPU slow each other down, '
-            'and their training time is measured. Name it once, or give --file with step_ms'
-        )
-
-
-def command_line() -> str:
-    """Returns the command line."""
+def _command_line() -> str:
     return shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]])
 
 
-def options(comparison: Comparison, part: str, directory: pathlib.Path) -> runner.Options:
+def _options(part: str, directory: pathlib.Path) -> runner.Options:
     """Returns the options of the flags; a comparison of flags always runs in processes."""
     by_flags = not FILE.value
     return runner.Options(
@@ -241,7 +223,7 @@ def options(comparison: Comparison, part: str, directory: pathlib.Path) -> runne
     )
 
 
-def state() -> flags_comparison.Stated:
+def _by_flags() -> flags_comparison.FlagsComparison:
     """Returns the comparison that the flags state.
 
     Raises:
@@ -251,18 +233,18 @@ def state() -> flags_comparison.Stated:
     methods = parse_methods(METHOD_NAMES.value)
     configs = [method.apply(config) for method in methods]
     if not (
-        pathlib.Path(OUTPUT.value) / flags_comparison.COMPARISON
+        pathlib.Path(OUTPUT.value) / flags_comparison.FILE
     ).exists():  # otherwise they are logged
         check_used(*configs)
     names, count = [method.name for method in methods], len(DEVICES.value)
     shared = count > 1 and TRAIN.value and probe().platform == 'cpu'
-    return flags_comparison.Stated(
+    return flags_comparison.FlagsComparison(
         config,
         methods,
-        parse_seconds('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
-        parse_counts('--seeds', SEEDS.value, names, int(SEEDS.default[0])),
-        parse_counts('--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])),
-        command_line(),
+        numbers_by_method('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
+        numbers_by_method('--seeds', SEEDS.value, names, int(SEEDS.default[0])),
+        numbers_by_method('--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])),
+        _command_line(),
         f'Note: {count} runs at a time divided the cores of one CPU, so each did fewer steps in '
         'its seconds than it would do alone.'
         if shared
@@ -270,8 +252,8 @@ def state() -> flags_comparison.Stated:
     )
 
 
-def prepare(
-    stated: flags_comparison.Stated, directory: pathlib.Path
+def _prepare(
+    by_flags: flags_comparison.FlagsComparison, directory: pathlib.Path
 ) -> tuple[Comparison, list[str]]:
     """Writes the comparison to its folder and times its steps, as far as the flags ask for it.
 
@@ -281,12 +263,14 @@ def prepare(
     Raises:
       UserError: the folder holds other runs.
     """
-    began = (directory / flags_comparison.COMPARISON).exists()
-    comparison = flags_comparison.write(stated, directory) if TRAIN.value or not began else None
-    if stated.note:
-        print(f'note: this machine has no GPU. {stated.note}', flush=True)
-    device, timeout = next(iter(DEVICES.value), ''), TIMEOUT.value
-    problem = measure_step_costs(stated, directory, device, timeout) if STEP_COST.value else ''
+    keep = not TRAIN.value and (directory / flags_comparison.FILE).exists()
+    comparison = None if keep else flags_comparison.write(by_flags, directory)
+    if by_flags.note:
+        print(f'note: this machine has no GPU. {by_flags.note}', flush=True)
+    problem = ''
+    if STEP_COST.value:
+        device = next(iter(DEVICES.value), '')
+        problem = flags_comparison.measure_step_costs(by_flags, directory, device, TIMEOUT.value)
     return comparison or flags_comparison.load(directory), [problem] if problem else []
 
 

@@ -64,13 +64,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxunet.compare.comparison import DISTANCES, Comparison, Reference, Round, known_fields
+from jaxunet.compare.comparison import DISTANCES, Comparison, Reference, Round
 from jaxunet.compare.jobs import OVERRIDDEN, Job, call_function, check_jobs
-from jaxunet.compare.methods import BASELINE, METHODS, OWN
-from jaxunet.compare.toml_table import Table, read_toml
+from jaxunet.compare.methods import BASELINE, METHODS, OWN, named_fields
+from jaxunet.compare.toml_file import check_form, read_toml
 from jaxunet.config import Config
 from jaxunet.config.relations import METRICS, unknown_metric
 from jaxunet.config.unused import check_used
@@ -80,11 +81,37 @@ from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.untrusted import NUMBER, shown
 
 SUFFIX = '.toml'
-# Options of samplers, with their kinds.
-OPTIONS = {'eta': NUMBER, 'variance': str, 'guidance_scale': NUMBER}
 MOST_RUNS = 10_000
 # Fields that other keys of the file set, or that have no effect on the runs of a comparison.
 STATED = ('seed', 'data.path', *OVERRIDDEN)
+OPTIONS = {'eta': NUMBER, 'variance': str, 'guidance_scale': NUMBER}  # of samplers
+FORM = {  # as `check_form` takes it
+    'title?': str,
+    'protocol?': str,
+    'command?': str,
+    'note?': str,
+    'config': str,
+    'baseline': str,
+    'seeds': [int],
+    'seconds': [NUMBER],
+    'features': str,
+    'by?': [str],
+    'step_ms?': str | NUMBER,
+    'rows?': str,
+    'rounds': [{'methods': [str], 'seeds?': [int]}],
+    'methods?': {'*': {'from?': str, 'fields?': dict, 'seconds?': [NUMBER]}},
+    'images': {'name': str, 'path': str},
+    'fields?': dict,
+    'samplers': {'*': [str]},
+    'samples': {
+        'count': int,
+        'batch_size': int,
+        'picture?': int,
+        **{f'{name}?': kind for name, kind in OPTIONS.items()},
+    },
+    'averages?': {'names?': [NUMBER], 'samples?': int},
+    'references': [{'path?': str, 'name': str, 'metrics': [str]}],
+}
 
 
 def read_comparison(path: str | Path) -> Comparison:
@@ -95,53 +122,65 @@ def read_comparison(path: str | Path) -> Comparison:
         message names the file and the key.
     """
     path = Path(path)
-    table = read_toml(path)
+    values = read_toml(path)
+    listed = isinstance(values.get('samplers'), list)
+    check_form(values, FORM | ({'samplers': [str]} if listed else {}), f'{path}: ')
 
     def beside(name: str) -> Path:
         return Path(os.path.normpath(path.parent / expanded(name)))
 
-    rows, step_ms = table.one('rows', str, None), table.one('step_ms', str | NUMBER, 0)
-    images, samples = table.table('images'), table.table('samples')
-    averages = table.table('averages', optional=True)
-    names = averages.several('names', NUMBER, ())
-    if len(names) < 2 and averages.holds('samples', int):
-        raise UserError(
-            f'{averages.place}samples: choose one of several averages; expected two names or more, '
-            f'found {len(names)}'
-        )
-    seeds, features = table.several('seeds', int), table.one('features', str)
-    own, own_seconds = _own_methods(table.table('methods', optional=True))
+    def existing(key: str) -> Path:
+        file = beside(values[key])
+        if not file.is_file():
+            hint = near_misses(file.name, [p.name for p in file.parent.glob(f'*{file.suffix}')])
+            raise UserError(f'{path}: {key}: no file {file}{hint}')
+        return file
+
+    samples, step_ms = values['samples'], values.get('step_ms', 0)
+    averages, choosing = _averages(values.get('averages', {}), f'{path}: averages.')
+    own = values.get('methods', {})
     comparison = Comparison(
         path=path,
-        title=table.one('title', str, 'Training methods at equal time'),
-        protocol=_existing(table, 'protocol', path.parent) if table.has('protocol') else None,
-        command=table.one('command', str, ''),
-        note=table.one('note', str, ''),
-        config=_existing(table, 'config', path.parent),
-        baseline=table.one('baseline', str),
-        rounds=_rounds(table, seeds),
-        seconds=table.several('seconds', NUMBER),
-        own_seconds=own_seconds,
-        by=table.several('by', str, ()),
-        own=own,
-        images=(images.one('name', str), images.one('path', str)),
-        fields=_fields(table.table('fields', optional=True), STATED),
-        samplers=_samplers(table),
-        samples=samples.one('count', int),
-        batch_size=samples.one('batch_size', int),
-        picture=samples.one('picture', int, 0),
-        options={
-            name: samples.one(name, kind) for name, kind in OPTIONS.items() if samples.has(name)
+        title=values.get('title', 'Training methods at equal time'),
+        protocol=existing('protocol') if 'protocol' in values else None,
+        command=values.get('command', ''),
+        note=values.get('note', ''),
+        baseline=values['baseline'],
+        rounds=_rounds(values['rounds'], values['seeds'], f'{path}: '),
+        seconds=tuple(values['seconds']),
+        own_seconds={n: tuple(one['seconds']) for n, one in own.items() if 'seconds' in one},
+        by=tuple(values.get('by', ())),
+        own={name: _method(name, one, f'{path}: methods.{name}') for name, one in own.items()},
+        template=Job(
+            case='',
+            data=values['images']['name'],
+            config=str(existing('config')),
+            fields={
+                'data.path': values['images']['path'],
+                **_fields(values.get('fields', {}), STATED, f'{path}: fields.'),
+            },
+            seconds=(),
+            samplers=(),
+            samples=samples['count'],
+            batch_size=samples['batch_size'],
+            options={name: samples[name] for name in OPTIONS if name in samples},
+            picture=samples.get('picture', 0),
+            averages=averages,
+            choosing=choosing,
+        ),
+        samplers={
+            objective: tuple(names)
+            for objective, names in (
+                {'': values['samplers']} if listed else values['samplers']
+            ).items()
         },
-        averages=tuple(str(float(name)) for name in names),
-        choosing=averages.one('samples', int, *([] if len(names) > 1 else [0])),
-        references=_references(table),
-        features=Path(features) if features in INCEPTION else beside(features),
+        references=_references(values['references'], f'{path}: references'),
+        features=Path(values['features'])
+        if values['features'] in INCEPTION
+        else beside(values['features']),
         step_ms=str(beside(step_ms)) if isinstance(step_ms, str) else str(step_ms),
-        rows=beside(rows) if rows is not None else None,
+        rows=beside(values['rows']) if 'rows' in values else None,
     )
-    for one in (table, images, samples, averages):
-        one.done()
     _check(comparison)
     return comparison
 
@@ -163,8 +202,8 @@ def _check(comparison: Comparison) -> None:
     for cell, count in Counter(comparison.cells).items():
         if count > 1:
             raise UserError(
-                f'{comparison.path}: rounds: {cell[0]} with seed {cell[1]} is there twice; leave one '
-                'of them out'
+                f'{comparison.path}: rounds: {cell[0]} with seed {cell[1]} is there twice; leave '
+                'one of them out'
             )
     metrics = comparison.references[0].metrics
     if not {*(comparison.by or DISTANCES)} & {*metrics}:
@@ -187,93 +226,73 @@ def _check(comparison: Comparison) -> None:
         comparison.samplers_of(method)
 
 
-def _existing(table: Table, key: str, folder: Path) -> Path:
-    """Returns the path of a file that must be there."""
-    named = table.one(key, str)
-    path = Path(os.path.normpath(folder / expanded(named)))
-    if not path.is_file():
-        neighbours = [p.name for p in path.parent.glob(f'*{path.suffix}')]
-        hint = near_misses(path.name, neighbours)
-        raise UserError(f'{table.place}{key}: no file {path}{hint}')
-    return path
+def _averages(values: Mapping[str, Any], place: str) -> tuple[tuple[str, ...], int]:
+    """Returns the names of averages, and the number of samples by which one of them is chosen."""
+    names = tuple(str(float(name)) for name in values.get('names', ()))
+    if len(names) < 2 and 'samples' in values:
+        raise UserError(
+            f'{place}samples: choose one of several averages; expected two names or more, found '
+            f'{len(names)}'
+        )
+    if len(names) > 1:
+        check_form(values, {'names': [NUMBER], 'samples': int}, place)
+    return names, values.get('samples', 0)
 
 
-def _rounds(table: Table, seeds: tuple[int, ...]) -> tuple[Round, ...]:
-    found = []
-    for one in table.tables('rounds'):
-        mine = one.several('seeds', int, seeds)
-        if unknown := [seed for seed in mine if seed not in seeds]:
+def _rounds(tables: Sequence[Any], seeds: Sequence[int], place: str) -> tuple[Round, ...]:
+    rounds = [Round(tuple(one['methods']), tuple(one.get('seeds', seeds))) for one in tables]
+    for i, one in enumerate(rounds):
+        if unknown := [seed for seed in one.seeds if seed not in seeds]:
             raise UserError(
-                f'{one.place}seeds: expected some of {shown(seeds)}, found {unknown[0]}'
+                f'{place}rounds[{i}].seeds: expected some of {shown(tuple(seeds))}, found '
+                f'{unknown[0]}'
             )
-        found.append(Round(one.several('methods', str), mine))
-        one.done()
-    if (runs := sum(len(one.methods) * len(one.seeds) for one in found)) > MOST_RUNS:
-        raise UserError(f'{table.place}rounds: expected at most {MOST_RUNS:,} runs, found {runs:,}')
-    if unused := sorted({*seeds}.difference(*(one.seeds for one in found))):
-        raise UserError(f'{table.place}seeds: expected a round with seed {unused[0]}, found none')
-    return tuple(found)
+    if (runs := sum(len(one.methods) * len(one.seeds) for one in rounds)) > MOST_RUNS:
+        raise UserError(f'{place}rounds: expected at most {MOST_RUNS:,} runs, found {runs:,}')
+    if unused := sorted({*seeds}.difference(*(one.seeds for one in rounds))):
+        raise UserError(f'{place}seeds: expected a round with seed {unused[0]}, found none')
+    return tuple(rounds)
 
 
-def _own_methods(
-    table: Table,
-) -> tuple[dict[str, dict[str, object]], dict[str, tuple[float, ...]]]:
-    """Returns the fields of the methods that the file defines, and the times of some of them."""
-    found: dict[str, dict[str, object]] = {}
-    seconds: dict[str, tuple[float, ...]] = {}
-    for name in table.every():
-        one = table.table(name)
-        start = one.one('from', str, BASELINE)
-        if (name in METHODS or '+' in name) and not (start == name and one.has('from')):
-            raise UserError(
-                f'{one.place[:-1]}: expected a new name without +, or one that starts from itself, '
-                f'found {name!r}'
-            )
-        fields = known_fields(start, f'{one.place}from')
-        found[name] = fields | _fields(one.table('fields', optional=True), OWN)
-        if one.has('seconds'):
-            seconds[name] = one.several('seconds', NUMBER)
-        one.done()
-    return found, seconds
+def _method(name: str, values: Mapping[str, Any], place: str) -> dict[str, object]:
+    """Returns the fields of a method that the file defines."""
+    start = values.get('from', BASELINE)
+    if (name in METHODS or '+' in name) and values.get('from') != name:
+        raise UserError(
+            f'{place}: expected a new name without +, or one that starts from itself, found '
+            f'{name!r}'
+        )
+    fields = named_fields(start, f'{place}.from')
+    return fields | _fields(values.get('fields', {}), OWN, f'{place}.fields.')
 
 
-def _fields(table: Table, others: tuple[str, ...]) -> dict[str, object]:
+def _fields(values: Mapping[str, Any], others: Sequence[str], place: str) -> dict[str, object]:
     """Returns fields of the config by dotted path; the file may quote the path or not.
 
     Args:
       others: fields that are set elsewhere; a name that ends in a dot is a whole section.
     """
     fields: dict[str, object] = {}
-    for name, value in table.every().items():
-        inside = table.table(name).every() if table.holds(name, dict) else {'': value}
+    for name, value in values.items():
+        inside = value if isinstance(value, dict) else {'': value}
         fields |= {f'{name}.{field}' if field else name: v for field, v in inside.items()}
     for path in fields:
         if path in others or path.startswith(tuple(o for o in others if o.endswith('.'))):
             raise UserError(
-                f'{table.place}{path}: is set by every comparison, or by another key of the file; '
-                'leave it out here'
+                f'{place}{path}: is set by every comparison, or by another key of the file; leave '
+                'it out here'
             )
     return {p: tuple(v) if isinstance(v, list) else v for p, v in fields.items()}
 
 
-def _samplers(table: Table) -> dict[str, tuple[str, ...]]:
-    """Returns samplers by objective; those of a list have the key ''."""
-    if table.holds('samplers', list):
-        return {'': table.several('samplers', str)}
-    by_objective = table.table('samplers')
-    return {name: by_objective.several(name, str) for name in by_objective.every()}
-
-
-def _references(table: Table) -> tuple[Reference, ...]:
-    found = []
-    for one in table.tables('references'):
-        metrics = one.several('metrics', str)
-        for metric in metrics:
+def _references(tables: Sequence[Any], place: str) -> tuple[Reference, ...]:
+    for i, one in enumerate(tables):
+        for metric in one['metrics']:
             if metric not in METRICS:
-                raise UserError(f'{one.place}metrics: {unknown_metric(metric)}')
-        found.append(Reference(one.one('path', str, ''), one.one('name', str), metrics))
-        one.done()
-    return tuple(found)
+                raise UserError(f'{place}[{i}].metrics: {unknown_metric(metric)}')
+    return tuple(
+        Reference(one.get('path', ''), one['name'], tuple(one['metrics'])) for one in tables
+    )
 
 
 def read_jobs(named: str, data: str, *, begun: bool = False) -> list[Job]:
@@ -285,8 +304,7 @@ def read_jobs(named: str, data: str, *, begun: bool = False) -> list[Job]:
       named: FILE or FILE:PART. For a comparison file, PART is names of methods joined by commas;
         `get_jobs` of a Python file receives it, or '' without one.
       data: folder of the images.
-      begun: jobs have already started with these fields; fields without an effect are then logged,
-        and are no error.
+      begun: as for `check_configs_used`.
 
     Raises:
       UserError: the file or part does not exist, two jobs have the same name, a value is out of
@@ -324,15 +342,10 @@ def load_configs(jobs: Sequence[Job]) -> list[Config]:
 
 
 def check_configs_used(path: str, configs: Sequence[Config], *, begun: bool) -> None:
-    """Checks that the fields of a file's configs have an effect in some of them.
+    """Raises UserError, named after the file, for a field that has no effect in any of its configs.
 
     Args:
-      path: the file, for the message.
-      begun: jobs have already started with these fields; fields without an effect are then logged,
-        and are no error.
-
-    Raises:
-      UserError: a field has no effect.
+      begun: jobs have already started with these fields, so it is only logged.
     """
     try:
         check_used(*configs, earlier=configs if begun else [])

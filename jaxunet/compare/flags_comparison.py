@@ -26,14 +26,14 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep.config_file import config_file
 
-COMPARISON, CONFIG = 'compare.toml', 'config.py'
+FILE, CONFIG = 'compare.toml', 'config.py'
 STEP_COSTS = 'jaxunet.compare.step_cost'
 EARLIER = 'compare.json'  # of versions that had other rows for comparisons of flags
 OPTIONS = {'eta': 0.0, 'variance': '', 'guidance_scale': 1.0}  # of samplers, with their defaults
 
 
 @dataclasses.dataclass(frozen=True)
-class Stated:
+class FlagsComparison:
     """A comparison as flags state it.
 
     Fields:
@@ -74,45 +74,43 @@ def load(directory: Path) -> Comparison:
             f'--output: {directory} holds a comparison of an earlier version ({EARLIER}), which '
             'commit 5bac3eb9 reads; choose another --output'
         )
-    if not (directory / COMPARISON).is_file():
+    if not (directory / FILE).is_file():
         raise UserError(
-            f'--output: {directory} holds no comparison (no {COMPARISON}); give the folder of one, '
-            'or run without --plot_only'
+            f'--output: {directory} holds no comparison (no {FILE}); give the folder of one, or '
+            'run without --plot_only'
         )
-    return read_comparison(directory / COMPARISON)
+    return read_comparison(directory / FILE)
 
 
-def write(stated: Stated, directory: Path) -> Comparison:
+def write(stated: FlagsComparison, directory: Path) -> Comparison:
     """Writes the comparison file and its config to the folder, and returns the comparison.
 
     Raises:
       UserError: the comparison is not valid, or the folder holds other runs of the same names.
     """
-    before = (
-        load(directory) if any((directory / n).exists() for n in (COMPARISON, EARLIER)) else None
-    )
+    before = load(directory) if any((directory / n).exists() for n in (FILE, EARLIER)) else None
     if before and before.note and not stated.note:
         stated = dataclasses.replace(stated, note=before.note)
-    files = {
+    texts = {
         CONFIG: config_file('Runs of a comparison', to_dict(stated.config)),
-        COMPARISON: ''.join(f'{key} = {toml(value)}\n' for key, value in values(stated).items()),
+        FILE: ''.join(f'{key} = {toml(value)}\n' for key, value in values(stated).items()),
     }
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
+        for name, text in texts.items():
             (Path(folder) / name).write_text(text, encoding='utf-8')
         try:
-            jobs = read_comparison(Path(folder) / COMPARISON).jobs('', '')
+            jobs = read_comparison(Path(folder) / FILE).jobs('', '')
         except UserError as error:
             raise UserError(str(error).replace(f'{folder}{os.sep}', '')) from None
-        began = before if (directory / '1').exists() else None  # the folder of a process
-        known = {job.name: _identity(job) for job in began.jobs('', '')} if began else {}
+        began = before.jobs('', '') if before and (directory / '1').exists() else []
+        known = {job.name: _identity(job) for job in began}
         for job in jobs:
-            if known.get(job.name, found := _identity(job)) != found:
+            if job.name in known and known[job.name] != _identity(job):
                 raise UserError(
                     f'{directory}: {job.name}: holds a run with another config or other times; '
                     'choose another --output, or remove it'
                 )
-    for name, text in files.items():
+    for name, text in texts.items():
         with written(directory / name, '--output') as partial:
             partial.write_text(text, encoding='utf-8')
     return load(directory)
@@ -124,7 +122,7 @@ def _identity(job: Job) -> object:
     return same, identity(to_dict(job.load_config(devices=0)))
 
 
-def values(stated: Stated) -> dict[str, Any]:
+def values(stated: FlagsComparison) -> dict[str, Any]:
     """Returns the keys of the comparison file (`jaxunet.compare.comparison_file`)."""
     config, names = stated.config, [method.name for method in stated.methods]
     evaluation, path = config.evaluation, config.data.path
@@ -177,7 +175,9 @@ def values(stated: Stated) -> dict[str, Any]:
     }
 
 
-def measure_step_costs(stated: Stated, directory: Path, device: str, timeout: float) -> str:
+def measure_step_costs(
+    stated: FlagsComparison, directory: Path, device: str, timeout: float
+) -> str:
     """Times the steps of all methods in one process, for step_cost.jsonl.
 
     Args:
@@ -191,9 +191,7 @@ def measure_step_costs(stated: Stated, directory: Path, device: str, timeout: fl
     configs = {method.name: to_dict(method.apply(alone)) for method in stated.methods}
     path, log = directory / 'step_cost.json', directory / 'step_cost.log'
     path.write_text(json.dumps(configs), encoding='utf-8')
-    env = dict(os.environ)
-    if device:
-        env['CUDA_VISIBLE_DEVICES'] = device
+    env = subprocesses.environment([device] if device else [])
     print(f'timing the steps of {", ".join(configs)} ...', flush=True)
     # --begun, because the fields have been checked.
     process = [sys.executable, '-m', STEP_COSTS, '--begun', str(path)]
@@ -209,11 +207,11 @@ def _absolute(path: str) -> str:
     return path if ':' in path else os.path.abspath(os.path.expanduser(path))
 
 
-def _method(method: Method, stated: Stated) -> dict[str, object]:
+def _method(method: Method, stated: FlagsComparison) -> dict[str, object]:
     """Returns the keys of a method; {} for a known one as it is, with the times of all."""
     known = method.name in METHODS or '+' in method.name
     start = method.name if known else BASELINE
-    usual = named_fields(start)
+    usual = named_fields(start, '--methods')
     changed = {path: value for path, value in method.fields.items() if value != usual.get(path)}
     own: dict[str, object] = {} if known and not changed else {'fields': changed}
     if (times := stated.times(method.name)) != stated.times(stated.methods[0].name):

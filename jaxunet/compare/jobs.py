@@ -265,9 +265,9 @@ def call_function(path: str, function: str, *arguments: object) -> object:
     if not Path(path).is_file():
         raise UserError(f'no file {path}')
     try:
-        found = runpy.run_path(path).get(function)
-        if callable(found):
-            return found(*arguments)
+        defined = runpy.run_path(path).get(function)
+        if callable(defined):
+            return defined(*arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

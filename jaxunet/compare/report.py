@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxunet.compare import tables
-from jaxunet.compare.comparison import Comparison, Metric
-from jaxunet.compare.statistics import mean_over
+from jaxunet.compare.comparison import Comparison
+from jaxunet.compare.statistics import Metric, mean_over
 from jaxunet.compare.tables import Results
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.whole_files import written
@@ -46,7 +46,9 @@ def about_file(comparison: Comparison, folder: Path, command: str) -> list[str]:
         return ', '.join(f'{time:g}' for time in seconds)
 
     own = ''.join(f'; {name}: {times(found)}' for name, found in comparison.own_seconds.items())
-    options = ''.join(f' Samplers: {name}={value}.' for name, value in comparison.options.items())
+    options = ''.join(
+        f' Samplers: {name}={value}.' for name, value in comparison.template.options.items()
+    )
     made = f'Protocol: {link(comparison.protocol)}; comparison' if comparison.protocol else PROTOCOL
     return [
         f'`{comparison.command or command}`',

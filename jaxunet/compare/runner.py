@@ -109,8 +109,8 @@ def run(comparison: Comparison, options: Options, command: str) -> list[str]:
     if options.devices:
         return _Processes(comparison, jobs, options, known).run()
     return Queue(
-        options.folder(1),
-        Measurements(str(comparison.features), options.folder(1) / 'pictures'),
+        output=options.folder(1),
+        measurements=Measurements(str(comparison.features), options.folder(1) / 'pictures'),
         limit=Limit(options.limit, options.reserve, began=options.began),
         command=command,
         step_ms=step_ms,
@@ -204,15 +204,15 @@ def collect(comparison: Comparison, output: Path, others: Sequence[Path]) -> tab
     folders = [part for folder in (output, *others) for part in _parts(folder)]
     home = [comparison.rows.parent] if comparison.rows else []
     first = [comparison.rows] if comparison.rows else []
-    found = tables.measured(
+    results = tables.measured(
         comparison,
         [*first, *(folder / ROWS for folder in folders)],
         [folder / STRETCHES for folder in [*home, *folders]],
     )
-    for name, every in ((ROWS, found.rows), (STRETCHES, found.stretches)):
+    for name, every in ((ROWS, results.rows), (STRETCHES, results.stretches)):
         if every:
             collected.write(output / name, every)
-    return found
+    return results
 
 
 def _parts(folder: Path) -> list[Path]:

@@ -94,10 +94,7 @@ def latest_rows(directory: pathlib.Path) -> dict[str, Row]:
     Raises:
       UserError: a line that is not such a row.
     """
-    path = directory / RESULTS
-    if not path.exists():
-        return {}
-    return {row['key']: row for row in rows.read(path, check_row) if 'key' in row}
+    return rows.latest([directory / RESULTS], lambda row: row.get('key'), check_row)
 
 
 def key(point: Point, options: Options, machine: Machine) -> str:
@@ -305,13 +302,13 @@ class _Runner:
         """
         began = time.perf_counter()
         if point.problem:
-            found: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
+            result: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
         else:
-            found = self._measure(point, name, environment(point, self.machine, gpus))
+            result = self._measure(point, name, environment(point, self.machine, gpus))
         return {
             'case': 'sweep',
             'key': name,
-            **found,
+            **result,
             'seconds': round(time.perf_counter() - began, 1),
             'point': point.values,
             'batch': point.raw['data']['batch_size'],
@@ -356,15 +353,15 @@ class _Runner:
         answer = processes.answer(command, env, self.options.timeout, log, json_output=False)
         if answer.failure[0]:
             return answer
-        found = rows.read(folder / 'profile.jsonl')[-1]
+        traced = rows.read(folder / 'profile.jsonl')[-1]
         table = next(path for path in folder.glob('*.csv'))
         row = {
             'status': OK,
-            'images_per_s': point.raw['data']['batch_size'] / found['step_ms'] * 1e3,
-            'step_ms': {'median': found['step_ms']},
-            'compile_s': found['compile_s'],
-            'ops': found['ops'],
-            **{key: found[key] for key in ('phase_ms', 'busy_ms', 'idle_share', 'launches')},
+            'images_per_s': point.raw['data']['batch_size'] / traced['step_ms'] * 1e3,
+            'step_ms': {'median': traced['step_ms']},
+            'compile_s': traced['compile_s'],
+            'ops': traced['ops'],
+            **{key: traced[key] for key in ('phase_ms', 'busy_ms', 'idle_share', 'launches')},
             'profile': str(table.relative_to(self.directory)),
         }
         return processes.Answer(row)

@@ -72,7 +72,7 @@ def compared(features, tmp_path_factory):
 def test_a_comparison_from_end_to_end(compared):
     output, out = compared
     made = {path.name for path in output.iterdir()}
-    assert {flags_comparison.COMPARISON, 'rows.jsonl', 'report.md', 'quality.png'} <= made
+    assert {flags_comparison.FILE, 'rows.jsonl', 'report.md', 'quality.png'} <= made
     rows = collected.read_rows([output / collected.ROWS])
     assert sorted((row['case'], row['seed'], row['seconds']) for row in rows) == [
         (*run, seconds)
@@ -106,7 +106,7 @@ def test_a_comparison_from_end_to_end(compared):
 def test_the_comparison_is_a_file(compared, features):
     """--file reads it, too; methods that are as they are known need no words."""
     output, _ = compared
-    comparison = read_comparison(output / flags_comparison.COMPARISON)
+    comparison = read_comparison(output / flags_comparison.FILE)
     assert comparison.cells == (('uniform', 0), ('same', 0), ('broken', 0), ('uniform', 1))
     assert comparison.own.keys() == {'same', 'broken'}
     assert comparison.own_seconds == {'broken': (30, 60)}
@@ -141,10 +141,10 @@ def test_runs_of_a_seed_start_alike(compared):
 def test_another_config_leaves_the_comparison_as_it_is(compared, features):
     """The report must go on to describe the runs that the folder holds."""
     output, _ = compared
-    before = (output / flags_comparison.COMPARISON).read_text()
+    before = (output / flags_comparison.FILE).read_text()
     error = call(features, output, *ARGUMENTS, '--config.data.batch_size=16', code=2)
     assert '_seed0: holds a run with another config or other times; choose another' in error
-    assert (output / flags_comparison.COMPARISON).read_text() == before
+    assert (output / flags_comparison.FILE).read_text() == before
 
 
 @pytest.mark.long
@@ -172,7 +172,7 @@ def test_without_training_the_record_stays(compared):
     report.
     """
     output, _ = compared
-    names = (flags_comparison.COMPARISON, flags_comparison.CONFIG, collected.ROWS)
+    names = (flags_comparison.FILE, flags_comparison.CONFIG, collected.ROWS)
     kept = {name: (output / name).read_text() for name in names}
     one = {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}
     costs = {
@@ -218,7 +218,7 @@ def test_the_processes_of_a_comparison_end_in_one_line(module, tmp_path):
 
 
 def stated(config, methods, seconds, seeds, evaluations, note=''):
-    return flags_comparison.Stated(
+    return flags_comparison.FlagsComparison(
         config, parse_methods(methods), seconds, seeds, evaluations, 'c', note
     )
 
@@ -259,7 +259,7 @@ def test_what_flags_state(tmp_path):
     assert comparison.own.keys() == {'p2', 'min_snr', 'mine'}
     assert comparison.fields_of('min_snr')['loss.min_snr_gamma'] == 4.0
     assert [metric.title for metric in comparison.distances] == ['Inception Score']
-    assert comparison.options == {'guidance_scale': 2.0}
+    assert comparison.template.options == {'guidance_scale': 2.0}
     job = next(job for job in comparison.jobs('', '') if job.case == 'flow')
     assert job.samplers == ('heun:3:log_snr',)
     assert job.references == {'': (config.data.path, ('inception_score', 'recall'))}
@@ -282,7 +282,9 @@ def test_methods_of_one_objective_have_its_sampler(tmp_path):
 @pytest.mark.long
 def test_step_costs_take_turns():
     configs = {
-        name: Method(name, named_fields(name)).apply(tiny_config(parallel={'devices': 1}))
+        name: Method(name, named_fields(name, '--methods')).apply(
+            tiny_config(parallel={'devices': 1})
+        )
         for name in ('uniform', 'policy')
     }
     configs['policy'] = configs['policy'].replace(timesteps={'policy_every': 3})

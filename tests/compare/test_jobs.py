@@ -14,7 +14,7 @@ from PIL import Image
 
 from jaxunet.compare import step_cost
 from jaxunet.compare.comparison_file import read_jobs
-from jaxunet.compare.jobs import Job, parse_sampler
+from jaxunet.compare.jobs import Job
 from jaxunet.compare.step_times import step_times
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
@@ -133,13 +133,8 @@ def test_the_milliseconds_of_a_step_by_case(tmp_path):
     with pytest.raises(UserError, match='that begin with one case, found uniform and flow'):
         step_times(str(path), cases)
     path.write_text('{"costs": {"flow": 1}, "rounds": 1, "steps": 1, "batch": 1, "device": ""}\n')
-    with pytest.raises(UserError, match='line 1: flow: expected a step cost'):
+    with pytest.raises(UserError, match='line 1: costs: flow: expected a JSON object, found 1'):
         step_times(str(path), cases)
-
-
-def test_a_sampler_may_name_its_spacing():
-    options = parse_sampler('heun:10:log_snr')
-    assert (options.name, options.steps, options.skip_schedule) == ('heun', 10, 'log_snr')
 
 
 @pytest.mark.parametrize('arguments', [[], ['jobs.py', 'data', 'more']])

@@ -38,10 +38,11 @@ def make_queue(
 ):
     began = time.perf_counter() - elapsed
     return Queue(
-        output,
-        measurements or Measurements(str(features), output / 'pictures'),
+        output=output,
+        measurements=measurements or Measurements(str(features), output / 'pictures'),
         limit=Limit(limit, reserve, began=began),
         command='the command',
+        work=output / 'work',
         **options,
     )
 

@@ -10,6 +10,7 @@ from jaxunet.compare import tables
 from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.compare.report import PLOT
 from jaxunet.compare.tables import Results
+from jaxunet.sweep.report import table as table_of
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
 # FID of 50,000 samples by training steps, from the README of tqch/ddpm-torch.
@@ -61,7 +62,7 @@ def long_run(results: Results) -> str:
         for steps, fid in DDPM_TORCH.items()
     ]
     head = ['run', 's', 'steps', *(f'{metric.title}, our features' for metric in distances)]
-    return tables.table([*head, 'FID'], body)
+    return table_of([*head, 'FID'], body)
 
 
 TABLES: dict[str, Callable[[], str]] = {
