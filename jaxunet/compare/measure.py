@@ -21,14 +21,14 @@ from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import Source
 from jaxunet.metrics.evaluation import compute
 from jaxunet.metrics.features import INCEPTION, FeatureNetwork, load_features
-from jaxunet.metrics.table import Side, check_reference, with_reference
+from jaxunet.metrics.table import ImageSummary, check_reference, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.background import Background, beside_steps
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import Generator, StoppedError
 from jaxunet.training.conditions import SampleConditions
-from jaxunet.training.evaluation import drawn, side_of_reference, side_of_samples
+from jaxunet.training.evaluation import drawn, summary_of_reference, summary_of_samples
 from jaxunet.training.held_out import HeldOutLoss
 
 TRAINING = ''  # path of the reference that is the training images
@@ -70,7 +70,7 @@ class Measurements:
         self.features, self._pictures = features, pictures
         self.watch = Stopwatch()
         self._network: FeatureNetwork | None = None
-        self._references: dict[tuple[object, ...], Side] = {}
+        self._references: dict[tuple[object, ...], ImageSummary] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
         self._held_out: dict[tuple[object, ...], HeldOutLoss] = {}
         self._new: list[Callable[[], object]] = []
@@ -199,7 +199,7 @@ class Measurements:
         for average in averages:
             others = range(job.samples, job.samples + job.choosing)
             images, _ = self._draw(generator, checkpoint, average, others)
-            side = side_of_samples(images, ['fid'], network)
+            side = summary_of_samples(images, ['fid'], network)
             (distance,) = compute(['fid'], network, side, reference, seed=job.seed)
             distances[average] = distance.value
         best = min(averages, key=lambda average: distances[average])
@@ -227,7 +227,7 @@ class Measurements:
             return {}
         network = self._features()
         metrics = sorted({name for _, names in job.references.values() for name in names})
-        samples = side_of_samples(images, metrics, network)
+        samples = summary_of_samples(images, metrics, network)
         values: dict[str, dict[str, float]] = {}
         counts: dict[str, int | None] = {}
         for path, (name, wanted) in job.references.items():
@@ -243,7 +243,7 @@ class Measurements:
             self._network = load_features(self.features)
         return self._network
 
-    def _reference(self, path: str, metrics: Sequence[str], source: Source) -> Side | None:
+    def _reference(self, path: str, metrics: Sequence[str], source: Source) -> ImageSummary | None:
         """Returns a reference with what these metrics need; None if none of them needs one."""
         metrics = with_reference(metrics)
         if not metrics:
@@ -252,7 +252,7 @@ class Measurements:
         if key not in self._references:
             if not self._keep_on():
                 raise StoppedError
-            self._references[key] = side_of_reference(
+            self._references[key] = summary_of_reference(
                 path, source, metrics, self._features(), 'references'
             )
         return self._references[key]

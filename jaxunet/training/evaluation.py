@@ -22,7 +22,7 @@ from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
-from jaxunet.metrics.table import TABLE, Side, check_reference, with_reference
+from jaxunet.metrics.table import TABLE, ImageSummary, check_reference, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
@@ -156,20 +156,20 @@ def drawn(
         )
 
 
-def side_of_samples(
+def summary_of_samples(
     images: UInt8[np.ndarray, 'n height width channels'],
     metrics: Sequence[str],
     network: FeatureNetwork,
-) -> Side:
+) -> ImageSummary:
     """Returns what these metrics need of samples."""
     rgb = colour(images)
     source = ArraySource('samples of the model', rgb, (rgb.shape[1], rgb.shape[2], 3))
     return image_side(source.name, source, metrics, network, batch_size=FEATURE_BATCH)
 
 
-def side_of_reference(
+def summary_of_reference(
     path: str, source: Source | None, metrics: Sequence[str], network: FeatureNetwork, option: str
-) -> Side:
+) -> ImageSummary:
     """Returns what these metrics need of the reference.
 
     Args:
@@ -225,7 +225,7 @@ class Evaluator:
             devices=devices,
         )
         self._conditions = SampleConditions(config, source, evaluation.samples)
-        self._reference: Side | None = None
+        self._reference: ImageSummary | None = None
 
     def measure(self, params: Params, keep_on: Callable[[], bool] = lambda: True) -> list[Result]:
         """Draws samples and returns their metrics, in the order of `evaluation.metrics`.
@@ -266,10 +266,10 @@ class Evaluator:
         evaluation = self.config.evaluation
         compared = with_reference(evaluation.metrics)
         if compared and self._reference is None:
-            self._reference = side_of_reference(
+            self._reference = summary_of_reference(
                 evaluation.reference, self.source, compared, self.network, 'evaluation.reference'
             )
-        samples = side_of_samples(images, evaluation.metrics, self.network)
+        samples = summary_of_samples(images, evaluation.metrics, self.network)
         return compute(
             evaluation.metrics, self.network, samples, self._reference, seed=self.config.seed
         )
