@@ -316,7 +316,10 @@ def read_jobs(named: str, data: str, *, begun: bool = False) -> list[Job]:
         jobs, every = comparison.jobs(part, data), comparison.jobs('', data)
     else:
         jobs = every = _python_jobs(named, data)
-    check_configs_used(path, load_configs(every), begun=begun)
+    # Jobs that differ only in their seeds share a config.
+    different = {(job.config, str(job.fields)): job for job in every}
+    configs = [job.load_config() for job in different.values()]
+    check_configs_used(path, configs, begun=begun)
     return jobs
 
 
@@ -333,12 +336,6 @@ def _python_jobs(named: str, data: str) -> list[Job]:
     except UserError as error:
         raise UserError(f'--jobs: {named}: {error}') from None
     return jobs
-
-
-def load_configs(jobs: Sequence[Job]) -> list[Config]:
-    """Returns the configs of jobs; jobs that differ only in their seeds share one."""
-    different = {(job.config, str(job.fields)): job for job in jobs}
-    return [job.load_config() for job in different.values()]
 
 
 def check_configs_used(path: str, configs: Sequence[Config], *, begun: bool) -> None:

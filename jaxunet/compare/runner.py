@@ -25,7 +25,7 @@ import jax
 from jaxunet.compare import collected, tables
 from jaxunet.compare.collected import ROWS, STRETCHES
 from jaxunet.compare.comparison import Comparison
-from jaxunet.compare.comparison_file import check_configs_used, load_configs
+from jaxunet.compare.comparison_file import read_jobs
 from jaxunet.compare.job_runner import DONE, TIMED_OUT, Queue
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Measurements
@@ -91,9 +91,8 @@ def run(comparison: Comparison, options: Options, command: str) -> list[str]:
       KeyboardInterrupt: a signal stopped the runs.
     """
     path, output = comparison.path, options.output
-    jobs = comparison.jobs(options.part, options.data)
-    every = load_configs(comparison.jobs('', options.data))
-    check_configs_used(str(path), every, begun=options.by_flags or options.folder(1).exists())
+    begun = options.by_flags or options.folder(1).exists()
+    jobs = read_jobs(f'{path}:{options.part}', options.data, begun=begun)
     step_ms = step_times(comparison.step_ms, [job.case for job in jobs], f'{path}: step_ms')
     if str(comparison.features) not in INCEPTION and not comparison.features.is_file():
         raise UserError(

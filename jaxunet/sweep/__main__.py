@@ -165,19 +165,17 @@ def measure(directory: pathlib.Path) -> None:
         sweeps = [checked(config, machine, given, PRESET.value, directory)]
     for each in sweeps:
         check_file(each.directory / runner.RESULTS, '--output')
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
     for each in sweeps:
         folder.save(each.directory, each.spec)
         if len(sweeps) > 1:
             print(f'\n{each.spec["title"]}', flush=True)
         for note in each.spec['notes']:
             print(f'note: {note}')
-        runner.run(
-            each.points,
-            each.directory,
-            each.options,
-            machine,
-            say=lambda line: print(line, flush=True),
-        )
+        runner.Runner(each.directory, each.options, machine, say).run(each.points)
 
 
 def checked(

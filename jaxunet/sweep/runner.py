@@ -149,31 +149,6 @@ def probe() -> Machine:
     return Machine(**answer.row)
 
 
-def run(
-    points: Sequence[Point],
-    directory: pathlib.Path,
-    options: Options,
-    machine: Machine,
-    say: Say = print,
-) -> None:
-    """Measures the points that have no row yet and appends their rows to results.jsonl.
-
-    They run one after the other so that they do not disturb each other, or at the same time on
-    separate GPUs (`options.side_by_side`).
-
-    Args:
-      points: all points of the grid.
-      directory: folder of the sweep.
-      options: options of the measurement.
-      machine: from `probe`.
-      say: prints one line of progress.
-
-    Raises:
-      UserError: `options.side_by_side` without a GPU.
-    """
-    _Runner(directory, options, machine, say).run(points)
-
-
 def needed_gpus(point: Point, machine: Machine) -> int:
     """Returns the number of GPUs that a point uses; 0 if it cannot run."""
     if point.problem:
@@ -247,8 +222,14 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
 
 
 @dataclass(frozen=True)
-class _Runner:
-    """Measures points on one machine into one folder; the fields are arguments of `run`."""
+class Runner:
+    """Measures points, and appends their rows to results.jsonl.
+
+    Fields:
+      directory: folder of the sweep.
+      machine: from `probe`.
+      say: prints one line of progress.
+    """
 
     directory: pathlib.Path
     options: Options
@@ -256,7 +237,14 @@ class _Runner:
     say: Say
 
     def run(self, points: Sequence[Point]) -> None:
-        """Measures the points that have no row yet; see the function `run`."""
+        """Measures those points of the grid that have no row yet.
+
+        They run one after the other so that they do not disturb each other, or at the same time on
+        separate GPUs (`Options.side_by_side`).
+
+        Raises:
+          UserError: `side_by_side` without a GPU.
+        """
         known = latest_rows(self.directory)
         keys = [key(point, self.options, self.machine) for point in points]
         todo = [
