@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, ParamSpec, TypeVar
@@ -303,7 +304,8 @@ def pool(
                     with _signals_deferred(), _starting:
                         _stopped = True
                         _stop_all(ending)
-                    threads.shutdown()
+                    while _running:  # Python takes a thread for ended if its join is interrupted
+                        time.sleep(0.05)
                 except KeyboardInterrupt:
                     _stop_all(signal.SIGKILL)
                 raise
