@@ -139,11 +139,16 @@ def test_what_is_missing_is_told_before_anything_runs(comparison, folder, tmp_pa
         for key, value in changes.items():
             (line,) = (line for line in text.splitlines() if line.startswith(f'{key} ='))
             text = text.replace(line, f'{key} = {value}')
-        (folder / 'other.toml').write_text(text)
-        return read_comparison(folder / 'other.toml')
+        path = folder / f'other{len(list(folder.glob("other*")))}.toml'
+        path.write_text(text)
+        return read_comparison(path)
 
     for other, options, message in (
-        (with_changes(features='"no.npz"'), {}, 'other.toml: features: no file .*no.npz; make it'),
+        (
+            with_changes(features='"no.npz"'),
+            {},
+            r'other\d.toml: features: no file .*no.npz',
+        ),
         (with_changes(step_ms='"no.jsonl"'), {}, 'step_ms: no file .*no.jsonl; make it'),
         (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: .* share a GPU'),
         (with_changes(step_ms='0'), {'devices': ('0', '1')}, 'step_ms: .* share a CPU'),
@@ -155,7 +160,7 @@ def test_what_is_missing_is_told_before_anything_runs(comparison, folder, tmp_pa
         (
             with_changes(**{'"data.batch_size"': '8\n"timesteps.adaptive_bins" = 64'}),
             {},
-            'other.toml: .*adaptive_bins: 64 has no effect: .*=adaptive, found uniform; leave',
+            r'other\d.toml: .*adaptive_bins: 64 has no effect: .*=adaptive, found uniform; leave',
         ),
         (comparison, {'part': 'flow'}, "expected methods of its rounds, found 'flow'"),
     ):

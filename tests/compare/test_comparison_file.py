@@ -250,7 +250,11 @@ WRONG = [
     ),
     ('baseline', 'by = ["kid"]\nbaseline', 'metrics: expected one of kid, by which the methods'),
     ('baseline', 'by = ["fid", "kid"]\nbaseline', "by: expected some of precision, fid, .* 'kid'"),
-    ('picture = 9', 'eta = 0.5', 'uniform_seed1: eta: only sampler=ddim has it'),
+    (
+        'picture = 9',
+        'eta = 0.5',
+        'uniform_seed1: eta: only sampler=ddim or .* has it',
+    ),
     ('PROTOCOL.md', 'PROTOCOLS.md', 'protocol: no file .*did you mean "PROTOCOL.md"'),
     ('configs/digits.py', 'configs/digts.py', 'config: no file .*did you mean "digits.py"'),
     ('seeds = [0, 1]', 'seeds = [0, 1', 'comparison.toml: expected TOML, found another text'),

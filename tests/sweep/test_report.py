@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import pathlib
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from support.full_disk import full_disk
 from support.sweeps import GPU, ORIGIN
 from support.tiny import tiny_config
 
-from jaxunet.profile.report import check_plots, write_csv
+from jaxunet.profile.report import write_csv
 from jaxunet.profile.summary import Row
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import parts, plots, report
@@ -207,13 +206,6 @@ def test_a_sweep_without_any_result_has_a_report(tmp_path):
     assert 'No point ran to its end' in text
     assert '**1 point has not run yet;**' in text
     assert '| precision=bfloat16 | float32 | not comparable |' in text
-
-
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
-    with pytest.raises(UserError, match=r'needs matplotlib.*jaxunet\[plots\].*--noplot'):
-        check_plots()
 
 
 def test_rows_of_a_machine_without_the_repository():
