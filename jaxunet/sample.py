@@ -13,11 +13,6 @@ Guided to a class by a classifier's gradient:
     python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64 \\
         --classifier 64x64_classifier.pt --classifier_scale 1.0
 
-Guided by the mistakes of an earlier checkpoint of the run:
-
-    python -m jaxunet.sample --checkpoint runs/photos --guidance_scale 2 \\
-        --guide runs/photos/checkpoints/2000
-
 Larger versions of given pictures:
 
     python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
