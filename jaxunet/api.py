@@ -31,6 +31,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.unused import check_used
 from jaxunet.data.arrays import NAME, source_of
 from jaxunet.data.automatic import complete
+from jaxunet.data.reading import Reading
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result, check_metrics, compute
@@ -329,7 +330,9 @@ def _reference(config: Config, images: object, path: str) -> Source | None:
     if path:
         return None
     source = source_of(images)
-    return source.at(config.image_shape) if config.model.low_res_size else source
+    if not config.model.low_res_size:
+        return source
+    return source.at(config.image_shape, Reading.of(config))
 
 
 def _compared(

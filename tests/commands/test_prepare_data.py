@@ -15,6 +15,7 @@ from support.commands import call
 from support.data_files import encoded, everything, put, random_pixels, write_folder
 
 from jaxunet import prepare_data
+from jaxunet.data.reading import Reading
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 
@@ -91,7 +92,8 @@ def test_bin_is_unetcus(tmp_path, capsys):
         {name: encoded(image, kinds[name.rpartition('.')[2]]) for name, image in images.items()},
     )
     (folder / 'readme.txt').write_text('words')
-    prepare_data.prepare(str(folder), str(tmp_path / 'out.bin'), (64, 64, 3))
+    drop = Reading('drop')
+    prepare_data.prepare(str(folder), str(tmp_path / 'out.bin'), (64, 64, 3), reading=drop)
     assert (tmp_path / 'out.bin').read_bytes() == unetcu_bytes(folder)
     assert (
         capsys.readouterr().out
