@@ -80,8 +80,10 @@ def _of_some(source: Source, ask: Callable[[int], T]) -> list[T | None]:
 
 def _value(source: Source, level: float) -> float:
     """Returns the stored value that became a pixel."""
-    low, high = source.reading.range or (0, source.reading.top)
-    return low + level * (high - low) / source.reading.top
+    reading = source.reading
+    low, high = reading.range or (0, reading.top)
+    value = low + level * (high - low) / reading.top
+    return round(value) if reading.is_whole and level == int(level) else value
 
 
 def _suggested(source: Source, least: int, most: int) -> tuple[float, float]:

@@ -33,6 +33,7 @@ MAX_PIXELS = 2**26  # limit for one image file; a larger one may be a decompress
 SIXTEEN = re.compile(r';16[BLN]?\b')  # in Pillow's name of how pixels are stored
 NARROW = 4095  # values up to this one take 12 bits
 ORIENTATION = 0x0112  # EXIF tag
+BITS, PLANAR = 0x102, 0x11C  # TIFF tags: bits of each channel, and 2 where these are apart
 SUBFILE_TYPE, REDUCED = 0xFE, 1  # TIFF tag, and its bit of an image that is a thumbnail
 TURNED = range(5, 9)  # its values that swap width and height
 UPRIGHT = {  # turns the image upright; others than 1 to 8 do not exist
@@ -133,7 +134,7 @@ def decode(
                     name,
                     f'{image.width}x{image.height} pixels, more than the {MAX_PIXELS} accepted',
                 )
-            if not reading.as_stored or image.mode == 'F':
+            if not reading.as_stored or image.mode == 'F' or _is_wide_planar(image):
                 values, opacity = _values(image, data)
                 return fit_levels(reading.levels(values, name), opacity, shape, reading, crop)
             # Let a JPEG decoder halve the size as it decodes, as long as the part to keep stays
@@ -242,7 +243,7 @@ def _values(
         if values.dtype == np.int32 and values.min() >= 0 and values.max() <= 65535:
             values = values.astype(np.uint16)  # Pillow has no container of 16 bits for all formats
         keyed = isinstance(hidden, int)
-    elif SIXTEEN.search(str([tile.args for tile in image.tile])):  # type: ignore[attr-defined]
+    elif _is_wide_planar(image) or SIXTEEN.search(str([tile.args for tile in image.tile])):  # type: ignore[attr-defined]
         turned = _orientation(image)
         values = _turned(read_png16(data) if image.format == 'PNG' else _read_tiff(data), turned)
         if values.shape[2] in (2, 4):
@@ -261,6 +262,14 @@ def _values(
     if not keyed:
         return values, None
     return values, 1 - (values == hidden).all(axis=2, keepdims=True).astype(np.float32)
+
+
+def _is_wide_planar(image: Image.Image) -> bool:
+    """Returns True for a TIFF of 16 bits, channel by channel, which Pillow takes for 8 bits."""
+    if image.format != 'TIFF' or image.mode.startswith('I'):
+        return False
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    return tags.get(PLANAR, 1) == 2 and max(tags.get(BITS, (8,))) > 8
 
 
 def _turned(

@@ -113,7 +113,7 @@ class Reading(NamedTuple):
         return np.clip(np.rint(levels), 0, self.top).astype(self.dtype)
 
     def stored(self, pixels: UInt[np.ndarray, '*shape']) -> Shaped[np.ndarray, '*shape']:
-        """Returns pixels of 16 bits in the range of the set: uint16 if it is whole, or float32."""
+        """Returns pixels of 16 bits in the range of the set: uint16 if `is_whole`, else float32."""
         if self.bits == 8 or not self.range:
             return pixels
         low, high = self.range
@@ -122,8 +122,14 @@ class Reading(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if the range of the set is one of whole numbers from 0 to 65535, as PNG has."""
-        return all(x == int(x) and 0 <= x <= 65535 for x in self.range)
+        """True if the set's values are whole numbers from 0 to 65535, as PNG has.
+
+        A range of fewer than 256 numbers is taken for one of floats.
+        """
+        if not self.range:
+            return True
+        low, high = self.range
+        return low == int(low) and high == int(high) and 0 <= low <= high - 255 <= 65535 - 255
 
 
 PLAIN = Reading()
