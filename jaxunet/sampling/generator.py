@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxunet.config import Config, to_dict
 from jaxunet.data.images import from_pixels, plain_colours, to_pixels
@@ -266,9 +266,9 @@ class Generator:
         seed: int,
         indices: Int[np.ndarray, ' samples'],
         labels: Int[np.ndarray, ' samples'] | None = None,
-        low_res: UInt8[np.ndarray, 'samples low_height low_width channels'] | None = None,
+        low_res: UInt[np.ndarray, 'samples low_height low_width channels'] | None = None,
         progress: Callable[[float], bool] = lambda _: True,
-    ) -> UInt8[np.ndarray, 'samples height width channels']:
+    ) -> UInt[np.ndarray, 'samples height width channels']:
         """Draws the samples with the given indices.
 
         Args:
