@@ -108,7 +108,7 @@ def train(
 
     Args:
       images: a path, as the field data.path; or arrays (n, height, width[, channels]) of one size,
-        uint8 or floats from 0 to 1; None = the path that `config` names.
+        uint8, uint16, floats from 0 to 1, or in `data.range`; None = the path that `config` names.
       workdir: the folder of the run.
       steps: optimizer steps in all, as the field train.steps; None = the choice of `config`.
       labels: with arrays: a class for each image, as whole numbers from 0 or as names. The model is

@@ -177,8 +177,7 @@ def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
     compiled_cache.enable_compilation_cache()
     model, config = load()
-    reading = Reading.of(config)
-    check_output(OUTPUT.value, config.model.image_channels, reading)
+    check_output(OUTPUT.value, config.model.image_channels, Reading.of(config))
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
     guide = how.guide(config)
     classes = guide.classifier.classes if guide else config.model.num_classes
@@ -237,7 +236,7 @@ def run() -> None:
                 'and the memory of this machine, or choose another --output'
             )
     shown = 0 if low_res or CLASS_LABELS.value is not None else classes  # in turn, one a column
-    columns = class_columns(shown, count)
+    columns, reading = class_columns(shown, count), generator.reading
     save_images(OUTPUT.value, images, labels, columns=columns, reading=reading)
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')

@@ -1,4 +1,4 @@
-"""How stored values become pixels: the range that they have, transparency, and the bits kept.
+"""The reading of stored values as pixels: their range, transparency, and the bits that are kept.
 
 Pixels are uint8, or uint16 with `data.bits=16`, and stand for −1 to 1 from their lowest value to
 their highest. Values are mapped to them from `data.range`; without one, from the full range of
