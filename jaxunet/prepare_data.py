@@ -6,7 +6,8 @@
 
 The input is anything that `data.path` accepts. Images are cropped to their centre and resized
 (`jaxunet.data.pixels`), and written in sorted depth-first order of their paths. Images that already
-have the given size keep their pixels, so that a .bin of them equals unet.cu's byte for byte.
+have the given size keep their pixels, so that a .bin of them equals unet.cu's byte for byte, with
+--background=drop if they are transparent.
 Corrupt images and other files are listed, counted and left out; with --strict all of them are
 listed in an error, and nothing is written.
 """

@@ -105,15 +105,15 @@ class Colour(Source):
     """The images of a source with three channels; grey images are repeated.
 
     Raises:
-      UserError: the images have neither 1 nor 3 channels.
+      UserError: the images have neither 1 nor 3 channels, or more than 8 bits.
     """
 
     def __init__(self, source: Source) -> None:
         height, width, channels = source.image_shape
-        if channels not in (1, 3):
+        if channels not in (1, 3) or source.reading.bits != 8:
             raise UserError(
-                f'evaluation: {source.name}: expected images of 1 or 3 channels to compare, '
-                f'found {channels}'
+                f'evaluation: {source.name}: expected images of 1 or 3 channels of 8 bits to '
+                f'compare, found {channels} of {source.reading.bits}'
             )
         self._source, self.name, self.image_shape = source, source.name, (height, width, 3)
         self.labels, self.class_names = source.labels, source.class_names

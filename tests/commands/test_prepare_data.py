@@ -325,3 +325,23 @@ def test_wrong_classes_are_told_with_the_flag(form, tmp_path):
     path, output = put(tmp_path, files, form), tmp_path / 'x.bin'
     with pytest.raises(UserError, match=r'^--classes: .* has no class "bird"; it has cat, dog'):
         prepare_data.prepare(str(path), str(output), (8, 8, 3), classes=('bird',))
+
+
+def test_opacity_and_16_bits_go_into_an_npz(tmp_path):
+    """Training reads from the file what it would read from the images."""
+    pixels = random_pixels(0, (8, 8, 4))
+    pixels[:4, :, 3] = 0
+    folder = write_folder(tmp_path / 'set', {'a.png': encoded(pixels)})
+    for reading, later in (
+        (Reading('keep'), Reading('keep')),
+        (Reading('keep', 16), Reading('keep', 16)),
+        (Reading(bits=16, range=(0, 300)), Reading(bits=16)),
+    ):
+        shape = (8, 8, 4 if reading.keeps else 3)
+        direct = open_source(str(folder), image_shape=shape, reading=reading).load(np.arange(1))
+        prepare_data.prepare(str(folder), str(tmp_path / 'x.npz'), shape, reading=reading)
+        found = open_source(str(tmp_path / 'x.npz'), image_shape=shape, reading=later)
+        np.testing.assert_array_equal(found.load(np.arange(1)), direct)
+    for reading in (Reading('keep'), Reading(bits=16)):
+        with pytest.raises(UserError, match=r'x.bin holds opaque pixels of 8 bits; write an .npz'):
+            prepare_data.prepare(str(folder), str(tmp_path / 'x.bin'), (8, 8, 3), reading=reading)
