@@ -30,7 +30,8 @@ from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.untrusted import one_line
 
 MAX_PIXELS = 2**26  # limit for one image file; a larger one may be a decompression bomb
-SIXTEEN = re.compile(r';16[BLN]?\b')  # in Pillow's name of how pixels are stored
+# In Pillow's name of how pixels are stored; PNM has the highest value.
+SIXTEEN = re.compile(r";16[BLN]?\b|'RGB', [1-9]\d{3,}")
 NARROW = 4095  # values up to this one take 12 bits
 ORIENTATION = 0x0112  # EXIF tag
 BITS, PLANAR = 0x102, 0x11C  # TIFF tags: bits of each channel, and 2 where these are apart
@@ -245,6 +246,8 @@ def _values(
         keyed = isinstance(hidden, int)
     elif _is_wide_planar(image) or SIXTEEN.search(str([tile.args for tile in image.tile])):  # type: ignore[attr-defined]
         turned = _orientation(image)
+        if image.format not in ('PNG', 'TIFF'):
+            raise ValueError('colours of more than 8 bits; save them as PNG or TIFF')
         values = _turned(read_png16(data) if image.format == 'PNG' else _read_tiff(data), turned)
         if values.shape[2] in (2, 4):
             return values[..., :-1], values[..., -1:] / np.float32(65535)

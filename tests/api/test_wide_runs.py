@@ -49,7 +49,7 @@ def test_hidden_colours_do_not_change_a_run(tmp_path):
     ]
     np.testing.assert_array_equal(*varied)
     with pytest.raises(UserError, match=r'evaluation: compares images of 8 bits and 1 or 3'):
-        jaxunet.evaluate(model, metrics='fid', num_samples=2)
+        jaxunet.evaluate(model, emoji(0), metrics='fid', num_samples=2)
 
 
 def test_a_run_of_16_bits(tmp_path):

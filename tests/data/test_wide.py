@@ -313,6 +313,14 @@ def test_a_range_lets_narrow_files_through(tmp_path):
     np.testing.assert_array_equal(found[0], np.rint(values / 4095 * 255))
 
 
+def test_colours_that_pillow_rounds_are_refused(tmp_path):
+    data = b'P6\n8 8\n65535\n' + random_values(0, (8, 8, 3)).astype('>u2').tobytes()
+    path = write_folder(tmp_path / 'set', {'a.ppm': data})
+    with pytest.raises(UserError, match=r'colours of more than 8 bits; save them as PNG or TIFF'):
+        opened(path, (8, 8, 3))
+    assert opened(path, (8, 8, 3), Reading()).shape == (1, 8, 8, 3)
+
+
 def test_tiff_with_colours(tmp_path):
     tifffile = pytest.importorskip('tifffile')
     values = random_values(0, (8, 12, 3))
