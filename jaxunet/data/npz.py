@@ -91,8 +91,8 @@ def array_shape(path: Path) -> tuple[int, ...] | None:
         if suffix == '.npy':
             return _npy_header(path).shape
         with zipfile.ZipFile(path) as archive:
-            name = next(n for n in archive.namelist() if n in ('images.npy', 'arr_0.npy'))
-            return archives.npy_header(archive, archive.getinfo(name)).shape
+            names = [n for n in archive.namelist() if n in ('images.npy', 'arr_0.npy')]
+            return archives.npy_header(archive, archive.getinfo(names[0])).shape
     return None
 
 
