@@ -24,7 +24,7 @@ from jaxunet.data.npz import array_shape
 from jaxunet.data.source import ArraySource, Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 
 OPEN = {path: facts.left_open for path, facts in FACTS.items() if facts.left_open is not None}
 # Chosen with an open field, unless they are set.
@@ -179,7 +179,7 @@ def look(config: Config, given: ArraySource | None = None) -> Facts:
     Raises:
       UserError: they cannot be opened, or an image is corrupt.
     """
-    path = Path(expanded(config.data.path))
+    path = Path(on_disk(config.data.path))
     stored = given.stored_shape if given is not None else array_shape(path)
     found = stored[3] if stored is not None and len(stored) == 4 else 1
     # The fourth channel may be opacity: opening the set says so.
