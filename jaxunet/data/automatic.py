@@ -5,6 +5,7 @@ A field is left open by a value that is not valid otherwise, the `left_open` of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import statistics
@@ -179,8 +180,7 @@ def look(config: Config, given: ArraySource | None = None) -> Facts:
     Raises:
       UserError: they cannot be opened, or an image is corrupt.
     """
-    path = Path(on_disk(config.data.path))
-    stored = given.stored_shape if given is not None else array_shape(path)
+    stored = given.stored_shape if given is not None else _stored_shape(config.data.path)
     found = stored[3] if stored is not None and len(stored) == 4 else 1
     # The fourth channel may be opacity: opening the set says so.
     more = 0 if found in (*MODES, 4) or config.data.background == 'keep' else found
@@ -193,6 +193,14 @@ def look(config: Config, given: ArraySource | None = None) -> Facts:
     else:
         sizes = [source.stored_size(int(row)) for row in spread(len(source), SIZES)]
     return Facts(len(source), sizes, _is_grey(source), more)
+
+
+def _stored_shape(path: str) -> tuple[int, ...] | None:
+    """Returns the shape of an array of images; None for a set of another form."""
+    if path.lower().endswith(('.npz', '.npy')):
+        with contextlib.suppress(UserError):  # opening the set reports it
+            return array_shape(Path(on_disk(path)))
+    return None
 
 
 def choose(raw: Fields, facts: Facts) -> dict[str, object]:
