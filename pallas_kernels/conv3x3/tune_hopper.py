@@ -32,7 +32,9 @@ from typing import NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.measurement import Inputs, Measurement
 from pallas_kernels import tile_table
@@ -117,31 +119,30 @@ def _convolution(case: Case, direction: str, batch: int, dtype: str, limit: int)
             inputs['residual'] = tuple(array((*image, c)) for c in case.residual)
         if case.residual and case.residual != (case.features,):
             inputs['shortcut'] = array((sum(case.residual), case.features))
-    options: Operands = {
-        name: inputs[name] for name in ('affine', 'residual', 'shortcut') if name in inputs
-    }
-    flipped = direction == 'input'
-    if hopper.supports(inputs['x'], kernel, flipped=flipped, **options):
+    call = call_of(inputs, direction)
+    if hopper.supports(call):
         return None
-    chosen = hopper.choose_tile(inputs['x'], kernel, flipped=flipped, **options)
-    others = hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options)
-    tiles = list[AnyTile](dict.fromkeys([chosen, *others]))[:limit]
+    every = [hopper.choose_tile(call), *hopper.candidates(call, limit)]
+    tiles = list[AnyTile](dict.fromkeys(every))[:limit]
 
     def convolve(tile: AnyTile, i: Operands) -> jax.Array:
         assert isinstance(tile, Tile), tile
-        return hopper.forward(
-            i['x'],
-            i['kernel'],
-            i['shift'],
-            flipped=flipped,
-            tile=tile,
-            **{name: i[name] for name in options},
-        )
+        return hopper.forward(call_of(i, direction), tile)
 
-    key = tile_table.Key(
-        'conv3x3/hopper', dtype, hopper.shape_class(inputs['x'], kernel, flipped=flipped, **options)
-    )
+    key = tile_table.Key('conv3x3/hopper', dtype, hopper.shape_class(call))
     return Shape(case.name, direction, inputs, case.flops(batch), tiles, convolve, key)
+
+
+def call_of(inputs: Operands, direction: str) -> hopper.Call:
+    """Returns the call of the kernel that computes a direction, other than `weight`."""
+    conv = Convolution(
+        image=Activation(inputs['x']),
+        kernel=inputs['kernel'],
+        shift=inputs['shift'],
+        residual=Activation(inputs['residual']) if 'residual' in inputs else None,
+        shortcut=inputs.get('shortcut'),
+    )
+    return hopper.Call(conv, inputs.get('affine'), direction == 'input')
 
 
 def shapes(

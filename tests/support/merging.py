@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.transformations import vary, varying_axes
 from support import kernel_names
 from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3
@@ -52,20 +54,23 @@ def network(w: Weights, x: jax.Array) -> jax.Array:
     w = vary(w, varying_axes(x))
     rows = w['row'] * jnp.arange(1.0, 1.0 + x.shape[0])[:, None]
     with jax.named_scope('first'):
-        h = conv3x3(Activation.of(x), w['first'], rows)
+        h = conv3x3(Convolution(image=Activation.of(x), kernel=w['first'], shift=rows))
     both = Activation((*h.parts, jnp.sin(h.value)))
     with jax.named_scope('joined'):
         y = norm_silu_conv3x3(
-            both,
-            *(w['scale'], w['scale'], w['joined'], w['row']),
-            residual=both,
-            shortcut=w['shortcut'],
-            groups=2,
+            Convolution(
+                image=both,
+                norm=Norm(w['scale'], w['scale'], 2),
+                kernel=w['joined'],
+                shift=w['row'],
+                residual=both,
+                shortcut=w['shortcut'],
+            )
         )
     with jax.named_scope('linear'):
-        normed, (passed,) = group_norm_and_input(y, w['norm'], w['norm'], groups=2)
+        normed, (passed,) = group_norm_and_input(y, Norm(w['norm'], w['norm'], 2))
         y = Activation.of(linear(normed, w['linear'], w['row'], residual=passed.value))
-    y = conv3x3(Activation((*y.parts, *h.parts)), w['last'], w['row'], residual=y)
+    y = conv3x3(Convolution(image=y.join(h), kernel=w['last'], shift=w['row'], residual=y))
     out = linear(y.value, w['linear_2'], w['row'][:, :3])
     return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 

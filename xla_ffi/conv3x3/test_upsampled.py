@@ -12,6 +12,7 @@ from support.parity import assert_parity, assert_runs_are_identical, draw
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3 import reference
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.runtime import device
 from xla_ffi.conv3x3 import upsampled
 
@@ -82,7 +83,8 @@ TILES = (
 
 def op(module):
     def call(x, kernel, shift):
-        return module.upsample_conv3x3(Activation.of(x), kernel, shift).value
+        conv = Convolution(image=Activation.of(x), kernel=kernel, shift=shift)
+        return module.upsample_conv3x3(conv).value
 
     return call
 

@@ -28,7 +28,9 @@ from support.merging import (
 )
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.group_norm.operands import Norm
 from xla_ffi.conv3x3.parameter_gradients import PARTIAL_SUMS
 from xla_ffi.conv3x3.split_k import MULTIPROCESSORS
 from xla_ffi.conv3x3.vjp import conv3x3
@@ -117,7 +119,7 @@ def norm_gradient(
 
     def loss(*arguments: jax.Array) -> jax.Array:
         x, scale, offset = arguments
-        y = group_norm(Activation.of(x), scale, offset, groups=2, **options)
+        y = group_norm(Activation.of(x), Norm(scale, offset, 2), **options)
         return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
     return jax.grad(loss, argnums=(0, 1, 2))(x, scale, offset)
@@ -285,7 +287,8 @@ def product(images: tuple[int, ...], features: int) -> Callable[..., jax.Array]:
 
     def loss(kernel: jax.Array) -> jax.Array:
         x = Activation.of(jnp.ones(images, jnp.bfloat16))
-        return jnp.sum(conv3x3(x, kernel, jnp.ones((1, features))).value.astype(jnp.float32))
+        conv = Convolution(image=x, kernel=kernel, shift=jnp.ones((1, features)))
+        return jnp.sum(conv3x3(conv).value.astype(jnp.float32))
 
     return jax.grad(loss)
 

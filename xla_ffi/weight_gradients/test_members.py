@@ -22,7 +22,9 @@ from support.merging import (
 )
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.conv3x3.upsampling import nearest
+from jaxunet.ops.group_norm.operands import Norm
 from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3
 from xla_ffi.weight_gradients import members as chosen
 from xla_ffi.weight_gradients.equations import read
@@ -103,11 +105,14 @@ def test_everything_else_waits_for_the_first_call(monkeypatch: pytest.MonkeyPatc
     c, row = CHANNELS, jnp.ones((1, CHANNELS))
 
     def unet(w: Weights, x: jax.Array) -> jax.Array:
-        skip = conv3x3(Activation.of(x), w['first'], row)
-        low = conv3x3(Activation.of(skip.value[:, ::2, ::2]), w['low'], row)
+        first = Convolution(image=Activation.of(x), kernel=w['first'], shift=row)
+        skip = conv3x3(first)
+        half = Activation.of(skip.value[:, ::2, ::2])
+        low = conv3x3(Convolution(image=half, kernel=w['low'], shift=row))
         both = Activation((nearest(low.value), skip.value))
         ones = jnp.ones((1, 2 * c))
-        y = norm_silu_conv3x3(both, ones, ones, w['joined'], row, groups=2)
+        norm = Norm(ones, ones, 2)
+        y = norm_silu_conv3x3(Convolution(image=both, norm=norm, kernel=w['joined'], shift=row))
         return jnp.sum(jnp.sin(y.value.astype(jnp.float32)))
 
     shapes = {'first': (3, 3, 4, c), 'low': (3, 3, c, c), 'joined': (3, 3, 2 * c, c)}
