@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
 from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.group_norm.operands import Norm
 from xla_ffi.adamw.narrow import narrow
@@ -73,7 +73,7 @@ def test_more_parts_than_the_kernels_read_are_an_error_when_traced(call, operand
         (pack, 'pack: gradients'),
         (
             lambda arrays: adamw(
-                Rule(0.9, 0.999, 1e-8, 0.0),
+                Constants(0.9, 0.999, 1e-8, 0.0),
                 *(arrays,) * 4,
                 [],
                 take=jnp.asarray(True),

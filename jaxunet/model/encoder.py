@@ -159,9 +159,9 @@ class Encoder(Block):
                 layers.append(Projection(None, seconds))
         with jax.named_scope('embed'):
             active = jax.nn.silu(embedding).astype(self.dtype)
-            found = iter(self.ops.project(active, layers))
+            results = iter(self.ops.project(active, layers))
         return {
-            name: Shifts(next(found), next(found) if 'shortcut' in block else None)
+            name: Shifts(next(results), next(results) if 'shortcut' in block else None)
             for name, block in blocks.items()
         }
 

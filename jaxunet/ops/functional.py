@@ -22,7 +22,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Rule, Tree, check_scalars, gradient_leaves, state_leaves
+from jaxunet.ops.adamw.operands import Constants, Tree, check_scalars, gradient_leaves, state_leaves
 from jaxunet.ops.backends import choose
 from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
@@ -243,14 +243,14 @@ def adamw(
         if structure != jax.tree.structure(tree):
             raise ValueError(f'adamw: {name}: its tree has another structure than that of params')
     state_leaves(leaves, params, state.mu, state.nu, ())
-    kernels, rule = choose(backend, 'float32').update, Rule(b1, b2, eps, weight_decay)
+    kernels, constants = choose(backend, 'float32').update, Constants(b1, b2, eps, weight_decay)
     if kernels is None:
-        return _optax_step(rule, gradients, state, params, rate)
+        return _optax_step(constants, gradients, state, params, rate)
     count = optax.safe_increment(state.count)
     step = count.astype(jnp.float32)
     one = jnp.ones((), jnp.float32)
     moved = kernels.adamw(
-        rule,
+        constants,
         gradients,
         params,
         state.mu,
@@ -266,13 +266,13 @@ def adamw(
 
 
 def _optax_step(
-    rule: Rule, gradients: Tree, state: AdamWState, params: Tree, learning_rate: Float[Array, '']
+    c: Constants, gradients: Tree, state: AdamWState, params: Tree, learning_rate: Float[Array, '']
 ) -> tuple[Tree, AdamWState]:
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
     with jax.numpy_dtype_promotion('standard'):  # optax's own code needs it
-        direction, state = optax.scale_by_adam(rule.b1, rule.b2, rule.eps).update(wide, state)
+        direction, state = optax.scale_by_adam(c.b1, c.b2, c.eps).update(wide, state)
     moved = jax.tree.map(
-        lambda p, d: p - learning_rate * (d + rule.weight_decay * p), params, direction
+        lambda p, d: p - learning_rate * (d + c.weight_decay * p), params, direction
     )
     return moved, state
 

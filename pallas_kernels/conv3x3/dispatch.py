@@ -75,7 +75,7 @@ def shift_gradient(
 ) -> Float[Array, 'batch features']:
     """Returns the gradient of each sample's shift: the sum over its pixels, in float32."""
     padded = padding.append(dy, padding.SUMS)
-    if not norm_dispatch.takes("conv3x3's gradient of shift", [padded]):
+    if not norm_dispatch.supports("conv3x3's gradient of shift", [padded]):
         return jnp.sum(dy, axis=(1, 2), dtype=jnp.float32)
     return padding.remove(norm_dispatch.channel_sums(padded), padding.SUMS, (dy.shape[-1],))
 
@@ -153,7 +153,7 @@ def weight_gradient(
             return f'dy: expected {EXACT_PIXELS} pixels or more in float32, found {dy.shape[:3]}'
         return hopper_weight_gradient.supports(padded, padded_dy)
 
-    if not jax_modules.takes("conv3x3's weight gradient", problem()):
+    if not jax_modules.supports("conv3x3's weight gradient", problem()):
         zeros = jnp.zeros((3, 3, sum(widths), features), dy.dtype)
         shift = jnp.zeros((1, features), jnp.float32)
         # In tf32, for which XLA may cut numbers off instead of rounding them, these sums of few

@@ -20,7 +20,7 @@ from jaxunet.ops.terms import bfloat16_terms
 from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper_kernel, hopper_tiles
 from pallas_kernels.conv3x3.activation import activated
-from pallas_kernels.conv3x3.hopper_plan import Plan, plan
+from pallas_kernels.conv3x3.hopper_plan import Mainloop, mainloop
 from pallas_kernels.conv3x3.schedule import CHUNK, TAPS, Tile
 from pallas_kernels.hopper_grid import ceil_div
 
@@ -67,11 +67,11 @@ class Call:
         """Channels of the result."""
         return self.conv.kernel.shape[-2 if self.flipped else -1]
 
-    def plan(self, tile: Tile) -> Plan:
+    def mainloop(self, tile: Tile) -> Mainloop:
         """Returns the steps of the kernel with a tile."""
         batch, height, width, _ = self.conv.image.parts[0].shape
         split = self.dtype == jnp.float32
-        return plan(
+        return mainloop(
             (batch, height, width),
             self.channels,
             self.features,
@@ -97,11 +97,11 @@ def supports(call: Call, tile: Tile | None = None) -> str | None:
         len(part.shape) != 4 or part.shape[:-1] != shape[:-1] or part.dtype != dtype
         for part in (*parts, *others)
     ):
-        found = ', '.join(f'{part.shape} {part.dtype}' for part in (*parts, *others))
-        return f'x and residual: expected parts that agree in all but channels, found {found}'
+        given = ', '.join(f'{part.shape} {part.dtype}' for part in (*parts, *others))
+        return f'x and residual: expected parts that agree in all but channels, found {given}'
     if conv.kernel.shape != expected or conv.kernel.dtype != dtype:
-        found = f'{conv.kernel.shape} in {conv.kernel.dtype}'
-        return f'kernel: expected {expected} in {dtype}, found {found}'
+        given = f'{conv.kernel.shape} in {conv.kernel.dtype}'
+        return f'kernel: expected {expected} in {dtype}, found {given}'
     # A tensor map's rows must be multiples of 16 bytes; a float32 is read as its bfloat16 terms.
     if any(c % 8 for c in (*call.channels, *call.residual_channels, features)):
         return (
@@ -122,7 +122,7 @@ def supports(call: Call, tile: Tile | None = None) -> str | None:
         )
     if tile is None:
         return None  # every shape has a tile
-    return call.plan(tile).schedule.problem()
+    return call.mainloop(tile).schedule.problem()
 
 
 def _residual_problem(call: Call) -> str | None:
@@ -135,14 +135,14 @@ def _residual_problem(call: Call) -> str | None:
         )
     expected = (sum(channels), features)
     if shortcut is not None and (shortcut.shape != expected or shortcut.dtype != call.dtype):
-        found = f'{shortcut.shape} in {shortcut.dtype}'
-        return f'shortcut: expected {expected} in {call.dtype}, found {found}'
+        given = f'{shortcut.shape} in {shortcut.dtype}'
+        return f'shortcut: expected {expected} in {call.dtype}, found {given}'
     return None
 
 
 def candidates(call: Call, limit: int = 12) -> list[Tile]:
     """Returns at most `limit` tiles worth timing for these operands, best guess first."""
-    return hopper_tiles.candidates(call.plan, limit)
+    return hopper_tiles.candidates(call.mainloop, limit)
 
 
 def default_tile(call: Call) -> Tile:
@@ -191,7 +191,7 @@ def _forward(call: Call, *, tile: Tile) -> Array:
         # A float32 must be split into bfloat16 terms after the activation.
         image = Activation(activated(call.conv.image.parts, call.affine))
         call = Call(dataclasses.replace(call.conv, image=image), None, call.flipped)
-    conv, p = call.conv, call.plan(tile)
+    conv, p = call.conv, call.mainloop(tile)
     others = () if conv.residual is None else conv.residual.parts
 
     halves = _halves if split else list

@@ -210,14 +210,14 @@ def compile_jobs(jobs: Sequence[Job], seconds: float) -> dict[int, jax.stages.Co
             return None
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        found = enumerate(pool.map(compiled, range(len(jobs))))
-        programs = {number: program for number, program in found if program is not None}
+        numbered = enumerate(pool.map(compiled, range(len(jobs))))
+        programs = {number: program for number, program in numbered if program is not None}
     print(f'compiled {len(programs)} of {len(jobs)}', flush=True)
     return programs
 
 
 def report(
-    found: Sequence[Shape],
+    wanted: Sequence[Shape],
     results: Mapping[tuple[str, str], list[tuple[float, AnyTile]]],
     about: dict[str, object],
     top: int,
@@ -229,7 +229,7 @@ def report(
       about: the first fields of every row.
     """
     shares: dict[str, list[float]] = collections.defaultdict(list)
-    for s in found:
+    for s in wanted:
         timed = sorted(results[s.case, s.direction], key=lambda row: row[0])
         chosen = next((us for us, tile in timed if tile == s.tiles[0]), None)
         row: dict[str, object] = about | {
@@ -256,8 +256,8 @@ def main() -> None:
     """Runs the command."""
     args = arguments()
     check_gpu(hopper=True)
-    found = shapes(args.directions, args.cases, args.batch, args.dtype, args.limit)
-    queues = [[(s, tile) for tile in s.tiles] for s in found]
+    wanted = shapes(args.directions, args.cases, args.batch, args.dtype, args.limit)
+    queues = [[(s, tile) for tile in s.tiles] for s in wanted]
     jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
     programs = compile_jobs(jobs, args.seconds)
     arrays = Inputs()
@@ -275,10 +275,10 @@ def main() -> None:
         s, tile = jobs[int(name.removeprefix('job'))]
         results[s.case, s.direction].append((seen.us, tile))
     kind = jax.devices()[0].device_kind
-    report(found, results, {'device': kind, 'dtype': args.dtype, 'batch': args.batch}, args.top)
+    report(wanted, results, {'device': kind, 'dtype': args.dtype, 'batch': args.batch}, args.top)
     if args.write:
-        every = {s.key: {tile: us for us, tile in results[s.case, s.direction]} for s in found}
-        print(tile_table.update(kind, every, {s.key: s.tiles[0] for s in found}))
+        every = {s.key: {tile: us for us, tile in results[s.case, s.direction]} for s in wanted}
+        print(tile_table.update(kind, every, {s.key: s.tiles[0] for s in wanted}))
 
 
 def _short(tile: AnyTile) -> dict[str, int]:

@@ -54,7 +54,7 @@ def norm_silu_conv3x3(conv: Convolution) -> Activation:
     x, norm = conv.image, conv.normalised
     check_norm_operands(x, norm)
     check_not_empty('norm_silu_conv3x3', 'x', x.parts[0])
-    if not norm_dispatch.takes('the norm of norm_silu_conv3x3', x.parts, norm.groups):
+    if not norm_dispatch.supports('the norm of norm_silu_conv3x3', x.parts, norm.groups):
         active = norm_reference.group_norm(x, norm, silu=True)
         return Activation.of(_conv(conv.of(active)))
     return Activation.of(_norm_conv(conv))

@@ -17,7 +17,7 @@ if jax_modules.missing() is None:
 Image = Float[Array, 'batch height width _']
 
 
-def takes(op: str, parts: Sequence[Shaped], groups: int = 32) -> bool:
+def supports(op: str, parts: Sequence[Shaped], groups: int = 32) -> bool:
     """Returns True if the kernels take an image; otherwise the log says why not.
 
     Args:
@@ -29,7 +29,7 @@ def takes(op: str, parts: Sequence[Shaped], groups: int = 32) -> bool:
       UserError: the kernels do not run here.
     """
     jax_modules.check_runs()
-    return jax_modules.takes(op, hopper_plan.supports(parts, groups))
+    return jax_modules.supports(op, hopper_plan.supports(parts, groups))
 
 
 def channel_sums(x: Image) -> Float[Array, 'batch channels']:

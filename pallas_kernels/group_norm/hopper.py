@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from jaxunet.ops.group_norm.operands import Affine, Norm, Statistics, group_size
 from pallas_kernels.group_norm import hopper_reductions as reductions
 from pallas_kernels.group_norm import hopper_writers as writers
-from pallas_kernels.group_norm.hopper_plan import Tile, plan
+from pallas_kernels.group_norm.hopper_plan import Tile, grid
 
 Image = Float[Array, 'batch height width _']
 
@@ -40,7 +40,7 @@ def moments(parts: tuple[Image, ...], *, tile: Tile | None = None) -> Float[Arra
       parts: x, joined along channels.
       tile: None takes `hopper_plan.choose_tile`; below too.
     """
-    p = plan(parts, 1, tile)
+    p = grid(parts, 1, tile)
     partial = reductions.moments(p, _flat(parts))
     if p.tile.splits == 1:
         return partial[:, 0]
@@ -55,7 +55,7 @@ def moments(parts: tuple[Image, ...], *, tile: Tile | None = None) -> Float[Arra
 @functools.partial(jax.jit, static_argnames='tile')
 def channel_sums(x: Image, *, tile: Tile | None = None) -> Float[Array, 'batch channels']:
     """Returns the sum over the pixels of each sample and channel, float32."""
-    p = plan([x], 1, tile)
+    p = grid([x], 1, tile)
     return _joined(reductions.channel_sums(p, _flat_one(x)))[:, 0]
 
 
@@ -69,7 +69,7 @@ def affine(
       ValueError: the channels are not a multiple of the groups.
     """
     known = _by_group(moments(parts, tile=tile), norm.groups)
-    p = plan(parts, 1, Tile(1, 1))
+    p = grid(parts, 1, Tile(1, 1))
     a, b, mean, inverse = writers.affine(
         p, known, _float32(norm.scale), _float32(norm.offset), eps=norm.eps
     )
@@ -87,7 +87,7 @@ def normalise(
     """
     known = _by_group(moments(parts, tile=tile), norm.groups)
     y, mean, inverse = writers.normalise(
-        plan(parts, 1, tile),
+        grid(parts, 1, tile),
         _flat(parts),
         known,
         _float32(norm.scale),
@@ -115,7 +115,7 @@ def gradient_sums(
       activation: also write act(z) again, in x's dtype, from the same read.
     """
     partial, active = reductions.gradient_sums(
-        plan(parts, 2, tile),
+        grid(parts, 2, tile),
         _flat(parts),
         _flat_one(dy),
         [_float32(v) for v in (norm.scale, norm.offset, *stats)],
@@ -145,7 +145,7 @@ def gradient(
       ValueError: the channels are not a multiple of the groups.
     """
     dx = writers.gradient(
-        plan(parts, 2, tile),
+        grid(parts, 2, tile),
         _flat(parts),
         _flat_one(dy),
         [_float32(v) for v in (norm.scale, norm.offset, *stats)],

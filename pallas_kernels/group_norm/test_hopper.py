@@ -21,7 +21,7 @@ from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.runtime import device
 from pallas_kernels.group_norm import dispatch, hopper, hopper_plan, hopper_program, vjp
-from pallas_kernels.group_norm.hopper_plan import Plan, Tile
+from pallas_kernels.group_norm.hopper_plan import Grid, Tile
 
 
 def in_steps(tile, groups, silu, x, y, dy, scale, offset):
@@ -155,12 +155,12 @@ def test_other_shapes_go_to_xla(change, message):
     with jax.enable_x64(dtype == 'float64'), device.use(device.Target.HOPPER):
         parts, *_ = shapes_of(case, 2, dtype)
         reason = hopper_plan.supports(parts, case.groups)
-        assert not dispatch.takes('group_norm', parts, case.groups)
+        assert not dispatch.supports('group_norm', parts, case.groups)
     assert reason is not None
     assert re.search(message, reason)
     if case.groups == 32:
         with pytest.raises(ValueError, match=f'group_norm on Hopper: .*{message}'):
-            hopper_plan.plan(parts, 1)
+            hopper_plan.grid(parts, 1)
 
 
 def test_the_shapes_of_the_configs_are_supported():
@@ -175,10 +175,10 @@ def test_tiles_cover_every_pixel(pixels, itemsize):
     for parts in ((32,), (64, 128), (96, 64)):
         for batch in (1, 32, 256):
             for tensors in (1, 2):
-                p = Plan(batch, pixels, parts, itemsize, Tile(1, 1))
+                p = Grid(batch, pixels, parts, itemsize, Tile(1, 1))
                 if pixels < p.rows:
                     continue
-                p = Plan(batch, pixels, parts, itemsize, hopper_plan.choose_tile(p, tensors))
+                p = Grid(batch, pixels, parts, itemsize, hopper_plan.choose_tile(p, tensors))
                 assert p.rows * p.chunk * itemsize == 128 * 16
                 assert sum(p.split_pixels()) == pixels
                 assert p.tile.splits * p.share * p.rows >= pixels

@@ -36,7 +36,7 @@ def group_norm(
     check_shard_map('group_norm')
     check_kernel_operands(x, norm)
     check_not_empty('group_norm', 'x', x.parts[0])
-    if not dispatch.takes('group_norm', x.parts, norm.groups):
+    if not dispatch.supports('group_norm', x.parts, norm.groups):
         return reference.group_norm(x, norm, silu=silu, dropout=dropout)
     y = _group_norm(x, norm, silu)
     return y if dropout is None else drop(y, dropout)

@@ -227,7 +227,7 @@ def test_averages_need_a_share_each():
     one = jnp.ones(())
     with pytest.raises(ValueError, match='adamw: follow: 0 shares for 1 averages'):
         seam.choose('cuda', here=False).update.adamw(
-            kernels.Rule(0.9, 0.99, 1e-8, 0.0),
+            kernels.Constants(0.9, 0.99, 1e-8, 0.0),
             *[tree] * 4,
             [tree],
             take=one,

@@ -11,7 +11,7 @@ from support.tiny import tiny_config
 
 from jaxunet.ops import backends, references
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import MAX_AVERAGES, Rule
+from jaxunet.ops.adamw.operands import MAX_AVERAGES, Constants
 from jaxunet.ops.checks import MAX_COUNT, MAX_SAMPLES
 from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.group_norm.operands import Norm
@@ -109,7 +109,7 @@ def test_the_kernels_take_as_many_averages(averages):
     fused = backends.choose('cuda', here=False).update
     update = jax.jit(
         lambda many: fused.adamw(
-            Rule(0.9, 0.999, 1e-8, 0.0),
+            Constants(0.9, 0.999, 1e-8, 0.0),
             ones,
             ones,
             ones,

@@ -17,7 +17,7 @@ import xla_ffi
 from jaxunet.benchmark import choose
 from jaxunet.ops import backends, choices
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
 from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.group_norm.operands import Norm
@@ -72,7 +72,7 @@ def everything(x, kernel, row):
     leaves = [g.astype(jnp.float32) for g in gradients]
     one = jnp.ones(())
     new = fused.adamw(
-        Rule(0.9, 0.99, 1e-8, 0.0), leaves, leaves, leaves, leaves, (),
+        Constants(0.9, 0.99, 1e-8, 0.0), leaves, leaves, leaves, leaves, (),
         take=one > 0, factor=one, learning_rate=one, corrections=(one, one), follow=(),
     )  # fmt: skip
     sums, packed = fused.sum_of_squares(leaves), fused.pack(leaves)

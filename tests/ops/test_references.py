@@ -21,7 +21,7 @@ from jaxunet.ops import references, vocabulary
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw import reference as adamw_reference
 from jaxunet.ops.adamw.cases import CIFAR10, ELEPHANTS64
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
 from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.linear import projection_cases
@@ -192,12 +192,14 @@ def test_the_variants_return_the_result_and_copies_of_the_input():
 
 @pytest.mark.parametrize('steps', [0, 7])
 def test_adamw_is_that_of_optax(steps):
-    rule, rate, factor, share = Rule(0.9, 0.99, 1e-6, 0.05), 0.02, 0.5, 0.25
+    constants, rate, factor, share = Constants(0.9, 0.99, 1e-6, 0.05), 0.02, 0.5, 0.25
     g, p, mu, nu, average = (
         {'kernel': draw(3, 4, seed=seed), 'bias': draw(4, seed=seed + 9)} for seed in range(5)
     )
     nu = jax.tree.map(jnp.square, nu)
-    optimizer = optax.adamw(rate, rule.b1, rule.b2, rule.eps, weight_decay=rule.weight_decay)
+    optimizer = optax.adamw(
+        rate, constants.b1, constants.b2, constants.eps, weight_decay=constants.weight_decay
+    )
     adam, *others = optimizer.init(p)
     adam = adam._replace(count=jnp.asarray(steps, jnp.int32), mu=mu, nu=nu)
     with jax.numpy_dtype_promotion('standard'):
@@ -214,9 +216,9 @@ def test_adamw_is_that_of_optax(steps):
 
     def step(take):
         numbers = {'factor': factor, 'learning_rate': rate}
-        corrections = tuple(jnp.asarray(1 - b ** (steps + 1)) for b in rule[:2])
+        corrections = tuple(jnp.asarray(1 - b ** (steps + 1)) for b in constants[:2])
         return adamw_reference.adamw(
-            rule, g, p, mu, nu, (average,), take=jnp.asarray(take), corrections=corrections,
+            constants, g, p, mu, nu, (average,), take=jnp.asarray(take), corrections=corrections,
             follow=[jnp.asarray(share)], **{n: jnp.asarray(v) for n, v in numbers.items()},
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxunet.ops import backends
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
 from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.functional import linear
@@ -168,7 +168,7 @@ def test_a_wrong_part_of_adamw_is_one_line(install, part, change, message):
         'sum_of_squares': lambda: kernels.sum_of_squares(tree),
         'narrow': lambda: kernels.narrow([jnp.ones(3)], jnp.bfloat16),
         'adamw': lambda: kernels.adamw(
-            *(Rule(0.9, 0.999, 1e-8, 0.0), tree, tree, tree, tree, ()),
+            *(Constants(0.9, 0.999, 1e-8, 0.0), tree, tree, tree, tree, ()),
             take=jnp.ones((), jnp.bool_),
             factor=one,
             learning_rate=one,

@@ -17,9 +17,9 @@ from support import kernel_names
 from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3
 from xla_ffi.group_norm.vjp import group_norm_and_input
 from xla_ffi.linear.vjp import linear
-from xla_ffi.weight_gradients import members as chosen
+from xla_ffi.weight_gradients import selection
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
-from xla_ffi.weight_gradients.members import CONVOLUTION, LINEAR, NORMS
+from xla_ffi.weight_gradients.selection import CONVOLUTION, LINEAR, NORMS
 
 CHANNELS, BATCH = 8, 3
 Weights = dict[str, jax.Array]
@@ -104,11 +104,13 @@ def attributes(
     return [dict(e.params['attributes']) for e in found]
 
 
-def members(function: Callable[..., Any], *arguments: Any) -> list[chosen.Member]:
+def weight_gradients(
+    function: Callable[..., Any], *arguments: Any
+) -> list[selection.WeightGradient]:
     """Returns the calls of a function that are merged."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    found = chosen.merged(jaxpr.eqns, set(jaxpr.outvars), 0.0)
-    return [member for call in found for member in call.members]
+    found = selection.merged(jaxpr.eqns, set(jaxpr.outvars), 0.0)
+    return [gradient for call in found for gradient in call.weight_gradients]
 
 
 def samples(function: Callable[..., Any], *arguments: Any) -> list[bool]:

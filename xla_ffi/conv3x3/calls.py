@@ -24,7 +24,7 @@ from xla_ffi.call import ffi_call
 Images = tuple[Parts, tuple[Array, ...], Parts, Affine | tuple[()]]
 
 
-def takes_terms(images: Parts, features: int) -> bool:
+def uses_terms(images: Parts, features: int) -> bool:
     """Returns True if the convolution of float32 `images` is computed from bfloat16 terms.
 
     Only the Hopper kernels do that, for the shapes that they accept (`forward_kernel` in
@@ -80,7 +80,7 @@ def call_handler(images: Images, weights: tuple[Array, ...], *, flipped: bool = 
     dtype, features = parts[0].dtype, weights[0].shape[2 if flipped else 3]
     weights = tuple(w.astype(dtype) for w in weights)
     # Not with an activation: the terms would have to be split after it.
-    if not affine and takes_terms((*parts, *residual), features):
+    if not affine and uses_terms((*parts, *residual), features):
         parts = _image_terms(parts)
         residual = residual if len(weights) == 1 else _image_terms(residual)
         # They multiply the high, low and high terms of x.

@@ -20,7 +20,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Convolution, Parts
 from jaxunet.ops.terms import bfloat16_terms
 from xla_ffi.call import ffi_call
-from xla_ffi.conv3x3.calls import high_and_low, shortcut_gradient, takes_terms
+from xla_ffi.conv3x3.calls import high_and_low, shortcut_gradient, uses_terms
 from xla_ffi.conv3x3.split_k import partial_sums, written
 
 PARTIAL_SUMS = 9 * 64 * 64  # per block: 9 taps of 64 input channels by 64 features
@@ -48,7 +48,7 @@ def parameter_gradients(
       sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the
         samples.
     """
-    from_terms = takes_terms((*conv.image.parts, *_projected(conv)), dy.shape[3])
+    from_terms = uses_terms((*conv.image.parts, *_projected(conv)), dy.shape[3])
     gradients = (_from_terms if from_terms else _call)(conv, dy, sums)
     residual, shortcut = conv.residual, conv.shortcut
     if residual is not None and shortcut is None:

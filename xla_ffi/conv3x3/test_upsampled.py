@@ -132,7 +132,7 @@ def test_other_calls_convolve_the_upsampled_image(case, dtype):
 @pytest.mark.parametrize('kernels', ['portable', 'ada'])
 def test_portable_kernels_convolve_the_upsampled_image(kernels, monkeypatch):
     monkeypatch.setenv(device.VARIABLE, kernels)
-    assert not upsampled.takes(jnp.zeros((1, 8, 8, 64), jnp.bfloat16), 64)
+    assert not upsampled.supports(jnp.zeros((1, 8, 8, 64), jnp.bfloat16), 64)
 
 
 def test_taps_are_sums_of_the_rows_and_columns_that_meet_the_same_pixel():

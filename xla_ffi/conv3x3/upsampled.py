@@ -43,14 +43,14 @@ def upsample_conv3x3(conv: Convolution) -> Activation:
     """
     check_upsampled(conv)
     image = conv.image.value
-    if not takes(image, conv.kernel.shape[3]):
+    if not supports(image, conv.kernel.shape[3]):
         return vjp.conv3x3(conv.of(nearest(image)))
     check_kernel_type('conv3x3', 'x', image)
     check_count('conv3x3', 'x', 'pixels', 4 * math.prod(image.shape[:3]))
     return Activation.of(_conv(image, conv.kernel, conv.shift))
 
 
-def takes(x: Array, features: int) -> bool:
+def supports(x: Array, features: int) -> bool:
     """Returns True if the convolution runs by phases (`takes_upsampled` in dispatch.h)."""
     whole = x.shape[3] % CHUNK == features % CHUNK == 0 < features
     return (

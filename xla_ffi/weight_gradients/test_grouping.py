@@ -35,9 +35,9 @@ from xla_ffi.conv3x3.parameter_gradients import PARTIAL_SUMS
 from xla_ffi.conv3x3.split_k import MULTIPROCESSORS
 from xla_ffi.conv3x3.vjp import conv3x3
 from xla_ffi.group_norm.vjp import group_norm
-from xla_ffi.weight_gradients import members as chosen
+from xla_ffi.weight_gradients import members as selection
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
-from xla_ffi.weight_gradients.members import CONVOLUTION
+from xla_ffi.weight_gradients.selection import CONVOLUTION
 
 pytestmark = pytest.mark.extension
 
@@ -146,7 +146,7 @@ def test_norms_whose_gradients_a_merged_call_needs_stay_alone() -> None:
     row = jnp.ones((1, 4))
 
     def run(w: Weights, x: jax.Array, row: jax.Array) -> Any:
-        """The second norm needs the first one's gradients, and members need the third's."""
+        """The second norm needs the first one's gradients, convolutions need the third's."""
         first = norm_gradient(x, row, row)
         second = norm_gradient(x, *first[1:])
         third = norm_gradient(second[0], row, row)
@@ -220,7 +220,7 @@ def test_inside_of_shard_map(
     devices: int, count: int, check_vma: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are the same on every device, and the images vary. Also with two merged calls."""
-    monkeypatch.setattr(chosen, 'MOST_WAITING', 0)
+    monkeypatch.setattr(selection, 'MOST_WAITING', 0)
     mesh = jax.sharding.Mesh(jax.devices()[:devices], 'd')
     each, one = PartitionSpec('d'), PartitionSpec()
 
@@ -302,7 +302,7 @@ def workspaces(function: Callable[..., Any], *arguments: Any) -> list[int]:
 
 @pytest.mark.parametrize('count', [2, 16])
 def test_the_workspace(count: int) -> None:
-    """Holds what the members need and some partial sums, at most as much as their own."""
+    """Holds what the layers need and some partial sums, at most as much as their own."""
     shape, c = (4, 32, 32, 128), 128
     one = product(shape, c)
     kernels = [jax.ShapeDtypeStruct((3, 3, c, c), jnp.bfloat16)] * count
