@@ -35,7 +35,7 @@ from xla_ffi.conv3x3.parameter_gradients import PARTIAL_SUMS
 from xla_ffi.conv3x3.split_k import MULTIPROCESSORS
 from xla_ffi.conv3x3.vjp import conv3x3
 from xla_ffi.group_norm.vjp import group_norm
-from xla_ffi.weight_gradients import members as selection
+from xla_ffi.weight_gradients import selection
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
 from xla_ffi.weight_gradients.selection import CONVOLUTION
 
@@ -56,7 +56,7 @@ def test_it_runs_without_jit() -> None:
     jax.tree.map(np.testing.assert_array_equal, wanted, found)
 
 
-def test_the_call_has_the_attributes_of_its_members() -> None:
+def test_the_call_has_the_attributes_of_its_layers() -> None:
     (found,) = attributes(grouped(gradient), weights(), images())
     assert found['members'] == 5
     of_linear = [found[f'linear_{i}'] for i in range(5)]
@@ -246,7 +246,7 @@ def test_inside_of_shard_map(
     jax.tree.map(np.testing.assert_array_equal, wanted, found)
 
 
-def test_members_that_vary_over_devices_and_members_that_do_not() -> None:
+def test_layers_that_vary_over_devices_and_layers_that_do_not() -> None:
     mesh = jax.sharding.Mesh(jax.devices()[:2], 'd')
 
     def shard(of: Callable[..., Any], w: Weights, x: jax.Array, y: jax.Array) -> Any:
