@@ -221,7 +221,7 @@ def _first_half(
     if not block.resample:
         h, (x, *copies) = block.ops.norm_silu_conv3x3_and_input(conv, copies=1 + block.skip)
         return h, x, tuple(copies)
-    active = block.ops.group_norm(conv.image, conv.normalised, silu=True)
+    active = block.ops.group_norm(conv.image, conv.required_norm, silu=True)
     if block.resample == 'down':
         h = block.ops.conv3x3(conv.of(average_pool(active)))
         return h, Activation.of(average_pool(conv.image.value)), ()

@@ -27,9 +27,7 @@ from pallas_kernels.hopper_grid import ceil_div
 Image = Float[Array, 'batch height width _']
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=['conv', 'affine'], meta_fields=['flipped']
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One call: conv3x3(act(x)) + shift [+ residual, or residual · shortcut]; arrays or shapes.
@@ -45,7 +43,7 @@ class Call:
 
     conv: Convolution
     affine: tuple[Array, Array] | None = None
-    flipped: bool = False
+    flipped: bool = dataclasses.field(default=False, metadata={'static': True})
 
     @property
     def dtype(self) -> jnp.dtype:

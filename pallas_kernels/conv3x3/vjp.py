@@ -51,7 +51,7 @@ def norm_silu_conv3x3(conv: Convolution) -> Activation:
     """
     check_shard_map('norm_silu_conv3x3')
     conv = kernel_operands(conv, norm=True)
-    x, norm = conv.image, conv.normalised
+    x, norm = conv.image, conv.required_norm
     check_norm_operands(x, norm)
     check_not_empty('norm_silu_conv3x3', 'x', x.parts[0])
     if not norm_dispatch.supports('the norm of norm_silu_conv3x3', x.parts, norm.groups):
@@ -94,7 +94,7 @@ def _norm_conv(conv: Convolution) -> Array:
 
 
 def _norm_conv_forward(conv: Convolution) -> tuple[Array, tuple[Convolution, Statistics]]:
-    parts, norm = conv.image.parts, conv.normalised
+    parts, norm = conv.image.parts, conv.required_norm
     if dispatch.fuses_activation(parts[0]):
         affine, stats = norm_dispatch.affine(parts, norm)
         y = dispatch.forward(conv, affine)
@@ -106,7 +106,7 @@ def _norm_conv_forward(conv: Convolution) -> tuple[Array, tuple[Convolution, Sta
 
 def _norm_conv_backward(saved: tuple[Convolution, Statistics], dy: Array) -> tuple[Convolution]:
     conv, stats = saved
-    parts, norm = conv.image.parts, conv.normalised
+    parts, norm = conv.image.parts, conv.required_norm
     (dactive,) = dispatch.input_gradient(dy, conv.kernel, (conv.image.channels,))
     sums, active = norm_dispatch.gradient_sums(
         parts, dactive, norm, stats, silu=True, activation=True

@@ -108,7 +108,7 @@ def test_fused_conv_is_its_composition():
         shortcut=shortcut,
     )
     got = OPS.norm_silu_conv3x3(conv)
-    active = Activation.of(OPS.group_norm(conv.image, conv.normalised, silu=True))
+    active = Activation.of(OPS.group_norm(conv.image, conv.required_norm, silu=True))
     plain = Convolution(image=active, kernel=kernel, shift=jnp.zeros((1, 8)))
     want = OPS.conv3x3(plain).value + shift[:, None, None, :] + residual @ shortcut
     np.testing.assert_allclose(got.value, want, rtol=1e-9, atol=1e-9)

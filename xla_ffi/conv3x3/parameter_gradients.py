@@ -41,10 +41,10 @@ def parameter_gradients(
 ) -> tuple[Convolution, tuple[Array, ...]]:
     """Returns the convolution with the gradients of kernel, shift, residual and shortcut.
 
-    Returns: also those of the norm's scale and offset, which are () without `sums`.
+    Also returns the gradients of the norm's scale and offset; () without `sums`.
 
     Args:
-      conv: what `kept_for_backward` kept; its image is that without a norm, the activation.
+      conv: what `kept_for_backward` kept; after a norm, its image is the activation.
       sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the
         samples.
     """

@@ -79,7 +79,7 @@ def _checked(conv: Convolution, *, norm: bool = False) -> Convolution:
     if conv.residual is not None:  # without a shortcut, it is one array
         check_parts('conv3x3', 'residual', conv.residual)
     if norm:
-        check_norm_operands(conv.image, conv.normalised)
+        check_norm_operands(conv.image, conv.required_norm)
     return conv
 
 
@@ -140,7 +140,7 @@ def _norm_conv(conv: Convolution, copies: int) -> tuple[Array, Copies]:
 
 
 def _norm_conv_forward(conv: Convolution, copies: int) -> tuple[tuple[Array, Copies], _NormSaved]:
-    x, norm = conv.image, conv.normalised
+    x, norm = conv.image, conv.required_norm
     if _fuses_activation(x.parts, conv.kernel.shape[3]):
         affine, stats = statistics(x, norm)
         active, y = None, convolve(conv, affine)
@@ -156,7 +156,7 @@ def _norm_conv_backward(
 ) -> tuple[Convolution]:
     del copies
     (dy, passed), (conv, stats, active) = given, saved
-    x, norm = conv.image, conv.normalised
+    x, norm = conv.image, conv.required_norm
     (dactive,) = input_gradient(dy, conv.kernel, (x.channels,))
     # If the activation was not kept, this launch also writes it for the weight gradient, because
     # activating the strips inside that kernel would halve its speed. If samples share scale and

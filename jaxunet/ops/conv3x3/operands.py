@@ -44,7 +44,7 @@ class Convolution:
         return dataclasses.replace(self, image=Activation.of(image), norm=None)
 
     @property
-    def normalised(self) -> Norm:
+    def required_norm(self) -> Norm:
         """The norm of an op that has one.
 
         Raises:
@@ -63,12 +63,10 @@ def check_operands(conv: Convolution, *, norm: bool = False) -> None:
 
     Raises:
       ValueError: shapes or types do not fit, or a shortcut has no residual; names the operand. Or
-        the op has a norm and is given none, or the reverse.
+        a norm is given to an op that applies none.
     """
     x, kernel, shift, shortcut = conv.image, conv.kernel, conv.shift, conv.shortcut
-    if norm:
-        assert conv.normalised
-    elif conv.norm is not None:
+    if conv.norm is not None and not norm:
         raise ValueError('conv3x3: norm: expected None; norm_silu_conv3x3 applies a norm')
     if not x.parts:
         raise ValueError('conv3x3: x: no parts; give at least one array')

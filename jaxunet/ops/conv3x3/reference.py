@@ -57,4 +57,4 @@ def norm_silu_conv3x3(conv: Convolution) -> Activation:
     Raises:
       ValueError: as `check_operands` and `jaxunet.ops.group_norm.reference.group_norm`.
     """
-    return conv3x3(conv.of(group_norm(conv.image, conv.normalised, silu=True)))
+    return conv3x3(conv.of(group_norm(conv.image, conv.required_norm, silu=True)))
