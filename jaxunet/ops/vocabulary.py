@@ -36,9 +36,9 @@ class WithInput(NamedTuple, Generic[Result]):
 
 
 class Conv3x3(Protocol):
-    """A 3×3 convolution, of an upsampled image, or of SiLU(GroupNorm(image)).
+    """A 3×3 convolution of an image, of SiLU(GroupNorm(image)), or of the image upsampled.
 
-    See `jaxunet.ops.conv3x3.reference`.
+    The last takes no residual. See `jaxunet.ops.conv3x3.reference`.
     """
 
     def __call__(self, conv: Convolution) -> Activation: ...
