@@ -18,8 +18,9 @@ Larger versions of given pictures:
     python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
         --low_res samples64.npz
 
-PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
-ddpm-torch) or .safetensors file.
+PATH is a workdir, one checkpoint in it, a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
+ddpm-torch) or .safetensors file, a folder of diffusers, or the name of a model on the Hugging Face
+hub (OWNER/NAME, with the extra `hub`).
 
 Finished batches are kept in `samples.png.partial` until the output is complete. To resume an
 interrupted command, run it again; batch size and devices may change, and there may be more samples.
@@ -62,7 +63,11 @@ from jaxunet.sampling.progress import counted
 
 flags.adopt_module_key_flags(how)
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
+    'checkpoint',
+    None,
+    'Workdir, checkpoint, .bin, .pt or .safetensors file, folder of diffusers, or OWNER/NAME of '
+    'the Hugging Face hub.',
+    required=True,
 )
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',
