@@ -76,10 +76,16 @@ def infer(unet: Mapping[str, Any], source: str) -> Inferred:
     for name, value in (('attention_head_dim', width), ('num_class_embeds', classes)):
         if value is not None and (type(value) is not int or value < 1):
             raise UserError(f'{source}: {name}: expected a whole number, found {shown(value)}')
+    attending = [widths[level] for level in levels] + widths[-1:]
+    if wrong := [n for n in attending if width is not None and n % width]:
+        raise UserError(
+            f'{source}: attention_head_dim: {width} does not divide {wrong[0]} channels of '
+            'block_out_channels'
+        )
     fields = {
         'image_channels': channels,
         'base_channels': base,
-        'channel_mult': tuple(multiplier(width, base) for width in widths),
+        'channel_mult': tuple(multiplier(n, base) for n in widths),
         'num_res_blocks': values['layers_per_block'],
         'num_heads': 1 if width is None else 0,
         'num_head_channels': 0 if width is None else width,
