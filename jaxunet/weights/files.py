@@ -126,7 +126,7 @@ def extension_of(path: str | os.PathLike[str]) -> str:
     extension = pathlib.Path(path).suffix.lower()
     if extension not in EXTENSIONS:
         known = ', '.join(EXTENSIONS)
-        found = repr(extension) if extension else 'none'
+        found = repr(extension) if extension else 'none (a folder for diffusers ends with a slash)'
         raise UserError(
             f'{path}: extension: expected one of {known}, found {found}'
             f'{near_misses(extension, EXTENSIONS)}'

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import pathlib
 import shutil
+import types
 from collections.abc import Callable
 
 import jax
 import numpy as np
 import pytest
+from support.commands import call
 from support.diffusers_folders import (
     CASES,
     SCHEDULER,
@@ -28,8 +31,10 @@ from support.diffusers_folders import (
 )
 from support.weight_cases import make, random_params, torch_bytes
 
-from jaxunet.checkpoint.load import load_initial, load_model
+from jaxunet import export
+from jaxunet.checkpoint.load import Model, load_initial, load_model
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.evaluation import COLUMNS
 from jaxunet.weights import read_weights, write_folder
 from jaxunet.weights.fields import network_fields
 
@@ -170,3 +175,41 @@ def test_the_start_of_a_run(tmp_path: pathlib.Path) -> None:
     other = make(channel_mult=(1,), attention_resolutions=(16,), scale_shift_norm=True)
     with pytest.raises(UserError, match=r'To start from it, set .*scale_shift_norm=False'):
         load_initial(other.replace(init_from=str(folder)))
+
+
+def test_the_command(tmp_path: pathlib.Path) -> None:
+    """A folder becomes a file and a folder again; flags without effect are refused."""
+    source, file, folder = written(tmp_path), tmp_path / 'a.safetensors', tmp_path / 'b'
+    call('jaxunet.export', f'--checkpoint={source}', f'--output={file}')
+    out = call('jaxunet.export', f'--checkpoint={file}', f'--output={folder}/', '--license=cc0-1.0')
+    assert out.endswith(f'-> {folder}/ (diffusers)\n')
+    for path in (UNET, SCHEDULER, WEIGHTS):
+        assert (folder / path).read_bytes() == (source / path).read_bytes()
+    assert 'license: "cc0-1.0"' in (folder / 'README.md').read_text()
+    for flags, message in (
+        ([f'--output={folder}/'], 'expected a new folder, found a folder with files'),
+        ([f'--output={tmp_path}/c', '--format=diffusers', '--names=unet.cu'], '--names: no effect'),
+        ([f'--output={tmp_path}/c.pt', '--license=mit'], '--license: only a folder of diffusers'),
+        ([f'--output={tmp_path}/c'], 'a folder for diffusers ends with a slash'),
+    ):
+        assert message in call('jaxunet.export', f'--checkpoint={file}', *flags, code=2)
+    drawn = [f'--output={tmp_path}/c.npz', '--num_samples=2', '--sampler=ddim', '--steps=1']
+    assert '2 images' in call('jaxunet.sample', f'--checkpoint={folder}', *drawn)
+
+
+def test_measured_values(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """The card has the metrics of the checkpoint's step."""
+    (tmp_path / 'checkpoints').mkdir()
+    row = {'metric': 'fid', 'value': '12.345', 'num_samples': '50', 'sampler': 'ddim'}
+    row |= {'evaluations': '20', 'num_reference': '60', 'features': 'inception'}
+    with (tmp_path / 'evaluation.csv').open('w', newline='') as file:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        for step, value in ((5, '12.345'), (10, '9.5')):
+            table.writerow(row | {'step': step, 'training_seconds': 1, 'value': value})
+    monkeypatch.setattr(export, 'CHECKPOINT', types.SimpleNamespace(value=str(tmp_path)))
+    model = Model(SMALL, {}, None, '', step=10)
+    assert export.measured(model) == [
+        'fid 9.5 of 50 samples (ddim, 20 evaluations) against 60 images, features inception'
+    ]
+    assert export.measured(Model(SMALL, {}, None, '')) == []

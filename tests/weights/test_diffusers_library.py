@@ -49,7 +49,7 @@ def to_torch(images: Any) -> Any:
 
 
 def output(unet: Any, x: np.ndarray, t: Any, labels: Any = None) -> np.ndarray:
-    """What the library's network computes, NHWC."""
+    """Returns the output of the library's network, NHWC."""
     classes = {} if labels is None else {'class_labels': torch.tensor(labels)}
     with torch.no_grad():
         found = unet(to_torch(x), torch.tensor(t), **classes).sample

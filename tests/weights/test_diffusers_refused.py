@@ -1,4 +1,4 @@
-"""What diffusers has and we lack, what we have and diffusers lacks, and damaged folders."""
+"""Folders of diffusers that are refused: options that one side lacks, and damage."""
 
 from __future__ import annotations
 
