@@ -13,14 +13,18 @@ Guided to a class by a classifier's gradient:
     python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64 \\
         --classifier 64x64_classifier.pt --classifier_scale 1.0
 
+Guided by the mistakes of an earlier checkpoint of the run:
+
+    python -m jaxunet.sample --checkpoint runs/photos --guidance_scale 2 \\
+        --guide runs/photos/checkpoints/2000
+
 Larger versions of given pictures:
 
     python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
         --low_res samples64.npz
 
-PATH is a workdir, one checkpoint in it, a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
-ddpm-torch) or .safetensors file, a folder of diffusers, or the name of a model on the Hugging Face
-hub (OWNER/NAME, with the extra `hub`).
+PATH is a workdir, one checkpoint in it, a weight file or a folder of diffusers (docs/weights.md),
+or OWNER/NAME of a model on the Hugging Face hub.
 
 Finished batches are kept in `samples.png.partial` until the output is complete. To resume an
 interrupted command, run it again; batch size and devices may change, and there may be more samples.
@@ -63,11 +67,7 @@ from jaxunet.sampling.progress import counted
 
 flags.adopt_module_key_flags(how)
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint',
-    None,
-    'Workdir, checkpoint, .bin, .pt or .safetensors file, folder of diffusers, or OWNER/NAME of '
-    'the Hugging Face hub.',
-    required=True,
+    'checkpoint', None, 'Workdir, checkpoint, weight file or folder, or OWNER/NAME.', required=True
 )
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',
@@ -185,6 +185,7 @@ def run() -> None:
     count = len(low_res.pixels) if low_res and limit is None else NUM_SAMPLES.value
     check_memory(count, config)
     how.check_guidance(config)
+    weaker = how.weaker()
     chosen = chosen_classes(Classes(classes, model.class_names))
     labels = class_labels(classes, chosen, count, low_res)
     generator = Generator(
@@ -194,6 +195,7 @@ def run() -> None:
         devices=devices(),
         picture=how.picture(config),
         guide=guide,
+        weaker=weaker,
     )
     logging.info('%s', generator.kernels)
     parts = Parts(
@@ -207,6 +209,7 @@ def run() -> None:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
         steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
         guided = f', guided by {how.CLASSIFIER.value}: {guide.classifier.note}' if guide else ''
+        guided += f', guided by {how.GUIDE.value}: {weaker.note}' if weaker else ''
         print(
             f'{model.note}{guided}; {generator.sampler.config.name}, {steps} of the network, '
             f'{len(devices())} x {kind}',
