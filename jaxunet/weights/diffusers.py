@@ -12,8 +12,9 @@ Source: huggingface/diffusers 0.42.1, `models/unets/unet_2d.py`, `unet_2d_blocks
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ from jaxunet.config import Config, ModelConfig
 from jaxunet.model.embeddings import timestep_embedding
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import TRAINING_ONLY
-from jaxunet.weights.names import BlockNames, Entry, Module, entries, parameter_shapes
+from jaxunet.weights.names import BlockNames, Entry, Module, Shape, entries, parameter_shapes
 
 PROGRAM = 'diffusers'
 CLASS = 'UNet2DModel'
@@ -116,38 +117,62 @@ def _modules(config: Config) -> Iterator[Module]:
     yield Module('conv_out', 'conv_out', 'layer')
 
 
-def constants(config: Config) -> dict[str, np.ndarray]:
+class Constant(NamedTuple):
+    """A tensor that no parameter of ours determines.
+
+    Fields:
+      make: returns it; called only once its shape is known to be that of a tensor in the file.
+    """
+
+    shape: Shape
+    make: Callable[[], np.ndarray]
+
+
+def constants(config: Config) -> dict[str, Constant]:
     """Returns the tensors that UNet2DModel needs for operations that have no parameters here.
 
     Its resampling has convolutions: they compute the average of 2×2 pixels, and the pixels
     themselves. A time embedding of another period or of rescaled timesteps is a table of its values
     at the timesteps.
     """
-    model, last = config.model, len(config.model.channel_mult) - 1
-    tensors = {}
+    model, found = config.model, {}
     if needs_table(config):
-        times = np.arange(config.diffusion.steps) * config.diffusion.time_scale
-        embedding = timestep_embedding(
-            jnp.asarray(times, jnp.float32),
-            model.base_channels,
-            max_period=model.max_period,
-            order=model.time_embedding,
-        )
-        tensors['time_proj.weight'] = np.asarray(embedding)
+        shape = config.diffusion.steps, model.base_channels
+        found['time_proj.weight'] = Constant(shape, lambda: _time_table(config))
     if model.conv_resample or model.resblock_updown:
-        return tensors
-    for index in range(last):
-        for direction, channels in (('down', _widths(model)), ('up', _widths(model)[::-1])):
-            kernel = np.zeros((3, 3), np.float32)
-            # With a padding of one pixel, the window of an output begins one pixel before its 2×2.
-            kernel[1:, 1:] = 0.25 if direction == 'down' else 0
-            kernel[1, 1] = kernel[1, 1] or 1
-            width = channels[index]
+        return found
+    widths = _widths(model)
+    for direction, channels in (('down', widths[:-1]), ('up', widths[:0:-1])):
+        for index, width in enumerate(channels):
             name = f'{direction}_blocks.{index}.{direction}samplers.0.conv'
-            eye = np.eye(width, dtype=np.float32)
-            tensors[f'{name}.weight'] = eye[:, :, None, None] * kernel
-            tensors[f'{name}.bias'] = np.zeros(width, np.float32)
-    return tensors
+            kernel = functools.partial(_resampling_kernel, direction, width)
+            zeros = functools.partial(np.zeros, width, np.float32)
+            found[f'{name}.weight'] = Constant((width, width, 3, 3), kernel)
+            found[f'{name}.bias'] = Constant((width,), zeros)
+    return found
+
+
+def _resampling_kernel(direction: str, width: int) -> np.ndarray:
+    """Returns the kernel that averages 2×2 pixels (`down`) or keeps the pixel (`up`), OIHW."""
+    kernel = np.zeros((3, 3), np.float32)
+    if direction == 'down':  # with a padding of one pixel, the window begins one pixel before
+        kernel[1:, 1:] = 0.25
+    else:
+        kernel[1, 1] = 1
+    return np.eye(width, dtype=np.float32)[:, :, None, None] * kernel
+
+
+def _time_table(config: Config) -> np.ndarray:
+    """Returns the time embedding at every timestep, (steps, base_channels)."""
+    model = config.model
+    times = np.arange(config.diffusion.steps) * config.diffusion.time_scale
+    embedding = timestep_embedding(
+        jnp.asarray(times, jnp.float32),
+        model.base_channels,
+        max_period=model.max_period,
+        order=model.time_embedding,
+    )
+    return np.asarray(embedding)
 
 
 def needs_table(config: Config) -> bool:
@@ -216,7 +241,7 @@ def _heads(config: Config) -> dict[tuple[str, int], int]:
     model, widths = config.model, _widths(config.model)
     attending = {widths[level] for level in config.attention_levels} | {widths[-1]}
     return {
-        (direction, width): heads or width // model.num_head_channels
+        (direction, width): heads or max(width // model.num_head_channels, 1)
         for direction, heads in (
             ('down', model.num_heads),
             ('up', model.num_heads_upsample or model.num_heads),
@@ -260,7 +285,10 @@ def network_problems(config: Config) -> Iterator[str]:
             f'model.channel_mult: expected a first level of model.base_channels='
             f'{model.base_channels} channels, found {first}'
         )
-    if config.diffusion.continuous and needs_table(config):
+    if model.time_embedding not in TIME_EMBEDDINGS:
+        known = ' or '.join(TIME_EMBEDDINGS)
+        yield f'model.time_embedding: expected {known}, found {model.time_embedding}'
+    if config.diffusion.continuous and model.max_period != MAX_PERIOD:
         yield (
             f'model.max_period: expected {MAX_PERIOD} with diffusion.objective='
             f'{config.diffusion.objective}, found {model.max_period}'

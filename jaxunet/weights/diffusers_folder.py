@@ -120,9 +120,9 @@ class _State:
         Raises:
           UserError: they have other values than those that were written.
         """
-        for name, value in constants(config).items():
-            if self.shapes.get(name) != value.shape or not np.allclose(
-                self.read(name), value, rtol=0, atol=TOLERANCE
+        for name, (shape, make) in constants(config).items():
+            if self.shapes.get(name) != shape or not np.allclose(
+                self.read(name), make(), rtol=0, atol=TOLERANCE
             ):
                 raise UserError(
                     f'{self.path}: {name}: expected the constant that stands for an operation '
@@ -269,14 +269,14 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
         if index.is_file():
             values = read_json(index, advice=ADVICE)
             check_fields(values, {'weight_map': dict}, str(index), advice=ADVICE)
-            names = dict.fromkeys(values['weight_map'].values())
-            for name in names:
+            names = list(values['weight_map'].values())
+            for name in names or [None]:
                 if not isinstance(name, str) or not re.fullmatch(rf'[\w.-]+\{suffix}', name):
                     raise UserError(
                         f'{index}: weight_map: expected names of {suffix} files beside it, found '
                         f'{shown(name)}'
                     )
-            return [folder / name for name in names]
+            return [folder / name for name in dict.fromkeys(names)]
     found = sorted(path.name for path in folder.iterdir() if path.name != CONFIG)
     raise UserError(
         f'{folder}: expected {WEIGHTS}.safetensors or {WEIGHTS}.bin, found '

@@ -133,7 +133,8 @@ def _tensors(params: Tree, config: Config) -> Iterator[tuple[str, np.ndarray]]:
             yield name, np.pad(value, ((0, label_rows(config) - len(value)), (0, 0)))
         else:
             yield name, value
-    yield from constants(config).items()
+    for name, constant in constants(config).items():
+        yield name, constant.make()
 
 
 def _write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:

@@ -27,7 +27,9 @@ from jaxunet.checkpoint.load import load_model
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import read_weights, write_folder
-from jaxunet.weights.safetensors_file import write_safetensors
+from jaxunet.weights.diffusers import unet_config
+from jaxunet.weights.own_metadata import METADATA, dump_metadata
+from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 
 
 @pytest.mark.parametrize(
@@ -231,3 +233,43 @@ def test_options_that_do_not_apply(tmp_path: pathlib.Path) -> None:
         read_weights(folder / WEIGHTS)
     with pytest.raises(UserError, match='expected a new folder, found a folder with files'):
         written(tmp_path)
+
+
+def test_hostile_values(tmp_path: pathlib.Path) -> None:
+    """A value of another type or size in any field loads or is refused in a message."""
+    folder = foreign(tmp_path)
+    refused = 0
+    for file in (UNET, SCHEDULER):
+        text = (folder / file).read_text()
+        for name in json.loads(text):
+            for value in (-1, 10**18, 'x', [None], {'a': []}):
+                changed(folder, file, **{name: value})
+                try:
+                    read_weights(folder)
+                except UserError as error:
+                    refused += str(folder) in str(error)
+            (folder / file).write_text(text)
+    assert refused > 100
+
+
+def test_metadata_of_a_huge_network(tmp_path: pathlib.Path) -> None:
+    """The constants of a network are made only if the file has tensors of their shapes."""
+    folder = written(tmp_path, ADM['pool'])
+    huge = make(base_channels=2**15)
+    (folder / UNET).write_text(json.dumps(unet_config(huge)))
+    with (folder / WEIGHTS).open('rb') as file:
+        state = SafetensorsFile(str(folder / WEIGHTS), file)
+        values = {name: state.read(name) for name in state.shapes}
+    metadata = {METADATA: dump_metadata(huge, new_order=False, class_names=())}
+    with (folder / WEIGHTS).open('wb') as file:
+        write_safetensors(file, values, metadata)
+    with pytest.raises(UserError, match=r'downsamplers\.0\.conv\.weight: expected the constant'):
+        read_weights(folder)
+
+
+def test_an_empty_index(tmp_path: pathlib.Path) -> None:
+    folder = written(tmp_path)
+    (folder / WEIGHTS).unlink()
+    (folder / f'{WEIGHTS}.index.json').write_text('{"weight_map": {}}')
+    with pytest.raises(UserError, match='weight_map: expected names of'):
+        read_weights(folder)
