@@ -34,7 +34,8 @@ from jaxunet.config import Config
 from jaxunet.data.automatic import complete
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.paths import is_remote, of_user
+from jaxunet.runtime.upload import check_uploadable
 from jaxunet.runtime.whole_files import check_file, check_writable
 from jaxunet.training.evaluation import read_evaluations
 from jaxunet.weights import (
@@ -125,9 +126,14 @@ def main(argv: Sequence[str]) -> None:
         check_folder()
     else:
         extension_of(OUTPUT.value)
-        check_file(OUTPUT.value, '--output')
         if LICENSE.present:
             raise UserError('--license: only a folder of diffusers has a model card; leave it out')
+    if is_remote(OUTPUT.value):
+        check_uploadable(OUTPUT.value, '--output')
+    elif is_folder:
+        check_writable(OUTPUT.value, '--output')
+    else:
+        check_file(OUTPUT.value, '--output')
     if CLASSIFIER.value:
         copy_classifier()
         return
@@ -156,9 +162,11 @@ def main(argv: Sequence[str]) -> None:
         new_attention_order=new_order,
         class_names=model.class_names,
     )
-    size = pathlib.Path(OUTPUT.value).stat().st_size
-    with_moments = ', with optimizer moments' if WITH_OPTIMIZER.value else ''
-    print(f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{with_moments})')
+    size = ''
+    if not is_remote(OUTPUT.value):
+        size = f' ({pathlib.Path(OUTPUT.value).stat().st_size / 2**20:.1f} MiB)'
+    with_moments = ' with optimizer moments' if WITH_OPTIMIZER.value else ''
+    print(f'{model.note} -> {OUTPUT.value}{size}{with_moments}')
     if OUTPUT.value.lower().endswith('.pt') and names == PROGRAM:
         given = reader_flags(model.config, new_attention_order=new_order)
         print(f'{PROGRAM} reads it with {given}')
@@ -168,14 +176,13 @@ def check_folder() -> None:
     """Checks the flags for a folder of diffusers.
 
     Raises:
-      UserError: a flag has no effect, or the folder exists or cannot be written.
+      UserError: a flag has no effect, or the folder exists.
     """
     others = {'names': NAMES, 'output_order': OUTPUT_ORDER, 'with_optimizer': WITH_OPTIMIZER}
     others |= {'classifier': CLASSIFIER}
     if named := [f'--{name}' for name, flag in others.items() if flag.present]:
         raise UserError(f'{", ".join(named)}: no effect on a folder of diffusers; leave it out')
     check_new(OUTPUT.value)
-    check_writable(OUTPUT.value, '--output')
 
 
 def measured(model: Model) -> list[str]:

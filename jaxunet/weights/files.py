@@ -14,6 +14,7 @@ from absl import logging
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import opened
 from jaxunet.runtime.whole_files import written
 from jaxunet.weights import diffusers_folder, guided_diffusion, noisy_classifier, unetcu
@@ -66,7 +67,7 @@ def read_weights(
         malicious or not finite, it holds another network, or something is neither in the file nor
         given.
     """
-    path = expanded(path)
+    path = on_disk(path)
     given = Given(config, stated, new_attention_order, like)
     if diffusers_folder.is_folder(pathlib.Path(path)):
         return diffusers_folder.read(path, given, ema)
@@ -91,7 +92,7 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
     Raises:
       UserError: the file is of another kind, or not a classifier of such images.
     """
-    path = expanded(path)
+    path = on_disk(path)
     if pathlib.Path(path).is_dir():
         raise UserError(
             f'{path}: is a folder, expected the file of a classifier; a run of '
