@@ -113,13 +113,9 @@ class Model:
         params = jax.tree.map(np.asarray, self.params)
         with guarded('the weights'):
             if names_folder(path, format):
+                names, step = self.class_names, self._step
                 write_folder(
-                    path,
-                    params,
-                    self.config,
-                    class_names=self.class_names,
-                    license_name=license,
-                    step=self._step,
+                    path, params, self.config, class_names=names, license_name=license, step=step
                 )
                 return
             if license:
