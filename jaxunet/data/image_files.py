@@ -14,6 +14,7 @@ from absl import logging
 from jaxtyping import Int
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
+from jaxunet.data.labels import FileSet, Labels, find_labels, most_bytes
 from jaxunet.data.pixels import (
     NARROW,
     BadImage,
@@ -29,7 +30,7 @@ from jaxunet.data.pixels import (
     size_of,
     stored_peak,
 )
-from jaxunet.data.rules import MAGIC_BYTES, find_classes, is_hidden, why_not_image
+from jaxunet.data.rules import MAGIC_BYTES, is_hidden, why_not_image
 from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, spread
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
@@ -46,18 +47,21 @@ class ImageFiles(Source):
     Args:
       image_shape: (height, width, channels) that `load` returns.
       strip_leading: see `find_classes`.
+      labels: `data.labels`.
 
     Raises:
-      UserError: no images, or channels other than 1 and 3.
+      UserError: no images, channels other than 1 and 3, or labels with mistakes (`find_labels`).
     """
 
-    def __init__(self, container: Container, image_shape: Shape, *, strip_leading: bool) -> None:
+    def __init__(
+        self, container: Container, image_shape: Shape, *, strip_leading: bool, labels: str = ''
+    ) -> None:
         check_channels(image_shape[2])
         self.name, self.image_shape = container.shown, image_shape
         self._container = container
         keys = [path_order(name) for name in container.names]
         last = {key: i for i, key in enumerate(keys)}
-        images, skipped = [], []
+        images, skipped, others = [], [], {}
         for i in sorted(range(len(keys)), key=keys.__getitem__):
             name = container.names[i]
             try:
@@ -68,18 +72,24 @@ class ImageFiles(Source):
                 )
             except BadImage as error:
                 reason = error.reason
-            if reason:
-                skipped.append((printable(name), reason))
-            else:
+            if not reason:
                 images.append(i)
-        self.skipped = tuple(skipped)
+                continue
+            skipped.append((printable(name), reason))
+            if last[keys[i]] == i and i not in container.unreadable:
+                others[name] = i
         if not images:
-            raise no_images(self.name, self.skipped)
+            raise no_images(self.name, tuple(skipped))
         self._files = np.array(images, np.int64)
         self._check_depth()
-        names = [container.names[i] for i in images]
-        found = find_classes(names, skipped, strip_leading=strip_leading)
-        self.labels, self.class_names, self.unlabelled_by = found
+        files = FileSet(
+            self.name,
+            [container.names[i] for i in images],
+            list(others),
+            lambda name: container.read(others[name]),
+            strip_leading,
+        )
+        _label(self, find_labels(files, labels), skipped)
 
     def _check_depth(self) -> None:
         """Raises `UserError` if images of more than 8 bits use a small part of their range."""
@@ -114,15 +124,28 @@ class ImageFiles(Source):
         return decode(data, name, self.image_shape, crop)
 
 
-def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
+def _label(source: Source, found: Labels, skipped: list[tuple[str, str]]) -> None:
+    """Gives a source its labels, and the files that were skipped without those that hold them."""
+    source.labels, source.class_names = found.numbers, found.names
+    source.unlabelled_by, source.labelled_by = found.missing, found.origin
+    used = {printable(name) for name in found.used}
+    source.skipped = tuple(each for each in skipped if each[0] not in used)
+
+
+def decode_tar_stream(path: Path, image_shape: Shape, labels: str = '') -> Source:
     """Decodes a compressed tar into memory, in sorted depth-first path order.
 
+    Args:
+      labels: `data.labels`.
+
     Raises:
-      UserError: a corrupt image, no images, or more than `MAX_MEMORY` bytes of pixels.
+      UserError: a corrupt image, no images, more than `MAX_MEMORY` bytes of pixels, or labels with
+        mistakes (`find_labels`).
     """
     check_channels(image_shape[2])
     names: list[str] = []
     skipped: list[tuple[str, str]] = []
+    texts: dict[str, bytes] = {}
     peaks = [(0, '')]
 
     def one(file: tuple[str, bytes]) -> Pixels:
@@ -130,21 +153,24 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
         return decode(file[1], file[0], image_shape)
 
     with _in_set(str(path)), TarReader(path) as members:
-        files = _image_members(members, math.prod(image_shape), image_shape, names, skipped)
+        files = _image_members(members, math.prod(image_shape), image_shape, names, skipped, texts)
         pixels = list(ordered_map(one, files))
     if not names:
         raise no_images(str(path), tuple(skipped))
     check_depth(*max(peaks))
     order = sorted((i for i in range(len(names)) if names[i]), key=lambda i: path_order(names[i]))
-    labels, class_names, unlabelled_by = find_classes(
-        [names[i] for i in order], skipped, strip_leading=True
+    found = find_labels(
+        FileSet(
+            str(path), [names[i] for i in order], list(texts), texts.__getitem__, strip_leading=True
+        ),
+        labels,
     )
     images = np.empty((len(order), *image_shape), np.uint8)
     for row, i in enumerate(order):
         images[row] = pixels[i]
         pixels[i] = images[row]  # frees the separate copy
-    source = ArraySource(str(path), images, image_shape, labels, class_names)
-    source.skipped, source.unlabelled_by = tuple(skipped), unlabelled_by
+    source = ArraySource(str(path), images, image_shape)
+    _label(source, found, skipped)
     return source
 
 
@@ -155,7 +181,7 @@ def tar_stream_sizes(path: Path, count: int) -> list[tuple[int, int]]:
       BadImage: one of them is corrupt.
     """
     with _in_set(str(path)), TarReader(path) as members:
-        files = _image_members(members, 1, (1, 1, 1), [], [])
+        files = _image_members(members, 1, (1, 1, 1), [], [], {})
         return [size_of(data, name) for name, data in itertools.islice(files, count)]
 
 
@@ -169,9 +195,16 @@ def _in_set(images: str) -> Iterator[None]:
 
 
 def _image_members(
-    members: TarReader, each: int, shape: Shape, names: list[str], skipped: list[tuple[str, str]]
+    members: TarReader,
+    each: int,
+    shape: Shape,
+    names: list[str],
+    skipped: list[tuple[str, str]],
+    texts: dict[str, bytes],
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the description and content of every image; adds to `names` and `skipped`.
+
+    `texts` gets the content of the files that may hold labels.
 
     The name of an image that a later file replaces becomes ''.
 
@@ -196,6 +229,8 @@ def _image_members(
             reason = why_not_image(start, member.size, member.name)
         if reason:
             skipped.append((printable(member.name), reason))
+            if 0 < member.size <= most_bytes(member.name) and member.isreg():
+                texts[member.name] = start + members.read(member, member.size)
             continue
         places[key] = len(names)
         names.append(member.name)

@@ -27,8 +27,9 @@ class Source(abc.ABC):
       image_shape: (height, width, channels) of the images that `load` returns.
       labels: int32 (n,), indices into `class_names`; all -1 if the source has no classes.
       class_names: empty if the source has no classes.
-      unlabelled_by: the images beside class sub-folders that prevent classes; '' if there are no
-        sub-folders.
+      unlabelled_by: what prevents classes, such as images beside class sub-folders; '' if nothing
+        looks like classes.
+      labelled_by: where the labels come from, for the log.
       skipped: (name, reason) of the files that are not images.
       in_memory: this process holds the pixels, so that nothing is read or decoded.
       held_out: images of the same set that `data.holdout` keeps out of training; None if it
@@ -40,6 +41,7 @@ class Source(abc.ABC):
     labels: Int[np.ndarray, ' images']
     class_names: tuple[str, ...] = ()
     unlabelled_by: str = ''
+    labelled_by: str = ''
     skipped: tuple[tuple[str, str], ...] = ()
     in_memory: bool = False
     held_out: Source | None = None
@@ -167,7 +169,7 @@ class Subset(Source):
         self._source, self._rows = source, rows
         self.name, self.image_shape = source.name, source.image_shape
         self.in_memory, self.skipped = source.in_memory, source.skipped
-        self.unlabelled_by = source.unlabelled_by
+        self.unlabelled_by, self.labelled_by = source.unlabelled_by, source.labelled_by
         self.labels = source.labels[rows] if labels is None else labels
         self.class_names = source.class_names if class_names is None else class_names
 

@@ -31,7 +31,11 @@ FORMS = (
     'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin or .bin.gz, digits:, '
     'cifar10: or cifar10_test:'
 )
-OTHER_FIELDS = ('data.classes: ', 'model.image_channels: ')  # begin errors that name their field
+OTHER_FIELDS = (
+    'data.classes: ',
+    'data.labels',
+    'model.image_channels: ',
+)  # begin errors that name their field
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
@@ -66,9 +70,15 @@ def open_data(config: Config, image_shape: Shape, given: ArraySource | None = No
     """
     if given is not None:
         source, classes = given.at(image_shape), config.data.classes
+        _check_unlabelled(config.data.labels, source.name)
         return Selection(source, classes) if classes else source
     try:
-        return open_source(config.data.path, image_shape=image_shape, classes=config.data.classes)
+        return open_source(
+            config.data.path,
+            image_shape=image_shape,
+            labels=config.data.labels,
+            classes=config.data.classes,
+        )
     except UserError as error:
         if str(error).startswith(OTHER_FIELDS):
             raise
@@ -79,6 +89,7 @@ def open_source(
     path: str,
     *,
     image_shape: Shape,
+    labels: str = '',
     classes: tuple[str, ...] = (),
     option: str = 'data.classes',
     warn: bool = True,
@@ -93,6 +104,7 @@ def open_source(
         `cifar10_test:` or `cifar10_test:PATH` (the test images of the archive or a copy of it).
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
         converted (`jaxunet.data.pixels`).
+      labels: where the labels come from, as `data.labels`.
       classes: keep only these, as labels 0, 1, ...; empty keeps all, sorted by name.
       option: the field or flag that named the classes, for messages.
       warn: log a warning of the files that are not images; they are in `skipped` of the result.
@@ -105,7 +117,7 @@ def open_source(
             f'image_shape: expected a height, width and channels of 1 or more, found {image_shape}'
         )
     try:
-        source = _open(path, image_shape)
+        source = _open(path, image_shape, labels)
     except MemoryError:
         raise UserError(
             f'{path}: not enough memory to open it; '
@@ -160,40 +172,56 @@ def compressed_tar(path: str) -> Path | None:
 
 
 def open_unpacked_tar(
-    path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...], option: str
+    path: Path,
+    shown: str,
+    *,
+    image_shape: Shape,
+    labels: str,
+    classes: tuple[str, ...],
+    option: str,
 ) -> Source:
     """Opens a compressed tar that was unpacked, like `open_source` without `warn`.
 
     Args:
       path: the plain tar.
       shown: the compressed tar, for messages.
-      image_shape, classes, option: as in `open_source`.
+      image_shape, labels, classes, option: as in `open_source`.
 
     Raises:
       UserError: a wrong file or class.
     """
-    source = ImageFiles(TarArchive(path, shown), image_shape, strip_leading=True)
+    source = ImageFiles(TarArchive(path, shown), image_shape, strip_leading=True, labels=labels)
     return Selection(source, classes, option) if classes else source
 
 
-def _open(path: str, shape: Shape) -> Source:
-    if path == 'digits:':
-        return _digits(shape)
+def _check_unlabelled(labels: str, path: Path | str) -> None:
+    """Raises `UserError` if `data.labels` is set for a set that has no files to look at."""
+    if labels:
+        raise UserError(
+            f'data.labels: {labels} chooses the labels of image files and of tables, but {path} '
+            'holds arrays, whose labels are known; leave it empty'
+        )
+
+
+def _open(path: str, shape: Shape, labels: str) -> Source:
     prefix, local = cifar10.split_path(path)
+    if path == 'digits:':
+        _check_unlabelled(labels, path)
+        return _digits(shape)
     if prefix:
-        return _cifar10(prefix, local, shape)
+        return _cifar10(prefix, local, shape, labels)
     if re.fullmatch(r'\w+:', path):
         raise UserError(f'unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
     if not path:
         raise UserError(f'expected {FORMS}, found an empty path')
-    return _open_path(Path(expanded(path)), shape)
+    return _open_path(Path(expanded(path)), shape, labels)
 
 
-def _open_path(path: Path, shape: Shape) -> Source:
+def _open_path(path: Path, shape: Shape, labels: str) -> Source:
     check_exists(path)
     name = path.name.lower()
     if path.is_dir():
-        return ImageFiles(Folder(path), shape, strip_leading=False)
+        return ImageFiles(Folder(path), shape, strip_leading=False, labels=labels)
     if not path.is_file():
         raise UserError(
             f'{path}: expected a file or folder, found something else (a pipe or device?)'
@@ -202,21 +230,22 @@ def _open_path(path: Path, shape: Shape) -> Source:
         raise UserError(f'{path}: expected {FORMS}, found an empty file')
     with path.open('rb') as file:
         check_fetched(file.read(MAGIC_BYTES), path)
-    if name.endswith('.npz'):
-        return NpzSource(path, shape)
     if name.endswith('.zip'):
         archive = ZipArchive(path)
         if any(name in ('images.npy', 'arr_0.npy') for name in archive.names):
             raise UserError(
                 f'{path}: holds numpy arrays, so it is an .npz with the name of a .zip; rename it'
             )
-        return ImageFiles(archive, shape, strip_leading=True)
+        return ImageFiles(archive, shape, strip_leading=True, labels=labels)
     if name.endswith(TAR):
         return (
-            decode_tar_stream(path, shape)
+            decode_tar_stream(path, shape, labels)
             if compression(path)
-            else ImageFiles(TarArchive(path), shape, strip_leading=True)
+            else ImageFiles(TarArchive(path), shape, strip_leading=True, labels=labels)
         )
+    _check_unlabelled(labels, path)
+    if name.endswith('.npz'):
+        return NpzSource(path, shape)
     if name.endswith('.bin'):
         return BinSource(path, shape)
     if name.endswith('.bin.gz'):
@@ -267,8 +296,9 @@ def _digits(shape: Shape) -> Source:
     )
 
 
-def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
+def _cifar10(prefix: str, local: str, shape: Shape, labels: str) -> Source:
     if not local:
+        _check_unlabelled(labels, prefix)
         return cifar10.open_official(None, shape, prefix)
     path = Path(expanded(local))
     check_exists(path)
@@ -279,4 +309,4 @@ def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
             f'{path}: not the official archive of CIFAR-10 or its folder, so nothing says which '
             f'images are for testing; give the test images alone, without {prefix}'
         )
-    return _open_path(path, shape)
+    return _open_path(path, shape, labels)
