@@ -88,6 +88,7 @@ class ImageFiles(Source):
             list(others),
             lambda name: container.read(others[name]),
             strip_leading,
+            container.sharded,
         )
         _label(self, find_labels(files, labels), skipped)
 

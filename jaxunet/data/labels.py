@@ -97,6 +97,15 @@ def find_labels(files: FileSet, how: str = '') -> Labels:
     Raises:
       UserError: the labels that `how` names are missing or have mistakes.
     """
+    labels = _find(files, how)
+    if not files.shards:
+        return labels
+    known = {sample_key(name)[0] for name in files.images}
+    beside = {name for name in files.others if sample_key(name)[0] in known}
+    return labels._replace(used=labels.used | beside)
+
+
+def _find(files: FileSet, how: str) -> Labels:
     if how == NAMES:
         return _by_names(files)
     if how != FOLDERS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def why_not_image(start: bytes, size: int, name: str = '') -> str:
       size: its size in bytes.
       name: its name; '' = the content alone decides.
     """
-    suffix = PurePosixPath(name).suffix.lower()
+    suffix = posixpath.splitext(name)[1].lower()
     if size == 0:
         return 'empty file'
     if start.startswith(LFS_POINTER):

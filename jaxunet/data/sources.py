@@ -9,12 +9,13 @@ import numpy as np
 
 from jaxunet.config import Config
 from jaxunet.data import cifar10
-from jaxunet.data.containers import Folder, ZipArchive
+from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.holdout import hold_out
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream, report_skipped
 from jaxunet.data.npz import NpzSource
 from jaxunet.data.pixels import Shape
 from jaxunet.data.rules import MAGIC_BYTES, why_not_image
+from jaxunet.data.shards import Shards, check_kind, divided, named_files
 from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
@@ -28,8 +29,8 @@ DIGITS = Path(__file__).with_name('digits.npz')
 EMBEDDED = ('digits:', *cifar10.BATCHES)
 TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
 FORMS = (
-    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin or .bin.gz, digits:, '
-    'cifar10: or cifar10_test:'
+    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, x-{00..99}.tar, .npz, unet.cu .bin or '
+    '.bin.gz, digits:, cifar10: or cifar10_test:'
 )
 OTHER_FIELDS = (
     'data.classes: ',
@@ -98,10 +99,11 @@ def open_source(
 
     Args:
       path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first
-        path order, with or without class sub-folders; an .npz of uint8 images; unet.cu's data .bin
-        or .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive);
-        `cifar10:PATH` (a copy of it, its extracted folder, or images in class folders);
-        `cifar10_test:` or `cifar10_test:PATH` (the test images of the archive or a copy of it).
+        path order, with or without class sub-folders; several .tar (`jaxunet.data.shards`); an
+        .npz of uint8 images; unet.cu's data .bin or .bin.gz; `digits:` (embedded); `cifar10:`
+        (downloads the official archive); `cifar10:PATH` (a copy of it, its extracted folder, or
+        images in class folders); `cifar10_test:` or `cifar10_test:PATH` (the test images of the
+        archive or a copy of it).
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
         converted (`jaxunet.data.pixels`).
       labels: where the labels come from, as `data.labels`.
@@ -143,7 +145,8 @@ def check_path(path: str) -> None:
     """
     local = cifar10.split_path(path)[1]
     if local and not local.endswith(':'):
-        check_exists(Path(expanded(local)))
+        for file in named_files(Path(expanded(local))):
+            check_exists(file)
 
 
 def is_downloaded(path: str) -> bool:
@@ -217,32 +220,58 @@ def _open(path: str, shape: Shape, labels: str) -> Source:
     return _open_path(Path(expanded(path)), shape, labels)
 
 
-def _open_path(path: Path, shape: Shape, labels: str) -> Source:
-    check_exists(path)
-    name = path.name.lower()
+def open_container(path: Path) -> Container | None:
+    """Opens the image files of a folder, of archives that are read at random, or of tables.
+
+    Args:
+      path: a folder, a file, or files with braces, `*` or `?` (`jaxunet.data.shards`).
+
+    Returns None for files of any other kind.
+
+    Raises:
+      UserError: a missing or wrong file.
+    """
+    files = named_files(path)
+    for file in files:
+        check_exists(file)
     if path.is_dir():
-        return ImageFiles(Folder(path), shape, strip_leading=False, labels=labels)
-    if not path.is_file():
-        raise UserError(
-            f'{path}: expected a file or folder, found something else (a pipe or device?)'
-        )
-    if path.stat().st_size == 0:
-        raise UserError(f'{path}: expected {FORMS}, found an empty file')
-    with path.open('rb') as file:
-        check_fetched(file.read(MAGIC_BYTES), path)
+        folder = Folder(path)
+        if shards := divided(folder, '.tar'):
+            return Shards(path, shards)
+        return folder
+    if files != [path]:
+        check_kind(path, files, ('.tar',))
+        return Shards(path, files)
+    name = path.name.lower()
+    if not path.is_file() or not path.stat().st_size:
+        return None
     if name.endswith('.zip'):
         archive = ZipArchive(path)
         if any(name in ('images.npy', 'arr_0.npy') for name in archive.names):
             raise UserError(
                 f'{path}: holds numpy arrays, so it is an .npz with the name of a .zip; rename it'
             )
-        return ImageFiles(archive, shape, strip_leading=True, labels=labels)
-    if name.endswith(TAR):
-        return (
-            decode_tar_stream(path, shape, labels)
-            if compression(path)
-            else ImageFiles(TarArchive(path), shape, strip_leading=True, labels=labels)
+        return archive
+    return TarArchive(path) if name.endswith(TAR) and not compression(path) else None
+
+
+def _open_path(path: Path, shape: Shape, labels: str) -> Source:
+    if path.is_file():
+        with path.open('rb') as file:
+            check_fetched(file.read(MAGIC_BYTES), path)
+    container = open_container(path)
+    if container is not None:
+        folder = isinstance(container, Folder)
+        return ImageFiles(container, shape, strip_leading=not folder, labels=labels)
+    name = path.name.lower()
+    if not path.is_file():
+        raise UserError(
+            f'{path}: expected a file or folder, found something else (a pipe or device?)'
         )
+    if path.stat().st_size == 0:
+        raise UserError(f'{path}: expected {FORMS}, found an empty file')
+    if name.endswith(TAR):
+        return decode_tar_stream(path, shape, labels)
     _check_unlabelled(labels, path)
     if name.endswith('.npz'):
         return NpzSource(path, shape)

@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jaxunet.data import cifar10
-from jaxunet.data.containers import Container, Folder, ZipArchive
+from jaxunet.data.containers import Container
 from jaxunet.data.image_files import ImageFiles, report_skipped
 from jaxunet.data.images import ENLARGED, GAP, TINY
 from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of
 from jaxunet.data.rules import why_not_image
 from jaxunet.data.source import ArraySource, Source
-from jaxunet.data.sources import TAR, open_source
+from jaxunet.data.sources import TAR, open_container, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
 from jaxunet.data.unetcu_bin import HEADER_BYTES, parse_header, read_header
 from jaxunet.runtime import archives
@@ -36,10 +36,10 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
     """Opens all images of `path` as RGB, at the one size that they share.
 
     Args:
-      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin or
-        .bin.gz, digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png grid made by
-        `jaxunet.data.images.grid`. A compressed tar is unpacked into a temporary folder, which is
-        removed with the context.
+      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), several .tar, .npz,
+        unet.cu's .bin or .bin.gz, digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png grid
+        made by `jaxunet.data.images.grid`. A compressed tar is unpacked into a temporary folder,
+        which is removed with the context.
       grid_size: (height, width) of the images in a .png grid.
 
     Raises:
@@ -68,12 +68,8 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
             plain = Path(folder) / 'unpacked.tar'
             decompress(local, plain)
             yield SameSize(TarArchive(plain, str(local)))
-    elif local.is_dir():
-        yield SameSize(Folder(local))
-    elif local.is_file() and local.name.lower().endswith(TAR):
-        yield SameSize(TarArchive(local))
-    elif local.is_file() and local.suffix.lower() == '.zip':
-        yield SameSize(ZipArchive(local))
+    elif path and (container := open_container(local)) is not None:
+        yield SameSize(container)
     else:
         yield open_source(str(local) if path else path, image_shape=_array_shape(local))
 
