@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.read_at import ReadAt, ReadMany
-from jaxunet.data.rules import MAGIC_BYTES, is_hidden
+from jaxunet.data.rules import MAGIC_BYTES, is_hidden, why_not_image
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.untrusted import one_line
@@ -69,9 +69,19 @@ class Container(abc.ABC):
           UserError: the archive cannot be read.
         """
 
+    def __len__(self) -> int:
+        return len(self.names)
+
     def describe(self, i: int) -> str:
         """Returns the name of file `i` for a message."""
         return f'{self.shown}: {printable(self.names[i])}'
+
+    def reason(self, i: int) -> str:
+        """Returns why file `i` is no image; '' if it is one."""
+        try:
+            return self.unreadable.get(i) or why_not_image(*self.start(i), self.names[i])
+        except BadImage as error:
+            return error.reason
 
 
 def path_order(name: str) -> tuple[str, ...]:

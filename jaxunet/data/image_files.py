@@ -32,6 +32,7 @@ from jaxunet.data.pixels import (
 )
 from jaxunet.data.rules import MAGIC_BYTES, is_hidden, why_not_image
 from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, spread
+from jaxunet.data.tables import Rows
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
 from jaxunet.runtime.errors import UserError, printable
@@ -59,38 +60,27 @@ class ImageFiles(Source):
         check_channels(image_shape[2])
         self.name, self.image_shape = container.shown, image_shape
         self._container = container
-        keys = [path_order(name) for name in container.names]
-        last = {key: i for i, key in enumerate(keys)}
-        images, skipped, others = [], [], {}
-        for i in sorted(range(len(keys)), key=keys.__getitem__):
-            name = container.names[i]
-            try:
-                reason = (
-                    REPLACED
-                    if last[keys[i]] != i
-                    else container.unreadable.get(i) or why_not_image(*container.start(i), name)
-                )
-            except BadImage as error:
-                reason = error.reason
-            if not reason:
-                images.append(i)
-                continue
-            skipped.append((printable(name), reason))
-            if last[keys[i]] == i and i not in container.unreadable:
-                others[name] = i
-        if not images:
-            raise no_images(self.name, tuple(skipped))
-        self._files = np.array(images, np.int64)
+        skipped: list[tuple[str, str]] = []
+        if isinstance(container, Rows):
+            container.check_images()
+            self._files = np.arange(len(container))
+            found = container.labels(labels)
+        else:
+            images, others = _image_files(container, skipped)
+            if not images:
+                raise no_images(self.name, tuple(skipped))
+            self._files = np.array(images, np.int64)
+            files = FileSet(
+                self.name,
+                [container.names[i] for i in images],
+                list(others),
+                lambda name: container.read(others[name]),
+                strip_leading,
+                container.sharded,
+            )
+            found = find_labels(files, labels)
         self._check_depth()
-        files = FileSet(
-            self.name,
-            [container.names[i] for i in images],
-            list(others),
-            lambda name: container.read(others[name]),
-            strip_leading,
-            container.sharded,
-        )
-        _label(self, find_labels(files, labels), skipped)
+        _label(self, found, skipped)
 
     def _check_depth(self) -> None:
         """Raises `UserError` if images of more than 8 bits use a small part of their range."""
@@ -123,6 +113,28 @@ class ImageFiles(Source):
     def _one(self, i: int, crop: Crop) -> Pixels:
         data, name = self._container.read(i), self._container.describe(i)
         return decode(data, name, self.image_shape, crop)
+
+
+def _image_files(
+    container: Container, skipped: list[tuple[str, str]]
+) -> tuple[list[int], dict[str, int]]:
+    """Returns the numbers of the images, sorted by path, and those of the other files by name.
+
+    Adds these to `skipped`, with the files that cannot be read.
+    """
+    keys = [path_order(name) for name in container.names]
+    last = {key: i for i, key in enumerate(keys)}
+    images, others = [], {}
+    for i in sorted(range(len(keys)), key=keys.__getitem__):
+        replaced = last[keys[i]] != i
+        reason = REPLACED if replaced else container.reason(i)
+        if not reason:
+            images.append(i)
+            continue
+        skipped.append((printable(container.names[i]), reason))
+        if not replaced and i not in container.unreadable:
+            others[container.names[i]] = i
+    return images, others
 
 
 def _label(source: Source, found: Labels, skipped: list[tuple[str, str]]) -> None:

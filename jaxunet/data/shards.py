@@ -15,8 +15,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from jaxunet.data.containers import Folder, Spans
-from jaxunet.data.pixels import BadImage
-from jaxunet.data.rules import PART, why_not_image
+from jaxunet.data.rules import PART
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.runtime.errors import UserError, listed, printable
 
@@ -80,13 +79,8 @@ def divided(folder: Folder, suffix: str) -> list[Path]:
     if not names:
         return []
     for i, name in enumerate(folder.names):
-        if i in folder.unreadable or name.lower().endswith(suffix):
-            continue
-        try:
-            if not why_not_image(*folder.start(i), name):
-                return []
-        except BadImage:
-            continue
+        if not name.lower().endswith(suffix) and not folder.reason(i):
+            return []
     names.sort(key=lambda name: PurePosixPath(name).parts)
     of = [(_part_of(name), name) for name in names]
     if len(parts := sorted({part for part, _ in of})) > 1:

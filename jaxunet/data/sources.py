@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxunet.config import Config
 from jaxunet.data import cifar10
+from jaxunet.data.arrow import ArrowRows
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.holdout import hold_out
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream, report_skipped
 from jaxunet.data.npz import NpzSource
+from jaxunet.data.parquet import ParquetRows
 from jaxunet.data.pixels import Shape
 from jaxunet.data.rules import MAGIC_BYTES, why_not_image
 from jaxunet.data.shards import Shards, check_kind, divided, named_files
@@ -29,14 +32,21 @@ DIGITS = Path(__file__).with_name('digits.npz')
 EMBEDDED = ('digits:', *cifar10.BATCHES)
 TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
 FORMS = (
-    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, x-{00..99}.tar, .npz, unet.cu .bin or '
-    '.bin.gz, digits:, cifar10: or cifar10_test:'
+    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, x-{00..99}.tar, .parquet, .arrow, .npz, '
+    'unet.cu .bin or .bin.gz, digits:, cifar10: or cifar10_test:'
 )
 OTHER_FIELDS = (
     'data.classes: ',
     'data.labels',
     'model.image_channels: ',
 )  # begin errors that name their field
+# Kinds of files of which a set may have several.
+DIVIDED: dict[str, Callable[[Path, Sequence[Path]], Container]] = {
+    '.tar': Shards,
+    '.parquet': ParquetRows,
+    '.arrow': ArrowRows,
+}
+TABLES = ('.parquet', '.arrow')
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
@@ -99,11 +109,11 @@ def open_source(
 
     Args:
       path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first
-        path order, with or without class sub-folders; several .tar (`jaxunet.data.shards`); an
-        .npz of uint8 images; unet.cu's data .bin or .bin.gz; `digits:` (embedded); `cifar10:`
-        (downloads the official archive); `cifar10:PATH` (a copy of it, its extracted folder, or
-        images in class folders); `cifar10_test:` or `cifar10_test:PATH` (the test images of the
-        archive or a copy of it).
+        path order, with or without class sub-folders; one or several .tar, .parquet or .arrow
+        (`jaxunet.data.shards`); an .npz of uint8 images; unet.cu's data .bin or .bin.gz; `digits:`
+        (embedded); `cifar10:` (downloads the official archive); `cifar10:PATH` (a copy of it, its
+        extracted folder, or images in class folders); `cifar10_test:` or `cifar10_test:PATH` (the
+        test images of the archive or a copy of it).
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
         converted (`jaxunet.data.pixels`).
       labels: where the labels come from, as `data.labels`.
@@ -236,13 +246,14 @@ def open_container(path: Path) -> Container | None:
         check_exists(file)
     if path.is_dir():
         folder = Folder(path)
-        if shards := divided(folder, '.tar'):
-            return Shards(path, shards)
+        for suffix, opener in DIVIDED.items():
+            if inside := divided(folder, suffix):
+                return opener(path, inside)
         return folder
-    if files != [path]:
-        check_kind(path, files, ('.tar',))
-        return Shards(path, files)
     name = path.name.lower()
+    if files != [path] or name.endswith(TABLES):
+        check_kind(path, files, tuple(DIVIDED))
+        return DIVIDED[files[0].suffix.lower()](path, files)
     if not path.is_file() or not path.stat().st_size:
         return None
     if name.endswith('.zip'):

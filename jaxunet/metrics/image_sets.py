@@ -18,7 +18,6 @@ from jaxunet.data.containers import Container
 from jaxunet.data.image_files import ImageFiles, report_skipped
 from jaxunet.data.images import ENLARGED, GAP, TINY
 from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of
-from jaxunet.data.rules import why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_container, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
@@ -149,11 +148,9 @@ def _is_set(path: Path) -> bool:
 
 def _first_size(container: Container) -> Size:
     """Returns the size of the first readable image; (1, 1) if none, which `ImageFiles` reports."""
-    for i in range(len(container.names)):
-        if i in container.unreadable:
-            continue
+    for i in range(len(container)):
         with contextlib.suppress(BadImage):
-            if not why_not_image(*container.start(i), container.names[i]):
+            if not container.reason(i):
                 return size_of(container.read(i), container.describe(i))
     return 1, 1
 
