@@ -41,8 +41,8 @@ from jaxunet.runtime.whole_files import check_file, written
 INPUT = flags.DEFINE_string(
     'input',
     None,
-    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), .npz, .bin(.gz), digits:, '
-    'cifar10:[PATH], cifar10_test:[PATH].',
+    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), x-{00..99}.tar, .parquet, .arrow, '
+    'LMDB, .npz, .bin(.gz), digits:, cifar10:[PATH], cifar10_test:[PATH].',
 )
 OUTPUT = flags.DEFINE_string(
     'output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).'

@@ -22,8 +22,8 @@ class ParallelConfig:
 class DataConfig:
     """The training images and how they reach the device."""
 
-    # Folder | .zip | .tar(.gz|.xz) | x-{000000..000009}.tar | .npz | .bin(.gz) | digits: |
-    # cifar10:[local copy] | cifar10_test:[local copy].
+    # Folder | .zip | .tar(.gz|.xz) | x-{000000..000009}.tar | .parquet | .arrow | LMDB | .npz |
+    # .bin(.gz) | digits: | cifar10:[local copy] | cifar10_test:[local copy].
     path: str = option('digits:', outside_step=True)
     # (side,) or (height, width), in pixels; () = chosen
     image_size: tuple[int, ...] = option((8,), POSITIVE, limit=2**14, left_open=())

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxunet.config import Config
-from jaxunet.data import cifar10
+from jaxunet.data import cifar10, lmdb_rows
 from jaxunet.data.arrow import ArrowRows
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.holdout import hold_out
@@ -32,8 +32,8 @@ DIGITS = Path(__file__).with_name('digits.npz')
 EMBEDDED = ('digits:', *cifar10.BATCHES)
 TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
 FORMS = (
-    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, x-{00..99}.tar, .parquet, .arrow, .npz, '
-    'unet.cu .bin or .bin.gz, digits:, cifar10: or cifar10_test:'
+    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, x-{00..99}.tar, .parquet, .arrow, LMDB, '
+    '.npz, unet.cu .bin or .bin.gz, digits:, cifar10: or cifar10_test:'
 )
 OTHER_FIELDS = (
     'data.classes: ',
@@ -110,10 +110,10 @@ def open_source(
     Args:
       path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first
         path order, with or without class sub-folders; one or several .tar, .parquet or .arrow
-        (`jaxunet.data.shards`); an .npz of uint8 images; unet.cu's data .bin or .bin.gz; `digits:`
-        (embedded); `cifar10:` (downloads the official archive); `cifar10:PATH` (a copy of it, its
-        extracted folder, or images in class folders); `cifar10_test:` or `cifar10_test:PATH` (the
-        test images of the archive or a copy of it).
+        (`jaxunet.data.shards`); an LMDB database; an .npz of uint8 images; unet.cu's data .bin or
+        .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive); `cifar10:PATH`
+        (a copy of it, its extracted folder, or images in class folders); `cifar10_test:` or
+        `cifar10_test:PATH` (the test images of the archive or a copy of it).
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
         converted (`jaxunet.data.pixels`).
       labels: where the labels come from, as `data.labels`.
@@ -244,6 +244,8 @@ def open_container(path: Path) -> Container | None:
     files = named_files(path)
     for file in files:
         check_exists(file)
+    if lmdb_rows.is_database(path):
+        return lmdb_rows.LmdbRows(path)
     if path.is_dir():
         folder = Folder(path)
         for suffix, opener in DIVIDED.items():
