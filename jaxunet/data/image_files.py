@@ -64,6 +64,7 @@ class ImageFiles(Source):
         if isinstance(container, Rows):
             container.check_images()
             self._files = np.arange(len(container))
+            self.pieces = container.pieces
             found = container.labels(labels)
         else:
             images, others = _image_files(container, skipped)

@@ -12,13 +12,14 @@ import numpy as np
 from absl import logging
 
 from jaxunet.data.labels import Labels
+from jaxunet.data.order import Pieces
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.rules import MAGIC_BYTES
 from jaxunet.data.shards import short_names
 from jaxunet.data.tables import Columns, Rows, choose_columns, labels_of, library, unreadable
 from jaxunet.runtime.errors import UserError
 
-KEPT = 2**29  # bytes of row groups that a process keeps
+KEPT = 2**30  # bytes of row groups that a process keeps
 MAX_GROUP = 2**30  # bytes of images in one row group
 MOST_OPEN = 64  # files
 
@@ -67,11 +68,12 @@ class ParquetRows(Rows):
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         self._ends = np.cumsum(self._groups[:, 2])
         if (total := sum(sizes)) > KEPT:
-            logging.warning(
-                '%s: %.1f GiB of images in row groups of up to %.1f MiB: each image reads a whole '
-                'group, as only %d MiB are kept. If training waits for images, bring them to their '
-                'size once: python -m jaxunet.prepare_data',
-                *(path, total / 2**30, max(sizes) / 2**20, KEPT // 2**20),
+            window = max(KEPT // 2 // max(sizes), 1)  # the rest of KEPT is for the next ones
+            self.pieces = Pieces(self._groups[:, 2][self._groups[:, 2] > 0], window)
+            logging.info(
+                '%s: %.1f GiB of images in %d row groups of up to %.1f MiB, more than the %d MiB '
+                'that are kept: a stream mixes the images of %d groups at a time',
+                *(path, total / 2**30, len(groups), max(sizes) / 2**20, KEPT // 2**20, window),
             )
 
     def start(self, i: int) -> tuple[bytes, int]:
@@ -148,17 +150,20 @@ class _Cache:
             with self._lock:
                 if (kept := self._kept(key)) is not None:
                     return kept
-            try:
-                column = file.read_row_group(group, ['.'.join(columns.image)]).column(0)
-            except (ValueError, OSError) as error:
-                raise unreadable(path, error) from None
-            if len(columns.image) > 1:
-                (column,) = column.flatten()
+            column = self._read(file, path, group, columns)
         with self._lock:
             self._groups[key] = column
             while len(self._groups) > 1 and self._size() > KEPT:
                 self._groups.popitem(last=False)
         return column
+
+    @staticmethod
+    def _read(file: typing.Any, path: Path, group: int, columns: Columns) -> typing.Any:
+        try:
+            column = file.read_row_group(group, ['.'.join(columns.image)]).column(0)
+        except (ValueError, OSError) as error:
+            raise unreadable(path, error) from None
+        return column.flatten()[0] if len(columns.image) > 1 else column
 
     def _kept(self, key: int) -> typing.Any:
         if key in self._groups:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
+from jaxunet.data.order import Pieces
 from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit
 from jaxunet.data.read_at import ReadAt
 from jaxunet.data.rules import class_order, whole_names
@@ -31,6 +32,8 @@ class Source(abc.ABC):
         looks like classes.
       labelled_by: where the labels come from, for the log.
       skipped: (name, reason) of the files that are not images.
+      pieces: parts that are read as a whole, for a stream to take them after another; None = images
+        are read one by one.
       in_memory: this process holds the pixels, so that nothing is read or decoded.
       held_out: images of the same set that `data.holdout` keeps out of training; None if it
         keeps none out.
@@ -43,6 +46,7 @@ class Source(abc.ABC):
     unlabelled_by: str = ''
     labelled_by: str = ''
     skipped: tuple[tuple[str, str], ...] = ()
+    pieces: Pieces | None = None
     in_memory: bool = False
     held_out: Source | None = None
 
@@ -154,7 +158,7 @@ class Subset(Source):
     """Some images of a source.
 
     Args:
-      rows: their places in `source`, in the order of the subset.
+      rows: their places in `source`, in the order of the subset; ascending if that has `pieces`.
       labels: their labels; default: those of `source`.
       class_names: names of the labels; default: those of `source`.
     """
@@ -170,6 +174,10 @@ class Subset(Source):
         self.name, self.image_shape = source.name, source.image_shape
         self.in_memory, self.skipped = source.in_memory, source.skipped
         self.unlabelled_by, self.labelled_by = source.unlabelled_by, source.labelled_by
+        if source.pieces is not None:
+            ends = np.cumsum(source.pieces.counts)
+            counts = np.bincount(np.searchsorted(ends, rows, 'right'), minlength=len(ends))
+            self.pieces = source.pieces._replace(counts=counts[counts > 0])
         self.labels = source.labels[rows] if labels is None else labels
         self.class_names = source.class_names if class_names is None else class_names
 

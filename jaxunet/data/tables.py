@@ -18,6 +18,7 @@ import numpy as np
 from jaxunet.data.containers import Container
 from jaxunet.data.labels import FOLDERS, LABEL, NAMES, Labels, checked, numbered
 from jaxunet.data.npz import check_labels
+from jaxunet.data.order import Pieces
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.rules import class_name, why_not_image
 from jaxunet.data.source import no_labels, spread
@@ -34,10 +35,12 @@ class Rows(Container):
     Attributes:
       counts: the number of rows of each file.
       files: the names of these files, for messages.
+      pieces: see `Source.pieces`.
     """
 
     counts: Sequence[int] = ()
     files: Sequence[str] = ()
+    pieces: Pieces | None = None
 
     def __len__(self) -> int:
         return sum(self.counts)
