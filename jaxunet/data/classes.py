@@ -48,9 +48,12 @@ def check_classes(config: Config, source: Source) -> None:
             f'model.num_classes: {wanted}, but {path} has no class labels; set it to 0, use class '
             'sub-folders, or give labels in another form (docs/training.md, "Data")'
         )
-    if source.labelled_by:
-        logging.info('%s: labels from %s', path, source.labelled_by)
     found = len(names)
+    if source.labelled_by:
+        logging.info(
+            '%s: %d images in %d classes, labels from %s',
+            *(path, len(source), found, source.labelled_by),
+        )
     empty = np.setdiff1d(np.arange(found), source.labels)
     if found > wanted:
         advice = 'raise it, or name some in data.classes'

@@ -14,7 +14,8 @@ from absl import logging
 from jaxtyping import Int
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
-from jaxunet.data.labels import FileSet, Labels, find_labels, most_bytes
+from jaxunet.data.find_labels import find_labels
+from jaxunet.data.labels import FileSet, Labels, most_bytes
 from jaxunet.data.pixels import (
     NARROW,
     BadImage,

@@ -241,16 +241,14 @@ def open_container(path: Path) -> Container | None:
     Raises:
       UserError: a missing or wrong file.
     """
-    files = named_files(path)
-    for file in files:
-        check_exists(file)
+    files = _complete(named_files(path))
     if lmdb_rows.is_database(path):
         return lmdb_rows.LmdbRows(path)
     if path.is_dir():
         folder = Folder(path)
         for suffix, opener in DIVIDED.items():
             if inside := divided(folder, suffix):
-                return opener(path, inside)
+                return opener(path, _complete(inside))
         return folder
     name = path.name.lower()
     if files != [path] or name.endswith(TABLES):
@@ -268,10 +266,17 @@ def open_container(path: Path) -> Container | None:
     return TarArchive(path) if name.endswith(TAR) and not compression(path) else None
 
 
+def _complete(files: list[Path]) -> list[Path]:
+    """Returns the files; raises `UserError` if one is missing, or a pointer of Git LFS."""
+    for each in files:
+        check_exists(each)
+        if each.is_file():
+            with each.open('rb') as file:
+                check_fetched(file.read(MAGIC_BYTES), each)
+    return files
+
+
 def _open_path(path: Path, shape: Shape, labels: str) -> Source:
-    if path.is_file():
-        with path.open('rb') as file:
-            check_fetched(file.read(MAGIC_BYTES), path)
     container = open_container(path)
     if container is not None:
         folder = isinstance(container, Folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import math
+import re
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
             plain = Path(folder) / 'unpacked.tar'
             decompress(local, plain)
             yield SameSize(TarArchive(plain, str(local)))
-    elif path and (container := open_container(local)) is not None:
+    elif not re.fullmatch(r'(\w+:)?', path) and (container := open_container(local)) is not None:
         yield SameSize(container)
     else:
         yield open_source(str(local) if path else path, image_shape=_array_shape(local))
