@@ -17,7 +17,7 @@ from jaxunet.data.containers import Spans
 from jaxunet.data.labels import Labels
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.shards import short_names
-from jaxunet.data.tables import Rows, choose_columns, labels_of, library, unreadable
+from jaxunet.data.tables import ERRORS, Rows, choose_columns, labels_of, library, unreadable
 from jaxunet.runtime.errors import UserError
 
 ABSENT = -1  # size of an image that a row lacks
@@ -87,7 +87,7 @@ def _batches(path: Path) -> tuple[typing.Any, list[typing.Any], range]:
             batches = list(file)
         for batch in batches:
             batch.validate()
-    except (ValueError, OSError) as error:  # pyarrow's errors are some of these
+    except ERRORS as error:
         raise unreadable(path, error) from None
     return file.schema, batches, range(whole.address, whole.address + whole.size)
 
@@ -111,7 +111,7 @@ def _places(
     if not valid.any():
         return out
     kind = np.int64 if str(column.type) == 'large_binary' else np.int32
-    ends = np.frombuffer(offsets, kind)[column.offset : column.offset + len(column) + 1]
+    ends = np.frombuffer(offsets, kind, column.offset + len(column) + 1)[column.offset :]
     ends = ends.astype(np.int64)
     if data.address not in mapped or not 0 <= ends[0] <= ends[-1] <= data.size:
         raise UserError(

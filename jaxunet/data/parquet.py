@@ -16,7 +16,15 @@ from jaxunet.data.order import Pieces
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.rules import MAGIC_BYTES
 from jaxunet.data.shards import short_names
-from jaxunet.data.tables import Columns, Rows, choose_columns, labels_of, library, unreadable
+from jaxunet.data.tables import (
+    ERRORS,
+    Columns,
+    Rows,
+    choose_columns,
+    labels_of,
+    library,
+    unreadable,
+)
 from jaxunet.runtime.errors import UserError
 
 KEPT = 2**30  # bytes of row groups that a process keeps
@@ -44,7 +52,7 @@ class ParquetRows(Rows):
         counts, sizes = [], []
         for number, file in enumerate(paths):
             opened = _opened(file)
-            columns, meta = choose_columns(opened.schema_arrow, str(file), ''), opened.metadata
+            columns = choose_columns(opened.schema_arrow, str(file), '')
             if number == 0:
                 self._columns = columns
             elif columns.image != self._columns.image:
@@ -53,14 +61,13 @@ class ParquetRows(Rows):
                     f'{self._columns.image[0]} of {self.files[0]}, and in {columns.image[0]} of '
                     f'{self.files[number]}; write them alike'
                 )
-            counts.append(meta.num_rows)
-            for group in range(meta.num_row_groups):
-                info = meta.row_group(group)
-                groups.append((number, group, info.num_rows))
-                sizes.append(_bytes_of(info, '.'.join(columns.image)))
-                if sizes[-1] > MAX_GROUP:
+            counts.append(opened.metadata.num_rows)
+            for group, (rows, size) in enumerate(_row_groups(opened, file, columns)):
+                groups.append((number, group, rows))
+                sizes.append(size)
+                if size > MAX_GROUP:
                     raise UserError(
-                        f'{file}: row group {group} has {sizes[-1] / 2**30:.1f} GiB of images, '
+                        f'{file}: row group {group} has {size / 2**30:.1f} GiB of images, '
                         f'more than the {MAX_GROUP / 2**30:g} accepted; write row groups of about '
                         '100 images'
                     )
@@ -102,7 +109,7 @@ class ParquetRows(Rows):
                 raise UserError(f'{path}: files of unequal columns: has no {columns.label}')
             try:
                 chunks.append(file.read([columns.label]).column(0))
-            except (ValueError, OSError) as error:
+            except ERRORS as error:
                 raise unreadable(path, error) from None
         return labels_of(chunks, columns, self.counts, self.shown, how)
 
@@ -110,14 +117,22 @@ class ParquetRows(Rows):
 def _opened(path: Path) -> typing.Any:
     try:
         return library(path).parquet.ParquetFile(path)
-    except (ValueError, OSError) as error:  # pyarrow's errors are some of these
+    except ERRORS as error:
         raise unreadable(path, error) from None
 
 
-def _bytes_of(group: typing.Any, column: str) -> int:
-    """Returns the decompressed bytes of a column in a row group, by the file's own account."""
-    columns = [group.column(i) for i in range(group.num_columns)]
-    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == column)
+def _row_groups(opened: typing.Any, path: Path, columns: Columns) -> list[tuple[int, int]]:
+    """Returns the rows of each row group, and the bytes of its images by the file's own account."""
+    name = '.'.join(columns.image)
+    found = []
+    try:
+        for group in map(opened.metadata.row_group, range(opened.num_row_groups)):
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            sizes = [c.total_uncompressed_size for c in chunks if c.path_in_schema == name]
+            found.append((group.num_rows, sum(sizes)))
+    except ERRORS as error:
+        raise unreadable(path, error) from None
+    return found
 
 
 class _Cache:
@@ -161,7 +176,7 @@ class _Cache:
     def _read(file: typing.Any, path: Path, group: int, columns: Columns) -> typing.Any:
         try:
             column = file.read_row_group(group, ['.'.join(columns.image)]).column(0)
-        except (ValueError, OSError) as error:
+        except ERRORS as error:
             raise unreadable(path, error) from None
         return column.flatten()[0] if len(columns.image) > 1 else column
 

@@ -26,6 +26,8 @@ from jaxunet.runtime.errors import UserError, listed, near_misses, printable
 from jaxunet.runtime.untrusted import one_line
 
 IMAGES = ('image', 'img')  # names that decide between several columns of bytes
+# Exceptions that pyarrow raises on a damaged file.
+ERRORS = (ValueError, OSError, LookupError, NotImplementedError)
 LOOKED_AT = 16  # rows whose bytes are looked at when a set is opened
 
 
@@ -133,7 +135,10 @@ def choose_columns(schema: typing.Any, where: str, how: str) -> Columns:
       UserError: no or several columns of images, or no column `how`.
     """
     features = _features(schema)
-    image = _image_column(schema, features, where)
+    try:
+        image = _image_column(schema, features, where)
+    except UnicodeError as error:  # names that are no text
+        raise UserError(f'{where}: a damaged list of columns: {one_line(error)}') from None
     others = [name for name in schema.names if name != image[0]]
     classes = [name for name in others if features.get(name, {}).get('_type') == 'ClassLabel']
     label, missing = how, ''
@@ -244,4 +249,7 @@ def _values(chunk: typing.Any, place: str) -> list[object]:
     kind = str(chunk.type)
     if not ('int' in kind or 'string' in kind) or '<' in kind.removeprefix('dictionary<'):
         raise UserError(f'{place}: expected whole numbers or text as labels, found {kind}')
-    return list(chunk.to_pylist())
+    try:
+        return list(chunk.to_pylist())
+    except ERRORS as error:
+        raise UserError(f'{place}: damaged: {one_line(error)}') from None
