@@ -23,7 +23,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import written
 from jaxunet.sampling.options import resolve_variance
-from jaxunet.sampling.solvers import respaced_timesteps
+from jaxunet.sampling.timestep_subsets import respaced_timesteps
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from jaxunet.sampling.options import (
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
 from jaxunet.sampling.picture import Picture
-from jaxunet.sampling.solvers import FEW_STEPS, SKIP_SCHEDULES
+from jaxunet.sampling.solvers import FEW_STEPS
+from jaxunet.sampling.timestep_subsets import SKIP_SCHEDULES
 from jaxunet.weights import read_classifier
 
 SAMPLER = flags.DEFINE_enum(
@@ -34,14 +35,17 @@ SAMPLER = flags.DEFINE_enum(
     None,
     SAMPLERS,
     'ddpm: ancestral sampling; ddim: needs fewer steps; dpmpp_2m: DPM-Solver++(2M), needs still '
-    "fewer; heun: EDM's second-order sampler, with two evaluations of the network per step. "
-    "Default: that of the model's objective (dpmpp_2m for v and edm, heun for flow, else ddpm).",
+    "fewer; heun: EDM's second-order sampler, with two evaluations of the network per step; "
+    'consistency: jumps to the image, the only one of consistency models. '
+    "Default: that of the model's objective (dpmpp_2m for v and edm, heun for flow, consistency "
+    'for consistency, else ddpm).',
 )
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
-    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun; with ddpm every timestep of '
-    'the model, or 250 where its objective has none (edm, flow).',
+    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun, 2 with consistency, which '
+    'takes 1 to 4; with ddpm every timestep of the model, or 250 where its objective has none '
+    '(edm, flow).',
     lower_bound=1,
 )
 ETA = flags.DEFINE_float(

@@ -76,8 +76,8 @@ class Model:
 
         Args:
           x: noisy images; clean ones have pixels from −1 to 1.
-          t: for each image, or for all, the timestep 0 to T − 1 or, for the objectives edm and
-            flow, the number that they give the network (`jaxunet.diffusion`).
+          t: for each image, or for all, the timestep 0 to T − 1 or, for the objectives edm,
+            flow and consistency, the number that they give the network (`jaxunet.diffusion`).
           labels: classes of a conditional model, −1 = unconditional; None = all unconditional.
           low_res: the pictures that a super-resolution network enlarges, from −1 to 1.
           params: weights to use; None = `Model.params`.
@@ -141,7 +141,7 @@ class Model:
           n: number of images; None = 16, or one of each picture of `low_res`.
           seed: 0 to 2³² − 1.
           steps: sampling steps; None = the usual number of the sampler.
-          sampler: ddpm, ddim, dpmpp_2m or heun; None = that of the model's objective.
+          sampler: ddpm, ddim, dpmpp_2m, heun or consistency; None = that of the model's objective.
           class_labels: labels or names of classes, which take turns; None = every class in turn.
           guidance_scale: classifier-free guidance; 1 = none.
           init_image: a picture to vary (SDEdit), as a path or an array.

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32, Key, Real
 
+from jaxunet.config.samplers import CONSISTENCY_LEVELS
 from jaxunet.diffusion.levels import spaced_levels, time_of_sigma
 from jaxunet.diffusion.process import (
     Diffusion,
@@ -35,22 +36,15 @@ from jaxunet.diffusion.process import (
 )
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling import solvers
 from jaxunet.sampling.classifier_guidance import Gradient, fixed_variances
 from jaxunet.sampling.evaluation import Denoiser, Evaluation, Memory, evaluate
 from jaxunet.sampling.options import SamplerConfig, resolve_options
-from jaxunet.sampling.solvers import (
-    FEW_STEPS,
+from jaxunet.sampling.solvers import Coefficients
+from jaxunet.sampling.timestep_subsets import (
     Alphas,
-    Coefficients,
     Subset,
-    ancestral,
     check_timesteps,
-    churn_factor,
-    churned_start,
-    ddim,
-    dpm_solver_2m,
-    heun,
-    heun_in_t,
     respaced_timesteps,
     timestep_subset,
 )
@@ -136,29 +130,32 @@ def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: in
         else None
     )
     visited, noise = coefficients.timesteps, config.churn_noise or 1.0
-    initial = churned_start(alphas[timesteps[-1]], alphas[visited[0]], noise)
+    initial = solvers.churned_start(alphas[timesteps[-1]], alphas[visited[0]], noise)
     return Sampler(config, diffusion, coefficients, visited, initial, memory, spaced)
 
 
 def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> Sampler:
     """Returns the sampler of an objective without timesteps: it visits levels of its own."""
     assert config.steps is not None
-    assert config.skip_schedule is not None
-    sigmas = spaced_levels(diffusion.config, config.steps, config.skip_schedule)
+    if config.name == 'consistency':
+        sigmas = np.array(CONSISTENCY_LEVELS[config.steps])
+    else:
+        assert config.skip_schedule is not None
+        sigmas = spaced_levels(diffusion.config, config.steps, config.skip_schedule)
     table = sigmas
     if config.churn:
         # The levels to which churn raises the noise, for `heun` to find.
-        table = np.union1d(sigmas, sigmas * (1 + churn_factor(config.churn, config.steps)))
+        table = np.union1d(sigmas, sigmas * (1 + solvers.churn_factor(config.churn, config.steps)))
     alphas = 1 / (1 + table**2)
     visited = np.searchsorted(table, sigmas).astype(np.int32)
     memory: Memory = 'velocity'
-    if config.name == 'heun' and diffusion.objective == 'flow':
-        coefficients = heun_in_t(alphas, visited)
+    if config.name == 'heun' and diffusion.prediction == 'flow':
+        coefficients = solvers.heun_in_t(alphas, visited)
     else:
         coefficients, memory = _solve(config, alphas, visited)
     times = time_of_sigma(diffusion.config, table)[coefficients.timesteps]
     first = alphas[coefficients.timesteps[0]]
-    initial = churned_start(alphas[visited[-1]], first, config.churn_noise or 1.0)
+    initial = solvers.churned_start(alphas[visited[-1]], first, config.churn_noise or 1.0)
     return Sampler(
         config,
         diffusion,
@@ -173,17 +170,19 @@ def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> Sampler:
 def _solve(config: SamplerConfig, alphas: Alphas, timesteps: Subset) -> tuple[Coefficients, Memory]:
     """Returns the coefficients of the chosen solver, and the result its evaluations pass on."""
     memory: Memory = ''
-    if config.name == 'ddpm':
-        coefficients = ancestral(alphas, timesteps, large=config.variance == 'fixed_large')
+    if config.name == 'consistency':
+        coefficients = solvers.consistency(alphas, timesteps)
+    elif config.name == 'ddpm':
+        coefficients = solvers.ancestral(alphas, timesteps, large=config.variance == 'fixed_large')
     elif config.name == 'ddim':
         assert config.eta is not None
-        coefficients = ddim(alphas, timesteps, eta=config.eta)
+        coefficients = solvers.ddim(alphas, timesteps, eta=config.eta)
     elif config.name == 'dpmpp_2m':
-        few = FEW_STEPS if config.lower_order_below is None else config.lower_order_below
-        coefficients, memory = dpm_solver_2m(alphas, timesteps, lower_order_below=few), 'x0'
+        few = solvers.FEW_STEPS if config.lower_order_below is None else config.lower_order_below
+        coefficients, memory = solvers.dpm_solver_2m(alphas, timesteps, lower_order_below=few), 'x0'
     else:
         assert config.churn is not None
-        coefficients = heun(
+        coefficients = solvers.heun(
             alphas,
             timesteps,
             churn=config.churn,

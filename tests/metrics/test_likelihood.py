@@ -41,7 +41,7 @@ from jaxunet.metrics.likelihood import Likelihood, Terms, check_has_bound
 from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
-from jaxunet.sampling.solvers import respaced_timesteps
+from jaxunet.sampling.timestep_subsets import respaced_timesteps
 from jaxunet.weights import guided_diffusion
 from jaxunet.weights.files import write_weights
 

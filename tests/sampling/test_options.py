@@ -17,8 +17,8 @@ from jaxunet.sampling.options import as_peer
     [
         (
             {'name': 'dpm'},
-            r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, found \'dpm\'; did you mean '
-            r'"ddpm"',
+            r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, consistency, found \'dpm\'; '
+            r'did you mean "ddpm"',
         ),
         ({'steps': 0}, r'steps: expected 1 to 1000, .* found 0'),
         ({'steps': 1001}, r'steps: expected 1 to 1000, .* found 1001'),
@@ -73,6 +73,10 @@ from jaxunet.sampling.options import as_peer
         ({'guidance_scale': -1.0}, r'guidance_scale: expected 0 or more, found -1.0'),
         ({'guidance_scale': math.inf}, r'guidance_scale: expected 0 or more, found inf'),
         ({'guidance_scale': 2.0}, r'guidance_scale: 2.0 needs a class-conditional model'),
+        (
+            {'name': 'consistency'},
+            r'sampler: expected ddpm or ddim or dpmpp_2m or heun, .*epsilon, found consistency',
+        ),
     ],
 )
 def test_wrong_options_are_named(options, message):

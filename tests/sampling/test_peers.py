@@ -25,7 +25,8 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.sampling import sampler as sampler_module
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import State, make_sampler, run, sample_keys
-from jaxunet.sampling.solvers import dpm_solver_2m, heun, respaced_timesteps
+from jaxunet.sampling.solvers import dpm_solver_2m, heun
+from jaxunet.sampling.timestep_subsets import respaced_timesteps
 
 GOLDEN = np.load(FIXTURES / 'process_golden.npz')
 METHODS = np.load(FIXTURES / 'methods_golden.npz')
