@@ -116,9 +116,9 @@ def consistency_losses(
     reaches = lower > 0
     # The network is never called at level 0, of which edm has no finite time.
     lower_time = time_of_sigma(diffusion.config, jnp.where(reaches, lower, 1))
-    target = _denoised(diffusion, frozen, x0, noise, lower_time)
+    target = denoised(diffusion, frozen, x0, noise, lower_time)
     target = jax.lax.stop_gradient(jnp.where(reaches[:, None, None, None], target, x0))
-    difference = _denoised(diffusion, network, x0, noise, time) - target
+    difference = denoised(diffusion, network, x0, noise, time) - target
     c = diffusion.config.consistency_c
     square = jnp.sum(jnp.square(difference), axis=(1, 2, 3)) + c**2
     # The square root has no derivative at 0.
@@ -126,7 +126,7 @@ def consistency_losses(
     return (norm - c) / gap
 
 
-def _denoised(
+def denoised(
     diffusion: Diffusion, network: Network, x0: Images, noise: Images, time: Times
 ) -> Images:
     """Returns D: the network's prediction of x_0 from x_0 with noise."""

@@ -79,22 +79,19 @@ def tuned(
         return with_values(raw, {path: value_at(saved, path) for path in free})
     of = value_at(raw, OF) or _prediction(start, raw.get('init_from'))
     chosen = CHOSEN | {f'diffusion.{of}_{name}': value for name, value in LEVELS.items()} | {OF: of}
-    cleared = {path: value_at(DEFAULTS, path) for path in free if path.startswith(CLEARED)}
-    changes = {
-        path: value for path, value in (cleared | _taken(start) | chosen).items() if path in free
-    }
-    changed = with_values(raw, changes)
-    same = {path for path, value in changes.items() if value_at(raw, path) == value}
-    asked = value_at(raw, Q), value_at(raw, 'diffusion.consistency_stages'), raw.get('precision')
+    precision, stages = raw.get('precision'), value_at(raw, 'diffusion.consistency_stages')
     reason = ''
-    if asked[0] == 0 and type(asked[1]) is int and asked[1] > 0 and asked[2] in FINEST:
-        q = chosen_q(asked[2], asked[1])
-        changed, chosen = with_values(changed, {Q: q}), chosen | {Q: q}
-        reason = (
-            f'; q^stages is about {FINEST[asked[2]]} in {asked[2]} (docs/few_steps.md says why)'
-        )
-    _log('as in the run of init_from', changed, changes.keys() - chosen.keys() - same)
-    _log('chosen to tune the network', changed, chosen.keys() & {*changes, Q}, reason)
+    if precision in FINEST and isinstance(stages, int) and stages > 0 and Q in free:
+        chosen[Q] = chosen_q(precision, stages)
+        reason = f'; q^stages is about {FINEST[precision]} in {precision} (docs/few_steps.md)'
+    cleared = {path: value_at(DEFAULTS, path) for path in free if path.startswith(CLEARED)}
+    taken = _taken(start)
+    changes = {path: value for path, value in (cleared | taken | chosen).items() if path in free}
+    changed = with_values(raw, changes)
+    differ = {path for path, value in changes.items() if value_at(raw, path) != value}
+    ours = changes.keys() & chosen.keys()
+    _log('as in the run of init_from', changed, differ & (taken.keys() - ours))
+    _log('chosen to tune the network', changed, ours | (differ - taken.keys()), reason)
     return changed
 
 
@@ -110,7 +107,7 @@ def _free(raw: Fields, named: Collection[str]) -> set[str]:
 
     def is_set(path: str) -> bool:
         value = value_at(raw, path)
-        if value == OPEN.get(path, {OF: ''}.get(path)):
+        if value == (OPEN | {OF: '', Q: 0}).get(path):
             return False
         if OBJECTIVE in named:
             return path in named

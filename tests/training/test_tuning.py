@@ -60,7 +60,7 @@ def test_any_recipe_takes_the_network_and_the_images_of_the_teacher(caplog):
         assert 'data.path=photos.zip' in taken
         assert chosen.startswith('chosen to tune the network: model.dropout=0.2, ')
         assert f'diffusion.consistency_q={q}, ' in chosen
-        assert f'q^stages is about {q} in {config.precision}' in chosen
+        assert chosen.endswith(f'; q^stages is about {q} in {config.precision} (docs/few_steps.md)')
 
 
 def test_named_fields_keep_their_values():
