@@ -12,7 +12,7 @@ from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.files import stated_config_of
 
-Found = TypeVar('Found')
+Content = TypeVar('Content')
 
 
 def newest_config(workdir: pathlib.Path) -> Config | None:
@@ -30,14 +30,14 @@ def newest_classes(workdir: pathlib.Path) -> tuple[str, ...]:
 
 
 def _newest(
-    workdir: pathlib.Path, read: Callable[[pathlib.Path, int], Found | None]
-) -> Found | None:
+    workdir: pathlib.Path, read: Callable[[pathlib.Path, int], Content | None]
+) -> Content | None:
     """Returns what `read` finds in the newest checkpoint that it can read; None if in none."""
     for _ in range(LISTINGS):
         steps = saved_steps(workdir)
         for step in steps:
-            if (found := read(workdir, step)) is not None:
-                return found
+            if (content := read(workdir, step)) is not None:
+                return content
         if saved_steps(workdir) == steps:  # otherwise a run has removed some meanwhile
             break
     return None
@@ -71,11 +71,11 @@ def config_at(init_from: object) -> Config | None:
     """
     if not init_from or not isinstance(init_from, str):
         return None
-    found = find(init_from)
-    if found is None:
+    place = find(init_from)
+    if place is None:
         try:
             return stated_config_of(init_from)
         except UserError:
             return None  # `load_initial` reports it
-    workdir, step = found
+    workdir, step = place
     return newest_config(workdir) if step is None else _config_of(workdir, step)

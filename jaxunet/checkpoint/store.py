@@ -32,7 +32,7 @@ from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
 from jaxunet.checkpoint.keeping import Keeping, Scores, reading, remove_unread
 from jaxunet.checkpoint.meta import CHECKSUM, RunFacts, read_meta, sealed
 from jaxunet.checkpoint.refused import RefusedError, raise_if_whole
-from jaxunet.checkpoint.state import Draw, TrainState, draw_state, drawing_device, state_config
+from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_config, traced
 from jaxunet.checkpoint.writer import Writer, read_state, to_disk
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
@@ -66,8 +66,7 @@ class Restored:
 @own_types()
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
-    with jax.default_device(drawing_device()):
-        return jax.eval_shape(jax.jit(draw, static_argnums=0), state_config(config))
+    return traced(draw, state_config(config)).shapes
 
 
 def checksum(tree: object) -> int:
@@ -133,11 +132,11 @@ class Checkpoints:
           CheckpointWriteError: this write could not start.
         """
         assert self._writer is not None, 'read_only'
-        found = checksum(state)
+        state_checksum = checksum(state)
         meta = sealed(
             {
                 'config': to_dict(config),
-                'checksum': found,
+                'checksum': state_checksum,
                 **facts.meta(),
                 **({'network': self._network} if self._network != UNET else {}),
             }
@@ -149,7 +148,9 @@ class Checkpoints:
             earlier = str(error)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         try:
-            self._writer.start(step, state, meta, lambda: self._check_written(step, shapes, found))
+            self._writer.start(
+                step, state, meta, lambda: self._check_written(step, shapes, state_checksum)
+            )
         except Exception as error:
             raise CheckpointWriteError(self._write_failure(error)) from error
         return earlier
@@ -377,12 +378,12 @@ def read(path: str | pathlib.Path) -> Restored:
     Raises:
       UserError: there is none, or none can be read.
     """
-    found = find(path)
-    if found is None:
+    place = find(path)
+    if place is None:
         inside = sorted(p.parent.name for p in pathlib.Path(expanded(path)).glob(f'*/{FOLDER}'))
         hint = f'; it holds the workdirs {listed(inside)}' if inside else ''
         raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{hint}')
-    workdir, step = found
+    workdir, step = place
     checkpoints = Checkpoints(workdir, keep=0, read_only=True)
     restored = checkpoints.restore(step)
     if restored is None:

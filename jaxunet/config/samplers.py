@@ -25,7 +25,7 @@ CONSISTENCY_LEVELS = {
     4: (0.4, 1.1, 5.0, 80.0),
 }
 # Usual steps. ddpm takes every timestep of a model, and 250 steps if it has none (edm, flow).
-DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'heun': 20, 'consistency': 2}
+DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'unipc': 20, 'heun': 20, 'consistency': 2}
 CONTINUOUS_STEPS = {**DEFAULT_STEPS, 'ddpm': 250}
 DDPM_STEPS = 50  # of ddpm while a model trains
 

@@ -1,21 +1,22 @@
-"""The arithmetic of the samplers, in float64: timesteps visited and coefficients per evaluation.
+"""The arithmetic of the samplers, in float64: their coefficients for each evaluation.
 
 An evaluation of the network at (x, t) gives x_0 and ε. Every sampler then updates x by one linear
 rule,
 
-    x ← state · x + x0 · x_0 + noise · ε + memory · M + draw · z,    z ~ N(0, 1),
+    x ← state · x + x0 · x_0 + noise · ε + memory · M + older · M' + draw · z,    z ~ N(0, 1),
 
-where M is a result of the previous evaluation: x_0 (DPM-Solver++), ε (Heun), ε − x_0 (Heun in t) or
-nothing. A sampler is its table of these factors. Objectives without timesteps pass the ᾱ of the
-levels that they visit as a table, and the places in it as timesteps.
+where M is a result of the previous evaluation: x_0 (DPM-Solver++, UniPC), ε (Heun), ε − x_0 (Heun
+in t) or nothing, and M' that of the one before (UniPC). A sampler is its table of these factors.
+Objectives without timesteps pass the ᾱ of the levels that they visit as a table, and the places in
+it as timesteps.
 
 ᾱ, α = √ᾱ, √(1 − ᾱ) and the noise-to-signal ratio σ = √((1 − ᾱ)/ᾱ) belong to the timestep at which
 an evaluation starts; a prime marks those of the timestep to which it leads. The last step leads to
 the image itself, where ᾱ' = 1 and σ' = 0.
 
 Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; DDIM, Song et al. 2021, arXiv 2010.02502;
-DPM-Solver++, Lu et al. 2022, arXiv 2211.01095; EDM, Karras et al. 2022, arXiv 2206.00364;
-consistency models, Song et al. 2023, arXiv 2303.01469.
+DPM-Solver++, Lu et al. 2022, arXiv 2211.01095; UniPC, Zhao et al. 2023, arXiv 2302.04867; EDM,
+Karras et al. 2022, arXiv 2206.00364; consistency models, Song et al. 2023, arXiv 2303.01469.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 from jaxtyping import Float64, Int, Int32
 
-from jaxunet.sampling.timestep_subsets import Alphas, Subset, noise_to_signal
-
 # With fewer evaluations, DPM-Solver++ does not extrapolate on the step to the lowest noise level.
 # diffusers and the text of Lu et al.'s code say 15; what that code tests is 11 in our count, which
 # includes the step to the image. Measured in docs/sampling.md.
 FEW_STEPS = 15
 
+Alphas = Float64[np.ndarray, ' steps']
+Subset = Int32[np.ndarray, ' subset']
 Picked = Float64[np.ndarray, ' subset']  # the values at a Subset
 
 
@@ -41,7 +42,7 @@ class Coefficients:
 
     Fields:
       timesteps: t, the network's input.
-      state, x0, noise, memory, draw: the factors of x, x_0, ε, M and z.
+      state, x0, noise, memory, older, draw: the factors of x, x_0, ε, M, M' and z.
     """
 
     timesteps: Int32[np.ndarray, ' evaluations']
@@ -49,6 +50,7 @@ class Coefficients:
     x0: Float64[np.ndarray, ' evaluations']
     noise: Float64[np.ndarray, ' evaluations']
     memory: Float64[np.ndarray, ' evaluations']
+    older: Float64[np.ndarray, ' evaluations']
     draw: Float64[np.ndarray, ' evaluations']
 
 
@@ -114,34 +116,82 @@ def consistency(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
 
 
 def dpm_solver_2m(
-    alphas_cumprod: Alphas, timesteps: Subset, *, lower_order_below: int = FEW_STEPS
+    alphas_cumprod: Alphas,
+    timesteps: Subset,
+    *,
+    eta: float = 0.0,
+    lower_order_below: int = FEW_STEPS,
 ) -> Coefficients:
-    """Returns the coefficients of DPM-Solver++(2M) (Lu et al. algorithm 2).
+    """Returns the coefficients of DPM-Solver++(2M) (Lu et al. algorithm 2), or of its SDE.
 
     With λ = −log σ, h = λ' − λ, r = h_previous / h and M the previous evaluation's x_0,
-        x' = √(1−ᾱ')/√(1−ᾱ) x + α' (1 − e^−h) D,    D = (1 + 1/2r) x_0 − 1/2r M.
+        x' = √(1−ᾱ')/√(1−ᾱ) e^−ηh x + α' (1 − e^−(1+η)h) D + √(1−ᾱ') √(1 − e^−2ηh) z,
+        D = (1 + 1/2r) x_0 − 1/2r M.
     Three steps are first order (D = x_0): the first; the last, which leads to the image (h is
     infinite and x' = x_0); and, with few evaluations, the one to the lowest noise level.
 
     Args:
       alphas_cumprod: ᾱ of the model's T timesteps.
       timesteps: timesteps visited, ascending.
+      eta: η; 0 is deterministic, 1 is SDE-DPM-Solver++(2M).
       lower_order_below: the fewest evaluations with a second-order step to the lowest level.
     """
     alphas, previous = _from_to(alphas_cumprod, timesteps)
-    log_snr = -np.log(noise_to_signal(alphas))  # λ, ascending
-    h = np.diff(log_snr)
-    x0 = np.append(-np.sqrt(previous[:-1]) * np.expm1(-h), 1.0)
+    h = _log_snr_steps(alphas)
+    decay = np.append(np.exp(-eta * h) if eta else np.ones_like(h), 1.0)
+    x0 = np.append(-np.sqrt(previous[:-1]) * np.expm1(-(1 + eta) * h), 1.0)
     extrapolation = np.zeros(len(alphas))  # 1/2r
     extrapolation[1:-1] = h[1:] / (2 * h[:-1])
     if len(alphas) < lower_order_below:
         extrapolation[-2:] = 0
     return _coefficients(
         timesteps[::-1],
-        state=np.sqrt((1 - previous) / (1 - alphas)),
+        state=np.sqrt((1 - previous) / (1 - alphas)) * decay,
         x0=x0 * (1 + extrapolation),
         memory=-x0 * extrapolation,
+        draw=np.sqrt((1 - previous) * (1 - decay**2)),
     )
+
+
+def unipc(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
+    """Returns the coefficients of UniPC of order 2 with B(h) = e^h − 1 (Zhao et al. algorithm 1).
+
+    Predictor: the step of DPM-Solver++(2M). Corrector: the evaluation at x gives m, the two before
+    it gave M and M'. With h the step that led to x, r = h_previous / h and φ = e^−h − 1, x becomes
+        x − α φ (c (m − M) + (1/2 − d) (M' − M)/r),
+    before the next predictor, where d + c = b_1 and c − r d = b_2 with b_1 = −(φ/h + 1)/φ and
+    b_2 = 2 ((φ/h + 1)/h − 1/2)/φ; after the first step, which is first order, c = d = 1/2. The step
+    to the image is first order, too (x' = x_0).
+
+    Args:
+      alphas_cumprod: ᾱ of the model's T timesteps.
+      timesteps: timesteps visited, ascending.
+    """
+    alphas = alphas_cumprod[timesteps][::-1]
+    h = _log_snr_steps(alphas)
+    predictor = dpm_solver_2m(alphas_cumprod, timesteps, lower_order_below=0)
+    correction = np.zeros((3, len(alphas)))  # factors of m, M and M' in the corrected x
+    for i in range(1, len(alphas)):
+        phi, scale = np.expm1(-h[i - 1]), -np.sqrt(alphas[i]) * np.expm1(-h[i - 1])
+        c, older = 0.5, 0.0
+        if i > 1:
+            inner, ratio = phi / h[i - 1] + 1, h[i - 2] / h[i - 1]
+            first, second = -inner / phi, 2 * (inner / h[i - 1] - 0.5) / phi
+            d = (first - second) / (1 + ratio)
+            c, older = first - d, (0.5 - d) / ratio
+        correction[:, i] = scale * c, -scale * (c + older), scale * older
+    return _coefficients(
+        timesteps[::-1],
+        state=predictor.state,
+        x0=predictor.x0 + predictor.state * correction[0],
+        memory=predictor.memory + predictor.state * correction[1],
+        older=predictor.state * correction[2],
+    )
+
+
+def _log_snr_steps(alphas: Picked) -> Float64[np.ndarray, ' steps']:
+    """Returns h = λ' − λ of all steps but the last, which leads to the image."""
+    return np.diff(-np.log(noise_to_signal(alphas)))
 
 
 def heun(
@@ -246,3 +296,9 @@ def _raised(
     nearest = np.rint(np.interp(wanted, np.log(sigmas), np.arange(len(sigmas)))).astype(np.int64)
     within = (sigmas[timesteps] >= churn_range[0]) & (sigmas[timesteps] <= churn_range[1])
     return np.where(within, np.maximum(nearest, timesteps), timesteps)
+
+
+def noise_to_signal(alphas_cumprod: Alphas) -> Alphas:
+    """Returns σ = √((1 − ᾱ)/ᾱ), EDM's noise level; λ = −log σ is half the log-SNR."""
+    with np.errstate(divide='ignore'):
+        return np.sqrt((1 - alphas_cumprod) / alphas_cumprod)

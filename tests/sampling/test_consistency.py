@@ -112,7 +112,7 @@ def test_a_mask_keeps_the_rest_of_the_picture():
         ({'name': 'heun'}, r'sampler: expected consistency, .*=consistency, found heun'),
         ({'skip_schedule': 'karras'}, r'skip_schedule: karras .* has fixed; leave it out'),
         ({'guidance_scale': 2.0}, r'guidance_scale: .* expected 1, or 0 .*, found 2'),
-        ({'eta': 1.0}, r'eta: only sampler=ddim has it'),
+        ({'eta': 1.0}, r'eta: only .*ddim.* found eta=1.0 with sampler=consistency'),
         ({'respacing': '10'}, r"respacing: '10' picks timesteps, .* does not have; use steps"),
     ],
 )

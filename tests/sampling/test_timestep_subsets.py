@@ -12,7 +12,7 @@ from jaxunet.config.samplers import samplers_of
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
-from jaxunet.sampling import timestep_subsets as subsets
+from jaxunet.sampling import solvers, subsets
 
 
 @pytest.mark.parametrize('kind', subsets.SKIP_SCHEDULES)
@@ -63,7 +63,7 @@ def test_one_step_starts_from_noise_or_from_the_image():
 @pytest.mark.parametrize('schedule', ['linear', 'cosine'])
 def test_noise_level_subsets_are_the_nearest_levels(schedule):
     a = alphas(schedule=schedule)
-    sigmas = subsets.noise_to_signal(a)
+    sigmas = solvers.noise_to_signal(a)
     low, high = (
         sigmas[0],
         {'karras': sigmas[sigmas <= 80][-1], 'log_snr': sigmas[sigmas <= math.exp(5.1)][-1]},

@@ -1,8 +1,7 @@
-"""The timesteps that a sampler visits: subsets of a model's T, as other programs choose them too.
+"""The timesteps that a sampler visits where it does not visit all.
 
-Sources: DDIM, Song et al. 2021, arXiv 2010.02502; respacing, Nichol & Dhariwal 2021, arXiv
-2102.09672 (openai/guided-diffusion), and tqch/ddpm-torch; log σ, Lu et al. 2022, arXiv 2211.01095;
-EDM, Karras et al. 2022, arXiv 2206.00364.
+Sources: respacing, Nichol & Dhariwal 2021, arXiv 2102.09672 (openai/guided-diffusion), and
+tqch/ddpm-torch; the spacings, see `timestep_subset`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float64, Int32, Integer
+from jaxtyping import Integer
 
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.sampling.solvers import Alphas, Subset, noise_to_signal
 
 SKIP_SCHEDULES = ('linear', 'quadratic', 'log_snr', 'karras')
 RHO = 7  # ρ of EDM eq. 5
@@ -20,15 +20,6 @@ RHO = 7  # ρ of EDM eq. 5
 # the cosine schedule. Noisier timesteps contain almost nothing of the image, but the cosine
 # schedule's σ reaches 20,000 and would take most of a small number of steps.
 HIGHEST = {'karras': 80.0, 'log_snr': float(np.exp(5.1))}
-
-Alphas = Float64[np.ndarray, ' steps']
-Subset = Int32[np.ndarray, ' subset']
-
-
-def noise_to_signal(alphas_cumprod: Alphas) -> Alphas:
-    """Returns σ = √((1 − ᾱ)/ᾱ), EDM's noise level; λ = −log σ is half the log-SNR."""
-    with np.errstate(divide='ignore'):
-        return np.sqrt((1 - alphas_cumprod) / alphas_cumprod)
 
 
 def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> Subset:
