@@ -38,7 +38,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.own_types import own_types
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 
 UNET = 'UNet'  # the network of checkpoints that name none
 NO_FACTS = RunFacts()
@@ -380,7 +380,7 @@ def read(path: str | pathlib.Path) -> Restored:
     """
     place = find(path)
     if place is None:
-        inside = sorted(p.parent.name for p in pathlib.Path(expanded(path)).glob(f'*/{FOLDER}'))
+        inside = sorted(p.parent.name for p in pathlib.Path(on_disk(path)).glob(f'*/{FOLDER}'))
         hint = f'; it holds the workdirs {listed(inside)}' if inside else ''
         raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{hint}')
     workdir, step = place

@@ -26,6 +26,7 @@ from jaxunet.model.unet import Params
 from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime.errors import UserError, itemized
+from jaxunet.runtime.remote import on_disk
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.gradients import LossFn, StepParts
 from jaxunet.training.session import Session
@@ -121,7 +122,7 @@ def starting_state(config: Config) -> TrainState:
         config's in more than the number of classes.
     """
     state = fresh_state(config, draw_state)
-    path = pathlib.Path(config.init_from)
+    path = pathlib.Path(on_disk(config.init_from))
     if path.is_dir():
         path /= FILE
     found = read_classifier(path, config)

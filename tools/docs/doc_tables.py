@@ -224,10 +224,7 @@ def starts() -> str:
         seconds.setdefault(key, {})[row['cache']] = f'{row["first_s"]:.1f}'
     return markdown.table(
         ('command', 'precision', *(f'{cache} cache, s' for cache in CACHES)),
-        (
-            (*key, *(by_cache[cache] for cache in CACHES))
-            for key, by_cache in sorted(seconds.items())
-        ),
+        ((*key, *(each[cache] for cache in CACHES)) for key, each in sorted(seconds.items())),
     )
 
 
