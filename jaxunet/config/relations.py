@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 
 from jaxunet.config.consistency import consistency_problems
@@ -18,6 +19,7 @@ LEAST_STEPS_OF_WEIGHTING = {'speed': 3}
 MAX_STEPS_PER_CALL = 20
 # The largest width of an average: the plain mean over the run.
 MAX_WIDTH = 12**-0.5
+BACKGROUNDS = ('white', 'black', 'keep', 'drop')
 METRICS = ('fid', 'sfid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
 HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 
@@ -43,7 +45,17 @@ def check_relations(config: Config) -> list[str]:
 
     The UNet's shape is checked only if all other checks pass, because it relies on them.
     """
-    sections = (_start, _model, _diffusion, _data, _optimizer, _ema, _train, _evaluation)
+    sections = (
+        _start,
+        _model,
+        _diffusion,
+        check_pixels,
+        _data,
+        _optimizer,
+        _ema,
+        _train,
+        _evaluation,
+    )
     problems = [problem for check in sections for problem in check(config)]
     return problems or list(_unet_shape(config))
 
@@ -166,6 +178,29 @@ def _continuous(config: Config) -> Iterator[str]:
         )
 
 
+def check_pixels(config: Config) -> Iterator[str]:
+    """Yields one line per problem of the fields that say how stored values become pixels."""
+    d, channels = config.data, config.model.image_channels
+    if d.background not in BACKGROUNDS and not re.fullmatch('#[0-9a-fA-F]{6}', d.background):
+        hint = near_misses(d.background, BACKGROUNDS)
+        yield (
+            f'data.background: expected white, black, #rrggbb, keep or drop, found '
+            f'{d.background!r}{hint}'
+        )
+    if d.background == 'keep' and channels != 4:
+        yield (
+            'data.background: keep draws opacity as a fourth channel; '
+            f'expected model.image_channels=4, found {channels}'
+        )
+    if d.range and not (len(d.range) == 2 and d.range[0] < d.range[1]):
+        yield f'data.range: expected LOWEST,HIGHEST, such as 0,4095, found {d.range}'
+    if d.range and d.background == 'keep':
+        yield (
+            'data.range: images with opacity (data.background=keep) use the full range of their '
+            'type; leave it out'
+        )
+
+
 def _data(config: Config) -> Iterator[str]:
     d, classes = config.data, config.model.num_classes
     accumulate_steps = config.optimizer.accumulate_steps
@@ -240,10 +275,10 @@ def _train(config: Config) -> Iterator[str]:
     t, steps, channels = config.train, config.diffusion.steps, config.model.image_channels
     if t.sample_every and t.sample_steps > steps and not config.diffusion.continuous:
         yield f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({steps})'
-    if t.sample_every and channels not in (1, 3):
+    if t.sample_every and channels not in (1, 3) and config.data.background != 'keep':
         yield (
             f'model.image_channels: sample grids need 1 (grey) or 3 (RGB), found {channels}; other '
-            'channels, which only .npz and .bin have, need train.sample_every=0'
+            'channels, which only .npz, .npy and .bin have, need train.sample_every=0'
         )
     if len(set(t.loggers)) < len(t.loggers):
         yield f'train.loggers: expected each once, found {", ".join(t.loggers)}'
@@ -310,6 +345,11 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield (
             'model.image_channels: evaluation compares images of 1 or 3, '
             f'found {m.image_channels}; set train.evaluate_every=0'
+        )
+    if evaluates and config.data.bits != 8:
+        yield (
+            f'data.bits: evaluation compares images of 8 bits, found {config.data.bits}; set '
+            'train.evaluate_every=0'
         )
 
 

@@ -9,8 +9,9 @@ Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,18 +23,13 @@ from jaxunet.config import ModelConfig
 from jaxunet.model.dropout import block_dropout
 from jaxunet.model.initializers import INITIALIZERS
 from jaxunet.ops.activation import Activation, at_least_float32
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.conv3x3.upsampling import nearest
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.vocabulary import Ops, WithInput
 from jaxunet.runtime.errors import UserError
 
 Initializer = Callable[..., Array]
-
-
-class NormOptions(TypedDict):
-    """The keyword arguments that every norm of a network shares."""
-
-    groups: int
-    eps: float
 
 
 def parameter(
@@ -124,10 +120,10 @@ class Block(nn.Module):
             name=name,
         )
 
-    @property
-    def norm(self) -> NormOptions:
-        """The options of every norm."""
-        return {'groups': self.model.norm_groups, 'eps': self.model.norm_eps}
+    def norm(self, name: str, channels: int) -> Norm:
+        """Returns the parameters of a norm."""
+        scale, offset = Affine(channels, name=name)()
+        return Norm(scale, offset, self.model.norm_groups, self.model.norm_eps)
 
 
 class Shifts(NamedTuple):
@@ -178,9 +174,9 @@ class ResBlock(Block):
           shifts: this block's; None during initialization, when the block creates their parameters.
         """
         channels, features = x.channels, self.features
-        scale_1, offset_1 = Affine(channels, name='norm_1')()
+        norm_1 = self.norm('norm_1', channels)
         kernel_1, shift_1 = self.kernel('conv_1', 3, 3, channels, features)
-        scale_2, offset_2 = Affine(features, name='norm_2')()
+        norm_2 = self.norm('norm_2', features)
         kernel_2, shift_2 = self.kernel('conv_2', 3, 3, features, features, zero=True)
         shortcut, bias = None, None
         if channels != features:
@@ -193,35 +189,29 @@ class ResBlock(Block):
             shifts = Shifts(embedded, None if bias is None else shift_2 + bias)
         if self.model.scale_shift_norm:
             scale, offset = jnp.split(shifts.embedded, 2, axis=-1)
-            scale_2, offset_2 = scale_2 * (1 + scale), offset_2 * (1 + scale) + offset
+            norm_2 = dataclasses.replace(
+                norm_2,
+                scale=norm_2.scale * (1 + scale),
+                offset=norm_2.offset * (1 + scale) + offset,
+            )
         else:
             shift_1 = shifts.embedded
         if shifts.second is not None:
             shift_2 = shifts.second
-        h, x, skip = _first_half(self, x, scale_1, offset_1, kernel_1, shift_1)
-
-        if dropout_seeds is not None:
-            dropout = block_dropout(dropout_seeds, self.model.dropout, self.path)
-            active = self.ops.group_norm(
-                h, scale_2, offset_2, silu=True, dropout=dropout, **self.norm
-            )
-            y = self.ops.conv3x3(
-                Activation.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut
-            )
-        else:
-            y = self.ops.norm_silu_conv3x3(
-                h, scale_2, offset_2, kernel_2, shift_2, residual=x, shortcut=shortcut, **self.norm
-            )
-        return WithInput(y, skip)
+        first = Convolution(image=x, norm=norm_1, kernel=kernel_1, shift=shift_1)
+        h, x, skip = _first_half(self, first)
+        second = Convolution(
+            image=h, norm=norm_2, kernel=kernel_2, shift=shift_2, residual=x, shortcut=shortcut
+        )
+        if dropout_seeds is None:
+            return WithInput(self.ops.norm_silu_conv3x3(second), skip)
+        dropout = block_dropout(dropout_seeds, self.model.dropout, self.path)
+        active = self.ops.group_norm(h, norm_2, silu=True, dropout=dropout)
+        return WithInput(self.ops.conv3x3(second.of(active)), skip)
 
 
 def _first_half(
-    block: ResBlock,
-    x: Activation,
-    scale: Float[Array, '1 channels'],
-    offset: Float[Array, '1 channels'],
-    kernel: Array,
-    shift: Float[Array, 'rows features'],
+    block: ResBlock, conv: Convolution
 ) -> tuple[Activation, Activation, tuple[Activation, ...]]:
     """Returns the result of a block's first convolution, x at its resolution, and copies of x.
 
@@ -229,16 +219,14 @@ def _first_half(
     another module.
     """
     if not block.resample:
-        h, (x, *copies) = block.ops.norm_silu_conv3x3_and_input(
-            x, scale, offset, kernel, shift, copies=1 + block.skip, **block.norm
-        )
+        h, (x, *copies) = block.ops.norm_silu_conv3x3_and_input(conv, copies=1 + block.skip)
         return h, x, tuple(copies)
-    active = block.ops.group_norm(x, scale, offset, silu=True, **block.norm)
+    active = block.ops.group_norm(conv.image, conv.required_norm, silu=True)
     if block.resample == 'down':
-        h = block.ops.conv3x3(Activation.of(average_pool(active)), kernel, shift)
-        return h, Activation.of(average_pool(x.value)), ()
-    h = block.ops.upsample_conv3x3(Activation.of(active), kernel, shift)
-    return h, Activation.of(nearest(x.value)), ()
+        h = block.ops.conv3x3(conv.of(average_pool(active)))
+        return h, Activation.of(average_pool(conv.image.value)), ()
+    h = block.ops.upsample_conv3x3(conv.of(active))
+    return h, Activation.of(nearest(conv.image.value)), ()
 
 
 class AttentionBlock(Block):
@@ -259,8 +247,7 @@ class AttentionBlock(Block):
         """
         channels, (batch, height, width) = x.channels, x.parts[0].shape[:3]
         heads = self._heads(channels)
-        scale, offset = Affine(channels, name='norm')()
-        normed, (x,) = self.ops.group_norm_and_input(x, scale, offset, **self.norm)
+        normed, (x,) = self.ops.group_norm_and_input(x, self.norm('norm', channels))
         qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels))
         y = self.ops.attention(qkv.reshape(batch, height * width, 3 * channels), num_heads=heads)
         return Activation.of(
@@ -301,7 +288,7 @@ class Resample(Block):
         ).astype(self.dtype)
         bias = parameter(self, 'bias', nn.initializers.zeros, (channels,))[None, :]
         if self.direction == 'up':
-            return self.ops.upsample_conv3x3(x, kernel, bias)
+            return self.ops.upsample_conv3x3(Convolution(image=x, kernel=kernel, shift=bias))
         pad = (1, 1) if self.model.downsample_padding == 'symmetric' else (0, 1)
         y = jax.lax.conv_general_dilated(
             value, kernel, (2, 2), (pad, pad), dimension_numbers=('NHWC', 'HWIO', 'NHWC')

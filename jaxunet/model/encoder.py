@@ -27,6 +27,7 @@ from jaxunet.model.dropout import dropout_seeds
 from jaxunet.model.embeddings import label_embedding, timestep_embedding
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Copies
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.vocabulary import WithInput
 from jaxunet.runtime.errors import UserError
@@ -116,14 +117,14 @@ class Encoder(Block):
         if self.augmentation_inputs and self.is_initializing():
             augmentation = jnp.zeros((t.shape[0], self.augmentation_inputs), float32)
         if augmentation is not None:
-            told = nn.Dense(
+            augmentation_layer = nn.Dense(
                 m.base_channels,
                 use_bias=False,
                 dtype=float32,
                 kernel_init=nn.initializers.zeros,
                 name=AUGMENTATION,
             )
-            waves = waves + told(augmentation)
+            waves = waves + augmentation_layer(augmentation)
         embedding = self.dense(f'{TIME_EMBEDDING}0', width, dtype=float32)(waves)
         embedding = self.dense(f'{TIME_EMBEDDING}1', width, dtype=float32)(jax.nn.silu(embedding))
         if m.num_classes == 0:
@@ -158,9 +159,9 @@ class Encoder(Block):
                 layers.append(Projection(None, seconds))
         with jax.named_scope('embed'):
             active = jax.nn.silu(embedding).astype(self.dtype)
-            found = iter(self.ops.project(active, layers))
+            results = iter(self.ops.project(active, layers))
         return {
-            name: Shifts(next(found), next(found) if 'shortcut' in block else None)
+            name: Shifts(next(results), next(results) if 'shortcut' in block else None)
             for name, block in blocks.items()
         }
 
@@ -236,7 +237,8 @@ def encode(
     """
     m, channels = network.model, network.channels
     kernel, bias = network.kernel('conv_in', 3, 3, x.shape[-1], channels[0])
-    h = network.ops.conv3x3(Activation.of(x.astype(network.dtype)), kernel, bias)
+    image = Activation.of(x.astype(network.dtype))
+    h = network.ops.conv3x3(Convolution(image=image, kernel=kernel, shift=bias))
     skips = []
     for level, features in enumerate(channels):
         for i in range(m.num_res_blocks):
