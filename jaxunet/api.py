@@ -50,7 +50,8 @@ from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.preemption import Caller
 from jaxunet.training.start import check_workdir, open_checked
-from jaxunet.training.values import Recipe, chosen_values
+from jaxunet.training.tuning import tuned
+from jaxunet.training.values import Recipe, chosen_values, fields_by_path
 
 __all__ = ['Model', 'Run', 'UserError', 'evaluate', 'load', 'train', 'train_rows']
 
@@ -192,7 +193,9 @@ def train_rows(
     with guarded('this run'), contextlib.nullcontext() if bar else hidden():
         values = chosen_values(config, fields, given)
         saved = newest_config(folder)
-        made = complete(values, saved, config_at(values.get('init_from')), given)
+        start = config_at(values.get('init_from'))
+        named = [path for path, _ in fields_by_path(fields)]
+        made = complete(tuned(values, saved, start, named), saved, start, given)
         check_used(made, earlier=[saved] if saved else [])
         check_workdir(made, folder)
         source = open_checked(made, given)

@@ -250,8 +250,11 @@ def _meanings(theirs: Config, ours: Config) -> list[str]:
         'diffusion.objective': 'the output of the last layer means something else',
         'diffusion.edm_sigma_data': 'input and output have other scales',
     }
+    tunes = ours.diffusion.objective == 'consistency'
     for name, value in diffusion_fields(theirs).items():
-        if name in our_fields and our_fields[name] != value:
+        if tunes and name == 'diffusion.objective':
+            lines.append(f'tuned: the prediction of {ours.diffusion.prediction}, for consistency')
+        elif name in our_fields and our_fields[name] != value:
             lines.append(
                 f'changed: {name}: {value} there, {our_fields[name]} here; {consequences[name]}'
             )

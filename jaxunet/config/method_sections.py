@@ -65,15 +65,16 @@ class DiffusionConfig:
     """
 
     # epsilon | x0 | v, at the timesteps of `schedule`; edm | flow, at continuous noise levels;
-    # '' = chosen.
+    # consistency: tunes the edm or flow network of init_from to draw in one or two evaluations
+    # (`jaxunet.training.consistency`); '' = chosen.
     objective: str = option(
         'epsilon',
-        choices=('epsilon', 'x0', 'v', 'edm', 'flow'),
+        choices=('epsilon', 'x0', 'v', 'edm', 'flow', 'consistency'),
         prefixes=True,
         left_open='',
         once='prediction',
     )
-    # T: number of timesteps, or of slices of equal probability for edm and flow.
+    # T: number of timesteps, or of slices of equal probability for continuous noise levels.
     steps: int = option(1000, POSITIVE, limit=10**6)
     # epsilon, x0 and v: linear (DDPM; also means unset) | cosine (IDDPM). edm and flow have none.
     schedule: str = option('linear', choices=('linear', 'cosine'))
@@ -85,6 +86,17 @@ class DiffusionConfig:
     # flow: mean and standard deviation of logit(t) in training
     flow_mean: float = option(0.0, since='0.2.0')
     flow_std: float = option(1.0, POSITIVE, since='0.2.0')
+    # What the network predicts, edm or flow; '' = as that of init_from.
+    consistency_of: str = option('', choices=('', 'edm', 'flow'), since='0.2.0')
+    # Discretisation: at σ much above 1, the target is at the noise level (1 - 1/q) σ, so larger
+    # values are finer. 0 = chosen by precision (`jaxunet.config.consistency`).
+    consistency_q: int = option(
+        0, Range('0 (chosen), or 2 or more', lambda v: v == 0 or v >= 2), limit=2**16, since='0.2.0'
+    )
+    # Equal parts of the run; the k-th takes q^k in place of q.
+    consistency_stages: int = option(1, POSITIVE, limit=16, since='0.2.0')
+    # c of the loss √(‖·‖² + c²) - c; 0 = the norm itself
+    consistency_c: float = option(0.0, NOT_NEGATIVE, since='0.2.0')
     learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
     # Weight of the variational bound in the hybrid loss; with kl_loss, the loss is the bound alone.
     vlb_weight: float = option(
@@ -99,9 +111,14 @@ class DiffusionConfig:
     kl_loss: bool = option(False, since='0.2.0')
 
     @property
+    def prediction(self) -> str:
+        """The network's prediction: epsilon, x0, v, edm or flow."""
+        return self.consistency_of if self.objective == 'consistency' else self.objective
+
+    @property
     def continuous(self) -> bool:
         """True if noise levels are continuous, without timesteps."""
-        return self.objective in ('edm', 'flow')
+        return self.objective in ('edm', 'flow', 'consistency')
 
     @property
     def time_scale(self) -> float:

@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Iterator
 
+from jaxunet.config.consistency import consistency_problems
 from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.config.schema import FACTS, Config
 from jaxunet.runtime.errors import near_misses
@@ -138,8 +139,8 @@ def _continuous(config: Config) -> Iterator[str]:
     if d.schedule != 'linear':
         yield (
             f'diffusion.schedule: {d.schedule} belongs to the objectives epsilon, x0 and v; '
-            f'{d.objective} has continuous noise levels, set by diffusion.{d.objective}_mean and '
-            f'{d.objective}_std; leave schedule out'
+            f'{d.objective} has continuous noise levels, set by diffusion.{d.prediction}_mean and '
+            f'{d.prediction}_std; leave schedule out'
         )
     if d.rescale_timesteps:
         yield (
@@ -156,6 +157,9 @@ def _continuous(config: Config) -> Iterator[str]:
             f'diffusion.kl_loss: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
             'steps for a variational bound'
         )
+    if d.objective == 'consistency':
+        yield from consistency_problems(config)
+        return
     if config.timesteps.sampler in ('speed', 'speed_code', 'policy'):
         yield (
             f'timesteps.sampler: {config.timesteps.sampler} is defined by the timesteps of '
@@ -320,6 +324,11 @@ def _evaluation(config: Config) -> Iterator[str]:
     if evaluates and e.steps > config.diffusion.steps and not config.diffusion.continuous:
         yield (
             f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'
+        )
+    if sampler == 'consistency' != objective:
+        yield (
+            'evaluation.sampler: consistency draws with models of diffusion.objective=consistency, '
+            f'found {objective}'
         )
     if e.variance and sampler != 'ddpm':
         yield f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {found}'

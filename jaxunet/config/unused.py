@@ -69,7 +69,10 @@ def _problems(configs: Sequence[Config], path: str, choice: Choice) -> Iterator[
     chooser, needed = choice
     chosen: dict[object, list[object]] = {}  # by value of the field
     for config in configs:
-        chosen.setdefault(_value(config, path), []).append(_value(config, chooser))
+        found = _value(config, chooser)
+        if chooser == 'diffusion.objective' and needed == config.diffusion.prediction:
+            found = needed  # the noise levels in which a consistency model is trained
+        chosen.setdefault(_value(config, path), []).append(found)
     for value, found in chosen.items():
         if value != _value(Config(), path) and needed not in found:
             others = ', '.join(dict.fromkeys(map(str, found)))

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, Key, Real
 
+from jaxunet.config.samplers import CONSISTENCY_LEVELS
 from jaxunet.diffusion.levels import spaced_levels, time_of_sigma
 from jaxunet.diffusion.process import (
     Diffusion,
@@ -46,6 +47,7 @@ from jaxunet.sampling.solvers import (
     ancestral,
     churn_factor,
     churned_start,
+    consistency,
     ddim,
     dpm_solver_2m,
     heun,
@@ -159,8 +161,11 @@ def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> tuple[Sa
     It visits levels of its own.
     """
     assert config.steps is not None
-    assert config.skip_schedule is not None
-    sigmas = spaced_levels(diffusion.config, config.steps, config.skip_schedule)
+    if config.name == 'consistency':
+        sigmas = np.array(CONSISTENCY_LEVELS[config.steps])
+    else:
+        assert config.skip_schedule is not None
+        sigmas = spaced_levels(diffusion.config, config.steps, config.skip_schedule)
     table = sigmas
     if config.churn:
         # The levels to which churn raises the noise, for `heun` to find.
@@ -168,7 +173,7 @@ def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> tuple[Sa
     alphas = 1 / (1 + table**2)
     visited = np.searchsorted(table, sigmas).astype(np.int32)
     memory: Memory = 'velocity'
-    if config.name == 'heun' and diffusion.objective == 'flow' and not config.churn:
+    if config.name == 'heun' and diffusion.prediction == 'flow' and not config.churn:
         coefficients = heun_in_t(alphas, visited)
     else:
         coefficients, memory = _solve(config, alphas, visited)
@@ -183,7 +188,9 @@ def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> tuple[Sa
 def _solve(config: SamplerConfig, alphas: Alphas, timesteps: Subset) -> tuple[Coefficients, Memory]:
     """Returns the coefficients of the chosen solver, and the result its evaluations pass on."""
     memory: Memory = ''
-    if config.name == 'ddpm':
+    if config.name == 'consistency':
+        coefficients = consistency(alphas, timesteps)
+    elif config.name == 'ddpm':
         coefficients = ancestral(alphas, timesteps, large=config.variance == 'fixed_large')
     elif config.name == 'ddim':
         assert config.eta is not None

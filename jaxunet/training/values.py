@@ -33,7 +33,7 @@ def chosen_values(recipe: Recipe, fields: Mapping[str, object], given: Source | 
       UserError: an unknown recipe or field, or a name that several sections have.
     """
     values = _read(recipe)
-    by_path = dict(_by_path(fields))
+    by_path = dict(fields_by_path(fields))
     for path, value in by_path.items():
         section, _, name = path.rpartition('.')
         (values[section] if section else values)[name] = value
@@ -54,7 +54,7 @@ def _read(recipe: Recipe) -> Fields:
     return recipe.to_dict()
 
 
-def _by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
+def fields_by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
     """Returns the values of fields by their paths, such as data.path."""
     known: dict[str, Any] = default_config().to_dict()
     sections = {name: section for name, section in known.items() if isinstance(section, dict)}
@@ -64,7 +64,7 @@ def _by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
     for given, value in fields.items():
         name = RENAMED.get(given, given)
         if name in sections and isinstance(value, Mapping):
-            found += _by_path({f'{name}.{field}': each for field, each in value.items()})
+            found += fields_by_path({f'{name}.{field}': each for field, each in value.items()})
             continue
         matches = [name] if name in paths else [p for p in paths if p.endswith(f'.{name}')]
         if name in sections:

@@ -55,7 +55,9 @@ def diffusion_fields(config: Config) -> Fields:
             'diffusion.schedule': diffusion.schedule,
             'diffusion.rescale_timesteps': diffusion.time_scale != 1,
         }
-    if diffusion.objective == 'edm':
+    if diffusion.objective == 'consistency':
+        fields['diffusion.consistency_of'] = diffusion.consistency_of
+    if diffusion.prediction == 'edm':
         fields['diffusion.edm_sigma_data'] = diffusion.edm_sigma_data
     return fields
 

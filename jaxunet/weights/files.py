@@ -21,7 +21,7 @@ from jaxunet.weights import diffusers_folder, guided_diffusion, noisy_classifier
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
 from jaxunet.weights.noisy_classifier import Classifier
-from jaxunet.weights.own_metadata import METADATA, dump_metadata
+from jaxunet.weights.own_metadata import METADATA, dump_metadata, load_metadata
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 from jaxunet.weights.state_dicts import (
     MOMENTS,
@@ -81,6 +81,19 @@ def read_weights(
             with TorchFile(str(path), file, ema, trained=trained) as state:
                 return read_state(state, given)
         return read_state(SafetensorsFile(str(path), file), given)
+
+
+def stated_config_of(path: str | os.PathLike[str]) -> Config | None:
+    """Returns the config that our writer stored in a .safetensors; None if there is none.
+
+    Raises:
+      UserError: the file is missing, of another kind or damaged.
+    """
+    path = expanded(path)
+    if extension_of(path) != '.safetensors':
+        return None
+    with opened(path) as file:
+        return load_metadata(str(path), SafetensorsFile(str(path), file).metadata).config
 
 
 def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
