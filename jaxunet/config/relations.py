@@ -17,6 +17,8 @@ LEAST_STEPS_OF_WEIGHTING = {'speed': 3}
 MAX_STEPS_PER_CALL = 20
 # The largest width of an average: the plain mean over the run.
 MAX_WIDTH = 12**-0.5
+# Filters of model.resample_filter: box, and NCSN++'s.
+FILTERS = ((1, 1), (1, 3, 3, 1))
 METRICS = ('fid', 'sfid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
 HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 
@@ -76,6 +78,31 @@ def _model(config: Config) -> Iterator[str]:
         yield f'model.low_res_size: expected (side,) or (height, width), found {m.low_res_size}'
     if m.label_dropout and not m.num_classes:
         yield f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0'
+    yield from _song(config)
+
+
+def _song(config: Config) -> Iterator[str]:
+    """Checks the options of DDPM++ and NCSN++ that need others."""
+    m = config.model
+    if m.resample_filter not in FILTERS:
+        yield (f'model.resample_filter: expected (1, 1) or (1, 3, 3, 1), found {m.resample_filter}')
+    elif m.resample_filter != (1, 1) and m.conv_resample and not m.resblock_updown:
+        yield (
+            f'model.resample_filter: {m.resample_filter} has no effect on the convolutions of '
+            'model.conv_resample; leave one of them out'
+        )
+    if m.resample_proj and not m.resblock_updown:
+        yield 'model.resample_proj: True needs model.resblock_updown=True'
+    if m.time_embedding == 'fourier' and config.diffusion.objective != 'edm':
+        yield (
+            'model.time_embedding: fourier embeds ln σ, so it needs diffusion.objective=edm, '
+            f'found {config.diffusion.objective}'
+        )
+    if m.time_embedding == 'fourier' and config.optimizer.weight_decay:
+        yield (
+            f'optimizer.weight_decay: {config.optimizer.weight_decay} would shrink the fixed '
+            'frequencies of model.time_embedding=fourier; set it to 0'
+        )
 
 
 def _diffusion(config: Config) -> Iterator[str]:
@@ -338,8 +365,22 @@ def _unet_shape(config: Config) -> Iterator[str]:
                 f'model.{head_field}: {head_value} does not divide the {channels} channels '
                 f'of level {level}'
             )
-        if channels <= 0 or channels % m.norm_groups:
+        if channels <= 0 or (m.norm_group_channels == 1 and channels % m.norm_groups):
             yield (
                 f'model.channel_mult: {mult} x base_channels {m.base_channels} = {channels} '
                 f'channels, not a multiple of model.norm_groups ({m.norm_groups})'
             )
+    if m.norm_group_channels == 1:
+        if m.conv_in_channels % m.norm_groups:
+            yield (
+                f'model.conv_in_channels: {m.conv_in_channels} is not a multiple of '
+                f'model.norm_groups ({m.norm_groups})'
+            )
+        return
+    widths = {int(mult * m.base_channels) for mult in m.channel_mult} | {m.conv_in_channels}
+    joined = sorted({a + b for a in widths for b in widths | {0}} - {0})  # with skip connections
+    if wrong := [channels for channels in joined if channels % m.groups(channels)]:
+        yield (
+            f'model.norm_group_channels: a GroupNorm of {wrong[0]} channels would have '
+            f'{m.groups(wrong[0])} groups, which do not divide them'
+        )

@@ -65,7 +65,7 @@ class NoisyClassifier(Encoder):
         layers = make_layers(self, self._embed(t, None, None), None)
         h, _ = encode(self, layers, x)
         scale, offset = Affine(h.channels, name='norm_out')()
-        active = self.ops.group_norm(h, scale, offset, silu=True, **self.norm)
+        active = self.ops.group_norm(h, scale, offset, silu=True, **self.norm(h.channels))
         lowest = self.side >> (len(self.channels) - 1)
         pool = AttentionPool(
             model=self.model,

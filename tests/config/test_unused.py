@@ -25,8 +25,8 @@ def test_every_field_belongs_to_a_choice(section, chooser, fields):
 
 def test_fields_of_an_objective():
     names = {path.partition('.')[2] for path in owners() if path.startswith('diffusion.')}
-    objectives = {'edm_mean', 'edm_std', 'edm_sigma_data', 'flow_mean', 'flow_std'}
-    assert names == {*objectives, 'vlb_weight'}
+    edm = {'edm_mean', 'edm_std', 'edm_sigma_data', 'edm_time_scale'}
+    assert names == {*edm, 'flow_mean', 'flow_std', 'vlb_weight'}
 
 
 def test_a_field_of_another_sampler_is_refused():
