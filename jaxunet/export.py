@@ -34,6 +34,7 @@ from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.weights import (
     PROGRAMS,
+    WRITTEN,
     extension_of,
     read_classifier,
     unetcu,
@@ -44,7 +45,7 @@ from jaxunet.weights.guided_diffusion import PROGRAM
 from jaxunet.weights.guided_diffusion import flags as reader_flags
 
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.'
+    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt, .safetensors or .pkl file.'
 )
 INIT = flags.DEFINE_bool(
     'init', False, 'Instead of --checkpoint: write untrained weights of the network of --config.'
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
     if INIT.value == bool(CHECKPOINT.value):
         found = 'both' if INIT.value else 'none'
         raise UserError(f'--checkpoint, --init: expected one of them, found {found}')
-    extension_of(OUTPUT.value)
+    extension_of(OUTPUT.value, WRITTEN)
     check_file(OUTPUT.value, '--output')
     if CLASSIFIER.value:
         copy_classifier()

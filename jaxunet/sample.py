@@ -19,7 +19,7 @@ Larger versions of given pictures:
         --low_res samples64.npz
 
 PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
-ddpm-torch) or .safetensors file.
+ddpm-torch), .safetensors or .pkl (NVlabs/edm) file.
 
 Finished batches are kept in `samples.png.partial` until the output is complete. To resume an
 interrupted command, run it again; batch size and devices may change, and there may be more samples.
@@ -62,7 +62,10 @@ from jaxunet.sampling.progress import counted
 
 flags.adopt_module_key_flags(how)
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
+    'checkpoint',
+    None,
+    'Workdir, checkpoint, or .bin, .pt, .safetensors or .pkl file.',
+    required=True,
 )
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',

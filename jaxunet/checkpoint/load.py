@@ -120,7 +120,8 @@ def check_exists(path: str) -> None:
             + (
                 why_missing(path)
                 or near_misses(file.name, siblings)
-                or '; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file'
+                or '; expected a workdir, a checkpoint in one, or a .bin, .pt, .safetensors or '
+                '.pkl file'
             )
         )
 

@@ -1,8 +1,9 @@
-"""Reads and writes weights: `.bin`, `.pt` and `.safetensors`, of this and of other programs."""
+"""Reads and writes weights of this and of other programs."""
 
 from jaxunet.weights.files import (
     EXTENSIONS,
     PROGRAMS,
+    WRITTEN,
     Weights,
     extension_of,
     read_classifier,
@@ -16,6 +17,7 @@ from jaxunet.weights.names import check_tree
 __all__ = [
     'EXTENSIONS',
     'PROGRAMS',
+    'WRITTEN',
     'Stated',
     'Weights',
     'check_tree',

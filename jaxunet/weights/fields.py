@@ -13,7 +13,7 @@ from jaxunet.runtime.errors import UserError, itemized
 Fields = dict[str, object]  # field name -> value
 
 TRAINING_ONLY = ('dropout', 'label_dropout', 'init', 'zero_init', 'remat')
-# Options that only NVlabs/edm has, with the values that mean the networks of other programs.
+# Options that only NVlabs/edm has, with values that stand for the networks of other programs.
 NVLABS_ONLY = {
     'skip_scale': 1.0,
     'conv_in_channels': 0,

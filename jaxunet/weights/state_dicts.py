@@ -17,7 +17,8 @@ from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, itemized
-from jaxunet.weights import ddpm_torch, guided_diffusion, unetcu
+from jaxunet.weights import ddpm_torch, edm, guided_diffusion, unetcu
+from jaxunet.weights.edm_pickle import NetworkPickle
 from jaxunet.weights.fields import network_differences
 from jaxunet.weights.inference import (
     ORDER_FLAGS,
@@ -100,6 +101,7 @@ GUIDED_DIFFUSION = _Program(
     guided_diffusion.PROGRAM, guided_diffusion.infer, guided_diffusion.table, orders=True
 )
 UNETCU = _Program(unetcu.PROGRAM, unetcu.infer, unetcu.table, orders=False)
+EDM = _Program(edm.PROGRAM, edm.infer, edm.table, orders=False)
 DDPM_TORCH = _Program(ddpm_torch.PROGRAM, ddpm_torch.infer, ddpm_torch.table, orders=False)
 
 
@@ -194,7 +196,7 @@ class _Known:
         return found
 
 
-def read_state(state: TorchFile | SafetensorsFile, given: Given) -> Weights:
+def read_state(state: TorchFile | SafetensorsFile | NetworkPickle, given: Given) -> Weights:
     """Returns the weights in a state dict.
 
     Raises:
@@ -204,9 +206,13 @@ def read_state(state: TorchFile | SafetensorsFile, given: Given) -> Weights:
     names = unwrapped(state.shapes, path)
     shapes = {name: state.shapes[full] for name, full in names.items()}
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
-    program = _program(shapes)
+    program = EDM if isinstance(state, NetworkPickle) else _program(shapes)
     inferred = program.infer(shapes, path)
-    own = load_metadata(path, state.metadata)
+    if isinstance(state, NetworkPickle):
+        own = OwnMetadata(edm.config_of(inferred, shapes, state.sigma_data, path))
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(edm.FILTER)}
+    else:
+        own = load_metadata(path, state.metadata)
     if program is GUIDED_DIFFUSION:
         model_at_hand = given.config or own.config or given.like
         inferred = guided_diffusion.settle_super_resolution(
@@ -273,7 +279,7 @@ def _own_moments(
 
 
 def _moments_of_torch(
-    state: TorchFile | SafetensorsFile, names: Mapping[str, str]
+    state: TorchFile | SafetensorsFile | NetworkPickle, names: Mapping[str, str]
 ) -> list[ReadTensor] | None:
     """Returns functions that read both moments of a parameter from PyTorch's optimizer.
 
