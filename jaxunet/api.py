@@ -36,7 +36,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result, check_metrics, compute
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
-from jaxunet.metrics.table import Side, check_reference, with_reference
+from jaxunet.metrics.table import ImageSummary, check_reference, with_reference
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.guarded import guarded
@@ -346,7 +346,9 @@ def _compared(
     return compute(metrics, network, _side(samples, metrics, network, 'samples'), known, seed=seed)
 
 
-def _side(images: object, metrics: Sequence[str], network: FeatureNetwork, option: str) -> Side:
+def _side(
+    images: object, metrics: Sequence[str], network: FeatureNetwork, option: str
+) -> ImageSummary:
     is_reference = option == 'reference'
     if isinstance(images, str | os.PathLike):
         with open_side(

@@ -13,6 +13,11 @@ Guided to a class by a classifier's gradient:
     python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64 \\
         --classifier 64x64_classifier.pt --classifier_scale 1.0
 
+Guided by the mistakes of an earlier checkpoint of the run:
+
+    python -m jaxunet.sample --checkpoint runs/photos --guidance_scale 2 \\
+        --guide runs/photos/checkpoints/2000
+
 Larger versions of given pictures:
 
     python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
@@ -183,6 +188,7 @@ def run() -> None:
     count = len(low_res.pixels) if low_res and limit is None else NUM_SAMPLES.value
     check_memory(count, config)
     how.check_guidance(config)
+    weaker = how.weaker()
     chosen = chosen_classes(Classes(classes, model.class_names))
     labels = class_labels(classes, chosen, count, low_res)
     generator = Generator(
@@ -192,6 +198,7 @@ def run() -> None:
         devices=devices(),
         picture=how.picture(config),
         guide=guide,
+        weaker=weaker,
     )
     logging.info('%s', generator.kernels)
     parts = Parts(
@@ -205,6 +212,7 @@ def run() -> None:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
         steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
         guided = f', guided by {how.CLASSIFIER.value}: {guide.classifier.note}' if guide else ''
+        guided += f', guided by {how.GUIDE.value}: {weaker.note}' if weaker else ''
         print(
             f'{model.note}{guided}; {generator.sampler.config.name}, {steps} of the network, '
             f'{len(devices())} x {kind}',

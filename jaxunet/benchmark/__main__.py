@@ -36,7 +36,7 @@ import jax
 from absl import flags
 
 from jaxunet.benchmark import choose
-from jaxunet.benchmark.cases import DIRECTIONS, Plan, Sampling, make_plan
+from jaxunet.benchmark.cases import DIRECTIONS, Benchmark, Sampling, make_plan
 from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.benchmark.run import run
 from jaxunet.benchmark.table import markdown
@@ -146,12 +146,12 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def images(plan: Plan) -> Source:
+def images(plan: Benchmark) -> Source:
     """Returns the images that the flags ask for."""
     return synthetic_source(plan.config) if SYNTHETIC.value else open_images(plan.config)
 
 
-def check_sampling_flags(plan: Plan) -> None:
+def check_sampling_flags(plan: Benchmark) -> None:
     """Raises `UserError` for a flag of the direction sample if that is not measured."""
     for flag in (SAMPLED_IMAGES, SAMPLING_STEPS):
         if flag.present and 'sample' not in plan.directions:
@@ -184,7 +184,7 @@ def check_choose_flags(config: Config) -> None:
     check_file(choices.path(), choices.VARIABLE)
 
 
-def keep_choices(plan: Plan, command: str) -> None:
+def keep_choices(plan: Benchmark, command: str) -> None:
     """Measures this machine and writes the file that backend=auto follows."""
     kind = jax.devices()[0].device_kind
     if not backends.runnable():
@@ -207,7 +207,7 @@ def keep_choices(plan: Plan, command: str) -> None:
         print(f'kept in {choices.path()}; backend=auto follows it')
 
 
-def dry_run(plan: Plan) -> None:
+def dry_run(plan: Benchmark) -> None:
     """Prints one line for each measurement, in order."""
     turn = (
         f'{plan.steps} steps'

@@ -62,7 +62,7 @@ class Sampling(NamedTuple):
     steps: int = 50
 
 
-class Side(Protocol):
+class Competitor(Protocol):
     """One backend or peer in one case."""
 
     def prepare(self, direction: str) -> Prepared:
@@ -70,7 +70,7 @@ class Side(Protocol):
         ...
 
 
-class Plan(NamedTuple):
+class Benchmark(NamedTuple):
     """A whole benchmark.
 
     Fields:
@@ -109,7 +109,7 @@ def make_plan(
     rounds: int,
     steps: int | None,
     sampling: Sampling = Sampling(),  # noqa: B008 (it cannot change)
-) -> Plan:
+) -> Benchmark:
     """Returns the plan of these flags.
 
     An empty list means the config's value, or `DEFAULT_DIRECTIONS`.
@@ -140,7 +140,7 @@ def make_plan(
         raise UserError(
             '--peers: PyTorch is not installed; pip install "jaxunet[peers]", or leave --peers out'
         )
-    return Plan(
+    return Benchmark(
         name=name,
         config=benchmark_config(config),
         sides=tuple(dict.fromkeys([*backends, *(mode for peer in peers for mode in PEERS[peer])])),
@@ -153,19 +153,19 @@ def make_plan(
     )
 
 
-def parse_batch_sizes(found: Sequence[str]) -> tuple[int, ...]:
+def parse_batch_sizes(sizes: Sequence[str]) -> tuple[int, ...]:
     """Returns the numbers of the flag --batch_sizes, each once.
 
     Raises:
       UserError: there is none, or one is not a whole number of 1 or more.
     """
-    for size in found or ['none']:
+    for size in sizes or ['none']:
         if not size.isdecimal() or int(size) == 0:
-            shown = repr(size) if found else size
+            shown = repr(size) if sizes else size
             raise UserError(
                 f'--batch_sizes: expected numbers of 1 or more separated by commas, found {shown}'
             )
-    return tuple(dict.fromkeys(map(int, found)))
+    return tuple(dict.fromkeys(map(int, sizes)))
 
 
 def benchmark_config(config: Config) -> Config:
@@ -193,9 +193,9 @@ def benchmark_config(config: Config) -> Config:
     )
 
 
-def check_names(flag: str, found: Sequence[str], allowed: Collection[str]) -> None:
+def check_names(flag: str, names: Sequence[str], allowed: Collection[str]) -> None:
     """Raises `UserError` if a name that a flag gives is not among the allowed ones."""
-    for name in found:
+    for name in names:
         if name not in allowed:
             raise UserError(
                 f'--{flag}: expected some of {", ".join(allowed)}, found '

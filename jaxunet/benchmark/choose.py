@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import logging
 
-from jaxunet.benchmark.cases import Plan, Prepared
+from jaxunet.benchmark.cases import Benchmark, Prepared
 from jaxunet.benchmark.run import describe_error, make_side, steps_of_turn
 from jaxunet.benchmark.timing import interleave, summarise
 from jaxunet.checkpoint.state import fresh_state
@@ -32,7 +32,7 @@ from jaxunet.runtime.rows import Row, git_sha
 Measure = Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
 
 
-def choose(plan: Plan, source: Source, command: str) -> Iterator[Row]:
+def choose(plan: Benchmark, source: Source, command: str) -> Iterator[Row]:
     """Measures every precision of the plan at its batch size; yields the entries to keep.
 
     Raises:
@@ -77,10 +77,10 @@ def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
       UserError: no backend ran.
     """
     backends = ['xla', *(backend.name for backend in runnable())]
-    found = measure(backends)
-    if not found:
+    timed = measure(backends)
+    if not timed:
         raise UserError('--choose: no backend ran a step; the lines above say why')
-    times = {name: summarise(found[name], None).median_ms for name in found}
+    times = {name: summarise(timed[name], None).median_ms for name in timed}
     best = min(times, key=lambda name: times[name])
     owners = {backend.name: backend.ops for backend in runnable()}
     for op in OPS:
@@ -92,10 +92,10 @@ def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
         ]
         if not others:
             continue
-        found = measure([best, *others])
-        if best not in found:
+        timed = measure([best, *others])
+        if best not in timed:
             continue
-        ratios = {name: summarise(found[name], found[best]) for name in found if name != best}
+        ratios = {name: summarise(timed[name], timed[best]) for name in timed if name != best}
         # The upper quartile is below 1: faster in three of four rounds. Less may be noise.
         better = {name: r.ratio for name, r in ratios.items() if r.ratio_quartiles[1] < 1}
         times |= {name: timing.median_ms for name, timing in ratios.items()}
@@ -119,13 +119,13 @@ def step_timer(config: Config, source: Source, rounds: int, steps: int | None) -
         try:
             unit = max((side.unit for side in ready.values()), default=1)
             calls = {name: side.run for name, side in ready.items()}
-            found = interleave(calls, rounds=rounds, steps=steps_of_turn(calls, steps, unit))
+            by_name = interleave(calls, rounds=rounds, steps=steps_of_turn(calls, steps, unit))
         finally:
             for side in ready.values():
                 side.close()
             gc.collect()
         kept: dict[str, Sequence[float]] = {}
-        for name, times in found.items():
+        for name, times in by_name.items():
             if isinstance(times, Exception):
                 logging.info('%s: %s', name, describe_error(times))
             else:

@@ -14,9 +14,10 @@ from typing import ParamSpec, TypeVar
 from absl import logging
 
 from jaxunet.benchmark import sampling
-from jaxunet.benchmark.cases import PYTORCH, Plan, Prepared, Side
+from jaxunet.benchmark.cases import PYTORCH, Benchmark, Competitor, Prepared
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import JaxSide
+from jaxunet.benchmark.power import Meter, open_gpu
 from jaxunet.benchmark.timing import (
     TURN_SECONDS,
     Run,
@@ -40,7 +41,7 @@ PASSES = {'forward': 1, 'forward+backward': 3, 'step': 3, 'sample': 1}
 ALONE = ', the network alone'  # appended to a side's name
 
 
-def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
+def run(plan: Benchmark, source: Source, command: str) -> Iterator[Row]:
     """Yields rows as they are measured; the row of a failed side has an `error` and no numbers.
 
     Args:
@@ -82,10 +83,10 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
 
 
 def _case(
-    plan: Plan, config: Config, source: Source, state: TrainState, case: Row, rates: Rates
+    plan: Benchmark, config: Config, source: Source, state: TrainState, case: Row, rates: Rates
 ) -> Iterator[Row]:
     """Yields the rows of all directions of one precision and batch size."""
-    sides: dict[str, Side] = {}
+    sides: dict[str, Competitor] = {}
     for name in plan.sides:
         side = _try(make_side, name, config, source, state)
         if isinstance(side, Exception):
@@ -101,7 +102,7 @@ def _case(
         yield from _direction(plan, sides, direction, case, rates)
 
 
-def make_side(name: str, config: Config, source: Source, state: TrainState) -> Side:
+def make_side(name: str, config: Config, source: Source, state: TrainState) -> Competitor:
     """Builds the side with this name, a backend or a peer."""
     if name not in PYTORCH:
         return JaxSide(config.replace(backend=name), source, state)
@@ -111,7 +112,7 @@ def make_side(name: str, config: Config, source: Source, state: TrainState) -> S
 
 
 def _direction(
-    plan: Plan, sides: Mapping[str, Side], direction: str, case: Row, rates: Rates
+    plan: Benchmark, sides: Mapping[str, Competitor], direction: str, case: Row, rates: Rates
 ) -> Iterator[Row]:
     """Times the sides of a case in one direction; yields a row for each."""
     built: dict[str, Prepared | Exception] = {}
@@ -125,22 +126,25 @@ def _direction(
             name,
         )
         built[name] = _try(_prepare, side, direction, plan)
-    ready = {name: found for name, found in built.items() if isinstance(found, Prepared)}
-    runs = {name: found.run for name, found in ready.items()}
-    alone = {f'{n}{ALONE}': found.alone for n, found in ready.items() if found.alone is not None}
-    unit = max((found.unit for found in ready.values()), default=1)
+    ready = {name: prepared for name, prepared in built.items() if isinstance(prepared, Prepared)}
+    runs = {name: prepared.run for name, prepared in ready.items()}
+    alone = {
+        f'{n}{ALONE}': prepared.alone for n, prepared in ready.items() if prepared.alone is not None
+    }
+    unit = max((prepared.unit for prepared in ready.values()), default=1)
     steps = steps_of_turn(runs, plan.steps, unit)
-    times = interleave(runs | alone, rounds=plan.rounds, steps=steps)
+    meter = Meter(open_gpu())
+    times = interleave(runs | alone, rounds=plan.rounds, steps=steps, turn=meter.turn)
     first = times.get(plan.sides[0])
     reference = first if isinstance(first, list) else None
-    for name, found in built.items():
+    for name, prepared in built.items():
         row = case | {
             'backend': name,
             'direction': direction,
             'reference': plan.sides[0],
             'steps_per_round': steps,
         }
-        outcome = found if isinstance(found, Exception) else times[name]
+        outcome = prepared if isinstance(prepared, Exception) else times[name]
         network = times.get(f'{name}{ALONE}')
         if isinstance(outcome, Exception):
             yield row | {'error': describe_error(outcome)}
@@ -148,12 +152,13 @@ def _direction(
             yield row | {'error': describe_error(network)}
         else:
             numbers = measured(ready[name], outcome, reference, row, rates)
+            numbers |= meter.numbers(name, steps * row['batch_size'])
             yield row | numbers | (_share(plan, outcome, network) if network else {})
-    for found in ready.values():
-        found.close()
+    for prepared in ready.values():
+        prepared.close()
 
 
-def _prepare(side: Side, direction: str, plan: Plan) -> Prepared:
+def _prepare(side: Competitor, direction: str, plan: Benchmark) -> Prepared:
     """Compiles a direction of a side; only jaxunet's sides draw samples."""
     if direction == 'sample' and isinstance(side, JaxSide):
         return sampling.prepare(side.config, side.start.params, plan.sampling, side.notes)
@@ -204,7 +209,7 @@ def measured(
     }
 
 
-def _share(plan: Plan, times: list[float], alone: list[float]) -> Row:
+def _share(plan: Benchmark, times: list[float], alone: list[float]) -> Row:
     """Returns the fields that only rows of `sample` have."""
     network = summarise(alone, times)  # its share of a step, within a round
     return {
@@ -232,7 +237,7 @@ def _try(
         return error
 
 
-def _release(plan: Plan) -> None:
+def _release(plan: Benchmark) -> None:
     gc.collect()
     if set(plan.sides) & set(PYTORCH):
         from jaxunet.benchmark.torch_side import release  # noqa: PLC0415

@@ -39,8 +39,19 @@ MEASURED = {
     **dict.fromkeys(('median_ms', 'images_per_second', 'mfu', 'compile_s'), NUMBER),
 }
 OPTIONAL = ('ratio', 'bandwidth_share', 'peak_bytes')  # null where they do not apply
+# Numbers of `jaxunet.benchmark.power`: field, head and form of its column.
+POWER = (
+    ('watts', 'W', '{:.0f}'),
+    ('clock_mhz', 'MHz', '{:.0f}'),
+    ('mj_per_image', 'mJ/image', '{:.3g}'),
+)
 # Fields that may be null, and that older rows and rows of other directions lack.
-LATER = {'steps_per_call': int, 'concurrent_kernels': bool, 'share_of_network': NUMBER}
+LATER = {
+    'steps_per_call': int,
+    'concurrent_kernels': bool,
+    'share_of_network': NUMBER,
+    **{field: NUMBER for field, _, _ in POWER},
+}
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -86,9 +97,13 @@ def _check(row: Row) -> None:
 
 def _table(rows: list[Row]) -> str:
     commits = list(dict.fromkeys(str(row['git']) for row in rows))
-    head = HEAD if len(commits) == 1 else [*HEAD, 'commit']  # ratios hold within one commit
+    power = [column for column in POWER if any(row.get(column[0]) is not None for row in rows)]
+    head = [*HEAD, *(name for _, name, _ in power)]
+    head += ['commit'] if len(commits) > 1 else []  # ratios hold within one commit
     lines = [_caption(rows, commits), '', f'| {" | ".join(head)} |', '|' + '---|' * len(head)]
-    lines += [f'| {" | ".join([*_cells(row), str(row["git"])][: len(head)])} |' for row in rows]
+    for row in rows:
+        cells = [*_cells(row), *(_or_dash(row.get(field), form) for field, _, form in power)]
+        lines.append(f'| {" | ".join([*cells, str(row["git"])][: len(head)])} |')
     return '\n'.join(lines)
 
 

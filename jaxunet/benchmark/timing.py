@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +69,7 @@ def interleave(
     rounds: int,
     steps: int,
     clock: Callable[[], float] = time.perf_counter,
+    turn: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> dict[str, list[float] | Exception]:
     """Returns milliseconds per step of every side in every round, by name.
 
@@ -76,6 +79,7 @@ def interleave(
       sides: functions to run, by name.
       rounds: turns of each side.
       steps: steps of one turn, timed together.
+      turn: a context around each turn of the side with this name, such as `Meter.turn`.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     failed: dict[str, Exception] = {}
@@ -85,9 +89,10 @@ def interleave(
                 if name in failed:
                     continue
                 try:
-                    began = clock()
-                    sides[name](steps)
-                    times[name].append((clock() - began) / steps * 1e3)
+                    with turn(name):
+                        began = clock()
+                        sides[name](steps)
+                        times[name].append((clock() - began) / steps * 1e3)
                 except Exception as error:
                     failed[name] = error
     return {name: failed.get(name, times[name]) for name in sides}

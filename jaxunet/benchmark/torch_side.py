@@ -238,12 +238,12 @@ def check(config: Config, mode: str, source: Source) -> None:
         if getattr(config.diffusion, name):
             raise UserError(f'does not have diffusion.{name}; set it to False')
     for section, name in (('timesteps', 'sampler'), ('loss', 'weighting')):
-        found = getattr(getattr(config, section), name)
-        if found != 'uniform':
-            raise UserError(f'trains with {section}.{name}=uniform, found {found}; set it to that')
-    for name, value in NVLABS_ONLY.items():
-        if (found := getattr(config.model, name)) != value:
-            raise UserError(f'does not have model.{name}={found}; set it to {value}')
+        value = getattr(getattr(config, section), name)
+        if value != 'uniform':
+            raise UserError(f'trains with {section}.{name}=uniform, found {value}; set it to that')
+    for name, expected in NVLABS_ONLY.items():
+        if (value := getattr(config.model, name)) != expected:
+            raise UserError(f'does not have model.{name}={value}; set it to {expected}')
     if config.model.remat:
         raise UserError('stores all activations, found model.remat=True; set it to False')
     if config.optimizer.name == 'muon':

@@ -55,16 +55,16 @@ def pick_several(restored: Restored, averages: Sequence[str]) -> list[Picked]:
     widths = [width_of(restored.config, ema) for ema in averages]
     wanted = list(dict.fromkeys(width for width in widths if width is not None))
     by_width = _weights_of_widths(restored, wanted)
-    found = []
+    picked = []
     for ema, width in zip(averages, widths, strict=True):
         if width is not None:
-            found.append(by_width[width])
+            picked.append(by_width[width])
         elif ema == 'none':
-            found.append(Picked(restored.state.params, 'the parameters without averaging'))
+            picked.append(Picked(restored.state.params, 'the parameters without averaging'))
         else:
             rate = str(float(ema)) if ema else str(restored.config.ema.rates[0])
-            found.append(Picked(restored.state.ema[rate], f'the average with rate {rate}'))
-    return found
+            picked.append(Picked(restored.state.ema[rate], f'the average with rate {rate}'))
+    return picked
 
 
 def width_of(config: Config, ema: str) -> float | None:
@@ -128,8 +128,8 @@ def _combined(
             f'step {step}; without them only the widths {_listed(at_hand)} can be taken'
         )
     kept, rounding = _profiles(snapshots, updates, at_hand)
-    found = combine(kept, rounding, updates, widths)
-    for width, combination in zip(widths, found, strict=True):
+    combinations = combine(kept, rounding, updates, widths)
+    for width, combination in zip(widths, combinations, strict=True):
         if not combination.error <= TOLERANCE:
             ranges = ' and '.join(
                 f'{low} to {high}' if low < high else f'{low}'
@@ -140,7 +140,7 @@ def _combined(
                 f'{width}, whose error would be {combination.error:.1e}; expected '
                 f'{ranges or _listed(at_hand)}'
             )
-    coefficients = np.stack([combination.coefficients for combination in found])
+    coefficients = np.stack([combination.coefficients for combination in combinations])
     sums = _sum(snapshots, at_hand, coefficients)
     structure = jax.tree.structure(state.params)
     return {
@@ -149,7 +149,7 @@ def _combined(
             f'the average of width {width}, from {len(snapshots)} snapshots '
             f'(predicted error {combination.error:.1e})',
         )
-        for width, leaves, combination in zip(widths, sums, found, strict=True)
+        for width, leaves, combination in zip(widths, sums, combinations, strict=True)
     }
 
 

@@ -46,5 +46,5 @@ def set_aside(workdir: pathlib.Path, entry: pathlib.Path) -> None:
 def _of_a_kind(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
     """Returns the entries of the same kind as `name`, oldest first; checkpoints are one kind."""
     kind = re.compile(r'\d' if name[:1].isdigit() else re.escape(name))
-    found = [(p.stat().st_mtime_ns, p) for p in folder.iterdir() if kind.match(p.name)]
-    return [path for _, path in sorted(found)]
+    dated = [(p.stat().st_mtime_ns, p) for p in folder.iterdir() if kind.match(p.name)]
+    return [path for _, path in sorted(dated)]

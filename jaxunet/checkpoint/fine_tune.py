@@ -45,7 +45,7 @@ class Fitted:
     report: tuple[str, ...]
 
 
-class Side(NamedTuple):
+class Network(NamedTuple):
     """A model whose weights are given, or a run that is to start from them.
 
     Fields:
@@ -57,7 +57,7 @@ class Side(NamedTuple):
     class_names: Sequence[str]
 
 
-def fit(params: Params, there: Side, here: Side, source: str) -> Fitted:
+def fit(params: Params, there: Network, here: Network, source: str) -> Fitted:
     """Fits weights to the network of a run.
 
     Args:

@@ -17,7 +17,7 @@ from absl import logging
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.averages import pick_weights
-from jaxunet.checkpoint.fine_tune import Side, fit
+from jaxunet.checkpoint.fine_tune import Network, fit
 from jaxunet.checkpoint.optimizer import get_moments
 from jaxunet.checkpoint.state import TrainState, state_from_weights
 from jaxunet.config import Config
@@ -196,8 +196,8 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
         raise UserError(str(error).replace('--ema', 'init_from_ema')) from None
     fitted = fit(
         model.params,
-        Side(model.config, model.class_names),
-        Side(config, class_names),
+        Network(model.config, model.class_names),
+        Network(config, class_names),
         config.init_from,
     )
     check_tree(fitted.params, config)

@@ -61,7 +61,7 @@ def matrix_steps(config: Config, learning_rate: optax.Schedule) -> optax.Gradien
 def part(label: str, tree: Params) -> Params:
     """Returns the tree with only the weights of the optimizer `label`, as `muon` passes it on."""
     return jax.tree.map(
-        lambda leaf, found: leaf if found == label else optax.MaskedNode(), tree, _labels(tree)
+        lambda leaf, of_leaf: leaf if of_leaf == label else optax.MaskedNode(), tree, _labels(tree)
     )
 
 
@@ -100,8 +100,8 @@ def orthogonal_momentum(dtype: DTypeLike) -> optax.GradientTransformation:
             same[_matrix_shape(leaf)].append(number)
         for shape, numbers in same.items():
             stacked = jnp.stack([leaves[i].reshape(shape).astype(dtype) for i in numbers])
-            for i, found in zip(numbers, orthogonal(stacked, state.ns_coeffs), strict=True):
-                leaves[i] = found.reshape(leaves[i].shape).astype(leaves[i].dtype)
+            for i, matrix in zip(numbers, orthogonal(stacked, state.ns_coeffs), strict=True):
+                leaves[i] = matrix.reshape(leaves[i].shape).astype(leaves[i].dtype)
         return jax.tree.unflatten(structure, leaves), state._replace(count=count, mu=mu)
 
     return optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)

@@ -11,7 +11,7 @@ from jaxunet.checkpoint.meta import RunFacts, read_meta
 from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
 
-Found = TypeVar('Found')
+Content = TypeVar('Content')
 
 
 def newest_config(workdir: pathlib.Path) -> Config | None:
@@ -29,14 +29,14 @@ def newest_classes(workdir: pathlib.Path) -> tuple[str, ...]:
 
 
 def _newest(
-    workdir: pathlib.Path, read: Callable[[pathlib.Path, int], Found | None]
-) -> Found | None:
+    workdir: pathlib.Path, read: Callable[[pathlib.Path, int], Content | None]
+) -> Content | None:
     """Returns what `read` finds in the newest checkpoint that it can read; None if in none."""
     for _ in range(LISTINGS):
         steps = saved_steps(workdir)
         for step in steps:
-            if (found := read(workdir, step)) is not None:
-                return found
+            if (content := read(workdir, step)) is not None:
+                return content
         if saved_steps(workdir) == steps:  # otherwise a run has removed some meanwhile
             break
     return None
@@ -69,8 +69,8 @@ def config_at(init_from: object) -> Config | None:
     """
     if not init_from or not isinstance(init_from, str):
         return None
-    found = find(init_from)
-    if found is None:
+    place = find(init_from)
+    if place is None:
         return None  # a weight file, or a mistake, which `load_initial` reports
-    workdir, step = found
+    workdir, step = place
     return newest_config(workdir) if step is None else _config_of(workdir, step)

@@ -111,7 +111,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     """
     options, schedule = config.optimizer, learning_rate_schedule(config)
     # AdamW without decay is Adam, so both have the same state.
-    found = optax.adamw(
+    rule = optax.adamw(
         schedule,
         b1=options.betas[0],
         b2=options.betas[1],
@@ -119,8 +119,8 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
         weight_decay=options.weight_decay,
     )
     if options.name == 'muon':
-        found = muon(matrix_steps(config, schedule), found)
-    return optax.GradientTransformation(found.init, _lenient(found.update))
+        rule = muon(matrix_steps(config, schedule), rule)
+    return optax.GradientTransformation(rule.init, _lenient(rule.update))
 
 
 def _is_adam(node: object) -> bool:

@@ -107,7 +107,7 @@ def combine(
 def allowed_widths(kept: Profiles, rounding: Vector, time: float) -> list[tuple[float, float]]:
     """Returns the ranges of widths whose predicted error is at most `TOLERANCE`, to 0.001."""
     grid = (np.arange(5, int(MAX_WIDTH * 1000) + 1) / 1000).tolist()
-    good = [found.error <= TOLERANCE for found in combine(kept, rounding, time, grid)]
+    good = [combination.error <= TOLERANCE for combination in combine(kept, rounding, time, grid)]
     edges = np.flatnonzero(np.diff([0, *map(int, good), 0]))
     return [
         (grid[first], grid[end - 1]) for first, end in zip(edges[::2], edges[1::2], strict=True)

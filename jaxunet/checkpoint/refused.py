@@ -66,8 +66,8 @@ def raise_if_whole(folder: pathlib.Path, error: BaseException) -> None:
 def _refusal(error: BaseException) -> str:
     """Returns why the system refused to read; '' if the error proves damage."""
     number = error.errno if isinstance(error, OSError) else None
-    if found := IN_TEXT.search(str(error)):
-        number = int(found[1])
+    if match := IN_TEXT.search(str(error)):
+        number = int(match[1])
     if number is not None:
         return '' if number in DAMAGE else os.strerror(number)
     if isinstance(error, FORMAT) and not STATUS.match(str(error)):

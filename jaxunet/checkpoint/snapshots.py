@@ -87,8 +87,8 @@ def find_snapshots(workdir: pathlib.Path, end: int) -> list[Snapshot]:
     Raises:
       UserError: a file is damaged.
     """
-    found = [_header(path) for path in _files(workdir) if int(path.stem) <= end]
-    return sorted((s for s in found if s.updates), key=lambda snapshot: snapshot.step)
+    headers = [_header(path) for path in _files(workdir) if int(path.stem) <= end]
+    return sorted((s for s in headers if s.updates), key=lambda snapshot: snapshot.step)
 
 
 class SnapshotWriter:

@@ -133,11 +133,11 @@ class Checkpoints:
           CheckpointWriteError: this write could not start.
         """
         assert self._writer is not None, 'read_only'
-        found = checksum(state)
+        state_checksum = checksum(state)
         meta = sealed(
             {
                 'config': to_dict(config),
-                'checksum': found,
+                'checksum': state_checksum,
                 **facts.meta(),
                 **({'network': self._network} if self._network != UNET else {}),
             }
@@ -149,7 +149,9 @@ class Checkpoints:
             earlier = str(error)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         try:
-            self._writer.start(step, state, meta, lambda: self._check_written(step, shapes, found))
+            self._writer.start(
+                step, state, meta, lambda: self._check_written(step, shapes, state_checksum)
+            )
         except Exception as error:
             raise CheckpointWriteError(self._write_failure(error)) from error
         return earlier
@@ -377,12 +379,12 @@ def read(path: str | pathlib.Path) -> Restored:
     Raises:
       UserError: there is none, or none can be read.
     """
-    found = find(path)
-    if found is None:
+    place = find(path)
+    if place is None:
         inside = sorted(p.parent.name for p in pathlib.Path(expanded(path)).glob(f'*/{FOLDER}'))
         hint = f'; it holds the workdirs {listed(inside)}' if inside else ''
         raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{hint}')
-    workdir, step = found
+    workdir, step = place
     checkpoints = Checkpoints(workdir, keep=0, read_only=True)
     restored = checkpoints.restore(step)
     if restored is None:

@@ -55,12 +55,12 @@ def read_state(
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone())
     try:
-        found = handler.restore(
+        restored = handler.restore(
             folder / 'state', args=ocp.args.PyTreeRestore(template, restore_args=as_numpy)
         )
     finally:
         handler.close()
-    return TrainState(**found)
+    return TrainState(**restored)
 
 
 def to_disk(folder: pathlib.Path) -> None:

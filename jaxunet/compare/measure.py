@@ -22,7 +22,7 @@ from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import compute
 from jaxunet.metrics.features import INCEPTION, FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
-from jaxunet.metrics.table import Side, check_reference, with_reference
+from jaxunet.metrics.table import ImageSummary, check_reference, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.background import Background, beside_steps
@@ -70,7 +70,7 @@ class Measurements:
         self._path, self._pictures = features, pictures
         self.watch = Stopwatch()
         self._network: FeatureNetwork | None = None
-        self._references: dict[tuple[object, ...], Side] = {}
+        self._references: dict[tuple[object, ...], ImageSummary] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
         self._held_out: dict[tuple[object, ...], HeldOutLoss] = {}
         self._new: list[Callable[[], object]] = []
@@ -253,7 +253,7 @@ class Measurements:
             self._network = load_features(self._path)
         return self._network
 
-    def _reference(self, path: str, metrics: Sequence[str], source: Source) -> Side | None:
+    def _reference(self, path: str, metrics: Sequence[str], source: Source) -> ImageSummary | None:
         """Returns a reference with what these metrics need; None if none of them needs one."""
         metrics = with_reference(metrics)
         if not metrics:
@@ -317,7 +317,7 @@ def _samples(
     images: UInt8[np.ndarray, 'n height width channels'],
     metrics: Sequence[str],
     network: FeatureNetwork,
-) -> Side:
+) -> ImageSummary:
     """Returns samples as the side of a comparison."""
     rgb = colour(images)
     source = ArraySource('samples', rgb, (rgb.shape[1], rgb.shape[2], rgb.shape[3]))

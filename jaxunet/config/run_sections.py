@@ -163,14 +163,14 @@ class EvaluationConfig:
     # Samples drawn at a time, over all devices.
     batch_size: int = option(256, POSITIVE, limit=2**20)
     # '' = that of the sample grids, which suits the objective.
-    sampler: str = option('', choices=('', 'ddpm', 'ddim', 'dpmpp_2m', 'heun'), was='ddim')
-    # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 20 of dpmpp_2m
-    # and heun; 0 = every timestep (diffusion.steps), or for edm and flow, which have none, the same
-    # but 250 of ddpm.
+    sampler: str = option('', choices=('', 'ddpm', 'ddim', 'dpmpp_2m', 'unipc', 'heun'), was='ddim')
+    # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 20 of the others;
+    # 0 = every timestep (diffusion.steps), or for edm and flow, which have none, the same but 250
+    # of ddpm.
     steps: int = option(SUITS, Range(f'{SUITS} or more', lambda v: v >= SUITS), was=50)
     # For sampler=ddpm; '' = learned if the model has it, else fixed_small.
     variance: str = option('', choices=('', 'fixed_small', 'fixed_large', 'learned'))
-    # For sampler=ddim: 0 = deterministic, 1 = as much noise as ddpm.
+    # For sampler=ddim and dpmpp_2m: 0 = deterministic, 1 = as much noise as ddpm, or as the SDE.
     eta: float = option(0.0, UNIT)
     # As --skip_schedule of jaxunet.sample; '' = the sampler's default.
     skip_schedule: str = option('', choices=('', 'linear', 'quadratic', 'log_snr', 'karras'))

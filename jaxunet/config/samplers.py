@@ -17,7 +17,7 @@ OBJECTIVE_SAMPLERS = {
     'flow': 'heun',
 }
 # Usual steps. ddpm takes every timestep of a model, and 250 steps if it has none (edm, flow).
-DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
+DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'unipc': 20, 'heun': 20}
 CONTINUOUS_STEPS = {**DEFAULT_STEPS, 'ddpm': 250}
 DDPM_STEPS = 50  # of ddpm while a model trains
 

@@ -28,7 +28,7 @@ from jaxunet.training.evaluation import Evaluator
 
 
 @dataclass(frozen=True)
-class Measured:
+class AverageMetrics:
     """The metrics of one average.
 
     Attributes:
@@ -47,7 +47,7 @@ class Measured:
 
 def measure_averages(
     path: str, averages: Sequence[str], *, evaluation: Mapping[str, object], changes: Fields
-) -> Iterator[Measured]:
+) -> Iterator[AverageMetrics]:
     """Yields the metrics of each average, as soon as they are computed.
 
     Args:
@@ -92,7 +92,7 @@ def measure_averages(
             'weights': note,
         }
         rows = [named | evaluator.row(result, step, seconds) for result in results]
-        yield Measured(ema or first_rate, width, note, results, rows)
+        yield AverageMetrics(ema or first_rate, width, note, results, rows)
 
 
 def check_plot(path: str, averages: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ def check_plot(path: str, averages: Sequence[str]) -> None:
         )
 
 
-def plot(measured: Sequence[Measured], path: pathlib.Path) -> None:
+def plot(measured: Sequence[AverageMetrics], path: pathlib.Path) -> None:
     """Draws each metric over the width; other averages are horizontal lines.
 
     Raises:

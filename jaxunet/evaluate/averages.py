@@ -54,16 +54,16 @@ def evaluate(checkpoint: str) -> None:
     changes = {'seed': SEED, 'backend': BACKEND}
     compiled_cache.enable_compilation_cache()
     measured = []
-    for found in measure_averages(
+    for average in measure_averages(
         checkpoint,
         EMA.value or [''],
         evaluation={name: flag.value for name, flag in evaluation.items() if flag.present},
         changes={name: flag.value for name, flag in changes.items() if flag.present},
     ):
-        measured.append(found)
-        print(found.note, flush=True)
-        for result in found.results:
+        measured.append(average)
+        print(average.note, flush=True)
+        for result in average.results:
             print(f'  {result.line()}', flush=True)
-        append(found.rows)
+        append(average.rows)
     if PLOT.value:
         plot(measured, Path(PLOT.value))

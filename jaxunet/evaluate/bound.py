@@ -23,7 +23,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import written
 from jaxunet.sampling.options import resolve_variance
-from jaxunet.sampling.solvers import respaced_timesteps
+from jaxunet.sampling.subsets import respaced_timesteps
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LikelihoodOptions:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Bound:
     """The bound with one average.
 
     Attributes:
@@ -70,7 +70,7 @@ class Measured:
 
 def measure_likelihood(
     path: str, averages: Sequence[str], options: LikelihoodOptions, **given: Any
-) -> Iterator[Measured]:
+) -> Iterator[Bound]:
     """Yields the bound with each average.
 
     Args:
@@ -97,7 +97,7 @@ def measure_likelihood(
                 progress=bar.update,
             )
         protocol = {'weights': model.note, **prepared.protocol}
-        yield Measured(_result(terms, protocol), terms, likelihood.timesteps)
+        yield Bound(_result(terms, protocol), terms, likelihood.timesteps)
 
 
 class _Prepared(NamedTuple):
@@ -143,7 +143,7 @@ def _prepare(path: str, model: Model, options: LikelihoodOptions) -> _Prepared:
     return _Prepared(likelihood, source, rows, protocol)
 
 
-def save_terms(path: Path, measured: Measured) -> None:
+def save_terms(path: Path, measured: Bound) -> None:
     """Writes an `.npz`: `bpd` and `prior` of each image, and arrays by timestep.
 
     These are `timesteps`, and as in guided-diffusion's image_nll the means over the images of the

@@ -79,8 +79,8 @@ def evaluate(model: str) -> None:
         backend=BACKEND.value,
     )
     compiled_cache.enable_compilation_cache()
-    for found in measure_likelihood(model, averages, options, **MODEL.given()):
-        print(found.result.line(), flush=True)
-        append([found.result.row()])
+    for measured in measure_likelihood(model, averages, options, **MODEL.given()):
+        print(measured.result.line(), flush=True)
+        append([measured.result.row()])
         if TERMS.value:
-            save_terms(Path(TERMS.value), found)
+            save_terms(Path(TERMS.value), measured)

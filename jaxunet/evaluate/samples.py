@@ -100,7 +100,7 @@ def _measure(
     options = {'batch_size': BATCH_SIZE.value, 'seed': SEED.value}
     with contextlib.ExitStack() as stack:
         # Open both sides before computing features, so that a wrong path fails at once.
-        reference_side, found = None, None
+        reference_side, reference_images = None, None
         if compared and REFERENCE.value:
             opened = open_side(
                 REFERENCE.value,
@@ -111,13 +111,13 @@ def _measure(
                 is_reference=True,
                 **options,
             )
-            reference_side, found = stack.enter_context(opened)
+            reference_side, reference_images = stack.enter_context(opened)
         opened = open_side(
             samples,
             metrics,
             network,
             '--samples',
-            grid_size=size or found,
+            grid_size=size or reference_images,
             count=NUM_SAMPLES.value,
             is_reference=False,
             **options,

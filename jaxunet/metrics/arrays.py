@@ -62,11 +62,11 @@ def text_of(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> str:
     Raises:
       UserError: there is no such array, or it holds something else.
     """
-    found = arrays.get(name)
-    if found is None or found.shape != () or found.dtype.kind != 'U':
-        kind = 'nothing' if found is None else f'{found.dtype} of shape {shown(found.shape)}'
+    value = arrays.get(name)
+    if value is None or value.shape != () or value.dtype.kind != 'U':
+        kind = 'nothing' if value is None else f'{value.dtype} of shape {shown(value.shape)}'
         raise UserError(f'{path}: {name}: expected one text, found {kind}; write the file again')
-    return str(found)
+    return str(value)
 
 
 def _open(path: Path) -> zipfile.ZipFile:

@@ -73,13 +73,13 @@ class Architecture:
     @property
     def convolutions(self) -> dict[str, tuple[int, int]]:
         """Input and output channels of each convolution by name."""
-        found, before = {'first': (3, self.channels)}, self.channels
+        by_layer, before = {'first': (3, self.channels)}, self.channels
         for i, channels in enumerate(self.stages):
-            found[f'stage{i}'] = before, channels
+            by_layer[f'stage{i}'] = before, channels
             if has_branch(i, len(self.stages)):
-                found |= {f'stage{i}.{j}': (channels, channels) for j in (0, 1)}
+                by_layer |= {f'stage{i}.{j}': (channels, channels) for j in (0, 1)}
             before = channels
-        return found
+        return by_layer
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -267,11 +267,11 @@ def _compile_epoch(step: Step, steps: int, data: tuple[_State, Array, Array]) ->
         one = jax.jit(step).lower(state, images, labels, zero, zero).compile()
 
         def by_steps(state: _State, number: int, epochs: int) -> tuple[_State, Metrics]:
-            found = []
+            pieces = []
             for i in range(number * steps, (number + 1) * steps):
                 state, metrics = one(state, images, labels, jnp.int32(i), jnp.int32(epochs))
-                found.append(metrics)
-            return state, jax.tree.map(lambda *values: jnp.stack(values), *found)
+                pieces.append(metrics)
+            return state, jax.tree.map(lambda *values: jnp.stack(values), *pieces)
 
         return by_steps
 

@@ -102,12 +102,12 @@ def find_copies(
             f'copies: need {NEIGHBOUR + 2} training images or more, found {len(training)}'
         )
     search = _Search(training, mirror, block)
-    found = search.nearest(samples, 1)
-    ratio = search.ratio(found, np.full(len(samples), -1))
+    neighbours = search.nearest(samples, 1)
+    ratio = search.ratio(neighbours, np.full(len(samples), -1))
     count = min(len(samples), len(training))
     some = np.random.default_rng(seed).choice(len(training), count, replace=False)
     baseline = search.ratio(_without(search.nearest(training[some], 2), some), some)
-    return Copies(found, ratio, float((baseline < THRESHOLD).mean()))
+    return Copies(neighbours, ratio, float((baseline < THRESHOLD).mean()))
 
 
 def nearest(
@@ -158,7 +158,9 @@ class _Search:
         order = np.argsort(again, axis=1, kind='stable')[:, : min(k, len(self.training))]
         return Neighbours(*(np.take_along_axis(x, order, 1) for x in (index, distance, mirrored)))
 
-    def ratio(self, found: Neighbours, query: Int[np.ndarray, ' n']) -> Float[np.ndarray, ' n']:
+    def ratio(
+        self, neighbours: Neighbours, query: Int[np.ndarray, ' n']
+    ) -> Float[np.ndarray, ' n']:
         """Returns d(x, y) / s(y) for the nearest y of each x.
 
         Args:
@@ -166,7 +168,7 @@ class _Search:
           query: index of x if it is itself a training image, which s(y) then leaves out; otherwise
             −1.
         """
-        image, distance = found.image[:, 0], found.distance[:, 0]
+        image, distance = neighbours.image[:, 0], neighbours.distance[:, 0]
         rows, inverse = np.unique(image, return_inverse=True)
         around = self.nearest(self.training[rows], NEIGHBOUR + 2)
         around = Neighbours(*(x[inverse] for x in around))
@@ -191,13 +193,13 @@ class _Search:
         return np.take_along_axis(np.concatenate(numbers, axis=1), order, 1)
 
 
-def _without(found: Neighbours, image: Int[np.ndarray, ' n']) -> Neighbours:
+def _without(neighbours: Neighbours, image: Int[np.ndarray, ' n']) -> Neighbours:
     """Drops one neighbour of each query: this image, or the farthest if it is not among them."""
-    absent = ~(found.image == image[:, None]).any(1)
-    drop = found.image == image[:, None]
+    absent = ~(neighbours.image == image[:, None]).any(1)
+    drop = neighbours.image == image[:, None]
     drop[absent, -1] = True
     n, k = drop.shape
-    return Neighbours(*(x[~drop].reshape(n, k - 1) for x in found))
+    return Neighbours(*(x[~drop].reshape(n, k - 1) for x in neighbours))
 
 
 def _distances(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from jaxunet.config.relations import METRICS, unknown_metric
 from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
-from jaxunet.metrics.table import TABLE, Inputs, Protocol, Side, general_label
+from jaxunet.metrics.table import TABLE, ImageSummary, Inputs, Protocol, general_label
 from jaxunet.runtime.errors import UserError
 
 
@@ -76,8 +76,8 @@ def check_metrics(
 def compute(
     metrics: Sequence[str],
     network: FeatureNetwork,
-    samples: Side,
-    reference: Side | None,
+    samples: ImageSummary,
+    reference: ImageSummary | None,
     *,
     seed: int = 0,
     kid_subsets: int = SUBSETS,
@@ -98,10 +98,10 @@ def compute(
     results = []
     for metric in metrics:
         entry = TABLE[metric]
-        found = entry.compute(inputs)
+        values = entry.compute(inputs)
         protocol = protocol_of(network, samples, reference if entry.needs_reference else None, seed)
         label = result_label(metric, network)
-        results.append(Result(label, found.value, found.std, protocol | found.settings))
+        results.append(Result(label, values.value, values.std, protocol | values.settings))
     return results
 
 
@@ -113,7 +113,7 @@ def result_label(metric: str, network: FeatureNetwork) -> str:
 
 
 def protocol_of(
-    network: FeatureNetwork, samples: Side, reference: Side | None, seed: int
+    network: FeatureNetwork, samples: ImageSummary, reference: ImageSummary | None, seed: int
 ) -> Protocol:
     """Returns what a result states about its images, features and seed."""
     protocol: Protocol = {

@@ -55,8 +55,8 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
         variances.
     """
     shapes = torch_shapes()
-    found = {key: value for key, value in state.items() if not key.endswith(IGNORED)}
-    missing, extra = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
+    weights = {key: value for key, value in state.items() if not key.endswith(IGNORED)}
+    missing, extra = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or extra:
         raise UserError(
             f"{name}: expected the {len(shapes)} tensors of FID's Inception-v3 under pytorch-fid's "
@@ -65,7 +65,7 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
         )
     params = {}
     for key, shape in shapes.items():
-        value = found[key]
+        value = weights[key]
         if value.shape != shape:
             raise UserError(f'{name}: {key}: expected shape {shape}, found {value.shape}')
         if not np.isfinite(value).all():

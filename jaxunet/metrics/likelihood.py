@@ -169,8 +169,8 @@ class Likelihood:
         for first in range(0, len(rows), self._batch_size):
             batch = rows[first : first + self._batch_size]
             padded = np.pad(batch, (0, self._batch_size - len(batch)), mode='edge')
-            found = self._batch(params, source, padded, seed)
-            parts.append([array[: len(batch)] for array in found])
+            terms = self._batch(params, source, padded, seed)
+            parts.append([array[: len(batch)] for array in terms])
             progress(len(batch))
         return Terms(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 

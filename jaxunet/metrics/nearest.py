@@ -19,7 +19,7 @@ from jaxunet.metrics.evaluation import Result, protocol_of, result_label
 from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.sides import check_count, drawn_rows, image_side
-from jaxunet.metrics.table import Side
+from jaxunet.metrics.table import ImageSummary
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.whole_files import written
 
@@ -172,13 +172,17 @@ def _pixels(path: str, source: Source) -> Pixels:
     return load_all(source, progress=True)[0]
 
 
-def _side(name: str, images: Pixels, network: FeatureNetwork, batch_size: int) -> Side:
+def _side(name: str, images: Pixels, network: FeatureNetwork, batch_size: int) -> ImageSummary:
     source = ArraySource(name, images, (images.shape[1], images.shape[2], 3))
     return image_side(name, source, ['copies'], network, batch_size=batch_size)
 
 
 def _results(
-    pixels: Copies, features: Copies, network: FeatureNetwork, sides: Sequence[Side], seed: int
+    pixels: Copies,
+    features: Copies,
+    network: FeatureNetwork,
+    sides: Sequence[ImageSummary],
+    seed: int,
 ) -> list[Result]:
     protocol = protocol_of(network, sides[0], sides[1], seed)
     settings = {'threshold': f'{THRESHOLD:.4f}', 'k': NEIGHBOUR}

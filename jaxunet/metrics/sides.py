@@ -24,7 +24,7 @@ from jaxunet.metrics.frechet import (
     load_statistics,
 )
 from jaxunet.metrics.image_sets import Size, open_images
-from jaxunet.metrics.table import TABLE, Need, Side, check_reference, needing
+from jaxunet.metrics.table import TABLE, ImageSummary, Need, check_reference, needing
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.paths import expanded
 
@@ -33,7 +33,9 @@ MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
 ARRAYS: dict[Need, tuple[str, str]] = {'statistics': POOLED, 'spatial': SPATIAL}
 
 
-def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, flag: str) -> Side:
+def statistics_side(
+    path: str, metrics: Sequence[str], network: FeatureNetwork, flag: str
+) -> ImageSummary:
     """Opens a file of statistics as a side.
 
     Args:
@@ -53,16 +55,16 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
             f'{flag}: {path}: sfid needs the statistics {" and ".join(SPATIAL)} or images, '
             'found neither; give images'
         )
-    found = file_statistics(path, metrics, network, flag)
-    protocol = next(iter(found.values())).protocol
+    statistics = file_statistics(path, metrics, network, flag)
+    protocol = next(iter(statistics.values())).protocol
     count = protocol.get('count')
     origin = f' ({printable(str(protocol["images"]))})' if 'images' in protocol else ''
-    return Side(
+    return ImageSummary(
         path + origin,
         count if isinstance(count, int) else None,
         str(protocol.get('size', 'unknown')),
-        statistics=found.get('statistics'),
-        spatial=found.get('spatial'),
+        statistics=statistics.get('statistics'),
+        spatial=statistics.get('spatial'),
     )
 
 
@@ -76,12 +78,12 @@ def file_statistics(
         features.
     """
     file = Path(expanded(path))
-    found: dict[Need, Statistics] = {}
+    by_need: dict[Need, Statistics] = {}
     made = None
     for need, names in ARRAYS.items():
         if not needing(need, metrics) or not has_statistics(file, names):
             continue
-        statistics = found[need] = load_statistics(file, names)
+        statistics = by_need[need] = load_statistics(file, names)
         expected = network.dimension if need == 'statistics' else network.spatial_dimension
         if len(statistics.mu) != expected:
             raise UserError(
@@ -94,14 +96,14 @@ def file_statistics(
                 f'{flag}: {path}: expected statistics of features {network.name}, '
                 f'found those of {made}; make them again'
             )
-    if found and made is None and has_statistics(file, SPATIAL) and not network.as_tensorflow:
+    if by_need and made is None and has_statistics(file, SPATIAL) and not network.as_tensorflow:
         logging.warning(
             "%s: %s: statistics of ADM's evaluator, which prepares images as TensorFlow does; "
             '--features inception_tensorflow prepares the others alike',
             flag,
             path,
         )
-    return found
+    return by_need
 
 
 def beside_images(
@@ -123,12 +125,12 @@ def beside_images(
         return {}
     why = 'with --num_samples' if count is not None else f'for the features {network.name}'
     if count is None and network.is_inception:
-        found = file_statistics(path, metrics, network, flag)
+        statistics = file_statistics(path, metrics, network, flag)
         for need, names in ARRAYS.items():
-            used = ' and '.join(names) + ' of the file' if need in found else 'its images'
+            used = ' and '.join(names) + ' of the file' if need in statistics else 'its images'
             for metric in needing(need, metrics):
                 logging.info('%s: %s: %s uses %s', flag, path, metric, used)
-        return found
+        return statistics
     logging.info('%s: %s: %s use its images, %s', flag, path, ', '.join(wanted), why)
     return {}
 
@@ -141,7 +143,7 @@ class OpenedSide(NamedTuple):
       size: (height, width) of the images; None for statistics.
     """
 
-    compute: Callable[[], Side]
+    compute: Callable[[], ImageSummary]
     size: Size | None
 
 
@@ -212,7 +214,7 @@ def image_side(
     seed: int = 0,
     batch_size: int,
     given: Mapping[Need, Statistics] | None = None,
-) -> Side:
+) -> ImageSummary:
     """Computes a side from images.
 
     Args:
@@ -228,17 +230,19 @@ def image_side(
     check_count(count, source, name)
     rows = drawn_rows(len(source), count, seed)
     size = '{}x{}'.format(*source.image_shape[:2])
-    found = dict(given or {})
+    statistics = dict(given or {})
     keep = bool(needing('features', metrics))
-    fit = [need for need in ARRAYS if needing(need, metrics) and need not in found]
+    fit = [need for need in ARRAYS if needing(need, metrics) and need not in statistics]
     features: Float[np.ndarray, 'n d'] | None = None
     if keep or fit:
         extracted = _extract(name, source, rows, network, fit, keep=keep, batch_size=batch_size)
         features = extracted.features
         protocol = {'images': name, 'count': len(rows), 'size': size, 'features': network.name}
         for need, moments in extracted.moments.items():
-            found[need] = moments.statistics(protocol)
-    return Side(name, len(rows), size, found.get('statistics'), features, found.get('spatial'))
+            statistics[need] = moments.statistics(protocol)
+    return ImageSummary(
+        name, len(rows), size, statistics.get('statistics'), features, statistics.get('spatial')
+    )
 
 
 class _Extracted(NamedTuple):

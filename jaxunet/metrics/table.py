@@ -20,13 +20,13 @@ from jaxunet.runtime.errors import UserError
 
 CLASSIFY_BATCH = 1024  # feature vectors per call of the network's last layer
 
-Need = Literal['statistics', 'spatial', 'features']  # fields of `Side` that metrics read
+Need = Literal['statistics', 'spatial', 'features']  # fields of `ImageSummary` that metrics read
 
 Protocol = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Side:
+class ImageSummary:
     """The samples or the reference, reduced to what the metrics need.
 
     Fields:
@@ -51,8 +51,8 @@ class Inputs:
     """The inputs of all metrics. `reference` is None if no requested metric needs one."""
 
     network: FeatureNetwork
-    samples: Side
-    reference: Side | None
+    samples: ImageSummary
+    reference: ImageSummary | None
     seed: int = 0
     kid_subsets: int = SUBSETS
     kid_subset_size: int = SUBSET_SIZE
@@ -75,17 +75,17 @@ class Inputs:
         Statistics in a file may come from other images than those in the file: ADM's reference
         batches hold the statistics of whole data sets, and only some of the images.
         """
-        found: list[Statistics] = []
+        both: list[Statistics] = []
         settings: Protocol = {}
         assert self.reference is not None
         for name, side in (('samples', self.samples), ('reference', self.reference)):
             statistics: Statistics | None = getattr(side, need)
             assert statistics is not None
-            found.append(statistics)
+            both.append(statistics)
             if statistics.arrays:
                 settings[f'num_{name}'] = statistics.protocol.get('count', 'unknown')
                 settings[f'{name}_statistics'] = f'{" and ".join(statistics.arrays)} of the file'
-        return Value(frechet_distance(*found), settings=settings)
+        return Value(frechet_distance(*both), settings=settings)
 
 
 class Value(NamedTuple):
@@ -102,7 +102,7 @@ class Metric:
 
     Fields:
       compute: Inputs -> Value.
-      needs: the field of `Side` that it reads.
+      needs: the field of `ImageSummary` that it reads.
       needs_reference: compares the samples with real images.
       needs_inception: defined by Inception's layers, so no other feature network will do.
       general_label: name of its results with features other than Inception's; '' = the same name.
@@ -222,7 +222,7 @@ def check_reference(count: int, metrics: Iterable[str], name: str) -> None:
 
 
 def needing(need: Need, metrics: Iterable[str]) -> list[str]:
-    """Returns the metrics that read this field of `Side`."""
+    """Returns the metrics that read this field of `ImageSummary`."""
     return [metric for metric in metrics if TABLE[metric].needs == need]
 
 

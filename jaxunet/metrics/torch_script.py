@@ -78,9 +78,9 @@ def read_torch_script(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
                 and _stored(path, archive, entries, 'byteorder', 16).strip() == b'big'
                 else '<'
             )
-            found: dict[str, TensorView] = {}
-            _collect(path, module, '', found, MAX_DEPTH, [MAX_ATTRIBUTES])
-            views = check_views(found, path)
+            tensors: dict[str, TensorView] = {}
+            _collect(path, module, '', tensors, MAX_DEPTH, [MAX_ATTRIBUTES])
+            views = check_views(tensors, path)
             return {
                 name: _tensor(path, archive, entries, view, order) for name, view in views.items()
             }

@@ -52,28 +52,28 @@ def align(kernels: Sequence[str], schedule: Sequence[str], libraries: Sequence[b
         stem(s) if stem(s) in shared else _LIBRARY if lib else _COPY
         for s, lib in zip(schedule, libraries, strict=True)
     ]
-    found: list[int | None] = [None] * len(kernels)
+    calls: list[int | None] = [None] * len(kernels)
     left: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
     for tag, k1, _, s1, s2 in difflib.SequenceMatcher(
         None, seen, planned, autojunk=False
     ).get_opcodes():
         for s in range(s1, s2):
             if tag == 'equal':
-                found[k1 + s - s1] = s
+                calls[k1 + s - s1] = s
             else:
                 left[planned[s]].append(s)
     for k, token in enumerate(seen):
-        if found[k] is None and left[token]:
-            found[k] = left[token].popleft()
+        if calls[k] is None and left[token]:
+            calls[k] = left[token].popleft()
     # The rest are further kernels of library calls: either of the next call, whose main kernel
     # often comes last, or of the call before.
     following: int | None = None
     for k in reversed(range(len(kernels))):
-        if found[k] is not None:
-            following = found[k] if seen[k] == _LIBRARY else None
+        if calls[k] is not None:
+            following = calls[k] if seen[k] == _LIBRARY else None
         elif following is not None:
-            found[k] = following
+            calls[k] = following
     before = 0
-    for k, index in enumerate(found):
-        before = found[k] = before if index is None else index
-    return [schedule[index] for index in found if index is not None]
+    for k, index in enumerate(calls):
+        before = calls[k] = before if index is None else index
+    return [schedule[index] for index in calls if index is not None]

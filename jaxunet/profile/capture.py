@@ -173,9 +173,9 @@ def newest(folder: pathlib.Path, pattern: str) -> pathlib.Path:
     Raises:
       UserError: there is no such file.
     """
-    found = max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime, default=None)
-    if found is None:
+    latest = max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime, default=None)
+    if latest is None:
         raise UserError(
             f'{folder}: the profiler of jax {jax.__version__} wrote no {pattern}; is the disk full?'
         )
-    return found
+    return latest

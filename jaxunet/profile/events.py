@@ -197,13 +197,13 @@ def _aligned(events: Iterable[Event], program: Program, steps: int) -> dict[int,
     ]
     libraries = [program.instructions[name].opcode == 'custom-call' for name in schedule]
     aligned: dict[int, str] = {}
-    found: dict[tuple[str, ...], list[str]] = {}  # a cache: most steps run the same kernels
+    by_kernels: dict[tuple[str, ...], list[str]] = {}  # a cache: most steps run the same kernels
     count = len(hidden) // steps
     for first in range(0, len(hidden), count):
         step = hidden[first : first + count]
         kernels = tuple(e.name for e in step)
-        found[kernels] = found.get(kernels) or align(kernels, schedule, libraries)
-        aligned |= {id(e): name for e, name in zip(step, found[kernels], strict=True)}
+        by_kernels[kernels] = by_kernels.get(kernels) or align(kernels, schedule, libraries)
+        aligned |= {id(e): name for e, name in zip(step, by_kernels[kernels], strict=True)}
     return aligned
 
 

@@ -73,8 +73,8 @@ def _completed_paths(module: Module, lines: dict[str, HloLine]) -> Mapping[str, 
         inside[computation] = collections.Counter(own.values())
     for name, line in lines.items():
         fused = called(line, 'calls') if line.opcode == 'fusion' and name not in paths else []
-        if fused and (found := inside.get(fused[0])):
-            paths[name] = max(found, key=lambda path: (_order(path), found[path]))
+        if fused and (inner := inside.get(fused[0])):
+            paths[name] = max(inner, key=lambda path: (_order(path), inner[path]))
     users: dict[str, list[str]] = collections.defaultdict(list)
     for name, line in lines.items():
         near = [paths[source] for source in line.operands if source in paths]

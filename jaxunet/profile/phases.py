@@ -74,8 +74,8 @@ def own_name(*names: str) -> str:
     """
     if library := next((match for name in names if (match := _CUDA_KERNEL.search(name))), None):
         return f'jaxunet_{CUDA}_{library[1]}'
-    found = next((match[0] for name in names if (match := _OWN.search(name))), '')
-    return found.removesuffix('_mosaic_gpu_kernel')  # appended by Pallas
+    own = next((match[0] for name in names if (match := _OWN.search(name))), '')
+    return own.removesuffix('_mosaic_gpu_kernel')  # appended by Pallas
 
 
 def backend_of(*names: str) -> str:

@@ -45,13 +45,13 @@ def listens_at(coordinator: str) -> str:
     if chosen := os.environ.get(BIND_VARIABLE):
         return chosen
     host = coordinator.rpartition(':')[0].strip('[]')
-    found = addresses(host)
-    if found and host not in {*found, 'localhost'} and all(map(is_loopback, found)):
+    resolved = addresses(host)
+    if resolved and host not in {*resolved, 'localhost'} and all(map(is_loopback, resolved)):
         logging.warning(
             '--coordinator: %s is %s on this machine, which no other host can reach; name its '
             'address if there are processes on others',
             host,
-            ', '.join(sorted(found)),
+            ', '.join(sorted(resolved)),
         )
     return coordinator
 

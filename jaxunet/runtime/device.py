@@ -51,12 +51,12 @@ def asked() -> Kernels:
     Raises:
       UserError: `VARIABLE` has an unknown value.
     """
-    found = os.environ.get(VARIABLE) or Kernels.FASTEST.value
+    name = os.environ.get(VARIABLE) or Kernels.FASTEST.value
     try:
-        return Kernels(found)
+        return Kernels(name)
     except ValueError:
         known = ', '.join(kernels.value for kernels in Kernels)
-        raise UserError(f'{VARIABLE}: expected one of {known}, found {found!r}') from None
+        raise UserError(f'{VARIABLE}: expected one of {known}, found {name!r}') from None
 
 
 def kernels() -> Kernels:
@@ -141,8 +141,10 @@ def portable() -> bool:
     On a machine without a GPU, it returns False unless portable kernels are asked for: kernels
     there are stand-ins for Hopper's.
     """
-    found = family()
-    return kernels() is not Kernels.FASTEST if found is None else found is Target.PORTABLE
+    family_here = family()
+    return (
+        kernels() is not Kernels.FASTEST if family_here is None else family_here is Target.PORTABLE
+    )
 
 
 def kind() -> str:

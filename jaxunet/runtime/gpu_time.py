@@ -115,7 +115,7 @@ def read_times(
     profile: jax.profiler.ProfileData, names: Iterable[str], calls: int
 ) -> dict[str, Times]:
     """Reads the times of programs, each called `calls` times, from a trace; see `trace_times`."""
-    found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names}
+    by_name: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names}
     streams = [
         line
         for plane in profile.planes
@@ -130,9 +130,9 @@ def read_times(
         ):
             module = next((str(value) for key, value in event.stats if key == 'hlo_module'), '')
             name = module.split('(')[0].removeprefix('jit_')
-            if name in found:
-                found[name].append((event.start_ns, event.duration_ns / 1e3, event.name))
-    return {name: _times(events, calls) for name, events in found.items() if events}
+            if name in by_name:
+                by_name[name].append((event.start_ns, event.duration_ns / 1e3, event.name))
+    return {name: _times(events, calls) for name, events in by_name.items() if events}
 
 
 def _times(events: list[tuple[float, float, str]], calls: int) -> Times:

@@ -202,8 +202,8 @@ def listens_at(address: str, hosts: Sequence[str]) -> str:
     if not (others and here and all(map(is_loopback, here))):
         return address
     for other in others:
-        for found in addresses(other):
-            if not is_loopback(found) and (own := _address_towards(found)):
+        for resolved in addresses(other):
+            if not is_loopback(resolved) and (own := _address_towards(resolved)):
                 return f'[{own}]:{port}' if ':' in own else f'{own}:{port}'
     raise UserError(
         f'process 0 runs on {host}, which is a loopback address there, and no name of the other '
@@ -240,10 +240,10 @@ def _mpirun(uri: str) -> tuple[str, int]:
     An example is `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`. Its number is a multiple of 2^12,
     so the result is divided by 2^12.
     """
-    found = re.match(r'(\d+)\.\d+;tcp(?:6://\[([^,\]]+)|://([^,:]+))', uri)
-    if found is None:
+    match = re.match(r'(\d+)\.\d+;tcp(?:6://\[([^,\]]+)|://([^,:]+))', uri)
+    if match is None:
         raise UserError(f'{OPEN_MPI}: expected NUMBER.0;tcp://ADDRESS:PORT, found {uri!r}')
-    return f'[{found[2]}]' if found[2] else found[3], int(found[1]) // 2**12
+    return f'[{match[2]}]' if match[2] else match[3], int(match[1]) // 2**12
 
 
 def _address_towards(address: str) -> str:

@@ -14,7 +14,7 @@ SETS = 2  # number of sets of inputs; calls alternate among them
 WEIGHTS = ('kernel', 'shortcut')  # inputs that are scaled, so that results have the scale of x
 POSITIVE = ('nu',)  # inputs without negative numbers
 Arrays = dict[str, PyTree]  # arrays, or trees of them, by name
-Side = Callable[[Arrays], PyTree]
+ArrayFunction = Callable[[Arrays], PyTree]
 
 
 class Measurement(NamedTuple):
@@ -35,7 +35,7 @@ class Measurement(NamedTuple):
     case: str
     direction: str
     batch: int
-    sides: Mapping[str, Side]
+    sides: Mapping[str, ArrayFunction]
     inputs: dict[str, PyTree[jax.ShapeDtypeStruct]]
     flops: int | None
     updated: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Measurement(NamedTuple):
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((read, outputs)))
 
 
-def with_gradients(function: Side, fixed: tuple[str, ...] = ()) -> Side:
+def with_gradients(function: ArrayFunction, fixed: tuple[str, ...] = ()) -> ArrayFunction:
     """Returns a function of named inputs that computes the value and gradients of `function`.
 
     Args:

@@ -26,8 +26,8 @@ def expanded(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not isinstance(path, str) or not text.startswith('~'):
         return text
-    found = os.path.expanduser(text)
-    if found == text:
+    full = os.path.expanduser(text)
+    if full == text:
         name = text.partition('/')[0][1:]
         why = (
             f'there is no user "{name}" on this machine'
@@ -37,7 +37,7 @@ def expanded(path: str | os.PathLike[str]) -> str:
         raise UserError(
             f'{text}: {why}; give the whole path, or ./{text} for a file of that very name'
         )
-    return found
+    return full
 
 
 def check_local(path: str | os.PathLike[str], flag: str) -> None:
@@ -82,11 +82,11 @@ class _Expanding(flags.ArgumentParser):
 
     def parse(self, argument: str) -> str | list[str]:
         """Returns the path, or the paths, without `~`."""
-        found: Any = self._inner.parse(argument)
+        value: Any = self._inner.parse(argument)
         try:
-            if isinstance(found, list):
-                return [expanded(path) for path in found]
-            return expanded(found)
+            if isinstance(value, list):
+                return [expanded(path) for path in value]
+            return expanded(value)
         except UserError as error:
             raise ValueError(str(error)) from None  # absl adds the flag's name
 

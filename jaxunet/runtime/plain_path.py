@@ -37,8 +37,8 @@ def plain_path(folder: pathlib.Path, descriptor: int) -> pathlib.Path:
     Raises:
       UserError: there is no /proc, and the path has characters that mean something in a pattern.
     """
-    if (found := DESCRIPTORS / str(descriptor)).is_dir():
-        return found
+    if (link := DESCRIPTORS / str(descriptor)).is_dir():
+        return link
     if glob.has_magic(str(folder)):
         raise UserError(
             f'{folder}: expected a path without * ? [, as there is no {DESCRIPTORS} here; rename '

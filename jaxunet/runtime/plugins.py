@@ -70,8 +70,8 @@ class Backend:
 @functools.cache
 def backend_entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
     """Returns the entry points of all installed kernel backends, one per name, ours first."""
-    found = importlib.metadata.entry_points(group=BACKEND_GROUP)
-    unique = {point.name: point for point in found}
+    points = importlib.metadata.entry_points(group=BACKEND_GROUP)
+    unique = {point.name: point for point in points}
     return tuple(
         sorted(
             unique.values(),
@@ -93,15 +93,15 @@ def load_backend(name: str) -> Backend:
       UserError: the backend is not installed, cannot be imported, is not a `Backend`, or was
         written for another version of jaxunet.
     """
-    found = [point for point in backend_entry_points() if point.name == name]
-    if not found:
+    points = [point for point in backend_entry_points() if point.name == name]
+    if not points:
         known = ', '.join(backend_names()) or 'none'
         raise UserError(
             f'backend={name}: not installed (installed: {known}); '
             'install jaxunet with "pip install -e ." '
             f'or the package that has the entry point {name!r} of {BACKEND_GROUP}'
         )
-    (point, *_) = found
+    (point, *_) = points
     where = f'{point.value} of {_package(point)}'
     if not is_shipped(name):
         # A module may end the process without an exception; then this line is the last one.
@@ -229,13 +229,13 @@ def _asked(name: str, ask: Callable[[], str | None]) -> Callable[[], str | None]
 
     def asked() -> str | None:
         with blamed(name, 'unavailable()'):
-            found = ask()
-        if found is not None and not isinstance(found, str):
+            answer = ask()
+        if answer is not None and not isinstance(answer, str):
             raise UserError(
                 f'backend={name}: unavailable(): expected None, or text that says what is missing, '
-                f'found {shown(found)}'
+                f'found {shown(answer)}'
             )
-        return found
+        return answer
 
     return asked
 

@@ -61,13 +61,13 @@ def driver() -> str | None:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed ones of `PACKAGES`."""
-    found = {'python': platform.python_version()}
+    by_package = {'python': platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_package[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def append(path: str | os.PathLike[str], row: Row) -> None:

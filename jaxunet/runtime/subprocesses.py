@@ -204,9 +204,9 @@ def cores(parts: int) -> list[set[int]]:
 
     The parts are empty if there are fewer cores than parts, or on systems without CPU affinity.
     """
-    found = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []
-    size = len(found) // parts
-    return [set(found[i * size : (i + 1) * size]) for i in range(parts)]
+    numbers = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []
+    size = len(numbers) // parts
+    return [set(numbers[i * size : (i + 1) * size]) for i in range(parts)]
 
 
 def share(

@@ -42,7 +42,7 @@ def remove_left(folder: pathlib.Path) -> None:
     left = re.compile(rf'\..+\.{re.escape(platform.node())}\.(\d{{1,9}})\.partial')
     with contextlib.suppress(OSError):  # there is no folder, or it may not be listed
         for name in os.listdir(folder):
-            if (found := left.fullmatch(name)) and not _runs(int(found[1])):
+            if (match := left.fullmatch(name)) and not _runs(int(match[1])):
                 _remove(folder / name)
 
 

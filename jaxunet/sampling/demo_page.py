@@ -38,7 +38,7 @@ def _drawing(model: Model) -> Callable[..., list[np.ndarray]]:
 
     def draw(progress: Any, how: Sequence[Any], **picture: Any) -> list[np.ndarray]:
         count, seed, steps, sampler, label, scale = how
-        chosen = {} if label in (None, EVERY) else {'class_labels': names.index(label)}
+        chosen = None if label in (None, EVERY) else names.index(label)
         try:
             images = model.sample(
                 int(count),
@@ -47,7 +47,7 @@ def _drawing(model: Model) -> Callable[..., list[np.ndarray]]:
                 sampler=None if sampler == USUAL else sampler,
                 guidance_scale=float(scale),
                 progress=progress,
-                **chosen,
+                class_labels=chosen,
                 **picture,
             )
         except UserError as error:

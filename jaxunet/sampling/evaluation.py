@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from jaxunet.diffusion.process import (
     Diffusion,
@@ -21,6 +22,8 @@ from jaxunet.sampling.classifier_guidance import Gradient, conditioned
 from jaxunet.sampling.options import SamplerConfig
 
 Denoiser = Callable[[Images, Times], Output]  # (network's input, time) -> the network's output
+# (network's input, time, labels) -> the network's output; label −1 = unconditional.
+LabelledDenoiser = Callable[[Images, Times, Int[Array, ' batch']], Output]
 # The result that an evaluation passes to the next one; '' = none, velocity = ε − x_0.
 Memory = Literal['', 'x0', 'noise', 'velocity']
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
+from jaxunet.checkpoint.load import load_model
 from jaxunet.config import Config
 from jaxunet.config.samplers import SAMPLERS
 from jaxunet.data.classes import Classes
@@ -13,6 +14,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
 from jaxunet.sampling.classifier_guidance import SCALE as SCALE_DEFAULT
 from jaxunet.sampling.classifier_guidance import Guide, check_guide
+from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import LowRes, read_low_res
 from jaxunet.sampling.options import (
     PEERS,
@@ -26,34 +28,38 @@ from jaxunet.sampling.options import (
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
 from jaxunet.sampling.picture import Picture
-from jaxunet.sampling.solvers import FEW_STEPS, SKIP_SCHEDULES
+from jaxunet.sampling.solvers import FEW_STEPS
+from jaxunet.sampling.subsets import SKIP_SCHEDULES
 from jaxunet.weights import read_classifier
 
 SAMPLER = flags.DEFINE_enum(
     'sampler',
     None,
     SAMPLERS,
-    'ddpm: ancestral sampling; ddim: needs fewer steps; dpmpp_2m: DPM-Solver++(2M), needs still '
-    "fewer; heun: EDM's second-order sampler, with two evaluations of the network per step. "
-    "Default: that of the model's objective (dpmpp_2m for v and edm, heun for flow, else ddpm).",
+    'ddpm: ancestral sampling; ddim: needs fewer steps; dpmpp_2m: DPM-Solver++(2M), and unipc: '
+    "need still fewer; heun: EDM's second-order sampler, with two evaluations per step. Default: "
+    "that of the model's objective (dpmpp_2m for v and edm, heun for flow, else ddpm).",
 )
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
-    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun; with ddpm every timestep of '
-    'the model, or 250 where its objective has none (edm, flow).',
+    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m, unipc and heun; with ddpm every '
+    'timestep of the model, or 250 where its objective has none (edm, flow).',
     lower_bound=1,
 )
 ETA = flags.DEFINE_float(
-    'eta', None, 'ddim: amount of fresh noise, from 0 (none, the default) to 1 (as ddpm).'
+    'eta',
+    None,
+    'ddim, dpmpp_2m: amount of fresh noise, from 0 (none, the default) to 1 (as ddpm, or as '
+    'DPM-Solver++(2M) SDE).',
 )
 SKIP_SCHEDULE = flags.DEFINE_enum(
     'skip_schedule',
     None,
     SKIP_SCHEDULES,
     'Spacing of the timesteps where some are skipped, or of the noise levels of edm and flow. '
-    'Default: log_snr with dpmpp_2m; else karras for edm and linear for flow; for other objectives '
-    'karras with heun, else linear.',
+    'Default: log_snr with dpmpp_2m and unipc; else karras for edm and linear for flow; for other '
+    'objectives karras with heun, else linear.',
 )
 RESPACING = flags.DEFINE_string(
     'respacing',
@@ -107,7 +113,22 @@ GUIDANCE_SCALE = flags.DEFINE_float(
     'guidance_scale',
     1.0,
     'Classifier-free guidance: 1 = none; larger values follow the class more closely; 0 = ignore '
-    'the class. Needs a model trained with model.label_dropout above 0.',
+    'the class. Needs a model trained with model.label_dropout above 0, or --guide.',
+)
+GUIDANCE_RANGE = flags.DEFINE_list(
+    'guidance_range',
+    None,
+    'Guide only at noise levels above the first and up to the second, as sigma, such as 0.28,2.9; '
+    'default: at all.',
+)
+GUIDE = flags.DEFINE_string(
+    'guide',
+    None,
+    'Autoguidance: a weaker model of the same images (smaller, or trained for less time), as '
+    '--checkpoint; with it, --guidance_scale moves samples away from its mistakes.',
+)
+GUIDE_EMA = flags.DEFINE_string(
+    'guide_ema', None, 'With --guide: the average of its weights, as --ema; default: the first.'
 )
 CLASSIFIER = flags.DEFINE_string(
     'classifier',
@@ -156,14 +177,14 @@ JUMP_LENGTH = flags.DEFINE_integer(
     None,
     'With --mask: steps of a stretch that is repeated; default: a twentieth of the steps.',
 )
-of_user(CLASSIFIER, LOW_RES, INIT_IMAGE, MASK)
+of_user(CLASSIFIER, GUIDE, LOW_RES, INIT_IMAGE, MASK)
 
 
 def sampler_config(config: Config) -> SamplerConfig:
     """Returns the sampling options that the flags describe.
 
     Raises:
-      UserError: --churn_range is not two numbers, --timesteps are not whole numbers, the model
+      UserError: a range is not two numbers, --timesteps are not whole numbers, the model
         does not suit --like, or --skip_schedule has no effect.
     """
     steps, model_steps = STEPS.value, config.diffusion.steps
@@ -172,16 +193,6 @@ def sampler_config(config: Config) -> SamplerConfig:
     diffusion = make_diffusion(config.diffusion)
     if not spaced:
         steps = usual_steps(SAMPLER.value, diffusion)
-    churn_range = None
-    if CHURN_RANGE.value is not None:
-        try:
-            low, high = map(float, CHURN_RANGE.value)
-        except ValueError:
-            raise UserError(
-                '--churn_range: expected two numbers such as 0.05,50, '
-                f'found {",".join(CHURN_RANGE.value)!r}'
-            ) from None
-        churn_range = low, high
     timesteps = None
     if TIMESTEPS.value is not None:
         if not all(t.strip().isdecimal() for t in TIMESTEPS.value):
@@ -197,9 +208,10 @@ def sampler_config(config: Config) -> SamplerConfig:
         skip_schedule=SKIP_SCHEDULE.value,
         variance=VARIANCE.value,
         guidance_scale=GUIDANCE_SCALE.value,
+        guidance_range=_limits(GUIDANCE_RANGE, '0.28,2.9'),
         clip=CLIP.value,
         churn=CHURN.value,
-        churn_range=churn_range,
+        churn_range=_limits(CHURN_RANGE, '0.05,50'),
         churn_noise=CHURN_NOISE.value,
         lower_order_below=LOWER_ORDER_BELOW.value,
         respacing=RESPACING.value,
@@ -209,8 +221,24 @@ def sampler_config(config: Config) -> SamplerConfig:
     if LIKE.value:
         options = as_peer(options, LIKE.value, diffusion)
     if SKIP_SCHEDULE.value and not continuous:
-        _check_skips(resolve_options(options, diffusion, config.model.num_classes), model_steps)
+        resolved = resolve_options(
+            options, diffusion, config.model.num_classes, weaker=GUIDE.value is not None
+        )
+        _check_skips(resolved, model_steps)
     return options
+
+
+def _limits(flag: flags.FlagHolder, example: str) -> tuple[float, float] | None:
+    """Returns the two noise levels of a flag; None if it is not given."""
+    if flag.value is None:
+        return None
+    try:
+        low, high = map(float, flag.value)
+    except ValueError:
+        raise UserError(
+            f'--{flag.name}: expected two numbers such as {example}, found {",".join(flag.value)!r}'
+        ) from None
+    return low, high
 
 
 def _check_skips(options: SamplerConfig, model_steps: int) -> None:
@@ -227,11 +255,13 @@ def _check_skips(options: SamplerConfig, model_steps: int) -> None:
 
 
 def check_owned_flags() -> None:
-    """Raises `UserError` if a flag of --init_image, --mask or --classifier is given without it."""
+    """Raises `UserError` if a flag of --init_image, --mask, --classifier or --guide is given
+    without it."""
     for owner, needy in (
         (INIT_IMAGE, (STRENGTH, MASK, RESAMPLE, JUMP_LENGTH)),
         (MASK, (RESAMPLE, JUMP_LENGTH)),
         (CLASSIFIER, (CLASSIFIER_SCALE,)),
+        (GUIDE, (GUIDE_EMA,)),
     ):
         for flag in needy:
             if owner.value is None and flag.value is not None:
@@ -300,6 +330,15 @@ def guide(config: Config) -> Guide | None:
     return found
 
 
+def weaker() -> Weaker | None:
+    """Returns the model of --guide; None without the flag."""
+    if GUIDE.value is None:
+        return None
+    model = load_model(GUIDE.value, ema=GUIDE_EMA.value or '')
+    return Weaker(model.config, model.params, model.note)
+
+
 def check_guidance(config: Config) -> None:
     """Raises `UserError` if --guidance_scale needs an unconditional model that was not trained."""
-    check_can_be_guided(config, GUIDANCE_SCALE.value, '--guidance_scale')
+    if GUIDE.value is None:
+        check_can_be_guided(config, GUIDANCE_SCALE.value, '--guidance_scale')

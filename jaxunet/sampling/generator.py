@@ -26,6 +26,8 @@ from jaxunet.ops.backends import choose
 from jaxunet.ops.references import UPDATE
 from jaxunet.runtime import compiled_cache
 from jaxunet.sampling.classifier_guidance import Gradient, Guide, class_gradient
+from jaxunet.sampling.evaluation import LabelledDenoiser
+from jaxunet.sampling.guidance import Weaker, check_weaker, guided
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.picture import (
     Canvas,
@@ -40,7 +42,6 @@ from jaxunet.sampling.sampler import (
     Keys,
     Sampler,
     State,
-    guided,
     initial_state,
     make_sampler,
     run,
@@ -50,10 +51,11 @@ from jaxunet.sampling.sampler import (
 SEGMENTS = 20  # compiled calls per batch; progress is reported after each
 
 
-def sampler_of(config: Config, sampler: SamplerConfig) -> Sampler:
+def sampler_of(config: Config, sampler: SamplerConfig, *, weaker: bool = False) -> Sampler:
     """Returns the sampler of a model; raises `UserError` for options that do not fit the model."""
     diffusion = make_diffusion(config.diffusion)
-    return make_sampler(sampler, diffusion, num_classes=config.model.num_classes)
+    classes = config.model.num_classes
+    return make_sampler(sampler, diffusion, num_classes=classes, weaker=weaker)
 
 
 class StoppedError(Exception):
@@ -74,6 +76,13 @@ class Inputs(NamedTuple):
     low_res: Float[Array, 'batch low_height low_width channels'] | None
 
 
+class Others(NamedTuple):
+    """The weights of the networks that guide the samples; None where there is none."""
+
+    classifier: Params | None
+    weaker: Params | None
+
+
 class Generator:
     """Draws samples of the model that `config` describes.
 
@@ -88,16 +97,19 @@ class Generator:
       devices: local devices that share each batch.
       picture: a picture to start from; None = start from noise.
       guide: a classifier, checked, that guides the samples to their labels; None = none does.
+      weaker: a model that guides by its mistakes, in place of the unconditional prediction; None =
+        none does.
 
     Attributes:
       config: as given.
       kernels: those of its backend.
-      guide: as given.
+      guide, weaker: as given.
       sampler: the evaluations in order of execution.
       schedule: the changes to samples between evaluations; None without a picture.
 
     Raises:
-      UserError: options that the sampler or the model does not support.
+      UserError: options that the sampler or the model does not support, or a weaker model of
+        another kind.
     """
 
     def __init__(
@@ -109,16 +121,18 @@ class Generator:
         devices: Sequence[jax.Device],
         picture: Picture | None = None,
         guide: Guide | None = None,
+        weaker: Weaker | None = None,
     ) -> None:
         self.image_shape, self.low_res_shape = config.image_shape, config.low_res_shape
-        self.sampler = sampler_of(config, sampler)
-        self.guide = guide
+        self.sampler = sampler_of(config, sampler, weaker=weaker is not None)
+        self.guide, self.weaker = guide, weaker
+        if weaker is not None:
+            check_weaker(weaker, config, sampler.guidance_scale)
         self.schedule: Schedule | None = None
         if picture is not None:
             self.schedule = make_schedule(self.sampler, picture)
             self.sampler = self.schedule.sampler
         self.batch_size = -(-batch_size // len(devices)) * len(devices)
-        self.conditional = config.model.num_classes > 0
         mesh = Mesh(np.array(devices), ('data',))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec('data'))
@@ -131,7 +145,10 @@ class Generator:
         self._canvas = (
             None if picture is None else jax.device_put(Canvas.of(picture), self._replicated)
         )
-        self._guide_params = None if guide is None else self.put(guide.classifier.params)
+        self._others = Others(
+            None if guide is None else self.put(guide.classifier.params),
+            None if weaker is None else self.put(weaker.params),
+        )
         self._compiled: jax.stages.Compiled | None = None
 
     def _gradient(self, params: Params | None, labels: Array) -> Gradient | None:
@@ -154,7 +171,6 @@ class Generator:
     def _jit_segment(self, mesh: Mesh) -> jax.stages.Wrapped:
         """Returns the program that runs a range of evaluations on every device's samples."""
         config = self.config
-        model = build_unet(config, self.kernels.ops)
 
         def segment(
             params: Params,
@@ -163,17 +179,15 @@ class Generator:
             start: Array,
             stop: Array,
             canvas: Canvas | None,
-            guide_params: Params | None,
+            others: Others,
         ) -> State:
             keys, labels = inputs.keys, inputs.labels
-            params = self._narrowed(model, params, config.precision)
-
-            def denoise(x: Array, t: Array, labels: Array | None) -> Array:
-                pictures = inputs.low_res
-                if pictures is not None:  # guidance without labels doubles the batch
-                    pictures = jnp.repeat(pictures, len(x) // len(pictures), axis=0)
-                labels = labels if self.conditional else None
-                return model.predict(params, x, t, labels, low_res=pictures)
+            guidance_scale = self.sampler.config.guidance_scale
+            denoise = self._denoiser(config, params, inputs)
+            weaker = None
+            if self.weaker is not None:
+                theirs = self.weaker.config_beside(config)
+                weaker = self._denoiser(theirs, others.weaker, inputs)
 
             def after(x: Array, k: Array) -> Array:
                 assert self.schedule is not None
@@ -181,14 +195,15 @@ class Generator:
                 return after_evaluation(x, keys, self.schedule, canvas, k)
 
             return run(
-                guided(denoise, labels, self.sampler.config.guidance_scale),
+                guided(denoise, labels, guidance_scale, weaker),
                 state,
                 keys,
                 self.sampler,
                 start=start,
                 stop=stop,
                 after=None if canvas is None else after,
-                class_gradient=self._gradient(guide_params, labels),
+                class_gradient=self._gradient(others.classifier, labels),
+                unguided=guided(denoise, labels, 1.0),
             )
 
         # shard_map instead of automatic partitioning: XLA cannot partition hand-written kernels.
@@ -198,6 +213,20 @@ class Generator:
             segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False
         )
         return jax.jit(mapped, donate_argnums=1)
+
+    def _denoiser(self, config: Config, params: Params | None, inputs: Inputs) -> LabelledDenoiser:
+        """Returns a network with its weights; guidance may double the batch of `inputs`."""
+        model = build_unet(config, self.kernels.ops)
+        params = self._narrowed(model, params, config.precision)
+
+        def denoise(x: Array, t: Array, labels: Array) -> Array:
+            pictures = inputs.low_res
+            if pictures is not None:
+                pictures = jnp.repeat(pictures, len(x) // len(pictures), axis=0)
+            given = labels if config.model.num_classes else None
+            return model.predict(params, x, t, given, low_res=pictures)
+
+        return denoise
 
     def put(self, params: Params) -> Params:
         """Returns the parameters, replicated on this generator's devices."""
@@ -218,7 +247,7 @@ class Generator:
         )
         bound = jax.device_put(np.int32(0), self._replicated)
         state = self._initial(inputs.keys, self._canvas)
-        arguments = (params, state, inputs, bound, bound, self._canvas, self._guide_params)
+        arguments = (params, state, inputs, bound, bound, self._canvas, self._others)
 
         def build() -> jax.stages.Compiled:
             return self._segment.lower(*arguments).compile()
@@ -238,12 +267,16 @@ class Generator:
         digest = hashlib.sha256(str(tree).encode())
         for value in constants:
             digest.update(np.asarray(value).tobytes() if np.ndim(value) else repr(value).encode())
-        return {
+        fields: dict[str, object] = {
             'config': to_dict(self.config),
             'ops': dict(self.kernels.names),
             'sampler': dataclasses.asdict(self.sampler.config),
             'constants': digest.hexdigest(),
-        } | ({} if self.guide is None else self.guide.fields())
+        }
+        for other in (self.guide, self.weaker):
+            if other is not None:
+                fields |= other.fields()
+        return fields
 
     def compile_for(self, template: Params) -> None:
         """Compiles as `compile`, before there are parameters.
@@ -303,7 +336,7 @@ class Generator:
         bounds = np.linspace(0, steps, min(SEGMENTS, steps) + 1).astype(np.int32)
         for start, stop in itertools.pairwise(bounds):
             limits = jax.device_put((start, stop), self._replicated)
-            state = self._compiled(params, state, inputs, *limits, self._canvas, self._guide_params)
+            state = self._compiled(params, state, inputs, *limits, self._canvas, self._others)
             state.x.block_until_ready()
             if not progress(stop / steps):
                 raise StoppedError

@@ -14,7 +14,7 @@ from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.low_res import LowRes
 
 # Sampling options that interrupted samples of earlier versions lack; left out where not in use.
-LATER_OPTIONS = ('churn_noise', 'lower_order_below')
+LATER_OPTIONS = ('churn_noise', 'lower_order_below', 'guidance_range')
 
 
 def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
@@ -56,6 +56,8 @@ def identity(
     if guide is not None:
         more['classifier'] = f'{checksum(guide.classifier.params):08x}'
         more['classifier_scale'] = guide.scale
+    if generator.weaker is not None:
+        more['guide'] = f'{checksum(generator.weaker.params):08x}'
     if low_res is not None:
         more['low_res'] = low_res.note
     model = dataclasses.asdict(config.model)

@@ -27,6 +27,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import read_low_res
 from jaxunet.sampling.options import SamplerConfig, check_can_be_guided, usual_steps
 from jaxunet.sampling.picture import Picture
@@ -124,6 +125,7 @@ class Model:
         sampler: str | None = None,
         class_labels: int | str | Sequence[int | str] | None = None,
         guidance_scale: float = 1.0,
+        guide: Model | None = None,
         init_image: PathLike | ArrayLike | None = None,
         mask: PathLike | ArrayLike | None = None,
         strength: float | None = None,
@@ -141,9 +143,10 @@ class Model:
           n: number of images; None = 16, or one of each picture of `low_res`.
           seed: 0 to 2³² − 1.
           steps: sampling steps; None = the usual number of the sampler.
-          sampler: ddpm, ddim, dpmpp_2m or heun; None = that of the model's objective.
+          sampler: ddpm, ddim, dpmpp_2m, unipc or heun; None = that of the model's objective.
           class_labels: labels or names of classes, which take turns; None = every class in turn.
-          guidance_scale: classifier-free guidance; 1 = none.
+          guidance_scale: classifier-free guidance, or that by `guide`; 1 = none.
+          guide: a weaker model of the same images, for autoguidance.
           init_image: a picture to vary (SDEdit), as a path or an array.
           mask: the part of `init_image` to redraw, where it is white or True (RePaint).
           strength: with `init_image`: noise to start from, above 0 to 1 (only noise).
@@ -151,7 +154,8 @@ class Model:
           batch_size: images drawn at a time, over all devices.
           progress: show a bar, or a function of the share that is drawn, 0 to 1. Whatever it raises
             ends the drawing.
-          options: other fields of `jaxunet.sampling.options.SamplerConfig`, such as eta.
+          options: other fields of `jaxunet.sampling.options.SamplerConfig`, such as eta and
+            guidance_range.
 
         Returns uint8 images.
 
@@ -164,11 +168,12 @@ class Model:
         if n < 1 or batch_size < 1:
             name, value = ('n', n) if n < 1 else ('batch_size', batch_size)
             raise UserError(f'{name}: expected 1 or more, found {value}')
-        check_can_be_guided(self.config, guidance_scale, 'guidance_scale')
+        if guide is None:
+            check_can_be_guided(self.config, guidance_scale, 'guidance_scale')
         labels = self._labels(class_labels, n)
         how = self._options(sampler, steps, guidance_scale, options)
         picture = self._picture(init_image, mask, strength)
-        generator = self._generator(how, min(batch_size, n), picture)
+        generator = self._generator(how, min(batch_size, n), picture, guide)
         return self._drawn(generator, n, seed, labels, pictures, progress)
 
     def _drawn(
@@ -214,14 +219,21 @@ class Model:
             steps = usual_steps(name, make_diffusion(self.config.diffusion))
         return SamplerConfig(name=name, steps=steps, guidance_scale=float(scale), **options)
 
-    def _generator(self, how: SamplerConfig, batch_size: int, picture: Picture | None) -> Generator:
+    def _generator(
+        self, how: SamplerConfig, batch_size: int, picture: Picture | None, guide: Model | None
+    ) -> Generator:
         def made() -> Generator:
-            devices = jax.local_devices()
             return Generator(
-                self.config, how, batch_size=batch_size, devices=devices, picture=picture
+                self.config,
+                how,
+                batch_size=batch_size,
+                devices=jax.local_devices(),
+                picture=picture,
+                weaker=None if guide is None else Weaker(guide.config, guide.params, guide.note),
             )
 
-        if picture is not None:  # its sampler is compiled with the strength
+        # A sampler is compiled with a picture's strength, and holds the weights of its guide.
+        if picture is not None or guide is not None:
             return made()
         key = (how, batch_size)
         with self._lock:

@@ -22,6 +22,7 @@ DEFAULT_SKIP_SCHEDULES = {
     'ddpm': 'linear',
     'ddim': 'linear',
     'dpmpp_2m': 'log_snr',
+    'unipc': 'log_snr',
     'heun': 'karras',
 }
 
@@ -29,14 +30,14 @@ DEFAULT_SKIP_SCHEDULES = {
 # Repositories whose scripts' defaults `as_peer` gives.
 PEERS = ('guided_diffusion', 'ddpm_torch')
 DDPM_TORCH_STEPS = 10  # default of its DDIM
-# Options that only one sampler has.
+# Options that only some samplers have.
 OWNERS = {
-    'eta': 'ddim',
-    'variance': 'ddpm',
-    'churn': 'heun',
-    'churn_range': 'heun',
-    'churn_noise': 'heun',
-    'lower_order_below': 'dpmpp_2m',
+    'eta': ('ddim', 'dpmpp_2m'),
+    'variance': ('ddpm',),
+    'churn': ('heun',),
+    'churn_range': ('heun',),
+    'churn_noise': ('heun',),
+    'lower_order_below': ('dpmpp_2m',),
 }
 
 
@@ -48,24 +49,28 @@ class SamplerConfig:
     have is an error.
     """
 
-    # ddpm: ancestral sampling | ddim | dpmpp_2m: DPM-Solver++(2M) | heun: EDM's second-order
-    # sampler, with 2 · steps − 1 evaluations of the network. None: that of the model's objective
-    # (OBJECTIVE_SAMPLERS), with its usual number of steps.
+    # ddpm: ancestral sampling | ddim | dpmpp_2m: DPM-Solver++(2M) | unipc: UniPC of order 2 |
+    # heun: EDM's second-order sampler, with 2 · steps − 1 evaluations of the network. None: that of
+    # the model's objective (OBJECTIVE_SAMPLERS), with its usual number of steps.
     name: str | None = None
     # None: every timestep of the model, or CONTINUOUS_STEPS for edm and flow.
     steps: int | None = None
-    # ddim only, in [0, 1]: 0 is deterministic (default), 1 adds as much noise as ddpm with
-    # fixed_small.
+    # ddim and dpmpp_2m, in [0, 1]: 0 is deterministic (default), 1 adds as much noise as ddpm with
+    # fixed_small, or as SDE-DPM-Solver++(2M).
     eta: float | None = None
     # Quantity with a uniform stride where steps are skipped: t (linear) | √t (quadratic) |
-    # log σ (log_snr) | σ^(1/7) (karras). Defaults: linear for ddpm and ddim, log_snr for dpmpp_2m,
-    # karras for heun; edm: karras, or log_snr for dpmpp_2m; flow: linear, or log_snr too.
+    # log σ (log_snr) | σ^(1/7) (karras). Defaults: linear for ddpm and ddim, log_snr for dpmpp_2m
+    # and unipc, karras for heun; edm: karras, or log_snr; flow: linear, or log_snr too, and karras
+    # with churn.
     skip_schedule: str | None = None
     # ddpm only: fixed_small | fixed_large | learned; default learned if the model has it, else
     # fixed_small.
     variance: str | None = None
     # Classifier-free guidance: 0 unconditional, 1 conditional; larger values exaggerate the class.
     guidance_scale: float = 1.0
+    # Range of noise-to-signal ratios σ, lowest (exclusive) and highest, in which guidance acts;
+    # None = all.
+    guidance_range: tuple[float, float] | None = None
     clip: bool = True  # clip the predicted x_0 to [−1, 1]
     churn: float | None = None  # heun only: EDM's S_churn, 0 or more; 0 is deterministic (default)
     # heun only: EDM's S_tmin and S_tmax, the range of σ with churn; default all.
@@ -144,11 +149,14 @@ def usual_steps(name: str | None, diffusion: Diffusion) -> int | None:
     return min(DEFAULT_STEPS.get(name, diffusion.steps), diffusion.steps)
 
 
-def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: int) -> SamplerConfig:
+def resolve_options(
+    config: SamplerConfig, diffusion: Diffusion, num_classes: int, *, weaker: bool = False
+) -> SamplerConfig:
     """Checks the options against the model and fills in the defaults.
 
     Args:
       num_classes: number of classes of the model; 0 = unconditional.
+      weaker: a weaker model guides the samples, which needs no classes.
 
     Raises:
       UserError: an invalid value, or an option that this sampler or model does not support.
@@ -164,7 +172,7 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
     _check_sampler(config, name)
     variance = resolve_variance(config.variance, diffusion)
     _check_solver(config)
-    _check_guidance(config.guidance_scale, num_classes)
+    _check_guidance(config, can_be_guided=weaker or num_classes > 0)
     _check_one_spacing(config)
     if diffusion.continuous:
         config = _continuous(config, name, diffusion)
@@ -175,7 +183,7 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
         config,
         steps=None if respaced else steps,
         skip_schedule=None if respaced else schedule,
-        eta=(config.eta or 0.0) if name == 'ddim' else None,
+        eta=(config.eta or 0.0) if name == 'ddim' else config.eta or None,
         variance=variance if name == 'ddpm' else None,
         churn=(config.churn or 0.0) if name == 'heun' else None,
         churn_noise=(config.churn_noise or 1.0) if config.churn else None,
@@ -224,13 +232,16 @@ def _continuous(config: SamplerConfig, name: str, diffusion: Diffusion) -> Sampl
             f'{option}: {value!r} picks timesteps, which a model with '
             f'diffusion.objective={diffusion.objective} does not have; use steps'
         )
-    if config.churn and diffusion.objective == 'flow':
-        raise UserError(
-            "churn: flow's heun steps in t and is deterministic; "
-            'leave churn out, or use sampler=ddpm for noise at every step'
-        )
     allowed = SPACINGS[diffusion.objective]
-    schedule = DEFAULT_SKIP_SCHEDULES['dpmpp_2m'] if name == 'dpmpp_2m' else allowed[0]
+    schedule = DEFAULT_SKIP_SCHEDULES[name] if name in ('dpmpp_2m', 'unipc') else allowed[0]
+    if config.churn:  # raises σ, which must be finite
+        schedule = DEFAULT_SKIP_SCHEDULES['heun']
+        if config.skip_schedule in ('linear', 'quadratic'):
+            raise UserError(
+                'churn: raises noise levels in σ, but skip_schedule='
+                f'{config.skip_schedule} begins at pure noise, where σ is infinite; '
+                'use karras or log_snr'
+            )
     return dataclasses.replace(
         config,
         steps=CONTINUOUS_STEPS[name] if config.steps is None else config.steps,
@@ -246,13 +257,13 @@ def _check_sampler(config: SamplerConfig, name: str) -> None:
             f'sampler: expected one of {", ".join(SAMPLERS)}, '
             f'found {name!r}{near_misses(name, SAMPLERS)}'
         )
-    for option, owner in OWNERS.items():
+    for option, owners in OWNERS.items():
         value = getattr(config, option)
-        if value is not None and name != owner:
+        if value is not None and name not in owners:
+            those = ' or '.join(f'sampler={owner}' for owner in owners)
             raise UserError(
-                f'{option}: only sampler={owner} has it, '
-                f'found {option}={value} with sampler={name}; '
-                f'leave {option} out, or use sampler={owner}'
+                f'{option}: only {those} has it, found {option}={value} with sampler={name}; '
+                f'leave {option} out, or use {those}'
             )
     if eta is not None and not 0 <= eta <= 1:
         raise UserError(
@@ -293,11 +304,22 @@ def _check_solver(config: SamplerConfig) -> None:
         )
 
 
-def _check_guidance(scale: float, num_classes: int) -> None:
+def _check_guidance(config: SamplerConfig, *, can_be_guided: bool) -> None:
+    scale, limits = config.guidance_scale, config.guidance_range
+    if limits is not None and not 0 <= limits[0] < limits[1]:
+        raise UserError(
+            'guidance_range: expected two noise levels, 0 <= lowest < highest, found '
+            f'{limits[0]}, {limits[1]}'
+        )
+    if limits is not None and scale == 1:
+        raise UserError(
+            f'guidance_range: {limits[0]}, {limits[1]} has no meaning without guidance; '
+            'set guidance_scale, or leave guidance_range out'
+        )
     if not (math.isfinite(scale) and scale >= 0):
         raise UserError(f'guidance_scale: expected 0 or more, found {scale}')
-    if scale != 1 and num_classes == 0:
+    if scale != 1 and not can_be_guided:
         raise UserError(
             f'guidance_scale: {scale} needs a class-conditional model, '
-            'this one has model.num_classes=0; leave it at 1'
+            'this one has model.num_classes=0; leave it at 1, or give a guide'
         )

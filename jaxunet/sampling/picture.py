@@ -214,16 +214,23 @@ def _reordered(sampler: Sampler, rows: Rows) -> Sampler:
     """Returns the sampler that runs these rows of its table.
 
     A row that does not follow its predecessor has no memory of it. Its x_0 takes the memory's
-    place, which makes the step of DPM-Solver++ first order; steps of Heun begin without memory.
+    place, which makes the step of DPM-Solver++ first order; steps of Heun begin without memory. In
+    the row after it, the memory takes the place of the older one.
     """
     table = sampler.coefficients
     columns = {field.name: getattr(table, field.name)[rows] for field in dataclasses.fields(table)}
     forgets = np.diff(rows, prepend=-2) != 1
-    forgotten = np.where(forgets, columns['memory'], 0.0)
+    second = np.append(False, forgets[:-1]) & ~forgets
+    forgotten = np.where(forgets, columns['memory'] + columns['older'], 0.0)
     assert sampler.memory == 'x0' or not forgotten.any()
-    columns |= {'x0': columns['x0'] + forgotten, 'memory': columns['memory'] - forgotten}
+    columns['x0'] = columns['x0'] + forgotten
+    columns['memory'] = np.where(forgets, 0.0, columns['memory'] + second * columns['older'])
+    columns['older'] = np.where(forgets | second, 0.0, columns['older'])
     return dataclasses.replace(
-        sampler, coefficients=Coefficients(**columns), times=sampler.times[rows]
+        sampler,
+        coefficients=Coefficients(**columns),
+        times=sampler.times[rows],
+        guided=None if sampler.guided is None else sampler.guided[rows],
     )
 
 

@@ -7,11 +7,12 @@ on its key, which is a function of (seed, i), and on the evaluation's number, no
 or the number of devices.
 
 Sources: those of `jaxunet.sampling.solvers`; learned variance, Nichol & Dhariwal 2021, arXiv
-2102.09672; classifier-free guidance, Ho & Salimans 2022, arXiv 2207.12598.
+2102.09672.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -22,21 +23,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int32, Key, Real
+from jaxtyping import Array, Bool, Int, Int32, Key, Real
 
 from jaxunet.diffusion.levels import spaced_levels, time_of_sigma
 from jaxunet.diffusion.process import (
     Diffusion,
     Images,
-    Output,
     Times,
     learned_log_variance,
     respace,
 )
-from jaxunet.ops.activation import at_least_float32
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.classifier_guidance import Gradient, fixed_variances
 from jaxunet.sampling.evaluation import Denoiser, Evaluation, Memory, evaluate
+from jaxunet.sampling.guidance import guided_range
 from jaxunet.sampling.options import SamplerConfig, resolve_options
 from jaxunet.sampling.solvers import (
     FEW_STEPS,
@@ -44,19 +44,17 @@ from jaxunet.sampling.solvers import (
     Coefficients,
     Subset,
     ancestral,
-    check_timesteps,
     churn_factor,
     churned_start,
     ddim,
     dpm_solver_2m,
     heun,
     heun_in_t,
-    respaced_timesteps,
-    timestep_subset,
+    noise_to_signal,
+    unipc,
 )
+from jaxunet.sampling.subsets import check_timesteps, respaced_timesteps, timestep_subset
 
-# (network's input, time, labels) -> the network's output; label −1 = unconditional.
-LabelledDenoiser = Callable[[Images, Times, Int[Array, ' batch']], Output]
 Keys = Key[Array, ' batch']
 After = Callable[[Images, Int[Array, '']], Images]  # (samples, evaluation just made) -> samples
 
@@ -74,6 +72,7 @@ class Sampler:
       times: what the network's time embedding reads at each evaluation.
       initial: standard deviation of the noise that sampling starts from.
       memory: result that an evaluation passes to the next one; '' = none, velocity = ε − x_0.
+      guided: evaluations within `guidance_range`; None = all.
       spaced: the process on the visited timesteps, for its learned variance; None if not used.
     """
 
@@ -84,6 +83,7 @@ class Sampler:
     initial: float
     memory: Memory
     spaced: Diffusion | None
+    guided: Bool[np.ndarray, ' evaluations'] | None = None
 
     @property
     def timesteps(self) -> Int32[np.ndarray, ' evaluations']:
@@ -103,23 +103,35 @@ class State(NamedTuple):
     """The samples between two evaluations."""
 
     x: Images
-    memory: Images | None = None  # M of `jaxunet.sampling.solvers`; None if the sampler has none
+    # M and M' of `jaxunet.sampling.solvers`; None if the sampler has none.
+    memory: Images | None = None
+    older: Images | None = None
 
 
-def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: int = 0) -> Sampler:
+def make_sampler(
+    config: SamplerConfig, diffusion: Diffusion, *, num_classes: int = 0, weaker: bool = False
+) -> Sampler:
     """Checks the options against the model and computes the constants.
 
     Args:
       config: the options.
       diffusion: the model's process.
       num_classes: number of classes of the model; 0 = unconditional.
+      weaker: a weaker model guides the samples.
 
     Raises:
       UserError: an invalid value, or an option that this sampler or model does not support.
     """
-    config = resolve_options(config, diffusion, num_classes)
-    if diffusion.continuous:
-        return _continuous_sampler(config, diffusion)
+    config = resolve_options(config, diffusion, num_classes, weaker=weaker)
+    make = _continuous_sampler if diffusion.continuous else _timestep_sampler
+    sampler, sigmas = make(config, diffusion)
+    if config.guidance_range is None:
+        return sampler
+    return dataclasses.replace(sampler, guided=guided_range(config.guidance_range, sigmas))
+
+
+def _timestep_sampler(config: SamplerConfig, diffusion: Diffusion) -> tuple[Sampler, Alphas]:
+    """Returns the sampler of an objective with timesteps, and σ of its evaluations."""
     alphas = diffusion.alphas_cumprod
     if config.timesteps is not None:
         timesteps = check_timesteps(alphas, config.timesteps)
@@ -137,11 +149,15 @@ def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: in
     )
     visited, noise = coefficients.timesteps, config.churn_noise or 1.0
     initial = churned_start(alphas[timesteps[-1]], alphas[visited[0]], noise)
-    return Sampler(config, diffusion, coefficients, visited, initial, memory, spaced)
+    sampler = Sampler(config, diffusion, coefficients, visited, initial, memory, spaced)
+    return sampler, noise_to_signal(alphas[visited])
 
 
-def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> Sampler:
-    """Returns the sampler of an objective without timesteps: it visits levels of its own."""
+def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> tuple[Sampler, Alphas]:
+    """Returns the sampler of an objective without timesteps, and σ of its evaluations.
+
+    It visits levels of its own.
+    """
     assert config.steps is not None
     assert config.skip_schedule is not None
     sigmas = spaced_levels(diffusion.config, config.steps, config.skip_schedule)
@@ -152,22 +168,16 @@ def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> Sampler:
     alphas = 1 / (1 + table**2)
     visited = np.searchsorted(table, sigmas).astype(np.int32)
     memory: Memory = 'velocity'
-    if config.name == 'heun' and diffusion.objective == 'flow':
+    if config.name == 'heun' and diffusion.objective == 'flow' and not config.churn:
         coefficients = heun_in_t(alphas, visited)
     else:
         coefficients, memory = _solve(config, alphas, visited)
     times = time_of_sigma(diffusion.config, table)[coefficients.timesteps]
     first = alphas[coefficients.timesteps[0]]
     initial = churned_start(alphas[visited[-1]], first, config.churn_noise or 1.0)
-    return Sampler(
-        config,
-        diffusion,
-        coefficients,
-        times,
-        initial * float(np.sqrt(1 - first)),
-        memory,
-        None,
-    )
+    start = initial * float(np.sqrt(1 - first))
+    sampler = Sampler(config, diffusion, coefficients, times, start, memory, None)
+    return sampler, table[coefficients.timesteps]
 
 
 def _solve(config: SamplerConfig, alphas: Alphas, timesteps: Subset) -> tuple[Coefficients, Memory]:
@@ -180,7 +190,11 @@ def _solve(config: SamplerConfig, alphas: Alphas, timesteps: Subset) -> tuple[Co
         coefficients = ddim(alphas, timesteps, eta=config.eta)
     elif config.name == 'dpmpp_2m':
         few = FEW_STEPS if config.lower_order_below is None else config.lower_order_below
-        coefficients, memory = dpm_solver_2m(alphas, timesteps, lower_order_below=few), 'x0'
+        eta = config.eta or 0.0
+        coefficients = dpm_solver_2m(alphas, timesteps, eta=eta, lower_order_below=few)
+        memory = 'x0'
+    elif config.name == 'unipc':
+        coefficients, memory = unipc(alphas, timesteps), 'x0'
     else:
         assert config.churn is not None
         coefficients = heun(
@@ -192,44 +206,6 @@ def _solve(config: SamplerConfig, alphas: Alphas, timesteps: Subset) -> tuple[Co
         )
         memory = 'noise'
     return coefficients, memory
-
-
-def guided(denoise: LabelledDenoiser, labels: Int[Array, ' batch'], scale: float) -> Denoiser:
-    """Returns a denoiser with classifier-free guidance: uncond + scale · (cond − uncond).
-
-    Ho & Salimans eq. 6, with scale = w + 1. Both halves go through the network as one doubled
-    batch; scales 1 and 0 need only one half. x_0 and v are affine in ε at a given x_t, so guiding
-    any of the three predictions guides ε. The learned variance is that of the conditional half.
-
-    Args:
-      denoise: the network.
-      labels: int32 of shape (batch,); −1 = unconditional.
-      scale: guidance scale, 0 or more.
-    """
-    if scale == 1:
-        return lambda x, t: denoise(x, t, labels)
-    dropped = jnp.full_like(labels, -1)
-    if scale == 0:
-        return lambda x, t: denoise(x, t, dropped)
-
-    def denoise_both(x: Images, t: Times) -> Output:
-        # The two halves of a sample are adjacent, so that a batch split over devices stays in
-        # place.
-        output = denoise(
-            jnp.repeat(x, 2, axis=0),
-            jnp.repeat(t, 2),
-            jnp.stack([labels, dropped], axis=1).reshape(-1),
-        )
-        output = output.astype(at_least_float32(output.dtype))
-        output = output.reshape(len(x), 2, *output.shape[1:])
-        conditional, unconditional = output[:, 0], output[:, 1]
-        channels = x.shape[-1]
-        mixed = unconditional[..., :channels] + scale * (
-            conditional[..., :channels] - unconditional[..., :channels]
-        )
-        return jnp.concatenate([mixed, conditional[..., channels:]], axis=-1)
-
-    return denoise_both
 
 
 def sample_keys(seed: int, indices: Sequence[int] | Int[np.ndarray, ' batch']) -> Keys:
@@ -260,7 +236,11 @@ def initial_state(keys: Keys, image_shape: tuple[int, int, int], sampler: Sample
     """Returns the state before the first evaluation: scaled `initial_noise`, zeros as memory."""
     x = initial_noise(keys, image_shape)
     x = x if sampler.initial == 1 else sampler.initial * x
-    return State(x, jnp.zeros_like(x) if sampler.memory else None)
+    return State(
+        x,
+        jnp.zeros_like(x) if sampler.memory else None,
+        jnp.zeros_like(x) if sampler.coefficients.older.any() else None,
+    )
 
 
 def _step(
@@ -270,8 +250,12 @@ def _step(
     sampler: Sampler,
     k: Int[Array, ''],
     class_gradient: Gradient | None = None,
+    unguided: Denoiser | None = None,
 ) -> State:
     """Evaluates the network for the k-th time and applies the linear rule of the solver."""
+    if sampler.guided is not None:
+        assert unguided is not None
+        denoise = functools.partial(jax.lax.cond, jnp.asarray(sampler.guided)[k], denoise, unguided)
     diffusion, table, x = sampler.diffusion, sampler.coefficients, state.x
     kind = x.dtype if diffusion.continuous else jnp.int32
     t = jnp.full(x.shape[:1], jnp.asarray(sampler.times, kind)[k], kind)
@@ -290,6 +274,7 @@ def _step(
         *product(table.state, x),
         *product(table.noise, found.noise),
         *product(table.memory, state.memory),
+        *product(table.older, state.older),
     ]
     if sampler.spaced is not None:
         terms += _learned_variance_terms(sampler.spaced, table, found, keys, k, t)
@@ -300,7 +285,8 @@ def _step(
             assert sampler.config.variance is not None
             variances = fixed_variances(diffusion, table, sampler.config.variance)
             terms += product(variances, found.class_gradient)
-    return State(functools.reduce(operator.add, terms), found.remembered(sampler.memory))
+    older = None if state.older is None else state.memory
+    return State(functools.reduce(operator.add, terms), found.remembered(sampler.memory), older)
 
 
 def _learned_variance_terms(
@@ -338,6 +324,7 @@ def run(
     stop: int | Int[Array, ''] | None = None,
     after: After | None = None,
     class_gradient: Gradient | None = None,
+    unguided: Denoiser | None = None,
 ) -> State:
     """Runs evaluations start..stop−1 as one loop, whose bounds may be traced.
 
@@ -354,6 +341,7 @@ def run(
       stop: end of the range; None = all evaluations.
       after: changes the samples after each evaluation; None = nothing does.
       class_gradient: of a classifier that guides the samples; None = none does.
+      unguided: the network, for evaluations outside `Sampler.guided`; may be None if that is.
 
     Raises:
       ValueError: bounds outside 0..E.
@@ -368,7 +356,7 @@ def run(
     bounds = jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32)
 
     def body(k: Int[Array, ''], state: State) -> State:
-        state = _step(denoise, state, keys, sampler, k, class_gradient)
+        state = _step(denoise, state, keys, sampler, k, class_gradient, unguided)
         return state if after is None else state._replace(x=after(state.x, k))
 
     return jax.lax.fori_loop(*bounds, body, state)

@@ -1,39 +1,31 @@
-"""The arithmetic of the samplers, in float64: timesteps visited and coefficients per evaluation.
+"""The arithmetic of the samplers, in float64: their coefficients for each evaluation.
 
 An evaluation of the network at (x, t) gives x_0 and ε. Every sampler then updates x by one linear
 rule,
 
-    x ← state · x + x0 · x_0 + noise · ε + memory · M + draw · z,    z ~ N(0, 1),
+    x ← state · x + x0 · x_0 + noise · ε + memory · M + older · M' + draw · z,    z ~ N(0, 1),
 
-where M is a result of the previous evaluation: x_0 (DPM-Solver++), ε (Heun), ε − x_0 (Heun in t) or
-nothing. A sampler is its table of these factors. Objectives without timesteps pass the ᾱ of the
-levels that they visit as a table, and the places in it as timesteps.
+where M is a result of the previous evaluation: x_0 (DPM-Solver++, UniPC), ε (Heun), ε − x_0 (Heun
+in t) or nothing, and M' that of the one before (UniPC). A sampler is its table of these factors.
+Objectives without timesteps pass the ᾱ of the levels that they visit as a table, and the places in
+it as timesteps.
 
 ᾱ, α = √ᾱ, √(1 − ᾱ) and the noise-to-signal ratio σ = √((1 − ᾱ)/ᾱ) belong to the timestep at which
 an evaluation starts; a prime marks those of the timestep to which it leads. The last step leads to
 the image itself, where ᾱ' = 1 and σ' = 0.
 
 Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; DDIM, Song et al. 2021, arXiv 2010.02502;
-respacing, Nichol & Dhariwal 2021, arXiv 2102.09672 (openai/guided-diffusion), and tqch/ddpm-torch;
-DPM-Solver++, Lu et al. 2022, arXiv 2211.01095; EDM, Karras et al. 2022, arXiv 2206.00364.
+DPM-Solver++, Lu et al. 2022, arXiv 2211.01095; UniPC, Zhao et al. 2023, arXiv 2302.04867; EDM,
+Karras et al. 2022, arXiv 2206.00364.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from jaxtyping import Float64, Int, Int32, Integer
+from jaxtyping import Float64, Int, Int32
 
-from jaxunet.runtime.errors import UserError, near_misses
-
-SKIP_SCHEDULES = ('linear', 'quadratic', 'log_snr', 'karras')
-RHO = 7  # ρ of EDM eq. 5
-# Highest σ of the schedules in σ: EDM's table 1, and λ = −5.1, at which DPM-Solver's code truncates
-# the cosine schedule. Noisier timesteps contain almost nothing of the image, but the cosine
-# schedule's σ reaches 20,000 and would take most of a small number of steps.
-HIGHEST = {'karras': 80.0, 'log_snr': float(np.exp(5.1))}
 # With fewer evaluations, DPM-Solver++ does not extrapolate on the step to the lowest noise level.
 # diffusers and the text of Lu et al.'s code say 15; what that code tests is 11 in our count, which
 # includes the step to the image. Measured in docs/sampling.md.
@@ -50,7 +42,7 @@ class Coefficients:
 
     Fields:
       timesteps: t, the network's input.
-      state, x0, noise, memory, draw: the factors of x, x_0, ε, M and z.
+      state, x0, noise, memory, older, draw: the factors of x, x_0, ε, M, M' and z.
     """
 
     timesteps: Int32[np.ndarray, ' evaluations']
@@ -58,6 +50,7 @@ class Coefficients:
     x0: Float64[np.ndarray, ' evaluations']
     noise: Float64[np.ndarray, ' evaluations']
     memory: Float64[np.ndarray, ' evaluations']
+    older: Float64[np.ndarray, ' evaluations']
     draw: Float64[np.ndarray, ' evaluations']
 
 
@@ -109,34 +102,82 @@ def ddim(alphas_cumprod: Alphas, timesteps: Subset, *, eta: float) -> Coefficien
 
 
 def dpm_solver_2m(
-    alphas_cumprod: Alphas, timesteps: Subset, *, lower_order_below: int = FEW_STEPS
+    alphas_cumprod: Alphas,
+    timesteps: Subset,
+    *,
+    eta: float = 0.0,
+    lower_order_below: int = FEW_STEPS,
 ) -> Coefficients:
-    """Returns the coefficients of DPM-Solver++(2M) (Lu et al. algorithm 2).
+    """Returns the coefficients of DPM-Solver++(2M) (Lu et al. algorithm 2), or of its SDE.
 
     With λ = −log σ, h = λ' − λ, r = h_previous / h and M the previous evaluation's x_0,
-        x' = √(1−ᾱ')/√(1−ᾱ) x + α' (1 − e^−h) D,    D = (1 + 1/2r) x_0 − 1/2r M.
+        x' = √(1−ᾱ')/√(1−ᾱ) e^−ηh x + α' (1 − e^−(1+η)h) D + √(1−ᾱ') √(1 − e^−2ηh) z,
+        D = (1 + 1/2r) x_0 − 1/2r M.
     Three steps are first order (D = x_0): the first; the last, which leads to the image (h is
     infinite and x' = x_0); and, with few evaluations, the one to the lowest noise level.
 
     Args:
       alphas_cumprod: ᾱ of the model's T timesteps.
       timesteps: timesteps visited, ascending.
+      eta: η; 0 is deterministic, 1 is SDE-DPM-Solver++(2M).
       lower_order_below: the fewest evaluations with a second-order step to the lowest level.
     """
     alphas, previous = _from_to(alphas_cumprod, timesteps)
-    log_snr = -np.log(noise_to_signal(alphas))  # λ, ascending
-    h = np.diff(log_snr)
-    x0 = np.append(-np.sqrt(previous[:-1]) * np.expm1(-h), 1.0)
+    h = _log_snr_steps(alphas)
+    decay = np.append(np.exp(-eta * h) if eta else np.ones_like(h), 1.0)
+    x0 = np.append(-np.sqrt(previous[:-1]) * np.expm1(-(1 + eta) * h), 1.0)
     extrapolation = np.zeros(len(alphas))  # 1/2r
     extrapolation[1:-1] = h[1:] / (2 * h[:-1])
     if len(alphas) < lower_order_below:
         extrapolation[-2:] = 0
     return _coefficients(
         timesteps[::-1],
-        state=np.sqrt((1 - previous) / (1 - alphas)),
+        state=np.sqrt((1 - previous) / (1 - alphas)) * decay,
         x0=x0 * (1 + extrapolation),
         memory=-x0 * extrapolation,
+        draw=np.sqrt((1 - previous) * (1 - decay**2)),
     )
+
+
+def unipc(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
+    """Returns the coefficients of UniPC of order 2 with B(h) = e^h − 1 (Zhao et al. algorithm 1).
+
+    Predictor: the step of DPM-Solver++(2M). Corrector: the evaluation at x gives m, the two before
+    it gave M and M'. With h the step that led to x, r = h_previous / h and φ = e^−h − 1, x becomes
+        x − α φ (c (m − M) + (1/2 − d) (M' − M)/r),
+    before the next predictor, where d + c = b_1 and c − r d = b_2 with b_1 = −(φ/h + 1)/φ and
+    b_2 = 2 ((φ/h + 1)/h − 1/2)/φ; after the first step, which is first order, c = d = 1/2. The step
+    to the image is first order, too (x' = x_0).
+
+    Args:
+      alphas_cumprod: ᾱ of the model's T timesteps.
+      timesteps: timesteps visited, ascending.
+    """
+    alphas = alphas_cumprod[timesteps][::-1]
+    h = _log_snr_steps(alphas)
+    predictor = dpm_solver_2m(alphas_cumprod, timesteps, lower_order_below=0)
+    correction = np.zeros((3, len(alphas)))  # factors of m, M and M' in the corrected x
+    for i in range(1, len(alphas)):
+        phi, scale = np.expm1(-h[i - 1]), -np.sqrt(alphas[i]) * np.expm1(-h[i - 1])
+        c, older = 0.5, 0.0
+        if i > 1:
+            inner, ratio = phi / h[i - 1] + 1, h[i - 2] / h[i - 1]
+            first, second = -inner / phi, 2 * (inner / h[i - 1] - 0.5) / phi
+            d = (first - second) / (1 + ratio)
+            c, older = first - d, (0.5 - d) / ratio
+        correction[:, i] = scale * c, -scale * (c + older), scale * older
+    return _coefficients(
+        timesteps[::-1],
+        state=predictor.state,
+        x0=predictor.x0 + predictor.state * correction[0],
+        memory=predictor.memory + predictor.state * correction[1],
+        older=predictor.state * correction[2],
+    )
+
+
+def _log_snr_steps(alphas: Picked) -> Float64[np.ndarray, ' steps']:
+    """Returns h = λ' − λ of all steps but the last, which leads to the image."""
+    return np.diff(-np.log(noise_to_signal(alphas)))
 
 
 def heun(
@@ -247,146 +288,3 @@ def noise_to_signal(alphas_cumprod: Alphas) -> Alphas:
     """Returns σ = √((1 − ᾱ)/ᾱ), EDM's noise level; λ = −log σ is half the log-SNR."""
     with np.errstate(divide='ignore'):
         return np.sqrt((1 - alphas_cumprod) / alphas_cumprod)
-
-
-def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> Subset:
-    """Returns `steps` distinct timesteps of 0..T−1, ascending.
-
-    The first is 0 (if there are two or more) and the last T − 1. With `log_snr` and `karras` the
-    last is the noisiest with σ at most 164 or 80, if enough timesteps lie below it.
-
-    Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
-      steps: number of timesteps.
-      skip_schedule: the quantity with a uniform stride, as far as distinct integers allow:
-        `linear`: t (IDDPM section 4); `quadratic`: √t (DDIM appendix D.2); `log_snr`: log σ (Lu et
-        al. section 6); `karras`: σ^(1/7) (EDM eq. 5).
-
-    Raises:
-      UserError: `steps` outside 1..T, or an unknown schedule.
-    """
-    total = len(alphas_cumprod)
-    if skip_schedule not in SKIP_SCHEDULES:
-        allowed, hint = ', '.join(SKIP_SCHEDULES), near_misses(skip_schedule, SKIP_SCHEDULES)
-        raise UserError(f'skip_schedule: expected one of {allowed}, found {skip_schedule!r}{hint}')
-    if not 1 <= steps <= total:
-        raise UserError(
-            f'steps: expected 1 to {total}, the number of steps that the model was trained with, '
-            f'found {steps}'
-        )
-    if steps == 1:
-        return np.array([total - 1], np.int32)  # from pure noise to the image
-    if skip_schedule == 'linear':
-        return uniform_stride(total, steps)
-    index = np.arange(steps, dtype=np.int64)
-    if skip_schedule == 'quadratic':
-        wanted = np.rint(index**2 * (total - 1) / (steps - 1) ** 2).astype(np.int64)
-    else:
-        sigmas = noise_to_signal(alphas_cumprod)
-        total = max(int(np.searchsorted(sigmas, HIGHEST[skip_schedule], side='right')), steps)
-        level = (
-            np.log(sigmas[:total]) if skip_schedule == 'log_snr' else sigmas[:total] ** (1 / RHO)
-        )
-        wanted = np.rint(
-            np.interp(np.linspace(level[0], level[-1], steps), level, np.arange(total))
-        ).astype(np.int64)
-    # Makes the sequence strictly increasing by moving values up, then down where the end requires.
-    increasing = np.maximum.accumulate(wanted - index) + index
-    return np.minimum(increasing, total - steps + index).astype(np.int32)
-
-
-def uniform_stride(total: int, steps: int) -> Subset:
-    """Returns `steps` of 0..total−1 with a uniform stride, the first of them 0; ascending.
-
-    The stride is added up in float64 and the sums are rounded, halves to even. Multiples of the
-    stride would differ from guided-diffusion's `space_timesteps` where a sum lies near a half.
-    """
-    stride = (total - 1) / (steps - 1) if steps > 1 else 1.0
-    return np.rint(np.cumsum([0.0] + [stride] * (steps - 1))).astype(np.int32)
-
-
-def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
-    """Returns the timesteps that other repositories take from a process, ascending.
-
-    The subsets are those of `space_timesteps` in guided-diffusion, or, with 'linearN' and
-    'quadraticN', of `get_selection_schedule` in ddpm-torch.
-
-    Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
-      respacing: 'A,B,...' divides 0..T−1 into equal sections and takes A, B, ... timesteps from
-        them, with uniform stride from a section's first timestep to its last (a single timestep is
-        the first). 'ddimN' takes every k-th timestep from 0, with the smallest k that gives N;
-        'linearN' every ⌊T/N⌋-th, which may be more than N; 'quadraticN' the squares of N numbers
-        with a uniform stride from 0 to √(0.8 T), rounded, each once.
-
-    Raises:
-      UserError: text of another form, more timesteps than there are, or no such k.
-    """
-    total = len(alphas_cumprod)
-    if (found := _ddpm_torch_subset(total, respacing)) is not None:
-        return found
-    number = respacing.removeprefix('ddim')
-    if respacing != number and number.isdecimal():
-        for stride in range(1, total + 1):
-            if len(range(0, total, stride)) == int(number):
-                return np.arange(0, total, stride, dtype=np.int32)
-        raise UserError(
-            f'respacing: no whole stride takes {number} of {total} steps, found {respacing!r}; '
-            'use steps, which takes any number'
-        )
-    counts = respacing.split(',')
-    if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
-        raise UserError(
-            "respacing: expected numbers of steps such as '250' or '10,20,30', or 'ddim50', "
-            f"'linear50' or 'quadratic50', found {respacing!r}"
-        )
-    sections: list[Integer[np.ndarray, ' section']] = []
-    for section, count in zip(
-        np.array_split(np.arange(total), len(counts)), map(int, counts), strict=True
-    ):
-        if count > len(section):
-            raise UserError(
-                f'respacing: {count} steps from a section of {len(section)} '
-                f'({total} steps in {len(counts)} sections), found {respacing!r}'
-            )
-        sections.append(section[uniform_stride(len(section), count)])
-    return np.concatenate(sections).astype(np.int32)
-
-
-def _ddpm_torch_subset(total: int, respacing: str) -> Subset | None:
-    """Returns the timesteps of 'linearN' and 'quadraticN'; None for other text."""
-    kind = respacing.rstrip('0123456789')
-    if kind not in ('linear', 'quadratic') or kind == respacing:
-        return None
-    count = int(respacing.removeprefix(kind))
-    if not 1 <= count <= total:
-        raise UserError(
-            f'respacing: expected {kind}N with N of 1 to {total}, the number of steps that the '
-            f'model was trained with, found {respacing!r}'
-        )
-    if kind == 'linear':
-        return np.arange(0, total, total // count, dtype=np.int32)
-    # A timestep that comes twice changes nothing the second time: the step leads to itself.
-    # In float32, as there: it decides where a square lies at a half.
-    squares = np.linspace(0, np.sqrt(0.8 * total), count, dtype=np.float32) ** 2
-    return np.unique(np.rint(squares).astype(np.int32))
-
-
-def check_timesteps(alphas_cumprod: Alphas, timesteps: Sequence[int]) -> Subset:
-    """Returns these timesteps in ascending order.
-
-    Raises:
-      UserError: none, one given twice, or one outside 0..T−1.
-    """
-    total = len(alphas_cumprod)
-    if not timesteps:
-        raise UserError('timesteps: expected one or more, such as 0,20,40, found none')
-    for t in timesteps:
-        if not 0 <= t < total:
-            raise UserError(
-                f'timesteps: expected numbers from 0 (the image) to {total - 1}, as the model was '
-                f'trained with {total}, found {t}'
-            )
-        if timesteps.count(t) > 1:
-            raise UserError(f'timesteps: {t} is given twice; give it once')
-    return np.sort(np.array(timesteps, np.int32))

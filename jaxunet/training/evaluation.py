@@ -22,7 +22,7 @@ from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
-from jaxunet.metrics.table import TABLE, Side, check_reference, with_reference
+from jaxunet.metrics.table import TABLE, ImageSummary, check_reference, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
@@ -165,7 +165,7 @@ class Evaluator:
             devices=devices,
         )
         self._conditions = SampleConditions(config, source, evaluation.samples)
-        self._reference: Side | None = None
+        self._reference: ImageSummary | None = None
 
     def measure(self, params: Params, keep_on: Callable[[], bool] = lambda: True) -> list[Result]:
         """Draws samples and returns their metrics, in the order of `evaluation.metrics`.
@@ -222,7 +222,7 @@ class Evaluator:
             evaluation.metrics, self.network, samples, self._reference, seed=self.config.seed
         )
 
-    def _open_reference(self, metrics: Sequence[str]) -> Side:
+    def _open_reference(self, metrics: Sequence[str]) -> ImageSummary:
         path = self.config.evaluation.reference
         if path:
             with open_side(

@@ -125,13 +125,13 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
       UserError: a required tensor is missing or has an impossible shape, or the network is not
         supported here.
     """
-    found = Shapes(shapes, source, PROGRAM)
-    width, waves = found.get('map_layer0.weight', 2)
-    base, side = width // 4, _side(found)
+    tensors = Shapes(shapes, source, PROGRAM)
+    width, waves = tensors.get('map_layer0.weight', 2)
+    base, side = width // 4, _side(tensors)
     kind = DHARIWAL if 'out_conv.weight' in shapes else SONG
-    first = found.get(f'enc.{side}x{side}_conv.weight', 4)
+    first = tensors.get(f'enc.{side}x{side}_conv.weight', 4)
     last_layer = 'out_conv' if kind == DHARIWAL else f'dec.{side}x{side}_aux_conv'
-    out = found.get(f'{last_layer}.weight', 4)[0]
+    out = tensors.get(f'{last_layer}.weight', 4)[0]
     if out != first[1]:
         raise UserError(
             f'{source}: {last_layer}.weight: expected {first[1]} output channels, found {out}'
@@ -153,9 +153,9 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     levels = _count(shapes, lambda level: f'{_encoder(side, level)}_block0.norm0.weight')
     blocks = _count(shapes, lambda i: f'{_encoder(side, 0)}_block{i}.norm0.weight')
     if not levels:
-        found.get(f'{_encoder(side, 0)}_block0.norm0.weight', 1)
+        tensors.get(f'{_encoder(side, 0)}_block0.norm0.weight', 1)
     channels = [
-        found.get(f'{_encoder(side, level)}_block0.conv0.weight', 4)[0] for level in range(levels)
+        tensors.get(f'{_encoder(side, level)}_block0.conv0.weight', 4)[0] for level in range(levels)
     ]
     fields = (
         FIXED
@@ -165,10 +165,10 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
             'base_channels': base,
             'channel_mult': tuple(multiplier(c, base) for c in channels),
             'num_res_blocks': blocks,
-            'num_classes': found.get('map_label.weight', 2)[0]
+            'num_classes': tensors.get('map_label.weight', 2)[0]
             if 'map_label.weight' in shapes
             else 0,
-            'resample_filter': _filter(found),
+            'resample_filter': _filter(tensors),
             'channel_mult_noise': waves // base,
         }
     )
@@ -185,14 +185,14 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     return Inferred(PROGRAM, fields, attention, False, {'image_size': (side,)})
 
 
-def _side(found: Shapes) -> int:
-    for name in found.by_name:
+def _side(tensors: Shapes) -> int:
+    for name in tensors.by_name:
         if match := re.fullmatch(r'enc\.([0-9]{1,5})x\1_conv\.weight', name):
             return int(match[1])
-    some = ', '.join(list(found.by_name)[:3])
+    some = ', '.join(list(tensors.by_name)[:3])
     raise UserError(
-        f'{found.source}: enc.SIDExSIDE_conv.weight is missing: this is not a network with '
-        f"{PROGRAM}'s names (found {len(found)} tensors: {some}, ...)"
+        f'{tensors.source}: enc.SIDExSIDE_conv.weight is missing: this is not a network with '
+        f"{PROGRAM}'s names (found {len(tensors)} tensors: {some}, ...)"
     )
 
 
@@ -205,15 +205,15 @@ def _count(shapes: Mapping[str, Shape], name: Any) -> int:
     return next(n for n in range(len(shapes) + 1) if name(n) not in shapes)
 
 
-def _filter(found: Shapes) -> tuple[int, ...]:
+def _filter(tensors: Shapes) -> tuple[int, ...]:
     """Returns the filter of a network, of which the shapes show the length."""
-    lengths = {shape[-1] for name, shape in found.by_name.items() if name.endswith(FILTER)}
+    lengths = {shape[-1] for name, shape in tensors.by_name.items() if name.endswith(FILTER)}
     known = {len(each): each for each in FILTERS}
     if not lengths:
         return FILTERS[0]
     if len(lengths) > 1 or not lengths & known.keys():
         raise UserError(
-            f'{found.source}: {FILTER}: expected [1, 1] or [1, 3, 3, 1], '
+            f'{tensors.source}: {FILTER}: expected [1, 1] or [1, 3, 3, 1], '
             f'found lengths {sorted(lengths)}'
         )
     return known[lengths.pop()]

@@ -53,6 +53,22 @@ def test_samples_depend_on_the_seed_the_place_and_the_class(model):
     assert (guided != images).any()
 
 
+def test_a_weaker_model_guides(model):
+    """Guided by itself, a model draws what it draws alone; by another, it moves away from it."""
+    alone = model.sample(3, seed=1, sampler='ddim', **QUICK)
+    options = {'seed': 1, 'sampler': 'ddim', 'guidance_scale': 3, **QUICK}
+    same = model.sample(3, guide=model, **options)
+    np.testing.assert_allclose(same.astype(int), alone, atol=1)
+    config = model.config.replace(model={'base_channels': 64, 'num_classes': 0})
+    params = jax.tree.map(lambda x: np.asarray(x) + 0.1, fresh_state(config).params)
+    weaker = Model(Weights(config, params, None, 'fresh', ()), config)
+    everywhere = model.sample(3, guide=weaker, **options)
+    assert (everywhere != alone).any()
+    within = model.sample(3, guide=weaker, guidance_range=(1e-3, 1.0), **options)
+    assert (within != alone).any()
+    assert (within != everywhere).any()
+
+
 def test_a_sampler_is_compiled_once(model, monkeypatch):
     model.sample(4, **QUICK)
     monkeypatch.setattr(jax, 'jit', None)

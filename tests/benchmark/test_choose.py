@@ -10,7 +10,7 @@ from support.commands import call
 from support.tiny import flags
 
 from jaxunet.benchmark import choose
-from jaxunet.benchmark.cases import Prepared, Side
+from jaxunet.benchmark.cases import Competitor, Prepared
 from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.runtime.errors import UserError
 
@@ -50,7 +50,7 @@ def test_choose_leaves_out_what_does_not_run(
     """Also a side that fails while it is timed, or before, while steps are counted."""
     closed = []
 
-    def fake(name: str, *_: object) -> Side:
+    def fake(name: str, *_: object) -> Competitor:
         if name == 'missing':
             raise UserError('this machine has no such kernels')
 

@@ -11,7 +11,7 @@ from support.commands import call_each
 from jaxunet.benchmark.device import Rates
 from jaxunet.benchmark.roofline import table
 from jaxunet.benchmark.roofline.classify import Call, kind_of_name, kind_of_xla, place
-from jaxunet.benchmark.roofline.measured import Line, Measured, measure
+from jaxunet.benchmark.roofline.measured import Line, StepKernels, measure
 from jaxunet.benchmark.roofline.run import to_rows
 from jaxunet.benchmark.roofline.work import (
     FEW_CHANNELS,
@@ -292,7 +292,7 @@ LINES = [
 
 
 def budget(**changes: object) -> list[rows.Row]:
-    return list(to_rows(CASE | changes, Measured(LINES, 0, []), busy_ms=8.5, step_ms=9.0))
+    return list(to_rows(CASE | changes, StepKernels(LINES, 0, []), busy_ms=8.5, step_ms=9.0))
 
 
 def test_the_table_shows_the_next_gap(tmp_path: pathlib.Path) -> None:
@@ -319,7 +319,7 @@ def test_the_table_shows_the_next_gap(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_could_not_be_told_is_below_the_table() -> None:
-    found = Measured(LINES, 2.0, ['jaxunet_cuda_new'])
+    found = StepKernels(LINES, 2.0, ['jaxunet_cuda_new'])
     text = table.markdown(to_rows(CASE, found, busy_ms=1.0, step_ms=1.0))
     assert '2 kernels per step could not be matched' in text
     assert text.endswith('Kernels without a class: jaxunet_cuda_new.')

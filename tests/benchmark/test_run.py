@@ -12,7 +12,7 @@ from support.commands import call
 from support.tiny import flags, tiny_config
 
 from jaxunet.benchmark import run, table
-from jaxunet.benchmark.cases import DEFAULT_DIRECTIONS, Prepared, Sampling, Side
+from jaxunet.benchmark.cases import DEFAULT_DIRECTIONS, Competitor, Prepared, Sampling
 from jaxunet.benchmark.device import Rates
 from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.runtime import rows
@@ -84,7 +84,7 @@ def test_a_side_that_cannot_run_is_a_row(
     where the second is gone.
     """
 
-    def fake(name: str, *_: object) -> Side:
+    def fake(name: str, *_: object) -> Competitor:
         if name == 'missing':
             raise UserError('this machine has no such kernels')
 

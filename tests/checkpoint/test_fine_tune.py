@@ -12,7 +12,7 @@ from support.tiny import tiny_config
 from support.weight_cases import random_params, torch_bytes
 
 from jaxunet.checkpoint import store as checkpoint
-from jaxunet.checkpoint.fine_tune import Fitted, Side, fit
+from jaxunet.checkpoint.fine_tune import Fitted, Network, fit
 from jaxunet.checkpoint.load import load_initial
 from jaxunet.checkpoint.optimizer import get_moments
 from jaxunet.checkpoint.state import fresh_state
@@ -37,7 +37,7 @@ def params():
 
 
 def fitted(params, here: Config, our_names=(), their_names=(), there: Config = THERE) -> Fitted:
-    result = fit(params, Side(there, their_names), Side(here, our_names), 'model.pt')
+    result = fit(params, Network(there, their_names), Network(here, our_names), 'model.pt')
     check_tree(result.params, here)
     return result
 

@@ -98,6 +98,17 @@ def test_a_classifier_guides_a_model_without_classes(
     assert (np.abs(difference).mean(axis=(1, 2, 3)) > 1).all()
 
 
+def test_a_weaker_model_guides(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0, 'base_channels': 64})
+    weaker, plain, guided = tmp_path / 'w.safetensors', tmp_path / 'p.npz', tmp_path / 'g.npz'
+    write_weights(weaker, fresh(config), config)
+    call(*command(folder, plain, '--num_samples=2'))
+    flags = (f'--guide={weaker}', '--guidance_scale=3', '--guidance_range=0.01,50')
+    out = call(*command(folder, guided, *flags, '--num_samples=2'))
+    assert f'guided by {weaker}: ' in out
+    assert (images(guided)['images'] != images(plain)['images']).any()
+
+
 def test_a_classifier_is_copied(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """It goes to .safetensors and back; the size of its images chooses its network."""
     there, back, model = (
@@ -223,6 +234,17 @@ def test_mistakes_are_one_line(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
     pictures = f'--low_res={folder}/'
     for model, flag, message in (
         ('model', '--classifier_scale=2', '--classifier_scale: needs --classifier, which is not'),
+        ('model', '--guide_ema=none', '--guide_ema: needs --guide, which is not given'),
+        (
+            'model',
+            f'--guide={folder}/model.safetensors',
+            'guide: has no effect with guidance_scale',
+        ),
+        (
+            'model',
+            '--guidance_range=1',
+            '--guidance_range: expected two numbers such as 0.28,2.9, f',
+        ),
         ('model', f'{pictures}small.npz', '--low_res: the model draws from noise alone'),
         ('up', '--steps=3', '--low_res: missing; the model enlarges pictures of 3x4 pixels'),
         ('up', f'{pictures}grid.png', '--class_labels: missing; the model has classes, and the'),

@@ -162,7 +162,7 @@ WRONG = [
     ({'evaluation': {'skip_schedule': 'cosine'}}, r'evaluation.skip_schedule: expected one of '),
     (
         {'evaluation': {'sampler': 'dpm'}},
-        r'evaluation.sampler: expected one of \'\', ddpm, ddim, dpmpp_2m, heun',
+        r'evaluation.sampler: expected one of \'\', ddpm, ddim, dpmpp_2m, unipc, heun',
     ),
     ({'evaluation': {'steps': -2}}, r'evaluation.steps: expected -1 or more, found -2'),
     ({'train': {'evaluate_every': -1}}, r'train.evaluate_every: expected 0 or more'),

@@ -17,7 +17,7 @@ from jaxunet.metrics.copies import find_copies, nearest
 from jaxunet.metrics.evaluation import compute
 from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.nearest import TABLE_COLUMNS, compare, write
-from jaxunet.metrics.table import Side
+from jaxunet.metrics.table import ImageSummary
 from jaxunet.runtime.errors import UserError
 
 
@@ -124,7 +124,7 @@ def test_the_metric_of_features():
     rng = np.random.default_rng(0)
     training = rng.normal(size=(40, 12)).astype(np.float32)
     samples = np.concatenate([training[:4], rng.normal(size=(12, 12)).astype(np.float32)])
-    sides = [Side(n, len(x), '8x8', None, x) for n, x in (('s', samples), ('t', training))]
+    sides = [ImageSummary(n, len(x), '8x8', None, x) for n, x in (('s', samples), ('t', training))]
     (result,) = compute(['copies'], network(), *sides)
     assert result.label == 'copies[features=tiny-1]'
     assert result.value == 0.25

@@ -31,8 +31,8 @@ from jaxunet.config import Config
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion, model_log_variance
 from jaxunet.evaluate.bound import (
+    Bound,
     LikelihoodOptions,
-    Measured,
     measure_likelihood,
     save_terms,
 )
@@ -41,7 +41,7 @@ from jaxunet.metrics.likelihood import Likelihood, Terms, check_has_bound
 from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
-from jaxunet.sampling.solvers import respaced_timesteps
+from jaxunet.sampling.subsets import respaced_timesteps
 from jaxunet.weights import guided_diffusion
 from jaxunet.weights.files import write_weights
 
@@ -369,6 +369,6 @@ def test_terms_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     terms = Terms(np.zeros(1), *(np.zeros((1, 2)) for _ in range(3)))
     monkeypatch.setattr(np, 'savez', full)
     with pytest.raises(UserError, match=r'^--terms: .*terms\.npz: cannot be written: No space'):
-        save_terms(path, Measured(Result('nll', 0.0, None, {}), terms, np.arange(2)))
+        save_terms(path, Bound(Result('nll', 0.0, None, {}), terms, np.arange(2)))
     assert [p.name for p in tmp_path.iterdir()] == ['terms.npz']
     assert path.read_bytes() == b'earlier'

@@ -12,6 +12,7 @@ from jaxunet.config import DiffusionConfig
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
+from jaxunet.sampling.guidance import guided
 from jaxunet.sampling.options import SamplerConfig
 
 DATA = 0.5  # σ_d
@@ -192,7 +193,7 @@ def test_guidance_moves_the_mean_of_a_class(objective, name):
     sampler = s.make_sampler(options, process(objective), num_classes=2)
     labels = jnp.arange(64, dtype=jnp.int32) % 2
     images = jax.jit(
-        lambda keys: s.sample(s.guided(denoise, labels, 2.5), keys, (16, 16, 1), sampler)
+        lambda keys: s.sample(guided(denoise, labels, 2.5), keys, (16, 16, 1), sampler)
     )(s.sample_keys(0, range(64)))
     for label, mean in enumerate((-0.5, 0.5)):
         pixels = np.asarray(images)[label::2]
@@ -227,7 +228,11 @@ def test_one_step_leads_to_an_image(objective):
     [
         ('edm', {'skip_schedule': 'linear'}, 'skip_schedule: expected one of karras, log_snr with'),
         ('edm', {'respacing': '20'}, "respacing: '20' picks timesteps, which"),
-        ('flow', {'name': 'heun', 'churn': 1.0}, "churn: flow's heun steps in t"),
+        (
+            'flow',
+            {'name': 'heun', 'churn': 1.0, 'skip_schedule': 'linear'},
+            'churn: raises noise levels in σ, but skip_schedule=linear begins at pure noise',
+        ),
         ('flow', {'variance': 'learned', 'name': 'ddpm'}, 'variance: learned needs a model'),
         ('edm', {'steps': 0}, 'steps: expected 1 or more'),
     ],

@@ -17,12 +17,12 @@ from jaxunet.sampling.options import as_peer
     [
         (
             {'name': 'dpm'},
-            r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, found \'dpm\'; did you mean '
-            r'"ddpm"',
+            r'sampler: expected one of ddpm, ddim, dpmpp_2m, unipc, heun, found \'dpm\'; did you '
+            r'mean "ddpm"',
         ),
         ({'steps': 0}, r'steps: expected 1 to 1000, .* found 0'),
         ({'steps': 1001}, r'steps: expected 1 to 1000, .* found 1001'),
-        ({'eta': 0.0}, r'eta: only sampler=ddim has it, found eta=0.0 with sampler=ddpm'),
+        ({'eta': 0.0}, r'eta: only sampler=ddim or sampler=dpmpp_2m has it, found eta=0.0 with'),
         ({'name': 'ddim', 'eta': 1.5}, r'eta: expected 0 .* to 1 .*, found 1.5'),
         ({'name': 'ddim', 'eta': -0.1}, r'eta: .* found -0.1'),
         ({'name': 'ddim', 'eta': math.nan}, r'eta: .* found nan'),
@@ -40,8 +40,8 @@ from jaxunet.sampling.options import as_peer
             r'skip_schedule: expected one of linear, quadratic, log_snr, karras, found \'quad\'',
         ),
         (
-            {'name': 'dpmpp_2m', 'eta': 0.0},
-            r'eta: only sampler=ddim has it, found eta=0.0 with sampler=dpmpp_2m',
+            {'name': 'unipc', 'eta': 0.0},
+            r'eta: only sampler=ddim or sampler=dpmpp_2m has it, found eta=0.0 with sampler=unipc',
         ),
         ({'name': 'ddim', 'churn': 1.0}, r'churn: only sampler=heun has it'),
         ({'name': 'ddim', 'churn_range': (0.0, 1.0)}, r'churn_range: only sampler=heun has it'),
@@ -73,6 +73,14 @@ from jaxunet.sampling.options import as_peer
         ({'guidance_scale': -1.0}, r'guidance_scale: expected 0 or more, found -1.0'),
         ({'guidance_scale': math.inf}, r'guidance_scale: expected 0 or more, found inf'),
         ({'guidance_scale': 2.0}, r'guidance_scale: 2.0 needs a class-conditional model'),
+        (
+            {'guidance_range': (0.1, 1.0)},
+            r'guidance_range: 0.1, 1.0 has no meaning without guidance; set guidance_scale',
+        ),
+        (
+            {'guidance_scale': 2.0, 'guidance_range': (1.0, 0.1)},
+            r'guidance_range: .* lowest < highest, found 1.0, 0.1',
+        ),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -1,7 +1,8 @@
 """Timesteps, levels and samples are those of the programs that the samplers come from.
 
 `fixtures/process_golden.npz` holds what guided-diffusion and ddpm-torch computed, and
-`fixtures/methods_golden.npz` what EDM, DPM-Solver and k-diffusion did.
+`fixtures/methods_golden.npz` what EDM, DPM-Solver and k-diffusion did, and
+`fixtures/solvers_golden.npz` what diffusers did.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 from conditional_golden import prediction
 from methods_golden import CHURN, START, STEPS, linear, two_gaussians
 from process_golden import SAMPLERS, SECTIONS, SECTIONS_T, SUBSETS, T, checksum, noise
+from solvers_golden import STEPS as DIFFUSERS_STEPS
 from support.peer_values import FIXTURES, close, pictures
 
 from jaxunet.config import DiffusionConfig
@@ -25,10 +27,12 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.sampling import sampler as sampler_module
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import State, make_sampler, run, sample_keys
-from jaxunet.sampling.solvers import dpm_solver_2m, heun, respaced_timesteps
+from jaxunet.sampling.solvers import dpm_solver_2m, heun, unipc
+from jaxunet.sampling.subsets import respaced_timesteps
 
 GOLDEN = np.load(FIXTURES / 'process_golden.npz')
 METHODS = np.load(FIXTURES / 'methods_golden.npz')
+DIFFUSERS = np.load(FIXTURES / 'solvers_golden.npz')
 EDM = DiffusionConfig(objective='edm')
 PROCESS = make_diffusion(DiffusionConfig(steps=T, schedule='linear'))
 TIES = 1e-4  # distance from a half at which a square's rounding depends on the machine
@@ -93,21 +97,31 @@ def test_samples_of_ddpm_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     close(draw(pictures(0.53)), GOLDEN[name].transpose(0, 2, 3, 1), 1e-5)
 
 
-def image(rows: Any, memory: str, alphas: np.ndarray, denoise: Any, x: np.ndarray) -> np.ndarray:
+def image(
+    rows: Any,
+    memory: str,
+    alphas: np.ndarray,
+    denoise: Any,
+    x: np.ndarray,
+    noises: np.ndarray | None = None,
+) -> np.ndarray:
     """Applies a table of coefficients to x, in float64.
 
-    With a trailing axis of noises, x holds the factor of each: row k draws the k-th from 1.
+    Row k draws `noises[k]`. Without noises, x has the factor of each in a trailing axis: row k
+    draws the k-th from 1.
     """
-    remembered = np.zeros_like(x)
+    remembered = older = np.zeros_like(x)
     for k, t in enumerate(rows.timesteps):
         signal, sigma = math.sqrt(alphas[t]), math.sqrt(1 / alphas[t] - 1)
         x0 = denoise(x / signal, sigma)
         noise = (x / signal - x0) / sigma
         x = rows.state[k] * x + rows.x0[k] * x0 + rows.noise[k] * noise
-        x = x + rows.memory[k] * remembered
-        if rows.draw[k]:
+        x = x + rows.memory[k] * remembered + rows.older[k] * older
+        if noises is not None:
+            x = x + rows.draw[k] * noises[k]
+        elif rows.draw[k]:
             x[(k + 1) // 2 + 1] += rows.draw[k]
-        remembered = x0 if memory == 'x0' else noise
+        remembered, older = x0 if memory == 'x0' else noise, remembered
     return x
 
 
@@ -139,6 +153,21 @@ def test_levels_and_solvers_are_those_of_k_diffusion(count: int) -> None:
     rows = heun(alphas, every, churn_range=(0.0, math.inf))
     found = image(rows, 'noise', alphas, two_gaussians, start)
     np.testing.assert_allclose(found, METHODS[f'k_heun_{count}'], atol=1e-12)
+
+
+@pytest.mark.parametrize('count', DIFFUSERS_STEPS)
+@pytest.mark.parametrize('name', ['unipc', 'sde'])
+def test_solvers_are_those_of_diffusers(name: str, count: int) -> None:
+    """Its noise levels are float32."""
+    sigmas = DIFFUSERS[f'{name}_sigmas_{count}'][:-1][::-1]
+    alphas, every = 1 / (1 + sigmas**2), np.arange(count, dtype=np.int32)
+    rows = unipc(alphas, every)
+    if name == 'sde':
+        rows = dpm_solver_2m(alphas, every, eta=1.0, lower_order_below=0)
+    start = sigmas[-1] * math.sqrt(alphas[-1]) * START
+    noises = DIFFUSERS['noises'] if name == 'sde' else None
+    found = image(rows, 'x0', alphas, two_gaussians, start, noises)
+    np.testing.assert_allclose(found, DIFFUSERS[f'{name}_images_{count}'], atol=1e-6)
 
 
 @pytest.mark.parametrize('name', CHURN)

@@ -16,7 +16,7 @@ from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
 from jaxunet.sampling.options import VARIANCES
-from jaxunet.sampling.solvers import timestep_subset
+from jaxunet.sampling.subsets import timestep_subset
 
 PREDICTIONS = ('epsilon', 'x0', 'v')
 EACH_PREDICTION = tuple((prediction,) for prediction in PREDICTIONS)

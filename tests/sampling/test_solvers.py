@@ -18,33 +18,35 @@ from jaxunet.diffusion import objectives
 from jaxunet.diffusion import process as d
 from jaxunet.diffusion.levels import spaced_levels
 from jaxunet.sampling import sampler as s
-from jaxunet.sampling import solvers
+from jaxunet.sampling import solvers, subsets
+from jaxunet.sampling.guidance import guided
 from jaxunet.sampling.options import DEFAULT_SKIP_SCHEDULES
 
 EVERY = (0.0, math.inf)
-MEMORY = {'dpmpp_2m': 'x0', 'heun': 'noise'}
+MEMORY = {'dpmpp_2m': 'x0', 'unipc': 'x0', 'heun': 'noise'}
 DIGITS = np.load(DIGITS_FILE)['images'].reshape(-1, 64) / 127.5 - 1
 
 
 def table(name, alphas_cumprod, timesteps):
     if name == 'heun':
         return solvers.heun(alphas_cumprod, timesteps, churn_range=EVERY)
-    return (
-        solvers.dpm_solver_2m(alphas_cumprod, timesteps)
-        if name == 'dpmpp_2m'
-        else solvers.ddim(alphas_cumprod, timesteps, eta=0.0)
+    if name == 'ddim':
+        return solvers.ddim(alphas_cumprod, timesteps, eta=0.0)
+    return {'dpmpp_2m': solvers.dpm_solver_2m, 'unipc': solvers.unipc}[name](
+        alphas_cumprod, timesteps
     )
 
 
 def follow(name, rows, alphas_cumprod, mean_x0, x, evaluations):
     """The first evaluations of a deterministic sampler in float64."""
-    memory = np.zeros_like(x)
+    memory = older = np.zeros_like(x)
     for k, t in enumerate(rows.timesteps[:evaluations]):
         alpha = alphas_cumprod[t]
         x0 = mean_x0(x, alpha)
         noise = (x - math.sqrt(alpha) * x0) / math.sqrt(1 - alpha)
         x = rows.state[k] * x + rows.x0[k] * x0 + rows.noise[k] * noise + rows.memory[k] * memory
-        memory = {'x0': x0, 'noise': noise}.get(MEMORY.get(name), memory)
+        x = x + rows.older[k] * older
+        memory, older = {'x0': x0, 'noise': noise}.get(MEMORY.get(name), memory), memory
     return x
 
 
@@ -60,8 +62,14 @@ def two_gaussians(x, alpha):
     return centre + math.sqrt(alpha) * 0.04 * (x - math.sqrt(alpha) * centre) / variance
 
 
-@pytest.mark.parametrize('spacing', ['log_snr', 'karras'])
-@pytest.mark.parametrize(('name', 'order'), [('ddim', 1), ('dpmpp_2m', 2), ('heun', 2)])
+@pytest.mark.parametrize(
+    ('name', 'order', 'spacing'),
+    [
+        *itertools.product(['ddim'], [1], ['log_snr', 'karras']),
+        *itertools.product(['dpmpp_2m', 'heun'], [2], ['log_snr', 'karras']),
+        ('unipc', 3, 'log_snr'),  # with karras, the noise levels are not dense enough for it
+    ],
+)
 def test_order_of_convergence_on_the_exact_flow_of_gaussian_data(name, order, spacing):
     """x_t / √(ᾱ_t v + 1 − ᾱ_t) is constant along the flow; the error at t = 0 falls with the order
     of the sampler.
@@ -71,7 +79,7 @@ def test_order_of_convergence_on_the_exact_flow_of_gaussian_data(name, order, sp
     std = np.sqrt(a * variance + 1 - a)
     errors = []
     for steps in (20, 40, 80, 160):
-        rows = table(name, a, solvers.timestep_subset(a, steps, spacing))
+        rows = table(name, a, subsets.timestep_subset(a, steps, spacing))
         x = follow(name, rows, a, gaussian(variance), np.array([1.0]), len(rows.timesteps) - 1)
         errors.append(abs(x[0] / (std[0] / std[-1]) - 1))
     rates = np.log2(np.array(errors[:-1]) / errors[1:])
@@ -86,7 +94,7 @@ def test_order_of_convergence_on_a_curved_flow(name):
     x = np.linspace(-2, 2, 9)  # 0 among them, which stays
     ends = {}
     for steps in (3000, 160, 80, 40):
-        rows = table(name, a, solvers.timestep_subset(a, steps, 'log_snr'))
+        rows = table(name, a, subsets.timestep_subset(a, steps, 'log_snr'))
         ends[steps] = follow(name, rows, a, two_gaussians, x, len(rows.timesteps) - 1)
     errors = [np.abs(ends[steps] - ends[3000]).max() for steps in (40, 80, 160)]
     np.testing.assert_allclose(np.log2(np.array(errors[:-1]) / errors[1:]), 2, atol=0.5)
@@ -102,7 +110,7 @@ def test_second_order_beats_ddim_at_the_same_cost_and_spacing(name, steps, evalu
     spacing = DEFAULT_SKIP_SCHEDULES[name]
 
     def flow(name, steps):
-        rows = table(name, a, solvers.timestep_subset(a, steps, spacing))
+        rows = table(name, a, subsets.timestep_subset(a, steps, spacing))
         return follow(name, rows, a, two_gaussians, x, len(rows.timesteps)), len(rows.timesteps)
 
     exact, _ = flow('heun', 500)
@@ -224,7 +232,7 @@ def test_images_are_those_of_the_written_out_algorithms(solver, learn_sigma, cli
     # The number of evaluations of the network is what the sampler promises.
     assert len(seen) == sampler.evaluations == (2 * steps - 1 if name == 'heun' else steps)
     assert sorted(seen, reverse=True) == list(sampler.timesteps)
-    timesteps = solvers.timestep_subset(a, steps, DEFAULT_SKIP_SCHEDULES[name])[::-1]
+    timesteps = subsets.timestep_subset(a, steps, DEFAULT_SKIP_SCHEDULES[name])[::-1]
     written = written_heun if name == 'heun' else written_dpm
     expected = written(
         a, timesteps, predict, np.asarray(s.initial_noise(keys, (4, 4, 3)), np.float64)
@@ -236,7 +244,7 @@ def test_images_are_those_of_the_written_out_algorithms(solver, learn_sigma, cli
 
 def test_heun_evaluates_where_it_should():
     a = alphas()
-    timesteps = solvers.timestep_subset(a, 5, 'karras')
+    timesteps = subsets.timestep_subset(a, 5, 'karras')
     rows = solvers.heun(a, timesteps, churn_range=EVERY)
     down = timesteps[::-1]
     assert list(rows.timesteps) == [
@@ -252,7 +260,7 @@ def test_churn_raises_the_noise_by_what_it_draws():
     """
     a = alphas()
     sigmas = solvers.noise_to_signal(a)
-    timesteps = solvers.timestep_subset(a, 20, 'karras')
+    timesteps = subsets.timestep_subset(a, 20, 'karras')
     rows = solvers.heun(a, timesteps, churn=6.0, churn_range=(0.05, 50.0))
     plain = solvers.heun(a, timesteps, churn_range=EVERY)
     raised = 0
@@ -291,7 +299,7 @@ def test_guidance(name):
     def denoise(x, t, labels):
         return 0.1 * jnp.sin(x) + 0.05 * labels.astype(jnp.float32)[:, None, None, None]
 
-    images = s.sample(s.guided(denoise, labels, 3.0), keys, (4, 4, 1), sampler)
+    images = s.sample(guided(denoise, labels, 3.0), keys, (4, 4, 1), sampler)
 
     def by_hand(x, t):
         dropped = denoise(x, t, jnp.full_like(labels, -1))
@@ -331,23 +339,23 @@ def test_ddim_keeps_what_a_leaky_network_leaves_and_ddpm_forgets_it():
     multiplies its share by (σ_T/σ)^δ, however many steps it takes, while fresh noise keeps
     ddpm's at 1 + O(δ): why images of a network early in its training are grainier with ddim."""
     a = alphas()
-    every = solvers.timestep_subset(a, 1000, 'linear')
+    every = subsets.timestep_subset(a, 1000, 'linear')
     ddpm = solvers.ancestral(a, every, large=True)
     for std in (0.03, 0.1, 0.5):
         exact, leaky = spread(ddpm, '', a, 0.0, std**2), spread(ddpm, '', a, 0.05, std**2)
         assert exact == pytest.approx(std, rel=0.02)
         assert leaky / exact < 1.07
         for steps, schedule in itertools.product((50, 100, 1000), ('linear', 'quadratic')):
-            rows = solvers.ddim(a, solvers.timestep_subset(a, steps, schedule), eta=0.0)
+            rows = solvers.ddim(a, subsets.timestep_subset(a, steps, schedule), eta=0.0)
             exact, leaky = spread(rows, '', a, 0.0, std**2), spread(rows, '', a, 0.05, std**2)
             assert exact < 1.01 * std  # few steps blur rather than add grain
             assert leaky / exact > 1.25
     # Fine noise where there is none in the data: what stays is at most the lowest noise level.
     for rows, memory in (
         (ddpm, ''),
-        (solvers.ddim(a, solvers.timestep_subset(a, 50, 'linear'), eta=0.0), ''),
-        (solvers.dpm_solver_2m(a, solvers.timestep_subset(a, 20, 'log_snr')), 'x0'),
-        (solvers.heun(a, solvers.timestep_subset(a, 18, 'karras'), churn_range=EVERY), 'noise'),
+        (solvers.ddim(a, subsets.timestep_subset(a, 50, 'linear'), eta=0.0), ''),
+        (solvers.dpm_solver_2m(a, subsets.timestep_subset(a, 20, 'log_snr')), 'x0'),
+        (solvers.heun(a, subsets.timestep_subset(a, 18, 'karras'), churn_range=EVERY), 'noise'),
     ):
         assert spread(rows, memory, a, 0.0, 1e-12) < 1e-5
 

@@ -11,11 +11,11 @@ from jaxunet.config import DiffusionConfig
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
-from jaxunet.sampling import solvers
+from jaxunet.sampling import solvers, subsets
 from jaxunet.sampling.options import SAMPLERS
 
 
-@pytest.mark.parametrize('kind', solvers.SKIP_SCHEDULES)
+@pytest.mark.parametrize('kind', subsets.SKIP_SCHEDULES)
 def test_subset_properties(kind):
     """They hold for every T up to 60 and every S, and for some larger ones."""
     rng = np.random.default_rng(0)
@@ -26,7 +26,7 @@ def test_subset_properties(kind):
     ]
     for total, steps in [(t, n) for t in range(1, 61) for n in range(1, t + 1)] + large:
         a = np.linspace(0.999, 1e-3, total) if total > 1 else np.array([0.5])
-        subset = solvers.timestep_subset(a, steps, kind)
+        subset = subsets.timestep_subset(a, steps, kind)
         assert subset.dtype == np.int32
         assert subset.shape == (steps,), (total, steps)
         assert (np.diff(subset) > 0).all(), (total, steps)
@@ -41,23 +41,23 @@ def test_subset_properties(kind):
 
 def test_subset_known_values():
     a = alphas()
-    np.testing.assert_array_equal(solvers.timestep_subset(a, 4, 'linear'), [0, 333, 666, 999])
+    np.testing.assert_array_equal(subsets.timestep_subset(a, 4, 'linear'), [0, 333, 666, 999])
     np.testing.assert_array_equal(
-        solvers.timestep_subset(a, 5, 'quadratic'), [0, 62, 250, 562, 999]
+        subsets.timestep_subset(a, 5, 'quadratic'), [0, 62, 250, 562, 999]
     )
     np.testing.assert_array_equal(
-        solvers.timestep_subset(a[:10], 7, 'quadratic'), [0, 1, 2, 3, 4, 6, 9]
+        subsets.timestep_subset(a[:10], 7, 'quadratic'), [0, 1, 2, 3, 4, 6, 9]
     )
 
 
 def test_one_step_starts_from_noise_or_from_the_image():
     """`--steps` starts from noise alone, `--respacing` as guided-diffusion does."""
     a = alphas()
-    np.testing.assert_array_equal(solvers.timestep_subset(a, 1, 'linear'), [999])
-    np.testing.assert_array_equal(solvers.respaced_timesteps(a, '1'), [0])
+    np.testing.assert_array_equal(subsets.timestep_subset(a, 1, 'linear'), [999])
+    np.testing.assert_array_equal(subsets.respaced_timesteps(a, '1'), [0])
     for steps in range(2, 1001):
-        respaced = solvers.respaced_timesteps(a, str(steps))
-        np.testing.assert_array_equal(solvers.timestep_subset(a, steps, 'linear'), respaced)
+        respaced = subsets.respaced_timesteps(a, str(steps))
+        np.testing.assert_array_equal(subsets.timestep_subset(a, steps, 'linear'), respaced)
 
 
 @pytest.mark.parametrize('schedule', ['linear', 'cosine'])
@@ -74,22 +74,22 @@ def test_noise_level_subsets_are_the_nearest_levels(schedule):
         'log_snr': np.geomspace(low, high['log_snr'], 12),
     }  # EDM eq. 5; Lu et al. section 6
     for kind, levels in wanted.items():
-        subset = solvers.timestep_subset(a, 12, kind)
+        subset = subsets.timestep_subset(a, 12, kind)
         nearest = np.abs(np.log(sigmas)[None] - np.log(levels)[:, None]).argmin(axis=1)
         # The next levels are taken if several wanted ones fall on a level.
         np.testing.assert_allclose(subset, np.maximum(nearest, np.arange(12)), atol=1)
         assert sigmas[subset[-1]] == high[kind]
         # More steps than there are levels below the highest: then also those above.
-        np.testing.assert_array_equal(solvers.timestep_subset(a, 1000, kind), range(1000))
+        np.testing.assert_array_equal(subsets.timestep_subset(a, 1000, kind), range(1000))
 
 
 def test_respacing_of_sections():
     """guided-diffusion's space_timesteps, by hand."""
     a = alphas()
-    np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'ddim50'), range(0, 1000, 20))
-    np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'ddim250'), range(0, 1000, 4))
-    np.testing.assert_array_equal(solvers.respaced_timesteps(a[:10], '2,1,3'), [0, 3, 4, 7, 8, 9])
-    subset = solvers.respaced_timesteps(a[:300], '10,15,20')
+    np.testing.assert_array_equal(subsets.respaced_timesteps(a, 'ddim50'), range(0, 1000, 20))
+    np.testing.assert_array_equal(subsets.respaced_timesteps(a, 'ddim250'), range(0, 1000, 4))
+    np.testing.assert_array_equal(subsets.respaced_timesteps(a[:10], '2,1,3'), [0, 3, 4, 7, 8, 9])
+    subset = subsets.respaced_timesteps(a[:300], '10,15,20')
     assert subset[17] == 149  # seven strides of 99/14 add up to a little less than 49.5
     process = d.make_diffusion(DiffusionConfig(objective='x0', learn_sigma=True))
     for name in SAMPLERS:
@@ -121,4 +121,4 @@ def test_respacing_of_sections():
 )
 def test_wrong_respacing(respacing, message):
     with pytest.raises(UserError, match=message):
-        solvers.respaced_timesteps(alphas(), respacing)
+        subsets.respaced_timesteps(alphas(), respacing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxunet.benchmark.cases import Plan, make_plan
+from jaxunet.benchmark.cases import Benchmark, make_plan
 from jaxunet.config import Config
 from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
@@ -19,7 +19,7 @@ MEASURED = {
 }  # fmt: skip
 
 
-def plan(config: Config | None = None, **changes: list[str] | int) -> Plan:
+def plan(config: Config | None = None, **changes: list[str] | int) -> Benchmark:
     lists: dict[str, list[str] | int] = {
         name: [] for name in ('backends', 'peers', 'precisions', 'batch_sizes', 'directions')
     }

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime import rows
-from jaxunet.runtime.measurement import Arrays, Measurement, Side
+from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement
 
 ORIGIN = {
     'kind': 'kernel',
@@ -24,7 +24,9 @@ ORIGIN = {
 }
 
 
-def toy(name: str, pallas: Side | None = None, flops: int | None = 2_000_000) -> Measurement:
+def toy(
+    name: str, pallas: ArrayFunction | None = None, flops: int | None = 2_000_000
+) -> Measurement:
     def double(i: Arrays) -> Arrays:
         return {'y': i['x'][0] * 2, 'sum': jnp.sum(i['x'][0], axis=0)}
 

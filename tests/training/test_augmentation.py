@@ -13,7 +13,7 @@ from support.bench import Bench
 from support.peer_values import FIXTURES
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.fine_tune import Side, fit
+from jaxunet.checkpoint.fine_tune import Network, fit
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import identity, resolve, to_dict
@@ -193,7 +193,7 @@ def test_a_resumed_run_keeps_its_layer(tmp_path):
 
 
 def test_runs_with_and_without_the_layer_start_from_each_other():
-    plain, edm = (Side(tiny_config(data={'augment': name}), ()) for name in ('none', 'edm'))
+    plain, edm = (Network(tiny_config(data={'augment': name}), ()) for name in ('none', 'edm'))
     params = jax.device_get(fresh_state(plain.config).params)
     wider = fit(params, plain, edm, 'plain')
     assert not wider.complete
@@ -282,7 +282,7 @@ def test_a_config_from_before_the_rule_keeps_its_meaning(tmp_path):
 def test_weights_of_the_earlier_rule_are_turned():
     """With the sines' rows negated, the network is told of an image what it was told before."""
     edm, old = (
-        Side(tiny_config(data={'augment': 'edm', 'augment_rule': rule}), ())
+        Network(tiny_config(data={'augment': 'edm', 'augment_rule': rule}), ())
         for rule in ('edm', 'earlier')
     )
     params = jax.device_get(fresh_state(old.config).params)

@@ -50,13 +50,13 @@ def step_summary() -> str:
     chosen = newest_steps(read_lines('step/rows.jsonl'))
     body = []
     for side, shown in SIDES.items():
-        found = [chosen[side, batch] for batch in BATCHES]
+        rows = [chosen[side, batch] for batch in BATCHES]
         ops = ''
         if side == 'auto':
-            mixed = 'attention=pallas' in found[-1]['ops']
+            mixed = 'attention=pallas' in rows[-1]['ops']
             ops = f' (CUDA kernels{", attention in Pallas" * mixed})'
-        times = [f'{row["median_ms"]:.1f} ms' for row in found]
-        rate, memory = found[-1]['images_per_second'], found[-1]['peak_bytes'] / 2**30
+        times = [f'{row["median_ms"]:.1f} ms' for row in rows]
+        rate, memory = rows[-1]['images_per_second'], rows[-1]['peak_bytes'] / 2**30
         body.append([shown + ops, *times, f'{rate:,.0f}', f'{memory:.1f} GiB'])
     used = list(chosen.values())
     versions = {name: used[-1]['versions'][name] for name in ('jax', 'torch')}
@@ -75,7 +75,7 @@ def step_summary() -> str:
     )
 
 
-def newest_steps(found: Sequence[Row]) -> dict[tuple[str, int], Row]:
+def newest_steps(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
     """Returns the rows of README's table, by side and batch.
 
     They are of the newest commit that has rows of all sides and batches. Without such a commit,
@@ -85,7 +85,7 @@ def newest_steps(found: Sequence[Row]) -> dict[tuple[str, int], Row]:
     """
     by_commit: dict[str, dict[tuple[str, int], Row]] = {}
     newest: dict[tuple[str, int], Row] = {}
-    for row in found:
+    for row in rows:
         key = row['backend'], row['batch_size']
         if (
             (row['config'], row['direction'], row['error']) == ('elephants64', 'step', None)
@@ -163,7 +163,7 @@ def kernels() -> str:
 
 def slow_kernels() -> str:
     """The cases where XLA needs less than `SLOW` of a kernel's time, the slowest first."""
-    found = [
+    slow = [
         row
         for row in kernel_table.by_backend(rows.read(RESULTS / 'kernels/rows.jsonl'))
         if row['ratio'] < SLOW
@@ -182,7 +182,7 @@ def slow_kernels() -> str:
                 f'{row["ratio"]:.2f}',
                 str(row['git']),
             )
-            for row in sorted(found, key=lambda row: row['ratio'])
+            for row in sorted(slow, key=lambda row: row['ratio'])
         ),
     )
 
@@ -224,7 +224,10 @@ def starts() -> str:
         seconds.setdefault(key, {})[row['cache']] = f'{row["first_s"]:.1f}'
     return markdown.table(
         ('command', 'precision', *(f'{cache} cache, s' for cache in CACHES)),
-        ((*key, *(found[cache] for cache in CACHES)) for key, found in sorted(seconds.items())),
+        (
+            (*key, *(by_cache[cache] for cache in CACHES))
+            for key, by_cache in sorted(seconds.items())
+        ),
     )
 
 
@@ -238,12 +241,12 @@ def fuzz() -> str:
         parts.setdefault(part, []).append(row)
     body = [
         [
-            f'{part} ({len(found)})' if len(found) > 1 else part,
-            *(f'{sum(row[name] for row in found):,}' for name in ('cases', 'refused', 'accepted')),
-            str(sum(bool(row['finding']) for row in found)),
-            f'{max(row["slowest_s"] for row in found):.2f}',
+            f'{part} ({len(counts)})' if len(counts) > 1 else part,
+            *(f'{sum(row[name] for row in counts):,}' for name in ('cases', 'refused', 'accepted')),
+            str(sum(bool(row['finding']) for row in counts)),
+            f'{max(row["slowest_s"] for row in counts):.2f}',
         ]
-        for part, found in parts.items()
+        for part, counts in parts.items()
     ]
     row = next(iter(newest.values()))
     commits = ', '.join(dict.fromkeys(str(row['git']) for row in newest.values()))
@@ -292,13 +295,13 @@ def matrix() -> str:
 
 def golden() -> str:
     """Distances of the losses of 200 steps on each version of JAX from those on the first one."""
-    found: dict[str, dict[str, Row]] = {}
+    by_case: dict[str, dict[str, Row]] = {}
     for (network, _, precision, jax), row in trajectories.recorded().items():
-        found.setdefault(f'{network}, {precision}', {})[jax] = row
-    versions = list(next(iter(found.values())))
+        by_case.setdefault(f'{network}, {precision}', {})[jax] = row
+    versions = list(next(iter(by_case.values())))
     first, *others = versions
     lines = []
-    for run, by_version in sorted(found.items()):
+    for run, by_version in sorted(by_case.items()):
         base = by_version[first]
         mean = statistics.mean(base['losses'][-trajectories.SPAN :])
         far = (trajectories.distance(by_version[v]['losses'], base['losses']) for v in others)
@@ -307,7 +310,7 @@ def golden() -> str:
     head = ('run', f'loss on {first}, steps 181 to 200', *(f'distance on {v}' for v in others))
     commits = ', '.join(
         dict.fromkeys(
-            str(row['git']) for by_version in found.values() for row in by_version.values()
+            str(row['git']) for by_version in by_case.values() for row in by_version.values()
         )
     )
     return f'{markdown.table((*head, "tolerance"), lines)}\n\nOn a CPU, commit {commits}.'
@@ -315,23 +318,23 @@ def golden() -> str:
 
 def where_the_time_goes() -> str:
     """GPU milliseconds of a step of elephants64 by class of kernel, beside their floors."""
-    found = {(row['class'], row['batch_size']): row for row in totals('budget/rows.jsonl')}
+    by_class = {(row['class'], row['batch_size']): row for row in totals('budget/rows.jsonl')}
     small, large = BATCHES
     names = sorted(
-        (name for name, batch in found if batch == large and name != 'step'),
-        key=lambda name: -found[name, large]['ms'],
+        (name for name, batch in by_class if batch == large and name != 'step'),
+        key=lambda name: -by_class[name, large]['ms'],
     )
     body = []
     for name in [*names, 'step']:
-        cells = [f'{found[name, small]["launches"]:.0f}']
+        cells = [f'{by_class[name, small]["launches"]:.0f}']
         for batch in BATCHES:
-            row = found[name, batch]
+            row = by_class[name, batch]
             cells += [f'{row["floor_ms"]:.2f}', f'{row["ms"]:.2f}']
         body.append(['all kernels' if name == 'step' else name, *cells])
     head = ['kernels', f'launches, batch {small}']
     for batch in BATCHES:
         head += [f'floor ms, batch {batch}', f'ms, batch {batch}']
-    row = found['step', large]
+    row = by_class['step', large]
     return (
         f'{markdown.table(head, body)}\n\n'
         f'{row["device"]}, jax {row["versions"]["jax"]}, driver {row["driver"]}, commit '
@@ -354,9 +357,9 @@ def study(name: str) -> Callable[[], str]:
 def _report(folder: str, start: str) -> str:
     """The first table of docs/results/FOLDER/report.md at or after the text `start`."""
     text = (RESULTS / folder / 'report.md').read_text()
-    found = re.search(r'^\|.*(?:\n\|.*)+', text[text.index(start) :], re.MULTILINE)
-    assert found is not None, f'docs/results/{folder}/report.md: no table after {start!r}'
-    return found[0]
+    match = re.search(r'^\|.*(?:\n\|.*)+', text[text.index(start) :], re.MULTILINE)
+    assert match is not None, f'docs/results/{folder}/report.md: no table after {start!r}'
+    return match[0]
 
 
 def presets() -> str:

@@ -41,27 +41,27 @@ def table() -> str:
     newest = {(r['platform'], r['backend'], r['seed'], r['kind']): r for r in rows.read(ROWS)}
     parts = []
     for place in dict.fromkeys((row['platform'], row['backend']) for row in newest.values()):
-        found = [row for row in newest.values() if (row['platform'], row['backend']) == place]
-        parts.append(_of_a_place(place, found))
+        here = [row for row in newest.values() if (row['platform'], row['backend']) == place]
+        parts.append(_of_a_place(place, here))
     return '\n\n'.join(parts)
 
 
-def _of_a_place(place: tuple[str, str], found: list[Row]) -> str:
+def _of_a_place(place: tuple[str, str], rows: list[Row]) -> str:
     lines = [_line(HEAD), _line(['---'] * len(HEAD))]
     for kind, shown in SHOWN.items():
-        if of_kind := [row for row in found if row['kind'] == kind]:
+        if of_kind := [row for row in rows if row['kind'] == kind]:
             lines.append(_line([shown, *_counts(of_kind)]))
-    lines.append(_line(['all', *_counts(found)]))
-    stages = collections.Counter(s for r in found if r['kind'] == 'killed' for s in r['faults'])
+    lines.append(_line(['all', *_counts(rows)]))
+    stages = collections.Counter(s for r in rows if r['kind'] == 'killed' for s in r['faults'])
     kills = ', '.join(f'{stage} {count}' for stage, count in stages.most_common())
-    commits = ', '.join(dict.fromkeys(str(row['git']) for row in found))
+    commits = ', '.join(dict.fromkeys(str(row['git']) for row in rows))
     return (
-        f'{found[-1]["device"]}, `backend={place[1]}`, jax {found[-1]["versions"]["jax"]}, '
+        f'{rows[-1]["device"]}, `backend={place[1]}`, jax {rows[-1]["versions"]["jax"]}, '
         f'commits {commits}; kills of training by stage: {kills}.\n\n' + '\n'.join(lines)
     )
 
 
-def _counts(found: list[Row]) -> list[str]:
+def _counts(rows: list[Row]) -> list[str]:
     counted: list[Callable[[Row], int]] = [
         lambda row: 1,
         lambda row: len(row['faults']),
@@ -70,7 +70,7 @@ def _counts(found: list[Row]) -> list[str]:
         lambda row: row['tracebacks'],
         lambda row: bool(row['unexpected']) and not (row['lost'] or row['tracebacks']),
     ]
-    return [f'{sum(map(count, found)):,}' for count in counted]
+    return [f'{sum(map(count, rows)):,}' for count in counted]
 
 
 def _line(cells: list[str] | tuple[str, ...]) -> str:

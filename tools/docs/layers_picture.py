@@ -34,8 +34,10 @@ def layers() -> list[list[str]]:
     """The rooms of each layer, from the top, by their names inside jaxunet."""
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text())
     contracts = project['tool']['importlinter']['contracts']
-    (found,) = [c['layers'] for c in contracts if c['name'] == CONTRACT]
-    return [[room.strip().removeprefix('jaxunet.') for room in line.split('|')] for line in found]
+    (layers_text,) = [c['layers'] for c in contracts if c['name'] == CONTRACT]
+    return [
+        [room.strip().removeprefix('jaxunet.') for room in line.split('|')] for line in layers_text
+    ]
 
 
 def layers_picture() -> str:

@@ -29,19 +29,19 @@ def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
     """The rows of a file; later ones replace earlier ones of the same checkpoint and sampler."""
     path = folder / name
     lines = path.read_text().splitlines() if path.exists() else []
-    found = {}
+    rows = {}
     for row in map(json.loads, lines):
-        found[row['data'], row['case'], row['seed'], row['seconds'], row['sampler']] = row
-    return list(found.values())
+        rows[row['data'], row['case'], row['seed'], row['seconds'], row['sampler']] = row
+    return list(rows.values())
 
 
-def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
+def best(every: Sequence[Row], limit: int, metric: str) -> list[Row]:
     """The rows of the sampler with the smallest mean metric within a number of evaluations.
 
     Only samplers with rows for the largest number of seeds count.
     """
     by_sampler: dict[str, list[Row]] = {}
-    for row in found:
+    for row in every:
         if row['evaluations'] <= limit:
             by_sampler.setdefault(row['sampler'], []).append(row)
     most = max(map(len, by_sampler.values()), default=0)
@@ -52,13 +52,13 @@ def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
     )
 
 
-def groups(found: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]]:
+def groups(rows: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]]:
     """Rows by (case, seconds), in the order of the cases and then of time.
 
     Raises:
       ValueError: the distances come from several feature networks, so they do not compare.
     """
-    mine = [row for row in found if row['data'] == data]
+    mine = [row for row in rows if row['data'] == data]
     features = {row['features'] for row in mine}
     if len(features) > 1:
         raise ValueError(f'{data}: rows of several features: {", ".join(sorted(features))}')
@@ -87,10 +87,10 @@ def spread(rows: Sequence[Row], find: Find, digits: int = 3, factor: float = 1) 
     return text if len(values) == 1 else f'{text} ± {markdown.number(half, 2)}'
 
 
-def objectives(found: Sequence[Row]) -> str:
+def objectives(every: Sequence[Row]) -> str:
     """Quality by objective and seconds, on 9,000 photographs; each with its best sampler."""
     body = []
-    for (case, seconds), group in groups(found, 'objects64').items():
+    for (case, seconds), group in groups(every, 'objects64').items():
         rows = best(group, LIMIT, 'fid')
         if rows:
             body.append(
@@ -121,13 +121,13 @@ def objectives(found: Sequence[Row]) -> str:
         'recall',
         'copies',
     )
-    return with_origin(head, body, found, 'objects64')
+    return with_origin(head, body, every, 'objects64')
 
 
-def digits(found: Sequence[Row]) -> str:
+def digits(every: Sequence[Row]) -> str:
     """Quality by objective and sampler after the last step, on the embedded digits."""
     body = []
-    last = {case: group for (case, _), group in groups(found, 'digits').items()}
+    last = {case: group for (case, _), group in groups(every, 'digits').items()}
     for case, group in last.items():
         for sampler in dict.fromkeys(row['sampler'] for row in group):
             rows = [row for row in group if row['sampler'] == sampler]
@@ -146,15 +146,15 @@ def digits(found: Sequence[Row]) -> str:
             )
     head = ('objective', 'steps', 'sampler', 'evaluations', 'seeds', 'Fréchet distance')
     more = ('kernel distance · 10³', 'precision', 'recall')
-    return with_origin((*head, *more), body, found, 'digits')
+    return with_origin((*head, *more), body, every, 'digits')
 
 
-def sooner(found: Sequence[Row]) -> str:
+def sooner(every: Sequence[Row]) -> str:
     """Seconds in which each objective reaches the quality of the baseline's last checkpoint.
 
     Only the seeds of that checkpoint count, so that all points of a curve have the same seeds.
     """
-    grouped = groups(found, 'objects64')
+    grouped = groups(every, 'objects64')
     ends = [key for key in grouped if key[0] == BASELINE]
     seeds = {row['seed'] for row in grouped[ends[-1]]} if ends else set()
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -183,13 +183,13 @@ def sooner(found: Sequence[Row]) -> str:
     return markdown.table(head, body)
 
 
-def elephants(found: Sequence[Row]) -> str:
+def elephants(every: Sequence[Row]) -> str:
     """Quality, copies and held-out loss by objective and seconds, on 500 photographs.
 
     Each with the sampler of the smallest kernel distance.
     """
     body = []
-    for (case, seconds), group in groups(found, 'elephants64').items():
+    for (case, seconds), group in groups(every, 'elephants64').items():
         rows = best(group, LIMIT, 'kid')
         body.append(
             (
@@ -207,26 +207,26 @@ def elephants(found: Sequence[Row]) -> str:
         )
     head = ('objective', 's', 'steps', 'sampler', 'kernel distance · 10³', 'precision', 'recall')
     more = ('copies', 'loss on training images', 'on held-out images')
-    return with_origin((*head, *more), body, found, 'elephants64')
+    return with_origin((*head, *more), body, every, 'elephants64')
 
 
 def pictures(folder: pathlib.Path = FOLDER) -> str:
     """Markdown of the existing plots and grids, each with the run that it shows."""
     kept = origins(folder)
-    found = []
+    parts = []
     if (folder / 'quality.png').exists():
-        found.append('![quality against seconds of training](results/recipes/quality.png)')
+        parts.append('![quality against seconds of training](results/recipes/quality.png)')
     for data, title in GRIDS.items():
         table = grids([o for o in kept if o['data'] == data and o['file'].startswith('grids/')])
-        found += [title, table] if table else []
+        parts += [title, table] if table else []
     if (folder / 'overfitting.png').exists():
         runs = [row for row in read(folder) if row['data'] == 'elephants64']
         runs += [origin for origin in kept if origin['file'].startswith('logs/')]
-        found.append(
+        parts.append(
             '![held-out loss and copies against seconds of training]'
             f'(results/recipes/overfitting.png)\n\nThe elephants: {measured_with(runs)}.'
         )
-    return '\n\n'.join(found) or NOTHING
+    return '\n\n'.join(parts) or NOTHING
 
 
 def origins(folder: pathlib.Path = FOLDER) -> list[Row]:
@@ -266,12 +266,12 @@ def recipe_picture(folder: pathlib.Path = FOLDER) -> str:
 
 
 def with_origin(
-    head: Sequence[str], body: Sequence[Sequence[str]], found: Sequence[Row], data: str
+    head: Sequence[str], body: Sequence[Sequence[str]], rows: Sequence[Row], data: str
 ) -> str:
     """A table, and a line that says with what its rows were measured."""
     if not body:
         return NOTHING
-    mine = [row for row in found if row['data'] == data]
+    mine = [row for row in rows if row['data'] == data]
     samples, batches, features = (
         all_of(mine, operator.itemgetter(name))
         for name in ('num_samples', 'batch_size', 'features')

@@ -28,9 +28,9 @@ def read(folder: pathlib.Path = FOLDER) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def quality(found: Sequence[Row]) -> str:
+def quality(every: Sequence[Row]) -> str:
     """Metrics by schedule and average: widths in ascending order, rates, the last weights."""
-    mine = [row for row in found if 'metric' in row]
+    mine = [row for row in every if 'metric' in row]
     if not mine:
         return NOTHING
     schedules = list(dict.fromkeys(row['schedule'] for row in mine))

@@ -123,13 +123,13 @@ class Faults:
         (process,) = self.world.train(workdir, run, {}, '--restarts=5')
         trained: list[int] = []
         for _ in range(self.rng.randint(1, 4)):
-            while len(found := processes_started([process])[0]) <= len(trained):
+            while len(processes := processes_started([process])[0]) <= len(trained):
                 if process.poll() is not None:
                     break
                 time.sleep(0.01)
             if process.poll() is not None:
                 break
-            trained.append(found[-1])
+            trained.append(processes[-1])
             time.sleep(self.rng.uniform(1, RESTARTED))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(trained[-1], signal.SIGKILL)
@@ -267,11 +267,11 @@ class Faults:
         process = self.world.sample(output, {})
         process.communicate(SECONDS)
         self._check_exit(process, 0)
-        found = read_arrays(output)
+        drawn = read_arrays(output)
         self.report['differences'] += [
             name
-            for name in sorted(found.keys() | expected.keys())
-            if not np.array_equal(found.get(name), expected.get(name))
+            for name in sorted(drawn.keys() | expected.keys())
+            if not np.array_equal(drawn.get(name), expected.get(name))
         ]
         if left := [path.name for path in output.parent.iterdir() if path != output]:
             self.report['unexpected'].append(f'left over: {", ".join(left)}')
@@ -328,12 +328,12 @@ class Faults:
           before: steps of the finished checkpoints when it started.
         """
         error = process.stderr.read_text()
-        found = resumed_at(error)
-        if before and found is None and 'training:' not in error:
+        steps = resumed_at(error)
+        if before and steps is None and 'training:' not in error:
             return  # ended before it read anything
-        if found != (before[-1] if before else None):
+        if steps != (before[-1] if before else None):
             self.report['lost'] += 1
-            self.report['unexpected'].append(f'resumed at {found} of {before}')
+            self.report['unexpected'].append(f'resumed at {steps} of {before}')
 
     def _finish(
         self,
@@ -348,10 +348,10 @@ class Faults:
         before = complete_steps(workdir) if before is None else before
         try:
             error = self.world.finish(workdir, run)
-            found = resumed_at(error)
-            if told is None and found != (before[-1] if before else None):
+            steps = resumed_at(error)
+            if told is None and steps != (before[-1] if before else None):
                 self.report['lost'] += 1
-                self.report['unexpected'].append(f'resumed at {found} of {before}')
+                self.report['unexpected'].append(f'resumed at {steps} of {before}')
         except Ended as problem:
             self.report['unexpected'].append(f'{problem}'[:400])
         self._compare(workdir, run, pictures_lost=pictures_lost)

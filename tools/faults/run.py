@@ -93,14 +93,14 @@ def cases(seeds: range, options: argparse.Namespace) -> int:
 
 def left_out_here(platform: str) -> list[str]:
     """Returns the kinds that cannot run on this machine and platform, and prints why."""
-    found = []
+    left_out = []
     if not can_mount():
         print(f'no right to mount disks here: leaving out {" and ".join(MOUNTING)}', flush=True)
-        found += MOUNTING
+        left_out += MOUNTING
     if platform != 'cpu':
         print(f'two processes run on CPU devices: leaving out {" and ".join(PAIRS)}', flush=True)
-        found += PAIRS
-    return found
+        left_out += PAIRS
+    return left_out
 
 
 if __name__ == '__main__':

@@ -163,8 +163,8 @@ class World:
         processes = self.train(workdir, run)
         printed = [process.communicate(SECONDS) for process in processes]
         errors = [error for _, error in printed]
-        if found := DEVICES.search(printed[0][0]):
-            self.device = found[1]
+        if match := DEVICES.search(printed[0][0]):
+            self.device = match[1]
         for process, error in zip(processes, errors, strict=True):
             if process.returncode != 0:
                 raise Ended(f'exit code {process.returncode}: {last_line(error)}')
@@ -240,16 +240,16 @@ class Outcome:
         Args:
           pictures_lost: `other` may lack pictures; those that it has must be equal.
         """
-        found = [
+        differing = [
             f'state{name}'
             for name in sorted(self.state.keys() | other.state.keys())
             if self.state.get(name) != other.state.get(name)
         ]
         for table in ('metrics', 'evaluations'):
             if getattr(self, table) != getattr(other, table):
-                found.append(table)
+                differing.append(table)
         names = other.pictures if pictures_lost else self.pictures.keys() | other.pictures.keys()
-        return found + [
+        return differing + [
             name for name in sorted(names) if self.pictures.get(name) != other.pictures.get(name)
         ]
 
@@ -285,8 +285,8 @@ def read_steps(workdir: pathlib.Path) -> list[int]:
 
 def resumed_at(error: str) -> int | None:
     """The step that a run said it resumed at; None if it started anew."""
-    found = RESUMING.findall(error)
-    return int(found[-1]) if found else None
+    steps = RESUMING.findall(error)
+    return int(steps[-1]) if steps else None
 
 
 def wait_for(process: Fork, marks: pathlib.Path, stage: str, count: int) -> bool:

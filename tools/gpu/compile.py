@@ -122,8 +122,8 @@ def slowest(lines: Iterable[str], count: int) -> list[tuple[str, float]]:
     """Returns the passes that took longest, and their seconds, from XLA's messages."""
     seconds: collections.Counter[str] = collections.Counter()
     for line in lines:
-        if found := PASS.search(line):
-            seconds[found[1]] += int(found[2]) / 1e6
+        if match := PASS.search(line):
+            seconds[match[1]] += int(match[2]) / 1e6
     return seconds.most_common(count)
 
 
@@ -132,15 +132,15 @@ def launches(program: str) -> collections.Counter[str]:
 
     A loop's body counts once.
     """
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     fused = False  # True inside a computation that a fusion calls, which is part of its kernel
     for line in program.splitlines():
         if line.endswith('{') and not line.startswith(' '):
             fused = 'computation' in line.split('(')[0]
         elif not fused and (match := INSTRUCTION.match(line)):
             target = TARGET.search(line)
-            found[target[1] if target else match[1]] += 1
-    return found
+            counts[target[1] if target else match[1]] += 1
+    return counts
 
 
 def compile_step(options: argparse.Namespace) -> None:
@@ -211,10 +211,10 @@ def h100s(count: int) -> list[Any]:
     except ImportError:
         sys.exit('error: JAX\'s plug-in is missing: pip install "jax-cuda13-plugin[with-cuda]"')
     plugin.initialize()
-    found = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
         'h100', 'cuda', target_config=H100, topology=f'1x{count}x1'
     )
-    return list(found.devices)
+    return list(topology.devices)
 
 
 if __name__ == '__main__':

@@ -190,7 +190,7 @@ def measure(
     text = log.read_text(errors='replace').replace('\r', '\n')
     if first is None and first_output(case, out):  # written just before the command ended
         first = seconds
-    found: Row = {
+    row: Row = {
         'cache': 'kept' if warm else 'empty',
         'imported_s': imported and round(imported, 2),
         'first_s': first and round(first, 2),
@@ -204,8 +204,8 @@ def measure(
     }
     if first is None or (case.task == 'sample' and code != 0):
         why = 'cut off by --seconds' if code == -signal.SIGKILL else f'exit status {code}'
-        found['error'] = f'{why}: {text[-300:]}'
-    return found
+        row['error'] = f'{why}: {text[-300:]}'
+    return row
 
 
 def _number(pattern: str, text: str) -> float | None:
@@ -240,7 +240,7 @@ def run(cases: Sequence[Case], output: pathlib.Path, seconds: float, lanes: int)
     todo: queue.SimpleQueue[tuple[int, Case]] = queue.SimpleQueue()
     for item in enumerate(cases):
         todo.put(item)
-    found: list[Row] = []
+    measured: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(lanes + 2) as pool:
         shared = pathlib.Path(folder)
         images = np.random.default_rng(0).integers(0, 256, (500, 64, 64, 3), np.uint8)
@@ -250,13 +250,13 @@ def run(cases: Sequence[Case], output: pathlib.Path, seconds: float, lanes: int)
 
         def measured(row: Row) -> None:
             """Adds the row to the file at once, in case this command is stopped."""
-            found.append(
+            measured.append(
                 asked.result()
                 | {'kind': 'start', 'config': 'elephants64', 'forward_flops': float(flops.result())}
                 | {'command': f'python tools/gpu/starts.py --seconds {seconds:g} --lanes {lanes}'}
                 | row
             )
-            rows.append(output, found[-1])
+            rows.append(output, measured[-1])
             print(f'[{time.monotonic() - began:.0f} s] {line(row)}', flush=True)
 
         def work(lane: int) -> None:
@@ -279,7 +279,7 @@ def run(cases: Sequence[Case], output: pathlib.Path, seconds: float, lanes: int)
             done.result()
     while not todo.empty():
         print(f'not run: {todo.get()[1]}')
-    return found
+    return measured
 
 
 def line(row: Row) -> str:
@@ -296,10 +296,10 @@ def read_from(row: Row) -> str:
     return row['task'] + (f' {row["checkpoint"]}' if row['task'] == 'sample' else '')
 
 
-def table(found: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Returns a Markdown table: seconds to the first step or picture, cold and warm."""
     cases: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in found:
+    for row in rows:
         key = read_from(row), row['precision'], row['backend'] or 'auto'
         cases.setdefault(key, {})[row['cache']] = row
 

@@ -35,7 +35,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TURN_SECONDS = 0.4
 
 
-class Side(NamedTuple):
+class Variant(NamedTuple):
     """One worker's share of the timing; `kernels` is a value of JAXUNET_KERNELS, `variables` are
     environment variables, as NAME=VALUE, separated by spaces.
     """
@@ -53,7 +53,7 @@ def sides(
     kernels: list[str],
     devices: list[int],
     variables: list[str],
-) -> list[Side]:
+) -> list[Variant]:
     """Returns the sides; a list of one value is repeated.
 
     Raises:
@@ -74,13 +74,13 @@ def sides(
     for variable in ' '.join(variables).split():
         if '=' not in variable[1:]:
             sys.exit(f'--variables: expected NAME=VALUE, found {variable}')
-    return [Side(*values) for values in zip(*lists.values(), strict=True)]
+    return [Variant(*values) for values in zip(*lists.values(), strict=True)]
 
 
-def labels(found: list[Side]) -> list[str]:
+def labels(sides: list[Variant]) -> list[str]:
     """Returns the names of the sides: the properties in which they differ, or their checkout."""
-    differing = [i for i in range(len(Side._fields)) if len({side[i] for side in found}) > 1]
-    return [' '.join(str(side[i]) for i in differing or [0]) for side in found]
+    differing = [i for i in range(len(Variant._fields)) if len({side[i] for side in sides}) > 1]
+    return [' '.join(str(side[i]) for i in differing or [0]) for side in sides]
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def main() -> None:
             worker.kill()
 
 
-def provenance(found: list[Side]) -> dict[str, object]:
+def provenance(sides: list[Variant]) -> dict[str, object]:
     """Returns the origin of rows: device, versions, command and each side's commit.
 
     `git` is the commit of the last side.
@@ -151,13 +151,13 @@ def provenance(found: list[Side]) -> dict[str, object]:
     sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
     from support.origin import origin  # noqa: PLC0415
 
-    origins = {checkout: origin(checkout) for checkout in {side.checkout for side in found}}
+    origins = {checkout: origin(checkout) for checkout in {side.checkout for side in sides}}
     command = shlex.join(['python3', 'tools/gpu/steps.py', *sys.argv[1:]])
-    commits = [origins[side.checkout]['git'] for side in found]
-    return {'kind': 'turns', **origins[found[-1].checkout], 'command': command, 'commits': commits}
+    commits = [origins[side.checkout]['git'] for side in sides]
+    return {'kind': 'turns', **origins[sides[-1].checkout], 'command': command, 'commits': commits}
 
 
-def start(side: Side, config: str, precision: str | None) -> subprocess.Popen[str]:
+def start(side: Variant, config: str, precision: str | None) -> subprocess.Popen[str]:
     """Starts the process of a side with the modules of its checkout."""
     root = str(side.checkout.resolve())
     path = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))

@@ -44,8 +44,8 @@ def without(text: str, suffix: str) -> str:
     if suffix == '.py':
         text = _without_docstrings(text)
 
-    def keep(found: re.Match[str]) -> str:
-        literal = found['literal']
+    def keep(match: re.Match[str]) -> str:
+        literal = match['literal']
         # Hide line breaks inside a literal from the next steps, because its blank lines count.
         return ' ' if literal is None else literal.replace('\n', '\0')
 
@@ -56,8 +56,8 @@ def without(text: str, suffix: str) -> str:
 def _without_docstrings(text: str) -> str:
     """Returns the text of a module without docstrings; keeps other code on the same lines."""
     lines = text.encode().splitlines(keepends=True)  # bytes, in which ast counts columns
-    found = [_docstring(node) for node in ast.walk(ast.parse(text))]
-    for node in sorted(filter(None, found), key=lambda node: node.lineno, reverse=True):
+    docstrings = [_docstring(node) for node in ast.walk(ast.parse(text))]
+    for node in sorted(filter(None, docstrings), key=lambda node: node.lineno, reverse=True):
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
         before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
         lines[first : last + 1] = [before + after]

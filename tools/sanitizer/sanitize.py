@@ -89,21 +89,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = sanitizer_rows.left(wanted, known, {} if options.again else codes, options.times)
     waiting = sanitizer_rows.in_order(left, options.times + known)
     states: dict[tuple[str, str, str, int], str] = {}  # newest status of each case
-    for piece, found, seconds in run_all(waiting, options, stop):
+    for piece, report, seconds in run_all(waiting, options, stop):
         row = {
             'kind': 'sanitizer',
             **origin,
             'code': codes[piece.op],
             **piece.row(),
-            **found._asdict(),
+            **report._asdict(),
             'seconds': seconds,
             'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
             'command': command,
         }
         rows.append(options.output, row)
         cases = [(piece.tool, piece.op, piece.kernels, case) for case in piece.cases()]
-        states |= dict.fromkeys(cases, found.status)
-        tell(piece, found, seconds)
+        states |= dict.fromkeys(cases, report.status)
+        tell(piece, report, seconds)
     if options.output.exists():
         print(sanitizer_rows.table(rows.read(options.output)))
     if waiting:
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(state != 'clean' for state in states.values()) else 0
 
 
-Result = tuple[sanitizer.Piece, sanitizer_output.Found, float]
+Result = tuple[sanitizer.Piece, sanitizer_output.RunResult, float]
 
 
 def run_all(
@@ -147,36 +147,36 @@ def run_all(
                 running, return_when=concurrent.futures.FIRST_COMPLETED
             )
             for future in done:
-                piece, found, seconds = future.result()
-                part, before, after = sanitizer_run.divide(piece, found)
+                piece, report, seconds = future.result()
+                part, before, after = sanitizer_run.divide(piece, report)
                 if after is not None:
                     waiting.insert(len(waiting) if piece in after_another else 0, after)
                     after_another.add(after)
                 if before is not None:
                     waiting.insert(0, before)
-                if found.status == 'crashed' and part not in tried_again:
+                if report.status == 'crashed' and part not in tried_again:
                     crashed.append(part)
                     tried_again.add(part)
-                yield part, found, seconds
+                yield part, report, seconds
 
 
 def check(options: argparse.Namespace) -> int:
     """Prints the gaps in rows for the current sources; returns the exit status."""
     # A piece for each tool, op and set of kernels, with all cases.
     wanted = list(sanitizer.pieces(options.tools, options.ops, options.kernels, sys.maxsize))
-    if found := sanitizer_rows.gaps(wanted, options.check):
-        print(*found, sep='\n')
+    if missing := sanitizer_rows.gaps(wanted, options.check):
+        print(*missing, sep='\n')
         return 1
     runs = sum(len(piece.tests) for piece in wanted)
     print(f'all {runs} runs of a case under a tool have rows for these sources, without errors')
     return 0
 
 
-def tell(piece: sanitizer.Piece, found: sanitizer_output.Found, seconds: float) -> None:
+def tell(piece: sanitizer.Piece, report: sanitizer_output.RunResult, seconds: float) -> None:
     """Prints the line of a piece that has ended, and its reports."""
     print(
-        f'{piece.title()}: {found.ending()}, {found.passed} passed, {seconds:.0f} s',
-        *found.reports,
+        f'{piece.title()}: {report.ending()}, {report.passed} passed, {seconds:.0f} s',
+        *report.reports,
         sep='\n  ',
         flush=True,
     )
@@ -188,13 +188,13 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
     def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
         def read(text: str) -> list[str]:
-            found = [name.strip() for name in text.split(',')]
-            for name in found:
+            names = [name.strip() for name in text.split(',')]
+            for name in names:
                 if name not in known:
                     raise argparse.ArgumentTypeError(
                         f'expected some of {", ".join(known)}, found {name!r}'
                     )
-            return found
+            return names
 
         return read
 
@@ -247,12 +247,12 @@ def provenance() -> rows.Row:
 def nvcc() -> str | None:
     """Returns the version of the nvcc that the build finds on this machine; None without one."""
     script = ROOT / 'xla_ffi/build_tools/nvcc.py'
-    found = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=True
     ).stdout.strip()
-    if not found:
+    if not printed:
         return None
-    told = subprocess.run([found, '--version'], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run([printed, '--version'], capture_output=True, text=True, check=True).stdout
     version = re.search(r'\bV([\d.]+)', told)
     return version[1] if version else None
 

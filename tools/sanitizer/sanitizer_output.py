@@ -10,7 +10,7 @@ KEPT = 5  # most reports in a row
 IN_A_TEST = ('crashed', 'stalled')  # statuses of one test; the rest of its piece runs again
 
 
-class Found(NamedTuple):
+class RunResult(NamedTuple):
     """The result of a run.
 
     Fields:
@@ -70,7 +70,7 @@ END = re.compile(
 
 def parse(
     output: str, *, stopped: str = '', where: str = '', exit_status: int | None = None
-) -> Found:
+) -> RunResult:
     """Reads the output of compute-sanitizer that runs pytest.
 
     The tool prints a summary for each process that it follows; their errors are added up.
@@ -78,7 +78,7 @@ def parse(
     Args:
       output: what the tool and pytest printed.
       stopped: 'timeout' or 'stalled' if the run was stopped.
-      where: see `Found.where`.
+      where: see `RunResult.where`.
       exit_status: exit status of the tool's process.
     """
     output = PROGRESS.sub('', output)
@@ -98,7 +98,7 @@ def parse(
         status = 'errors'
     else:
         status = 'failed' if failed or not counts['passed'] else 'clean'
-    return Found(
+    return RunResult(
         counts['passed'],
         failed,
         counts['skipped'],
@@ -117,14 +117,14 @@ def lines(output: str) -> list[str]:
 
 def _reports(output: str) -> list[str]:
     """Returns the first line of each report; for a race, with the lines of its other accesses."""
-    found: list[str] = []
+    reports: list[str] = []
     race = False  # True if the lines before belong to the report of a race
     for line in output.splitlines():
         if report := REPORT.match(line):
-            found.append(report[1])
+            reports.append(report[1])
             race = 'Race reported' in report[1]
         elif race and (other := OTHER_SIDE.match(line)):
-            found[-1] += f' {other[1]}'
+            reports[-1] += f' {other[1]}'
         else:
             race = False
-    return found
+    return reports

@@ -43,7 +43,7 @@ def left(
         alone = row is not None and row['status'] in IN_A_TEST and row['tests'] == 1
         return None if case in done else case if alone else -1
 
-    found: list[Piece] = []
+    waiting: list[Piece] = []
     for piece in pieces:
         done: set[int] = set()
         for row in rows:
@@ -55,9 +55,9 @@ def left(
         ):
             end = at + len(list(group))
             if value is not None:
-                found.append(piece.part(at, end))
+                waiting.append(piece.part(at, end))
             at = end
-    return found
+    return waiting
 
 
 def in_order(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
@@ -76,10 +76,10 @@ def in_order(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[Piece]:
     newest = _newest(rows)
 
     def place(p: Piece) -> tuple[int, float]:
-        found = [newest.get(_key(p, case)) for case in p.cases()]
+        rows = [newest.get(_key(p, case)) for case in p.cases()]
         stopped = [
             (LAST.index(row['status']) + 1, row['seconds'])
-            for row in found
+            for row in rows
             if row is not None and row['status'] in LAST
         ]
         if stopped:
@@ -112,8 +112,8 @@ def gaps(pieces: Iterable[Piece], rows: Sequence[Row]) -> list[str]:
         if missing:
             told.append(f'{len(missing)} of {len(wanted)} cases not run for these sources')
         for state in IN_A_TEST:
-            if found := [case for case in missing if ended.get(case) == state]:
-                told.append(f'{len(found)} of these in pieces that {state}')
+            if cases := [case for case in missing if ended.get(case) == state]:
+                told.append(f'{len(cases)} of these in pieces that {state}')
         if bad:
             told.append(f'{len(bad)} cases in pieces with errors or failed tests')
         if told:

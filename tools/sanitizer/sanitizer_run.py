@@ -22,7 +22,7 @@ from support import processes
 
 from tools.sanitizer import pytest_progress, sanitizer_output, sanitizer_ports
 from tools.sanitizer.sanitizer import FLAGS, PYTEST_FLAGS, ROOT, SANITIZER, XLA_FLAGS, Piece
-from tools.sanitizer.sanitizer_output import Found
+from tools.sanitizer.sanitizer_output import RunResult
 
 TESTS = pathlib.Path(__file__).resolve().parents[2] / 'tests'
 TOLD_LINES = 80  # most printed lines of a tool's reports
@@ -46,7 +46,7 @@ class Limits(NamedTuple):
     start: float
 
 
-def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
+def run(piece: Piece, limits: Limits) -> tuple[RunResult, float]:
     """Runs a piece; returns what was found, and the seconds that it took.
 
     If a piece reaches a limit, its Python stacks and its busiest threads are printed, and it is
@@ -81,31 +81,31 @@ def run(piece: Piece, limits: Limits) -> tuple[Found, float]:
         finally:
             _end(process)
         output = (folder / 'output').read_text(encoding='utf-8', errors='replace')
-    found = sanitizer_output.parse(
+    report = sanitizer_output.parse(
         output, stopped=stopped, where=where, exit_status=process.returncode
     )
     if stopped:
-        found = found._replace(reports=_innermost(stacks))
+        report = report._replace(reports=_innermost(stacks))
         tell_end(piece, f'stopped, {where}', output, stacks, threads)
-    elif found.status == 'crashed':
-        tell_end(piece, found.ending(), output)
-    elif found.status == 'failed':
+    elif report.status == 'crashed':
+        tell_end(piece, report.ending(), output)
+    elif report.status == 'failed':
         print(output[-TOLD_CHARACTERS:], flush=True)
-    elif found.status == 'errors':
+    elif report.status == 'errors':
         print(*sanitizer_output.lines(output)[:TOLD_LINES], sep='\n', flush=True)
-    return found, round(time.monotonic() - began, 1)
+    return report, round(time.monotonic() - began, 1)
 
 
-def divide(piece: Piece, found: Found) -> tuple[Piece, Piece | None, Piece | None]:
+def divide(piece: Piece, report: RunResult) -> tuple[Piece, Piece | None, Piece | None]:
     """Returns the piece that a result is about, and pieces of the tests before and after it.
 
     If a test stalled or crashed, the result is about this test alone: the tool reports nothing on
     the tests before, because their process did not reach its end. Otherwise it is about the whole
     piece.
     """
-    if found.status not in sanitizer_output.IN_A_TEST or found.where not in piece.tests:
+    if report.status not in sanitizer_output.IN_A_TEST or report.where not in piece.tests:
         return piece, None, None
-    at, end = piece.tests.index(found.where), len(piece.tests)
+    at, end = piece.tests.index(report.where), len(piece.tests)
     before = piece.part(0, at) if at else None
     after = piece.part(at + 1, end) if at + 1 < end else None
     return piece.part(at, at + 1), before, after

@@ -42,19 +42,19 @@ def files(test: str, root: pathlib.Path = ROOT) -> list[str]:
     Raises:
       ValueError: an import is relative, so its file is unknown.
     """
-    found: set[str] = set()
+    paths: set[str] = set()
     left = {'conftest.py', *_module_files(test.removesuffix('.py').replace('/', '.'), root)}
     while left:
         name = left.pop()
-        found.add(name)
+        paths.add(name)
         for module in _imports((root / name).read_text(encoding='utf-8'), name):
-            left.update(set(_module_files(module, root)) - found - {FIXTURE, FACE})
-    folders = {name.split('/')[1] for name in found if re.match(r'xla_ffi/\w+/', name)}
+            left.update(set(_module_files(module, root)) - paths - {FIXTURE, FACE})
+    folders = {name.split('/')[1] for name in paths if re.match(r'xla_ffi/\w+/', name)}
     if folders:
-        found |= _native(folders, root)
-    if 'pallas_kernels/tile_table.py' in found:
-        found |= _names((root / 'pallas_kernels/tiles').glob('*.jsonl'), root)
-    return sorted(found)
+        paths |= _native(folders, root)
+    if 'pallas_kernels/tile_table.py' in paths:
+        paths |= _names((root / 'pallas_kernels/tiles').glob('*.jsonl'), root)
+    return sorted(paths)
 
 
 @functools.cache
@@ -77,15 +77,15 @@ def digest(test: str, root: pathlib.Path = ROOT) -> str:
 @functools.cache
 def _imports(text: str, name: str) -> frozenset[str]:
     """Returns the dotted names that a module imports anywhere, functions included."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 raise ValueError(f'{name}, line {node.lineno}: import by its whole name')
-            found.update(f'{node.module}.{alias.name}' for alias in node.names)
-    return frozenset(found)
+            modules.update(f'{node.module}.{alias.name}' for alias in node.names)
+    return frozenset(modules)
 
 
 def _module_files(module: str, root: pathlib.Path) -> Iterator[str]:
@@ -102,22 +102,22 @@ def _module_files(module: str, root: pathlib.Path) -> Iterator[str]:
 def _native(folders: set[str], root: pathlib.Path) -> set[str]:
     """Returns the sources that the ops of these folders of xla_ffi are built from."""
     package = root / 'xla_ffi'
-    found = {package / 'CMakeLists.txt'}
+    paths = {package / 'CMakeLists.txt'}
     left = {p for name in SHARED for p in _sources(package / name, (*COMPILED, '.py'))}
     left |= {path for name in folders for path in _sources(package / name, COMPILED)}
     while left:
         path = left.pop()
         if CPU_ONLY.fullmatch(path.name):
             continue
-        found.add(path)
+        paths.add(path)
         of_every_op = path.relative_to(package).parts[0] in SHARED  # includes headers of all ops
         for header in _headers(path, package):
             folder = header.relative_to(package).parts[0]
             if folder in (COMMON, *SHARED):
-                left |= {header, *_sources_of(header)} - found
+                left |= {header, *_sources_of(header)} - paths
             elif not of_every_op:
-                left |= {header, *_sources(package / folder, COMPILED)} - found
-    return _names(found, root)
+                left |= {header, *_sources(package / folder, COMPILED)} - paths
+    return _names(paths, root)
 
 
 def _headers(path: pathlib.Path, package: pathlib.Path) -> Iterator[pathlib.Path]:

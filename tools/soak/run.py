@@ -87,7 +87,7 @@ def soak(options: argparse.Namespace) -> rows.Row:
     if not (output / 'run/metrics.csv').exists():
         sys.exit(f'the run ended with status {process.returncode} and logged nothing')
     metrics = read_times(output)
-    found = growths(samples, options.settled) | growths(metrics, options.settled)
+    growing = growths(samples, options.settled) | growths(metrics, options.settled)
     row: rows.Row = {
         'kind': 'soak',
         **rows.provenance(),
@@ -97,8 +97,8 @@ def soak(options: argparse.Namespace) -> rows.Row:
         'settled': options.settled,
         'limit': options.limit,
         'ends': ends(samples, options.settled) | ends(metrics, options.settled),
-        'growth': found,
-        'grown': [name for name, share in found.items() if share > options.limit],
+        'growth': growing,
+        'grown': [name for name, share in growing.items() if share > options.limit],
         'more_threads': more_threads(names, options.settled),
         'pool_threads': max(n[POOL] for n in names),
         'exit_status': process.returncode,

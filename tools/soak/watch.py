@@ -57,12 +57,12 @@ def measure(pid: int) -> Sample:
 
 def thread_names(pid: int) -> Names:
     """Counts the threads of a process and its descendants by name."""
-    found: Names = collections.Counter()
+    names: Names = collections.Counter()
     for member in family(pid):
         for thread in PROC.glob(f'{member}/task/*/comm'):
             with contextlib.suppress(OSError):  # ended meanwhile
-                found[thread.read_text().strip()] += 1
-    return found
+                names[thread.read_text().strip()] += 1
+    return names
 
 
 def watch(
@@ -94,11 +94,11 @@ def more_threads(names: Sequence[Names], settled: float) -> dict[str, list[int]]
     """
     later = names[round(settled * len(names)) :]
     tenth = max(len(later) // 10, 1)
-    found = {
+    more = {
         name: [min(n[name] for n in part) for part in (later[:tenth], later[-tenth:])]
         for name in sorted(set().union(*later))
     }
-    return {name: [before, after] for name, (before, after) in found.items() if after > before}
+    return {name: [before, after] for name, (before, after) in more.items() if after > before}
 
 
 def growth(values: Sequence[float]) -> float:
@@ -126,11 +126,11 @@ def growths(samples: Sequence[Sample], settled: float) -> dict[str, float]:
 
 def ends(samples: Sequence[Sample], settled: float) -> dict[str, list[float]]:
     """The medians of every quantity in the first and in the last tenth of the settled run."""
-    found = {}
+    by_name = {}
     for name, values in _later(samples, settled).items():
         tenth = max(len(values) // 10, 1)
-        found[name] = [statistics.median(values[:tenth]), statistics.median(values[-tenth:])]
-    return found
+        by_name[name] = [statistics.median(values[:tenth]), statistics.median(values[-tenth:])]
+    return by_name
 
 
 def _later(samples: Sequence[Sample], settled: float) -> dict[str, list[float]]:

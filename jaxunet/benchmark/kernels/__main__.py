@@ -155,11 +155,11 @@ def measure_ops(
             if pool
             else {}
         )
-        for found in kernels.measure(wanted, stop=stop, elsewhere=elsewhere):
-            if isinstance(found, Measurement):
-                late.append(found)
+        for result in kernels.measure(wanted, stop=stop, elsewhere=elsewhere):
+            if isinstance(result, Measurement):
+                late.append(result)
                 continue
-            row = origin | found
+            row = origin | result
             rows.append(output, row)
             measured.append(row)
     finally:

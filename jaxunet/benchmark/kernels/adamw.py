@@ -22,7 +22,7 @@ from jaxunet.ops.adamw.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.ops.adamw.operands import Rule
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.vocabulary import FusedUpdate
-from jaxunet.runtime.measurement import Arrays, Measurement, Side
+from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement
 from jaxunet.runtime.plugins import Backend
 
 CASES = (ELEPHANTS64, CIFAR10)
@@ -98,7 +98,7 @@ def _copied(weight: Array | jax.ShapeDtypeStruct) -> bool:
     return len(weight.shape) > 1
 
 
-def _step(op: FusedUpdate, case: Case) -> Side:
+def _step(op: FusedUpdate, case: Case) -> ArrayFunction:
     """Returns a step, which also updates the copies if there are some among its inputs."""
 
     def call(i: Arrays) -> PyTree:
@@ -120,7 +120,7 @@ def _step(op: FusedUpdate, case: Case) -> Side:
     return call
 
 
-def _step_then_narrow(step: Side, op: FusedUpdate, dtype: DTypeLike) -> Side:
+def _step_then_narrow(step: ArrayFunction, op: FusedUpdate, dtype: DTypeLike) -> ArrayFunction:
     def call(i: Arrays) -> PyTree:
         new = step(i)
         return new | {COPIES: op.narrow([w for w in new['params'] if _copied(w)], dtype)}
@@ -128,13 +128,13 @@ def _step_then_narrow(step: Side, op: FusedUpdate, dtype: DTypeLike) -> Side:
     return call
 
 
-def _sum(op: FusedUpdate) -> Side:
+def _sum(op: FusedUpdate) -> ArrayFunction:
     return lambda i: op.sum_of_squares(i['gradients'])
 
 
-def _pack(op: FusedUpdate) -> Side:
+def _pack(op: FusedUpdate) -> ArrayFunction:
     return lambda i: op.pack(i['gradients'])
 
 
-def _narrow(op: FusedUpdate, dtype: DTypeLike) -> Side:
+def _narrow(op: FusedUpdate, dtype: DTypeLike) -> ArrayFunction:
     return lambda i: op.narrow(i['weights'], dtype)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxunet.ops.attention.cases import CIFAR10, ELEPHANTS64
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.references import Op
-from jaxunet.runtime.measurement import Measurement, Side, with_gradients
+from jaxunet.runtime.measurement import ArrayFunction, Measurement, with_gradients
 from jaxunet.runtime.plugins import Backend
 
 CASES = ELEPHANTS64 + CIFAR10
@@ -41,6 +41,6 @@ def measurements(
         )
 
 
-def _side(heads: int, op: Op) -> Side:
+def _side(heads: int, op: Op) -> ArrayFunction:
     attention = functools.partial(op, num_heads=heads)
     return lambda i: attention(i['qkv'])

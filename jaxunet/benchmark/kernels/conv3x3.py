@@ -17,7 +17,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, UPSAMPLED, Case
 from jaxunet.ops.references import Op
-from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
+from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement, with_gradients
 from jaxunet.runtime.plugins import Backend
 
 CASES = ELEPHANTS64 + CIFAR10
@@ -66,7 +66,7 @@ def _plain(
     def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(like.shape, like.dtype)
 
-    def by_direction(op: Op) -> dict[str, Side]:
+    def by_direction(op: Op) -> dict[str, ArrayFunction]:
         def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return op(Activation.of(x), kernel, zeros(shift)).value
 
@@ -120,7 +120,7 @@ def _fused(
         inputs['shortcut'] = array((sum(case.residual), case.features), dtype)
         flops += 2 * batch * case.height * case.width * sum(case.residual) * case.features
 
-    def side(op: Op) -> Side:
+    def side(op: Op) -> ArrayFunction:
         def call(i: Arrays) -> PyTree:
             residual = Activation(i['residual']) if case.residual else None
             options = {'residual': residual, 'shortcut': i.get('shortcut'), 'groups': case.groups}

@@ -13,7 +13,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.ops.references import Op
-from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
+from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement, with_gradients
 from jaxunet.runtime.plugins import Backend
 
 CASES = tuple(dict.fromkeys(ELEPHANTS64 + CIFAR10))
@@ -37,7 +37,7 @@ def measurements(
         yield Measurement('group_norm', case.name, 'forward+backward', batch, both, inputs, None)
 
 
-def _side(case: Case, op: Op) -> Side:
+def _side(case: Case, op: Op) -> ArrayFunction:
     def call(i: Arrays) -> PyTree:
         return op(
             Activation(i['x']),

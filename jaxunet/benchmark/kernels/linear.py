@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.linear.cases import CIFAR10, ELEPHANTS64
 from jaxunet.ops.references import Op
-from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
+from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement, with_gradients
 from jaxunet.runtime.plugins import Backend
 
 CASES = ELEPHANTS64 + CIFAR10
@@ -43,5 +43,5 @@ def measurements(
         )
 
 
-def _side(op: Op) -> Side:
+def _side(op: Op) -> ArrayFunction:
     return lambda i: op(i['x'], i['kernel'], i['bias'], residual=i.get('residual'))

@@ -77,9 +77,9 @@ def start(
     device_kind: str,
 ) -> dict[tuple[str, str], concurrent.futures.Future[Lowered]]:
     """Starts lowering the Pallas sides of measurements; returns futures by measurement and side."""
-    found = {}
+    lowered = {}
     # If the pool breaks, the rest is lowered in this process.
     with contextlib.suppress(concurrent.futures.BrokenExecutor):
         for m in (m for m in wanted if 'pallas' in m.sides):
-            found[m.name, 'pallas'] = workers.submit(lower, m.name, m.batch, dtype, device_kind)
-    return found
+            lowered[m.name, 'pallas'] = workers.submit(lower, m.name, m.batch, dtype, device_kind)
+    return lowered

@@ -21,7 +21,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.benchmark.kernels.lowering import KINDS
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.measurement import Arrays, Inputs, Measurement, Side
+from jaxunet.runtime.measurement import ArrayFunction, Arrays, Inputs, Measurement
 from jaxunet.runtime.plugins import Backend
 from jaxunet.runtime.rows import Row
 
@@ -49,7 +49,7 @@ class Built(NamedTuple):
       temp_bytes: temporary device memory of the program.
     """
 
-    run: Side
+    run: ArrayFunction
     lower_s: float
     compile_s: float
     temp_bytes: int
@@ -90,11 +90,11 @@ def select(
         )
     check_names('directions', directions, dict.fromkeys(m.direction for m in every))
     every = [m for m in every if not directions or m.direction in directions]
-    found = [m for m in every if pattern.search(m.case)]
-    if not found:
+    selected = [m for m in every if pattern.search(m.case)]
+    if not selected:
         known = ', '.join(list(dict.fromkeys(m.case for m in every))[:8])
         raise UserError(f'--cases: {cases!r} matches no case; there are {known}, ...')
-    return found
+    return selected
 
 
 def comparable(wanted: Sequence[Measurement]) -> list[Measurement]:
@@ -103,13 +103,13 @@ def comparable(wanted: Sequence[Measurement]) -> list[Measurement]:
     Raises:
       UserError: there is none.
     """
-    found = [m for m in wanted if len(m.sides) > 1]
-    if not found:
+    several = [m for m in wanted if len(m.sides) > 1]
+    if not several:
         raise UserError(
             'no backend that runs here has kernels for these cases, so there is nothing to compare '
             'with XLA; the lines above say what each backend lacks'
         )
-    return found
+    return several
 
 
 def measure(
@@ -142,7 +142,7 @@ def measure(
                 continue
             try:
                 exact, *rest = (b.run(inputs.of(m, 0)) for b in ready.values())
-                differences[name] = max(difference(exact, found) for found in rest)
+                differences[name] = max(difference(exact, output) for output in rest)
             except Exception as error:  # a side that fails must not end the others
                 built[name] = dict.fromkeys(m.sides, error)
                 continue
@@ -169,7 +169,7 @@ def _failed(sides: Mapping[str, object]) -> bool:
     return any(isinstance(side, Exception) for side in sides.values())
 
 
-def _call(run: Side, inputs: Inputs, m: Measurement, number: int) -> PyTree:
+def _call(run: ArrayFunction, inputs: Inputs, m: Measurement, number: int) -> PyTree:
     return run(inputs.of(m, number))
 
 
@@ -217,7 +217,7 @@ def build(
     return built
 
 
-def compiled(name: str, function: Side, m: Measurement) -> Built:
+def compiled(name: str, function: ArrayFunction, m: Measurement) -> Built:
     """Compiles one side of a measurement; the program is called `name` in traces."""
 
     def apart(updated: Arrays, kept: Arrays) -> PyTree:
@@ -251,15 +251,15 @@ def difference(first: PyTree, second: PyTree) -> float:
 
     NaN counts as infinite.
     """
-    found = 0.0
+    largest = 0.0
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         if a.nbytes > COMPARED:
             continue
         step = max(1, a.size // SAMPLE) | 1
         x, y = (np.asarray(v).ravel()[::step].astype(np.float32) for v in (a, b))
         off = float(np.abs(x - y).max(initial=0) / max(float(np.abs(x).max(initial=0)), 1e-30))
-        found = max(found, off if np.isfinite(off) else np.inf)
-    return found
+        largest = max(largest, off if np.isfinite(off) else np.inf)
+    return largest
 
 
 def to_row(

@@ -13,7 +13,7 @@ from jaxunet.ops.backends import implementations
 from jaxunet.ops.linear.projection_cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.references import PROJECT, Op
-from jaxunet.runtime.measurement import Arrays, Measurement, Side
+from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement
 from jaxunet.runtime.plugins import Backend
 
 CASES = (ELEPHANTS64, CIFAR10)
@@ -64,7 +64,7 @@ def _inputs(case: Case, batch: int, dtype: DTypeLike) -> Arrays:
     }
 
 
-def _side(case: Case, op: Op) -> Side:
+def _side(case: Case, op: Op) -> ArrayFunction:
     """Returns a function that computes the results of the products, and those of the sums."""
 
     def call(i: Arrays) -> PyTree:
@@ -77,16 +77,16 @@ def _side(case: Case, op: Op) -> Side:
                 layers.append(Projection(kernel, (bias, *added)))
             else:
                 layers.append(Projection(None, next(sums)))
-        found = list(zip(op(i['x'], layers), case.layers, strict=True))
+        outputs = list(zip(op(i['x'], layers), case.layers, strict=True))
         return (
-            tuple(y for y, layer in found if layer.product),
-            tuple(y for y, layer in found if not layer.product),
+            tuple(y for y, layer in outputs if layer.product),
+            tuple(y for y, layer in outputs if not layer.product),
         )
 
     return call
 
 
-def _with_gradients(side: Side) -> Side:
+def _with_gradients(side: ArrayFunction) -> ArrayFunction:
     """Returns a function that also computes the gradients of x, of the kernels and of each `bias`.
 
     Those of `added` are the same arrays, and those of the sums' biases are dy itself. A network

@@ -29,14 +29,14 @@ HEAD = (
 NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')
 
 
-def latest(found: Iterable[Row]) -> list[Row]:
+def latest(rows: Iterable[Row]) -> list[Row]:
     """Returns the newest row without an error of every measurement; skips rows of other kinds.
 
     Raises:
       UserError: there is no such row, or one lacks a field.
     """
     newest: dict[tuple[object, ...], Row] = {}
-    for row in found:
+    for row in rows:
         if row.get('kind') != 'kernel' or row.get('error') is not None:
             continue
         sides = suffixes(row) or {next(iter(KERNELS)): ''}
@@ -76,18 +76,18 @@ def suffixes(row: Row) -> dict[str, str]:
     return {side: '' if side == first else f'_{side}' for side in sides}
 
 
-def by_backend(found: Iterable[Row]) -> list[Row]:
+def by_backend(rows: Iterable[Row]) -> list[Row]:
     """Returns the newest rows, one per backend, with its `us`, `ratio`, `tflops` and `gbps`."""
     return [
         row
         | {'backend': side, 'us': row[f'us_{side}']}
         | {name: row[name + suffix] for name in ('ratio', 'tflops', 'gbps')}
-        for row in latest(found)
+        for row in latest(rows)
         for side, suffix in suffixes(row).items()
     ]
 
 
-def summary(found: Iterable[Row]) -> str:
+def summary(rows: Iterable[Row]) -> str:
     """Returns Markdown: XLA's time over the kernels', geometric mean and minimum, and a verdict.
 
     One table for each device and backend, one line for each op, direction and batch size.
@@ -95,7 +95,7 @@ def summary(found: Iterable[Row]) -> str:
     devices: dict[tuple[str, str], dict[tuple[object, ...], list[Row]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
     )
-    for row in by_backend(found):
+    for row in by_backend(rows):
         devices[row['device'], row['backend']][row['op'], row['direction'], row['batch']].append(
             row
         )
@@ -132,13 +132,13 @@ def summary(found: Iterable[Row]) -> str:
     return '\n'.join(lines).strip()
 
 
-def tables(found: Iterable[Row]) -> str:
+def tables(rows: Iterable[Row]) -> str:
     """Returns Markdown: the summary, then a table of cases for each backend, op and direction."""
-    found = latest(found)
+    rows = latest(rows)
     parts: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
-    for row in by_backend(found):
+    for row in by_backend(rows):
         parts[row['device'], row['backend'], row['op'], row['direction']].append(row)
-    lines = [summary(found)]
+    lines = [summary(rows)]
     for (name, backend, op, direction), group in parts.items():
         batches = sorted({row['batch'] for row in group})
         cells = {(row['case'], row['batch']): row for row in group}

@@ -182,12 +182,12 @@ def place(kernels: Sequence[str], calls: Sequence[Call]) -> list[int | None]:
         move = np.concatenate([[np.inf], here[:-1]]) + (UNLIKELY if kind == REDUCTIONS else 0)
         moved[k] = move < stay
         here = np.minimum(stay, move) + costs[rows[name]]
-    found: list[int | None] = []
+    placed: list[int | None] = []
     call = len(calls) - 1
     for k in reversed(range(len(kernels))):
-        found.append(call if costs[rows[kernels[k]], call] == 0 else None)
+        placed.append(call if costs[rows[kernels[k]], call] == 0 else None)
         call -= int(moved[k, call])
-    return found[::-1]
+    return placed[::-1]
 
 
 def launches(call: Call, kernel: str) -> bool:

@@ -45,7 +45,7 @@ class Line(NamedTuple):
     ms: float
 
 
-class Measured(NamedTuple):
+class StepKernels(NamedTuple):
     """The kernels of a step.
 
     Fields:
@@ -60,7 +60,7 @@ class Measured(NamedTuple):
     unknown: list[str]
 
 
-def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rates) -> Measured:
+def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rates) -> StepKernels:
     """Returns the lines of a traced step, with its work.
 
     Args:
@@ -95,7 +95,7 @@ def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rat
         for key in _keys(kind, level):
             spent[key].append(op.duration)
     every = [*moved(work, several.values()), *_remaining(traffic, program)]
-    return Measured(_lines(every, spent, steps, rates), unplaced, sorted(unknown))
+    return StepKernels(_lines(every, spent, steps, rates), unplaced, sorted(unknown))
 
 
 def _calls(
@@ -113,7 +113,7 @@ def _calls(
     named = {id(op): by_name[op.hlo] for op in kernels if not op.graph and op.hlo in by_name}
     hidden = [op for op in kernels if id(op) not in named]
     open_calls = [call for call in calls if call not in set(named.values())]
-    found = dict(named)
+    by_kernel = dict(named)
     each, rest = divmod(len(hidden), steps)
     placed: dict[tuple[str, ...], list[int | None]] = {}  # a cache: most steps run the same kernels
     for first in range(0, 0 if rest else len(hidden), each or 1):
@@ -121,12 +121,12 @@ def _calls(
         names = tuple(op.operation for op in step)
         if names not in placed:
             placed[names] = place(names, open_calls)
-        found |= {
+        by_kernel |= {
             id(op): open_calls[index]
             for op, index in zip(step, placed[names], strict=True)
             if index is not None
         }
-    return found, (len(kernels) - len(found)) / steps
+    return by_kernel, (len(kernels) - len(by_kernel)) / steps
 
 
 def _remaining(traffic: Traffic, program: Program) -> Iterable[Work]:

@@ -55,7 +55,7 @@ def members(i: HloLine, shapes: Sequence[Shape]) -> list[Member]:
     attributes: dict[int, dict[str, str]] = collections.defaultdict(dict)
     for name, index, value in ATTRIBUTE.findall(i.rest):
         attributes[int(index)][name] = value
-    found, rest = [], iter(shapes)
+    layers, rest = [], iter(shapes)
     for _, of_member in sorted(attributes.items()):
         linear = of_member['linear'] == 'true'
         x = [next(rest)[3] for _ in range(int(of_member.get('parts', 1)))]
@@ -65,13 +65,13 @@ def members(i: HloLine, shapes: Sequence[Shape]) -> list[Member]:
             next(rest)
         taps = 1 if linear else 9
         flops = 2 * math.prod(image) * features * (taps * sum(x) + sum(projected))
-        found.append(Member(linear, tuple(image[1:]), flops))
-    return found
+        layers.append(Member(linear, tuple(image[1:]), flops))
+    return layers
 
 
-def level_of_members(found: Iterable[Member]) -> Level:
+def level_of_members(layers: Iterable[Member]) -> Level:
     """Returns the level of all members; `SEVERAL` if they have several."""
-    levels = {member.level for member in found}
+    levels = {member.level for member in layers}
     return levels.pop() if len(levels) == 1 else SEVERAL
 
 

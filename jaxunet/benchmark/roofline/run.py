@@ -14,7 +14,7 @@ from absl import logging
 from jaxunet.benchmark.cases import benchmark_config
 from jaxunet.benchmark.device import measure_rates
 from jaxunet.benchmark.jax_side import JaxSide, synthetic_source
-from jaxunet.benchmark.roofline.measured import Line, Measured, measure
+from jaxunet.benchmark.roofline.measured import Line, StepKernels, measure
 from jaxunet.benchmark.roofline.work import step_work
 from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, turn_steps
 from jaxunet.checkpoint.state import fresh_state
@@ -76,11 +76,11 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
                 train={'steps_per_call': 1}, parallel={'concurrent_kernels': False}
             )
             captured = capture(alone, source, pathlib.Path(folder), steps=TRACED)
-        found = measure(captured.trace, captured.hlo, TRACED, work, rates)
+        measured = measure(captured.trace, captured.hlo, TRACED, work, rates)
         busy_ms = summarise(captured.trace, TRACED).busy_ms
         logging.info('%s, batch %d: times steps', name, size)
         step_ms = captured.step_ms if sized == alone else wall_ms(sized, source)
-        yield from to_rows(origin | {'batch_size': size}, found, busy_ms, step_ms)
+        yield from to_rows(origin | {'batch_size': size}, measured, busy_ms, step_ms)
 
 
 def check_gpu() -> None:
@@ -104,7 +104,7 @@ def wall_ms(config: Config, source: Source) -> float:
     return statistics.median(times)
 
 
-def to_rows(case: Row, found: Measured, busy_ms: float, step_ms: float) -> Iterator[Row]:
+def to_rows(case: Row, measured: StepKernels, busy_ms: float, step_ms: float) -> Iterator[Row]:
     """Yields the rows of one step.
 
     Args:
@@ -113,10 +113,10 @@ def to_rows(case: Row, found: Measured, busy_ms: float, step_ms: float) -> Itera
       busy_ms: time in which any kernel ran, per step.
       step_ms: wall time of a step.
     """
-    for line in found.lines:
+    for line in measured.lines:
         level = 'x'.join(map(str, line.level)) or None
         yield case | {'class': line.kind, 'level': level, **_numbers([line])}
-    whole = [line for line in found.lines if not line.level]
+    whole = [line for line in measured.lines if not line.level]
     yield case | {
         'class': STEP,
         'level': None,
@@ -124,8 +124,8 @@ def to_rows(case: Row, found: Measured, busy_ms: float, step_ms: float) -> Itera
         'busy_ms': busy_ms,
         'step_ms': step_ms,
         'gaps_ms': step_ms - busy_ms,
-        'unplaced': found.unplaced,
-        'unknown': found.unknown,
+        'unplaced': measured.unplaced,
+        'unknown': measured.unknown,
     }
 
 

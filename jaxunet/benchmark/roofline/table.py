@@ -30,7 +30,7 @@ OF_STEP = {
 }
 
 
-def markdown(found: Iterable[Row]) -> str:
+def markdown(rows: Iterable[Row]) -> str:
     """Returns a table for each step; rows of other kinds are skipped.
 
     The classes with the most time above their floor come first, and so do levels in their class.
@@ -42,7 +42,7 @@ def markdown(found: Iterable[Row]) -> str:
     runs: dict[tuple[object, ...], dict[str, list[Row]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
     )
-    for row in found:
+    for row in rows:
         if row.get('kind') != KIND:
             continue
         fields = NEEDED | (OF_STEP if row.get('class') == STEP else {})

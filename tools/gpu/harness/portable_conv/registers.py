@@ -20,7 +20,7 @@ def main(logs: list[str]) -> int:
     A line has the most registers that a variant of the kernel uses, and the spilled bytes of all
     variants. A tile is named by its numbers in MULTISTAGE_TILES.
     """
-    found: dict[tuple[str, ...], list[int]] = {}
+    by_instance: dict[tuple[str, ...], list[int]] = {}
     key: tuple[str, ...] = ()
     for log in logs:
         with open(log, encoding='utf-8') as file:
@@ -30,13 +30,13 @@ def main(logs: list[str]) -> int:
                     numbers = re.findall(r'Li(\d+)', tile[2] + 'E') if tile else []
                     key = (entry[2], tile[1] if tile else entry[1], ' '.join(numbers))
                 if spilled := re.search(r'(\d+) bytes spill stores', line):
-                    found.setdefault(key, [0, 0])[1] += int(spilled[1])
+                    by_instance.setdefault(key, [0, 0])[1] += int(spilled[1])
                 if used := re.search(r'Used (\d+) registers', line):
-                    found[key][0] = max(found[key][0], int(used[1]))
+                    by_instance[key][0] = max(by_instance[key][0], int(used[1]))
     print('architecture, kernel, tile of MULTISTAGE_TILES: registers, spilled bytes')
-    for key, (registers, spilled_bytes) in sorted(found.items()):
+    for key, (registers, spilled_bytes) in sorted(by_instance.items()):
         print(*key, ':', registers, spilled_bytes)
-    return any(spilled_bytes for _, spilled_bytes in found.values())
+    return any(spilled_bytes for _, spilled_bytes in by_instance.values())
 
 
 if __name__ == '__main__':
