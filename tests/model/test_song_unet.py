@@ -16,8 +16,8 @@ from support.weight_cases import random_params
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.model.cost import forward_flops, memory, parameter_count
 from jaxunet.model.resampling import doubled, halved, halved_inside
-from jaxunet.model.unet import build_unet, init_params
-from jaxunet.ops.backends import choose
+from jaxunet.model.unet import UNet, build_unet, init_params
+from jaxunet.ops import backends
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import read_weights, write_weights
@@ -63,6 +63,27 @@ def test_every_parameter_but_the_frequencies_learns() -> None:
         fixed = path[0].key == 'time_embed_fourier'
         assert math.isfinite(norm), path
         assert (norm == 0) == fixed, path
+
+
+@pytest.mark.long
+@pytest.mark.extension
+def test_kernels_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA kernels' CPU handlers."""
+    monkeypatch.setattr(backends, '_unavailable', lambda name: None)
+    config = config_with()
+    params, told = random_params(config), jnp.ones((2, 9), jnp.float32)
+    x = jax.random.normal(jax.random.key(1), (2, *config.image_shape), jnp.float32)
+    results = []
+    for ops in (XLA, backends.choose('cuda', 'float32').ops):
+        unet = build_unet(config, ops)
+
+        def energy(params: Any, unet: UNet = unet) -> jax.Array:
+            output = unet.predict(params, x, jnp.arange(2) * 60, jnp.arange(2), None, told)
+            return jnp.mean(jnp.square(output))
+
+        results.append(jax.jit(jax.value_and_grad(energy))(params))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * float(jnp.abs(a).max()))
 
 
 def test_initial_weights_are_those_of_nvlabs() -> None:
@@ -113,7 +134,7 @@ def test_the_cost_counts_all_parts() -> None:
 
     def cost(**model: object) -> tuple[int, float, int]:
         config = plain.replace(model={'resblock_updown': True} | model)
-        kept = memory(config, choose('xla', 'float32', here=False))['activations']
+        kept = memory(config, backends.choose('xla', 'float32', here=False))['activations']
         return parameter_count(config), forward_flops(config), kept
 
     count, flops, activations = cost()
