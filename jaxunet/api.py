@@ -81,9 +81,13 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:
-        """The columns of metrics.csv by name, float64 (rows,); NaN where a cell is empty."""
+        """The columns of metrics.csv by name, float64 (rows,); NaN where a cell is empty.
+
+        There are none if train.loggers leaves out csv.
+        """
+        path = self.workdir / METRICS
         with guarded('the metrics'):
-            rows = read_metrics(self.workdir / METRICS)
+            rows = read_metrics(path) if path.exists() else []
         names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
         return {name: np.array([float(row[name] or 'nan') for row in rows]) for name in names}
 

@@ -30,7 +30,8 @@ from jaxunet.config import Config
 from jaxunet.data.automatic import complete
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.paths import is_remote, of_user
+from jaxunet.runtime.upload import check_uploadable
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.weights import (
     PROGRAMS,
@@ -104,7 +105,10 @@ def main(argv: Sequence[str]) -> None:
         found = 'both' if INIT.value else 'none'
         raise UserError(f'--checkpoint, --init: expected one of them, found {found}')
     extension_of(OUTPUT.value, WRITTEN)
-    check_file(OUTPUT.value, '--output')
+    if is_remote(OUTPUT.value):
+        check_uploadable(OUTPUT.value, '--output')
+    else:
+        check_file(OUTPUT.value, '--output')
     if CLASSIFIER.value:
         copy_classifier()
         return
@@ -121,9 +125,11 @@ def main(argv: Sequence[str]) -> None:
         new_attention_order=new_order,
         class_names=model.class_names,
     )
-    size = pathlib.Path(OUTPUT.value).stat().st_size
-    with_moments = ', with optimizer moments' if WITH_OPTIMIZER.value else ''
-    print(f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{with_moments})')
+    size = ''
+    if not is_remote(OUTPUT.value):
+        size = f' ({pathlib.Path(OUTPUT.value).stat().st_size / 2**20:.1f} MiB)'
+    with_moments = ' with optimizer moments' if WITH_OPTIMIZER.value else ''
+    print(f'{model.note} -> {OUTPUT.value}{size}{with_moments}')
     if OUTPUT.value.lower().endswith('.pt') and names == PROGRAM:
         given = reader_flags(model.config, new_attention_order=new_order)
         print(f'{PROGRAM} reads it with {given}')

@@ -13,11 +13,6 @@ Guided to a class by a classifier's gradient:
     python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64 \\
         --classifier 64x64_classifier.pt --classifier_scale 1.0
 
-Guided by the mistakes of an earlier checkpoint of the run:
-
-    python -m jaxunet.sample --checkpoint runs/photos --guidance_scale 2 \\
-        --guide runs/photos/checkpoints/2000
-
 Larger versions of given pictures:
 
     python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
@@ -56,7 +51,7 @@ from jaxunet.runtime import command, compiled_cache, distributed
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.paths import is_remote, of_user
 from jaxunet.runtime.whole_files import check_writable
 from jaxunet.sampling import flags as how
 from jaxunet.sampling.generator import Generator
@@ -67,10 +62,7 @@ from jaxunet.sampling.progress import counted
 
 flags.adopt_module_key_flags(how)
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint',
-    None,
-    'Workdir, checkpoint, or .bin, .pt, .safetensors or .pkl file.',
-    required=True,
+    'checkpoint', None, 'Workdir, checkpoint, .bin, .pt, .safetensors or .pkl file.', required=True
 )
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',
@@ -152,7 +144,8 @@ POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 def main(argv: Sequence[str]) -> None:
     """Runs the command; Ctrl-C keeps the finished batches."""
     check_output(OUTPUT.value)
-    check_writable(OUTPUT.value, '--output')
+    if not is_remote(OUTPUT.value):
+        check_writable(OUTPUT.value, '--output')
     how.check_owned_flags()
     if BACKEND.value is not None:
         split_backend(BACKEND.value, '--backend')

@@ -29,7 +29,7 @@ from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import config_at, newest_classes, newest_config, saved_steps
 from jaxunet.checkpoint.optimizer import endless_warmup, rate_jump
 from jaxunet.checkpoint.resumable import check_resumable
-from jaxunet.config import Config, cli, to_dict
+from jaxunet.config import Config, by_path, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
@@ -45,6 +45,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import of_user
 from jaxunet.training.log_file import LogFile
+from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.loop import train
 from jaxunet.training.page import sample_command
 from jaxunet.training.parallel import on_fewer_devices
@@ -186,7 +187,7 @@ def run(config: Config) -> None:
     kernels = choose(config.backend, config.precision)
     folder = workdir()
     distributed.agree(
-        fields(config)
+        by_path(config)
         | {
             'jax': jax.__version__,
             'devices': f'{jax.local_device_count()} x {jax.local_devices()[0].device_kind}',
@@ -216,18 +217,6 @@ def workdir() -> pathlib.Path:
     return pathlib.Path(WORKDIR.value or f'runs/{cli.config_name()}')
 
 
-def fields(config: Config) -> dict[str, object]:
-    """Returns every field of a config by its dotted name."""
-    flat: dict[str, object] = {}
-    for name, value in to_dict(config).items():
-        flat |= (
-            {f'{name}.{field}': v for field, v in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
-    return flat
-
-
 def dry_run(config: Config, saved: Config | None) -> None:
     """Prints the resolved config, what it starts from and the cost estimate of a run.
 
@@ -235,9 +224,10 @@ def dry_run(config: Config, saved: Config | None) -> None:
       saved: config of the run that the workdir holds; None if it holds none.
 
     Raises:
-      UserError: the run cannot resume the one in the workdir or start from `init_from`, or its
-        images do not have the right classes.
+      UserError: the run cannot resume the one in the workdir or start from `init_from`, its
+        images do not have the right classes, or a logger is missing.
     """
+    make_loggers(config.train.loggers)
     print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
     if saved is not None:
         changes = ', '.join(check_resumable(saved, config, workdir())) or 'nothing'

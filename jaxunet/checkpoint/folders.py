@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 
 FOLDER = 'checkpoints'
 LISTINGS = 20  # times that checkpoints are listed because a run has removed those of the last list
@@ -25,7 +25,7 @@ def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:
 
     Returns None if the path is neither a workdir nor one checkpoint in it.
     """
-    path = pathlib.Path(expanded(path))
+    path = pathlib.Path(on_disk(path))
     if (path / FOLDER).is_dir():
         return path, None
     if path.name == FOLDER and path.is_dir():

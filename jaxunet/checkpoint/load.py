@@ -23,7 +23,8 @@ from jaxunet.checkpoint.state import TrainState, state_from_weights
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded, why_missing
+from jaxunet.runtime.paths import why_missing
+from jaxunet.runtime.remote import on_disk
 from jaxunet.weights import Stated, check_tree, read_weights
 
 
@@ -76,7 +77,7 @@ def load_model(
       UserError: nothing at the path can be read, a needed option is neither in the file nor given,
         or an option does not apply to the file.
     """
-    path = expanded(path)
+    path = on_disk(path)
     check_exists(path)
     if pathlib.Path(path).is_dir():
         if config is not None:
@@ -202,7 +203,7 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
     )
     check_tree(fitted.params, config)
     # The moments of a run belong to the weights it trained, not to their averages.
-    averaged = pathlib.Path(expanded(config.init_from)).is_dir() and config.init_from_ema != 'none'
+    averaged = pathlib.Path(on_disk(config.init_from)).is_dir() and config.init_from_ema != 'none'
     has_moments = model.moments is not None and not averaged
     reason = '' if fitted.complete else 'not all weights are kept'
     if config.optimizer.name == 'muon':

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from jaxunet.config.schema import DataConfig, OptimizerConfig, TrainConfig
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
+from jaxunet.model.initializers import Traced
 from jaxunet.model.unet import Params, build_unet, init_params
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.own_types import own_types
@@ -148,19 +150,25 @@ def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     Args:
       draw: function that draws the state and that JAX traces; None = `draw_state`.
     """
-    cpu = drawing_device()
-    # It runs once, and optimising its many random draws takes ten times as long as running them.
-    quick = {'xla_backend_optimization_level': 0} if cpu else None
-    with jax.default_device(cpu):
-        drawn = jax.jit(draw or draw_state, static_argnums=0, compiler_options=quick)
-        return jax.device_get(drawn(state_config(config)))
+    with jax.default_device(_drawing_device()):
+        return traced(draw or draw_state, state_config(config)).arrays()
 
 
-def drawing_device() -> str | None:
+@functools.lru_cache(maxsize=32)  # also of runs of a sweep, which share their `state_config`
+def traced(draw: Draw, config: Config) -> Traced:
+    """Returns the trace of the draw of a state, which needs no device.
+
+    Args:
+      config: from `state_config`.
+    """
+    with jax.default_device(_drawing_device()):
+        return Traced(lambda: draw(config))
+
+
+def _drawing_device() -> str | None:
     """Returns 'cpu', where states are drawn; None if JAX_PLATFORMS excludes it.
 
-    JAX traces a function once for each default device, so everything that traces a draw sets this
-    device. It is a name, because a function can then be traced before JAX has started its devices.
+    It is a name, because a function can then be traced before JAX has started its devices.
     """
     platforms = jax.config.values['jax_platforms']
     return 'cpu' if not platforms or 'cpu' in platforms.split(',') else None
@@ -169,7 +177,7 @@ def drawing_device() -> str | None:
 def state_config(config: Config) -> Config:
     """Returns a config in which most fields that do not affect the state at step 0 are defaults.
 
-    JAX compiles the draw of a state once per config, so the runs of a sweep share it.
+    A draw is traced once per config, so the runs of a sweep share it.
     """
     return Config(
         seed=config.seed,
@@ -189,10 +197,7 @@ def state_config(config: Config) -> Config:
 
 
 def draw_state(config: Config) -> TrainState:
-    """Draws the state before step 0 from `config.seed`; to be traced by JAX.
-
-    `config` is a static argument of a module-level function, so JAX compiles it once per config.
-    """
+    """Draws the state before step 0 from `config.seed`; to be traced by JAX."""
     # Parameters do not depend on the backend, and this machine may lack the config's backend.
     model = build_unet(config, XLA)
     init_key, run_key = jax.random.split(jax.random.key(config.seed))

@@ -32,13 +32,13 @@ from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
 from jaxunet.checkpoint.keeping import Keeping, Scores, reading, remove_unread
 from jaxunet.checkpoint.meta import CHECKSUM, RunFacts, read_meta, sealed
 from jaxunet.checkpoint.refused import RefusedError, raise_if_whole
-from jaxunet.checkpoint.state import Draw, TrainState, draw_state, drawing_device, state_config
+from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_config, traced
 from jaxunet.checkpoint.writer import Writer, read_state, to_disk
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.own_types import own_types
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 
 UNET = 'UNet'  # the network of checkpoints that name none
 NO_FACTS = RunFacts()
@@ -66,8 +66,7 @@ class Restored:
 @own_types()
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
-    with jax.default_device(drawing_device()):
-        return jax.eval_shape(jax.jit(draw, static_argnums=0), state_config(config))
+    return traced(draw, state_config(config)).shapes
 
 
 def checksum(tree: object) -> int:
@@ -381,7 +380,7 @@ def read(path: str | pathlib.Path) -> Restored:
     """
     place = find(path)
     if place is None:
-        inside = sorted(p.parent.name for p in pathlib.Path(expanded(path)).glob(f'*/{FOLDER}'))
+        inside = sorted(p.parent.name for p in pathlib.Path(on_disk(path)).glob(f'*/{FOLDER}'))
         hint = f'; it holds the workdirs {listed(inside)}' if inside else ''
         raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{hint}')
     workdir, step = place

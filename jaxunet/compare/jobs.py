@@ -1,6 +1,6 @@
 """Training jobs of `jaxunet.compare.queue`: what is trained, for how long, and how it is measured.
 
-`jaxunet.compare.study_file` reads them from files.
+`jaxunet.compare.comparison_file` reads them from files.
 """
 
 from __future__ import annotations
@@ -265,9 +265,9 @@ def call_function(path: str, function: str, *arguments: object) -> object:
     if not Path(path).is_file():
         raise UserError(f'no file {path}')
     try:
-        found = runpy.run_path(path).get(function)
-        if callable(found):
-            return found(*arguments)
+        defined = runpy.run_path(path).get(function)
+        if callable(defined):
+            return defined(*arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

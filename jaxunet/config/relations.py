@@ -268,6 +268,8 @@ def _train(config: Config) -> Iterator[str]:
             f'model.image_channels: sample grids need 1 (grey) or 3 (RGB), found {channels}; other '
             'channels, which only .npz and .bin have, need train.sample_every=0'
         )
+    if len(set(t.loggers)) < len(t.loggers):
+        yield f'train.loggers: expected each once, found {", ".join(t.loggers)}'
     if t.holdout_every and not config.data.holdout:
         yield (
             f'train.holdout_every: {t.holdout_every} needs images held out of training; '

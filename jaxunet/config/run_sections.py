@@ -116,6 +116,9 @@ class TrainConfig:
     # be multiples of it. 0 = chosen automatically.
     steps_per_call: int = option(1, NOT_NEGATIVE, outside_step=True)
     log_every: int = option(25, POSITIVE, counts_steps=True)  # a row of metrics.csv
+    # Loggers of the metrics and sample grids: csv (metrics.csv) | tensorboard | wandb | mlflow |
+    # those of other packages (`jaxunet.training.loggers`).
+    loggers: tuple[str, ...] = option(('csv', 'tensorboard'), outside_step=True, since='0.2.0')
     # A sample grid; 0 = never.
     sample_every: int = option(400, NOT_NEGATIVE, counts_steps=True, outside_step=True)
     # Images per sample grid.

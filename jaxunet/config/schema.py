@@ -149,3 +149,15 @@ get_config = default_config
 def to_dict(config: Config) -> Fields:
     """Returns the config as nested dicts, the form that checkpoints store as JSON."""
     return dataclasses.asdict(config)
+
+
+def by_path(config: Config) -> Fields:
+    """Returns every field of a config by its path, such as data.path."""
+    flat: Fields = {}
+    for name, value in to_dict(config).items():
+        flat |= (
+            {f'{name}.{field}': v for field, v in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+    return flat

@@ -15,7 +15,8 @@ from jaxtyping import ArrayLike, Integer, Shaped, UInt8
 from PIL import Image
 
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import check_local, expanded
+from jaxunet.runtime.paths import check_local, expanded, is_remote
+from jaxunet.runtime.upload import check_uploadable, uploaded
 from jaxunet.runtime.whole_files import written
 
 GAP = 2  # pixels between the images of a grid
@@ -127,6 +128,11 @@ def save_images(
     """
     check_output(path)
     path = expanded(path)
+    if is_remote(path):
+        with uploaded(path) as copy:
+            output = f'{copy}/' if _names_folder(path) else copy
+            save_images(output, images, labels, columns=columns)
+        return
     folder, path = _names_folder(path), Path(path)
     _check_pixels(images)
     if labels is not None and labels.shape != images.shape[:1]:
@@ -158,7 +164,10 @@ def check_output(path: str | os.PathLike[str], channels: int | None = None) -> N
         .npz, a file with the name of a folder, or channels that PNG lacks.
     """
     path = expanded(path)
-    check_local(path, '')
+    if is_remote(path):
+        check_uploadable(path)
+    else:
+        check_local(path, '')
     folder, path = _names_folder(path), Path(path)
     if path.is_dir():
         if not folder:

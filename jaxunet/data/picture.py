@@ -21,6 +21,7 @@ from jaxunet.data.pixels import (
 )
 from jaxunet.data.rules import MAGIC_BYTES, why_not_image
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import read_limited
 
 Redraw = Bool[np.ndarray, 'height width']
@@ -92,7 +93,7 @@ def read_mask(
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
-    data = read_limited(path, MAX_FILE_BYTES, advice='give an image file')
+    data = read_limited(on_disk(path), MAX_FILE_BYTES, advice='give an image file')
     if reason := why_not_image(data[:MAGIC_BYTES], len(data), os.fspath(path)):
         raise UserError(f'{path}: {reason}; expected a PNG, JPEG or other image file')
     check_depth(stored_peak(data), str(path))

@@ -19,7 +19,8 @@ from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded, why_missing
+from jaxunet.runtime.paths import expanded, is_remote, why_missing
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import check_fetched
 
 __all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
@@ -130,13 +131,14 @@ def check_path(path: str) -> None:
       UserError: it is not; the message has similar names.
     """
     local = cifar10.split_path(path)[1]
-    if local and not local.endswith(':'):
+    if local and not local.endswith(':') and not is_remote(local):
         check_exists(Path(expanded(local)))
 
 
 def is_downloaded(path: str) -> bool:
     """Returns True for the path of a set that `open_source` downloads: it names no local file."""
-    return not cifar10.split_path(path)[1]
+    local = cifar10.split_path(path)[1]
+    return not local or is_remote(local)
 
 
 def compressed_tar(path: str) -> Path | None:
@@ -151,7 +153,7 @@ def compressed_tar(path: str) -> Path | None:
       UserError: a damaged archive.
     """
     prefix, local = cifar10.split_path(path)
-    file = Path(expanded(local))
+    file = Path(on_disk(local))
     if not (file.name.lower().endswith(TAR) and file.is_file() and compression(file)):
         return None
     if prefix == cifar10.TEST or (prefix and cifar10.is_official(file)):
@@ -186,7 +188,7 @@ def _open(path: str, shape: Shape) -> Source:
         raise UserError(f'unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
     if not path:
         raise UserError(f'expected {FORMS}, found an empty path')
-    return _open_path(Path(expanded(path)), shape)
+    return _open_path(Path(on_disk(path)), shape)
 
 
 def _open_path(path: Path, shape: Shape) -> Source:
@@ -270,7 +272,7 @@ def _digits(shape: Shape) -> Source:
 def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
     if not local:
         return cifar10.open_official(None, shape, prefix)
-    path = Path(expanded(local))
+    path = Path(on_disk(local))
     check_exists(path)
     if (path.is_dir() or path.name.lower().endswith(TAR)) and cifar10.is_official(path):
         return cifar10.open_official(path, shape, prefix)

@@ -21,7 +21,7 @@ from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
 from jaxunet.training.evaluation import Evaluator
@@ -63,7 +63,7 @@ def measure_averages(
     for ema in averages:
         if averages.count(ema) > 1:
             raise UserError(f'--ema: {ema or "the default"} is given twice; give it once')
-    path = expanded(path)
+    path = on_disk(path)
     check_exists(path)
     if pathlib.Path(path).is_file():
         raise UserError(

@@ -26,8 +26,8 @@ from jaxunet.metrics.inception_weights import (
 )
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import shown
 
 TENSORFLOW = 'inception_tensorflow'
@@ -94,7 +94,7 @@ def load_features(features: str) -> FeatureNetwork:
     Raises:
       UserError: there is no such file, it is damaged or of another kind, or the download failed.
     """
-    path = find_or_download(features) if features in INCEPTION else Path(expanded(features))
+    path = find_or_download(features) if features in INCEPTION else Path(on_disk(features))
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = near_misses(features, INCEPTION) or near_misses(path.name, siblings)

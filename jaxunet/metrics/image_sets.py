@@ -25,7 +25,7 @@ from jaxunet.data.tar import TarArchive, compression, decompress
 from jaxunet.data.unetcu_bin import HEADER_BYTES, parse_header, read_header
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import one_line
 
 Size = tuple[int, int]  # height, width
@@ -46,7 +46,7 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
       UserError: a wrong path, images of several sizes (when loaded), or a .png that is not such a
         grid.
     """
-    file = Path(expanded(path))
+    file = Path(on_disk(path))
     if file.suffix.lower() == '.png' and file.is_file():
         if grid_size is None:
             raise UserError(
@@ -56,7 +56,7 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
         yield ArraySource(path, read_grid(file, grid_size), (*grid_size, 3))
         return
     prefix, unprefixed = cifar10.split_path(path)
-    local = Path(expanded(unprefixed))
+    local = Path(on_disk(unprefixed))
     if path == 'digits:':
         yield open_source(path, image_shape=(8, 8, 3))
     elif prefix == cifar10.TEST or (

@@ -13,8 +13,9 @@ from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.inception import Parameters, torch_shapes
 from jaxunet.metrics.torch_legacy import START, read_legacy
 from jaxunet.metrics.torch_script import is_torch_script, read_torch_script
-from jaxunet.runtime.download import cache_dir, cached
+from jaxunet.runtime.download import cached
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import cache_dir
 from jaxunet.weights.safetensors_file import SafetensorsFile
 from jaxunet.weights.torch_file import TorchFile
 

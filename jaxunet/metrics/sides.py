@@ -26,7 +26,7 @@ from jaxunet.metrics.frechet import (
 from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.table import TABLE, ImageSummary, Need, check_reference, needing
 from jaxunet.runtime.errors import UserError, printable
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 
 MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
 # Needs of metrics that a file of statistics can meet, with the names of its arrays.
@@ -49,7 +49,7 @@ def statistics_side(
             f'{flag}: {path} holds statistics (mu, sigma), which serve fid and sfid only, '
             f'not {", ".join(others)}; give images'
         )
-    file = Path(expanded(path))
+    file = Path(on_disk(path))
     if needing('spatial', metrics) and not has_statistics(file, SPATIAL):
         raise UserError(
             f'{flag}: {path}: sfid needs the statistics {" and ".join(SPATIAL)} or images, '
@@ -77,7 +77,7 @@ def file_statistics(
       UserError: the statistics come from other features, or have another length than the network's
         features.
     """
-    file = Path(expanded(path))
+    file = Path(on_disk(path))
     by_need: dict[Need, Statistics] = {}
     made = None
     for need, names in ARRAYS.items():
@@ -117,7 +117,7 @@ def beside_images(
     Args:
       count: number of images asked for; None = all.
     """
-    file = Path(expanded(path))
+    file = Path(on_disk(path))
     if file.suffix.lower() != '.npz' or not file.is_file() or not has_statistics(file):
         return {}
     wanted = [name for need in ARRAYS for name in needing(need, metrics)]
@@ -174,7 +174,7 @@ def open_side(
     Raises:
       UserError: see `open_images`, `statistics_side`, `check_reference` and `image_side`.
     """
-    file = Path(expanded(path))
+    file = Path(on_disk(path))
     if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
         if count is not None:
             raise UserError(

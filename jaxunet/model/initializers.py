@@ -1,21 +1,26 @@
-"""The initializers of kernels, and how those of a whole network are drawn in one loop.
+"""The initializers of kernels, and how the arrays of a whole network are made from them.
 
 A program that draws each kernel by itself has a hundred copies of the generator, which take longer
-to compile than to run. `drawn_together` makes a program with one, which draws the same numbers.
+to compile than to run. `Traced` knows a function's kernels from its trace: one small program draws
+the numbers of all of them, the same ones bit for bit; numpy makes what is filled or copied, and the
+few operations that are left run one by one.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
+from typing import Literal as OneOf
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn, Literal
 from jax.extend.random import threefry_2x32
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree, UInt32
@@ -34,7 +39,7 @@ class _Kernel(NamedTuple):
     stand_in: Float[Array, '...']
 
 
-# The kernels of the network that `drawn_together` initializes, in the order of their creation.
+# The kernels of the function that `Traced` traces, in the order of their creation.
 _drawn_later: contextvars.ContextVar[list[_Kernel] | None] = contextvars.ContextVar(
     'kernels to draw together', default=None
 )
@@ -49,12 +54,12 @@ class Uniform:
     """
 
     scale: float
-    mode: Literal['fan_in', 'fan_avg']
+    mode: OneOf['fan_in', 'fan_avg']
 
     def __call__(
         self, key: Key[Array, ''], shape: Sequence[int], dtype: DTypeLike = jnp.float32
     ) -> Float[Array, '...']:
-        """Returns a kernel (*spatial, in, out); zeros in its place inside `drawn_together`."""
+        """Returns a kernel (*spatial, in, out); zeros in its place inside `Traced`."""
         kernels = _drawn_later.get()
         if kernels is None or dtype != jnp.float32 or not _is_known_generator():
             draw = nn.initializers.variance_scaling(self.scale, self.mode, 'uniform')
@@ -102,39 +107,90 @@ def _is_known_generator() -> bool:
     )
 
 
-def drawn_together(initialize: Callable[[], PyTree]) -> PyTree:
-    """Returns the parameters that `initialize` returns, with all `Uniform` kernels drawn in a loop.
+class Traced:
+    """A function without arguments, traced; its arrays are made when they are asked for.
 
-    The numbers are those that each kernel's initializer draws by itself, bit for bit.
-
-    Args:
-      initialize: traced by JAX; returns the kernels of `Uniform` as it got them.
-
-    Raises:
-      ValueError: it changed a kernel.
+    Attributes:
+      shapes: the shapes and types of its result.
     """
-    kernels: list[_Kernel] = []
-    token = _drawn_later.set(kernels)
-    try:
-        params = initialize()
-    finally:
-        _drawn_later.reset(token)
-    if not kernels:
-        return params
-    drawn = zip(kernels, _draw(kernels), strict=True)
-    left = {id(kernel.stand_in): numbers for kernel, numbers in drawn}
-    params = jax.tree.map(lambda leaf: left.pop(id(leaf), leaf), params)
-    if left:
-        raise ValueError(f'{len(left)} kernels are not among the parameters as they were created')
-    return params
+
+    def __init__(self, function: Callable[[], PyTree]) -> None:
+        kernels: list[_Kernel] = []
+
+        def outputs() -> PyTree:
+            token = _drawn_later.set(kernels)
+            try:
+                result = function()
+            finally:
+                _drawn_later.reset(token)
+            keys = [jax.random.key_data(kernel.key) for kernel in kernels]
+            return result, [kernel.stand_in for kernel in kernels], keys
+
+        closed, (self.shapes, stand_ins, _) = jax.make_jaxpr(outputs, return_shape=True)()
+        self._jaxpr, self._constants = closed.jaxpr, closed.consts
+        self._limits = [kernel.limit for kernel in kernels]
+        self._kernel_shapes = [stand_in.shape for stand_in in stand_ins]
+
+    def arrays(self) -> PyTree:
+        """Returns the result of the function as numpy arrays."""
+        count = len(self._limits)
+        leaves, structure = jax.tree.flatten(self.shapes)
+        outputs, end = self._jaxpr.outvars, len(leaves) + count
+        results, stand_ins, keys = outputs[: len(leaves)], outputs[len(leaves) : end], outputs[end:]
+        known: dict[object, Any] = dict(zip(self._jaxpr.constvars, self._constants, strict=True))
+        if count:
+            drawn = _draw(self._evaluate(keys, known), self._limits, self._kernel_shapes)
+            known |= dict(zip(stand_ins, drawn, strict=True))
+        values = self._evaluate(results, known)
+        return jax.tree.unflatten(structure, [np.asarray(value) for value in values])
+
+    def _evaluate(self, variables: Sequence[object], known: dict[object, Any]) -> list[Any]:
+        """Returns the values of variables; `known` has those of others, and gets new ones."""
+        needed, equations = {v for v in variables if not isinstance(v, Literal)}, []
+        for equation in reversed(self._jaxpr.eqns):
+            if any(v in needed and v not in known for v in equation.outvars):
+                equations.append(equation)
+                needed.update(v for v in equation.invars if not isinstance(v, Literal))
+        for equation in reversed(equations):
+            inputs = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
+            known |= dict(zip(equation.outvars, _applied(equation, inputs), strict=True))
+        return [v.val if isinstance(v, Literal) else known[v] for v in variables]
 
 
-def _draw(kernels: Sequence[_Kernel]) -> list[Float[Array, '...']]:
-    """Returns the kernels, which are parts of one array of blocks."""
-    sizes = [kernel.stand_in.size for kernel in kernels]
+def _applied(equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    """Returns the results of an equation; numpy fills and copies, for which JAX would compile."""
+    name = equation.primitive.name
+    if name == 'broadcast_in_dim' and np.ndim(inputs[0]) == 0:
+        return [np.full(equation.params['shape'], inputs[0])]
+    if name == 'copy':
+        return [np.array(inputs[0])]
+    apply: Callable[..., Any] = functools.partial(equation.primitive.bind, **equation.params)
+    if name in ('jit', 'pjit'):  # jax.random's functions
+        apply = jax.jit(apply, compiler_options=quick())
+    results = apply(*inputs)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def quick() -> dict[str, int] | None:
+    """Returns compiler options for programs that run once, on a CPU.
+
+    Optimising many random draws takes ten times as long as running them. The numbers of states
+    depend on it: an optimised program rounds normal numbers otherwise.
+    """
+    device = jax.config.values['jax_default_device']
+    return {'xla_backend_optimization_level': 0} if device == 'cpu' else None
+
+
+def _draw(
+    keys: Sequence[UInt32[Array, '2']],
+    limits: Sequence[np.float32],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Float[np.ndarray, '...']]:
+    """Returns kernels, which are parts of one array of blocks."""
+    sizes = [math.prod(shape) for shape in shapes]
     blocks = [-(-size // BLOCK) for size in sizes]
     ends = np.cumsum(blocks)
-    owners = np.repeat(np.arange(len(kernels)), blocks)
+    owners = np.repeat(np.arange(len(sizes)), blocks)
     first = np.arange(len(owners)) - np.repeat(ends - blocks, blocks)  # of the kernel's blocks
     passes = -(-len(owners) // BLOCKS)
     per_pass = -(-len(owners) // passes)
@@ -143,17 +199,27 @@ def _draw(kernels: Sequence[_Kernel]) -> list[Float[Array, '...']]:
     def by_pass(of_blocks: np.ndarray) -> np.ndarray:
         return np.pad(of_blocks, spare).reshape(passes, per_pass)
 
-    keys = jnp.stack([jax.random.key_data(kernel.key) for kernel in kernels])
-    limits = np.array([kernel.limit for kernel in kernels])
     starts = (first * BLOCK).astype(np.uint32)
-    numbers = jax.lax.map(
-        jax.vmap(_block),
-        (keys[by_pass(owners)], by_pass(starts), by_pass(limits[owners])),
+    numbers = np.asarray(
+        _drawn(
+            np.stack([np.asarray(key) for key in keys])[by_pass(owners)],
+            by_pass(starts),
+            by_pass(np.array(limits)[owners]),
+        )
     ).reshape(-1)
     return [
-        numbers[(end - count) * BLOCK :][:size].reshape(kernel.stand_in.shape)
-        for kernel, size, count, end in zip(kernels, sizes, blocks, ends, strict=True)
+        numbers[(end - count) * BLOCK :][:size].reshape(shape).copy()
+        for shape, size, count, end in zip(shapes, sizes, blocks, ends, strict=True)
     ]
+
+
+@jax.jit
+def _drawn(
+    keys: UInt32[Array, 'passes per_pass 2'],
+    starts: UInt32[Array, 'passes per_pass'],
+    limits: Float[Array, 'passes per_pass'],
+) -> Float[Array, 'passes per_pass numbers']:
+    return jax.lax.map(jax.vmap(_block), (keys, starts, limits))
 
 
 def _block(

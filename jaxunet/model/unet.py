@@ -27,7 +27,6 @@ from jaxunet.model.encoder import (
     encode,
     make_layers,
 )
-from jaxunet.model.initializers import drawn_together
 from jaxunet.model.low_res import enlarged
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import Ops
@@ -49,10 +48,10 @@ def build_unet(config: Config, ops: Ops) -> UNet:
 
 
 def init_params(model: UNet, config: Config, key: Array) -> Params:
-    """Returns fresh float32 parameters; call it under `jax.jit` or `jax.eval_shape`."""
+    """Returns fresh float32 parameters; call it under `jax.jit`, `jax.eval_shape` or `Traced`."""
     labels = jnp.zeros((1,), jnp.int32) if config.model.num_classes else None
     image, t = jnp.zeros((1, *config.image_shape), jnp.float32), jnp.zeros((1,), jnp.int32)
-    return drawn_together(lambda: model.init(key, image, t, labels)['params'])
+    return model.init(key, image, t, labels)['params']
 
 
 class UNet(Encoder):

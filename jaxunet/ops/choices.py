@@ -27,9 +27,8 @@ from absl import logging
 
 import jaxunet
 from jaxunet.config import OPS
-from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import UserError, listed
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import cache_dir, expanded
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.untrusted import check_fields, plain, read_json, shown
 from jaxunet.runtime.whole_files import written

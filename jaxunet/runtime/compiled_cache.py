@@ -27,9 +27,8 @@ from absl import logging
 from jax.experimental import serialize_executable
 
 from jaxunet.runtime import device, fingerprint, ownership, whole_files
-from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import cache_dir, expanded
 
 KEPT = 24  # most files in the folder; the least recently used are removed first
 SUFFIXES = ('.step', '.sampler')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,29 +12,11 @@ from typing import NamedTuple
 from absl import logging
 
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import cache_dir
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import replacing
 
 TIMEOUT = 15  # seconds without an answer; behind a firewall, users wait this long for the error
-
-
-def cache_dir() -> Path:
-    """Returns $XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet.
-
-    Raises:
-      UserError: there is no such home folder, as for a container's user without a passwd entry.
-    """
-    named = os.environ.get('XDG_CACHE_HOME')
-    try:
-        return Path(expanded(named or '~/.cache')) / 'jaxunet'
-    except UserError as error:
-        why = (
-            f'XDG_CACHE_HOME={error}'
-            if named
-            else 'neither XDG_CACHE_HOME nor HOME is set, and this account has no home folder'
-        )
-        raise UserError(f'no cache folder: {why}; set XDG_CACHE_HOME to a folder') from None
 
 
 def digest(path: Path, algorithm: str) -> str:
@@ -153,10 +134,15 @@ def _download(url: str, target: Path, expected: _Checksum) -> None:
 def _fetch(url: str, target: Path, name: str) -> None:
     """Writes the response to `target`, with a progress bar titled `name`."""
     logging.info('downloading %s to %s', url, target.parent)
-    request = urllib.request.Request(url, headers={'User-Agent': 'jaxunet'})
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as response, target.open('wb') as file:
+    with open_url(url) as response, target.open('wb') as file:
         total = int(response.headers.get('Content-Length') or 0) or None
         with progress_bar(total=total, unit='B', unit_scale=True, desc=name) as bar:
             while chunk := response.read(2**20):
                 file.write(chunk)
                 bar.update(len(chunk))
+
+
+def open_url(url: str) -> http.client.HTTPResponse:
+    """Opens a URL of http or https."""
+    request = urllib.request.Request(url, headers={'User-Agent': 'jaxunet'})
+    return urllib.request.urlopen(request, timeout=TIMEOUT)

@@ -9,9 +9,21 @@ from typing import Any
 
 from absl import flags
 
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, printable
 
 URL = re.compile(r'(^|/)(https?|ftp|s3|gs|gcs|az|abfss?|hdfs|dbfs|hf|file):/', re.IGNORECASE)
+SCHEME = re.compile(r'([a-z][a-z0-9+.-]*)://', re.IGNORECASE)
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Returns True for a URL, such as s3://bucket/photos.zip, but not for one of a local file."""
+    scheme = SCHEME.match(os.fspath(path))
+    return scheme is not None and scheme[1].lower() != 'file'
+
+
+def shown_url(url: str) -> str:
+    """Returns a URL for messages: without passwords, as before an @ and behind a ?."""
+    return printable(re.sub(r'//[^/@]*@', '//', url.partition('?')[0]))
 
 
 def expanded(path: str | os.PathLike[str]) -> str:
@@ -40,8 +52,28 @@ def expanded(path: str | os.PathLike[str]) -> str:
     return full
 
 
+def cache_dir() -> pathlib.Path:
+    """Returns $XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet.
+
+    Raises:
+      UserError: there is no such home folder, as for a container's user without a passwd entry.
+    """
+    named = os.environ.get('XDG_CACHE_HOME')
+    try:
+        return pathlib.Path(expanded(named or '~/.cache')) / 'jaxunet'
+    except UserError as error:
+        why = (
+            f'XDG_CACHE_HOME={error}'
+            if named
+            else 'neither XDG_CACHE_HOME nor HOME is set, and this account has no home folder'
+        )
+        raise UserError(f'no cache folder: {why}; set XDG_CACHE_HOME to a folder') from None
+
+
 def check_local(path: str | os.PathLike[str], flag: str) -> None:
     """Checks that a path to write to is no URL, which would make folders such as `gs:` here.
+
+    Few commands write to one (`jaxunet.runtime.upload`); a path object has lost a slash of it.
 
     Args:
       flag: the flag that gave the path; begins the message.
@@ -51,8 +83,8 @@ def check_local(path: str | os.PathLike[str], flag: str) -> None:
     """
     if URL.search(os.fspath(path)):
         raise UserError(
-            f'{flag}{": " if flag else ""}{path}: is a URL; only files and folders of this machine '
-            'are written: name one, and copy it, or mount the other storage'
+            f'{flag}{": " if flag else ""}{path}: is a URL; here only files and folders of this '
+            'machine are written: name one, and copy it, or mount the other storage'
         )
 
 
@@ -63,7 +95,7 @@ def why_missing(path: str | os.PathLike[str]) -> str:
     """
     whole = pathlib.Path(path)
     if URL.search(str(whole)):
-        return ': only files of this machine are read; download it, and give the path of the copy'
+        return ': a URL has two slashes, as in s3://bucket/x; give it as text, not as a path object'
     for part in (*reversed(whole.parents), whole):
         try:
             if part.is_symlink() and not part.exists():

@@ -156,14 +156,19 @@ def check_fields(
 
     Args:
       fields: name -> dict, list, str, int, bool, NUMBER or object, or a dict of the fields
-        inside it.
+        inside it. A name that ends in ? may be missing or null; the name * is for every other.
       source: file and line; the error message begins with it.
       advice: what to do; ends the message.
 
     Raises:
       UserError: a field is missing or of another type.
     """
-    for name, kind in fields.items():
+    others = dict.fromkeys(values, fields['*']) if '*' in fields else {}
+    for name, kind in (others | {k: v for k, v in fields.items() if k != '*'}).items():
+        if name.endswith('?') and name not in others:
+            name, kind = name[:-1], fields[name]  # noqa: PLW2901
+            if values.get(name) is None:
+                continue
         if name not in values:
             raise UserError(
                 f'{source}: expected a field {name}, found '

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.paths import check_local
+from jaxunet.runtime.paths import check_local, is_remote
+from jaxunet.runtime.upload import uploaded
 
 
 @contextlib.contextmanager
@@ -100,14 +101,19 @@ def check_file(path: str | os.PathLike[str], flag: str) -> None:
 
 @contextlib.contextmanager
 def written(path: str | os.PathLike[str], flag: str = '') -> Iterator[pathlib.Path]:
-    """Like `replacing`, for a path that the user gave.
+    """Like `replacing`, for a path that the user gave, or as `uploaded`, for a URL.
 
     Args:
       flag: the flag that gave the path; the error message begins with it.
 
     Raises:
-      UserError: the block or the renaming failed with an OSError, such as a full disk.
+      UserError: the block or the renaming failed with an OSError, such as a full disk, or the
+        storage refuses it.
     """
+    if is_remote(path):
+        with uploaded(os.fspath(path), flag) as copy:
+            yield copy
+        return
     check_local(path, flag)
     check_regular(path, flag)
     try:

@@ -19,7 +19,7 @@ from jaxunet.data.sources import compressed_tar, open_source
 from jaxunet.metrics.image_sets import read_grid
 from jaxunet.model.low_res import grey
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import read_limited
 
 IMAGE_FILES = ('.png', '.jpg', '.jpeg', '.webp', '.bmp')
@@ -67,7 +67,7 @@ def read_low_res(
     Raises:
       UserError: a wrong path, or a picture of another size or class.
     """
-    file = Path(expanded(path))
+    file = Path(on_disk(path))
     if file.suffix.lower() in IMAGE_FILES and file.is_file():
         source: Source = ArraySource(path, _of_one_file(file, shape), shape)
     elif compressed_tar(path):

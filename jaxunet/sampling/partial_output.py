@@ -1,9 +1,9 @@
 """Stores finished samples on disk, so that an interrupted command can resume.
 
-While a command draws the output `X`, the folder `X.partial` holds `run.json`, which identifies the
-samples, and one file `FIRST-END.npz` per finished batch with samples FIRST..END−1 and, if each is
-made from a picture, the pictures' checksums. A file gets its name only when it is complete. Several
-processes may write to one folder.
+While a command draws the output `X`, the folder `X.partial` (for a URL, one in the cache folder)
+holds `run.json`, which identifies the samples, and one file `FIRST-END.npz` per finished batch with
+samples FIRST..END−1 and, if each is made from a picture, the pictures' checksums. A file gets its
+name only when it is complete. Several processes may write to one folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from jaxunet.metrics.arrays import DamagedError, read_arrays
 from jaxunet.runtime.archives import expanded_limit
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
+from jaxunet.runtime.paths import is_remote
 from jaxunet.runtime.untrusted import parse_json, plain, shown
+from jaxunet.runtime.upload import staging
 from jaxunet.runtime.whole_files import written
 
 IDENTITY = 'run.json'
@@ -54,7 +56,8 @@ class Parts:
         identity: Mapping[str, object],
         made_from: UInt32[np.ndarray, ' samples'] | None = None,
     ) -> None:
-        path = Path(output).resolve()
+        url = os.fspath(output)
+        path = staging(url) if is_remote(url) else Path(output).resolve()
         self.folder = path.with_name(f'{path.name}.partial')
         self.identity = json.loads(json.dumps(dict(identity)))
         self.made_from = made_from

@@ -23,11 +23,11 @@ from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.own_types import own_types
-from jaxunet.training.board import Board
 from jaxunet.training.classifier_accuracy import COLUMNS, KINDS, Accuracy, columns, sentence
 from jaxunet.training.clock import due
-from jaxunet.training.logs import FILE as METRICS
-from jaxunet.training.logs import StepTable, curves, mean_loss
+from jaxunet.training.loggers.interface import RunStart
+from jaxunet.training.loggers.logs import Logs
+from jaxunet.training.logs import mean_loss
 from jaxunet.training.loop import Loop
 from jaxunet.training.noisy_classifier import (
     FILE,
@@ -157,10 +157,10 @@ class ClassifierOutputs(Outputs):
             device = session.parallel.local_devices[0]
             self._accuracy = Accuracy(session.config, session.network, subject.source, device)
         extra = COLUMNS if self._accuracy else ()
-        self._table = StepTable(
-            subject.workdir / METRICS, (*LOGGED, *extra), start, optional=COLUMNS
+        run = RunStart(
+            subject.config, subject.workdir, start, (*LOGGED[1:], *extra), optional=COLUMNS
         )
-        self._board = Board(subject.workdir / 'tensorboard', start)
+        self._logs = Logs(run, COLUMNS)
         self._measured: dict[int, dict[str, float]] = {}  # by step, until the step is logged
         self._failure: UserError | None = None  # of the last attempt to write classifier.pt
 
@@ -185,8 +185,7 @@ class ClassifierOutputs(Outputs):
             'skipped_steps': int(metrics['skipped']),
             **self._measured.pop(step, {}),
         }
-        self._table.add([row])
-        self._board.scalars(curves(row, COLUMNS), step)
+        self._logs.row(row)
         self._bar.set_postfix_str(f'loss={row["loss"]:.4f}, {row["step_ms"]:.1f} ms/step')
 
     def before_checkpoint(self, state: Callable[[], TrainState]) -> None:
@@ -205,4 +204,4 @@ class ClassifierOutputs(Outputs):
 
     def close(self) -> None:
         """Tries once more to write the rows that a full disk refused."""
-        self._table.close()
+        self._logs.close()

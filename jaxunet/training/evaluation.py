@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -126,6 +126,66 @@ def colour(
     return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
 
 
+def drawn(
+    generator: Generator,
+    params: Params,
+    conditions: SampleConditions,
+    numbers: range,
+    seed: int,
+    keep_on: Callable[[], bool],
+) -> Iterator[UInt8[np.ndarray, 'n height width channels']]:
+    """Yields the samples with these numbers, in batches.
+
+    Args:
+      params: weights on the devices of the generator.
+      keep_on: asked while samples are drawn.
+
+    Raises:
+      StoppedError: `keep_on` returned False.
+    """
+    for first in range(numbers.start, numbers.stop, generator.batch_size):
+        indices = np.arange(first, min(first + generator.batch_size, numbers.stop))
+        given = conditions.load(indices)
+        yield generator(
+            params,
+            seed=seed,
+            indices=indices,
+            labels=given.labels,
+            low_res=given.low_res,
+            progress=lambda _: keep_on(),
+        )
+
+
+def summary_of_samples(
+    images: UInt8[np.ndarray, 'n height width channels'],
+    metrics: Sequence[str],
+    network: FeatureNetwork,
+) -> ImageSummary:
+    """Returns what these metrics need of samples."""
+    rgb = colour(images)
+    source = ArraySource('samples of the model', rgb, (rgb.shape[1], rgb.shape[2], 3))
+    return image_side(source.name, source, metrics, network, batch_size=FEATURE_BATCH)
+
+
+def summary_of_reference(
+    path: str, source: Source | None, metrics: Sequence[str], network: FeatureNetwork, option: str
+) -> ImageSummary:
+    """Returns what these metrics need of the reference.
+
+    Args:
+      path: the reference; '' = the training images.
+      source: the training images.
+      option: gave the path; begins the messages.
+    """
+    if path:
+        with open_side(
+            path, metrics, network, option, batch_size=FEATURE_BATCH, is_reference=True
+        ) as opened:
+            return opened.compute()
+    assert source is not None
+    return image_side(source.name, Colour(source), metrics, network, batch_size=FEATURE_BATCH)
+
+
 class Evaluator:
     """Draws samples and computes their metrics.
 
@@ -189,21 +249,16 @@ class Evaluator:
         with progress_bar(
             total=evaluation.samples, unit='image', desc='samples to evaluate', leave=False
         ) as bar:
-            for first in range(0, evaluation.samples, self.generator.batch_size):
-                indices = np.arange(
-                    first, min(first + self.generator.batch_size, evaluation.samples)
-                )
-                conditions = self._conditions.load(indices)
-                batch = self.generator(
-                    placed,
-                    seed=self.config.seed,
-                    indices=indices,
-                    labels=conditions.labels,
-                    low_res=conditions.low_res,
-                    progress=lambda _: keep_on(),
-                )
+            for batch in drawn(
+                self.generator,
+                placed,
+                self._conditions,
+                range(evaluation.samples),
+                self.config.seed,
+                keep_on,
+            ):
                 images.append(batch)
-                bar.update(len(indices))
+                bar.update(len(batch))
         return np.concatenate(images)
 
     def compare(self, images: UInt8[np.ndarray, 'n height width channels']) -> list[Result]:
@@ -211,27 +266,12 @@ class Evaluator:
         evaluation = self.config.evaluation
         compared = with_reference(evaluation.metrics)
         if compared and self._reference is None:
-            self._reference = self._open_reference(compared)
-        shape = self.config.image_shape
-        name = 'samples of the model'
-        source = ArraySource(name, colour(images), (shape[0], shape[1], 3))
-        samples = image_side(
-            name, source, evaluation.metrics, self.network, batch_size=FEATURE_BATCH
-        )
+            self._reference = summary_of_reference(
+                evaluation.reference, self.source, compared, self.network, 'evaluation.reference'
+            )
+        samples = summary_of_samples(images, evaluation.metrics, self.network)
         return compute(
             evaluation.metrics, self.network, samples, self._reference, seed=self.config.seed
-        )
-
-    def _open_reference(self, metrics: Sequence[str]) -> ImageSummary:
-        path = self.config.evaluation.reference
-        if path:
-            with open_side(
-                path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH
-            ) as opened:
-                return opened.compute()
-        assert self.source is not None
-        return image_side(
-            self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH
         )
 
     def scores_of(self, workdir: pathlib.Path) -> Callable[[], dict[int, float]]:

@@ -1,4 +1,4 @@
-"""Writes the logs of a run: metrics.csv and TensorBoard."""
+"""The tables of a run, with a row for each logged step; metrics.csv is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from absl import logging
 
 from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
@@ -18,7 +17,6 @@ from jaxunet.checkpoint.refused import RefusedError
 from jaxunet.runtime.attempts import PatientFile
 from jaxunet.runtime.file_errors import check_regular
 from jaxunet.training import held_out
-from jaxunet.training.board import Board
 
 FILE = 'metrics.csv'
 COLUMNS = (
@@ -40,48 +38,6 @@ ALL_COLUMNS = (*COLUMNS, *OPTIONAL)
 MAX_DIGITS = 18  # of a step
 
 
-class Logs:
-    """Appends to `WORKDIR/metrics.csv` and `WORKDIR/tensorboard`; an error is only a warning.
-
-    Args:
-      start_step: the step that the run starts from. Rows of later steps are dropped: a run that was
-        killed after its last checkpoint has logged steps that it will run again.
-      extra: the columns of `OPTIONAL` that this run has.
-
-    Attributes:
-      earlier: the rows of metrics.csv up to `start_step`.
-    """
-
-    def __init__(
-        self, workdir: pathlib.Path, start_step: int, *, extra: Sequence[str] = ()
-    ) -> None:
-        self._table = StepTable(
-            workdir / FILE,
-            (*COLUMNS, *extra),
-            start_step,
-            optional=OPTIONAL,
-        )
-        self.earlier = self._table.earlier
-        self._board = Board(workdir / 'tensorboard', start_step)
-
-    def row(self, values: Mapping[str, float]) -> None:
-        """Adds one logged step, a value per column; columns of `OPTIONAL` may be missing."""
-        self._table.add([values])
-        self._board.scalars(curves(values, held_out.COLUMNS), int(values['step']))
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Adds one point to each curve in TensorBoard: a value by the name of the curve."""
-        self._board.scalars(values, step)
-
-    def image(self, step: int, picture: np.ndarray) -> None:
-        """Adds a sample grid to TensorBoard: uint8 (height, width, 1 or 3)."""
-        self._board.image('samples', picture, step)
-
-    def close(self) -> None:
-        """Tries once more to write the rows that could not be written."""
-        self._table.close()
-
-
 def mean_loss(metrics: Mapping[str, Any]) -> float:
     """Returns the mean loss of the steps since the last log; nan if all of them were skipped.
 
@@ -91,20 +47,6 @@ def mean_loss(metrics: Mapping[str, Any]) -> float:
     loss = float(metrics['loss'])
     # Without a single loss the sum is exactly 0, as no mean of losses is.
     return math.nan if int(metrics['bad_steps']) and loss == 0.0 else loss
-
-
-def curves(row: Mapping[str, float], measured: Collection[str]) -> dict[str, float]:
-    """Returns a row's values by the names of their curves in TensorBoard.
-
-    Args:
-      measured: columns of values on held-out and on training images, which have a group of their
-        own; the others are of the training steps.
-    """
-    return {
-        f'{"held_out" if name in measured else "train"}/{name}': value
-        for name, value in row.items()
-        if name != 'step'
-    }
 
 
 class StepTable:

@@ -21,12 +21,12 @@ from jaxunet.checkpoint.optimizer import make_optimizer
 from jaxunet.checkpoint.state import TrainState, fresh_state, state_before_training
 from jaxunet.config import Config
 from jaxunet.data.source import Source
-from jaxunet.model.initializers import drawn_together
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier, log_probability
 from jaxunet.model.unet import Params
 from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime.errors import UserError, itemized
+from jaxunet.runtime.remote import on_disk
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.gradients import LossFn, StepParts
 from jaxunet.training.session import Session
@@ -107,9 +107,7 @@ def draw_state(config: Config) -> TrainState:
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     image = jnp.zeros((1, *config.image_shape), jnp.float32)
     network = make_network(config, XLA)
-    params = drawn_together(
-        lambda: network.init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
-    )
+    params = network.init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
     state = state_before_training(
         config, make_optimizer(config), params, jax.random.key_data(run_key)
     )
@@ -124,7 +122,7 @@ def starting_state(config: Config) -> TrainState:
         config's in more than the number of classes.
     """
     state = fresh_state(config, draw_state)
-    path = pathlib.Path(config.init_from)
+    path = pathlib.Path(on_disk(config.init_from))
     if path.is_dir():
         path /= FILE
     found = read_classifier(path, config)

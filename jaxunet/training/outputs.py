@@ -27,7 +27,9 @@ from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
 from jaxunet.training.log_file import FILE as LOG
 from jaxunet.training.log_file import open_logs
-from jaxunet.training.logs import DEVICES, ROLLBACKS, SPIKES, Logs, mean_loss
+from jaxunet.training.loggers.interface import RunStart
+from jaxunet.training.loggers.logs import Logs
+from jaxunet.training.logs import COLUMNS, DEVICES, OPTIONAL, ROLLBACKS, SPIKES, mean_loss
 from jaxunet.training.page import FILE as PAGE
 from jaxunet.training.page import write_page
 from jaxunet.training.restarts import FILE as RESTARTS
@@ -81,16 +83,20 @@ class UNetOutputs(Outputs):
         self._all_devices = config.parallel.devices or jax.device_count()
         self._conditions = SampleConditions(config, source, config.train.sample_count)
         self._restarted = (workdir / RESTARTS).exists()
-        extra = (
+        columns = (
+            *COLUMNS[1:],
             *(DEVICES if self._restarted else ()),
             *(SPIKES if config.train.spike_sigmas else ()),
             *(ROLLBACKS if config.train.rollbacks else ()),
             *(HELD_OUT_COLUMNS if config.train.holdout_every else ()),
         )
         self._rollbacks = rollbacks
-        self._logs = Logs(workdir, start, extra=extra)
+        self._logs = Logs(RunStart(config, workdir, start, columns, OPTIONAL), HELD_OUT_COLUMNS)
         self._evaluator = evaluator
         self._table = evaluation_table(workdir, start) if evaluator else None
+        self._evaluations: list[Mapping[str, object]] = [
+            *(self._table.earlier if self._table else ())
+        ]
         self._generator: Background[Generator] | None = None
         self._held_out = (
             HeldOutLoss(config, source, devices) if config.train.holdout_every else None
@@ -107,7 +113,7 @@ class UNetOutputs(Outputs):
 
     def close(self) -> None:
         """Tries once more to write the rows that a full disk refused."""
-        self._logs.close()
+        self._logs.close(self._evaluations)
         if self._table:
             self._table.close()
 
@@ -213,7 +219,8 @@ class UNetOutputs(Outputs):
             return
         rows = [self._evaluator.row(result, step, training_seconds) for result in results]
         self._table.add(rows)
-        self._logs.scalars({f'evaluation/{r.label}': r.value for r in results}, step)
+        self._evaluations += rows
+        self._logs.metrics(step, {f'evaluation/{r.label}': r.value for r in results})
         values = ', '.join(f'{r.label} {r.value:.5g}' for r in results)
         row = next((row for row in rows if row['reference']), rows[0])
         against = f', against {row["reference"]}' if row['reference'] else ''

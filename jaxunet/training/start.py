@@ -17,7 +17,8 @@ from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import warn_of_small_limit
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import check_local, expanded
+from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.parallel import Parallel
 
 
@@ -28,12 +29,14 @@ def open_checked(config: Config, given: ArraySource | None = None) -> Source:
       given: as for `jaxunet.data.sources.open_images`.
 
     Raises:
-      UserError: a backend or device is missing, or the images do not fit the config.
+      UserError: a backend, a device or a logger is missing, or the images do not fit the config.
     """
     # A missing backend or device is an error before anything is read or written.
     kernels = choose(config.backend, config.precision)
     kernels.check_averages(config)
     Parallel(config, kernels)
+    if jax.process_index() == 0:
+        make_loggers(config.train.loggers)
     warn_of_small_limit()
     estimate.warn_if_long_on_a_cpu(config)
     if warning := endless_warmup(config):
@@ -46,11 +49,12 @@ def open_checked(config: Config, given: ArraySource | None = None) -> Source:
 
 
 def check_workdir(config: Config, workdir: pathlib.Path) -> None:
-    """Checks that a run does not write its sample grids between its training images.
+    """Checks that a run does not write to a URL, or its sample grids between its training images.
 
     Raises:
-      UserError: the workdir is the folder `data.path`, or lies in it and is not hidden.
+      UserError: the workdir is a URL, the folder `data.path`, or lies in it and is not hidden.
     """
+    check_local(workdir, '--workdir')
     images = pathlib.Path(expanded(config.data.path))
     if not config.data.path or not images.is_dir():
         return

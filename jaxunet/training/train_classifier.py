@@ -29,6 +29,7 @@ from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.paths import of_user
 from jaxunet.training.classifier import train_classifier
+from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.noisy_classifier import FILE, check_trainable
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.preemption import Preemption
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> None:
     check_used(config, earlier=[saved] if saved else [])
     # A missing backend or device is an error before anything is read or written.
     Parallel(config, choose(config.backend, config.precision))
+    make_loggers(config.train.loggers)
     source = open_images(config)
     check_classes(config, source)
     tell_pixels(source)

@@ -18,6 +18,7 @@ from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.paths import expanded, why_missing
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import LFS_POINTER, check_fetched
 from jaxunet.runtime.whole_files import written
 from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
@@ -72,7 +73,7 @@ def read_weights(
         malicious or not finite, it holds another network, or something is neither in the file nor
         given.
     """
-    path = expanded(path)
+    path = on_disk(path)
     extension = extension_of(path)
     given = Given(config, stated, new_attention_order, like)
     if ema and extension != '.pt':
@@ -112,7 +113,7 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
     Raises:
       UserError: the file is of another kind, or not a classifier of such images.
     """
-    path = expanded(path)
+    path = on_disk(path)
     if pathlib.Path(path).is_dir():
         raise UserError(
             f'{path}: is a folder, expected the file of a classifier; a run of '

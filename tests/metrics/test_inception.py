@@ -19,7 +19,7 @@ from support.inception_case import COLUMNS, GOLDEN, images, of_pytorch_fid, rand
 from jaxunet.metrics import features, inception, inception_weights
 from jaxunet.metrics.inception_weights import from_state, read_parameters
 from jaxunet.metrics.torch_legacy import MAGIC, read_legacy
-from jaxunet.runtime import download
+from jaxunet.runtime import download, paths
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.torch_file import write_torch
 from jaxunet.weights.torch_pickle import dump
@@ -263,7 +263,7 @@ def test_download_is_kept_and_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(inception_weights, 'URL', source.as_uri())
     with pytest.raises(UserError, match=r'SHA-256 \w+, expected 6726825d0af5\w{52};'):
         inception_weights.find_or_download()
-    folder = download.cache_dir()
+    folder = paths.cache_dir()
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(inception_weights, 'SHA256', download.digest(source, 'sha256'))
     target = inception_weights.find_or_download()
@@ -318,8 +318,8 @@ def test_a_network_that_does_not_answer_is_told_soon(
             pytest.raises(UserError, match=rf'cannot download {url}: timed out; fetch it else'),
         ):
             features.load_features('inception')
-    assert f'downloading {url} to {download.cache_dir()}' in caplog.text
-    assert list(download.cache_dir().iterdir()) == []
+    assert f'downloading {url} to {paths.cache_dir()}' in caplog.text
+    assert list(paths.cache_dir().iterdir()) == []
 
 
 def test_feature_files(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Kernels drawn in one loop are those that each initializer draws by itself."""
+"""Kernels drawn by one program are those that each initializer draws by itself."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from support.tiny import tiny_config
 
-from jaxunet.model.initializers import BLOCK, INITIALIZERS, Uniform, drawn_together
+from jaxunet.model import initializers
+from jaxunet.model.initializers import BLOCK, INITIALIZERS, Traced, Uniform
 from jaxunet.model.unet import build_unet, init_params
 from jaxunet.ops.references import XLA
 
@@ -15,7 +16,7 @@ SHAPES = [(3, 3, 3, 8), (3, 3, 64, 64), (2, BLOCK // 2), (2, BLOCK), (16, 48), (
 
 @pytest.mark.parametrize('init', sorted(INITIALIZERS))
 def test_kernels_equal_those_of_jax(init: str) -> None:
-    """The loop, each kernel by itself, and JAX's initializer draw the same bits."""
+    """The program, each kernel by itself, and JAX's initializer draw the same bits."""
     uniform = INITIALIZERS[init]
     theirs = jax.nn.initializers.variance_scaling(uniform.scale, uniform.mode, 'uniform')
     keys = [jax.random.key(seed) for seed in range(len(SHAPES))]
@@ -24,7 +25,7 @@ def test_kernels_equal_those_of_jax(init: str) -> None:
         return [initializer(key, shape) for key, shape in zip(keys, SHAPES, strict=True)]
 
     expected = jax.jit(lambda: drawn(theirs))()
-    for found in (jax.jit(lambda: drawn_together(lambda: drawn(uniform)))(), drawn(uniform)):
+    for found in (Traced(lambda: drawn(uniform)).arrays(), drawn(uniform)):
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b)
     assert uniform.limit(SHAPES[1]) >= np.abs(expected[1]).max()
@@ -41,7 +42,9 @@ def test_a_network_equals_flax_init(changes: dict) -> None:
     labels = jnp.zeros((1,), jnp.int32) if config.model.num_classes else None
     image, t = jnp.zeros((1, *config.image_shape)), jnp.zeros((1,), jnp.int32)
     expected = jax.jit(model.init)(key, image, t, labels)['params']
-    found = jax.jit(lambda: init_params(model, config, key))()
+    traced = Traced(lambda: init_params(model, config, key))
+    found = traced.arrays()
+    jax.tree.map(np.testing.assert_array_equal, traced.arrays(), found)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -59,29 +62,33 @@ def test_other_generators_draw_as_jax_does(setting, value) -> None:
         expected = jax.jit(
             lambda: jax.nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform')(key, shape)
         )()
-        found = jax.jit(lambda: drawn_together(lambda: uniform(key, shape)))()
+        found = Traced(lambda: uniform(key, shape)).arrays()
     finally:
         jax.config.update(setting, before)
     np.testing.assert_array_equal(found, expected)
 
 
-def test_the_program_has_one_generator() -> None:
-    """However many kernels there are, their numbers come from one loop."""
+def test_one_program_draws_all_kernels(monkeypatch) -> None:
+    """However many there are; whatever else is computed from them follows."""
+    programs = []
+    drawn = initializers._drawn
+    monkeypatch.setattr(initializers, '_drawn', lambda *of: programs.append(of) or drawn(*of))
 
     def kernels() -> list:
         return [Uniform(1.0, 'fan_in')(jax.random.key(n), (3, 3, 8, 8 + n)) for n in range(5)]
 
-    def generators(draw) -> int:
-        program = str(jax.make_jaxpr(draw)())
-        return program.count('random_bits[') + program.count('threefry2x32 ')
+    def result() -> tuple:
+        made = kernels()
+        return made, [2 * kernel for kernel in made], [jnp.copy(made[0]), jnp.ones((3, 1)), 7]
 
-    assert generators(kernels) == 5
-    assert generators(lambda: drawn_together(kernels)) == 1
-    with pytest.raises(ValueError, match='5 kernels are not among the parameters'):
-        jax.make_jaxpr(lambda: drawn_together(lambda: [2 * kernel for kernel in kernels()]))()
+    found, expected = Traced(result).arrays(), jax.jit(result)()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert {type(leaf) for leaf in jax.tree.leaves(found)} == {np.ndarray}
+    assert len(programs) == 1
     with pytest.raises(RuntimeError, match='stop'):
-        drawn_together(stop)
-    assert generators(kernels) == 5  # also after an error inside
+        Traced(stop)
+    assert isinstance(kernels()[0], jax.Array)  # drawn at once, also after an error inside
+    assert len(programs) == 1
 
 
 def stop() -> None:

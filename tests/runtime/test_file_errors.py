@@ -18,7 +18,7 @@ from jaxunet.runtime import distributed, rows
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.whole_files import check_file, written
-from jaxunet.training.logs import Logs
+from jaxunet.training.logs import COLUMNS, StepTable
 from jaxunet.training.workdir import opened
 from jaxunet.weights.files import read_classifier, read_weights
 
@@ -176,7 +176,7 @@ def test_files_of_a_run_that_are_no_files(tmp_path):
     folder.mkdir()
     os.mkfifo(folder / '4.safetensors')
     opens = [
-        lambda: Logs(tmp_path, 0),
+        lambda: StepTable(tmp_path / 'metrics.csv', COLUMNS, 0),
         lambda: opened(tmp_path).__enter__(),
         lambda: find_snapshots(tmp_path, 10),
         lambda: read_weights(tmp_path / 'x.safetensors'),

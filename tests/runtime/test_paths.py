@@ -21,7 +21,7 @@ from jaxunet.data.sources import check_path, open_source
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.features import load_features
 from jaxunet.ops import choices
-from jaxunet.runtime import compiled_cache, download
+from jaxunet.runtime import compiled_cache, paths
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.runtime.whole_files import check_writable, written
@@ -143,7 +143,7 @@ def test_functions_expand_the_paths_that_they_are_given(home):
 def test_variables_expand_their_paths(home, name, monkeypatch):
     monkeypatch.setenv(name, '~/mine')
     if name == 'XDG_CACHE_HOME':
-        assert download.cache_dir() == home / 'mine' / 'jaxunet'
+        assert paths.cache_dir() == home / 'mine' / 'jaxunet'
     elif name == choices.VARIABLE:
         assert choices.path() == home / 'mine'
     else:
@@ -203,8 +203,8 @@ def test_a_command_runs_for_an_account_without_a_home(tmp_path):
         ('{}/data', r'data is a link to nowhere, which is missing or a loop'),
         ('{}/data/deep/x', r'data is a link to nowhere, which is missing or a loop'),
         ('{}/self', r'self is a link to self, which is missing or a loop'),
-        ('https://example.com/x', r'only files of this machine are read; download it'),
-        ('s3://bucket/x', r'only files of this machine are read; download it'),
+        ('https:/example.com/x', r'a URL has two slashes, as in s3://bucket/x; give it as text'),
+        ('s3:/bucket/x', r'a URL has two slashes, as in s3://bucket/x; give it as text, not as'),
     ],
 )
 def test_what_is_missing_says_why(path, why, tmp_path):
@@ -228,12 +228,12 @@ def test_nothing_is_written_to_a_url(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     writes = [
         lambda: opened(pathlib.Path(url)).__enter__(),
-        lambda: check_output(url),
+        lambda: check_output(pathlib.Path(url)),
         lambda: check_writable(url, '--output'),
-        lambda: written(url).__enter__(),
+        lambda: written(pathlib.Path(url)).__enter__(),
         lambda: written(pathlib.Path(url).resolve()).__enter__(),
     ]
     for each in writes:
-        with pytest.raises(UserError, match=': is a URL; only files and folders of this machine'):
+        with pytest.raises(UserError, match=': is a URL; here only files and folders of this'):
             each()
     assert [*tmp_path.iterdir()] == []

@@ -24,7 +24,7 @@ from jaxunet.benchmark.kernels.table import tables as kernel_tables
 from jaxunet.benchmark.table import markdown
 from jaxunet.checkpoint import meta, snapshots
 from jaxunet.compare import step_cost
-from jaxunet.compare.study_file import read_study
+from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.config import to_dict
 from jaxunet.data import cifar10
 from jaxunet.data.picture import read_mask, read_picture
@@ -353,7 +353,7 @@ READERS = {
         'rows.jsonl', lambda: {'a.json': b'{"a": [1, 2.5]}', 'b.json': b'{}'}, lines, rows.read
     ),
     'sweep': Reader('x', sweep_parts, lines, read_sweep),
-    'comparison': Reader('study.toml', comparison_file, alone, read_study),
+    'comparison': Reader('comparison.toml', comparison_file, alone, read_comparison),
     'choices': Reader('choices.json', choices_parts, alone, read_choices),
     'step configs': Reader(
         'x.json',

@@ -12,11 +12,18 @@ import pytest
 from support.events import points, shown_steps
 
 from jaxunet.checkpoint.refused import RefusedError
-from jaxunet.training.logs import COLUMNS, FILE, Logs, StepTable, read_metrics, read_rows
+from jaxunet.config import Config
+from jaxunet.training.loggers.interface import RunStart
+from jaxunet.training.loggers.logs import Logs
+from jaxunet.training.logs import COLUMNS, FILE, StepTable, read_metrics, read_rows
 
 
 def row(step):
     return dict.fromkeys(COLUMNS, 0.5) | {'step': step}
+
+
+def logs(workdir, start):
+    return Logs(RunStart(Config(), workdir, start, COLUMNS[1:]), ())
 
 
 def table(path, *steps):
@@ -78,7 +85,7 @@ def test_a_folder_in_place_of_the_table(tmp_path, caplog):
 
 @pytest.mark.parametrize('number', [errno.EACCES, errno.EMFILE, errno.EIO, errno.ESTALE])
 def test_a_table_that_the_system_refuses_to_read_stays(number, tmp_path, monkeypatch):
-    Logs(tmp_path, 0).close()
+    logs(tmp_path, 0).close()
     before = (tmp_path / FILE).read_bytes()
 
     def refuse(path):
@@ -87,7 +94,7 @@ def test_a_table_that_the_system_refuses_to_read_stays(number, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, 'read_bytes', refuse)
         with pytest.raises(RefusedError, match=rf'{FILE}: cannot be read: {os.strerror(number)}'):
-            Logs(tmp_path, 0)
+            logs(tmp_path, 0)
     assert (tmp_path / FILE).read_bytes() == before
     assert not (tmp_path / 'damaged').exists()
 
@@ -124,7 +131,7 @@ def test_nothing_of_a_full_disk_stops_the_logs(tmp_path, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        written = Logs(tmp_path, 0)
+        written = logs(tmp_path, 0)
         for step in range(1, 30):
             written.row(row(step))
     finally:
@@ -145,7 +152,7 @@ def test_tensorboard_drops_the_steps_that_are_run_again(start, tmp_path, monkeyp
     """A run that was killed before its first checkpoint starts from step 0 again."""
     for second, begin in ((1, 0), (2, start)):  # the name of a file has the second of its start
         monkeypatch.setattr(time, 'time', lambda second=second: float(second))
-        written = Logs(tmp_path, begin)
+        written = logs(tmp_path, begin)
         for step in range(begin + 1, 6 - second):
             written.row(row(step))
         written.close()

@@ -6,7 +6,6 @@ and the training loop would then wait for it forever.
 
 from __future__ import annotations
 
-import pathlib
 import socket
 import struct
 import time
@@ -19,26 +18,29 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
 from jaxunet.runtime.attempts import PatientFile
+from jaxunet.training.loggers.interface import Logger, RunStart
+
+FOLDER = 'tensorboard'  # in the workdir
 
 
-class Board:
-    """A new event file in a folder. Failing to write it is only a warning.
+class TensorBoard(Logger):
+    """A new event file for each start. Failing to write it is only a warning."""
 
-    Args:
-      start_step: the step that the run starts from; TensorBoard hides later steps of earlier files.
-    """
+    in_loop = True
 
-    def __init__(self, folder: pathlib.Path, start_step: int) -> None:
+    def start(self, run: RunStart) -> None:
+        """Begins a file, which makes TensorBoard hide later steps of earlier files."""
         name = f'events.out.tfevents.{int(time.time())}.{socket.gethostname()}'
-        self._file = PatientFile(folder / name, start=_record(file_version='brain.Event:2'))
-        self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
+        path = run.workdir / FOLDER / name
+        self._file = PatientFile(path, start=_record(file_version='brain.Event:2'))
+        self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one point to each curve: a value by the name of the curve."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=Summary(value=points))
 
-    def image(self, name: str, picture: np.ndarray, step: int) -> None:
+    def image(self, step: int, name: str, picture: np.ndarray) -> None:
         """Adds a picture: uint8 (height, width, 1 or 3)."""
         rgb = np.broadcast_to(picture, (*picture.shape[:2], 3))
         self._add(step, summary=summary.image(name, rgb, dataformats='HWC'))

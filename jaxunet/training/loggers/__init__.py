@@ -1,0 +1,1 @@
+"""The loggers that `train.loggers` chooses: csv, tensorboard, wandb, mlflow and others."""
