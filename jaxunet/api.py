@@ -31,6 +31,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.unused import check_used
 from jaxunet.data.arrays import NAME, source_of
 from jaxunet.data.automatic import complete
+from jaxunet.data.reading import Reading
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result, check_metrics, compute
@@ -111,7 +112,7 @@ def train(
 
     Args:
       images: a path, as the field data.path; or arrays (n, height, width[, channels]) of one size,
-        uint8 or floats from 0 to 1; None = the path that `config` names.
+        uint8, uint16, floats from 0 to 1, or in `data.range`; None = the path that `config` names.
       workdir: the folder of the run.
       steps: optimizer steps in all, as the field train.steps; None = the choice of `config`.
       labels: with arrays: a class for each image, as whole numbers from 0 or as names. The model is
@@ -333,7 +334,9 @@ def _reference(config: Config, images: object, path: str) -> Source | None:
     if path:
         return None
     source = source_of(images)
-    return source.at(config.image_shape) if config.model.low_res_size else source
+    if not config.model.low_res_size:
+        return source
+    return source.at(config.image_shape, Reading.of(config))
 
 
 def _compared(

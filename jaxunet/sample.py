@@ -46,6 +46,7 @@ from jaxunet.checkpoint.store import checksum
 from jaxunet.config import PRECISIONS, Config, split_backend
 from jaxunet.data.classes import Classes, label_table
 from jaxunet.data.images import check_output, class_columns, save_images
+from jaxunet.data.reading import Reading
 from jaxunet.model.unet import Params
 from jaxunet.runtime import command, compiled_cache, distributed
 from jaxunet.runtime.command import interrupted
@@ -91,7 +92,7 @@ DEVICES = flags.DEFINE_integer(
     'devices', 0, 'Number of devices of this machine to use; 0 = all.', lower_bound=0
 )
 OUTPUT = flags.DEFINE_string(
-    'output', 'samples.png', 'X.png: one grid; X.npz: arrays; a folder: one PNG per image.'
+    'output', 'samples.png', 'X.png: one grid; X.npz, X.npy: arrays; a folder: one PNG per image.'
 )
 EMA = flags.DEFINE_string(
     'ema',
@@ -172,7 +173,7 @@ def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
     compiled_cache.enable_compilation_cache()
     model, config = load()
-    check_output(OUTPUT.value, config.model.image_channels)
+    check_output(OUTPUT.value, config.model.image_channels, Reading.of(config))
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
     guide = how.guide(config)
     classes = guide.classifier.classes if guide else config.model.num_classes
@@ -231,8 +232,8 @@ def run() -> None:
                 'and the memory of this machine, or choose another --output'
             )
     shown = 0 if low_res or CLASS_LABELS.value is not None else classes  # in turn, one a column
-    columns = class_columns(shown, count)
-    save_images(OUTPUT.value, images, labels, columns=columns)
+    columns, reading = class_columns(shown, count), generator.reading
+    save_images(OUTPUT.value, images, labels, columns=columns, reading=reading)
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
 
@@ -246,7 +247,7 @@ def load() -> tuple[Model, Config]:
 
 def check_memory(count: int, config: Config) -> None:
     """Raises `UserError` if the samples exceed this machine's memory, where they are collected."""
-    needed = count * math.prod(config.image_shape)
+    needed = count * math.prod(config.image_shape) * config.data.bits // 8
     memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if needed > memory:
         raise UserError(

@@ -22,11 +22,22 @@ class ParallelConfig:
 class DataConfig:
     """The training images and how they reach the device."""
 
-    # Folder | .zip | .tar(.gz|.xz) | .npz | .bin(.gz) | digits: | cifar10:[local copy] |
+    # Folder | .zip | .tar(.gz|.xz) | .npz | .npy | .bin(.gz) | digits: | cifar10:[local copy] |
     # cifar10_test:[local copy].
     path: str = option('digits:', outside_step=True)
     # (side,) or (height, width), in pixels; () = chosen
     image_size: tuple[int, ...] = option((8,), POSITIVE, limit=2**14, left_open=())
+    # Transparent images. white | black | #rrggbb: they are drawn on this | keep: their opacity is a
+    # fourth channel (model.image_channels=4), which samples have, too | drop: hidden colours count,
+    # as before version 0.2.0.
+    background: str = option('white', outside_step=True, since='0.2.0')
+    # Bits of each channel that are kept, 8 or 16.
+    bits: int = option(
+        8, Range('8 or 16', lambda v: v in (8, 16)), outside_step=True, since='0.2.0'
+    )
+    # Lowest and highest value of the images, such as 0,4095; () = those of their type, or 0 and 1
+    # of floats.
+    range: tuple[float, ...] = option((), outside_step=True, since='0.2.0')
     # Images per optimizer step, over all devices; 0 = chosen.
     batch_size: int = option(64, POSITIVE, limit=2**22, left_open=0)
     # Worker processes that decode streamed images; 0 = threads.

@@ -5,9 +5,11 @@ A field is left open by a value that is not valid otherwise, the `left_open` of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import statistics
+from pathlib import Path
 from typing import NamedTuple
 
 from absl import logging
@@ -16,11 +18,14 @@ from ml_collections import ConfigDict
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.config.schema import FACTS, DiffusionConfig, Fields
+from jaxunet.data.fitting import MODES
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
+from jaxunet.data.npz import array_shape
 from jaxunet.data.source import ArraySource, Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.remote import on_disk
 
 OPEN = {path: facts.left_open for path, facts in FACTS.items() if facts.left_open is not None}
 # Chosen with an open field, unless they are set.
@@ -48,11 +53,13 @@ class Facts(NamedTuple):
       images: number of images.
       sizes: (height, width) of some of them.
       grey: none of them has colours.
+      channels: of an array that is neither grey nor RGB; 0 = they are.
     """
 
     images: int
     sizes: list[tuple[int, int]]
     grey: bool
+    channels: int = 0
 
 
 ANY = Facts(1000, [(64, 64)], False)  # for checking a config before its images are opened
@@ -103,8 +110,15 @@ def complete(
 
 
 def _with_rule(raw: Fields, known: Config) -> Fields:
-    """Returns a config with the rule of augmentation of the run to resume, if that is older."""
-    rule = 'data.augment_rule'
+    """Returns a config with the readings of the run to resume that are older than their fields."""
+    rule, ground = 'data.augment_rule', 'data.background'
+    if known.data.background == 'drop' and _get(raw, ground) == 'white':
+        logging.warning(
+            '%s=drop, as the run began: the colours of transparent pixels count; a new run draws '
+            'transparent images on white',
+            ground,
+        )
+        raw = _with(raw, {ground: 'drop'})
     both = known.data.augment == _get(raw, 'data.augment') == 'edm'
     if not both or known.data.augment_rule == _get(raw, rule) or _get(raw, rule) != 'edm':
         return raw
@@ -166,14 +180,27 @@ def look(config: Config, given: ArraySource | None = None) -> Facts:
     Raises:
       UserError: they cannot be opened, or an image is corrupt.
     """
-    source = open_data(config, (PROBE, PROBE, config.model.image_channels), given)
+    stored = given.stored_shape if given is not None else _stored_shape(config.data.path)
+    found = stored[3] if stored is not None and len(stored) == 4 else 1
+    # The fourth channel may be opacity: opening the set says so.
+    more = 0 if found in (*MODES, 4) or config.data.background == 'keep' else found
+    channels = more or config.model.image_channels
+    source = open_data(config, (PROBE, PROBE, channels), given)
     if given is None and (
         tar := compressed_tar(config.data.path)
     ):  # its images now have the shape of the probe
         sizes = tar_stream_sizes(tar, SIZES)
     else:
         sizes = [source.stored_size(int(row)) for row in spread(len(source), SIZES)]
-    return Facts(len(source), sizes, _is_grey(source))
+    return Facts(len(source), sizes, _is_grey(source), more)
+
+
+def _stored_shape(path: str) -> tuple[int, ...] | None:
+    """Returns the shape of an array of images; None for a set of another form."""
+    if path.lower().endswith(('.npz', '.npy')):
+        with contextlib.suppress(UserError):  # opening the set reports it
+            return array_shape(Path(on_disk(path)))
+    return None
 
 
 def choose(raw: Fields, facts: Facts) -> dict[str, object]:
@@ -188,6 +215,8 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     """
     size = _get(raw, 'data.image_size') or _image_size(facts.sizes)
     batch = _get(raw, 'data.batch_size')
+    found = facts.channels or (1 if facts.grey else 3)
+    channels = 4 if _get(raw, 'data.background') == 'keep' else found
     if not (isinstance(size, tuple | list) and all(type(side) is int for side in size)):
         size = (USUAL,)  # `resolve` reports the value of the config
     height, width = size[0], size[-1]
@@ -196,7 +225,7 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         batch = _batch_size(height * width, facts.images)
     choices: dict[str, object] = {
         'data.image_size': tuple(size),
-        'model.image_channels': 1 if facts.grey else 3,
+        'model.image_channels': channels,
         'model.channel_mult': LADDERS[levels],
         'data.batch_size': batch,
         # flow has no schedule, so a schedule that is set rules it out.

@@ -14,23 +14,20 @@ from absl import logging
 from jaxtyping import Int
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
+from jaxunet.data.crop import Batch, Crop, Crops, Pixels, Shape, crop_of
 from jaxunet.data.pixels import (
     NARROW,
     BadImage,
-    Batch,
-    Crop,
-    Crops,
-    Pixels,
-    Shape,
     check_channels,
     check_depth,
-    crop_of,
     decode,
+    has_holes,
     size_of,
     stored_peak,
 )
+from jaxunet.data.reading import PLAIN, Reading, tell_rounding
 from jaxunet.data.rules import MAGIC_BYTES, find_classes, is_hidden, why_not_image
-from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, spread
+from jaxunet.data.source import MAX_MEMORY, Source, of_pixels, spread
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
 from jaxunet.runtime.errors import UserError, printable
@@ -45,15 +42,23 @@ class ImageFiles(Source):
 
     Args:
       image_shape: (height, width, channels) that `load` returns.
+      reading: how stored values become pixels.
       strip_leading: see `find_classes`.
 
     Raises:
-      UserError: no images, or channels other than 1 and 3.
+      UserError: no images, or channels that image files do not have.
     """
 
-    def __init__(self, container: Container, image_shape: Shape, *, strip_leading: bool) -> None:
-        check_channels(image_shape[2])
-        self.name, self.image_shape = container.shown, image_shape
+    def __init__(
+        self,
+        container: Container,
+        image_shape: Shape,
+        reading: Reading = PLAIN,
+        *,
+        strip_leading: bool,
+    ) -> None:
+        check_channels(image_shape[2], reading)
+        self.name, self.image_shape, self.reading = container.shown, image_shape, reading
         self._container = container
         keys = [path_order(name) for name in container.names]
         last = {key: i for i, key in enumerate(keys)}
@@ -76,7 +81,8 @@ class ImageFiles(Source):
         if not images:
             raise no_images(self.name, self.skipped)
         self._files = np.array(images, np.int64)
-        self._check_depth()
+        if reading.as_stored:
+            self._check_depth()
         names = [container.names[i] for i in images]
         found = find_classes(names, skipped, strip_leading=strip_leading)
         self.labels, self.class_names, self.unlabelled_by = found
@@ -90,6 +96,7 @@ class ImageFiles(Source):
                     peak = stored_peak(self._container.read(i))
                     highest = max(highest, (peak, self._container.describe(i)))
                 if highest[0] > NARROW:
+                    tell_rounding(self.name, '16-bit')
                     return
             if highest[0] == 0:
                 return
@@ -97,7 +104,7 @@ class ImageFiles(Source):
 
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Decodes the images at these indices; see `Source.load`."""
-        out = np.empty((len(indices), *self.image_shape), np.uint8)
+        out = np.empty((len(indices), *self.image_shape), self.reading.dtype)
         with _in_set(self.name):
             for row, index in enumerate(indices):
                 out[row] = self._one(int(self._files[index]), crop_of(crops, row))
@@ -111,39 +118,48 @@ class ImageFiles(Source):
 
     def _one(self, i: int, crop: Crop) -> Pixels:
         data, name = self._container.read(i), self._container.describe(i)
-        return decode(data, name, self.image_shape, crop)
+        return decode(data, name, self.image_shape, crop, self.reading)
+
+    def has_holes(self, index: int) -> bool:
+        """Looks for pixels that are not opaque in the image file; see `Source.has_holes`."""
+        i = int(self._files[index])
+        with _in_set(self.name):
+            return has_holes(self._container.read(i), self._container.describe(i))
 
 
-def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
+def decode_tar_stream(path: Path, image_shape: Shape, reading: Reading = PLAIN) -> Source:
     """Decodes a compressed tar into memory, in sorted depth-first path order.
 
     Raises:
       UserError: a corrupt image, no images, or more than `MAX_MEMORY` bytes of pixels.
     """
-    check_channels(image_shape[2])
+    check_channels(image_shape[2], reading)
     names: list[str] = []
     skipped: list[tuple[str, str]] = []
     peaks = [(0, '')]
 
     def one(file: tuple[str, bytes]) -> Pixels:
         peaks.append((stored_peak(file[1]), file[0]))
-        return decode(file[1], file[0], image_shape)
+        return decode(file[1], file[0], image_shape, reading=reading)
 
     with _in_set(str(path)), TarReader(path) as members:
-        files = _image_members(members, math.prod(image_shape), image_shape, names, skipped)
+        each = math.prod(image_shape) * reading.dtype.itemsize
+        files = _image_members(members, each, image_shape, names, skipped)
         pixels = list(ordered_map(one, files))
     if not names:
         raise no_images(str(path), tuple(skipped))
-    check_depth(*max(peaks))
+    if reading.as_stored and max(peaks)[0]:
+        check_depth(*max(peaks))
+        tell_rounding(str(path), '16-bit')
     order = sorted((i for i in range(len(names)) if names[i]), key=lambda i: path_order(names[i]))
     labels, class_names, unlabelled_by = find_classes(
         [names[i] for i in order], skipped, strip_leading=True
     )
-    images = np.empty((len(order), *image_shape), np.uint8)
+    images = np.empty((len(order), *image_shape), reading.dtype)
     for row, i in enumerate(order):
         images[row] = pixels[i]
         pixels[i] = images[row]  # frees the separate copy
-    source = ArraySource(str(path), images, image_shape, labels, class_names)
+    source = of_pixels(str(path), images, reading, labels, class_names)
     source.skipped, source.unlabelled_by = tuple(skipped), unlabelled_by
     return source
 

@@ -10,10 +10,11 @@ import numpy as np
 from jaxunet.config import Config
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Folder, ZipArchive
+from jaxunet.data.crop import Shape
 from jaxunet.data.holdout import hold_out
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream, report_skipped
-from jaxunet.data.npz import NpzSource
-from jaxunet.data.pixels import Shape
+from jaxunet.data.npz import open_npy, open_npz
+from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.rules import MAGIC_BYTES, why_not_image
 from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
@@ -29,10 +30,14 @@ DIGITS = Path(__file__).with_name('digits.npz')
 EMBEDDED = ('digits:', *cifar10.BATCHES)
 TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
 FORMS = (
-    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin or .bin.gz, digits:, '
-    'cifar10: or cifar10_test:'
+    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, .npy, unet.cu .bin or .bin.gz, '
+    'digits:, cifar10: or cifar10_test:'
 )
-OTHER_FIELDS = ('data.classes: ', 'model.image_channels: ')  # begin errors that name their field
+OTHER_FIELDS = (
+    'data.classes: ',
+    'data.bits: ',
+    'model.image_channels: ',
+)  # begin errors that name their field
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
@@ -66,10 +71,15 @@ def open_data(config: Config, image_shape: Shape, given: ArraySource | None = No
       UserError: as `open_source`; names the field.
     """
     if given is not None:
-        source, classes = given.at(image_shape), config.data.classes
+        source, classes = given.at(image_shape, Reading.of(config)), config.data.classes
         return Selection(source, classes) if classes else source
     try:
-        return open_source(config.data.path, image_shape=image_shape, classes=config.data.classes)
+        return open_source(
+            config.data.path,
+            image_shape=image_shape,
+            classes=config.data.classes,
+            reading=Reading.of(config),
+        )
     except UserError as error:
         if str(error).startswith(OTHER_FIELDS):
             raise
@@ -83,13 +93,14 @@ def open_source(
     classes: tuple[str, ...] = (),
     option: str = 'data.classes',
     warn: bool = True,
+    reading: Reading = PLAIN,
 ) -> Source:
     """Opens a set of images.
 
     Args:
       path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first
-        path order, with or without class sub-folders; an .npz of uint8 images; unet.cu's data .bin
-        or .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive);
+        path order, with or without class sub-folders; an .npz or .npy of images; unet.cu's data
+        .bin or .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive);
         `cifar10:PATH` (a copy of it, its extracted folder, or images in class folders);
         `cifar10_test:` or `cifar10_test:PATH` (the test images of the archive or a copy of it).
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
@@ -97,6 +108,7 @@ def open_source(
       classes: keep only these, as labels 0, 1, ...; empty keeps all, sorted by name.
       option: the field or flag that named the classes, for messages.
       warn: log a warning of the files that are not images; they are in `skipped` of the result.
+      reading: how stored values become pixels.
 
     Raises:
       UserError: a wrong path, file or class.
@@ -106,7 +118,7 @@ def open_source(
             f'image_shape: expected a height, width and channels of 1 or more, found {image_shape}'
         )
     try:
-        source = _open(path, image_shape)
+        source = _open(path, image_shape, reading)
     except MemoryError:
         raise UserError(
             f'{path}: not enough memory to open it; '
@@ -116,6 +128,11 @@ def open_source(
         raise UserError(
             f'{path}: cannot be read: {error.strerror or error}; check the file and its permissions'
         ) from None
+    if source.reading != reading and not (reading.as_stored and not reading.keeps):
+        raise UserError(
+            f'data.bits: {source.name} holds opaque pixels of 8 bits; expected data.bits=8 and '
+            'neither data.range nor data.background=keep'
+        )
     if warn:
         report_skipped(source.name, source.skipped)
     return Selection(source, classes, option) if classes else source
@@ -162,40 +179,46 @@ def compressed_tar(path: str) -> Path | None:
 
 
 def open_unpacked_tar(
-    path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...], option: str
+    path: Path,
+    shown: str,
+    *,
+    image_shape: Shape,
+    classes: tuple[str, ...],
+    option: str,
+    reading: Reading = PLAIN,
 ) -> Source:
     """Opens a compressed tar that was unpacked, like `open_source` without `warn`.
 
     Args:
       path: the plain tar.
       shown: the compressed tar, for messages.
-      image_shape, classes, option: as in `open_source`.
+      image_shape, classes, option, reading: as in `open_source`.
 
     Raises:
       UserError: a wrong file or class.
     """
-    source = ImageFiles(TarArchive(path, shown), image_shape, strip_leading=True)
+    source = ImageFiles(TarArchive(path, shown), image_shape, reading, strip_leading=True)
     return Selection(source, classes, option) if classes else source
 
 
-def _open(path: str, shape: Shape) -> Source:
+def _open(path: str, shape: Shape, reading: Reading) -> Source:
     if path == 'digits:':
         return _digits(shape)
     prefix, local = cifar10.split_path(path)
     if prefix:
-        return _cifar10(prefix, local, shape)
+        return _cifar10(prefix, local, shape, reading)
     if re.fullmatch(r'\w+:', path):
         raise UserError(f'unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
     if not path:
         raise UserError(f'expected {FORMS}, found an empty path')
-    return _open_path(Path(on_disk(path)), shape)
+    return _open_path(Path(on_disk(path)), shape, reading)
 
 
-def _open_path(path: Path, shape: Shape) -> Source:
+def _open_path(path: Path, shape: Shape, reading: Reading) -> Source:
     check_exists(path)
     name = path.name.lower()
     if path.is_dir():
-        return ImageFiles(Folder(path), shape, strip_leading=False)
+        return ImageFiles(Folder(path), shape, reading, strip_leading=False)
     if not path.is_file():
         raise UserError(
             f'{path}: expected a file or folder, found something else (a pipe or device?)'
@@ -205,19 +228,21 @@ def _open_path(path: Path, shape: Shape) -> Source:
     with path.open('rb') as file:
         check_fetched(file.read(MAGIC_BYTES), path)
     if name.endswith('.npz'):
-        return NpzSource(path, shape)
+        return open_npz(path, shape, reading)
+    if name.endswith('.npy'):
+        return open_npy(path, shape, reading)
     if name.endswith('.zip'):
         archive = ZipArchive(path)
         if any(name in ('images.npy', 'arr_0.npy') for name in archive.names):
             raise UserError(
                 f'{path}: holds numpy arrays, so it is an .npz with the name of a .zip; rename it'
             )
-        return ImageFiles(archive, shape, strip_leading=True)
+        return ImageFiles(archive, shape, reading, strip_leading=True)
     if name.endswith(TAR):
         return (
-            decode_tar_stream(path, shape)
+            decode_tar_stream(path, shape, reading)
             if compression(path)
-            else ImageFiles(TarArchive(path), shape, strip_leading=True)
+            else ImageFiles(TarArchive(path), shape, reading, strip_leading=True)
         )
     if name.endswith('.bin'):
         return BinSource(path, shape)
@@ -263,13 +288,13 @@ def _digits(shape: Shape) -> Source:
     Source: test set of UCI "Optical Recognition of Handwritten Digits", E. Alpaydin & C. Kaynak
     1998, doi 10.24432/C50P49, licence CC BY 4.0. Grey levels 0..16 became round(level · 255 / 16).
     """
-    digits = NpzSource(DIGITS, (8, 8, 1))
+    digits = open_npz(DIGITS, (8, 8, 1))
     return ArraySource(
         'digits:', digits.load(np.arange(len(digits))), shape, digits.labels, digits.class_names
     )
 
 
-def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
+def _cifar10(prefix: str, local: str, shape: Shape, reading: Reading) -> Source:
     if not local:
         return cifar10.open_official(None, shape, prefix)
     path = Path(on_disk(local))
@@ -281,4 +306,4 @@ def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
             f'{path}: not the official archive of CIFAR-10 or its folder, so nothing says which '
             f'images are for testing; give the test images alone, without {prefix}'
         )
-    return _open_path(path, shape)
+    return _open_path(path, shape, reading)

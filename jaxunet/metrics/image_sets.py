@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import math
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,11 @@ from jaxtyping import UInt8
 
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
+from jaxunet.data.crop import Crop, Pixels
 from jaxunet.data.image_files import ImageFiles, report_skipped
 from jaxunet.data.images import ENLARGED, GAP, TINY
-from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of
+from jaxunet.data.npz import array_shape
+from jaxunet.data.pixels import BadImage, open_image, size_of
 from jaxunet.data.rules import why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
@@ -36,8 +37,8 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
     """Opens all images of `path` as RGB, at the one size that they share.
 
     Args:
-      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin or
-        .bin.gz, digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png grid made by
+      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), .npz, .npy, unet.cu's
+        .bin or .bin.gz, digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png grid made by
         `jaxunet.data.images.grid`. A compressed tar is unpacked into a temporary folder, which is
         removed with the context.
       grid_size: (height, width) of the images in a .png grid.
@@ -163,19 +164,15 @@ def _first_size(container: Container) -> Size:
 
 
 def _array_shape(path: Path) -> tuple[int, int, int]:
-    """Returns the image shape in an .npz, .bin or .bin.gz.
+    """Returns the image shape in an .npz, .npy, .bin or .bin.gz.
 
     It is (1, 1, 3) if the file is unreadable; opening it reports why.
     """
+    shape = array_shape(path)
+    if shape is not None and len(shape) in (3, 4) and min(shape) > 0:
+        return shape[1], shape[2], 3
     with contextlib.suppress(*archives.ERRORS, OSError):
-        if path.suffix.lower() == '.npz' and path.is_file():
-            with zipfile.ZipFile(path) as archive:
-                names = set(archive.namelist())
-                name = next(n for n in ('images.npy', 'arr_0.npy', '') if n in names or not n)
-                shape = archives.npy_header(archive, archive.getinfo(name)).shape
-            if len(shape) in (3, 4) and min(shape) > 0:
-                return int(shape[1]), int(shape[2]), 3
-        elif path.suffix.lower() == '.bin' and path.is_file():
+        if path.suffix.lower() == '.bin' and path.is_file():
             header = read_header(path)
             return header.height, header.width, 3
         elif path.name.lower().endswith('.bin.gz') and path.is_file():

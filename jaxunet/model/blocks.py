@@ -9,8 +9,9 @@ Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,17 +24,12 @@ from jaxunet.model.dropout import block_dropout
 from jaxunet.model.initializers import initializer
 from jaxunet.model.resampling import BOX, doubled, halved, halved_inside
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.vocabulary import Ops, WithInput
 from jaxunet.runtime.errors import UserError
 
 Initializer = Callable[..., Array]
-
-
-class NormOptions(TypedDict):
-    """The keyword arguments that every norm of a network shares."""
-
-    groups: int
-    eps: float
 
 
 def parameter(
@@ -120,9 +116,10 @@ class Block(nn.Module):
             name=name,
         )
 
-    def norm(self, channels: int) -> NormOptions:
-        """Returns the options of a norm of this many channels."""
-        return {'groups': self.model.groups(channels), 'eps': self.model.norm_eps}
+    def norm(self, name: str, channels: int) -> Norm:
+        """Returns the parameters of a norm."""
+        scale, offset = Affine(channels, name=name)()
+        return Norm(scale, offset, self.model.groups(channels), self.model.norm_eps)
 
 
 class Shifts(NamedTuple):
@@ -175,9 +172,9 @@ class ResBlock(Block):
           shifts: this block's; None during initialization, when the block creates their parameters.
         """
         channels, features = x.channels, self.features
-        scale_1, offset_1 = Affine(channels, name='norm_1')()
+        norm_1 = self.norm('norm_1', channels)
         kernel_1, shift_1 = self.kernel('conv_1', 3, 3, channels, features)
-        scale_2, offset_2 = Affine(features, name='norm_2')()
+        norm_2 = self.norm('norm_2', features)
         factor = self.model.skip_scale
         kernel_2, shift_2 = self.kernel(
             'conv_2', 3, 3, features, features, kind='last', scale=factor
@@ -190,69 +187,54 @@ class ResBlock(Block):
             embedded = self.dense('embed', width)(jax.nn.silu(embedding)).astype(jnp.float32)
             if not self.model.scale_shift_norm:
                 embedded = embedded + shift_1
-            second = None if bias is None else scaled(shift_2 + bias, 1 / factor)
-            shifts = Shifts(embedded, second)
+            biases = None if bias is None else scaled(shift_2 + bias, 1 / factor)
+            shifts = Shifts(embedded, biases)
         if self.model.scale_shift_norm:
             scale, offset = jnp.split(shifts.embedded, 2, axis=-1)
-            scale_2, offset_2 = scale_2 * (1 + scale), offset_2 * (1 + scale) + offset
+            norm_2 = dataclasses.replace(
+                norm_2,
+                scale=norm_2.scale * (1 + scale),
+                offset=norm_2.offset * (1 + scale) + offset,
+            )
         else:
             shift_1 = shifts.embedded
         if shifts.second is not None:
             shift_2 = scaled(shifts.second, factor)
-        h, x, skip = _first_half(self, x, scale_1, offset_1, kernel_1, shift_1)
+        first = Convolution(image=x, norm=norm_1, kernel=kernel_1, shift=shift_1)
+        h, x, skip = _first_half(self, first)
         if shortcut is None:
             x = Activation(tuple(scaled(part, factor) for part in x.parts))
-
-        if dropout_seeds is not None:
-            dropout = block_dropout(dropout_seeds, self.model.dropout, self.path)
-            active = self.ops.group_norm(
-                h, scale_2, offset_2, silu=True, dropout=dropout, **self.norm(features)
-            )
-            y = self.ops.conv3x3(
-                Activation.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut
-            )
-        else:
-            y = self.ops.norm_silu_conv3x3(
-                h,
-                scale_2,
-                offset_2,
-                kernel_2,
-                shift_2,
-                residual=x,
-                shortcut=shortcut,
-                **self.norm(features),
-            )
-        return WithInput(y, skip)
+        second = Convolution(
+            image=h, norm=norm_2, kernel=kernel_2, shift=shift_2, residual=x, shortcut=shortcut
+        )
+        if dropout_seeds is None:
+            return WithInput(self.ops.norm_silu_conv3x3(second), skip)
+        dropout = block_dropout(dropout_seeds, self.model.dropout, self.path)
+        active = self.ops.group_norm(h, norm_2, silu=True, dropout=dropout)
+        return WithInput(self.ops.conv3x3(second.of(active)), skip)
 
 
 def _first_half(
-    block: ResBlock,
-    x: Activation,
-    scale: Float[Array, '1 channels'],
-    offset: Float[Array, '1 channels'],
-    kernel: Array,
-    shift: Float[Array, 'rows features'],
+    block: ResBlock, conv: Convolution
 ) -> tuple[Activation, Activation, tuple[Activation, ...]]:
     """Returns the result of a block's first convolution, x at its resolution, and copies of x.
 
     A function, because Flax would give a method a scope of its own, and profiles would count it as
     another module.
     """
-    norm, weights = block.norm(x.channels), block.model.resample_filter
+    weights = block.model.resample_filter
     if not block.resample:
-        h, (x, *copies) = block.ops.norm_silu_conv3x3_and_input(
-            x, scale, offset, kernel, shift, copies=1 + block.skip, **norm
-        )
+        h, (x, *copies) = block.ops.norm_silu_conv3x3_and_input(conv, copies=1 + block.skip)
         return h, x, tuple(copies)
-    active = block.ops.group_norm(x, scale, offset, silu=True, **norm)
+    active = block.ops.group_norm(conv.image, conv.required_norm, silu=True)
     if block.resample == 'down':
-        h = block.ops.conv3x3(Activation.of(halved(active, weights)), kernel, shift)
-        return h, Activation.of(halved(x.value, weights)), ()
+        h = block.ops.conv3x3(conv.of(halved(active, weights)))
+        return h, Activation.of(halved(conv.image.value, weights)), ()
     if weights == BOX:
-        h = block.ops.upsample_conv3x3(Activation.of(active), kernel, shift)
+        h = block.ops.upsample_conv3x3(conv.of(active))
     else:
-        h = block.ops.conv3x3(Activation.of(doubled(active, weights)), kernel, shift)
-    return h, Activation.of(doubled(x.value, weights)), ()
+        h = block.ops.conv3x3(conv.of(doubled(active, weights)))
+    return h, Activation.of(doubled(conv.image.value, weights)), ()
 
 
 class AttentionBlock(Block):
@@ -276,8 +258,7 @@ class AttentionBlock(Block):
         channels, (batch, height, width) = x.channels, x.parts[0].shape[:3]
         factor = self.model.skip_scale
         heads = self._heads(channels)
-        scale, offset = Affine(channels, name='norm')()
-        normed, (x,) = self.ops.group_norm_and_input(x, scale, offset, **self.norm(channels))
+        normed, (x,) = self.ops.group_norm_and_input(x, self.norm('norm', channels))
         qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels, kind='qkv'))
         y = self.ops.attention(qkv.reshape(batch, height * width, 3 * channels), num_heads=heads)
         return Activation.of(
@@ -318,7 +299,12 @@ class ResidualEncoding(Block):
         border = len(weights) // 2 - 1
         image = jnp.pad(x.value, [(0, 0), (border, border), (border, border), (0, 0)])
         # Filters keep a constant, so the bias may be added before.
-        y = self.ops.conv3x3(Activation.of(image), (kernel * half).astype(self.dtype), bias * half)
+        conv = Convolution(
+            image=Activation.of(image),
+            kernel=(kernel * half).astype(self.dtype),
+            shift=bias * half,
+        )
+        y = self.ops.conv3x3(conv)
         return Activation.of(h.value * half + halved_inside(y.value, weights))
 
 
@@ -341,7 +327,7 @@ class Resample(Block):
         ).astype(self.dtype)
         bias = parameter(self, 'bias', nn.initializers.zeros, (channels,))[None, :]
         if self.direction == 'up':
-            return self.ops.upsample_conv3x3(x, kernel, bias)
+            return self.ops.upsample_conv3x3(Convolution(image=x, kernel=kernel, shift=bias))
         pad = (1, 1) if self.model.downsample_padding == 'symmetric' else (0, 1)
         y = jax.lax.conv_general_dilated(
             value, kernel, (2, 2), (pad, pad), dimension_numbers=('NHWC', 'HWIO', 'NHWC')

@@ -30,6 +30,7 @@ from jaxunet.model.initializers import initializer
 from jaxunet.model.resampling import doubled, halved
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Copies
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.vocabulary import WithInput
 from jaxunet.runtime.errors import UserError
@@ -157,14 +158,14 @@ class Encoder(Block):
         if self.augmentation_inputs and self.is_initializing():
             augmentation = jnp.zeros((t.shape[0], self.augmentation_inputs), float32)
         if augmentation is not None:
-            told = nn.Dense(
+            augmentation_layer = nn.Dense(
                 waves_width,
                 use_bias=False,
                 dtype=float32,
                 kernel_init=nn.initializers.zeros if m.init != 'edm' else initializer(m),
                 name=AUGMENTATION,
             )
-            waves = waves + told(augmentation)
+            waves = waves + augmentation_layer(augmentation)
         if m.num_classes == 0 and labels is not None:
             raise UserError(
                 'class labels were given, but the model is unconditional (model.num_classes=0)'
@@ -203,9 +204,9 @@ class Encoder(Block):
                 layers.append(Projection(None, seconds))
         with jax.named_scope('embed'):
             active = jax.nn.silu(embedding).astype(self.dtype)
-            found = iter(self.ops.project(active, layers))
+            results = iter(self.ops.project(active, layers))
         return {
-            name: Shifts(next(found), next(found) if 'shortcut' in block else None)
+            name: Shifts(next(results), next(results) if 'shortcut' in block else None)
             for name, block in blocks.items()
         }
 
@@ -287,7 +288,7 @@ def encode(
     first = m.conv_in_channels or channels[0]
     kernel, bias = network.kernel('conv_in', 3, 3, x.shape[-1], first)
     encoded = Activation.of(x.astype(network.dtype))
-    h = network.ops.conv3x3(encoded, kernel, bias)
+    h = network.ops.conv3x3(Convolution(image=encoded, kernel=kernel, shift=bias))
     skips = []
     for level, features in enumerate(channels):
         for i in range(m.num_res_blocks):

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree, Real
 
 from jaxunet.config import Config
-from jaxunet.model.blocks import Affine
 from jaxunet.model.encoder import (
     Encoder,
     Layers,
@@ -29,6 +28,7 @@ from jaxunet.model.encoder import (
 )
 from jaxunet.model.low_res import enlarged
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.vocabulary import Ops
 
 Params: TypeAlias = PyTree  # the nested dict of the UNet's float32 arrays
@@ -102,11 +102,10 @@ class UNet(Encoder):
         layers = make_layers(self, self._embed(t, labels, augmentation), dropout_keys)
         h, skips = encode(self, layers, x)
         h = _up(self, layers, h, skips)
-        scale, offset = Affine(h.channels, name='norm_out')()
+        norm = self.norm('norm_out', h.channels)
         kernel, bias = self.kernel('conv_out', 3, 3, h.channels, self.out_channels, kind='last')
-        norm = self.norm(h.channels)
-        y = self.ops.norm_silu_conv3x3(h, scale, offset, kernel, bias, **norm)
-        return y.value.astype(jnp.float32)
+        conv = Convolution(image=h, norm=norm, kernel=kernel, shift=bias)
+        return self.ops.norm_silu_conv3x3(conv).value.astype(jnp.float32)
 
     def predict(
         self,

@@ -66,10 +66,11 @@ def make_page(model: Model) -> Any:
     import gradio as gr  # noqa: PLC0415 (an extra)
 
     height, width, channels = model.config.image_shape
-    if model.config.low_res_shape is not None or channels not in (1, 3):
+    low_res, bits = model.config.model.low_res_size, model.config.data.bits
+    if low_res or channels not in (1, 3) or bits != 8:
         raise UserError(
-            'expected a model of grey or RGB images that draws from noise, found '
-            f'model.image_channels={channels}, model.low_res_size={model.config.model.low_res_size}'
+            'expected a model of grey or RGB images of 8 bits that draws from noise, found '
+            f'model.image_channels={channels}, model.low_res_size={low_res}, data.bits={bits}'
         )
     names = class_names(model)
     draw = _drawing(model)

@@ -9,6 +9,7 @@ from jaxunet.config import Config
 from jaxunet.config.samplers import SAMPLERS
 from jaxunet.data.classes import Classes
 from jaxunet.data.picture import read_mask, read_picture
+from jaxunet.data.reading import Reading
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
@@ -281,7 +282,7 @@ def picture(config: Config) -> Picture | None:
         return None
     shape = config.image_shape
     return Picture(
-        read_picture(INIT_IMAGE.value, shape),
+        read_picture(INIT_IMAGE.value, shape, Reading.of(config)),
         None if MASK.value is None else read_mask(MASK.value, INIT_IMAGE.value, shape),
         STRENGTH.value,
         RESAMPLE.value,
@@ -312,7 +313,14 @@ def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | Non
             f'--low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
         )
     colourless = config.data.condition == 'grey'
-    return read_low_res(LOW_RES.value, shape, limit, classes, colourless=colourless)
+    return read_low_res(
+        LOW_RES.value,
+        shape,
+        limit,
+        classes,
+        colourless=colourless,
+        reading=Reading.of(config),
+    )
 
 
 def guide(config: Config) -> Guide | None:

@@ -72,6 +72,10 @@ def identity(
         'diffusion': process_fields(config.diffusion),
         'sampler': sampler,
     }
+    if config.data.bits != 8:
+        more['bits'] = config.data.bits
+    if config.data.background == 'keep':
+        more['background'] = 'keep'
     labels = ','.join(map(str, chosen)) or 'every class in turn'
     return {
         **(generator.schedule.identity if generator.schedule else {}),

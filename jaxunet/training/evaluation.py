@@ -17,7 +17,7 @@ from jaxtyping import Int, UInt8
 from jaxunet.config import Config
 from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.config.samplers import evaluation_sampler
-from jaxunet.data.pixels import Batch, Crops
+from jaxunet.data.crop import Batch, Crops
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
 from jaxunet.metrics.features import FeatureNetwork, load_features
@@ -68,11 +68,16 @@ def evaluation_network(config: Config) -> FeatureNetwork:
     This finds mistakes before training starts.
 
     Raises:
-      UserError: samples or reference images are too few for a metric, the features cannot be
-        loaded, take images of another size or do not allow the metrics, or the reference cannot be
-        opened.
+      UserError: the model's images have other bits or channels, samples or reference images are too
+        few for a metric, the features cannot be loaded, take images of another size or do not allow
+        the metrics, or the reference cannot be opened.
     """
     evaluation = config.evaluation
+    if config.data.bits != 8 or config.image_shape[2] not in (1, 3):
+        raise UserError(
+            'evaluation: compares images of 8 bits and 1 or 3 channels, found '
+            f'data.bits={config.data.bits} and model.image_channels={config.image_shape[2]}'
+        )
     check_metrics(evaluation.metrics, option='evaluation.metrics')
     for metric in evaluation.metrics:
         if evaluation.samples < (least := TABLE[metric].least_samples):
@@ -100,15 +105,15 @@ class Colour(Source):
     """The images of a source with three channels; grey images are repeated.
 
     Raises:
-      UserError: the images have neither 1 nor 3 channels.
+      UserError: the images have neither 1 nor 3 channels, or more than 8 bits.
     """
 
     def __init__(self, source: Source) -> None:
         height, width, channels = source.image_shape
-        if channels not in (1, 3):
+        if channels not in (1, 3) or source.reading.bits != 8:
             raise UserError(
-                f'evaluation: {source.name}: expected images of 1 or 3 channels to compare, '
-                f'found {channels}'
+                f'evaluation: {source.name}: expected images of 1 or 3 channels of 8 bits to '
+                f'compare, found {channels} of {source.reading.bits}'
             )
         self._source, self.name, self.image_shape = source, source.name, (height, width, 3)
         self.labels, self.class_names = source.labels, source.class_names

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.config.relations import FILTERS
+from jaxunet.config.network_relations import FILTERS
 from jaxunet.config.schema import AUGMENTATION_INPUTS
 from jaxunet.model.encoder import AUGMENTATION, FREQUENCIES
 from jaxunet.runtime.errors import UserError

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from jaxunet.config.relations import FILTERS
+from jaxunet.config.network_relations import FILTERS
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.pickles import Global, Refused, Step
 from jaxunet.runtime.untrusted import shown

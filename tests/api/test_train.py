@@ -193,9 +193,13 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ('images', 'changes', 'error'),
     [
-        (np.zeros((4, 8, 8), np.int64), {}, 'images: expected uint8, or floats from 0 to 1'),
-        (np.full((4, 8, 8), -1.0), {}, r'images: expected floats from 0 to 1, found -1 to -1'),
-        (np.full((4, 8, 8), np.nan), {}, 'images: expected floats from 0 to 1'),
+        (np.zeros((4, 8, 8), np.int64), {}, 'int64 has no usual range of pixels; set data.range'),
+        (
+            np.full((4, 8, 8), -1.0),
+            {},
+            r'expected values from 0 to 1, .*, found -1 to -1; set data.range',
+        ),
+        (np.full((4, 8, 8), np.nan), {}, 'expected values from 0 to 1, .* found nan'),
         (np.zeros((8, 8), np.uint8), {}, r'images: expected shape \(n, height, width\)'),
         (np.zeros((0, 8, 8), np.uint8), {}, 'images: expected one or more'),
         (np.zeros((4, 3, 8, 8), np.uint8), {}, r'channels first, store images.transpose'),

@@ -115,10 +115,6 @@ BAD_IMAGES = {
         HUGE,
         r'10000x10000 pixels, more than the \d+ accepted|decompression bomb',
     ),
-    'floats': (
-        encoded(Image.fromarray(np.zeros((8, 8), np.float32)), 'TIFF'),
-        r'floating-point pixels',
-    ),
     'wide integers': (
         encoded(Image.fromarray(np.full((8, 8), 70000, np.int32)), 'TIFF'),
         r'32-bit pixels from 70000 to 70000',

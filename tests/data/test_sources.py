@@ -263,14 +263,6 @@ def test_conversions(tmp_path):
     np.testing.assert_array_equal(
         one(tmp_path, encoded(grey[..., 0]), SHAPE), grey.repeat(3, axis=2)
     )
-    np.testing.assert_array_equal(
-        one(tmp_path, encoded(np.dstack([rgb, random_pixels(6, (16, 16))])), SHAPE), rgb
-    )
-    palette = image.quantize(16)
-    transparent = encoded(palette, transparency=bytes(range(16)))
-    np.testing.assert_array_equal(
-        one(tmp_path, transparent, SHAPE), np.asarray(palette.convert('RGB'))
-    )
     cmyk = image.convert('CMYK')
     np.testing.assert_array_equal(
         one(tmp_path, encoded(cmyk, 'TIFF'), SHAPE), np.asarray(cmyk.convert('RGB'))

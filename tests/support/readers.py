@@ -28,6 +28,8 @@ from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.config import to_dict
 from jaxunet.data import cifar10
 from jaxunet.data.picture import read_mask, read_picture
+from jaxunet.data.png16 import write_png16
+from jaxunet.data.reading import Reading
 from jaxunet.data.sources import open_source
 from jaxunet.metrics import classifier
 from jaxunet.metrics.arrays import read_arrays
@@ -213,6 +215,16 @@ def read_images(path: pathlib.Path) -> object:
     return everything(open_source(str(path), image_shape=(8, 8, 3)))
 
 
+def read_wide(path: pathlib.Path) -> object:
+    return everything(open_source(str(path), image_shape=(8, 8, 3), reading=Reading(bits=16)))
+
+
+def npy_bytes() -> bytes:
+    file = io.BytesIO()
+    np.save(file, random_pixels(0, (3, 8, 8, 3)).astype(np.uint16))
+    return file.getvalue()
+
+
 def read_compared(path: pathlib.Path) -> object:
     with open_images(str(path)) as source:
         return everything(source)
@@ -310,6 +322,7 @@ READERS = {
     'npz': Reader('x.npz', lambda: npz(**NAMED), archive, read_images),
     'compressed npz': Reader('x.npz', lambda: npz(**NAMED), deflated, read_images),
     'compared npz': Reader('x.npz', lambda: npz(arr_0=IMAGES['images']), archive, read_compared),
+    'npy': Reader('x.npy', lambda: {'file': npy_bytes()}, alone, read_wide),
     'bin': Reader('x.bin', data_bin, joined, read_images),
     'cifar10': Reader(
         'data_batch_1',
@@ -324,6 +337,12 @@ READERS = {
         lambda path: everything(open_source(f'cifar10:{path}', image_shape=(32, 32, 3))),
     ),
     'png': Reader('x.png', pictures('PNG'), alone, lambda p: read_picture(p, (8, 8, 3))),
+    'png of 16 bits': Reader(
+        'x.png',
+        lambda: {'picture': write_png16(random_pixels(0, (12, 8, 4)).astype(np.uint16) * 257)},
+        alone,
+        lambda p: read_picture(p, (8, 8, 4), Reading('keep', 16)),
+    ),
     'jpeg': Reader('x.jpg', pictures('JPEG'), alone, lambda p: read_picture(p, (8, 8, 3))),
     'webp': Reader('x.webp', pictures('WEBP'), alone, lambda p: read_picture(p, (8, 8, 3))),
     'tiff': Reader('x.tif', pictures('TIFF'), alone, lambda p: read_picture(p, (8, 8, 3))),
