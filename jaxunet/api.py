@@ -116,7 +116,7 @@ def train(
       workdir: the folder of the run.
       steps: optimizer steps in all, as the field train.steps; None = the choice of `config`.
       labels: with arrays: a class for each image, as whole numbers from 0 or as names. The model is
-        then class-conditional unless model.num_classes is set.
+        then class-conditional unless model.num_classes is set. With a path: the field data.labels.
       class_names: names of the labels 0, 1, ...
       config: name of a recipe, a config file or a config. What it leaves open is chosen from the
         images.
@@ -177,8 +177,13 @@ def train_rows(
     given = None
     if images is not None and not isinstance(images, str | os.PathLike):
         given = source_of(images, labels, class_names)
+    elif isinstance(labels, str) and class_names is None:
+        fields['data.labels'] = labels
     elif labels is not None or class_names is not None:
-        raise UserError('labels, class_names: belong to arrays of images, found a path')
+        raise UserError(
+            'labels, class_names: belong to arrays of images, found a path; its labels are named '
+            "by labels='COLUMN', 'names' or 'folders'"
+        )
     folder = pathlib.Path(expanded(workdir))
     if steps is not None:
         fields['train.steps'] = steps

@@ -1,8 +1,8 @@
 """Converts images to one file that opens at once: unet.cu's .bin, or an .npz with labels.
 
     python -m jaxunet.prepare_data --input X --output Y.{bin,npz} --image_size 64 \\
-        [--channels 3] [--classes cat,dog] [--background white] [--bits 8] [--range LOW,HIGH] \\
-        [--strict]
+        [--channels 3] [--labels COLUMN] [--classes cat,dog] [--background white] [--bits 8] \\
+        [--range LOW,HIGH] [--strict]
 
 The input is anything that `data.path` accepts. Images are cropped to their centre and resized
 (`jaxunet.data.pixels`), and written in sorted depth-first order of their paths. Images that already
@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from absl import flags
@@ -48,8 +48,8 @@ from jaxunet.runtime.whole_files import check_file, written
 INPUT = flags.DEFINE_string(
     'input',
     None,
-    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), .npz, .bin(.gz), digits:, '
-    'cifar10:[PATH], cifar10_test:[PATH].',
+    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), x-{00..99}.tar, .parquet, .arrow, '
+    'LMDB, .npz, .bin(.gz), digits:, cifar10:[PATH], cifar10_test:[PATH].',
 )
 OUTPUT = flags.DEFINE_string(
     'output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).'
@@ -76,6 +76,7 @@ RANGE = flags.DEFINE_list(
 CLASSES = flags.DEFINE_list(
     'classes', [], 'Keep only these classes; they become labels 0, 1, ... in this order.'
 )
+LABELS = flags.DEFINE_string('labels', '', 'Where the labels come from, as data.labels.')
 STRICT = flags.DEFINE_bool(
     'strict', False, 'Fail and write nothing if any file is corrupt or not an image.'
 )
@@ -101,6 +102,7 @@ def main(argv: Sequence[str]) -> None:
         INPUT.value,
         OUTPUT.value or '',
         shape,
+        labels=LABELS.value,
         classes=tuple(CLASSES.value),
         strict=STRICT.value,
         reading=parse_reading(),
@@ -153,6 +155,7 @@ def prepare(
     output: str,
     image_shape: Shape,
     *,
+    labels: str = '',
     classes: tuple[str, ...] = (),
     strict: bool = False,
     reading: Reading = PLAIN,
@@ -163,7 +166,7 @@ def prepare(
       path: anything that `data.path` accepts.
       output: the file to write.
       image_shape: (height, width, channels) of the images in it.
-      classes: see `open_source`.
+      labels, classes: see `open_source`.
       strict: fail if any file must be left out.
       reading: how stored values become pixels.
 
@@ -190,7 +193,7 @@ def prepare(
     try:
         with (
             written(target, '--output') as partial,
-            _opened(path, image_shape, classes, target.parent, reading) as source,
+            _opened(path, image_shape, labels, classes, target.parent, reading) as source,
         ):
             tell_pixels(source)
             write = _write_bin if target.suffix == '.bin' else _write_npz
@@ -208,26 +211,28 @@ def prepare(
 
 @contextlib.contextmanager
 def _opened(
-    path: str, shape: Shape, classes: tuple[str, ...], scratch: Path, reading: Reading
+    path: str,
+    shape: Shape,
+    labels: str,
+    classes: tuple[str, ...],
+    scratch: Path,
+    reading: Reading,
 ) -> Iterator[Source]:
     """Opens the source; a compressed tar is unpacked into `scratch` first, not into memory."""
+    how: Any = {
+        'image_shape': shape,
+        'labels': labels,
+        'classes': classes,
+        'option': '--classes',
+        'reading': reading,
+    }
     if (tar := compressed_tar(path)) is None:
-        # `_report` lists the files that are not images.
-        yield open_source(
-            path,
-            image_shape=shape,
-            classes=classes,
-            option='--classes',
-            warn=False,
-            reading=reading,
-        )
+        yield open_source(path, **how, warn=False)  # `_report` lists the files that are no images
         return
     with tempfile.TemporaryDirectory(prefix='.prepare_data.', dir=scratch) as folder:
         plain = Path(folder) / 'unpacked.tar'
         decompress(tar, plain)
-        yield open_unpacked_tar(
-            plain, path, image_shape=shape, classes=classes, option='--classes', reading=reading
-        )
+        yield open_unpacked_tar(plain, path, **how)
 
 
 @dataclass
@@ -331,10 +336,7 @@ def _report(target: Path, source: Source, counts: _Counts, left_out: list[tuple[
     files = '1 file' if len(left_out) == 1 else f'{len(left_out)} files'
     print(f'{target}: {counts.kept} images of {height}x{width}x{channels}; {files} left out')
     if source.unlabelled_by and target.suffix == '.npz':
-        print(
-            f'warning: no labels, as {source.unlabelled_by}; '
-            'for labels, move such images into a class sub-folder or away'
-        )
+        print(f'warning: no labels, as {source.unlabelled_by}')
     if counts.enlarged:
         print(
             f'note: {counts.enlarged} of {counts.kept} images had to be enlarged to '

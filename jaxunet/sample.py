@@ -18,8 +18,8 @@ Larger versions of given pictures:
     python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
         --low_res samples64.npz
 
-PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
-ddpm-torch), .safetensors or .pkl (NVlabs/edm) file.
+PATH is a workdir, one checkpoint in it, a weight file or a folder of diffusers (docs/weights.md),
+or OWNER/NAME of a model on the Hugging Face hub.
 
 Finished batches are kept in `samples.png.partial` until the output is complete. To resume an
 interrupted command, run it again; batch size and devices may change, and there may be more samples.
@@ -63,7 +63,7 @@ from jaxunet.sampling.progress import counted
 
 flags.adopt_module_key_flags(how)
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', None, 'Workdir, checkpoint, .bin, .pt, .safetensors or .pkl file.', required=True
+    'checkpoint', None, 'Workdir, checkpoint, weight file or folder, or OWNER/NAME.', required=True
 )
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',

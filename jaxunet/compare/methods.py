@@ -48,6 +48,7 @@ OWN = (
     'train.',
     'evaluation.',
     'data.path',
+    'data.labels',
     'data.classes',
     'data.image_size',
     'optimizer.schedule',

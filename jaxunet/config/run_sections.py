@@ -22,8 +22,8 @@ class ParallelConfig:
 class DataConfig:
     """The training images and how they reach the device."""
 
-    # Folder | .zip | .tar(.gz|.xz) | .npz | .npy | .bin(.gz) | digits: | cifar10:[local copy] |
-    # cifar10_test:[local copy].
+    # Folder | .zip | .tar(.gz|.xz) | x-{000000..000009}.tar | .parquet | .arrow | LMDB | .npz |
+    # .npy | .bin(.gz) | digits: | cifar10:[local copy] | cifar10_test:[local copy].
     path: str = option('digits:', outside_step=True)
     # (side,) or (height, width), in pixels; () = chosen
     image_size: tuple[int, ...] = option((8,), POSITIVE, limit=2**14, left_open=())
@@ -70,6 +70,10 @@ class DataConfig:
     # none: images keep the noise that they drew | batch: the noise of a batch is dealt out to its
     # images by distance (immiscible diffusion; `jaxunet.training.noise_assignment`).
     noise_assignment: str = option('none', choices=('none', 'batch'), since='0.2.0')
+    # Labels of the images. '': those that the set has | folders: class sub-folders | names: what
+    # stands before the first underscore of a file's name | a column of a table, metadata.csv or the
+    # like (`jaxunet.data.labels`).
+    labels: str = option('', outside_step=True, since='0.2.0')
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.
     classes: tuple[str, ...] = option((), outside_step=True)
     # Images kept out of training, for the held-out loss: a number, or a share below 1. 0 = none.

@@ -1,7 +1,9 @@
 """Feeds the training step: the whole set for the device's memory, or a stream of batches.
 
-Either way step s trains on the rows of `batch_indices(s, ...)`. Batches do not depend on the cache
-mode or on the number of workers or processes, and a resumed run continues with the next batch.
+Either way step s trains on the rows of `batch_indices(s, ...)`; only a stream of a set that is read
+in large pieces takes those of `piecewise_indices(s, ...)`. Batches do not depend on the cache mode
+otherwise, or on the number of workers or processes, and a resumed run continues with the next
+batch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from jaxtyping import Int32
 
 from jaxunet.config import Config
 from jaxunet.data.crop import Batch, random_crops
-from jaxunet.data.order import MAX_IMAGES, batch_indices
+from jaxunet.data.order import MAX_IMAGES, batch_indices, piecewise_indices
 from jaxunet.data.source import ArraySource, Source, of_pixels
 from jaxunet.data.threads import THREADS, ordered_map
 from jaxunet.runtime.errors import UserError
@@ -235,9 +237,12 @@ class _LoadBatch:
     crop_least: float | None = None
 
     def __call__(self, step: int) -> HostBatch:
-        indices = np.asarray(batch_indices(step, self.batch_size, len(self.source), self.seed))[
-            self.rows
-        ]
+        pieces = self.source.pieces
+        indices = np.asarray(
+            batch_indices(step, self.batch_size, len(self.source), self.seed)
+            if pieces is None
+            else piecewise_indices(step, self.batch_size, pieces, self.seed)
+        )[self.rows]
         crops = None
         if self.crop_least is not None:
             # Drawn for the whole batch, so that they do not depend on the number of processes.

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from jaxunet.data.crop import Batch, Crops, Shape
 from jaxunet.data.fitting import Values, check_fit, fit
+from jaxunet.data.order import Pieces
 from jaxunet.data.read_at import ReadAt
 from jaxunet.data.reading import PLAIN, Reading, tell_rounding
 from jaxunet.data.rules import class_order, whole_names
@@ -30,9 +31,12 @@ class Source(abc.ABC):
       image_shape: (height, width, channels) of the images that `load` returns.
       labels: int32 (n,), indices into `class_names`; all -1 if the source has no classes.
       class_names: empty if the source has no classes.
-      unlabelled_by: the images beside class sub-folders that prevent classes; '' if there are no
-        sub-folders.
+      unlabelled_by: what prevents classes, such as images beside class sub-folders; '' if nothing
+        looks like classes.
+      labelled_by: where the labels come from, for the log.
       skipped: (name, reason) of the files that are not images.
+      pieces: parts that are read as a whole, for a stream to take them after another; None = images
+        are read one by one.
       in_memory: this process holds the pixels, so that nothing is read or decoded.
       reading: how stored values became the pixels that `load` returns.
       held_out: images of the same set that `data.holdout` keeps out of training; None if it
@@ -44,7 +48,9 @@ class Source(abc.ABC):
     labels: Int[np.ndarray, ' images']
     class_names: tuple[str, ...] = ()
     unlabelled_by: str = ''
+    labelled_by: str = ''
     skipped: tuple[tuple[str, str], ...] = ()
+    pieces: Pieces | None = None
     in_memory: bool = False
     reading: Reading = PLAIN
     held_out: Source | None = None
@@ -204,7 +210,7 @@ class Subset(Source):
     """Some images of a source.
 
     Args:
-      rows: their places in `source`, in the order of the subset.
+      rows: their places in `source`, in the order of the subset; ascending if that has `pieces`.
       labels: their labels; default: those of `source`.
       class_names: names of the labels; default: those of `source`.
     """
@@ -219,7 +225,12 @@ class Subset(Source):
         self._source, self._rows = source, rows
         self.name, self.image_shape = source.name, source.image_shape
         self.in_memory, self.skipped = source.in_memory, source.skipped
-        self.unlabelled_by, self.reading = source.unlabelled_by, source.reading
+        self.unlabelled_by, self.labelled_by = source.unlabelled_by, source.labelled_by
+        self.reading = source.reading
+        if source.pieces is not None:
+            ends = np.cumsum(source.pieces.counts)
+            counts = np.bincount(np.searchsorted(ends, rows, 'right'), minlength=len(ends))
+            self.pieces = source.pieces._replace(counts=counts[counts > 0])
         self.labels = source.labels[rows] if labels is None else labels
         self.class_names = source.class_names if class_names is None else class_names
 

@@ -172,8 +172,12 @@ def _images(path: str, model: Model, reference: str) -> Source:
     if not reference and not config.data.path:
         raise UserError(f'--reference: missing; {path} does not name its training images')
     if reference:
-        reading = Reading.of(config)
-        source = open_source(reference, image_shape=config.image_shape, reading=reading)
+        source = open_source(
+            reference,
+            image_shape=config.image_shape,
+            labels=config.data.labels,
+            reading=Reading.of(config),
+        )
         classes = config.data.classes or model.class_names
         if config.model.num_classes and source.class_names and classes:
             source = Selection(source, classes, '--reference')

@@ -33,7 +33,7 @@ from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import read_low_res
 from jaxunet.sampling.options import SamplerConfig, check_can_be_guided, usual_steps
 from jaxunet.sampling.picture import Picture
-from jaxunet.weights import Stated, write_weights
+from jaxunet.weights import Stated, names_folder, write_folder, write_weights
 from jaxunet.weights.presets import PRESETS
 
 Progress: TypeAlias = bool | Callable[[float], object]
@@ -57,7 +57,7 @@ class Model:
         self.params: Params = weights.params
         self.class_names = weights.class_names
         self.note = weights.note
-        self._new_attention_order = bool(weights.new_attention_order)
+        self._new_attention_order, self._step = bool(weights.new_attention_order), weights.step
         self._network = build_unet(config, choose(config.backend, config.precision).ops)
         self._generators: collections.OrderedDict[object, Generator] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -97,20 +97,34 @@ class Model:
         pictures = None if low_res is None else jnp.asarray(low_res)
         return self._network.predict(weights, images, t, labels, low_res=pictures)
 
-    def save(self, path: PathLike) -> None:
+    def save(self, path: PathLike, *, format: str = '', license: str = '') -> None:
         """Writes the weights for other programs; the extension names the format.
 
         Args:
-          path: .safetensors (any model), .bin (for unet.cu) or .pt (for guided-diffusion).
+          path: .safetensors (any model), .bin (for unet.cu) or .pt (for guided-diffusion); or a new
+            folder for diffusers, with a slash at its end or `format='diffusers'`.
+          format: diffusers; '' = as the path says.
+          license: for a folder: the licence in its model card, such as mit.
 
         Raises:
           UserError: an unknown extension, a format that cannot hold the model, or a file that
             cannot be written.
         """
+        params = jax.tree.map(np.asarray, self.params)
         with guarded('the weights'):
+            if names_folder(path, format):
+                names, step = self.class_names, self._step
+                write_folder(
+                    path, params, self.config, class_names=names, license_name=license, step=step
+                )
+                return
+            if license:
+                raise UserError(
+                    'license: only a folder of diffusers has a model card; leave it out'
+                )
             write_weights(
                 path,
-                jax.tree.map(np.asarray, self.params),
+                params,
                 self.config,
                 new_attention_order=self._new_attention_order
                 and not os.fspath(path).lower().endswith('.bin'),
@@ -342,8 +356,9 @@ def load(
     """Reads a model.
 
     Args:
-      path: a workdir, one checkpoint in it, or a weight file: .safetensors, .bin (unet.cu) or .pt
-        (guided-diffusion, unet.cu, ddpm-torch).
+      path: a workdir, one checkpoint in it, a weight file: .safetensors, .bin (unet.cu) or .pt
+        (guided-diffusion, unet.cu, ddpm-torch), a folder of diffusers, or the name of a model on
+        the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION (needs the extra `hub`).
       ema: rate or width of the average of a run's weights; '' = its first rate, none = the weights
         themselves.
       preset: name of the published model that a weight file is (docs/weights.md).

@@ -254,7 +254,8 @@ def check_data(points: Sequence[Point]) -> None:
         if point.problem:
             continue
         config: Config = point.config
-        images = (config.data.path, config.image_shape, config.data.classes)
+        data = config.data
+        images = (data.path, config.image_shape, data.labels, data.classes)
         if images not in seen:
             seen.add(images)
             open_images(config)

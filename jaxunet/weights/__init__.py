@@ -1,5 +1,8 @@
-"""Reads and writes weights of this and of other programs."""
+"""Reads and writes weights of this and of other programs: files, and folders of diffusers."""
 
+from jaxunet.weights.diffusers_folder import is_folder
+from jaxunet.weights.diffusers_output import names_folder
+from jaxunet.weights.diffusers_output import write as write_folder
 from jaxunet.weights.files import (
     EXTENSIONS,
     PROGRAMS,
@@ -22,8 +25,11 @@ __all__ = [
     'Weights',
     'check_tree',
     'extension_of',
+    'is_folder',
+    'names_folder',
     'read_classifier',
     'read_weights',
     'write_classifier',
+    'write_folder',
     'write_weights',
 ]

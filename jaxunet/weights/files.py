@@ -16,12 +16,11 @@ from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.paths import expanded, why_missing
+from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.remote import on_disk
-from jaxunet.runtime.untrusted import LFS_POINTER, check_fetched
+from jaxunet.runtime.untrusted import opened
 from jaxunet.runtime.whole_files import written
-from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
+from jaxunet.weights import diffusers_folder, guided_diffusion, noisy_classifier, unetcu
 from jaxunet.weights.edm_pickle import NetworkPickle
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
@@ -53,14 +52,14 @@ def read_weights(
     like: Config | None = None,
     **stated: Unpack[Stated],
 ) -> Weights:
-    """Reads a weight file.
+    """Reads a weight file, or a folder of diffusers.
 
     Nothing in it is executed, and its sizes are checked before anything is allocated.
 
     Args:
       config: the model that the weights must belong to; None = the file's own.
-      ema: for a .pt that also holds averages: '' = the averages, 'none' = the weights themselves,
-        or the rate that is stored with the averages.
+      ema: for a .pt or folder that also holds averages: '' = the averages, 'none' = the weights
+        themselves, or the rate that is stored with the averages.
       trained: if the file also holds the optimizer's state of its weights, '' means the weights.
       new_attention_order: guided-diffusion's option `use_new_attention_order`, for a .pt or
         .safetensors that does not state it; None = the file states it.
@@ -74,11 +73,13 @@ def read_weights(
         given.
     """
     path = on_disk(path)
-    extension = extension_of(path)
     given = Given(config, stated, new_attention_order, like)
+    if diffusers_folder.is_folder(pathlib.Path(path)):
+        return diffusers_folder.read(path, given, ema)
+    extension = extension_of(path)
     if ema and extension != '.pt':
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
-    with _opened(path) as file:
+    with opened(path) as file:
         if extension == '.bin':
             return _read_bin(str(path), file, given)
         if extension == '.pt':
@@ -87,21 +88,6 @@ def read_weights(
         if extension == '.pkl':
             return read_state(NetworkPickle(str(path), file), given)
         return read_state(SafetensorsFile(str(path), file), given)
-
-
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a weight file; its errors are `UserError`."""
-    try:
-        check_regular(path)
-        with open(path, 'rb') as file:
-            check_fetched(file.read(len(LFS_POINTER)), path)
-            file.seek(0)
-            yield file
-    except FileNotFoundError:
-        raise UserError(f'{path}: no such file{why_missing(path)}') from None
-    except OSError as error:
-        raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
 
 
 def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
@@ -120,7 +106,7 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
             'jaxunet.training.train_classifier writes it to WORKDIR/classifier.pt'
         )
     extension = extension_of(path)
-    with _opened(path) as file:
+    with opened(path) as file:
         if extension == '.pt':
             with TorchFile(str(path), file) as state:
                 return noisy_classifier.read(state, config)
@@ -148,7 +134,7 @@ def extension_of(path: str | os.PathLike[str], allowed: Sequence[str] = EXTENSIO
     extension = pathlib.Path(path).suffix.lower()
     if extension not in allowed:
         known = ', '.join(allowed)
-        found = repr(extension) if extension else 'none'
+        found = repr(extension) if extension else 'none (a folder for diffusers ends with a slash)'
         raise UserError(
             f'{path}: extension: expected one of {known}, found {found}'
             f'{near_misses(extension, allowed)}'

@@ -207,6 +207,7 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
         (digits(4), {'labels': [0, 1]}, r'labels: expected shape \(4,\)'),
         (digits(4), {'labels': ['a'] * 4, 'class_names': ['b']}, "class_names lacks 'a'"),
         ('digits:', {'labels': [0]}, 'belong to arrays'),
+        ('digits:', {'labels': 'kind'}, r'data\.labels: kind chooses the labels of image files'),
         (digits(4), {'batch_sise': 4}, 'batch_sise: unknown field; did you mean "batch_size"'),
         (digits(4), {'batch_size': 4}, r"several sections have it; write \*\*{'data.batch_size'"),
         (digits(4), {'config': 'imges'}, 'no file or recipe imges'),

@@ -209,7 +209,7 @@ def test_an_image_beside_class_folders_costs_the_labels_aloud(tmp_path, form, ca
     )
     prepare_data.prepare(str(path), str(tmp_path / 'out.npz'), (8, 8, 3))
     assert (
-        'loose.png lies beside the sub-folders bull, cow; for labels, move such images'
+        'loose.png lies beside the sub-folders bull, cow: move such images'
         in capsys.readouterr().out
     )
     with np.load(tmp_path / 'out.npz') as arrays:

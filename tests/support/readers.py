@@ -5,9 +5,11 @@ A part can be damaged before it is packed, so that the checksums of the package 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gzip
+import importlib.util
 import io
 import json
 import lzma
@@ -40,6 +42,7 @@ from jaxunet.metrics.torch_script import read_torch_script
 from jaxunet.prepare_data import prepare
 from jaxunet.profile import report as profile_report
 from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights import read_weights
 from jaxunet.weights.torch_adam import adam_state
 from jaxunet.weights.torch_file import TorchFile
@@ -260,6 +263,41 @@ MEMBERS = {
 }
 
 
+LABELLED = {
+    'a.png': MEMBERS['cat/a.png'],
+    'b.gif': MEMBERS['dog/b.gif'],
+    'dataset.json': b'{"labels": [["a.png", 3], ["b.gif", 0]]}',
+    'metadata.csv': b'file_name,kind\na.png,"x, y"\nb.gif,z\n',
+    'labels.csv': b'file_name,breed\na.png,4\nb.gif,0\n',
+    'a.json': b'{"way": 2}',
+    'b.json': b'{"way": "north"}',
+}
+
+
+def read_labelled(path: pathlib.Path) -> object:
+    sets = [open_source(str(path), image_shape=(8, 8, 3))]
+    for how in ('kind', 'breed', 'way'):
+        with contextlib.suppress(UserError):
+            sets.append(open_source(str(path), image_shape=(8, 8, 3), labels=how))
+    return [(each.labels, each.class_names) for each in sets]
+
+
+def table_parts(kind: str) -> Callable[[], Contents]:
+    def parts() -> Contents:
+        from pyarrow import BufferOutputStream, ipc, parquet, table  # noqa: PLC0415
+
+        rows = table({'image': list(MEMBERS.values()), 'label': [1, 0], 'kind': ['x', 'y']})
+        file = BufferOutputStream()
+        if kind == 'parquet':
+            parquet.write_table(rows, file)
+        else:
+            with ipc.new_stream(file, rows.schema) as stream:
+                stream.write_table(rows)
+        return {'file': file.getvalue().to_pybytes()}
+
+    return parts
+
+
 def data_bin() -> Contents:
     header = np.zeros(256, '<i4')
     header[:5] = 20240620, 2, 3, 8, 8
@@ -306,6 +344,7 @@ READERS = {
     'profile': Reader('x.csv', profile_csv, lines, profile_report.read_csv),
     'zip': Reader('x.zip', lambda: MEMBERS, archive, read_images),
     'deflated zip': Reader('x.zip', lambda: MEMBERS, deflated, read_compared),
+    'labels': Reader('x.zip', lambda: LABELLED, archive, read_labelled),
     'tar': Reader('x.tar', lambda: {'tar': plain_tar()}, alone, read_images),
     'tar.gz': Reader(
         'x.tar.gz', lambda: {'tar': plain_tar()}, lambda c: gzip.compress(alone(c), 1), read_images
@@ -393,6 +432,13 @@ READERS = {
         'x.npz', lambda: npz(images=IMAGES['images'][:2]), archive, read_finished
     ),
 }
+
+
+if importlib.util.find_spec('pyarrow'):
+    READERS |= {
+        kind: Reader(f'x.{kind}', table_parts(kind), alone, read_images)
+        for kind in ('parquet', 'arrow')
+    }
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from jaxunet.weights import (
     read_weights,
     unetcu,
     write_classifier,
+    write_folder,
     write_weights,
 )
 from jaxunet.weights.fields import network_fields
@@ -104,6 +105,22 @@ def own_pt(folder: pathlib.Path) -> None:
         (SMALL, moments(SMALL), 'holds no optimizer moments'),
     ):
         refused(message, lambda c=config, m=more: write_weights(folder / 'b.pt', {}, c, m))
+
+
+def diffusers_folder(folder: pathlib.Path) -> None:
+    classes = make(num_classes=2, **ONE_LEVEL)
+    write_folder(folder / 'a', random_params(classes), classes, class_names=('cat', 'dog'))
+    found = read_weights(folder / 'a')
+    same(found.params, random_params(classes))
+    assert (found.config, found.class_names) == (classes, ('cat', 'dog'))
+    edm = SMALL.replace(diffusion={'objective': 'edm'})
+    refused('diffusion.objective', lambda: write_folder(folder / 'b', random_params(edm), edm))
+
+
+def other_diffusers(folder: pathlib.Path) -> None:
+    write_folder(folder / 'a', random_params(SMALL), SMALL)
+    (folder / 'a' / 'vae').mkdir()
+    refused('a model of latents', lambda: read_weights(folder / 'a'))
 
 
 def unetcu_bin(folder: pathlib.Path) -> None:
@@ -296,6 +313,8 @@ def old_formats(folder: pathlib.Path) -> None:
 CHECKS: dict[tuple[str, str], Callable[[pathlib.Path], None]] = {
     ('jaxunet', '`.safetensors`'): own_safetensors,
     ('jaxunet', '`.pt`'): own_pt,
+    ('diffusers', 'folder of a'): diffusers_folder,
+    ('diffusers', 'latent and text-conditional'): other_diffusers,
     ('unet.cu', '`.bin`'): unetcu_bin,
     ('unet.cu', '`model_100.pt`'): unetcu_pt,
     ('guided-diffusion', '`model*.pt`'): guided,
