@@ -133,8 +133,8 @@ def check_exists(path: str) -> None:
             + (
                 why_missing(path)
                 or near_misses(file.name, siblings)
-                or '; expected a workdir, a checkpoint in one, a .bin, .pt or .safetensors file, '
-                'or a folder of diffusers'
+                or '; expected a workdir, a checkpoint in one, a .bin, .pt, .safetensors or .pkl '
+                'file, or a folder of diffusers'
             )
         )
 

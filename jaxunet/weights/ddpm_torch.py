@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError
+from jaxunet.weights.fields import NVLABS_ONLY
 from jaxunet.weights.inference import TIME_SCALE, Inferred, Shapes
 from jaxunet.weights.names import BlockNames, Entry, Module, Shape, entries
 
@@ -45,6 +46,7 @@ FIXED = {
     'max_period': 10000,
     'norm_groups': 32,
     'norm_eps': 1e-6,
+    **NVLABS_ONLY,
 }
 
 

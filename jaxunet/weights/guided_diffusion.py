@@ -17,6 +17,7 @@ import numpy as np
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.weights import names
+from jaxunet.weights.fields import NVLABS_ONLY
 from jaxunet.weights.inference import OBJECTIVES, Inferred, Shapes, Stated
 from jaxunet.weights.names import BlockNames, Entry, Shape, entries
 
@@ -52,6 +53,7 @@ FIXED = {
     'model.norm_groups': 32,
     'model.norm_eps': 1e-5,
     'model.downsample_padding': 'symmetric',
+    **{f'model.{name}': value for name, value in NVLABS_ONLY.items()},
 }
 FIXED_MODEL = {name.removeprefix('model.'): value for name, value in FIXED.items()}
 
@@ -76,7 +78,7 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
         classifier.
     """
     found = Shapes(shapes, source, PROGRAM)
-    base = found.base_channels('time_embed.0.weight')
+    base = _base_channels(found)
     inputs = found.get('input_blocks.0.0.weight', 4)[1]
     _check_is_diffusion_model(found)
     # Kind of resampling -> indices of the output blocks that end with it.
@@ -158,6 +160,16 @@ def _check_is_diffusion_model(found: Shapes) -> None:
             if any(name.startswith('middle_block.') for name in found.by_name)
             else f'{found.source}: output_blocks is missing: this is not a whole UNet'
         )
+
+
+def _base_channels(found: Shapes) -> int:
+    """Returns the base channels.
+
+    Our own files have wider sinusoids with `model.channel_mult_noise`.
+    """
+    width, waves = found.get('time_embed.0.weight', 2)
+    wider = width % 4 == 0 < width < 4 * waves and waves % (width // 4) == 0
+    return width // 4 if wider else found.base_channels('time_embed.0.weight')
 
 
 def _ends(found: Shapes, layer: str) -> list[int]:

@@ -27,7 +27,7 @@ def test_fields_of_an_objective():
     names = {path.partition('.')[2] for path in owners() if path.startswith('diffusion.')}
     objectives = {'edm_mean', 'edm_std', 'edm_sigma_data', 'flow_mean', 'flow_std'}
     consistency = {f'consistency_{name}' for name in ('of', 'q', 'stages', 'c')}
-    assert names == {*objectives, *consistency, 'vlb_weight'}
+    assert names == {*objectives, *consistency, 'edm_time_scale', 'vlb_weight'}
 
 
 def test_a_field_of_another_sampler_is_refused():
