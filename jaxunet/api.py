@@ -31,6 +31,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.unused import check_used
 from jaxunet.data.arrays import NAME, source_of
 from jaxunet.data.automatic import complete
+from jaxunet.data.reading import Reading
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result, check_metrics, compute
@@ -49,7 +50,8 @@ from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.preemption import Caller
 from jaxunet.training.start import check_workdir, open_checked
-from jaxunet.training.values import Recipe, chosen_values
+from jaxunet.training.tuning import tuned
+from jaxunet.training.values import Recipe, chosen_values, fields_by_path
 
 __all__ = ['Model', 'Run', 'UserError', 'evaluate', 'load', 'train', 'train_rows']
 
@@ -111,11 +113,11 @@ def train(
 
     Args:
       images: a path, as the field data.path; or arrays (n, height, width[, channels]) of one size,
-        uint8 or floats from 0 to 1; None = the path that `config` names.
+        uint8, uint16, floats from 0 to 1, or in `data.range`; None = the path that `config` names.
       workdir: the folder of the run.
       steps: optimizer steps in all, as the field train.steps; None = the choice of `config`.
       labels: with arrays: a class for each image, as whole numbers from 0 or as names. The model is
-        then class-conditional unless model.num_classes is set.
+        then class-conditional unless model.num_classes is set. With a path: the field data.labels.
       class_names: names of the labels 0, 1, ...
       config: name of a recipe, a config file or a config. What it leaves open is chosen from the
         images.
@@ -176,8 +178,13 @@ def train_rows(
     given = None
     if images is not None and not isinstance(images, str | os.PathLike):
         given = source_of(images, labels, class_names)
+    elif isinstance(labels, str) and class_names is None:
+        fields['data.labels'] = labels
     elif labels is not None or class_names is not None:
-        raise UserError('labels, class_names: belong to arrays of images, found a path')
+        raise UserError(
+            'labels, class_names: belong to arrays of images, found a path; its labels are named '
+            "by labels='COLUMN', 'names' or 'folders'"
+        )
     folder = pathlib.Path(expanded(workdir))
     if steps is not None:
         fields['train.steps'] = steps
@@ -186,7 +193,9 @@ def train_rows(
     with guarded('this run'), contextlib.nullcontext() if bar else hidden():
         values = chosen_values(config, fields, given)
         saved = newest_config(folder)
-        made = complete(values, saved, config_at(values.get('init_from')), given)
+        start = config_at(values.get('init_from'))
+        named = [path for path, _ in fields_by_path(fields)]
+        made = complete(tuned(values, saved, start, named), saved, start, given)
         check_used(made, earlier=[saved] if saved else [])
         check_workdir(made, folder)
         source = open_checked(made, given)
@@ -245,13 +254,13 @@ class _Thread(Caller):
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows until the thread ends."""
-        while (found := self._told.get()) is not None:
-            if isinstance(found, UserError):
+        while (row := self._told.get()) is not None:
+            if isinstance(row, UserError):
                 assert self._task is not None
                 self._task.abandon()
                 self._task = None
-                raise found
-            yield found
+                raise row
+            yield row
 
     def stop(self, error: BaseException) -> None:
         """Asks the run to stop, and waits until it has saved."""
@@ -313,13 +322,13 @@ def evaluate(
             base = to_dict(model.config) | {'seed': seed}
             config = resolve(base | {'evaluation': base['evaluation'] | changes})
             source = _reference(config, reference, path)
-            found = Evaluator(config, source, jax.local_devices()).measure(model.params)
+            results = Evaluator(config, source, jax.local_devices()).measure(model.params)
         else:
             if fields or num_samples is not None:
                 name = 'num_samples' if num_samples is not None else next(iter(fields))
                 raise UserError(f'{name}: needs a Model, which draws samples')
-            found = _compared(model, reference, metrics, features, seed)
-    return {result.label: result.value for result in found}
+            results = _compared(model, reference, metrics, features, seed)
+    return {result.label: result.value for result in results}
 
 
 def _reference(config: Config, images: object, path: str) -> Source | None:
@@ -333,7 +342,9 @@ def _reference(config: Config, images: object, path: str) -> Source | None:
     if path:
         return None
     source = source_of(images)
-    return source.at(config.image_shape) if config.model.low_res_size else source
+    if not config.model.low_res_size:
+        return source
+    return source.at(config.image_shape, Reading.of(config))
 
 
 def _compared(

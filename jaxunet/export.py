@@ -2,11 +2,13 @@
 
     python -m jaxunet.export --checkpoint PATH --output model.bin \\
         [--ema RATE|WIDTH|none] [--with_optimizer]
+    python -m jaxunet.export --checkpoint PATH --output folder/ --license mit
     python -m jaxunet.export --init --config configs/elephants64.py --output model.bin
     python -m jaxunet.export --classifier --checkpoint 64x64_classifier.pt --image_size 64 \\
         --output classifier.safetensors
 
-The extension of --output chooses the format. unet.cu's generate.py and train_unet read the .bin.
+The extension of --output chooses the format; a slash at its end, or --format=diffusers, writes a
+folder that diffusers loads, with a model card. unet.cu's generate.py and train_unet read the .bin.
 Tensors in .pt and .safetensors have guided-diffusion's names; --names=unet.cu writes a .pt for
 unet.cu's PyTorch network instead. --init writes untrained weights of a config's network.
 --classifier copies a classifier of noisy images between .pt and .safetensors.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
+import contextlib
 import pathlib
 from collections.abc import Sequence
 
@@ -24,6 +27,7 @@ import numpy as np
 from absl import flags
 
 from jaxunet.checkpoint import model_flags
+from jaxunet.checkpoint.folders import find
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
@@ -32,20 +36,28 @@ from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import is_remote, of_user
 from jaxunet.runtime.upload import check_uploadable
-from jaxunet.runtime.whole_files import check_file
+from jaxunet.runtime.whole_files import check_file, check_writable
+from jaxunet.training.evaluation import read_evaluations
 from jaxunet.weights import (
     PROGRAMS,
+    WRITTEN,
+    diffusers,
     extension_of,
+    names_folder,
     read_classifier,
     unetcu,
     write_classifier,
+    write_folder,
     write_weights,
 )
+from jaxunet.weights.diffusers_output import check_new
 from jaxunet.weights.guided_diffusion import PROGRAM
 from jaxunet.weights.guided_diffusion import flags as reader_flags
 
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.'
+    'checkpoint',
+    None,
+    'Workdir, checkpoint, .bin, .pt, .safetensors or .pkl file, or folder of diffusers.',
 )
 INIT = flags.DEFINE_bool(
     'init', False, 'Instead of --checkpoint: write untrained weights of the network of --config.'
@@ -53,8 +65,15 @@ INIT = flags.DEFINE_bool(
 OUTPUT = flags.DEFINE_string(
     'output',
     None,
-    'File to write: .bin (unet.cu), .pt (guided-diffusion, or as --names says) or .safetensors.',
+    'File to write: .bin (unet.cu), .pt (guided-diffusion, or as --names says) or .safetensors; or '
+    'a folder (diffusers), with a slash at its end or --format=diffusers.',
     required=True,
+)
+FORMAT = flags.DEFINE_enum(
+    'format', None, [diffusers.PROGRAM], 'Format of --output; default: as its name says.'
+)
+LICENSE = flags.DEFINE_string(
+    'license', '', 'For a folder of diffusers: the licence in its model card, such as mit.'
 )
 NAMES = flags.DEFINE_enum(
     'names', None, PROGRAMS, f'Names of the weights in a .pt; default: {PROGRAM}.'
@@ -103,9 +122,17 @@ def main(argv: Sequence[str]) -> None:
     if INIT.value == bool(CHECKPOINT.value):
         found = 'both' if INIT.value else 'none'
         raise UserError(f'--checkpoint, --init: expected one of them, found {found}')
-    extension_of(OUTPUT.value)
+    is_folder = names_folder(OUTPUT.value, FORMAT.value)
+    if is_folder:
+        check_folder()
+    else:
+        extension_of(OUTPUT.value, WRITTEN)
+        if LICENSE.present:
+            raise UserError('--license: only a folder of diffusers has a model card; leave it out')
     if is_remote(OUTPUT.value):
         check_uploadable(OUTPUT.value, '--output')
+    elif is_folder:
+        check_writable(OUTPUT.value, '--output')
     else:
         check_file(OUTPUT.value, '--output')
     if CLASSIFIER.value:
@@ -114,6 +141,18 @@ def main(argv: Sequence[str]) -> None:
     model = load(CHECKPOINT.value) if CHECKPOINT.value else fresh()
     if WITH_OPTIMIZER.value and model.moments is None:
         raise UserError(f'--with_optimizer: {CHECKPOINT.value} holds no moments of AdamW')
+    if is_folder:
+        write_folder(
+            OUTPUT.value,
+            model.params,
+            model.config,
+            class_names=model.class_names,
+            license_name=LICENSE.value,
+            step=model.step,
+            metrics=measured(model),
+        )
+        print(f'{model.note} -> {OUTPUT.value} ({diffusers.PROGRAM})')
+        return
     names, new_order = NAMES.value or PROGRAM, order(model)
     write_weights(
         OUTPUT.value,
@@ -132,6 +171,35 @@ def main(argv: Sequence[str]) -> None:
     if OUTPUT.value.lower().endswith('.pt') and names == PROGRAM:
         given = reader_flags(model.config, new_attention_order=new_order)
         print(f'{PROGRAM} reads it with {given}')
+
+
+def check_folder() -> None:
+    """Checks the flags for a folder of diffusers.
+
+    Raises:
+      UserError: a flag has no effect, or the folder exists.
+    """
+    others = {'names': NAMES, 'output_order': OUTPUT_ORDER, 'with_optimizer': WITH_OPTIMIZER}
+    others |= {'classifier': CLASSIFIER}
+    if named := [f'--{name}' for name, flag in others.items() if flag.present]:
+        raise UserError(f'{", ".join(named)}: no effect on a folder of diffusers; leave it out')
+    check_new(OUTPUT.value)
+
+
+def measured(model: Model) -> list[str]:
+    """Returns the metrics that a run measured at the step of its checkpoint, a line each."""
+    run = find(CHECKPOINT.value) if CHECKPOINT.value and model.step is not None else None
+    if run is None:
+        return []
+    with contextlib.suppress(OSError):
+        return [
+            f'{row["metric"]} {float(row["value"]):.4g} of {row["num_samples"]} samples '
+            f'({row["sampler"]}, {row["evaluations"]} evaluations) against {row["num_reference"]} '
+            f'images, features {row["features"]}'
+            for row in read_evaluations(run[0])
+            if int(row['step']) == model.step and row['value']
+        ]
+    return []
 
 
 def copy_classifier() -> None:
@@ -158,9 +226,9 @@ def copy_classifier() -> None:
             '--classifier: expected --preset or --config of the model that it guides, or '
             '--image_size; found none of them'
         )
-    found = read_classifier(path, config)
-    write_classifier(OUTPUT.value, found.params, found.config, found.classes)
-    print(f'{path}: {found.note} -> {OUTPUT.value}')
+    classifier = read_classifier(path, config)
+    write_classifier(OUTPUT.value, classifier.params, classifier.config, classifier.classes)
+    print(f'{path}: {classifier.note} -> {OUTPUT.value}')
 
 
 def load(path: str) -> Model:

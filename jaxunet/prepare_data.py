@@ -1,11 +1,13 @@
-"""Converts images to one file that opens at once: unet.cu's .bin, or an .npz of uint8 with labels.
+"""Converts images to one file that opens at once: unet.cu's .bin, or an .npz with labels.
 
     python -m jaxunet.prepare_data --input X --output Y.{bin,npz} --image_size 64 \\
-        [--channels 3] [--classes cat,dog] [--strict]
+        [--channels 3] [--labels COLUMN] [--classes cat,dog] [--background white] [--bits 8] \\
+        [--range LOW,HIGH] [--strict]
 
 The input is anything that `data.path` accepts. Images are cropped to their centre and resized
 (`jaxunet.data.pixels`), and written in sorted depth-first order of their paths. Images that already
-have the given size keep their pixels, so that a .bin of them equals unet.cu's byte for byte.
+have the given size keep their pixels, so that a .bin of them equals unet.cu's byte for byte, with
+--background=drop if they are transparent.
 Corrupt images and other files are listed, counted and left out; with --strict all of them are
 listed in an error, and nothing is written.
 """
@@ -20,13 +22,18 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from absl import flags
 
+from jaxunet.config import Config
+from jaxunet.config.relations import check_pixels
+from jaxunet.data.crop import Pixels, Shape
+from jaxunet.data.images import plain_colours
 from jaxunet.data.look import tell_pixels
-from jaxunet.data.pixels import BadImage, Pixels, Shape
+from jaxunet.data.pixels import BadImage
+from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.source import Source
 from jaxunet.data.sources import compressed_tar, open_source, open_unpacked_tar
 from jaxunet.data.tar import decompress
@@ -41,19 +48,35 @@ from jaxunet.runtime.whole_files import check_file, written
 INPUT = flags.DEFINE_string(
     'input',
     None,
-    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), .npz, .bin(.gz), digits:, '
-    'cifar10:[PATH], cifar10_test:[PATH].',
+    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), x-{00..99}.tar, .parquet, .arrow, '
+    'LMDB, .npz, .bin(.gz), digits:, cifar10:[PATH], cifar10_test:[PATH].',
 )
 OUTPUT = flags.DEFINE_string(
     'output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).'
 )
 IMAGE_SIZE = flags.DEFINE_string('image_size', None, 'SIDE or HEIGHT,WIDTH in pixels.')
 CHANNELS = flags.DEFINE_integer(
-    'channels', 3, "1 (grey) or 3 (RGB); for other channels of an .npz or .bin, the input's number."
+    'channels',
+    3,
+    '1 (grey) or 3 (RGB), or 4 with --background=keep; for other channels of an .npz, .npy or '
+    ".bin, the input's number.",
+)
+BACKGROUND = flags.DEFINE_string(
+    'background', 'white', 'As data.background: white, black, #rrggbb, keep or drop.'
+)
+BITS = flags.DEFINE_enum(
+    'bits', '8', ('8', '16'), 'Bits of each channel to write, as data.bits; 16 in .npz only.'
+)
+RANGE = flags.DEFINE_list(
+    'range',
+    [],
+    'LOWEST,HIGHEST value of the images, such as 0,4095, as data.range. Written images use all of '
+    'their bits.',
 )
 CLASSES = flags.DEFINE_list(
     'classes', [], 'Keep only these classes; they become labels 0, 1, ... in this order.'
 )
+LABELS = flags.DEFINE_string('labels', '', 'Where the labels come from, as data.labels.')
 STRICT = flags.DEFINE_bool(
     'strict', False, 'Fail and write nothing if any file is corrupt or not an image.'
 )
@@ -76,8 +99,34 @@ def main(argv: Sequence[str]) -> None:
         )
     shape = (*parse_size(IMAGE_SIZE.value), CHANNELS.value)
     prepare(
-        INPUT.value, OUTPUT.value or '', shape, classes=tuple(CLASSES.value), strict=STRICT.value
+        INPUT.value,
+        OUTPUT.value or '',
+        shape,
+        labels=LABELS.value,
+        classes=tuple(CLASSES.value),
+        strict=STRICT.value,
+        reading=parse_reading(),
     )
+
+
+def parse_reading() -> Reading:
+    """Returns the reading that the flags state.
+
+    Raises:
+      UserError: a flag has another form.
+    """
+    try:
+        values = tuple(map(float, RANGE.value))
+    except ValueError:
+        raise UserError(
+            f'--range: expected LOWEST,HIGHEST, found {",".join(RANGE.value)!r}'
+        ) from None
+    data = {'background': BACKGROUND.value, 'bits': int(BITS.value), 'range': values}
+    config = Config().replace(data=data, model={'image_channels': CHANNELS.value})
+    for problem in check_pixels(config):
+        text = problem.replace('data.', '--').replace('model.image_', '--')
+        raise UserError(text)
+    return Reading.of(config)
 
 
 def parse_size(text: str | None) -> tuple[int, int]:
@@ -106,8 +155,10 @@ def prepare(
     output: str,
     image_shape: Shape,
     *,
+    labels: str = '',
     classes: tuple[str, ...] = (),
     strict: bool = False,
+    reading: Reading = PLAIN,
 ) -> None:
     """Writes the images of `path` to a complete .bin or .npz, or none, and prints a report.
 
@@ -115,8 +166,9 @@ def prepare(
       path: anything that `data.path` accepts.
       output: the file to write.
       image_shape: (height, width, channels) of the images in it.
-      classes: see `open_source`.
+      labels, classes: see `open_source`.
       strict: fail if any file must be left out.
+      reading: how stored values become pixels.
 
     Raises:
       UserError: the path is wrong, no image is usable, the file cannot be written, or with `strict`
@@ -130,13 +182,18 @@ def prepare(
         )
     if image_shape[2] < 1:
         raise UserError(f'--channels: expected 1 (grey) or 3 (RGB), found {image_shape[2]}')
+    if target.suffix == '.bin' and (reading.bits != 8 or reading.keeps):
+        raise UserError(
+            f'--output: {target} holds opaque pixels of 8 bits; write an .npz for --bits=16 or '
+            '--background=keep'
+        )
     check_file(target, '--output')
     if target.exists() and Path(expanded(path)).exists() and target.samefile(Path(expanded(path))):
         raise UserError(f'--output: {target} is the input; choose another name')
     try:
         with (
             written(target, '--output') as partial,
-            _opened(path, image_shape, classes, target.parent) as source,
+            _opened(path, image_shape, labels, classes, target.parent, reading) as source,
         ):
             tell_pixels(source)
             write = _write_bin if target.suffix == '.bin' else _write_npz
@@ -153,16 +210,29 @@ def prepare(
 
 
 @contextlib.contextmanager
-def _opened(path: str, shape: Shape, classes: tuple[str, ...], scratch: Path) -> Iterator[Source]:
+def _opened(
+    path: str,
+    shape: Shape,
+    labels: str,
+    classes: tuple[str, ...],
+    scratch: Path,
+    reading: Reading,
+) -> Iterator[Source]:
     """Opens the source; a compressed tar is unpacked into `scratch` first, not into memory."""
+    how: Any = {
+        'image_shape': shape,
+        'labels': labels,
+        'classes': classes,
+        'option': '--classes',
+        'reading': reading,
+    }
     if (tar := compressed_tar(path)) is None:
-        # `_report` lists the files that are not images.
-        yield open_source(path, image_shape=shape, classes=classes, option='--classes', warn=False)
+        yield open_source(path, **how, warn=False)  # `_report` lists the files that are no images
         return
     with tempfile.TemporaryDirectory(prefix='.prepare_data.', dir=scratch) as folder:
         plain = Path(folder) / 'unpacked.tar'
         decompress(tar, plain)
-        yield open_unpacked_tar(plain, path, image_shape=shape, classes=classes, option='--classes')
+        yield open_unpacked_tar(plain, path, **how)
 
 
 @dataclass
@@ -219,10 +289,10 @@ def _write_bin(source: Source, partial: Path) -> _Counts:
 
 def _write_npz(source: Source, partial: Path) -> _Counts:
     counts = _Counts()
-    images = np.empty((len(source), *source.image_shape), np.uint8)
+    images = np.empty((len(source), *source.image_shape), source.reading.dtype)
     rows: list[int] = []
     for index, image in _images(source, counts):
-        images[len(rows)] = image
+        images[len(rows)] = plain_colours(image) if source.reading.keeps else image
         rows.append(index)
     arrays = {'images': images[: len(rows)]}
     if source.class_names:
@@ -266,10 +336,7 @@ def _report(target: Path, source: Source, counts: _Counts, left_out: list[tuple[
     files = '1 file' if len(left_out) == 1 else f'{len(left_out)} files'
     print(f'{target}: {counts.kept} images of {height}x{width}x{channels}; {files} left out')
     if source.unlabelled_by and target.suffix == '.npz':
-        print(
-            f'warning: no labels, as {source.unlabelled_by}; '
-            'for labels, move such images into a class sub-folder or away'
-        )
+        print(f'warning: no labels, as {source.unlabelled_by}')
     if counts.enlarged:
         print(
             f'note: {counts.enlarged} of {counts.kept} images had to be enlarged to '

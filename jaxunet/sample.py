@@ -13,18 +13,13 @@ Guided to a class by a classifier's gradient:
     python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64 \\
         --classifier 64x64_classifier.pt --classifier_scale 1.0
 
-Guided by the mistakes of an earlier checkpoint of the run:
-
-    python -m jaxunet.sample --checkpoint runs/photos --guidance_scale 2 \\
-        --guide runs/photos/checkpoints/2000
-
 Larger versions of given pictures:
 
     python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
         --low_res samples64.npz
 
-PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
-ddpm-torch) or .safetensors file.
+PATH is a workdir, one checkpoint in it, a weight file or a folder of diffusers (docs/weights.md),
+or OWNER/NAME of a model on the Hugging Face hub.
 
 Finished batches are kept in `samples.png.partial` until the output is complete. To resume an
 interrupted command, run it again; batch size and devices may change, and there may be more samples.
@@ -51,6 +46,7 @@ from jaxunet.checkpoint.store import checksum
 from jaxunet.config import PRECISIONS, Config, split_backend
 from jaxunet.data.classes import Classes, label_table
 from jaxunet.data.images import check_output, class_columns, save_images
+from jaxunet.data.reading import Reading
 from jaxunet.model.unet import Params
 from jaxunet.runtime import command, compiled_cache, distributed
 from jaxunet.runtime.command import interrupted
@@ -67,7 +63,7 @@ from jaxunet.sampling.progress import counted
 
 flags.adopt_module_key_flags(how)
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
+    'checkpoint', None, 'Workdir, checkpoint, weight file or folder, or OWNER/NAME.', required=True
 )
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',
@@ -96,7 +92,7 @@ DEVICES = flags.DEFINE_integer(
     'devices', 0, 'Number of devices of this machine to use; 0 = all.', lower_bound=0
 )
 OUTPUT = flags.DEFINE_string(
-    'output', 'samples.png', 'X.png: one grid; X.npz: arrays; a folder: one PNG per image.'
+    'output', 'samples.png', 'X.png: one grid; X.npz, X.npy: arrays; a folder: one PNG per image.'
 )
 EMA = flags.DEFINE_string(
     'ema',
@@ -177,7 +173,7 @@ def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
     compiled_cache.enable_compilation_cache()
     model, config = load()
-    check_output(OUTPUT.value, config.model.image_channels)
+    check_output(OUTPUT.value, config.model.image_channels, Reading.of(config))
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
     guide = how.guide(config)
     classes = guide.classifier.classes if guide else config.model.num_classes
@@ -236,8 +232,8 @@ def run() -> None:
                 'and the memory of this machine, or choose another --output'
             )
     shown = 0 if low_res or CLASS_LABELS.value is not None else classes  # in turn, one a column
-    columns = class_columns(shown, count)
-    save_images(OUTPUT.value, images, labels, columns=columns)
+    columns, reading = class_columns(shown, count), generator.reading
+    save_images(OUTPUT.value, images, labels, columns=columns, reading=reading)
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
 
@@ -251,7 +247,7 @@ def load() -> tuple[Model, Config]:
 
 def check_memory(count: int, config: Config) -> None:
     """Raises `UserError` if the samples exceed this machine's memory, where they are collected."""
-    needed = count * math.prod(config.image_shape)
+    needed = count * math.prod(config.image_shape) * config.data.bits // 8
     memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if needed > memory:
         raise UserError(

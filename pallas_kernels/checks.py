@@ -51,10 +51,10 @@ def check_gpu(*, hopper: bool = False) -> None:
       SystemExit: there is no such GPU, or JAXUNET_KERNELS excludes its kernels.
     """
     try:
-        found = device.target()
+        target = device.target()
     except (device.UnsupportedDeviceError, UserError) as error:
         sys.exit(f'error: {error}')
-    if hopper and found is not device.Target.HOPPER:
+    if hopper and target is not device.Target.HOPPER:
         sys.exit(
             f'error: expected a GPU of compute capability 9.0 without {device.VARIABLE}, '
             f'found {device.label()}'

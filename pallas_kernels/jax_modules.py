@@ -38,10 +38,10 @@ NAMES = {
 def unavailable() -> str | None:
     """Says what this machine, or this version of JAX, lacks for the kernels; None if they run."""
     try:
-        found = device.target()
+        target = device.target()
     except device.UnsupportedDeviceError as error:
         return str(error)
-    if found is not device.Target.HOPPER:
+    if target is not device.Target.HOPPER:
         chosen = device.kernels()
         by = '' if chosen is device.Kernels.FASTEST else f' with {device.VARIABLE}={chosen.value}'
         return (
@@ -61,7 +61,7 @@ def check_runs() -> None:
         raise UserError(f'backend=pallas: {lacks}; use backend=cuda or xla')
 
 
-def takes(op: str, problem: str | None) -> bool:
+def supports(op: str, problem: str | None) -> bool:
     """Returns True if the kernels take a call; otherwise XLA runs it, and the log says so.
 
     Args:
@@ -105,8 +105,8 @@ def __getattr__(name: str) -> Any:
 
 def _load(source: str) -> Any:
     module, _, name = source.partition(':')
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported
 
 
 def _message(source: str, error: Exception) -> str:

@@ -15,6 +15,8 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.model.unet import build_unet
 from jaxunet.ops import backends, references
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.runtime import device, plugins
 from jaxunet.runtime.errors import UserError
 from pallas_kernels import hopper_views, jax_modules
@@ -180,7 +182,8 @@ def call_conv3x3(ops, dtype, channels, features, side):
 
     def loss(x, kernel):
         shift = jnp.zeros((1, features), jnp.float32)
-        return jnp.sum(ops['conv3x3'](Activation.of(x), kernel, shift).value)
+        conv = Convolution(image=Activation.of(x), kernel=kernel, shift=shift)
+        return jnp.sum(ops['conv3x3'](conv).value)
 
     return jax.grad(loss, (0, 1)), (x, kernel)
 
@@ -194,7 +197,7 @@ def call_group_norm(ops, dtype, channels, groups):
     x = jax.ShapeDtypeStruct((2, 8, 8, channels), dtype)
     vector = jnp.ones((1, channels), jnp.float32)
     return (
-        lambda x: ops['group_norm'](Activation.of(x), vector, vector, groups=groups),
+        lambda x: ops['group_norm'](Activation.of(x), Norm(vector, vector, groups)),
         (x,),
     )
 

@@ -17,6 +17,8 @@ from jaxunet import config
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import choose
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Conv3x3, Ops
 from jaxunet.runtime import device
@@ -38,13 +40,16 @@ class Calls:
         self.ops = Ops(*(self._noting(name, op) for name, op in ops._asdict().items()))
 
     def _noting(self, name: str, op: Op) -> Op:
-        def call(x: Activation | jax.Array, *arguments: jax.Array, **options: object) -> object:
-            kernel = next((a for a in arguments if a.ndim == 4), None)
+        def call(
+            first: Convolution | Activation | jax.Array, *arguments: object, **options: object
+        ) -> object:
+            x, features = first, 0
+            if isinstance(first, Convolution):
+                x, features = first.image, first.kernel.shape[-1]
             parts = x.parts if isinstance(x, Activation) else (x,)
             shape = (*parts[0].shape[:-1], sum(p.shape[-1] for p in parts))
-            features = 0 if kernel is None else kernel.shape[-1]
             self.seen.append((name.removesuffix('_and_input'), shape, len(parts), features))
-            return op(x, *arguments, **options)
+            return op(first, *arguments, **options)
 
         return call
 
@@ -119,7 +124,10 @@ def test_a_fallback_would_be_seen() -> None:
     shift = jax.ShapeDtypeStruct((1, 64), 'float32')
 
     def twice(op: Conv3x3) -> Function:
-        step = jax.jit(lambda x, kernel, shift: op(Activation.of(x), kernel, shift).value)
+        def convolve(x: jax.Array, kernel: jax.Array, shift: jax.Array) -> jax.Array:
+            return op(Convolution(image=Activation.of(x), kernel=kernel, shift=shift)).value
+
+        step = jax.jit(convolve)
         return lambda x, kernel, shift: step(step(x, kernel, shift), kernel, shift)
 
     def counted(function: Function) -> collections.Counter[str]:
@@ -144,10 +152,12 @@ def test_equal_calls_share_one_lowering() -> None:
     """
 
     def network(x: jax.Array, kernel: jax.Array, vector: jax.Array, packed: jax.Array) -> jax.Array:
+        norm = Norm(vector, vector)
         for _ in range(3):
-            x = PALLAS.norm_silu_conv3x3(Activation.of(x), vector, vector, kernel, vector).value
-            x = PALLAS.conv3x3(Activation.of(x), kernel, vector).value
-            x = PALLAS.group_norm(Activation.of(x), vector, vector, silu=True)
+            conv = Convolution(image=Activation.of(x), norm=norm, kernel=kernel, shift=vector)
+            x = PALLAS.norm_silu_conv3x3(conv).value
+            x = PALLAS.conv3x3(conv.of(x)).value
+            x = PALLAS.group_norm(Activation.of(x), norm, silu=True)
             packed = jnp.tile(PALLAS.attention(packed, num_heads=2), 3)
         return jnp.sum(x.astype(jnp.float32)) + jnp.sum(packed.astype(jnp.float32))
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import jax
 import pytest
 
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.runtime import device
 from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient
@@ -53,22 +55,26 @@ def chosen(key: Key) -> tuple[DataclassInstance, str]:
         tile = hopper_weight_gradient.choose_tile(inputs, dy)
         assert hopper_weight_gradient.supports(inputs, dy, tile) is None
         return tile, hopper_weight_gradient.shape_class(inputs, dy)
-    named: dict[str, object] = {'flipped': 'flipped' in options}
-    weights = (
-        array(3, 3, *features, sum(parts))
-        if named['flipped']
-        else array(3, 3, sum(parts), *features)
-    )
+    flipped, affine, residual, shortcut = 'flipped' in options, None, None, None
+    ends = (*features, sum(parts)) if flipped else (sum(parts), *features)
     for option in options:
         if option == 'activated':
-            named['affine'] = (array(numbers(image)[0], sum(parts), dtype='float32'),) * 2
+            affine = (array(numbers(image)[0], sum(parts), dtype='float32'),) * 2
         elif 'added' in option or 'projected' in option:
-            named['residual'] = tuple(array(*numbers(image), c) for c in numbers(option))
+            residual = Activation(tuple(array(*numbers(image), c) for c in numbers(option)))
             if 'projected' in option:
-                named['shortcut'] = array(sum(numbers(option)), *features)
-    tile = hopper.choose_tile(inputs, weights, **named)
-    assert hopper.supports(inputs, weights, tile=tile, **named) is None
-    return tile, hopper.shape_class(inputs, weights, **named)
+                shortcut = array(sum(numbers(option)), *features)
+    conv = Convolution(
+        image=Activation(inputs),
+        kernel=array(3, 3, *ends),
+        shift=array(1, *features, dtype='float32'),
+        residual=residual,
+        shortcut=shortcut,
+    )
+    call = hopper.Call(conv, affine, flipped)
+    tile = hopper.choose_tile(call)
+    assert hopper.supports(call, tile) is None
+    return tile, hopper.shape_class(call)
 
 
 def test_committed_tables() -> None:

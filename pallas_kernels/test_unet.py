@@ -12,6 +12,8 @@ from support.tiny import tiny_config
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import choose
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +72,10 @@ def test_loss_and_gradients_are_those_of_xla(model):
 
 def conv(x, kernel):
     one, zero = jnp.ones((1, x.shape[-1]), x.dtype), jnp.zeros((1, kernel.shape[-1]), x.dtype)
-    split = Activation.of(x)
-    ops = choose('pallas').ops
-    y = ops.norm_silu_conv3x3(split, one, one, kernel, zero, residual=split, groups=2)
+    image = Activation.of(x)
+    y = choose('pallas').ops.norm_silu_conv3x3(
+        Convolution(image=image, norm=Norm(one, one, 2), kernel=kernel, shift=zero, residual=image)
+    )
     return jnp.sum(jnp.sin(y.value))
 
 

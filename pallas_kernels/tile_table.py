@@ -69,7 +69,7 @@ def load(kind: str) -> Mapping[Key, Entry]:
             'no measured tiles for %s (%s): kernels take their default tiles', kind, file.name
         )
         return {}
-    found: dict[Key, Entry] = {}
+    entries: dict[Key, Entry] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
             row = json.loads(line)
@@ -82,10 +82,10 @@ def load(kind: str) -> Mapping[Key, Entry]:
                 f'{file}:{number}: expected kernel, dtype, shape, tile and us, '
                 f'found {line[:80]!r} ({error}); correct the line'
             ) from None
-        if key in found:
+        if key in entries:
             raise ValueError(f'{file}:{number}: {key} is there twice; remove one of the lines')
-        found[key] = entry
-    return found
+        entries[key] = entry
+    return entries
 
 
 def _entry(kernel: str, dtype: DTypeLike, shape: str) -> Entry | None:

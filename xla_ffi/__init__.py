@@ -49,7 +49,7 @@ def unavailable() -> str | None:
         return f'this version has no CUDA kernels yet for {", ".join(lacking)}'
     driver = _cuda.driver_version()
     if driver < _cuda.needed_driver:
-        found = (
+        present = (
             f'a driver for CUDA {driver // 1000}.{driver % 1000 // 10}'
             if driver
             else 'no NVIDIA driver'
@@ -62,7 +62,7 @@ def unavailable() -> str | None:
         )
         return (
             f'the kernels were built with CUDA {major} and need an NVIDIA driver of {version}; '
-            f'found {found}'
+            f'found {present}'
         )
     gpu = jax.devices()[0]
     if gpu.platform != 'gpu':
@@ -75,10 +75,10 @@ def unavailable() -> str | None:
         return (
             f'the kernels need compute capability 8.0 or later; {gpu.device_kind} has {capability}'
         )
-    fastest = device.asked() is device.Kernels.FASTEST
+    fastest = device.requested() is device.Kernels.FASTEST
     if not _runs_on(_cuda.architectures, capability, fastest=fastest):
-        found = f'{gpu.device_kind} has compute capability {capability}'
-        return f'the kernels are built for {_cuda.architectures}; {found}; {_how_to_build()}'
+        present = f'{gpu.device_kind} has compute capability {capability}'
+        return f'the kernels are built for {_cuda.architectures}; {present}; {_how_to_build()}'
     return None
 
 

@@ -18,17 +18,17 @@ def check_parts(op: str, name: str, activation: Activation) -> None:
     _check(op, name, 'parts', len(activation.parts), MAX_PARTS, remedy)
 
 
-def check_arrays(op: str, name: str, found: int) -> None:
+def check_arrays(op: str, name: str, count: int) -> None:
     """Checks that a call has no more arrays of a kind than the handlers of the optimizer take.
 
     Raises:
       ValueError: it has more; the message names the operand.
     """
-    _check(op, name, 'arrays', found, MAX_ARRAYS, 'use the xla backend')
+    _check(op, name, 'arrays', count, MAX_ARRAYS, 'use the xla backend')
 
 
-def _check(op: str, name: str, unit: str, found: int, most: int, remedy: str) -> None:
-    if found > most:
+def _check(op: str, name: str, unit: str, count: int, most: int, remedy: str) -> None:
+    if count > most:
         raise ValueError(
-            f'{op}: {name}: {found} {unit}; the CUDA kernels take at most {most}; {remedy}'
+            f'{op}: {name}: {count} {unit}; the CUDA kernels take at most {most}; {remedy}'
         )

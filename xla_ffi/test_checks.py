@@ -1,5 +1,6 @@
 """Operands beyond the limits of the CUDA kernels are errors when a program is traced."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from xla_ffi.adamw.narrow import narrow
 from xla_ffi.adamw.pack import pack
 from xla_ffi.adamw.update import adamw, sum_of_squares
@@ -22,26 +25,28 @@ def activation(parts: int) -> Activation:
 
 def norm(parts: int) -> jax.Array:
     row = jnp.zeros((1, 8 * parts))
-    return BACKEND.ops['group_norm'](activation(parts), row, row, groups=8)
+    return BACKEND.ops['group_norm'](activation(parts), Norm(row, row, 8))
+
+
+def operands(parts: int) -> Convolution:
+    kernel, shift = jnp.zeros((3, 3, 8 * parts, 8)), jnp.zeros((1, 8))
+    return Convolution(image=activation(parts), kernel=kernel, shift=shift)
 
 
 def norm_conv(parts: int) -> Activation:
     row = jnp.zeros((1, 8 * parts))
-    kernel, shift = jnp.zeros((3, 3, 8 * parts, 8)), jnp.zeros((1, 8))
-    op = BACKEND.ops['norm_silu_conv3x3']
-    return op(activation(parts), row, row, kernel, shift, groups=8)
+    conv = dataclasses.replace(operands(parts), norm=Norm(row, row, 8))
+    return BACKEND.ops['norm_silu_conv3x3'](conv)
 
 
 def conv(parts: int) -> Activation:
-    kernel, shift = jnp.zeros((3, 3, 8 * parts, 8)), jnp.zeros((1, 8))
-    return BACKEND.ops['conv3x3'](activation(parts), kernel, shift)
+    return BACKEND.ops['conv3x3'](operands(parts))
 
 
 def projected(parts: int) -> Activation:
-    kernel, shift = jnp.zeros((3, 3, 8, 8)), jnp.zeros((1, 8))
     shortcut = jnp.zeros((8 * parts, 8))
-    op = BACKEND.ops['conv3x3']
-    return op(activation(1), kernel, shift, residual=activation(parts), shortcut=shortcut)
+    conv = dataclasses.replace(operands(1), residual=activation(parts), shortcut=shortcut)
+    return BACKEND.ops['conv3x3'](conv)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_more_parts_than_the_kernels_read_are_an_error_when_traced(call, operand
         (pack, 'pack: gradients'),
         (
             lambda arrays: adamw(
-                Rule(0.9, 0.999, 1e-8, 0.0),
+                Constants(0.9, 0.999, 1e-8, 0.0),
                 *(arrays,) * 4,
                 [],
                 take=jnp.asarray(True),

@@ -63,9 +63,9 @@ def check_kernels() -> None:
     Raises:
       UserError: the environment variable JAXUNET_KERNELS leaves some out.
     """
-    if device.asked() is not device.Kernels.FASTEST:
+    if device.requested() is not device.Kernels.FASTEST:
         raise UserError(
-            f'--choose: {device.VARIABLE}={device.asked().value} leaves out kernels that '
+            f'--choose: {device.VARIABLE}={device.requested().value} leaves out kernels that '
             'backend=auto may use here; unset it'
         )
 

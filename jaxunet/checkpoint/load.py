@@ -1,7 +1,7 @@
 """Loads a model from any path.
 
-The path is a workdir, one checkpoint in it, or a weight file of unet.cu, guided-diffusion or this
-project.
+The path is a workdir, one checkpoint in it, a weight file of this or another program, or a folder
+of diffusers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from absl import logging
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.averages import pick_weights
 from jaxunet.checkpoint.fine_tune import Network, fit
+from jaxunet.checkpoint.folders import find
 from jaxunet.checkpoint.optimizer import get_moments
 from jaxunet.checkpoint.state import TrainState, state_from_weights
 from jaxunet.config import Config
+from jaxunet.config.consistency import NEEDS_WEIGHTS, check_teacher
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import why_missing
 from jaxunet.runtime.remote import on_disk
-from jaxunet.weights import Stated, check_tree, read_weights
+from jaxunet.weights import Stated, check_tree, hub, is_folder, read_weights
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Model:
       note: describes which weights these are.
       class_names: names of the labels 0, 1, ...; empty if the source has none.
       new_attention_order: for a weight file, see `jaxunet.weights.Weights`.
+      step: step of a checkpoint; None for a weight file.
     """
 
     config: Config
@@ -46,6 +49,7 @@ class Model:
     note: str
     class_names: tuple[str, ...] = ()
     new_attention_order: bool | None = None
+    step: int | None = None
 
 
 def load_model(
@@ -78,8 +82,10 @@ def load_model(
         or an option does not apply to the file.
     """
     path = on_disk(path)
+    if not pathlib.Path(path).exists() and hub.is_name(path):
+        path = hub.downloaded(path)
     check_exists(path)
-    if pathlib.Path(path).is_dir():
+    if _is_run(path):
         if config is not None:
             raise UserError(
                 f'{path}: a checkpoint holds its own config; leave --config and --preset out'
@@ -108,6 +114,12 @@ def load_model(
     )
 
 
+def _is_run(path: str) -> bool:
+    """Returns True for a folder that is not one of diffusers, and so should be a run."""
+    folder = pathlib.Path(path)
+    return folder.is_dir() and (find(folder) is not None or not is_folder(folder))
+
+
 def check_exists(path: str) -> None:
     """Checks that there is something at the path of a model.
 
@@ -121,7 +133,8 @@ def check_exists(path: str) -> None:
             + (
                 why_missing(path)
                 or near_misses(file.name, siblings)
-                or '; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file'
+                or '; expected a workdir, a checkpoint in one, a .bin, .pt, .safetensors or .pkl '
+                'file, or a folder of diffusers'
             )
         )
 
@@ -135,6 +148,7 @@ def _from_checkpoint(path: str, ema: str) -> Model:
         get_moments(restored.state.opt_state),
         f'{path}, step {int(restored.state.step)}, {picked.note}',
         restored.facts.class_names,
+        step=int(restored.state.step),
     )
 
 
@@ -167,6 +181,8 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
       UserError: there are no weights there, or the config's network cannot start from them.
     """
     if not config.init_from:
+        if config.diffusion.objective == 'consistency':
+            raise UserError(NEEDS_WEIGHTS)
         return None
     initial = fit_initial(config, class_names)
     logging.info('starting from %s:\n  %s', initial.note, '\n  '.join(initial.report))
@@ -194,6 +210,8 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
         )
     except UserError as error:
         raise UserError(str(error).replace('--ema', 'init_from_ema')) from None
+    if config.diffusion.objective == 'consistency':
+        check_teacher(model.config, config.init_from, config.diffusion.consistency_of)
     fitted = fit(
         model.params,
         Network(model.config, model.class_names),
@@ -202,7 +220,7 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
     )
     check_tree(fitted.params, config)
     # The moments of a run belong to the weights it trained, not to their averages.
-    averaged = pathlib.Path(on_disk(config.init_from)).is_dir() and config.init_from_ema != 'none'
+    averaged = _is_run(on_disk(config.init_from)) and config.init_from_ema != 'none'
     has_moments = model.moments is not None and not averaged
     reason = '' if fitted.complete else 'not all weights are kept'
     if config.optimizer.name == 'muon':

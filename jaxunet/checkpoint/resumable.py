@@ -8,9 +8,9 @@ from jaxunet.config import Config, diff
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import needed_fields
 
-# Prefixes of the fields that give the arrays of a checkpoint their shape or meaning, or choose the
-# images that a run never trains on. A run that resumes may change any other field, and the model
-# fields that matter only in training.
+# Prefixes of the fields that give the arrays of a checkpoint or the pixels their shape or meaning,
+# or choose the images that a run never trains on. A run that resumes may change any other field,
+# and the model fields that matter only in training.
 FIXED_FIELDS = (
     'model.',
     'diffusion.',
@@ -18,6 +18,8 @@ FIXED_FIELDS = (
     'ema.widths',
     'optimizer.name',
     'data.holdout',
+    'data.bits',
+    'data.range',
 )
 FREE_MODEL_FIELDS = ('model.dropout', 'model.label_dropout', 'model.remat')
 
@@ -58,6 +60,10 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
         fixed += [c for c in changes if c.startswith('data.augment:')]
     elif now.augmentation_inputs:  # the layer's weights have the rule's meaning
         fixed += [c for c in changes if c.startswith('data.augment_rule:')]
+    labels = saved.data.labels, now.data.labels
+    # Runs of earlier versions took folders, which a file of labels beside them now replaces.
+    if now.model.num_classes and labels != ('', 'folders'):
+        fixed += [c for c in changes if c.startswith('data.labels:')]
     if fixed:
         advice = (
             f', or start from its weights with --config.init_from={workdir}'

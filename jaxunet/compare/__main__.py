@@ -7,9 +7,9 @@
     python -m jaxunet.compare --output runs/compare --plot_only
 
 With `--file`, a comparison file states everything: methods, seeds, times, how samples are drawn and
-measured, and the protocol (`jaxunet.compare.study_file` lists its keys). One process starts for
-each entry of `--devices`, and the processes divide the runs among themselves; two processes share a
-device that is listed twice. A run that crashes its process fails alone. The same command continues
+measured, and the protocol (`jaxunet.compare.comparison_file` lists its keys). Each entry of
+`--devices` gets a process, and the processes divide the runs among themselves; two share a device
+that is listed twice. A run that crashes its process fails alone. The same command continues
 where the last one stopped, even in the middle of a run, so the work can be spread over several
 sessions (`--limit`). FILE:METHODS runs only these methods. The command writes report.md,
 quality.png, rows.jsonl and stretches.jsonl to `OUTPUT`; the report lists the missing runs and the
@@ -39,18 +39,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.compare import BEGAN, flags_study, report, study_runner
-from jaxunet.compare.flags_study import measure_step_costs
+from jaxunet.compare import BEGAN, flags_comparison, report, runner
+from jaxunet.compare.comparison import Comparison
+from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.compare.jobs import base_config
-from jaxunet.compare.methods import (
-    FORM,
-    METHODS,
-    parse_counts,
-    parse_methods,
-    parse_seconds,
-)
-from jaxunet.compare.study import Study
-from jaxunet.compare.study_file import read_study
+from jaxunet.compare.methods import FORM, METHODS, numbers_by_method, parse_methods
 from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
@@ -143,38 +136,32 @@ def main(argv: Sequence[str]) -> int:
       UserError: a flag or a file is wrong.
     """
     _check_flags()
-    directory = pathlib.Path(OUTPUT.value)
     if PLOT.value:
         check_plots()
-    if not PLOT_ONLY.value:
-        # A run must not outlive the comparison, and its work so far gets a row.
-        interrupt_when_terminated()
+    directory = pathlib.Path(OUTPUT.value)
+    path, _, part = FILE.value.partition(':')
+    comparison = read_comparison(path) if path else None
     problems: list[str] = []
     stopped = False
-    path, _, part = FILE.value.partition(':')
-    study = read_study(path) if path else None
     if PLOT_ONLY.value:
-        study = study or flags_study.load(directory)
+        comparison = comparison or flags_comparison.load(directory)
     else:
+        # A run must not outlive the comparison, and its work so far gets a row.
+        interrupt_when_terminated()
         compiled_cache.enable_compilation_cache()
-        stated = None if study else state()
+        by_flags = None if comparison else _by_flags()
         try:
             with opened(directory, '--output'):
-                if stated:
-                    study, problems = prepare(stated, directory)
-                if study and TRAIN.value:
-                    problems += study_runner.run(
-                        study, options(study, part, directory), command_line()
-                    )
+                if by_flags:
+                    comparison, problems = _prepare(by_flags, directory)
+                if comparison and TRAIN.value:
+                    problems += runner.run(comparison, _options(part, directory), _command_line())
         except KeyboardInterrupt:
             stopped = True
-    others = [pathlib.Path(folder) for folder in ADD.value]
-    if missing := [folder for folder in others if not folder.is_dir()]:
-        raise UserError(f'--add: no folder {missing[0]}')
-    if study:
-        found = study_runner.collect(study, directory, others)
-        about = report.about_file(study, directory, command_line())
-        text, paths = report.write(found, directory, about, plot=PLOT.value)
+    if comparison:
+        results = runner.collect(comparison, directory, list(map(pathlib.Path, ADD.value)))
+        about = report.about_file(comparison, directory, _command_line())
+        text, paths = report.write(results, directory, about, plot=PLOT.value)
         print(f'\n{printable_lines(text)}\n{", ".join(map(str, paths))}', flush=True)
     for problem in problems:
         print(problem, file=sys.stderr, flush=True)
@@ -185,49 +172,44 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_flags() -> None:
-    """Raises UserError for a flag that would be ignored."""
-    given = [name for name in flags.FLAGS if flags.FLAGS[name].present]
-    for name in given:
-        if FILE.value and name.partition('.')[0] in STATED:
+    """Raises UserError for a flag that would be ignored, or devices that cannot be timed."""
+    file, devices = FILE.value, DEVICES.value
+    for name in flags.FLAGS:
+        if flags.FLAGS[name].present and file and name.partition('.')[0] in STATED:
             raise UserError(f'--{name}: the comparison file states this; change it there')
-        if not FILE.value and name in WITH_FILE:
+        if flags.FLAGS[name].present and not file and name in WITH_FILE:
             raise UserError(f'--{name}: is for a comparison file; give --file, too')
-    _check_devices(DEVICES.value)
+    if not all(devices):
+        raise UserError(
+            f'--devices: expected names of GPUs, such as 0,1, found {",".join(devices)!r}'
+        )
+    # With a file, they are checked with its step times.
+    if not file and (groups := [device for device in devices if '+' in device]):
+        raise UserError(f'--devices: {groups[0]}: several GPUs for a run need --file')
+    if not file and (shared := [device for device in devices if devices.count(device) > 1]):
+        raise UserError(
+            f'--devices: {shared[0]} is named twice; runs that share a GPU slow each other down, '
+            'and their training time is measured. Name it once, or give --file with step_ms'
+        )
     if ADD.value and not PLOT_ONLY.value:
         raise UserError('--add: gathers results, and runs nothing; give --plot_only, too')
-    if PLOT_ONLY.value and ':' in FILE.value:
+    if missing := [folder for folder in ADD.value if not pathlib.Path(folder).is_dir()]:
+        raise UserError(f'--add: no folder {missing[0]}')
+    if PLOT_ONLY.value and ':' in file:
         raise UserError(
             '--file: the methods after the colon are those to run, and --plot_only runs nothing; '
             'leave one of them out'
         )
 
 
-def _check_devices(devices: Sequence[str]) -> None:
-    """Raises UserError for devices that have no name, or on which runs could not be timed."""
-    if not all(devices):
-        raise UserError(
-            f'--devices: expected names of GPUs, such as 0,1, found {",".join(devices)!r}'
-        )
-    if FILE.value:
-        return  # checked with the step times of the file
-    if groups := [device for device in devices if '+' in device]:
-        raise UserError(f'--devices: {groups[0]}: several GPUs for a run need --file')
-    if shared := [device for device in devices if devices.count(device) > 1]:
-        raise UserError(
-            f'--devices: {shared[0]} is named twice; runs that share a GPU slow each other down, '
-            'and their training time is measured. Name it once, or give --file with step_ms'
-        )
-
-
-def command_line() -> str:
-    """Returns the command line."""
+def _command_line() -> str:
     return shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]])
 
 
-def options(study: Study, part: str, directory: pathlib.Path) -> study_runner.Options:
+def _options(part: str, directory: pathlib.Path) -> runner.Options:
     """Returns the options of the flags; a comparison of flags always runs in processes."""
     by_flags = not FILE.value
-    return study_runner.Options(
+    return runner.Options(
         part=part,
         data=DATA.value,
         output=directory,
@@ -241,7 +223,7 @@ def options(study: Study, part: str, directory: pathlib.Path) -> study_runner.Op
     )
 
 
-def state() -> flags_study.Stated:
+def _by_flags() -> flags_comparison.FlagsComparison:
     """Returns the comparison that the flags state.
 
     Raises:
@@ -250,17 +232,19 @@ def state() -> flags_study.Stated:
     config = base_config(complete(CONFIG.value))
     methods = parse_methods(METHOD_NAMES.value)
     configs = [method.apply(config) for method in methods]
-    if not (pathlib.Path(OUTPUT.value) / flags_study.STUDY).exists():  # otherwise they are logged
+    if not (
+        pathlib.Path(OUTPUT.value) / flags_comparison.FILE
+    ).exists():  # otherwise they are logged
         check_used(*configs)
     names, count = [method.name for method in methods], len(DEVICES.value)
     shared = count > 1 and TRAIN.value and probe().platform == 'cpu'
-    return flags_study.Stated(
+    return flags_comparison.FlagsComparison(
         config,
         methods,
-        parse_seconds('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
-        parse_counts('--seeds', SEEDS.value, names, int(SEEDS.default[0])),
-        parse_counts('--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])),
-        command_line(),
+        numbers_by_method('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
+        numbers_by_method('--seeds', SEEDS.value, names, int(SEEDS.default[0])),
+        numbers_by_method('--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])),
+        _command_line(),
         f'Note: {count} runs at a time divided the cores of one CPU, so each did fewer steps in '
         'its seconds than it would do alone.'
         if shared
@@ -268,7 +252,9 @@ def state() -> flags_study.Stated:
     )
 
 
-def prepare(stated: flags_study.Stated, directory: pathlib.Path) -> tuple[Study, list[str]]:
+def _prepare(
+    by_flags: flags_comparison.FlagsComparison, directory: pathlib.Path
+) -> tuple[Comparison, list[str]]:
     """Writes the comparison to its folder and times its steps, as far as the flags ask for it.
 
     Returns the comparison, and what went wrong. Without training, a comparison that the folder
@@ -277,13 +263,15 @@ def prepare(stated: flags_study.Stated, directory: pathlib.Path) -> tuple[Study,
     Raises:
       UserError: the folder holds other runs.
     """
-    began = (directory / flags_study.STUDY).exists()
-    study = flags_study.write(stated, directory) if TRAIN.value or not began else None
-    if stated.note:
-        print(f'note: this machine has no GPU. {stated.note}', flush=True)
-    device, timeout = next(iter(DEVICES.value), ''), TIMEOUT.value
-    problem = measure_step_costs(stated, directory, device, timeout) if STEP_COST.value else ''
-    return study or flags_study.load(directory), [problem] if problem else []
+    keep = not TRAIN.value and (directory / flags_comparison.FILE).exists()
+    comparison = None if keep else flags_comparison.write(by_flags, directory)
+    if by_flags.note:
+        print(f'note: this machine has no GPU. {by_flags.note}', flush=True)
+    problem = ''
+    if STEP_COST.value:
+        device = next(iter(DEVICES.value), '')
+        problem = flags_comparison.measure_step_costs(by_flags, directory, device, TIMEOUT.value)
+    return comparison or flags_comparison.load(directory), [problem] if problem else []
 
 
 if __name__ == '__main__':

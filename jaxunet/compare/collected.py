@@ -7,10 +7,12 @@ earlier one of the same measurement. Stretches are never replaced, so that repea
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from jaxunet.compare.jobs import Job
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
@@ -18,20 +20,22 @@ from jaxunet.runtime.untrusted import NUMBER, check_fields
 from jaxunet.runtime.whole_files import written
 
 ROWS, STRETCHES = 'rows.jsonl', 'stretches.jsonl'
-KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
-KEY_FIELDS = {'data': str, 'case': str, 'seed': int, 'seconds': NUMBER, 'sampler': str}
 # Outcomes of a stretch: a checkpoint was measured, the job's training ended, it was stopped before
 # that, or it failed.
 MEASURED, TRAINED, STOPPED, FAILED = 'measured', 'trained', 'stopped', 'failed'
-FIELDS = {  # what reports need
-    **KEY_FIELDS,
+# Fields that identify a measurement, and those that reports need.
+KEY = {'data': str, 'case': str, 'seed': int, 'seconds': NUMBER, 'sampler': str}
+FIELDS = {
+    **KEY,
     'training_seconds': NUMBER,
     'step': int,
     'batch_size': int,
     'num_samples': int,
-    'values': dict,
+    'values': {'*': {'*': NUMBER}},
     'device': str,
     'versions': {'jax': str},
+    'step_ms?': NUMBER,
+    'losses?': {'held_out_loss': NUMBER},
 }
 STRETCH_FIELDS = {
     'data': str,
@@ -39,7 +43,7 @@ STRETCH_FIELDS = {
     'seed': int,
     'outcome': str,
     'reason': str,
-    'wall': dict,
+    'wall': {'*': NUMBER},
     'shared_by': int,
     'devices': int,
     'ended': str,
@@ -47,13 +51,47 @@ STRETCH_FIELDS = {
 ADVICE = 'remove the line'
 
 
-def check_key(row: Row, source: str) -> None:
-    """Raises UserError for a row that does not say what it measures."""
-    check_fields(row, KEY_FIELDS, source, advice=ADVICE)
+def stretch(
+    job: Job, outcome: str, reason: str, seconds: Mapping[str, float], shared_by: int
+) -> Row:
+    """Returns a stretch that ends now, without the fields of its origin.
+
+    Args:
+      seconds: those of each activity.
+      shared_by: processes that share the device.
+    """
+    return {
+        'data': job.data,
+        'case': job.case,
+        'seed': job.seed,
+        'outcome': outcome,
+        'reason': reason,
+        'wall': {name: round(s, 3) for name, s in seconds.items()},
+        'shared_by': shared_by,
+        'ended': datetime.datetime.now(datetime.UTC).isoformat(),
+    }
+
+
+def key_of(row: Row) -> tuple[object, ...]:
+    """Returns what a row measures: the values of `KEY`."""
+    return tuple(row[name] for name in KEY)
+
+
+def measured_keys(paths: Iterable[Path]) -> set[tuple[object, ...]]:
+    """Returns the keys of the rows of those files that exist.
+
+    Raises:
+      UserError: a row does not say what it measures.
+    """
+
+    def check(row: Row, source: str) -> None:
+        check_fields(row, KEY, source, advice=ADVICE)
+
+    return {*rows.latest(paths, key_of, check)}
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
-    """Returns the rows of those files that exist, in the order of `KEYS`.
+    """Returns the rows of those files that exist, in the order of their keys.
 
     A later row replaces an earlier one of the same measurement.
 
@@ -62,39 +100,25 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
         different features, or different step times for one method.
     """
 
-    known: dict[tuple[str, str], tuple[object, str]] = {}
+    known: dict[str, tuple[object, str]] = {}
 
     def check(row: Row, source: str) -> None:
         check_fields(row, FIELDS, source, advice=ADVICE)
-        optional = {'step_ms': NUMBER, 'losses': {'held_out_loss': NUMBER}}
-        for name, kind in optional.items():
-            if name in row:
-                check_fields(row, {name: kind}, source, advice=ADVICE)
-        for name, values in row['values'].items():
-            check_fields(row['values'], {name: dict}, f'{source}: values', advice=ADVICE)
-            numbers = dict.fromkeys(values, NUMBER)
-            check_fields(values, numbers, f'{source}: values: {name}', advice=ADVICE)
-        step_ms, features = row.get('step_ms'), row.get('features')
-        time = 'measured' if step_ms is None else 'counted by steps'
-        for name, of, found in (
-            ('features', '', features),
-            ('training time', '', time),
-            ('step_ms', row['case'], step_ms),
+        step_ms = row.get('step_ms')
+        for name, value in (
+            ('features', row.get('features')),
+            ('training time', 'measured' if step_ms is None else 'counted by steps'),
+            (f'step_ms of {row["case"]}', step_ms),
         ):
-            expected, where = known.setdefault((name, of), (found, source))
-            if found != expected:
+            expected, where = known.setdefault(name, (value, source))
+            if value != expected:
                 raise UserError(
-                    f'{source}: {name}{f" of {of}" if of else ""}: expected {expected}, as in '
-                    f'{where}, found {found}: such rows do not compare; leave one of them out'
+                    f'{source}: {name}: expected {expected}, as in {where}, found {value}: such '
+                    'rows do not compare; leave one of them out'
                 )
 
-    found = {
-        tuple(row[key] for key in KEYS): row
-        for path in paths
-        if path.exists()
-        for row in rows.read(path, check)
-    }
-    return [found[key] for key in sorted(found)]
+    every = rows.latest(paths, key_of, check)
+    return [every[key] for key in sorted(every)]
 
 
 def read_stretches(paths: Iterable[Path]) -> list[Row]:
@@ -106,17 +130,15 @@ def read_stretches(paths: Iterable[Path]) -> list[Row]:
 
     def check(row: Row, source: str) -> None:
         check_fields(row, STRETCH_FIELDS, source, advice=ADVICE)
-        check_fields(row['wall'], dict.fromkeys(row['wall'], NUMBER), source, advice=ADVICE)
         for name in ('shared_by', 'devices'):
             if row[name] < 1:
                 raise UserError(f'{source}: {name}: expected 1 or more; {ADVICE}')
 
-    found = [row for path in paths if path.exists() for row in rows.read(path, check)]
-    by_text = {json.dumps(row, sort_keys=True): row for row in found}
+    by_text = rows.latest(paths, lambda row: json.dumps(row, sort_keys=True), check)
     return sorted(by_text.values(), key=lambda row: row['ended'])
 
 
-def write(path: Path, found: Sequence[Row]) -> None:
+def write(path: Path, lines: Sequence[Row]) -> None:
     """Writes rows as JSON lines; if that fails, the file stays as it was.
 
     Raises:
@@ -124,7 +146,7 @@ def write(path: Path, found: Sequence[Row]) -> None:
     """
     with written(path) as partial:
         partial.write_text(
-            ''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in found), encoding='utf-8'
+            ''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in lines), encoding='utf-8'
         )
 
 
@@ -134,8 +156,8 @@ def device_seconds(stretches: Iterable[Row]) -> dict[str, float]:
     If n processes share a device, each counts 1/n of its time; a process with several devices
     counts the time of each.
     """
-    found: dict[str, float] = {}
+    spent: dict[str, float] = {}
     for row in stretches:
         for activity, seconds in row['wall'].items():
-            found[activity] = found.get(activity, 0.0) + seconds * row['devices'] / row['shared_by']
-    return found
+            spent[activity] = spent.get(activity, 0.0) + seconds * row['devices'] / row['shared_by']
+    return spent

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
 import gc
 import math
 import os
@@ -14,19 +12,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 
 from jaxunet.compare import work
 from jaxunet.compare.collected import (
     FAILED,
-    KEYS,
     MEASURED,
     ROWS,
     STOPPED,
     STRETCHES,
     TRAINED,
-    check_key,
+    measured_keys,
+    stretch,
 )
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Checkpoint, Measurements
@@ -55,91 +54,72 @@ DONE = 'done'  # content of a claim whose process has ended the job
 POLL_SECONDS = 1.0  # between two checks for the file of features
 
 
+@dataclass(kw_only=True)
 class Queue:
     """Runs jobs and writes their results.
 
-    Args:
-      output: folder of the results.
+    Attributes that are not described are flags of `jaxunet.compare.queue`.
+
+    Attributes:
       measurements: draws samples and compares them.
-      limit: when training may begin.
       command: the command line, for the rows.
       step_ms: milliseconds that the clock counts for a step, by case; {} = it measures training
         time.
-      known: rows.jsonl of earlier measurements, which are not repeated; '' = only those in
-        `output`.
-      claims: folder in which processes mark the jobs that they take, by their `output`; '' = this
-        one takes all.
-      work: folder of the runs, which processes may share.
-      devices: devices on which a job trains, as `Job.load_config` takes them; samples are drawn on
-        all devices.
-      resume: jobs save their state at their times and when they stop, and resume from it. Otherwise
-        they save nothing, and train only for those of their times that fit into the limit.
-      timeout: seconds after which a job ends this process, with the exit code `TIMED_OUT`.
+      timeout: a job that takes longer ends this process with the exit code `TIMED_OUT`.
     """
 
-    def __init__(
-        self,
-        output: pathlib.Path,
-        measurements: Measurements,
-        *,
-        limit: Limit,
-        command: str,
-        step_ms: Mapping[str, float] | None = None,
-        known: str = '',
-        claims: str = '',
-        work: pathlib.Path | None = None,
-        devices: int = 1,
-        resume: bool = True,
-        timeout: float = math.inf,
-    ) -> None:
-        self._output, self._measurements = output, measurements
-        self._limit, self._step_ms, self._resume = limit, step_ms or {}, resume
-        self._devices, self._timeout = devices, timeout
-        self._work = work or output / 'work'
-        self._watch = measurements.watch
-        self._measuring = 0.0  # seconds that the last checkpoint took; the first includes compiling
-        self._done = [output / ROWS, *([pathlib.Path(known)] if known else [])]
-        self._claims = pathlib.Path(claims) if claims else None
-        self._origin = {'command': command, **rows.provenance()}
-        self._waiting: list[Checkpoint] = []
-        self._problems: list[str] = []
-        self._sources: dict[object, Source] = {}
-        self._asked = False  # a signal came while a checkpoint was measured
+    output: pathlib.Path
+    measurements: Measurements
+    limit: Limit
+    command: str
+    work: pathlib.Path
+    step_ms: Mapping[str, float] = field(default_factory=dict)
+    known: str = ''
+    claims: str = ''
+    devices: int = 1
+    resume: bool = True
+    timeout: float = math.inf
+    _measuring: float = 0.0  # seconds that the last checkpoint took; the first includes compiling
+    _problems: list[str] = field(default_factory=list)
+    _sources: dict[object, Source] = field(default_factory=dict)
+    _asked: bool = False  # a signal came while a checkpoint was measured
+
+    def __post_init__(self) -> None:
+        """Notes where the rows come from."""
+        self._origin = {'command': self.command, **rows.provenance()}
+        self._watch = self.measurements.watch
 
     def run(self, jobs: Sequence[Job]) -> list[str]:
         """Runs the jobs that lack rows; returns why jobs failed, stopped or were left out."""
+        self._watch.start('waiting')
+        while any(map(self._lacking, jobs)) and not self.measurements.ready():
+            if self.limit.left <= 0:
+                self._fail(f'nothing was done, as there is no {self.measurements.features}')
+                return self._problems
+            time.sleep(POLL_SECONDS)
+        self._watch.start('')
         for job in jobs:
             lacking = self._lacking(job)
             seconds = self._fitting(lacking)
             if not lacking:
                 self._say(f'{job.name}: is done already')
-                work.remove(self._work, job)
+                work.remove(self.work, job)
             elif self._is_taken(job):
                 continue
             elif not seconds:
-                self._fail(f'{job.name}: left out, {self._limit.left:.0f} s are left')
-            elif self._claim(job):
+                self._fail(f'{job.name}: left out, {self.limit.left:.0f} s are left')
+            elif self._take(job):
                 with self._limited(job):
                     self._attempt(job, seconds)
-                if self._claims is not None:
-                    (self._claims / job.name).write_text(DONE, encoding='utf-8')
-        self._watch.start('waiting')
-        while self._waiting and self._limit.left > 0 and not self._measurements.ready():
-            time.sleep(POLL_SECONDS)
-        self._watch.start('')
-        self._measure_waiting()
-        for c in self._waiting:
-            self._fail(f'{c.job.name}: not measured at {c.seconds:g} s, as there are no features')
-        for job in jobs:
-            if not self._lacking(job):
-                work.remove(self._work, job)
-        self._measurements.wait()  # a process that ends while it compiles may crash
+                if self.claims:
+                    self._claim(job).write_text(DONE, encoding='utf-8')
+        self.measurements.wait()  # a process that ends while it compiles may crash
         return self._problems
 
     def _lacking(self, job: Job) -> tuple[float, ...]:
         """Returns the times of a job that lack a row of any of its samplers."""
-        found = [row for path in self._done if path.exists() for row in rows.read(path, check_key)]
-        measured = {tuple(row[name] for name in KEYS) for row in found}
+        known = [pathlib.Path(self.known)] if self.known else []
+        measured = measured_keys([self.output / ROWS, *known])
         return tuple(
             seconds
             for seconds in job.seconds
@@ -148,11 +128,11 @@ class Queue:
 
     def _fitting(self, lacking: tuple[float, ...]) -> tuple[float, ...]:
         """Returns those of the times that can be trained for in what is left of the limit."""
-        if self._resume:
+        if self.resume:
             # One reserve for compiling, and one that `_goes_on` keeps for saving or measuring.
-            return lacking if self._limit.allows(0.0, self._limit.reserve + self._measuring) else ()
+            return lacking if self.limit.allows(0.0, self.limit.reserve + self._measuring) else ()
         return tuple(
-            s for i, s in enumerate(lacking, 1) if self._limit.allows(s, i * self._measuring)
+            s for i, s in enumerate(lacking, 1) if self.limit.allows(s, i * self._measuring)
         )
 
     def _goes_on(self) -> bool:
@@ -160,25 +140,28 @@ class Queue:
 
         Without `resume` a job never stops early.
         """
-        return not self._resume or self._limit.allows(0.0, self._measuring)
+        return not self.resume or self.limit.allows(0.0, self._measuring)
 
     def _is_taken(self, job: Job) -> bool:
         """Returns True if another process has taken a job, and reports how it ends.
 
         A job that an earlier process with the same output took, and did not finish, is free.
         """
-        if self._claims is None or not (self._claims / job.name).exists():
+        if not self.claims or not self._claim(job).exists():
             return False
-        return (self._claims / job.name).read_text(encoding='utf-8') != str(self._output)
+        return self._claim(job).read_text(encoding='utf-8') != str(self.output)
 
-    def _claim(self, job: Job) -> bool:
+    def _claim(self, job: Job) -> pathlib.Path:
+        return pathlib.Path(self.claims) / job.name
+
+    def _take(self, job: Job) -> bool:
         """Takes a job for this process; returns False if another one has just taken it."""
-        if self._claims is None:
+        if not self.claims:
             return True
-        self._claims.mkdir(parents=True, exist_ok=True)
+        self._claim(job).parent.mkdir(parents=True, exist_ok=True)
         try:
-            with (self._claims / job.name).open('x', encoding='utf-8') as file:
-                file.write(str(self._output))
+            with self._claim(job).open('x', encoding='utf-8') as file:
+                file.write(str(self.output))
         except FileExistsError:
             return not self._is_taken(job)
         return True
@@ -188,11 +171,11 @@ class Queue:
         """Ends this process if the block takes longer than `timeout`."""
 
         def end() -> None:
-            text = f'error: {job.name}: not done after {self._timeout:g} s (--timeout)'
+            text = f'error: {job.name}: not done after {self.timeout:g} s (--timeout)'
             print(text, file=sys.stderr, flush=True)
             os._exit(TIMED_OUT)
 
-        timer = threading.Timer(min(self._timeout, threading.TIMEOUT_MAX), end)
+        timer = threading.Timer(min(self.timeout, threading.TIMEOUT_MAX), end)
         timer.daemon = True
         timer.start()
         try:
@@ -229,30 +212,25 @@ class Queue:
             self._watch.start('')
             self._note(job, outcome, reason)
         if not self._lacking(job):
-            work.remove(self._work, job)
+            work.remove(self.work, job)
 
     def _train(self, job: Job, seconds: tuple[float, ...]) -> int:
-        """Trains a job and measures its checkpoints, or keeps them until there are features.
-
-        Returns how many of `seconds` it has reached.
-        """
+        """Trains a job and measures its checkpoints; returns how many of `seconds` it reached."""
         # Finished runs are garbage; `train` froze what was alive at its start.
         gc.unfreeze()
         gc.collect()
-        config = job.load_config(self._devices)
+        config = job.load_config(self.devices)
         source = self._source(config)
-        self._measurements.prepare(job, config, source)
-        if self._step_ms:
-            self._measurements.prepare_references(job, source)
+        self.measurements.prepare(job, config, source)
         names = job.state_names(config)
-        step_seconds = self._step_ms.get(job.case, 0.0) / 1e3
-        workdir = work.prepare(self._work, job, config, step_seconds, resume=self._resume)
+        step_seconds = self.step_ms.get(job.case, 0.0) / 1e3
+        workdir = work.prepare(self.work, job, config, step_seconds, resume=self.resume)
         left = list(seconds)
 
         def compiled() -> None:
             # Only now, because two compilations at once disturb each other's kernel timings.
             devices = jax.local_devices()[: config.parallel.devices or None]
-            self._measurements.compile(devices)
+            self.measurements.compile(devices)
             self._watch.start('training')
 
         def keep(
@@ -261,18 +239,14 @@ class Queue:
             averages = {average: kept[name] for average, name in names.items()}
             checkpoint = Checkpoint(job, config, source, left.pop(0), trained, step, averages)
             self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
-            self._waiting.append(checkpoint)
-            self._measure_waiting(asked)
-            if self._waiting:  # kept in host memory, because training needs the device's
-                averages = jax.device_get(averages)
-                self._waiting[-1] = dataclasses.replace(checkpoint, averages=averages)
+            self._measure(checkpoint, asked)
             self._watch.start('training' if left else 'saving')
 
         milestones = Milestones(
             seconds,
             keep,
             step_seconds,
-            saves=self._resume,
+            saves=self.resume,
             keep_on=self._goes_on,
             compiled=compiled,
             saving=lambda: self._watch.start('saving'),
@@ -288,60 +262,49 @@ class Queue:
                 train_it()
             except PassedError as error:
                 self._say(f'{job.name}: {error}; it starts again')
-                work.prepare(self._work, job, config, step_seconds, resume=False)
+                work.prepare(self.work, job, config, step_seconds, resume=False)
                 train_it()
         finally:
             quietly(f'the log of {job.name}', lambda: self._keep_log(job, workdir))
         return len(seconds) - len(left)
 
-    def _measure_waiting(self, asked: Callable[[], bool] = lambda: False) -> None:
-        """Measures all waiting checkpoints, once the file of features exists, until the limit.
+    def _measure(self, checkpoint: Checkpoint, asked: Callable[[], bool]) -> None:
+        """Measures a checkpoint, until the limit.
 
         Args:
-          asked: returns True once a signal has asked the job that trains to stop.
+          asked: returns True once a signal has asked the job to stop.
         """
 
         def keep_on() -> bool:
             self._asked = asked()
-            return not self._asked and self._limit.left > 0
+            return not self._asked and self.limit.left > 0
 
-        while self._waiting and self._measurements.ready():
-            checkpoint, began = self._waiting.pop(0), time.perf_counter()
-            job = checkpoint.job
-            about: rows.Row = {'fields': {k: v for k, v in job.fields.items() if k != 'data.path'}}
-            if self._step_ms:
-                about['step_ms'] = self._step_ms[job.case]
-            outcome, reason = MEASURED, ''
-            try:
-                with self._watch.during('measuring'):
-                    for row in self._measurements.measure(checkpoint, keep_on):
-                        if self._step_ms:  # other processes may slow the device down
-                            del row['seconds_per_sample']
-                        rows.append(self._output / ROWS, {**row, **about, **self._origin})
-                        self._say(summary(row))
-            except StoppedError:
-                outcome, reason = STOPPED, BY_SIGNAL if self._asked else AT_LIMIT
-                self._fail(f'{job.name} at {checkpoint.seconds:g} s: {reason}')
-            except FAILURES as error:
-                outcome, reason = FAILED, f'{checkpoint.seconds:g} s: {error}'
-                self._fail(f'{job.name} at {reason}')
-            self._measuring = time.perf_counter() - began
-            self._note(job, outcome, reason)
-            self._say(f'{outcome} after {self._measuring:.1f} s')
+        job, began = checkpoint.job, time.perf_counter()
+        about: rows.Row = {'fields': {k: v for k, v in job.fields.items() if k != 'data.path'}}
+        if self.step_ms:
+            about['step_ms'] = self.step_ms[job.case]
+        outcome, reason = MEASURED, ''
+        try:
+            with self._watch.during('measuring'):
+                for row in self.measurements.measure(checkpoint, keep_on):
+                    if self.step_ms:  # other processes may slow the device down
+                        del row['seconds_per_sample']
+                    rows.append(self.output / ROWS, {**row, **about, **self._origin})
+                    self._say(summary(row))
+        except StoppedError:
+            outcome, reason = STOPPED, BY_SIGNAL if self._asked else AT_LIMIT
+            self._fail(f'{job.name} at {checkpoint.seconds:g} s: {reason}')
+        except FAILURES as error:
+            outcome, reason = FAILED, f'{checkpoint.seconds:g} s: {error}'
+            self._fail(f'{job.name} at {reason}')
+        self._measuring = time.perf_counter() - began
+        self._note(job, outcome, reason)
+        self._say(f'{outcome} after {self._measuring:.1f} s')
 
     def _note(self, job: Job, outcome: str, reason: str) -> None:
         """Writes a stretch: how a job ended, and the seconds of each activity since the last."""
-        row = {
-            'data': job.data,
-            'case': job.case,
-            'seed': job.seed,
-            'outcome': outcome,
-            'reason': reason,
-            'wall': {name: round(s, 3) for name, s in self._watch.take().items()},
-            'shared_by': self._limit.shared_by,
-            'ended': datetime.datetime.now(datetime.UTC).isoformat(),
-        }
-        rows.append(self._output / STRETCHES, {**row, **self._origin})
+        row = stretch(job, outcome, reason, self._watch.take(), self.limit.shared_by)
+        rows.append(self.output / STRETCHES, {**row, **self._origin})
 
     def _source(self, config: Config) -> Source:
         """Returns the images of a config, opened once for all jobs that share them.
@@ -349,7 +312,7 @@ class Queue:
         They are decoded, too, except for random crops, which need all pixels of an image.
         """
         data = config.data
-        key = (data.path, data.classes, config.image_shape, data.holdout, data.crop)
+        key = (data.path, data.labels, data.classes, config.image_shape, data.holdout, data.crop)
         if key not in self._sources:
             source = self._sources[key] = open_images(config)
             if data.crop != 'random':
@@ -360,7 +323,7 @@ class Queue:
 
     def _keep_log(self, job: Job, workdir: pathlib.Path) -> None:
         if (workdir / 'metrics.csv').exists():
-            with written(self._output / 'logs' / f'{job.name}.csv') as partial:
+            with written(self.output / 'logs' / f'{job.name}.csv') as partial:
                 shutil.copyfile(workdir / 'metrics.csv', partial)
 
     def _fail(self, problem: str) -> None:
@@ -368,7 +331,7 @@ class Queue:
         self._say(problem)
 
     def _say(self, line: str) -> None:
-        print(f'[{time.perf_counter() - self._limit.began:.0f} s] {line}', flush=True)
+        print(f'[{time.perf_counter() - self.limit.began:.0f} s] {line}', flush=True)
 
 
 def summary(row: rows.Row) -> str:

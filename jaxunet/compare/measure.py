@@ -18,10 +18,9 @@ from jaxunet.compare.jobs import Job
 from jaxunet.compare.stopwatch import Stopwatch
 from jaxunet.config import Config
 from jaxunet.data.images import class_columns, grid, save_png
-from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.source import Source
 from jaxunet.metrics.evaluation import compute
 from jaxunet.metrics.features import INCEPTION, FeatureNetwork, load_features
-from jaxunet.metrics.sides import image_side, open_side
 from jaxunet.metrics.table import ImageSummary, check_reference, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
@@ -29,7 +28,7 @@ from jaxunet.runtime.background import Background, beside_steps
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import Generator, StoppedError
 from jaxunet.training.conditions import SampleConditions
-from jaxunet.training.evaluation import FEATURE_BATCH, Colour, colour
+from jaxunet.training.evaluation import drawn, summary_of_reference, summary_of_samples
 from jaxunet.training.held_out import HeldOutLoss
 
 TRAINING = ''  # path of the reference that is the training images
@@ -63,11 +62,12 @@ class Measurements:
       pictures: folder of the grids.
 
     Attributes:
+      features: as given.
       watch: stopwatch that counts drawing (`sampling`) and waiting for compilers (`compiling`).
     """
 
     def __init__(self, features: str, pictures: Path) -> None:
-        self._path, self._pictures = features, pictures
+        self.features, self._pictures = features, pictures
         self.watch = Stopwatch()
         self._network: FeatureNetwork | None = None
         self._references: dict[tuple[object, ...], ImageSummary] = {}
@@ -80,7 +80,7 @@ class Measurements:
 
     def ready(self) -> bool:
         """Returns True if the features are there, or none are asked for."""
-        return not self._path or self._path in INCEPTION or Path(self._path).is_file()
+        return not self.features or self.features in INCEPTION or Path(self.features).is_file()
 
     def prepare(self, job: Job, config: Config, source: Source) -> None:
         """Makes the programs of a job that no earlier job needed; `compile` compiles them.
@@ -98,26 +98,18 @@ class Measurements:
         for text in job.samplers:
             key = _key(config, job, text)
             if key not in self._generators:
-                generator = self._generators[key] = self._generator(config, job, text)
+                generator = self._generators[key] = Generator(
+                    config,
+                    job.sampler(text),
+                    batch_size=min(job.batch_size, job.samples),
+                    devices=self._devices,
+                )
                 template = state_template(config).params
                 self._new.append(functools.partial(generator.compile_for, template))
         key = _held_out_key(config)
         if source.held_out is not None and key not in self._held_out:
             self._held_out[key] = HeldOutLoss(config, source, self._devices)
             self._new.append(self._held_out[key].compile)
-
-    def prepare_references(self, job: Job, source: Source) -> None:
-        """Has `compile` compute the features of a job's references too, if the network is there.
-
-        Only for runs whose clock counts steps, because this takes time of the device.
-        """
-
-        def compute_references() -> None:
-            for path, (_, metrics) in job.references.items():
-                self._reference(path, metrics, source)
-
-        if self._path and self.ready():
-            self._new.append(compute_references)
 
     def compile(self, devices: Sequence[jax.Device]) -> None:
         """Compiles the programs made since the last call, beside training where that is safe.
@@ -195,7 +187,7 @@ class Measurements:
         """Returns the name of the average to measure, and fields for the rows that explain why."""
         job = checkpoint.job
         averages = job.averages or tuple(checkpoint.averages)
-        if len(averages) == 1 or not self._path:
+        if len(averages) == 1 or not self.features:
             return averages[0], {}
         generator = self._generators[_key(checkpoint.config, job, job.samplers[0])]
         path, metrics = next(
@@ -207,9 +199,9 @@ class Measurements:
         for average in averages:
             others = range(job.samples, job.samples + job.choosing)
             images, _ = self._draw(generator, checkpoint, average, others)
-            side = _samples(images, ['fid'], network)
-            (found,) = compute(['fid'], network, side, reference, seed=job.seed)
-            distances[average] = found.value
+            side = summary_of_samples(images, ['fid'], network)
+            (distance,) = compute(['fid'], network, side, reference, seed=job.seed)
+            distances[average] = distance.value
         best = min(averages, key=lambda average: distances[average])
         return best, {'average': best, 'choosing': job.choosing, 'average_fid': distances}
 
@@ -217,27 +209,25 @@ class Measurements:
         self, generator: Generator, checkpoint: Checkpoint, average: str, numbers: range
     ) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
         """Returns the samples with these indices, and the seconds that drawing them took."""
+        conditions = SampleConditions(checkpoint.config, checkpoint.source, numbers.stop)
         with self.watch.during('sampling'):
-            return _draw(generator, checkpoint, average, numbers, self._keep_on)
-
-    def _generator(self, config: Config, job: Job, sampler: str) -> Generator:
-        return Generator(
-            config,
-            job.sampler(sampler),
-            batch_size=min(job.batch_size, job.samples),
-            devices=self._devices,
-        )
+            params = generator.put(checkpoint.averages[average])
+            jax.block_until_ready(params)
+            began, seed = time.perf_counter(), checkpoint.job.seed
+            batches = drawn(generator, params, conditions, numbers, seed, self._keep_on)
+            images = np.concatenate(list(batches))
+            return images, time.perf_counter() - began
 
     def _compare(
         self, checkpoint: Checkpoint, images: UInt8[np.ndarray, 'n height width channels']
     ) -> dict[str, object]:
         """Returns the metrics of samples against each reference, and how they were computed."""
         job = checkpoint.job
-        if not self._path or not job.references:
+        if not self.features or not job.references:
             return {}
         network = self._features()
         metrics = sorted({name for _, names in job.references.values() for name in names})
-        samples = _samples(images, metrics, network)
+        samples = summary_of_samples(images, metrics, network)
         values: dict[str, dict[str, float]] = {}
         counts: dict[str, int | None] = {}
         for path, (name, wanted) in job.references.items():
@@ -250,7 +240,7 @@ class Measurements:
 
     def _features(self) -> FeatureNetwork:
         if self._network is None:
-            self._network = load_features(self._path)
+            self._network = load_features(self.features)
         return self._network
 
     def _reference(self, path: str, metrics: Sequence[str], source: Source) -> ImageSummary | None:
@@ -262,15 +252,9 @@ class Measurements:
         if key not in self._references:
             if not self._keep_on():
                 raise StoppedError
-            network, batch = self._features(), FEATURE_BATCH
-            if path == TRAINING:
-                side = image_side(source.name, Colour(source), metrics, network, batch_size=batch)
-            else:
-                with open_side(
-                    path, metrics, network, 'references', batch_size=batch, is_reference=True
-                ) as opened:
-                    side = opened.compute()
-            self._references[key] = side
+            self._references[key] = summary_of_reference(
+                path, source, metrics, self._features(), 'references'
+            )
         return self._references[key]
 
     def _save_grid(
@@ -311,43 +295,3 @@ def _held_out_key(config: Config) -> tuple[object, ...]:
     """Returns a key with everything that the program and images of a held-out loss depend on."""
     network = (config.model, config.diffusion, config.backend, config.precision)
     return (*network, config.data, config.optimizer.accumulate_steps)
-
-
-def _samples(
-    images: UInt8[np.ndarray, 'n height width channels'],
-    metrics: Sequence[str],
-    network: FeatureNetwork,
-) -> ImageSummary:
-    """Returns samples as the side of a comparison."""
-    rgb = colour(images)
-    source = ArraySource('samples', rgb, (rgb.shape[1], rgb.shape[2], rgb.shape[3]))
-    return image_side('samples', source, metrics, network, batch_size=FEATURE_BATCH)
-
-
-def _draw(
-    generator: Generator,
-    checkpoint: Checkpoint,
-    average: str,
-    numbers: range,
-    keep_on: Callable[[], bool],
-) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
-    """Returns samples of these numbers, and the seconds that drawing them took."""
-    job = checkpoint.job
-    conditions = SampleConditions(checkpoint.config, checkpoint.source, numbers.stop)
-    params = generator.put(checkpoint.averages[average])
-    jax.block_until_ready(params)
-    began, images = time.perf_counter(), []
-    for first in range(numbers.start, numbers.stop, generator.batch_size):
-        indices = np.arange(first, min(first + generator.batch_size, numbers.stop))
-        given = conditions.load(indices)
-        images.append(
-            generator(
-                params,
-                seed=job.seed,
-                indices=indices,
-                labels=given.labels,
-                low_res=given.low_res,
-                progress=lambda _: keep_on(),
-            )
-        )
-    return np.concatenate(images), time.perf_counter() - began

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,6 +48,7 @@ OWN = (
     'train.',
     'evaluation.',
     'data.path',
+    'data.labels',
     'data.classes',
     'data.image_size',
     'optimizer.schedule',
@@ -100,7 +101,8 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
                 f'--methods: {name} is given twice; give one of them another name, as in {FORM}'
             )
         known = name in METHODS or '+' in name or not colon
-        fields = named_fields(name) if known else dict(DEFAULTS)
+        advice = f'; to define your own, write {FORM}'
+        fields = named_fields(name, '--methods', advice) if known else dict(DEFAULTS)
         for assignment in given.split('+') if colon else []:
             field, value = _parse_field(name, assignment)
             fields[field] = value
@@ -110,28 +112,32 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
     return methods
 
 
-def named_fields(name: str) -> dict[str, object]:
+def named_fields(name: str, place: str, advice: str = '') -> dict[str, object]:
     """Returns the fields of a method: a name of `METHODS`, or several that are joined by +.
+
+    Args:
+      place: begins the messages: the flag, or the file and the key.
+      advice: ends the message for an unknown name.
 
     Raises:
       UserError: an unknown name, or two that set one field to different values.
     """
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     owner: dict[str, str] = {}
     for part in name.split('+'):
         if part not in METHODS:
             raise UserError(
-                f'--methods: {part!r} is not one of {", ".join(METHODS)}'
-                f'{near_misses(part, METHODS)}; to define your own, write {FORM}'
+                f'{place}: {part!r} is not one of {", ".join(METHODS)}'
+                f'{near_misses(part, METHODS)}{advice}'
             )
         for field, value in METHODS[part].items():
-            if found.get(field, value) != value:
+            if fields.get(field, value) != value:
                 raise UserError(
-                    f'--methods {name}: {owner[field]} and {part} do not go together: '
-                    f'{field} is {found[field]} in one and {value} in the other; leave one out'
+                    f'{place}: {name}: {owner[field]} and {part} do not go together: '
+                    f'{field} is {fields[field]} in one and {value} in the other; leave one out'
                 )
-            found[field], owner[field] = value, part
-    return DEFAULTS | found
+            fields[field], owner[field] = value, part
+    return DEFAULTS | fields
 
 
 def _parse_field(name: str, assignment: str) -> tuple[str, object]:
@@ -150,65 +156,29 @@ def _parse_field(name: str, assignment: str) -> tuple[str, object]:
         raise UserError(str(error).replace('--vary', f'--methods {name}:')) from None
 
 
-def parse_counts(
-    flag: str, texts: Sequence[str], names: Sequence[str], default: int
-) -> dict[str, int]:
-    """Parses counts by method: `COUNT` holds for all methods, `NAME=COUNT` for one.
+def numbers_by_method(
+    flag: str, texts: Sequence[str], names: Sequence[str], default: Number
+) -> dict[str, Number]:
+    """Parses numbers by method: `NUMBER` holds for all methods, `NAME=NUMBER` for one.
 
     Args:
       flag: name of the flag, for error messages.
       texts: values of the flag.
       names: names of all methods.
-      default: count of methods without one.
-
-    Raises:
-      UserError: a text is not a positive count, a method is unknown, or one has two counts.
-    """
-
-    def read(text: str) -> int:
-        return int(text) if text.isascii() and text.isdigit() else 0
-
-    return _by_method(flag, 'COUNT', texts, names, default, read)
-
-
-def parse_seconds(
-    flag: str, texts: Sequence[str], names: Sequence[str], default: float
-) -> dict[str, float]:
-    """Parses seconds by method: `SECONDS` holds for all methods, `NAME=SECONDS` for one.
-
-    Args:
-      flag: name of the flag, for error messages.
-      texts: values of the flag.
-      names: names of all methods.
-      default: seconds of methods without a number.
+      default: number of methods without one; the others have its type.
 
     Raises:
       UserError: a text is not a positive number, a method is unknown, or one has two numbers.
     """
-
-    def read(text: str) -> float:
-        try:
-            return float(text) if math.isfinite(float(text)) else 0.0
-        except ValueError:
-            return 0.0
-
-    return _by_method(flag, 'SECONDS', texts, names, default, read)
-
-
-def _by_method(
-    flag: str,
-    what: str,
-    texts: Sequence[str],
-    names: Sequence[str],
-    default: Number,
-    read: Callable[[str], Number],
-) -> dict[str, Number]:
-    """Parses numbers by method; `read` returns 0 for a text that is not a positive number."""
+    kind, what = type(default), 'COUNT' if isinstance(default, int) else 'SECONDS'
     numbers: dict[str, Number] = {}
     for text in texts:
         name, equals, given = text.rpartition('=')
-        number = read(given)
-        if number <= 0 or (equals and name not in names):
+        try:
+            number = kind(given)
+        except ValueError:
+            number = kind(0)
+        if not 0 < number < math.inf or (equals and name not in names):
             raise UserError(
                 f'{flag}: expected {what} or NAME={what}, with {what} above 0 and names of '
                 f'{", ".join(names)}, found {text!r}'

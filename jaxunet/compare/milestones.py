@@ -10,15 +10,6 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training.loop import Loop
 
 
-def _ignore() -> None:
-    """Does nothing."""
-
-
-def _always() -> bool:
-    """Returns True."""
-    return True
-
-
 class PassedError(UserError):
     """A run that would resume has passed a milestone whose weights are gone."""
 
@@ -45,9 +36,9 @@ class Milestones:
     reached: Callable[[int, float, dict[str, Params], Callable[[], bool]], None]
     step_seconds: float = 0.0
     saves: bool = False
-    keep_on: Callable[[], bool] = _always
-    compiled: Callable[[], None] = _ignore
-    saving: Callable[[], None] = _ignore
+    keep_on: Callable[[], bool] = lambda: True
+    compiled: Callable[[], object] = lambda: None
+    saving: Callable[[], object] = lambda: None
     _run: Loop | None = field(default=None, init=False)
     _left: list[float] = field(default_factory=list, init=False)
 

@@ -9,9 +9,8 @@ Made for a GPU that is available only for minutes: the jobs run in their order, 
 samplers while it trains, and every row is written as soon as it is measured. The clock of a job
 counts only training steps, without compiling, measuring and saving. Processes that share a GPU slow
 each other down, so their clocks count `--step_ms` for each step: its time measured alone.
-Checkpoints that are reached before the file of features exists are measured as soon as it does. If
-a job names several averages of the weights, a smaller draw of samples chooses the best average of
-each checkpoint, and only that one is measured.
+If a job names several averages of the weights, a smaller draw of samples chooses the best average
+of each checkpoint, and only that one is measured.
 
 The same command continues: it skips times that have their rows, and resumes unfinished runs. A run
 saves its state at each of its times, and when the limit comes near or a signal stops it; when it is
@@ -36,18 +35,18 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.compare import BEGAN
+from jaxunet.compare.comparison_file import read_jobs
 from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.step_times import step_times
 from jaxunet.compare.stopwatch import Limit
-from jaxunet.compare.study_file import read_jobs
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
 
 JOBS = flags.DEFINE_string(
-    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.study_file.', required=True
+    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.comparison_file.', required=True
 )
 DATA = flags.DEFINE_string(
     'data', '.', 'Folder of the archives of images that the file of jobs names.'
@@ -55,7 +54,7 @@ DATA = flags.DEFINE_string(
 FEATURES = flags.DEFINE_string(
     'features',
     '',
-    'File of the feature network, which may appear later; without it nothing is compared.',
+    'File of the feature network, for which jobs wait; without it nothing is compared.',
 )
 LIMIT = flags.DEFINE_float(
     'limit',
@@ -142,8 +141,8 @@ def main(argv: Sequence[str]) -> int:
         )
     compiled_cache.enable_compilation_cache()
     queue = Queue(
-        output,
-        Measurements(FEATURES.value, output / 'pictures'),
+        output=output,
+        measurements=Measurements(FEATURES.value, output / 'pictures'),
         limit=Limit(
             LIMIT.value,
             RESERVE.value,

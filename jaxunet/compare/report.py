@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxunet.compare import tables
-from jaxunet.compare.statistics import mean_over
-from jaxunet.compare.study import Metric, Study
-from jaxunet.compare.tables import Measured
+from jaxunet.compare.comparison import Comparison
+from jaxunet.compare.statistics import Metric, mean_over
+from jaxunet.compare.tables import Results
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.whole_files import written
 
@@ -31,7 +31,7 @@ TIMES = 8  # a time axis names at most so many of the measured times
 FEW_TICKS = 3.0  # an axis whose ends have at most this ratio gets evenly spaced ticks instead
 
 
-def about_file(study: Study, folder: Path, command: str) -> list[str]:
+def about_file(comparison: Comparison, folder: Path, command: str) -> list[str]:
     """Returns the paragraphs that say how the runs of a comparison file are made.
 
     Args:
@@ -45,18 +45,20 @@ def about_file(study: Study, folder: Path, command: str) -> list[str]:
     def times(seconds: Sequence[float]) -> str:
         return ', '.join(f'{time:g}' for time in seconds)
 
-    own = ''.join(f'; {name}: {times(found)}' for name, found in study.own_seconds.items())
-    options = ''.join(f' Samplers: {name}={value}.' for name, value in study.options.items())
-    made = f'Protocol: {link(study.protocol)}; comparison' if study.protocol else PROTOCOL
+    own = ''.join(f'; {name}: {times(found)}' for name, found in comparison.own_seconds.items())
+    options = ''.join(
+        f' Samplers: {name}={value}.' for name, value in comparison.template.options.items()
+    )
+    made = f'Protocol: {link(comparison.protocol)}; comparison' if comparison.protocol else PROTOCOL
     return [
-        f'`{study.command or command}`',
-        *([study.note] if study.note else []),
-        f'{made} file: {link(study.path)}. Seconds of training: {times(study.seconds)}{own}.'
-        f'{options}',
+        f'`{comparison.command or command}`',
+        *([comparison.note] if comparison.note else []),
+        f'{made} file: {link(comparison.path)}. Seconds of training: '
+        f'{times(comparison.seconds)}{own}.{options}',
     ]
 
 
-def markdown(m: Measured, about: Sequence[str], *, plot: bool) -> str:
+def markdown(results: Results, about: Sequence[str], *, plot: bool) -> str:
     """Returns the report as Markdown.
 
     Args:
@@ -64,37 +66,39 @@ def markdown(m: Measured, about: Sequence[str], *, plot: bool) -> str:
       plot: True if quality.png exists and is to be shown.
     """
     *above, last = about
-    base = m.study.baseline
+    base = results.comparison.baseline
     parts = [
-        f'# {m.study.title}',
+        f'# {results.comparison.title}',
         *above,
-        f'{last} {tables.origin(m)}',
-        f'Cost: {tables.cost(m)}',
+        f'{last} {tables.origin(results)}',
+        f'Cost: {tables.cost(results)}',
         '± is a standard error over three seeds, or over the number in brackets. Each method '
         'counts with the sampler of the smaller mean. Bold is ahead: p of the paired t-test below '
         '0.05, and error bars apart.',
-        tables.quality(m),
+        tables.quality(results),
         *([f'![quality against seconds of training]({PLOT})'] if plot else []),
         f'## Differences to {base}, with the same seeds',
-        tables.against_baseline(m),
+        tables.against_baseline(results),
     ]
-    if len(m.study.methods) > 2:
-        parts += ['## Differences to the best other method', tables.against_best(m)]
+    if len(results.comparison.methods) > 2:
+        parts += ['## Differences to the best other method', tables.against_best(results)]
     parts += [
         f'## Seconds to the quality of {base} at its end',
         'Curves are straight between the measured times; ≤ is an upper bound, as the quality is '
         'reached at the first of them.',
-        tables.sooner(m),
+        tables.sooner(results),
         '## At the last time',
-        tables.at_the_end(m),
+        tables.at_the_end(results),
     ]
-    if m.step_costs:
-        parts += ['## Steps, measured in turns', tables.step_times(m.step_costs)]
-    parts += ['## Missing cells', tables.missing(m)]
+    if results.step_costs:
+        parts += ['## Steps, measured in turns', tables.step_times(results.step_costs)]
+    parts += ['## Missing cells', tables.missing(results)]
     return '\n\n'.join(parts) + '\n'
 
 
-def write(m: Measured, folder: Path, about: Sequence[str], *, plot: bool) -> tuple[str, list[Path]]:
+def write(
+    results: Results, folder: Path, about: Sequence[str], *, plot: bool
+) -> tuple[str, list[Path]]:
     """Writes report.md, and quality.png if `plot` and there are rows; returns text and paths.
 
     Args:
@@ -104,16 +108,16 @@ def write(m: Measured, folder: Path, about: Sequence[str], *, plot: bool) -> tup
       UserError: matplotlib is missing, or a file cannot be written.
     """
     paths = [folder / REPORT]
-    if plot and m.rows:
+    if plot and results.rows:
         paths.append(folder / PLOT)
-        draw(m, paths[-1])
-    text = markdown(m, about, plot=(folder / PLOT).exists())
+        draw(results, paths[-1])
+    text = markdown(results, about, plot=(folder / PLOT).exists())
     with written(paths[0], '--output') as partial:
         partial.write_text(text, encoding='utf-8')
     return text, paths
 
 
-def draw(m: Measured, path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     """Draws a panel for each metric of the first reference: means against seconds of training.
 
     A band is one standard error on either side.
@@ -124,7 +128,7 @@ def draw(m: Measured, path: Path) -> None:
     check_plots()
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    metrics = m.study.metrics[: len(m.study.references[0].metrics)]
+    metrics = results.comparison.metrics[: len(results.comparison.references[0].metrics)]
     across = len(metrics) if len(metrics) < 4 else 2
     down = -(-len(metrics) // across)
     figure = Figure(figsize=(5.4 * across + 2.2, 4.4 * down), layout='constrained')
@@ -132,7 +136,7 @@ def draw(m: Measured, path: Path) -> None:
     for empty in panels[len(metrics) :]:
         empty.set_axis_off()
     for panel, metric in zip(panels, metrics, strict=False):
-        _draw_panel(m, metric, panel)
+        _draw_panel(results, metric, panel)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, fontsize='small', title='method (seeds)', loc='outside right upper'
@@ -141,13 +145,15 @@ def draw(m: Measured, path: Path) -> None:
         figure.savefig(partial, format='png', dpi=110)
 
 
-def _draw_panel(m: Measured, metric: Metric, panel: Any) -> None:
+def _draw_panel(results: Results, metric: Metric, panel: Any) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: PLC0415
 
     smallest = math.inf
-    for number, name in enumerate(m.methods):
-        times = sorted(time for case, time in m.cells if case == name)
-        means = [mean_over([metric.find(row) for row in m.cells[name, time]]) for time in times]
+    for number, name in enumerate(results.methods):
+        times = sorted(time for case, time in results.cells if case == name)
+        means = [
+            mean_over([metric.find(row) for row in results.cells[name, time]]) for time in times
+        ]
         values = np.array([mean.value for mean in means])
         errors = np.array([mean.error if mean.seeds > 1 else 0.0 for mean in means])
         (line,) = panel.plot(
@@ -163,7 +169,7 @@ def _draw_panel(m: Measured, metric: Metric, panel: Any) -> None:
         )
         smallest = min(smallest, float(np.nanmin([*(values - errors), math.inf])))
     panel.set_xscale('log')
-    named = m.times[:: -max(1, -(-len(m.times) // TIMES))]  # from the last one
+    named = results.times[:: -max(1, -(-len(results.times) // TIMES))]  # from the last one
     panel.set_xticks(named, [f'{time:g}' for time in named])
     panel.xaxis.set_minor_locator(NullLocator())
     if 0 < smallest < math.inf:  # a kernel distance may be below 0

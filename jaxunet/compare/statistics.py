@@ -17,9 +17,22 @@ from scipy import special
 from jaxunet.runtime.rows import Row
 
 LEVEL = 0.05  # significance level: the p-value of a difference must be below it
-Find = Callable[[Row], float]  # reads a number of a row; NaN if the row has none
 Cells = Mapping[tuple[str, float], list[Row]]  # (method, seconds) -> rows in the order of seeds
 Points = Float[np.ndarray, ' points']
+
+
+class Metric(NamedTuple):
+    """A metric of samples.
+
+    Attributes:
+      title: its name in reports.
+      find: reads it from a row; NaN if the row lacks it.
+      higher_is_better: True if higher numbers are better.
+    """
+
+    title: str
+    find: Callable[[Row], float]
+    higher_is_better: bool = False
 
 
 class Mean(NamedTuple):
@@ -71,38 +84,25 @@ class Reached(NamedTuple):
     mean: Mean | None
 
 
-def value(metric: str, reference: str) -> Find:
-    """Returns a function that reads a metric of a row; NaN where it was not measured.
-
-    Args:
-      metric: its name in the config, such as fid.
-      reference: name of the images that samples were compared with.
-    """
-    return lambda row: row.get('values', {}).get(reference, {}).get(metric, math.nan)
-
-
-def best_cells(
-    rows: Iterable[Row], find: Find, *, higher: bool = False
-) -> dict[tuple[str, float], list[Row]]:
+def best_cells(rows: Iterable[Row], metric: Metric) -> dict[tuple[str, float], list[Row]]:
     """Returns the rows of the best sampler by (method, seconds), in the order of their seeds.
 
     The best sampler has the best mean among the samplers with the most seeds.
-
-    Args:
-      find: reads the number that decides, such as the Fréchet distance.
-      higher: True if higher numbers are better.
     """
     by_sampler: dict[tuple[str, float], dict[str, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: row['seed']):
         cell = by_sampler.setdefault((row['case'], row['seconds']), {})
         cell.setdefault(row['sampler'], []).append(row)
-    found = {}
-    for key, samplers in by_sampler.items():
+
+    def order(rows: list[Row]) -> float:
+        mean = _mean(rows, metric) * (-1 if metric.higher_is_better else 1)
+        return math.inf if math.isnan(mean) else mean
+
+    def best(samplers: dict[str, list[Row]]) -> list[Row]:
         most = max(map(len, samplers.values()))
-        full = [group for group in samplers.values() if len(group) == most]
-        sign = -1 if higher else 1
-        found[key] = min(full, key=lambda group: _order(sign * _mean(group, find)))
-    return found
+        return min((rows for rows in samplers.values() if len(rows) == most), key=order)
+
+    return {key: best(samplers) for key, samplers in by_sampler.items()}
 
 
 def mean_over(values: Sequence[float]) -> Mean:
@@ -112,19 +112,18 @@ def mean_over(values: Sequence[float]) -> Mean:
     return Mean(float(np.mean(values)), error, count)
 
 
-def numbers_of(rows: Iterable[Row], find: Find) -> dict[int, float]:
+def numbers_of(rows: Iterable[Row], find: Callable[[Row], float]) -> dict[int, float]:
     """Returns the number of each row by its seed; rows without the number are left out."""
-    found = {row['seed']: find(row) for row in rows}
-    return {seed: number for seed, number in found.items() if not math.isnan(number)}
+    numbers = {row['seed']: find(row) for row in rows}
+    return {seed: number for seed, number in numbers.items() if not math.isnan(number)}
 
 
 def paired(
     first: Mapping[int, float], second: Mapping[int, float], *, higher: bool = False
 ) -> Paired | None:
-    """Compares numbers of two methods over the seeds that both have.
+    """Compares numbers of two methods, by seed, over the seeds that both have.
 
     Args:
-      first, second: the numbers by seed.
       higher: True if higher numbers are better.
 
     Returns:
@@ -146,31 +145,19 @@ def paired(
     return Paired(difference, p, abs(difference.value) > ours.error + theirs.error, better)
 
 
-def rival(
-    cells: Cells, case: str, seconds: float, find: Find, *, higher: bool = False
-) -> str | None:
-    """Returns the method other than `case` with the best mean at this time; None if alone.
-
-    Args:
-      higher: True if higher numbers are better.
-    """
+def rival(cells: Cells, case: str, seconds: float, metric: Metric) -> str | None:
+    """Returns the method other than `case` with the best mean at this time; None if alone."""
     means = {
-        name: _mean(rows, find)
+        name: mean
         for (name, time), rows in cells.items()
-        if time == seconds and name != case
+        if time == seconds and name != case and not math.isnan(mean := _mean(rows, metric))
     }
-    measured = [name for name, mean in means.items() if not math.isnan(mean)]
-    best = max if higher else min
-    return best(measured, key=lambda name: means[name], default=None)
+    best = max if metric.higher_is_better else min
+    return best(means, key=lambda name: means[name], default=None)
 
 
-def _mean(rows: Sequence[Row], find: Find) -> float:
-    return float(np.mean([find(row) for row in rows]))
-
-
-def _order(value: float) -> float:
-    """Returns a sort key for `min` that puts NaN, a value that was not measured, last."""
-    return math.inf if math.isnan(value) else value
+def _mean(rows: Sequence[Row], metric: Metric) -> float:
+    return float(np.mean([metric.find(row) for row in rows]))
 
 
 def time_to(target: float, seconds: Points, values: Points, *, higher: bool) -> float:
@@ -180,7 +167,6 @@ def time_to(target: float, seconds: Points, values: Points, *, higher: bool) -> 
     result is the time of that point: an upper bound.
 
     Args:
-      target: value to reach.
       seconds: times of the points, increasing.
       values: values of the points.
       higher: True if higher values are better.
@@ -200,45 +186,40 @@ def end_of(cells: Cells, case: str) -> float:
     return max((time for name, time in cells if name == case), default=0.0)
 
 
-def interpolated(cells: Cells, case: str, seconds: float, find: Find) -> dict[int, float]:
-    """Returns the number of a method at a time by seed, on curves that are linear between times.
+def interpolated(cells: Cells, case: str, seconds: float, metric: Metric) -> dict[int, float]:
+    """Returns the metric of a method at a time by seed, on curves that are linear between times.
 
     Seeds whose curves begin later or end before are left out.
     """
     return {
         seed: float(np.interp(seconds, *np.array(curve).T))
-        for seed, curve in _curves(cells, case, find).items()
+        for seed, curve in _curves(cells, case, metric).items()
         if curve[0][0] <= seconds <= curve[-1][0]
     }
 
 
-def _curves(cells: Cells, case: str, find: Find) -> dict[int, list[tuple[float, float]]]:
+def _curves(cells: Cells, case: str, metric: Metric) -> dict[int, list[tuple[float, float]]]:
     """Returns the points (seconds, number) of a method by seed."""
     curves: dict[int, list[tuple[float, float]]] = {}
     for name, time in sorted(cells):
-        for seed, number in numbers_of(cells[name, time] if name == case else [], find).items():
+        rows = cells[name, time] if name == case else []
+        for seed, number in numbers_of(rows, metric.find).items():
             curves.setdefault(seed, []).append((time, number))
     return curves
 
 
-def times_to_final(
-    cells: Cells, case: str, baseline: str, find: Find, *, higher: bool = False
-) -> Reached:
+def times_to_final(cells: Cells, case: str, baseline: str, metric: Metric) -> Reached:
     """Returns when `case` gets as good as the baseline with the same seed is at its end.
 
     Curves are linear between the measured times.
-
-    Args:
-      higher: True if higher numbers are better.
     """
-    last = end_of(cells, baseline)
-    targets = numbers_of(cells.get((baseline, last), []), find)
-    found, bounds = {}, set()
-    for seed, curve in sorted(_curves(cells, case, find).items()):
+    targets = numbers_of(cells.get((baseline, end_of(cells, baseline)), []), metric.find)
+    times, bounds = {}, set()
+    for seed, curve in sorted(_curves(cells, case, metric).items()):
         if seed in targets:
-            found[seed] = time_to(targets[seed], *np.array(curve).T, higher=higher)
-            if found[seed] == curve[0][0] and case != baseline:
+            higher = metric.higher_is_better
+            times[seed] = time_to(targets[seed], *np.array(curve).T, higher=higher)
+            if times[seed] == curve[0][0] and case != baseline:
                 bounds.add(seed)
-    times = list(found.values())
-    known = bool(times) and all(map(math.isfinite, times))
-    return Reached(found, frozenset(bounds), mean_over(times) if known else None)
+    known = bool(times) and all(map(math.isfinite, times.values()))
+    return Reached(times, frozenset(bounds), mean_over([*times.values()]) if known else None)

@@ -26,7 +26,7 @@ from absl import flags
 from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.compare.study_file import check_configs_used, read_jobs
+from jaxunet.compare.comparison_file import check_configs_used, read_jobs
 from jaxunet.config import Config, resolve
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images
@@ -71,13 +71,11 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
     for run in sides.values():
         run(steps)
     times = timing.interleave(sides, rounds=rounds, steps=steps)
-    costs = {}
-    for name, found in times.items():
-        if isinstance(found, Exception):
-            raise UserError(f'{name}: {found}')
-        base = times[next(iter(configs))]
-        assert not isinstance(base, Exception)
-        summary = timing.summarise(found, base)
+    base, costs = times[next(iter(configs))], {}
+    for name, seconds in times.items():
+        if isinstance(seconds, Exception) or isinstance(base, Exception):
+            raise UserError(f'{name}: {seconds}')
+        summary = timing.summarise(seconds, base)
         costs[name] = {
             'ms': summary.median_ms,
             'ratio': summary.ratio,
@@ -111,24 +109,23 @@ def read_configs(named: str, data: str = '', *, begun: bool = False) -> dict[str
     Args:
       named: the file, or FILE:PART of jobs.
       data: folder of the images, for jobs.
-      begun: a comparison has already started with these configs; fields without an effect are then
-        logged, and are no error.
+      begun: as for `check_configs_used`.
 
     Raises:
       UserError: the file or a config is wrong, or a field has no effect in any of them.
     """
     if named.endswith('.json'):
         advice = 'expected the name of each method and its config'
-        configs = read_json(named, advice=advice)
-        check_fields(configs, dict.fromkeys(configs, dict), named, advice=advice)
-        found = {name: resolve(values) for name, values in configs.items()}
-        check_configs_used(named, list(found.values()), begun=begun)
-        return found
-    found = {}
+        values = read_json(named, advice=advice)
+        check_fields(values, {'*': dict}, named, advice=advice)
+        configs = {name: resolve(value) for name, value in values.items()}
+        check_configs_used(named, list(configs.values()), begun=begun)
+        return configs
+    configs = {}
     for job in read_jobs(named, data, begun=begun):
-        if job.case not in found:
-            found[job.case] = job.load_config()
-    return found
+        if job.case not in configs:
+            configs[job.case] = job.load_config()
+    return configs
 
 
 def main(argv: Sequence[str]) -> None:

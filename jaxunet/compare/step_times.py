@@ -9,9 +9,17 @@ from collections.abc import Sequence
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.untrusted import NUMBER, check_fields
+from jaxunet.sweep.row import is_pair
 
 # Step costs beside a comparison file whose clock measures training time.
 COSTS = 'step_cost.jsonl'
+FIELDS = {
+    'costs': {'*': {'ms': NUMBER, 'ratio': NUMBER, 'quartiles': list}},
+    'rounds': int,
+    'steps': int,
+    'batch': int,
+    'device': str,
+}
 
 
 def combined_costs(path: pathlib.Path) -> dict[str, rows.Row]:
@@ -35,10 +43,11 @@ def combined_costs(path: pathlib.Path) -> dict[str, rows.Row]:
             f'{" and ".join(firsts) or "none"}'
         )
     base = every[0][firsts[0]]['ms']
-    found: dict[str, rows.Row] = {}
-    for costs in every:
-        found |= {case: {**cost, 'ms': base * cost['ratio']} for case, cost in costs.items()}
-    return found
+    return {
+        case: {**cost, 'ms': base * cost['ratio']}
+        for costs in every
+        for case, cost in costs.items()
+    }
 
 
 def step_times(text: str, cases: Sequence[str], source: str = '--step_ms') -> dict[str, float]:
@@ -73,17 +82,10 @@ def step_times(text: str, cases: Sequence[str], source: str = '--step_ms') -> di
 
 
 def _read_costs(path: pathlib.Path) -> list[rows.Row]:
-    fields = {'costs': dict, 'rounds': int, 'steps': int, 'batch': int, 'device': str}
-    cost = {'ms': NUMBER, 'ratio': NUMBER, 'quartiles': list}
-
     def check(row: rows.Row, source: str) -> None:
-        check_fields(row, fields, source, advice='remove the line')
-        for case, found in row['costs'].items():
-            if not isinstance(found, dict):
-                raise UserError(f'{source}: {case}: expected a step cost; remove the line')
-            check_fields(found, cost, f'{source}: {case}', advice='remove the line')
-            quartiles = [type(number) in (int, float) for number in found['quartiles']]
-            if not (found['ms'] > 0 and found['ratio'] > 0 and quartiles == [True, True]):
+        check_fields(row, FIELDS, source, advice='remove the line')
+        for case, cost in row['costs'].items():
+            if not (cost['ms'] > 0 and cost['ratio'] > 0 and is_pair(cost['quartiles'])):
                 raise UserError(
                     f'{source}: {case}: expected ms and ratio above 0 and two quartiles; remove '
                     'the line'

@@ -1,4 +1,4 @@
-"""Wall-clock time: divided among activities, so that a study can say what it cost, and limited."""
+"""Wall-clock time: divided among activities, to say what a comparison costs, and limited."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from jaxunet.compare.collected import (
     FAILED,
@@ -15,9 +17,10 @@ from jaxunet.compare.collected import (
     read_rows,
     read_stretches,
 )
+from jaxunet.compare.comparison import Comparison
 from jaxunet.compare.statistics import (
-    Find,
     Mean,
+    Metric,
     best_cells,
     end_of,
     interpolated,
@@ -28,15 +31,15 @@ from jaxunet.compare.statistics import (
     times_to_final,
 )
 from jaxunet.compare.step_times import COSTS, combined_costs
-from jaxunet.compare.study import Metric, Study
 from jaxunet.runtime.rows import Row
+from jaxunet.sweep.report import table
 
 NOTHING = 'Nothing is measured yet.'
 SEEDS = 3  # a mean over another number shows it in brackets
 
 
 @dataclass(frozen=True)
-class Measured:
+class Results:
     """A comparison and its measurements so far.
 
     Fields:
@@ -45,189 +48,186 @@ class Measured:
       step_costs: method -> its step cost, measured in turns (`jaxunet.compare.step_times`).
     """
 
-    study: Study
+    comparison: Comparison
     rows: Sequence[Row]
     stretches: Sequence[Row] = ()
     step_costs: Mapping[str, Row] = field(default_factory=dict)
 
-    @cached_property
+    @functools.cached_property
     def cells(self) -> dict[tuple[str, float], list[Row]]:
         """The rows of each method's best sampler, by method and seconds."""
-        first = self.study.distances[0]
-        return best_cells(self.rows, first.find, higher=first.higher_is_better)
+        return best_cells(self.rows, self.comparison.distances[0])
 
     @property
     def methods(self) -> list[str]:
         """The measured methods, in the order of the file; others follow."""
-        order = dict.fromkeys([*self.study.methods, *(name for name, _ in self.cells)])
-        return [name for name in order if any(name == case for case, _ in self.cells)]
+        measured = dict.fromkeys(name for name, _ in self.cells)
+        return [name for name in self.comparison.methods if name in measured] + [
+            name for name in measured if name not in self.comparison.methods
+        ]
 
     @property
     def times(self) -> list[float]:
         """The measured times."""
         return sorted({time for _, time in self.cells})
 
+    def numbers(self, method: str, time: float, metric: Metric) -> dict[int, float]:
+        """Returns the metric of a method at a time, by seed."""
+        return numbers_of(self.cells.get((method, time), []), metric.find)
 
-def measured(study: Study, rows: Iterable[Path], stretches: Iterable[Path] = ()) -> Measured:
+
+def measured(
+    comparison: Comparison, rows: Iterable[Path], stretches: Iterable[Path] = ()
+) -> Results:
     """Returns a comparison with the rows and stretches of files; missing files are left out.
 
     Raises:
       UserError: a file is damaged, or its rows do not compare.
     """
-    costs = study.path.with_name(COSTS) if study.step_ms == '0' else Path(study.step_ms)
-    return Measured(
-        study,
+    beside = comparison.path.with_name(COSTS)
+    costs = beside if comparison.step_ms == '0' else Path(comparison.step_ms)
+    return Results(
+        comparison,
         read_rows(rows),
         read_stretches(stretches),
         combined_costs(costs) if costs.is_file() else {},
     )
 
 
-def quality(m: Measured) -> str:
+def quality(results: Results) -> str:
     """Returns all distances by method and time: mean over seeds ± standard error."""
-    return _by_time(m, lambda name, time, metric: _mean(m.cells.get((name, time), []), metric.find))
+    return _by_time(results, lambda *cell: _mean(results.numbers(*cell)))
 
 
-def against_baseline(m: Measured) -> str:
+def against_baseline(results: Results) -> str:
     """Returns the differences to the baseline by method and time, with p-values.
 
     At times at which the baseline is never measured, its curve is linear between those before and
     after.
     """
-    base = m.study.baseline
+    base = results.comparison.baseline
 
     def cell(name: str, time: float, metric: Metric) -> str:
-        theirs = _numbers(m, base, time, metric)
-        if time not in m.study.seconds_of(base):
-            theirs = interpolated(m.cells, base, time, metric.find)
-        return _difference(_numbers(m, name, time, metric), theirs, metric)
+        theirs = results.numbers(base, time, metric)
+        if time not in results.comparison.seconds_of(base):
+            theirs = interpolated(results.cells, base, time, metric)
+        return _difference(results.numbers(name, time, metric), theirs, metric)
 
-    return _by_time(m, cell, skip=base)
+    return _by_time(results, cell, skip=base)
 
 
-def against_best(m: Measured) -> str:
+def against_best(results: Results) -> str:
     """Returns the differences to the best other method by method and time, with p-values."""
 
     def cell(name: str, time: float, metric: Metric) -> str:
-        other = rival(m.cells, name, time, metric.find, higher=metric.higher_is_better)
-        if other is None or (name, time) not in m.cells:
+        other = rival(results.cells, name, time, metric)
+        if other is None or (name, time) not in results.cells:
             return ''
-        mine, theirs = (_numbers(m, one, time, metric) for one in (name, other))
+        mine, theirs = (results.numbers(one, time, metric) for one in (name, other))
         return f'{other}: {_difference(mine, theirs, metric) or "no seed of both"}'
 
-    return _by_time(m, cell)
+    return _by_time(results, cell)
 
 
-def sooner(m: Measured) -> str:
+def sooner(results: Results) -> str:
     """Returns the seconds until a method is as good as the baseline at its end, by seed."""
-    base = m.study.baseline
-    if base not in m.methods:
+    base = results.comparison.baseline
+    if base not in results.methods:
         return NOTHING
-    last = end_of(m.cells, base)
+    last = end_of(results.cells, base)
     body = []
-    for name in m.methods:
-        for metric in m.study.distances:
-            higher = metric.higher_is_better
-            found = times_to_final(m.cells, name, base, metric.find, higher=higher)
-            shown = [_seconds(when, seed in found.bounds) for seed, when in found.seconds.items()]
-            mean, bound = found.mean, '≤ ' if found.bounds else ''
-            body.append(
-                (
-                    name,
-                    metric.title,
-                    ', '.join(shown),
-                    bound + _plus_minus(mean) if mean else '',
-                    bound + _plus_minus(_scaled(mean, 1 / last)) if mean else '',
-                )
-            )
+    for name in results.methods:
+        for metric in results.comparison.distances:
+            seconds, bounds, mean = times_to_final(results.cells, name, base, metric)
+            by_seed = [_seconds(when, seed in bounds) for seed, when in seconds.items()]
+            cells = [name, metric.title, ', '.join(by_seed)]
+            for scale in (1, last):  # in seconds, and as a share
+                scaled = Mean(mean.value / scale, mean.error / scale, mean.seeds) if mean else None
+                cells.append(('≤ ' if bounds else '') + _plus_minus(scaled) if scaled else '')
+            body.append(cells)
     return table(('method', 'distance', 's by seed', 'mean, s', f'as a share of {last:g} s'), body)
 
 
-def at_the_end(m: Measured) -> str:
+def at_the_end(results: Results) -> str:
     """Returns a table of all other measurements, at the last time of each method."""
-    if not m.cells:
+    if not results.cells:
         return NOTHING
-    distances = m.study.distances
-    others = [metric for metric in m.study.metrics if metric not in distances]
-    ends = {name: m.study.seconds_of(name)[-1] for name in m.methods}
-    apart = len(set(ends.values())) > 1
-    averages, losses = (any(key in row for row in m.rows) for key in ('average', 'losses'))
-    head = [
-        'method',
-        'seeds',
-        *(['s'] if apart else []),
-        'sampler',
-        *(['averages'] if averages else []),
-        *(metric.title for metric in others),
-        *(['held-out loss'] if losses else []),
-        'steps',
-        'ms per step',
+    comparison = results.comparison
+    ends = {name: comparison.seconds_of(name)[-1] for name in results.methods}
+
+    def has(key: str) -> bool:
+        return any(key in row for row in results.rows)
+
+    columns: list[tuple[str, Callable[[list[Row]], str]]] = [
+        ('method', lambda rows: rows[0]['case']),
+        ('seeds', lambda rows: ', '.join(str(row['seed']) for row in rows)),
     ]
-    body = []
-    for name in m.methods:
-        last = max((time for time in m.times if time <= ends[name]), default=0.0)
-        rows = m.cells.get((name, last), [])
-        if not rows:
-            continue
-        ms = sum(1e3 * row['training_seconds'] / row['step'] for row in rows) / len(rows)
-        cells = [
-            name,
-            ', '.join(str(row['seed']) for row in rows),
-            *([f'{last:g}'] if apart else []),
-            rows[0]['sampler'].replace(':', ' '),
-            *([', '.join(str(row.get('average', '')) for row in rows)] if averages else []),
-            *(_mean(rows, metric.find) for metric in others),
-            *([_mean(rows, _held_out_loss)] if losses else []),
-            f'{sum(row["step"] for row in rows) / len(rows):,.0f}',
-            f'{ms:.2f}',
-        ]
-        body.append(cells)
-    return table(head, body)
+    if len({*ends.values()}) > 1:
+        columns.append(('s', lambda rows: f'{rows[0]["seconds"]:g}'))
+    columns.append(('sampler', lambda rows: rows[0]['sampler'].replace(':', ' ')))
+    if has('average'):
+        columns.append(
+            ('averages', lambda rows: ', '.join(str(row.get('average', '')) for row in rows))
+        )
+    others = [metric for metric in comparison.metrics if metric not in comparison.distances]
+    others += [Metric('held-out loss', _held_out_loss)] if has('losses') else []
+    columns += [(metric.title, functools.partial(_mean_of, metric)) for metric in others]
+    columns += [
+        ('steps', lambda rows: f'{np.mean([row["step"] for row in rows]):,.0f}'),
+        (
+            'ms per step',
+            lambda rows: f'{np.mean([1e3 * r["training_seconds"] / r["step"] for r in rows]):.2f}',
+        ),
+    ]
+    lasts = [
+        (name, max((time for time in results.times if time <= end), default=0.0))
+        for name, end in ends.items()
+    ]
+    body = [
+        [cell(results.cells[last]) for _, cell in columns]
+        for last in lasts
+        if last in results.cells
+    ]
+    return table([title for title, _ in columns], body)
 
 
-def missing(m: Measured) -> str:
+def missing(results: Results) -> str:
     """Returns the list of cells of the file that lack a row, and of runs that failed."""
-    drawn: dict[tuple[str, int, float], set[str]] = {}
-    for row in m.rows:
-        drawn.setdefault((row['case'], row['seed'], row['seconds']), set()).add(row['sampler'])
+    comparison = results.comparison
+    done = {(row['case'], row['seed'], row['seconds'], row['sampler']) for row in results.rows}
     gaps: dict[str, dict[int, list[float]]] = {}
-    for name, seed in m.study.cells:
-        wanted = set(m.study.samplers_of(name))
-        found = {time: drawn.get((name, seed, time), set()) for time in m.study.seconds_of(name)}
-        times = [time for time, samplers in found.items() if not (samplers and wanted <= samplers)]
+    for name, seed in comparison.cells:
+        samplers = comparison.samplers_of(name)
+        times = [
+            time
+            for time in comparison.seconds_of(name)
+            if any((name, seed, time, sampler) not in done for sampler in samplers)
+        ]
         if times:
             gaps.setdefault(name, {})[seed] = times
-    every = {name: sum(cell[0] == name for cell in m.study.cells) for name in m.study.methods}
     whole, lines = [], []
     for name, by_seed in gaps.items():
-        every_time = len(m.study.seconds_of(name))
-        full = [seed for seed, times in by_seed.items() if len(times) == every_time]
-        if len(full) == every[name]:
+        full = [s for s, times in by_seed.items() if len(times) == len(comparison.seconds_of(name))]
+        if len(full) == sum(cell[0] == name for cell in comparison.cells):
             whole.append(f'`{name}`')
             continue
-        shown = [
+        seeds = [
             f'seed {seed}' + ('' if seed in full else f' at {", ".join(f"{t:g}" for t in times)} s')
             for seed, times in sorted(by_seed.items())
         ]
-        lines.append(f'- `{name}`: {"; ".join(shown)}')
+        lines.append(f'- `{name}`: {"; ".join(seeds)}')
     if whole:
         lines.append(f'- all of {", ".join(whole)}')
-    lines += [f'- failed: {text}' for text in _failures(m, gaps)]
-    return '\n'.join(lines) or 'None.'
-
-
-def _failures(m: Measured, gaps: dict[str, dict[int, list[float]]]) -> list[str]:
-    """Returns why cells that are missing failed when they were last tried."""
     # After a measurement that failed, the run goes on; its later successes do not undo the failure.
-    ended = [row for row in m.stretches if row['outcome'] in (FAILED, STOPPED)]
+    ended = [row for row in results.stretches if row['outcome'] in (FAILED, STOPPED)]
     last = {(row['case'], row['seed']): row for row in ended}
-    reasons = {run: row['reason'] for run, row in last.items() if row['outcome'] == FAILED}
-    return [
-        f'`{name}`, seed {seed}: ' + ' '.join(reasons[name, seed].split())
+    lines += [
+        f'- failed: `{name}`, seed {seed}: {" ".join(row["reason"].split())}'
         for name, by_seed in gaps.items()
         for seed in sorted(by_seed)
-        if (name, seed) in reasons
+        if (row := last.get((name, seed))) and row['outcome'] == FAILED
     ]
+    return '\n'.join(lines) or 'None.'
 
 
 def step_times(costs: Mapping[str, Row], case: str = 'method') -> str:
@@ -250,18 +250,18 @@ def step_times(costs: Mapping[str, Row], case: str = 'method') -> str:
     return table((case, 'ms per step', f'of {next(iter(costs))} (quartiles)'), body)
 
 
-def origin(m: Measured) -> str:
+def origin(results: Results) -> str:
     """Returns a sentence with what the rows were measured with: devices, versions, commits."""
-    if not m.rows:
+    if not results.rows:
         return NOTHING
 
     def each(find: Callable[[Row], object]) -> str:
-        found = dict.fromkeys(str(find(row)) for row in m.rows)
-        return ', '.join(text for text in found if text != 'None')
+        texts = dict.fromkeys(str(find(row)) for row in results.rows)
+        return ', '.join(text for text in texts if text != 'None')
 
     def version(name: str) -> str:
-        found = each(lambda row: row['versions'].get(name))
-        return f', {name} {found}' if found else ''
+        number = each(lambda row: row['versions'].get(name))
+        return f', {name} {number}' if number else ''
 
     driver = each(lambda row: row.get('driver'))
     features = each(lambda row: row.get('features'))
@@ -276,59 +276,49 @@ def origin(m: Measured) -> str:
     )
 
 
-def cost(m: Measured) -> str:
+def cost(results: Results) -> str:
     """Returns a sentence with the device time that the comparison has taken."""
     runs: dict[tuple[str, int], float] = {}
-    for row in m.rows:
+    for row in results.rows:
         key = row['case'], row['seed']
         runs[key] = max(runs.get(key, 0.0), row['training_seconds'])
-    if not m.stretches:
+    if not results.stretches:
         known = f'{len(runs)} runs, {sum(runs.values()) / 60:.0f} minutes of training.'
         return f'{known} What they took in all is not recorded.' if runs else NOTHING
-    spent = device_seconds(m.stretches)
+    spent = device_seconds(results.stretches)
     parts = ', '.join(f'{name} {seconds / 60:.1f}' for name, seconds in spent.items())
-    kind = 'CPU' if {row.get('device') for row in m.stretches if row['wall']} == {'cpu'} else 'GPU'
+    devices = {row.get('device') for row in results.stretches if row['wall']}
+    kind = 'CPU' if devices == {'cpu'} else 'GPU'
     return (
         f'{sum(spent.values()) / 60:.1f} {kind} minutes, repeated work included: {parts}. The '
         f'{len(runs)} runs in the tables have {sum(runs.values()) / 60:.1f} minutes of training.'
     )
 
 
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    lines = [head, ['---'] * len(head), *body]
-    return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
-
-
-def _by_time(m: Measured, cell: Callable[[str, float, Metric], str], skip: str = '') -> str:
+def _by_time(results: Results, cell: Callable[[str, float, Metric], str], skip: str = '') -> str:
     """Returns a table with a row for each method and distance, and a column for each time."""
-    names = [name for name in m.methods if name != skip]
+    names = [name for name in results.methods if name != skip]
     if not names:
         return NOTHING
 
     def line(name: str, metric: Metric) -> list[str]:
-        return [name, metric.title, *(cell(name, time, metric) for time in m.times)]
+        return [name, metric.title, *(cell(name, time, metric) for time in results.times)]
 
-    body = [line(name, metric) for metric in m.study.distances for name in names]
-    return table(('method', 'distance', *(f'{time:g} s' for time in m.times)), body)
+    body = [line(name, metric) for metric in results.comparison.distances for name in names]
+    return table(('method', 'distance', *(f'{time:g} s' for time in results.times)), body)
 
 
 def _held_out_loss(row: Row) -> float:
     return float(row.get('losses', {}).get('held_out_loss', math.nan))
 
 
-def _numbers(m: Measured, name: str, time: float, metric: Metric) -> dict[int, float]:
-    """Returns the metric of a method at a time, by seed."""
-    return numbers_of(m.cells.get((name, time), []), metric.find)
+def _mean_of(metric: Metric, rows: Sequence[Row]) -> str:
+    return _mean(numbers_of(rows, metric.find))
 
 
-def _mean(rows: Sequence[Row], find: Find) -> str:
-    numbers = list(numbers_of(rows, find).values())
-    return _plus_minus(mean_over(numbers)) if numbers else ''
-
-
-def _scaled(mean: Mean, factor: float) -> Mean:
-    return Mean(mean.value * factor, mean.error * factor, mean.seeds)
+def _mean(numbers: Mapping[int, float]) -> str:
+    """Returns the mean over seeds; '' without any."""
+    return _plus_minus(mean_over([*numbers.values()])) if numbers else ''
 
 
 def _plus_minus(mean: Mean, sign: str = '') -> str:
@@ -341,13 +331,13 @@ def _plus_minus(mean: Mean, sign: str = '') -> str:
 
 def _difference(first: Mapping[int, float], second: Mapping[int, float], metric: Metric) -> str:
     """Returns a difference with its p-value; bold if the first is ahead (`Paired.ahead`)."""
-    found = paired(first, second, higher=metric.higher_is_better)
-    if found is None:
+    pair = paired(first, second, higher=metric.higher_is_better)
+    if pair is None:
         return ''
-    text = _plus_minus(found.difference, '+').replace('-', '−')
-    if not math.isnan(found.p):
-        text += f', p {found.p:.2g}'
-    return f'**{text}**' if found.ahead else text
+    text = _plus_minus(pair.difference, '+').replace('-', '−')
+    if not math.isnan(pair.p):
+        text += f', p {pair.p:.2g}'
+    return f'**{text}**' if pair.ahead else text
 
 
 def _seconds(when: float, bound: bool) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 
+from jaxunet.config.consistency import consistency_problems
+from jaxunet.config.network_relations import check_network_options, check_network_shape
 from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.config.schema import FACTS, Config
 from jaxunet.runtime.errors import near_misses
@@ -17,6 +20,7 @@ LEAST_STEPS_OF_WEIGHTING = {'speed': 3}
 MAX_STEPS_PER_CALL = 20
 # The largest width of an average: the plain mean over the run.
 MAX_WIDTH = 12**-0.5
+BACKGROUNDS = ('white', 'black', 'keep', 'drop')
 METRICS = ('fid', 'sfid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
 HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 
@@ -42,9 +46,20 @@ def check_relations(config: Config) -> list[str]:
 
     The UNet's shape is checked only if all other checks pass, because it relies on them.
     """
-    sections = (_start, _parallel, _model, _diffusion, _data, _optimizer, _ema, _train, _evaluation)
+    sections = (
+        _start,
+        _parallel,
+        _model,
+        _diffusion,
+        check_pixels,
+        _data,
+        _optimizer,
+        _ema,
+        _train,
+        _evaluation,
+    )
     problems = [problem for check in sections for problem in check(config)]
-    return problems or list(_unet_shape(config))
+    return problems or list(check_network_shape(config))
 
 
 def _start(config: Config) -> Iterator[str]:
@@ -76,6 +91,7 @@ def _model(config: Config) -> Iterator[str]:
         yield f'model.low_res_size: expected (side,) or (height, width), found {m.low_res_size}'
     if m.label_dropout and not m.num_classes:
         yield f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0'
+    yield from check_network_options(config)
 
 
 def _diffusion(config: Config) -> Iterator[str]:
@@ -126,8 +142,8 @@ def _continuous(config: Config) -> Iterator[str]:
     if d.schedule != 'linear':
         yield (
             f'diffusion.schedule: {d.schedule} belongs to the objectives epsilon, x0 and v; '
-            f'{d.objective} has continuous noise levels, set by diffusion.{d.objective}_mean and '
-            f'{d.objective}_std; leave schedule out'
+            f'{d.objective} has continuous noise levels, set by diffusion.{d.prediction}_mean and '
+            f'{d.prediction}_std; leave schedule out'
         )
     if d.rescale_timesteps:
         yield (
@@ -144,6 +160,9 @@ def _continuous(config: Config) -> Iterator[str]:
             f'diffusion.kl_loss: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
             'steps for a variational bound'
         )
+    if d.objective == 'consistency':
+        yield from consistency_problems(config)
+        return
     if config.timesteps.sampler in ('speed', 'speed_code', 'policy'):
         yield (
             f'timesteps.sampler: {config.timesteps.sampler} is defined by the timesteps of '
@@ -159,6 +178,29 @@ def _continuous(config: Config) -> Iterator[str]:
         yield (
             f'evaluation.skip_schedule: {e.skip_schedule} spaces timesteps, which edm does not '
             'have; use karras or log_snr'
+        )
+
+
+def check_pixels(config: Config) -> Iterator[str]:
+    """Yields one line per problem of the fields that say how stored values become pixels."""
+    d, channels = config.data, config.model.image_channels
+    if d.background not in BACKGROUNDS and not re.fullmatch('#[0-9a-fA-F]{6}', d.background):
+        hint = near_misses(d.background, BACKGROUNDS)
+        yield (
+            f'data.background: expected white, black, #rrggbb, keep or drop, found '
+            f'{d.background!r}{hint}'
+        )
+    if d.background == 'keep' and channels != 4:
+        yield (
+            'data.background: keep draws opacity as a fourth channel; '
+            f'expected model.image_channels=4, found {channels}'
+        )
+    if d.range and not (len(d.range) == 2 and d.range[0] < d.range[1]):
+        yield f'data.range: expected LOWEST,HIGHEST, such as 0,4095, found {d.range}'
+    if d.range and d.background == 'keep':
+        yield (
+            'data.range: images with opacity (data.background=keep) use the full range of their '
+            'type; leave it out'
         )
 
 
@@ -252,10 +294,10 @@ def _train(config: Config) -> Iterator[str]:
     t, steps, channels = config.train, config.diffusion.steps, config.model.image_channels
     if t.sample_every and t.sample_steps > steps and not config.diffusion.continuous:
         yield f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({steps})'
-    if t.sample_every and channels not in (1, 3):
+    if t.sample_every and channels not in (1, 3) and config.data.background != 'keep':
         yield (
             f'model.image_channels: sample grids need 1 (grey) or 3 (RGB), found {channels}; other '
-            'channels, which only .npz and .bin have, need train.sample_every=0'
+            'channels, which only .npz, .npy and .bin have, need train.sample_every=0'
         )
     if len(set(t.loggers)) < len(t.loggers):
         yield f'train.loggers: expected each once, found {", ".join(t.loggers)}'
@@ -302,6 +344,11 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield (
             f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'
         )
+    if sampler == 'consistency' != objective:
+        yield (
+            'evaluation.sampler: consistency draws with models of diffusion.objective=consistency, '
+            f'found {objective}'
+        )
     if e.variance and sampler != 'ddpm':
         yield f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {found}'
     if e.variance == 'learned' and not config.diffusion.learn_sigma:
@@ -318,46 +365,8 @@ def _evaluation(config: Config) -> Iterator[str]:
             'model.image_channels: evaluation compares images of 1 or 3, '
             f'found {m.image_channels}; set train.evaluate_every=0'
         )
-
-
-def _unet_shape(config: Config) -> Iterator[str]:
-    """Checks that the image divides by the levels, and the channels by heads and norm groups."""
-    m = config.model
-    height, width, _ = config.image_shape
-    levels = len(m.channel_mult)
-    factor = 2 ** (levels - 1)
-    low_res = config.low_res_shape
-    low_height, low_width = (0, 0) if low_res is None else low_res[:2]
-    if low_height > height or low_width > width:
+    if evaluates and config.data.bits != 8:
         yield (
-            f'model.low_res_size: expected at most data.image_size ({height}x{width}), as a larger '
-            f'picture shows no more, found {low_height}x{low_width}'
+            f'data.bits: evaluation compares images of 8 bits, found {config.data.bits}; set '
+            'train.evaluate_every=0'
         )
-    if height % factor or width % factor:
-        yield (
-            f'data.image_size: {height}x{width} must be divisible by {factor}, '
-            f'as model.channel_mult has {levels} levels'
-        )
-    sides = [min(height, width) >> level for level in range(levels)]
-    for resolution in m.attention_resolutions:
-        if resolution not in sides:
-            yield (
-                f'model.attention_resolutions: expected some of {sides}, the shorter sides of the '
-                f'levels, found {resolution}'
-            )
-    head_field = 'num_heads' if m.num_heads else 'num_head_channels'
-    head_value = m.num_heads or m.num_head_channels
-    for level, mult in enumerate(m.channel_mult):
-        channels = int(mult * m.base_channels)
-        # The middle block attends at the lowest level in any case.
-        attends = level in config.attention_levels or level == levels - 1
-        if attends and channels % head_value:
-            yield (
-                f'model.{head_field}: {head_value} does not divide the {channels} channels '
-                f'of level {level}'
-            )
-        if channels <= 0 or channels % m.norm_groups:
-            yield (
-                f'model.channel_mult: {mult} x base_channels {m.base_channels} = {channels} '
-                f'channels, not a multiple of model.norm_groups ({m.norm_groups})'
-            )

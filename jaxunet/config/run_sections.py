@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, Range, option
 
+NAMES = ('ddpm', 'ddim', 'dpmpp_2m', 'unipc', 'heun', 'consistency')  # of samplers
 SUITS = -1  # evaluation.steps: the number that suits the sampler
 
 
@@ -25,11 +26,22 @@ class ParallelConfig:
 class DataConfig:
     """The training images and how they reach the device."""
 
-    # Folder | .zip | .tar(.gz|.xz) | .npz | .bin(.gz) | digits: | cifar10:[local copy] |
-    # cifar10_test:[local copy].
+    # Folder | .zip | .tar(.gz|.xz) | x-{000000..000009}.tar | .parquet | .arrow | LMDB | .npz |
+    # .npy | .bin(.gz) | digits: | cifar10:[local copy] | cifar10_test:[local copy].
     path: str = option('digits:', outside_step=True)
     # (side,) or (height, width), in pixels; () = chosen
     image_size: tuple[int, ...] = option((8,), POSITIVE, limit=2**14, left_open=())
+    # Transparent images. white | black | #rrggbb: they are drawn on this | keep: their opacity is a
+    # fourth channel (model.image_channels=4), which samples have, too | drop: hidden colours count,
+    # as before version 0.2.0.
+    background: str = option('white', outside_step=True, since='0.2.0')
+    # Bits of each channel that are kept, 8 or 16.
+    bits: int = option(
+        8, Range('8 or 16', lambda v: v in (8, 16)), outside_step=True, since='0.2.0'
+    )
+    # Lowest and highest value of the images, such as 0,4095; () = those of their type, or 0 and 1
+    # of floats.
+    range: tuple[float, ...] = option((), outside_step=True, since='0.2.0')
     # Images per optimizer step, over all devices; 0 = chosen.
     batch_size: int = option(64, POSITIVE, limit=2**22, left_open=0)
     # Worker processes that decode streamed images; 0 = threads.
@@ -62,6 +74,10 @@ class DataConfig:
     # none: images keep the noise that they drew | batch: the noise of a batch is dealt out to its
     # images by distance (immiscible diffusion; `jaxunet.training.noise_assignment`).
     noise_assignment: str = option('none', choices=('none', 'batch'), since='0.2.0')
+    # Labels of the images. '': those that the set has | folders: class sub-folders | names: what
+    # stands before the first underscore of a file's name | a column of a table, metadata.csv or the
+    # like (`jaxunet.data.labels`).
+    labels: str = option('', outside_step=True, since='0.2.0')
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.
     classes: tuple[str, ...] = option((), outside_step=True)
     # Images kept out of training, for the held-out loss: a number, or a share below 1. 0 = none.
@@ -169,10 +185,10 @@ class EvaluationConfig:
     # Samples drawn at a time, over all devices.
     batch_size: int = option(256, POSITIVE, limit=2**20)
     # '' = that of the sample grids, which suits the objective.
-    sampler: str = option('', choices=('', 'ddpm', 'ddim', 'dpmpp_2m', 'unipc', 'heun'), was='ddim')
-    # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 20 of the others;
-    # 0 = every timestep (diffusion.steps), or for edm and flow, which have none, the same but 250
-    # of ddpm.
+    sampler: str = option('', choices=('', *NAMES), was='ddim')
+    # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 2 of consistency,
+    # 20 of the others; 0 = every timestep (diffusion.steps), or for objectives that have none, the
+    # same but 250 of ddpm.
     steps: int = option(SUITS, Range(f'{SUITS} or more', lambda v: v >= SUITS), was=50)
     # For sampler=ddpm; '' = learned if the model has it, else fixed_small.
     variance: str = option('', choices=('', 'fixed_small', 'fixed_large', 'learned'))

@@ -11,6 +11,14 @@ from jaxunet.config.schema import FACTS, Config, Fields
 RENAMED = {
     f'{path.rpartition(".")[0]}.{facts.once}': path for path, facts in FACTS.items() if facts.once
 }
+# Fields of the section data that every version stores.
+FIRST_DATA = {
+    path.removeprefix('data.')
+    for path, facts in FACTS.items()
+    if path.startswith('data.') and not facts.since
+}
+# Ends of paths of images that have no transparency.
+OPAQUE = (':', '.npz', '.bin', '.bin.gz')
 
 
 def as_now(values: Fields, prefix: str) -> Fields:
@@ -25,6 +33,8 @@ def as_now(values: Fields, prefix: str) -> Fields:
     }
     if prefix == 'data.' and values.get('augment') == 'edm':
         values.setdefault('augment_rule', 'earlier')  # from before there was a choice
+    if prefix == 'data.' and values.keys() >= FIRST_DATA:  # a whole section, as stored
+        values.setdefault('background', 'drop')
     return values
 
 
@@ -42,20 +52,23 @@ def identity(values: Fields) -> Fields:
     def is_default(path: str, value: object) -> bool:
         if path == 'data.augment_rule':  # earlier versions had no other
             return value == 'earlier' or values['data'].get('augment') != 'edm'
+        if path == 'data.background':
+            opaque = str(values['data'].get('path')).endswith(OPAQUE)
+            return value == 'drop' or (value == 'white' and opaque)
         default = operator.attrgetter(path)(defaults)
         return bool(default == (tuple(value) if isinstance(value, list) else value))
 
     def before(fields: Fields, prefix: str) -> Fields:
-        found: Fields = {}
+        stated: Fields = {}
         for name, value in fields.items():
             path = prefix + name
             facts = FACTS.get(path, Facts())
             if isinstance(value, dict):
-                found[name] = before(value, f'{name}.')
+                stated[name] = before(value, f'{name}.')
             elif facts.was is not None and is_default(path, value):
-                found[name] = facts.was
+                stated[name] = facts.was
             elif not (facts.since and is_default(path, value)):
-                found[facts.once or name] = value
-        return found
+                stated[facts.once or name] = value
+        return stated
 
     return before(values, '')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Shaped
 
 from jaxunet.data.npz import check_labels
 from jaxunet.data.rules import class_order
@@ -21,14 +21,14 @@ def source_of(
     """Returns a source of arrays, at their own size.
 
     Args:
-      images: as for `pixels_of`, one size for all.
+      images: as for `values_of`, one size for all.
       labels: one for each image: whole numbers from 0, or names of classes; None = no classes.
       class_names: names of the labels 0, 1, ...; None = names are sorted, numbers name themselves.
 
     Raises:
       UserError: other shapes, types or values.
     """
-    pixels = pixels_of(images)
+    pixels = values_of(images)
     if not len(pixels):
         raise UserError('images: expected one or more, found none')
     named = None if class_names is None else np.array(list(class_names), np.str_)
@@ -39,22 +39,22 @@ def source_of(
             raise UserError(f'labels: class_names lacks {sorted(unknown)[0]!r}; add it')
         given, named = np.array([names.index(x) for x in given]), np.array(names, np.str_)
     numbers, texts = check_labels(NAME, len(pixels), given, named)
-    return ArraySource(NAME, pixels, (*pixels.shape[1:],), numbers, texts)
+    return ArraySource(NAME, pixels, (*pixels.shape[1:],), numbers, texts, None)
 
 
-def pixels_of(
+def values_of(
     images: object, what: str = 'images', *, single: bool = False
-) -> UInt8[np.ndarray, 'images height width channels']:
-    """Returns arrays of images as uint8 pixels.
+) -> Shaped[np.ndarray, 'images height width channels']:
+    """Returns arrays of images as they are.
 
     Args:
       images: anything that numpy reads: (n, height, width) of grey images, or (n, height, width,
-        channels); uint8, or floats from 0 to 1.
+        channels); uint8, uint16, floats or, with `data.range`, other integers.
       what: the argument, for messages.
       single: it is one image, without the first axis.
 
     Raises:
-      UserError: another shape or type, or floats out of range.
+      UserError: another shape or type.
     """
     try:
         array = np.asarray(images)
@@ -69,16 +69,9 @@ def pixels_of(
     if array.ndim != 4:
         expected = axes if single else axes.replace('(h', '(n, h')
         raise UserError(f'{what}: expected shape {expected}, found {shape}')
-    if array.dtype == np.uint8:
-        return array
-    if array.dtype == bool or not np.issubdtype(array.dtype, np.floating):
+    if array.dtype.kind not in 'uif':
         raise UserError(
-            f'{what}: expected uint8, or floats from 0 to 1, found {array.dtype}; convert them '
-            'by .astype(numpy.uint8) if they are from 0 to 255'
+            f'{what}: expected uint8, uint16, or floats from 0 to 1, found {array.dtype}; convert '
+            'them by .astype(numpy.uint8) if they are from 0 to 255'
         )
-    if array.size and not (array.min() >= 0 and array.max() <= 1):  # NaN is neither
-        raise UserError(
-            f'{what}: expected floats from 0 to 1, found {array.min():g} to {array.max():g}; '
-            'images from -1 to 1 become (images + 1) / 2, those from 0 to 255 uint8'
-        )
-    return np.rint(array * 255).astype(np.uint8)
+    return array

@@ -5,9 +5,11 @@ A field is left open by a value that is not valid otherwise, the `left_open` of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import statistics
+from pathlib import Path
 from typing import NamedTuple
 
 from absl import logging
@@ -16,11 +18,14 @@ from ml_collections import ConfigDict
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.config.schema import FACTS, DiffusionConfig, Fields
+from jaxunet.data.fitting import MODES
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
+from jaxunet.data.npz import array_shape
 from jaxunet.data.source import ArraySource, Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.remote import on_disk
 
 OPEN = {path: facts.left_open for path, facts in FACTS.items() if facts.left_open is not None}
 # Chosen with an open field, unless they are set.
@@ -48,11 +53,13 @@ class Facts(NamedTuple):
       images: number of images.
       sizes: (height, width) of some of them.
       grey: none of them has colours.
+      channels: of an array that is neither grey nor RGB; 0 = they are.
     """
 
     images: int
     sizes: list[tuple[int, int]]
     grey: bool
+    channels: int = 0
 
 
 ANY = Facts(1000, [(64, 64)], False)  # for checking a config before its images are opened
@@ -82,20 +89,22 @@ def complete(
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
     if known is not None:
         raw = _with_rule(raw, known)
-    left_open = [path for path, empty in OPEN.items() if _get(raw, path) == empty]
+    left_open = [path for path, empty in OPEN.items() if value_at(raw, path) == empty]
     if not left_open:
         return _with_epochs(resolve(raw), given)
     if known is not None:
         saved = to_dict(known)
         companions = [COMPANIONS[path] for path in left_open if path in COMPANIONS]
         paths = [*left_open, *(path for path in companions if not _is_set(raw, path))]
-        return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})), given)
+        kept = with_values(raw, {path: value_at(saved, path) for path in paths})
+        return _with_epochs(resolve(kept), given)
     if start is not None and 'diffusion.objective' in left_open:
         return complete(_with_objective(raw, start), given=given)
-    draft = resolve(_with(raw, choose(raw, ANY)))  # finds other mistakes before anything is opened
+    # Finds other mistakes before anything is opened.
+    draft = resolve(with_values(raw, choose(raw, ANY)))
     facts = look(draft, given)
     chosen = choose(raw, facts)
-    config = _with_epochs(resolve(_with(raw, chosen)), given)
+    config = _with_epochs(resolve(with_values(raw, chosen)), given)
     if config.train.epochs:
         chosen.pop('train.steps', None)
     _log(config, facts, chosen)
@@ -103,10 +112,17 @@ def complete(
 
 
 def _with_rule(raw: Fields, known: Config) -> Fields:
-    """Returns a config with the rule of augmentation of the run to resume, if that is older."""
-    rule = 'data.augment_rule'
-    both = known.data.augment == _get(raw, 'data.augment') == 'edm'
-    if not both or known.data.augment_rule == _get(raw, rule) or _get(raw, rule) != 'edm':
+    """Returns a config with the readings of the run to resume that are older than their fields."""
+    rule, ground = 'data.augment_rule', 'data.background'
+    if known.data.background == 'drop' and value_at(raw, ground) == 'white':
+        logging.warning(
+            '%s=drop, as the run began: the colours of transparent pixels count; a new run draws '
+            'transparent images on white',
+            ground,
+        )
+        raw = with_values(raw, {ground: 'drop'})
+    both = known.data.augment == value_at(raw, 'data.augment') == 'edm'
+    if not both or known.data.augment_rule == value_at(raw, rule) or value_at(raw, rule) != 'edm':
         return raw
     logging.warning(
         '%s=%s, as the run began: its network has learned angles that mean the opposite of those '
@@ -114,7 +130,7 @@ def _with_rule(raw: Fields, known: Config) -> Fields:
         rule,
         known.data.augment_rule,
     )
-    return _with(raw, {rule: known.data.augment_rule})
+    return with_values(raw, {rule: known.data.augment_rule})
 
 
 def _with_objective(raw: Fields, start: Config) -> Fields:
@@ -124,7 +140,7 @@ def _with_objective(raw: Fields, start: Config) -> Fields:
         taken[SCHEDULE] = start.diffusion.schedule
     fields = ', '.join(f'{path}={value}' for path, value in taken.items())
     logging.info('as in the run of init_from: %s', fields)
-    return _with(raw, taken)
+    return with_values(raw, taken)
 
 
 def _with_epochs(config: Config, given: ArraySource | None) -> Config:
@@ -166,14 +182,27 @@ def look(config: Config, given: ArraySource | None = None) -> Facts:
     Raises:
       UserError: they cannot be opened, or an image is corrupt.
     """
-    source = open_data(config, (PROBE, PROBE, config.model.image_channels), given)
+    stored = given.stored_shape if given is not None else _stored_shape(config.data.path)
+    found = stored[3] if stored is not None and len(stored) == 4 else 1
+    # The fourth channel may be opacity: opening the set says so.
+    more = 0 if found in (*MODES, 4) or config.data.background == 'keep' else found
+    channels = more or config.model.image_channels
+    source = open_data(config, (PROBE, PROBE, channels), given)
     if given is None and (
         tar := compressed_tar(config.data.path)
     ):  # its images now have the shape of the probe
         sizes = tar_stream_sizes(tar, SIZES)
     else:
         sizes = [source.stored_size(int(row)) for row in spread(len(source), SIZES)]
-    return Facts(len(source), sizes, _is_grey(source))
+    return Facts(len(source), sizes, _is_grey(source), more)
+
+
+def _stored_shape(path: str) -> tuple[int, ...] | None:
+    """Returns the shape of an array of images; None for a set of another form."""
+    if path.lower().endswith(('.npz', '.npy')):
+        with contextlib.suppress(UserError):  # opening the set reports it
+            return array_shape(Path(on_disk(path)))
+    return None
 
 
 def choose(raw: Fields, facts: Facts) -> dict[str, object]:
@@ -186,8 +215,10 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     Raises:
       UserError: the images are too small.
     """
-    size = _get(raw, 'data.image_size') or _image_size(facts.sizes)
-    batch = _get(raw, 'data.batch_size')
+    size = value_at(raw, 'data.image_size') or _image_size(facts.sizes)
+    batch = value_at(raw, 'data.batch_size')
+    found = facts.channels or (1 if facts.grey else 3)
+    channels = 4 if value_at(raw, 'data.background') == 'keep' else found
     if not (isinstance(size, tuple | list) and all(type(side) is int for side in size)):
         size = (USUAL,)  # `resolve` reports the value of the config
     height, width = size[0], size[-1]
@@ -196,7 +227,7 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         batch = _batch_size(height * width, facts.images)
     choices: dict[str, object] = {
         'data.image_size': tuple(size),
-        'model.image_channels': 1 if facts.grey else 3,
+        'model.image_channels': channels,
         'model.channel_mult': LADDERS[levels],
         'data.batch_size': batch,
         # flow has no schedule, so a schedule that is set rules it out.
@@ -204,7 +235,7 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         'optimizer.learning_rate': _learning_rate(batch),
         'train.steps': _steps(facts.images),
     }
-    chosen = {path: v for path, v in choices.items() if _get(raw, path) == OPEN[path]}
+    chosen = {path: v for path, v in choices.items() if value_at(raw, path) == OPEN[path]}
     if 'model.channel_mult' in chosen and not _is_set(raw, ATTENTION):
         sides = [min(height, width) >> level for level in range(levels)]
         chosen[ATTENTION] = tuple(side for side in sides if side <= ATTENDED)
@@ -280,7 +311,7 @@ def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
         'chosen for %s of %s pixels (height x width): %s',
         '1 image' if facts.images == 1 else f'{facts.images:,} images',
         ' to '.join(f'{height}x{width}' for height, width in ends),
-        ', '.join(f'{path}={_shown(value)}' for path, value in chosen.items()),
+        ', '.join(f'{path}={as_text(value)}' for path, value in chosen.items()),
     )
     if 'train.steps' in chosen:
         steps, batch = config.train.steps, config.data.batch_size
@@ -296,11 +327,12 @@ def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
         )
 
 
-def _shown(value: object) -> str:
+def as_text(value: object) -> str:
+    """Returns the value of a field as a command line gives it."""
     return ','.join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _get(raw: Fields, path: str) -> object:
+def value_at(raw: Fields, path: str) -> object:
     """Returns a field by its path; None if the config lacks it, which `resolve` reports."""
     section, name = path.split('.')
     fields = raw.get(section)
@@ -309,11 +341,11 @@ def _get(raw: Fields, path: str) -> object:
 
 def _is_set(raw: Fields, path: str) -> bool:
     """Returns True if a config sets a field of `UNSET`; a list stands for a tuple."""
-    value = _get(raw, path)
+    value = value_at(raw, path)
     return value not in (None, [], UNSET[path])
 
 
-def _with(raw: Fields, changes: dict[str, object]) -> Fields:
+def with_values(raw: Fields, changes: dict[str, object]) -> Fields:
     """Returns a copy of a config with fields changed, by their paths."""
     changed = copy.deepcopy(raw)
     for path, value in changes.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxunet.data.pixels import Shape
+from jaxunet.data.crop import Shape
 from jaxunet.data.rules import is_hidden
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.tar import TarReader

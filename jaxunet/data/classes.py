@@ -35,19 +35,25 @@ def check_classes(config: Config, source: Source) -> None:
                 'model.label_dropout=0.1 for guidance, trains a class-conditional model',
                 *(len(names), path, listed(names), len(names)),
             )
+        elif source.unlabelled_by:
+            logging.info('%s: no class labels, as %s', path, source.unlabelled_by)
         return
     if not names:
         if source.unlabelled_by:
             raise UserError(
                 f'model.num_classes: {wanted}, but {path} has no class labels, as '
-                f'{source.unlabelled_by}; move such images into a class sub-folder or away, '
-                'or set model.num_classes to 0'
+                f'{source.unlabelled_by}; mend that, or set model.num_classes to 0'
             )
         raise UserError(
-            f'model.num_classes: {wanted}, but {path} has no class labels; '
-            'set it to 0, or use class sub-folders'
+            f'model.num_classes: {wanted}, but {path} has no class labels; set it to 0, use class '
+            'sub-folders, or give labels in another form (docs/training.md, "Data")'
         )
     found = len(names)
+    if source.labelled_by:
+        logging.info(
+            '%s: %d images in %d classes, labels from %s',
+            *(path, len(source), found, source.labelled_by),
+        )
     empty = np.setdiff1d(np.arange(found), source.labels)
     if found > wanted:
         advice = 'raise it, or name some in data.classes'

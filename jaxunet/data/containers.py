@@ -11,14 +11,15 @@ import os
 import stat
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 import numpy as np
 
 from jaxunet.data.pixels import BadImage
-from jaxunet.data.read_at import ReadAt
-from jaxunet.data.rules import MAGIC_BYTES, is_hidden
+from jaxunet.data.read_at import ReadAt, ReadMany
+from jaxunet.data.rules import MAGIC_BYTES, is_hidden, why_not_image
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.untrusted import one_line
@@ -40,7 +41,10 @@ class Container(abc.ABC):
       shown: its name in messages.
       names: path of each file inside the container.
       unreadable: number -> reason, for files that are listed but can never be read.
+      sharded: the first part of each name is the archive that holds the file.
     """
+
+    sharded = False
 
     def __init__(self, path: Path, shown: str = '') -> None:
         self.path = path
@@ -65,13 +69,25 @@ class Container(abc.ABC):
           UserError: the archive cannot be read.
         """
 
+    def __len__(self) -> int:
+        return len(self.names)
+
     def describe(self, i: int) -> str:
         """Returns the name of file `i` for a message."""
         return f'{self.shown}: {printable(self.names[i])}'
 
+    def reason(self, i: int) -> str:
+        """Returns why file `i` is no image; '' if it is one."""
+        try:
+            return self.unreadable.get(i) or why_not_image(*self.start(i), self.names[i])
+        except BadImage as error:
+            return error.reason
+
 
 def path_order(name: str) -> tuple[str, ...]:
     """Returns a sort key: depth first, files and folders of one folder together by name."""
+    if name[:1] != '/' and './' not in name and '//' not in name:  # eight times as fast
+        return tuple(name.split('/'))
     return PurePosixPath(name).parts
 
 
@@ -156,15 +172,44 @@ class Folder(Container):
             raise BadImage(self.describe(i), f'cannot be opened: {error.strerror}') from None
 
 
-class Archive(Container):
-    """An archive read by offset; the threads of a process share one descriptor."""
+class Spans(Container):
+    """Files that lie in one piece, as they are, in one or several other files.
 
-    def __init__(self, path: Path, shown: str = '') -> None:
+    Args:
+      files: these other files.
+
+    Attributes:
+      spans: int64 (names, 3): the number of the other file, the first byte and the size of each.
+    """
+
+    def __init__(self, path: Path, files: Sequence[Path], shown: str = '') -> None:
         super().__init__(path, shown)
-        self._bytes = ReadAt(path, self.shown)
+        self._bytes = ReadMany(files, [shown or str(file) for file in files])
+        self.spans = np.empty((0, 3), np.int64)
+
+    def start(self, i: int) -> tuple[bytes, int]:
+        """Reads the first bytes of file `i`; see `Container.start`."""
+        file, offset, size = self.spans[i].tolist()
+        return self._bytes(file, offset, min(size, MAGIC_BYTES)), size
+
+    def read(self, i: int) -> bytes:
+        """Reads file `i`; see `Container.read`."""
+        file, offset, size = self.spans[i].tolist()
+        if size > MAX_FILE_BYTES:
+            raise BadImage(
+                self.describe(i),
+                f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image',
+            )
+        data = self._bytes(file, offset, size)
+        if len(data) < size:
+            raise BadImage(
+                self.describe(i),
+                f'the archive ends at byte {offset + len(data)}, expected {offset + size}',
+            )
+        return data
 
 
-class ZipArchive(Archive):
+class ZipArchive(Container):
     """A .zip with stored, deflated or bzip2-compressed members; a backslash in a name is a slash.
 
     Raises:
@@ -173,6 +218,7 @@ class ZipArchive(Archive):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self._bytes = ReadAt(path, self.shown)
 
         def damaged(error: object) -> UserError:
             return UserError(

@@ -14,23 +14,23 @@ from absl import logging
 from jaxtyping import Int
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
+from jaxunet.data.crop import Batch, Crop, Crops, Pixels, Shape, crop_of
+from jaxunet.data.find_labels import find_labels
+from jaxunet.data.labels import FileSet, Labels, most_bytes
 from jaxunet.data.pixels import (
     NARROW,
     BadImage,
-    Batch,
-    Crop,
-    Crops,
-    Pixels,
-    Shape,
     check_channels,
     check_depth,
-    crop_of,
     decode,
+    has_holes,
     size_of,
     stored_peak,
 )
-from jaxunet.data.rules import MAGIC_BYTES, find_classes, is_hidden, why_not_image
-from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, spread
+from jaxunet.data.reading import PLAIN, Reading, tell_rounding
+from jaxunet.data.rules import MAGIC_BYTES, is_hidden, why_not_image
+from jaxunet.data.source import MAX_MEMORY, Source, no_labels, of_pixels, spread
+from jaxunet.data.tables import Rows
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
 from jaxunet.runtime.errors import UserError, printable
@@ -45,41 +45,50 @@ class ImageFiles(Source):
 
     Args:
       image_shape: (height, width, channels) that `load` returns.
+      reading: how stored values become pixels.
       strip_leading: see `find_classes`.
+      labels: `data.labels`.
 
     Raises:
-      UserError: no images, or channels other than 1 and 3.
+      UserError: no images, channels that image files do not have, or labels with mistakes
+        (`find_labels`).
     """
 
-    def __init__(self, container: Container, image_shape: Shape, *, strip_leading: bool) -> None:
-        check_channels(image_shape[2])
-        self.name, self.image_shape = container.shown, image_shape
+    def __init__(
+        self,
+        container: Container,
+        image_shape: Shape,
+        reading: Reading = PLAIN,
+        *,
+        strip_leading: bool,
+        labels: str = '',
+    ) -> None:
+        check_channels(image_shape[2], reading)
+        self.name, self.image_shape, self.reading = container.shown, image_shape, reading
         self._container = container
-        keys = [path_order(name) for name in container.names]
-        last = {key: i for i, key in enumerate(keys)}
-        images, skipped = [], []
-        for i in sorted(range(len(keys)), key=keys.__getitem__):
-            name = container.names[i]
-            try:
-                reason = (
-                    REPLACED
-                    if last[keys[i]] != i
-                    else container.unreadable.get(i) or why_not_image(*container.start(i), name)
-                )
-            except BadImage as error:
-                reason = error.reason
-            if reason:
-                skipped.append((printable(name), reason))
-            else:
-                images.append(i)
-        self.skipped = tuple(skipped)
-        if not images:
-            raise no_images(self.name, self.skipped)
-        self._files = np.array(images, np.int64)
-        self._check_depth()
-        names = [container.names[i] for i in images]
-        found = find_classes(names, skipped, strip_leading=strip_leading)
-        self.labels, self.class_names, self.unlabelled_by = found
+        skipped: list[tuple[str, str]] = []
+        if isinstance(container, Rows):
+            container.check_images()
+            self._files = np.arange(len(container))
+            self.pieces = container.pieces
+            found = container.labels(labels)
+        else:
+            images, others = _image_files(container, skipped)
+            if not images:
+                raise no_images(self.name, tuple(skipped))
+            self._files = np.array(images, np.int64)
+            files = FileSet(
+                self.name,
+                [container.names[i] for i in images],
+                list(others),
+                lambda name: container.read(others[name]),
+                strip_leading,
+                container.sharded,
+            )
+            found = find_labels(files, labels)
+        if reading.as_stored:
+            self._check_depth()
+        _label(self, found, skipped)
 
     def _check_depth(self) -> None:
         """Raises `UserError` if images of more than 8 bits use a small part of their range."""
@@ -90,6 +99,7 @@ class ImageFiles(Source):
                     peak = stored_peak(self._container.read(i))
                     highest = max(highest, (peak, self._container.describe(i)))
                 if highest[0] > NARROW:
+                    tell_rounding(self.name, '16-bit')
                     return
             if highest[0] == 0:
                 return
@@ -97,7 +107,7 @@ class ImageFiles(Source):
 
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Decodes the images at these indices; see `Source.load`."""
-        out = np.empty((len(indices), *self.image_shape), np.uint8)
+        out = np.empty((len(indices), *self.image_shape), self.reading.dtype)
         with _in_set(self.name):
             for row, index in enumerate(indices):
                 out[row] = self._one(int(self._files[index]), crop_of(crops, row))
@@ -111,40 +121,89 @@ class ImageFiles(Source):
 
     def _one(self, i: int, crop: Crop) -> Pixels:
         data, name = self._container.read(i), self._container.describe(i)
-        return decode(data, name, self.image_shape, crop)
+        return decode(data, name, self.image_shape, crop, self.reading)
+
+    def has_holes(self, index: int) -> bool:
+        """Looks for pixels that are not opaque in the image file; see `Source.has_holes`."""
+        i = int(self._files[index])
+        with _in_set(self.name):
+            return has_holes(self._container.read(i), self._container.describe(i))
 
 
-def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
+def _image_files(
+    container: Container, skipped: list[tuple[str, str]]
+) -> tuple[list[int], dict[str, int]]:
+    """Returns the numbers of the images, sorted by path, and those of the other files by name.
+
+    Adds these to `skipped`, with the files that cannot be read.
+    """
+    keys = [path_order(name) for name in container.names]
+    last = {key: i for i, key in enumerate(keys)}
+    images, others = [], {}
+    for i in sorted(range(len(keys)), key=keys.__getitem__):
+        replaced = last[keys[i]] != i
+        reason = REPLACED if replaced else container.reason(i)
+        if not reason:
+            images.append(i)
+            continue
+        skipped.append((printable(container.names[i]), reason))
+        if not replaced and i not in container.unreadable:
+            others[container.names[i]] = i
+    return images, others
+
+
+def _label(source: Source, found: Labels, skipped: list[tuple[str, str]]) -> None:
+    """Gives a source its labels, and the files that were skipped without those that hold them."""
+    source.labels, source.class_names = found.numbers, found.names
+    source.unlabelled_by, source.labelled_by = found.missing, found.origin
+    used = {printable(name) for name in found.used}
+    source.skipped = tuple(each for each in skipped if each[0] not in used)
+
+
+def decode_tar_stream(
+    path: Path, image_shape: Shape, reading: Reading = PLAIN, labels: str = ''
+) -> Source:
     """Decodes a compressed tar into memory, in sorted depth-first path order.
 
+    Args:
+      labels: `data.labels`.
+
     Raises:
-      UserError: a corrupt image, no images, or more than `MAX_MEMORY` bytes of pixels.
+      UserError: a corrupt image, no images, more than `MAX_MEMORY` bytes of pixels, or labels with
+        mistakes (`find_labels`).
     """
-    check_channels(image_shape[2])
+    check_channels(image_shape[2], reading)
     names: list[str] = []
     skipped: list[tuple[str, str]] = []
+    texts: dict[str, bytes] = {}
     peaks = [(0, '')]
 
     def one(file: tuple[str, bytes]) -> Pixels:
         peaks.append((stored_peak(file[1]), file[0]))
-        return decode(file[1], file[0], image_shape)
+        return decode(file[1], file[0], image_shape, reading=reading)
 
     with _in_set(str(path)), TarReader(path) as members:
-        files = _image_members(members, math.prod(image_shape), image_shape, names, skipped)
+        each = math.prod(image_shape) * reading.dtype.itemsize
+        files = _image_members(members, each, image_shape, names, skipped, texts)
         pixels = list(ordered_map(one, files))
     if not names:
         raise no_images(str(path), tuple(skipped))
-    check_depth(*max(peaks))
+    if reading.as_stored and max(peaks)[0]:
+        check_depth(*max(peaks))
+        tell_rounding(str(path), '16-bit')
     order = sorted((i for i in range(len(names)) if names[i]), key=lambda i: path_order(names[i]))
-    labels, class_names, unlabelled_by = find_classes(
-        [names[i] for i in order], skipped, strip_leading=True
+    found = find_labels(
+        FileSet(
+            str(path), [names[i] for i in order], list(texts), texts.__getitem__, strip_leading=True
+        ),
+        labels,
     )
-    images = np.empty((len(order), *image_shape), np.uint8)
+    images = np.empty((len(order), *image_shape), reading.dtype)
     for row, i in enumerate(order):
         images[row] = pixels[i]
         pixels[i] = images[row]  # frees the separate copy
-    source = ArraySource(str(path), images, image_shape, labels, class_names)
-    source.skipped, source.unlabelled_by = tuple(skipped), unlabelled_by
+    source = of_pixels(str(path), images, reading, no_labels(len(images)), ())
+    _label(source, found, skipped)
     return source
 
 
@@ -155,7 +214,7 @@ def tar_stream_sizes(path: Path, count: int) -> list[tuple[int, int]]:
       BadImage: one of them is corrupt.
     """
     with _in_set(str(path)), TarReader(path) as members:
-        files = _image_members(members, 1, (1, 1, 1), [], [])
+        files = _image_members(members, 1, (1, 1, 1), [], [], {})
         return [size_of(data, name) for name, data in itertools.islice(files, count)]
 
 
@@ -169,9 +228,16 @@ def _in_set(images: str) -> Iterator[None]:
 
 
 def _image_members(
-    members: TarReader, each: int, shape: Shape, names: list[str], skipped: list[tuple[str, str]]
+    members: TarReader,
+    each: int,
+    shape: Shape,
+    names: list[str],
+    skipped: list[tuple[str, str]],
+    texts: dict[str, bytes],
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the description and content of every image; adds to `names` and `skipped`.
+
+    `texts` gets the content of the files that may hold labels.
 
     The name of an image that a later file replaces becomes ''.
 
@@ -196,6 +262,8 @@ def _image_members(
             reason = why_not_image(start, member.size, member.name)
         if reason:
             skipped.append((printable(member.name), reason))
+            if 0 < member.size <= most_bytes(member.name) and member.isreg():
+                texts[member.name] = start + members.read(member, member.size)
             continue
         places[key] = len(names)
         names.append(member.name)

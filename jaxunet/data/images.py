@@ -1,19 +1,25 @@
-"""Turns the model's output into uint8 images, grids and files.
+"""Turns the model's output into pixels, grids and files.
+
+Pixels are uint8, or uint16 if `data.bits=16`. Where `data.background=keep`, models see and draw
+colours multiplied by the opacity in the fourth channel; files have plain colours.
 
 Every file or folder takes its name only when it is complete.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import ArrayLike, Integer, Shaped, UInt8
+from jaxtyping import ArrayLike, Float32, Integer, Shaped, UInt, UInt8
 from PIL import Image
 
+from jaxunet.data.png16 import write_png16
+from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import check_local, expanded, is_remote
 from jaxunet.runtime.upload import check_uploadable, uploaded
@@ -23,19 +29,27 @@ GAP = 2  # pixels between the images of a grid
 TINY = 32  # pixels; a grid enlarges images with a shorter side than this
 ENLARGED = 48  # pixels; least shorter side of an enlarged image
 
-SUFFIXES = ('.png', '.npz')  # one grid, arrays
+SUFFIXES = ('.png', '.npz', '.npy')  # one grid, arrays
 
 MAX_CLASS_COLUMNS = 20  # classes, for a grid whose columns have one class each
 
-# uint8; `_check_pixels` reports other types.
+# uint8 or uint16; `_check_pixels` reports other types.
 Pixels = Shaped[np.ndarray, '...']
 Labels = Integer[np.ndarray, ' labels']
 
 
 def to_uint8(images: ArrayLike, *, truncate: bool = False) -> UInt8[np.ndarray, '*shape']:
-    """Converts images in [−1, 1] to uint8: round((x + 1) · 127.5), clipped to 0..255.
+    """Converts images in [−1, 1] to 8-bit pixels; see `to_pixels`."""
+    return to_pixels(images, np.dtype(np.uint8), truncate=truncate)
+
+
+def to_pixels(
+    images: ArrayLike, dtype: np.dtype, *, truncate: bool = False
+) -> UInt[np.ndarray, '*shape']:
+    """Converts images in [−1, 1] to pixels: round((x + 1) · top / 2), clipped to 0..top.
 
     Args:
+      dtype: uint8 or uint16, whose largest number is top.
       truncate: cut the fraction off instead of rounding.
 
     Raises:
@@ -47,9 +61,38 @@ def to_uint8(images: ArrayLike, *, truncate: bool = False) -> UInt8[np.ndarray, 
             f'images: {np.isnan(values).mean():.2%} of the pixels are NaN; '
             'the weights are damaged or training has diverged'
         )
-    scaled = (values + 1) * np.float32(127.5)
+    top = np.iinfo(dtype).max
+    scaled = (values + 1) * np.float32(top / 2)
     whole = np.trunc(scaled) if truncate else np.rint(scaled)
-    return np.clip(whole, 0, 255).astype(np.uint8)
+    return np.clip(whole, 0, top).astype(dtype)
+
+
+def from_pixels(pixels: UInt[np.ndarray, '*shape']) -> Float32[np.ndarray, '*shape']:
+    """Converts pixels to [−1, 1], as the training step does."""
+    return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max / 2) - np.float32(1)
+
+
+def plain_colours(
+    pixels: UInt[np.ndarray, '*shape 4'],
+) -> UInt[np.ndarray, '*shape 4']:
+    """Divides colours by the opacity in the fourth channel; those that are hidden become black.
+
+    Reading the result again gives the same pixels, where no colour exceeds the opacity.
+    """
+    top = np.iinfo(pixels.dtype).max
+    opacity = pixels[..., 3:].astype(np.float64)
+    colours = np.minimum(pixels[..., :3], pixels[..., 3:]) * (top / np.maximum(opacity, 1))
+    return np.concatenate([np.rint(colours).astype(pixels.dtype), pixels[..., 3:]], axis=-1)
+
+
+def for_eyes(pixels: Pixels) -> UInt8[np.ndarray, '*shape channels']:
+    """Returns pixels with 8 bits, and on white if they have an opacity."""
+    if pixels.dtype == np.uint16:
+        pixels = ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    if pixels.shape[-1] != 4:
+        return pixels
+    opacity = pixels[..., 3:].astype(np.float32) / 255
+    return np.rint(pixels[..., :3] * opacity + 255 * (1 - opacity)).astype(np.uint8)
 
 
 def class_columns(classes: int, count: int) -> int | None:
@@ -69,7 +112,7 @@ def grid(
     """Arranges images in a grid with small white gaps; tiny images are enlarged by a whole factor.
 
     Args:
-      images: uint8 (N, height, width, channels).
+      images: pixels (N, height, width, channels), shown with 8 bits and on white (`for_eyes`).
       columns: images per row; None = about a square.
 
     Raises:
@@ -81,6 +124,7 @@ def grid(
     columns = math.ceil(math.sqrt(len(images))) if columns is None else columns
     if columns < 1:
         raise UserError(f'columns: expected 1 or more, found {columns}')
+    images = for_eyes(images)
     side = min(images.shape[1:3])
     factor = math.ceil(ENLARGED / side) if side < TINY else 1
     images = images.repeat(factor, axis=1).repeat(factor, axis=2)
@@ -96,16 +140,18 @@ def grid(
     return canvas
 
 
-def save_png(
-    path: str | os.PathLike[str], array: UInt8[np.ndarray, 'height width *channels']
-) -> None:
-    """Writes a grey (H, W) or (H, W, 1) or an RGB (H, W, 3) array as PNG; creates its folder.
+def save_png(path: str | os.PathLike[str], array: Pixels) -> None:
+    """Writes a grey (H, W) or (H, W, 1), an RGB or an RGBA array as PNG; creates its folder.
 
     Raises:
       UserError: another number of channels, or the file cannot be written.
     """
-    image = _png(array)
-    _write(Path(path), lambda partial: image.save(partial, format='PNG'))
+    _check_png(array)
+
+    def write(partial: Path) -> None:
+        partial.write_bytes(_png(array))
+
+    _write(Path(path), write)
 
 
 def save_images(
@@ -114,50 +160,58 @@ def save_images(
     labels: Labels | None = None,
     *,
     columns: int | None = None,
+    reading: Reading = PLAIN,
 ) -> None:
-    """Saves uint8 images (N, H, W, C) in the form that the path's suffix names.
+    """Saves pixels (N, H, W, C) in the form that the path's suffix names.
 
     - `X.png`: one grid (`columns` as in `grid`), without the labels.
     - `X.npz`: arrays `images` and, if given, `labels` (int32), which `data.path` reads.
+    - `X.npy`: the images, without the labels.
     - no suffix, a / at the end, or another empty folder: a folder of `000000.png`, ... or, with
       labels, `000000_class7.png`, ...
 
     Raises:
       UserError: see `check_output`, channels that PNG lacks, or a failed write.
-      ValueError: labels that do not fit the images, or images that are not uint8.
+      ValueError: labels that do not fit the images, or images that are no pixels.
     """
     check_output(path)
     path = expanded(path)
     if is_remote(path):
         with uploaded(path) as copy:
             output = f'{copy}/' if _names_folder(path) else copy
-            save_images(output, images, labels, columns=columns)
+            save_images(output, images, labels, columns=columns, reading=reading)
         return
     folder, path = _names_folder(path), Path(path)
     _check_pixels(images)
     if labels is not None and labels.shape != images.shape[:1]:
         raise ValueError(f'labels: expected shape {images.shape[:1]}, found {labels.shape}')
     if folder:
-        _save_folder(path, images, labels)
+        _save_folder(path, reading.stored(images), labels)
     elif path.suffix.lower() == '.png':
         save_png(path, grid(images, columns))
     else:
 
         def write(partial: Path) -> None:
+            values = reading.stored(images)
             with partial.open('wb') as file:
-                if labels is None:
-                    np.savez(file, images=images)
+                if path.suffix.lower() == '.npy':
+                    np.save(file, values)
+                elif labels is None:
+                    np.savez(file, images=values)
                 else:
-                    np.savez(file, images=images, labels=labels.astype(np.int32))
+                    np.savez(file, images=values, labels=labels.astype(np.int32))
 
         _write(path, write)
 
 
-def check_output(path: str | os.PathLike[str], channels: int | None = None) -> None:
+def check_output(
+    path: str | os.PathLike[str], channels: int | None = None, reading: Reading = PLAIN
+) -> None:
     """Checks that `save_images` accepts this path, so that a command fails before its work.
 
     Args:
       channels: of the images; None if they are not known yet.
+      reading: that of the model's images.
 
     Raises:
       UserError: an unknown suffix, a folder with files in it, a folder with the name of a .png or
@@ -182,16 +236,22 @@ def check_output(path: str | os.PathLike[str], channels: int | None = None) -> N
             )
     elif folder and path.exists():
         raise UserError(
-            f'{path}: is a file; name a folder (one PNG an image), .png (one grid) or .npz (arrays)'
+            f'{path}: is a file; name a folder (one PNG an image), .png (one grid), .npz or .npy '
+            '(arrays)'
         )
     elif not folder and path.suffix.lower() not in SUFFIXES:
         raise UserError(
-            f'{path}: expected a name that ends in .png (one grid) or .npz (arrays), '
+            f'{path}: expected a name that ends in .png (one grid), .npz or .npy (arrays), '
             f'or a folder (one PNG an image), found {path.suffix!r}; a / at the end makes it a '
             'folder'
         )
     if channels is not None and (folder or path.suffix.lower() == '.png'):
-        _check_channels(f'{path}: PNG', channels)
+        _check_channels(f'{path}: PNG', channels, reading)
+    if channels is not None and folder and reading.bits == 16 and not reading.is_whole:
+        raise UserError(
+            f'{path}: PNG: expected a data.range of whole numbers from 0 to 65535, found '
+            f'{reading.range[0]:g},{reading.range[1]:g}; save as .npz or .npy'
+        )
 
 
 def _names_folder(path: str | os.PathLike[str]) -> bool:
@@ -210,37 +270,47 @@ def _save_folder(path: Path, images: Pixels, labels: Labels | None) -> None:
         partial.mkdir()
         for i, image in enumerate(images):
             name = f'{i:06d}.png' if labels is None else f'{i:06d}_class{labels[i]}.png'
-            _png(image).save(partial / name, format='PNG')
+            (partial / name).write_bytes(_png(image))
 
     _write(path, write)
 
 
 def _check_pixels(images: np.ndarray) -> None:
-    if images.dtype != np.uint8 or images.ndim != 4:
+    if images.dtype not in (np.uint8, np.uint16) or images.ndim != 4:
         raise ValueError(
-            'images: expected uint8 of shape (N, height, width, channels), '
+            'images: expected uint8 or uint16 of shape (N, height, width, channels), '
             f'found {images.dtype} of shape {images.shape}'
         )
 
 
-def _png(array: np.ndarray) -> Image.Image:
-    if array.dtype != np.uint8 or array.ndim not in (2, 3):
+def _check_png(array: np.ndarray) -> None:
+    if array.dtype not in (np.uint8, np.uint16) or array.ndim not in (2, 3):
         raise ValueError(
-            'image: expected uint8 of shape (height, width[, channels]), '
+            'image: expected uint8 or uint16 of shape (height, width[, channels]), '
             f'found {array.dtype} of shape {array.shape}'
         )
     channels = 1 if array.ndim == 2 else array.shape[2]
-    _check_channels('PNG', channels)
-    return Image.fromarray(
-        np.ascontiguousarray(array[..., 0] if array.ndim == 3 and channels == 1 else array)
-    )
+    if channels != 4:
+        _check_channels('PNG', channels)
 
 
-def _check_channels(where: str, channels: int) -> None:
-    if channels not in (1, 3):
+def _png(array: np.ndarray) -> bytes:
+    """Returns a PNG file of 8 or 16 bits."""
+    _check_png(array)
+    array = array[..., None] if array.ndim == 2 else array
+    if array.dtype == np.uint16:
+        return write_png16(array)
+    file = io.BytesIO()
+    image = Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[2] == 1 else array))
+    image.save(file, format='PNG')
+    return file.getvalue()
+
+
+def _check_channels(where: str, channels: int, reading: Reading = PLAIN) -> None:
+    if channels not in (1, 3) and not reading.keeps:
         raise UserError(
             f'{where}: expected images with 1 channel (grey) or 3 (RGB), found {channels}; '
-            'save as .npz, which takes any number'
+            'save as .npz or .npy, which take any number'
         )
 
 

@@ -1,23 +1,26 @@
-"""`.npz` files of uint8 images: our own, and guided-diffusion's sample files (`arr_0`, `arr_1`).
+"""`.npz` files of images: our own, and guided-diffusion's sample files (`arr_0`, `arr_1`); `.npy`.
 
-Arrays: `images` (or `arr_0`), uint8 (n, height, width, channels), or (n, height, width) for grey;
-optionally `labels` (or `arr_1`), integers (n,), and `class_names`, strings. Nothing is unpickled.
+Arrays: `images` (or `arr_0`) of uint8, uint16 or floats, or other integers with `data.range`,
+(n, height, width, channels), or (n, height, width) for grey; optionally `labels` (or `arr_1`),
+integers (n,), and `class_names`, strings. A `.npy` has the images alone. Nothing is unpickled.
 Uncompressed images in C order are read row by row, so a set may exceed memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 import zipfile
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int
 
-from jaxunet.data.pixels import MAX_FLAT, Batch, Crops, Shape, check_fit, fit
+from jaxunet.data.crop import Shape
+from jaxunet.data.fitting import MAX_FLAT
+from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.rules import class_name
-from jaxunet.data.source import MAX_MEMORY, FileArray, Source, no_labels
+from jaxunet.data.source import MAX_MEMORY, ArraySource, FileArray, no_labels
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError, listed, near_misses
 from jaxunet.runtime.untrusted import one_line, plain
@@ -29,46 +32,73 @@ NAMES = {
 }
 
 
-class NpzSource(Source):
-    """The images of a `.npz`, converted and resized when loaded.
+def open_npz(path: Path, image_shape: Shape, reading: Reading = PLAIN) -> ArraySource:
+    """Opens the images of a `.npz`.
 
     Args:
       image_shape: (height, width, channels) that `load` returns.
+      reading: how the values become pixels.
 
     Raises:
       UserError: a damaged file, arrays of other names, types or shapes, or labels out of range.
     """
 
-    def __init__(self, path: Path, image_shape: Shape) -> None:
-        self.name, self.image_shape = str(path), image_shape
+    def damaged(error: object) -> UserError:
+        return UserError(
+            f'{path}: not a readable .npz file: {one_line(error)}; '
+            'it may be truncated, copy or write it again'
+        )
 
-        def damaged(error: object) -> UserError:
-            return UserError(
-                f'{path}: not a readable .npz file: {one_line(error)}; '
-                'it may be truncated, copy or write it again'
-            )
+    try:
+        with archives.open_zip(path, damaged) as archive:
+            images = _open_images(path, archive)
+            labels = _read_small(path, archive, 'labels')
+            names = _read_small(path, archive, 'class_names')
+    except (*archives.ERRORS, OSError) as error:
+        raise damaged(error) from None
+    numbers, texts = check_labels(path, images.shape[0], labels, names)
+    return ArraySource(str(path), images, image_shape, numbers, texts, reading)
 
-        try:
-            with archives.open_zip(path, damaged) as archive:
-                self._images = _open_images(path, archive)
-                labels = _read_small(path, archive, 'labels')
-                names = _read_small(path, archive, 'class_names')
-        except (*archives.ERRORS, OSError) as error:
-            raise damaged(error) from None
-        self.in_memory = not isinstance(self._images, FileArray)
-        shape = self._images.shape
-        self._grey = len(shape) == 3
-        check_fit((*shape[1:], 1) if self._grey else shape[1:], image_shape, str(path))
-        self.labels, self.class_names = check_labels(path, shape[0], labels, names)
 
-    def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
-        """Reads the images at these indices; see `Source.load`."""
-        images = self._images[indices]
-        return fit(images[..., None] if self._grey else images, self.image_shape, self.name, crops)
+def open_npy(path: Path, image_shape: Shape, reading: Reading = PLAIN) -> ArraySource:
+    """Opens the images of a `.npy`, which has no labels; arguments as for `open_npz`.
 
-    def stored_size(self, index: int) -> tuple[int, int]:
-        """Returns the size that the array gives to all images."""
-        return self._images.shape[1], self._images.shape[2]
+    Raises:
+      UserError: a damaged file, or an array of another type or shape.
+    """
+    try:
+        header = _npy_header(path)
+    except (*archives.ERRORS, EOFError) as error:
+        raise UserError(
+            f'{path}: not a readable .npy file: {one_line(error)}; copy or write it again'
+        ) from None
+    _check_images(str(path), header, path.stat().st_size)
+    images: FileArray | np.ndarray
+    images = FileArray(path, header.dtype.str, header.shape, header.size)
+    if header.fortran:
+        if header.bytes > MAX_MEMORY:
+            raise _too_large(str(path), header.bytes, 'an array in Fortran order', 'save')
+        images = np.load(path, allow_pickle=False)
+    return ArraySource(str(path), images, image_shape, reading=reading)
+
+
+def array_shape(path: Path) -> tuple[int, ...] | None:
+    """Returns the shape of the images in a .npz or .npy; None for any other or a damaged file."""
+    suffix = path.suffix.lower()
+    if suffix not in ('.npz', '.npy') or not path.is_file():
+        return None
+    with contextlib.suppress(*archives.ERRORS, OSError):
+        if suffix == '.npy':
+            return _npy_header(path).shape
+        with zipfile.ZipFile(path) as archive:
+            names = [n for n in archive.namelist() if n in ('images.npy', 'arr_0.npy')]
+            return archives.npy_header(archive, archive.getinfo(names[0])).shape
+    return None
+
+
+def _npy_header(path: Path) -> archives.NpyHeader:
+    with path.open('rb') as file:
+        return archives.npy_header_of(file.read(archives.NPY_START), path.name)
 
 
 def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | FileArray:
@@ -82,43 +112,57 @@ def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | FileArray
         )
     member = archive.getinfo(key)
     header = archives.npy_header(archive, member)
+    what = f'{path}: {key[:-4]}'
+    _check_images(what, header, member.file_size)
+    if member.compress_type == zipfile.ZIP_STORED and not header.fortran:
+        offset = _data_offset(path, member) + header.size
+        return FileArray(path, header.dtype.str, header.shape, offset)
+    if member.file_size > MAX_MEMORY:
+        kind = 'an array in Fortran order' if header.fortran else 'a compressed array'
+        raise _too_large(what, member.file_size, kind, 'savez')
+    archives.check_expanded([member], str(path), path.stat().st_size)
+    return archives.read_npy(archive, member)
+
+
+def _too_large(what: str, size: int, kind: str, save: str) -> UserError:
+    order = ' and in C order' if 'Fortran' in kind else ''
+    return UserError(
+        f'{what}: {size} bytes decompressed, more than the {MAX_MEMORY / 2**30:g} GiB accepted for '
+        f'{kind}; save it by np.{save}, uncompressed{order}, which is read from disk'
+    )
+
+
+def _check_images(what: str, header: archives.NpyHeader, size: int) -> None:
+    """Raises `UserError` unless a header is that of images.
+
+    Args:
+      what: the array, for the message.
+      size: bytes of the array with its header.
+    """
     shape, dtype = header.shape, header.dtype
-    if dtype != np.uint8:
+    if dtype.kind not in 'uif':
         raise UserError(
-            f'{path}: {key[:-4]}: expected dtype uint8 (0 to 255), found {dtype}; '
-            'convert it before saving'
+            f'{what}: expected dtype uint8 (0 to 255), uint16 or floats, found {dtype}; convert it '
+            'before saving'
         )
     if len(shape) not in (3, 4):
         raise UserError(
-            f'{path}: {key[:-4]}: expected shape (n, height, width, channels) '
+            f'{what}: expected shape (n, height, width, channels) '
             f'or (n, height, width), found {shape}'
         )
     if len(shape) == 3 and shape[2] <= MAX_FLAT < min(shape[:2]):
         raise UserError(
-            f'{path}: {key[:-4]}: found shape {shape}, which is one image (height, width, '
+            f'{what}: found shape {shape}, which is one image (height, width, '
             f'channels), or {shape[0]} grey ones of {shape[2]} pixels a side; expected (n, height, '
             'width, channels): for one image, store images[None]'
         )
     if math.prod(shape) == 0:
+        raise UserError(f'{what}: expected at least one image and one pixel, found shape {shape}')
+    if size != header.bytes:
         raise UserError(
-            f'{path}: {key[:-4]}: expected at least one image and one pixel, found shape {shape}'
+            f'{what}: shape {shape} takes {header.bytes - header.size} bytes, '
+            f'found {size - header.size}; the file is damaged'
         )
-    if member.file_size != header.bytes:
-        raise UserError(
-            f'{path}: {key[:-4]}: shape {shape} takes {math.prod(shape)} bytes, '
-            f'found {member.file_size - header.size}; the file is damaged'
-        )
-    if member.compress_type == zipfile.ZIP_STORED and not header.fortran:
-        return FileArray(path, 'u1', shape, _data_offset(path, member) + header.size)
-    if member.file_size > MAX_MEMORY:
-        kind = 'an array in Fortran order' if header.fortran else 'a compressed array'
-        raise UserError(
-            f'{path}: {key[:-4]}: {member.file_size} bytes decompressed, more than the '
-            f'{MAX_MEMORY / 2**30:g} GiB accepted for {kind}; save it by np.savez, uncompressed'
-            f'{" and in C order" if header.fortran else ""}, which is read from disk'
-        )
-    archives.check_expanded([member], str(path), path.stat().st_size)
-    return archives.read_npy(archive, member)
 
 
 def _find(path: Path, archive: zipfile.ZipFile, what: str) -> str | None:

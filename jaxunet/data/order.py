@@ -5,6 +5,9 @@ a new random order, without a stored permutation. A Feistel network encrypts pos
 over [0, a) × [0, b), where a · b is at least n and close to it. While the result lies outside
 [0, n), it is encrypted again (cycle walking). A cycle has at most a · b − n such places, so that
 many extra rounds give an exact bijection of [0, n) without a data-dependent loop.
+
+A stream of images that can only be read in large pieces takes a few pieces at a time, chosen at
+random, and mixes their images (`piecewise_indices`).
 Source: Black & Rogaway 2002, "Ciphers with arbitrary finite domains", methods 2 and 3.
 
 All arithmetic is uint32, which wraps alike everywhere and needs no 64-bit mode.
@@ -15,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +102,55 @@ def batch_indices(
     place = first + xp.arange(batch_size, dtype=np.uint32)  # below n + batch_size < 2^32
     index = permuted(place % np.uint32(n), epoch + place // np.uint32(n), n, seed)
     return index.astype(np.int32)
+
+
+class Pieces(NamedTuple):
+    """Consecutive parts of a set that are read as a whole.
+
+    Fields:
+      counts: number of images of each.
+      window: pieces whose images are mixed.
+    """
+
+    counts: Int[np.ndarray, ' pieces']
+    window: int
+
+
+def piecewise_indices(
+    step: int, batch_size: int, pieces: Pieces, seed: int
+) -> Int[np.ndarray, ' batch']:
+    """Returns the images of a step's batch, as `batch_indices` does, from a few pieces at a time.
+
+    Every epoch shuffles the pieces, takes `pieces.window` of them after another, and shuffles the
+    images of these, so that each image comes once.
+    """
+    n = int(pieces.counts.sum())
+    places = step * batch_size + np.arange(batch_size, dtype=np.int64)
+    out = np.empty(batch_size, np.int32)
+    for epoch in range(places[0] // n, places[-1] // n + 1):
+        here = places // n == epoch
+        out[here] = _of_epoch(places[here] % n, epoch, pieces, seed)
+    return out
+
+
+def _of_epoch(
+    places: Int[np.ndarray, ' rows'], epoch: int, pieces: Pieces, seed: int
+) -> Int[np.ndarray, ' rows']:
+    count, key = len(pieces.counts), np.array([epoch & 0xFFFFFFFF], np.uint32)
+    # Seeds beyond those of `batch_indices`, one for the pieces and one for each window.
+    order = permuted(np.arange(count, dtype=np.uint32), key, count, seed | 1 << 32)
+    ends = np.cumsum(pieces.counts[order])  # in the shuffled set
+    places = places.copy()
+    windows = np.searchsorted(ends, places, 'right') // pieces.window
+    for window in np.unique(windows).tolist():
+        first = int(ends[window * pieces.window - 1]) if window else 0
+        last = int(ends[min((window + 1) * pieces.window, count) - 1])
+        rows = windows == window
+        inner = (places[rows] - first).astype(np.uint32)
+        places[rows] = first + permuted(inner, key, last - first, seed | (window + 2) << 32)
+    piece = np.searchsorted(ends, places, 'right')
+    begins = np.cumsum(pieces.counts) - pieces.counts
+    return begins[order[piece]] + places - (ends[piece] - pieces.counts[order[piece]])
 
 
 def _divide_product(x: U32, factor: int, n: int, xp: ModuleType) -> tuple[U32, U32]:

@@ -1,7 +1,9 @@
 """Feeds the training step: the whole set for the device's memory, or a stream of batches.
 
-Either way step s trains on the rows of `batch_indices(s, ...)`. Batches do not depend on the cache
-mode or on the number of workers or processes, and a resumed run continues with the next batch.
+Either way step s trains on the rows of `batch_indices(s, ...)`; only a stream of a set that is read
+in large pieces takes those of `piecewise_indices(s, ...)`. Batches do not depend on the cache mode
+otherwise, or on the number of workers or processes, and a resumed run continues with the next
+batch.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from absl import logging
 from jaxtyping import Int32
 
 from jaxunet.config import Config
-from jaxunet.data.order import MAX_IMAGES, batch_indices
-from jaxunet.data.pixels import Batch, random_crops
-from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.crop import Batch, random_crops
+from jaxunet.data.order import MAX_IMAGES, batch_indices, piecewise_indices
+from jaxunet.data.source import ArraySource, Source, of_pixels
 from jaxunet.data.threads import THREADS, ordered_map
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import terminating
@@ -39,13 +41,13 @@ GRACE_SECONDS = 5.0  # a worker process keeps working this long after SIGTERM
 CROPS = 0x63726F70  # tells the random numbers of crops from others of the seed
 CHUNK_BYTES = 2**22  # bytes of pixels that a thread of `load_all` decodes at a time
 
-# A batch on the host: `image`, uint8 (rows, H, W, C), and `label`, int32 (rows,).
+# A batch on the host: `image`, pixels (rows, H, W, C), and `label`, int32 (rows,).
 HostBatch = dict[str, np.ndarray]
 
 
 def images_bytes(source: Source) -> int:
-    """Returns the bytes of the whole set as uint8."""
-    return len(source) * math.prod(source.image_shape)
+    """Returns the bytes of the pixels of the whole set."""
+    return len(source) * math.prod(source.image_shape) * source.reading.dtype.itemsize
 
 
 def choose_cache(config: Config, source: Source) -> str:
@@ -84,7 +86,7 @@ def _fitting(source: Source) -> str:
 
 
 def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, ' images']]:
-    """Decodes all images in threads; returns uint8 (n, H, W, C) and labels, int32 (n,).
+    """Decodes all images in threads; returns pixels (n, H, W, C) and labels, int32 (n,).
 
     Args:
       progress: show a progress bar.
@@ -94,7 +96,7 @@ def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, '
     """
     n = len(source)
     try:
-        images = np.empty((n, *source.image_shape), np.uint8)
+        images = np.empty((n, *source.image_shape), source.reading.dtype)
         rows = max(1, CHUNK_BYTES // math.prod(source.image_shape))
         chunks = [np.arange(first, min(first + rows, n)) for first in range(0, n, rows)]
 
@@ -117,7 +119,7 @@ def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, '
 def decoded(source: Source) -> ArraySource:
     """Returns the images of a source in memory; raises as `load_all` does."""
     images, labels = load_all(source, progress=False)
-    return ArraySource(source.name, images, source.image_shape, labels, source.class_names)
+    return of_pixels(source.name, images, source.reading, labels, source.class_names)
 
 
 class Stream(Iterator[HostBatch]):
@@ -235,9 +237,12 @@ class _LoadBatch:
     crop_least: float | None = None
 
     def __call__(self, step: int) -> HostBatch:
-        indices = np.asarray(batch_indices(step, self.batch_size, len(self.source), self.seed))[
-            self.rows
-        ]
+        pieces = self.source.pieces
+        indices = np.asarray(
+            batch_indices(step, self.batch_size, len(self.source), self.seed)
+            if pieces is None
+            else piecewise_indices(step, self.batch_size, pieces, self.seed)
+        )[self.rows]
         crops = None
         if self.crop_least is not None:
             # Drawn for the whole batch, so that they do not depend on the number of processes.

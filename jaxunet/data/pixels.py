@@ -1,11 +1,10 @@
-"""Converts an image file or an array to uint8 pixels of a given shape.
+"""Converts an image file to pixels of a given shape.
 
 Conversion: the first frame of an animation; EXIF orientation applied; palette, CMYK and other modes
-through Pillow to RGB or grey; transparency dropped without compositing, as unet.cu and
-guided-diffusion do; 16-bit grey scaled by 1/257, and refused where a set of it ends at 4095 or
-less. Metadata that cannot be read leave the image as it is stored.
-Resizing: the largest centred crop of the target's aspect ratio, then an antialiased Lanczos filter.
-An image of the target's size keeps its pixels, unless a smaller part of it is cut out.
+through Pillow to RGB or grey; transparent pixels as `data.background` says; 16 bits rounded to 8
+unless `data.bits` keeps them, and refused where a set of them ends at 4095 or less and has no
+`data.range`. Metadata that cannot be read leave the image as it is stored. `jaxunet.data.crop`
+resizes images.
 """
 
 from __future__ import annotations
@@ -17,42 +16,25 @@ import re
 import shlex
 import warnings
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
-from jaxtyping import Float64, UInt8
+from jaxtyping import Float32, Shaped
 from PIL import Image, PngImagePlugin
 
+from jaxunet.data.crop import CENTRE, Crop, Pixels, Shape, resized
+from jaxunet.data.fitting import MODES, fit_levels
+from jaxunet.data.png16 import read_png16
+from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.runtime.untrusted import one_line
 
-Shape = tuple[int, int, int]  # height, width, channels
-Pixels = UInt8[np.ndarray, 'height width channels']
-Batch = UInt8[np.ndarray, 'images height width channels']
-Crops = Float64[np.ndarray, 'images 3']  # rows of the fields of `Crop`
-
-
-class Crop(NamedTuple):
-    """The part of an image to keep.
-
-    Fields:
-      share: its sides, as a share of the largest crop of the target's aspect ratio.
-      down, right: its place from top to bottom and from left to right, 0 to 1.
-    """
-
-    share: float
-    down: float
-    right: float
-
-
-CENTRE = Crop(1.0, 0.5, 0.5)
-
-MODES = {1: 'L', 3: 'RGB'}
-MAX_FLAT = 4  # pixels: a side that is a number of channels in truth
 MAX_PIXELS = 2**26  # limit for one image file; a larger one may be a decompression bomb
-SIXTEEN = re.compile(r';16[BLN]?\b')  # in Pillow's name of how pixels are stored
+# In Pillow's name of how pixels are stored; PNM has the highest value.
+SIXTEEN = re.compile(r";16[BLN]?\b|'RGB', [1-9]\d{3,}")
 NARROW = 4095  # values up to this one take 12 bits
 ORIENTATION = 0x0112  # EXIF tag
+BITS, PLANAR = 0x102, 0x11C  # TIFF tags: bits of each channel, and 2 where these are apart
 SUBFILE_TYPE, REDUCED = 0xFE, 1  # TIFF tag, and its bit of an image that is a thumbnail
 TURNED = range(5, 9)  # its values that swap width and height
 UPRIGHT = {  # turns the image upright; others than 1 to 8 do not exist
@@ -64,10 +46,6 @@ UPRIGHT = {  # turns the image upright; others than 1 to 8 do not exist
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# A box filter by a whole factor first reduces an image to this many times its final size: almost
-# as good as Lanczos alone, and much faster.
-REDUCING_GAP = 3.0
-
 # Formats that Pillow may decode. It has more formats: for EPS it would run Ghostscript.
 FORMATS: tuple[str, ...] = ('PNG', 'JPEG', 'GIF', 'BMP', 'PPM', 'WEBP', 'TIFF', 'JPEG2000')
 if importlib.util.find_spec('PIL.AvifImagePlugin') is not None:  # since Pillow 11.3
@@ -104,16 +82,17 @@ class BadImage(UserError):
         )
 
 
-def check_channels(channels: int) -> None:
-    """Checks that image files can provide this many channels: 1 (grey) or 3 (RGB).
+def check_channels(channels: int, reading: Reading = PLAIN) -> None:
+    """Checks that image files can provide this many channels: 1 (grey), 3 (RGB) or RGBA's 4.
 
     Raises:
       UserError: they cannot.
     """
-    if channels not in MODES:
+    if channels not in ((4,) if reading.keeps else MODES):
+        rgba = '; 4 (RGBA) needs data.background=keep' if channels == 4 else ''
         raise UserError(
             f'model.image_channels: expected 1 (grey) or 3 (RGB) for image files, found '
-            f'{channels}; other channels only from .npz or .bin'
+            f'{channels}; other channels only from .npz, .npy or .bin{rgba}'
         )
 
 
@@ -132,17 +111,21 @@ def open_image(file: str | Path | IO[bytes]) -> Image.Image:
     return image
 
 
-def decode(data: bytes, name: str, shape: Shape, crop: Crop = CENTRE) -> Pixels:
+def decode(
+    data: bytes, name: str, shape: Shape, crop: Crop = CENTRE, reading: Reading = PLAIN
+) -> Pixels:
     """Decodes an image file.
 
     Args:
       data: the file's bytes.
       name: for the error.
-      shape: (height, width, channels) to return; channels is 1 or 3.
+      shape: (height, width, channels) to return; channels is 1, 3, or 4 of `reading.keeps`.
       crop: the part to keep.
+      reading: how values become pixels.
 
     Raises:
-      BadImage: corrupt, truncated, too large, or without an 8-bit meaning.
+      BadImage: corrupt, truncated or too large.
+      UserError: values out of the range of the set.
     """
     height, width, channels = shape
     try:
@@ -152,12 +135,18 @@ def decode(data: bytes, name: str, shape: Shape, crop: Crop = CENTRE) -> Pixels:
                     name,
                     f'{image.width}x{image.height} pixels, more than the {MAX_PIXELS} accepted',
                 )
+            if not reading.as_stored or image.mode == 'F' or _is_wide_planar(image):
+                values, opacity = _values(image, data)
+                return fit_levels(reading.levels(values, name), opacity, shape, reading, crop)
             # Let a JPEG decoder halve the size as it decodes, as long as the part to keep stays
             # twice as large as the target.
             least = math.ceil(2 * max(height, width) / crop.share)
             image.draft(None, (least, least))
-            return _finish(_eight_bits(_upright(image), MODES[channels]), shape, crop)
-    except (BadImage, MemoryError):
+            whole = _eight_bits(_upright(image), channels, reading)
+            pixels = np.asarray(resized(whole, height, width, crop)).reshape(shape)
+            # The filter may overshoot where the opacity ends.
+            return np.minimum(pixels, pixels[..., 3:]) if reading.keeps else pixels
+    except (UserError, MemoryError):
         raise
     except Exception as error:  # Pillow's plugins raise nearly everything on damaged files
         raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
@@ -211,19 +200,106 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
-    if image.mode.startswith('I'):  # 16-bit grey, also in 32-bit containers
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
-            raise ValueError(
-                f'32-bit pixels from {values.min()} to {values.max()}, expected at most 16 bits'
-            )
-        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
-    elif image.mode == 'F':
-        raise ValueError('floating-point pixels, whose range is not defined')
+def _eight_bits(image: Image.Image, channels: int, reading: Reading) -> Image.Image:
+    """Converts an image to the mode of these channels; RGBa has colours multiplied by opacity."""
+    image = _without_wide_grey(image)
+    if reading.keeps:
+        return image.convert('RGBA').convert('RGBa')
+    if reading.background != 'drop' and image.has_transparency_data:
+        image = image.convert('RGBA')
+        ground = Image.new('RGBA', image.size, reading.colour)
+        image = Image.alpha_composite(ground, image).convert('RGB')
     # Pillow would warn that the conversion drops transparency, which is intended.
     image.info.pop('transparency', None)
-    return image if image.mode == mode else image.convert(mode)
+    return image if image.mode == MODES[channels] else image.convert(MODES[channels])
+
+
+def _without_wide_grey(image: Image.Image) -> Image.Image:
+    """Returns 16-bit grey, also in 32-bit containers, as 8-bit grey; other images as they are."""
+    if not image.mode.startswith('I'):
+        return image
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError(
+            f'32-bit pixels from {values.min()} to {values.max()}, expected at most 16 bits; '
+            'set data.range to the lowest and the highest value of the set'
+        )
+    grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    if not isinstance(hidden := image.info.get('transparency'), int):
+        return grey
+    opaque = Image.fromarray(np.where(values == hidden, 0, 255).astype(np.uint8))
+    return Image.merge('LA', (grey, opaque))
+
+
+def _values(
+    image: Image.Image, data: bytes
+) -> tuple[
+    Shaped[np.ndarray, 'height width channels'], Float32[np.ndarray, 'height width 1'] | None
+]:
+    """Returns grey or RGB values as they are stored, and opacity, 0 to 1, if there is any."""
+    hidden = image.info.get('transparency')
+    if image.mode.startswith('I') or image.mode == 'F':
+        values = np.asarray(_upright(image))[..., None]
+        values = values.astype(values.dtype.newbyteorder('='))
+        if values.dtype == np.int32 and values.min() >= 0 and values.max() <= 65535:
+            values = values.astype(np.uint16)  # Pillow has no container of 16 bits for all formats
+        keyed = isinstance(hidden, int)
+    elif _is_wide_planar(image) or SIXTEEN.search(str([tile.args for tile in image.tile])):  # type: ignore[attr-defined]
+        turned = _orientation(image)
+        if image.format not in ('PNG', 'TIFF'):
+            raise ValueError('colours of more than 8 bits; save them as PNG or TIFF')
+        values = _turned(read_png16(data) if image.format == 'PNG' else _read_tiff(data), turned)
+        if values.shape[2] in (2, 4):
+            return values[..., :-1], values[..., -1:] / np.float32(65535)
+        keyed = isinstance(hidden, tuple)
+    else:
+        opaque = not image.has_transparency_data
+        image = _upright(image)
+        if opaque:
+            grey = image.mode in ('1', 'L')
+            return np.asarray(image.convert('L' if grey else 'RGB')).reshape(
+                image.height, image.width, -1
+            ), None
+        rgba = np.asarray(image.convert('RGBA'))
+        return rgba[..., :3], rgba[..., 3:] / np.float32(255)
+    if not keyed:
+        return values, None
+    return values, 1 - (values == hidden).all(axis=2, keepdims=True).astype(np.float32)
+
+
+def _is_wide_planar(image: Image.Image) -> bool:
+    """Returns True for a TIFF of 16 bits, channel by channel, which Pillow takes for 8 bits."""
+    if image.format != 'TIFF' or image.mode.startswith('I'):
+        return False
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    return tags.get(PLANAR, 1) == 2 and max(tags.get(BITS, (8,))) > 8
+
+
+def _turned(
+    values: Shaped[np.ndarray, 'height width channels'], orientation: int
+) -> Shaped[np.ndarray, 'new_height new_width channels']:
+    """Applies an EXIF orientation to an array, as `_upright` to an image."""
+    if orientation in TURNED:
+        values = values.swapaxes(0, 1)
+    down = -1 if orientation in (3, 4, 7, 8) else 1
+    right = -1 if orientation in (2, 3, 6, 7) else 1
+    return values[::down, ::right]
+
+
+def _read_tiff(data: bytes) -> Shaped[np.ndarray, 'height width channels']:
+    try:
+        import tifffile  # noqa: PLC0415 (an extra)
+    except ImportError:
+        raise UserError(
+            'data.bits: 16 bits of TIFF files with colours need tifffile: pip install '
+            '"jaxunet[tiff]"'
+        ) from None
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        page = file.pages.first
+        if page.size > 4 * MAX_PIXELS:
+            raise ValueError(f'{page.size} values, more than the {4 * MAX_PIXELS} accepted')
+        values = page.asarray()
+        return np.moveaxis(values, 0, 2) if page.planarconfig == 2 else values
 
 
 def stored_peak(data: bytes) -> int:
@@ -261,8 +337,8 @@ def check_depth(peak: int, name: str) -> None:
     if 0 < peak <= NARROW:
         raise UserError(
             f'{name}: 16 or 32 bits, but no image of such a type has a value above {peak}, '
-            'expected 0 to 65535: they would be black; store them with 8 bits, or scale them to '
-            '65535'
+            'expected 0 to 65535: they would be black; set data.range to the values that they '
+            f'use, such as data.range=0,{2 ** peak.bit_length() - 1}, or store them with 8 bits'
         )
 
 
@@ -276,100 +352,7 @@ def has_holes(data: bytes, name: str) -> bool:
         with open_image(io.BytesIO(data)) as image:
             if not image.has_transparency_data:
                 return False
-            return bool((np.asarray(image.convert('RGBA'))[..., 3] < 255).any())
+            opacity = _without_wide_grey(image).convert('RGBA').getchannel('A')
+            return bool(opacity.getextrema()[0] < 255)  # type: ignore[operator]
     except Exception as error:  # Pillow raises nearly everything on damaged files
         raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
-
-
-def _finish(image: Image.Image, shape: Shape, crop: Crop = CENTRE) -> Pixels:
-    height, width, channels = shape
-    if image.size != (width, height) or crop.share != 1:
-        image = _resize(image, height, width, crop)
-    return np.asarray(image, np.uint8).reshape(height, width, channels)
-
-
-def _resize(image: Image.Image, height: int, width: int, crop: Crop) -> Image.Image:
-    scale = max(width / image.width, height / image.height) / crop.share
-    box_width, box_height = min(width / scale, image.width), min(height / scale, image.height)
-    left = (image.width - box_width) * crop.right
-    top = (image.height - box_height) * crop.down
-    box = (left, top, min(left + box_width, image.width), min(top + box_height, image.height))
-    return image.resize(
-        (width, height), Image.Resampling.LANCZOS, box=box, reducing_gap=REDUCING_GAP
-    )
-
-
-def fit(
-    images: Batch, shape: Shape, name: str, crops: Crops | None = None
-) -> UInt8[np.ndarray, 'images new_height new_width new_channels']:
-    """Converts and resizes arrays of images like image files.
-
-    Channels other than grey and RGB are resized one by one.
-
-    Args:
-      shape: (height, width, channels) to return.
-      name: for the error.
-      crops: the part of each image to keep; None = the centre.
-
-    Raises:
-      UserError: the channels cannot be converted (`check_fit`).
-    """
-    height, width, channels = shape
-    check_fit(images.shape[1:], shape, name)
-    if images.shape[1:] == shape and crops is None:
-        return images
-    found = images.shape[3]
-    out = np.empty((len(images), *shape), np.uint8)
-    for i, pixels in enumerate(images):
-        crop = crop_of(crops, i)
-        if found in MODES and channels in MODES:
-            image = Image.fromarray(pixels[..., 0] if found == 1 else pixels)
-            out[i] = _finish(image.convert(MODES[channels]), shape, crop)
-        else:
-            for c in range(channels):
-                out[i, ..., c : c + 1] = _finish(
-                    Image.fromarray(np.ascontiguousarray(pixels[..., c])), (height, width, 1), crop
-                )
-    return out
-
-
-def crop_of(crops: Crops | None, row: int) -> Crop:
-    """Returns the part of an image to keep; the centre where there are no crops."""
-    if crops is None:
-        return CENTRE
-    return Crop(*crops[row].tolist())
-
-
-def random_crops(random: np.random.Generator, count: int, side: int, least: float) -> Crops:
-    """Draws crops as guided-diffusion's `random_crop_arr`.
-
-    It resizes the shorter side of an image to a random whole number of pixels, from the target's
-    side to that side divided by `least`, and cuts the target out anywhere.
-
-    Args:
-      side: shorter side of the target, in pixels.
-      least: smallest crop, as a share of the largest, above 0 and at most 1.
-    """
-    resized = random.integers(side, math.ceil(side / least) + 1, count)
-    return np.stack([side / resized, *random.random((2, count))], axis=1)
-
-
-def check_fit(found: tuple[int, ...], shape: Shape, name: str) -> None:
-    """Checks that the channels of images of shape `found` convert to those of `shape`, (H, W, C).
-
-    Raises:
-      UserError: they do not, or `found` has another order.
-    """
-    if found[2] > MAX_FLAT >= min(found[:2]):
-        raise UserError(
-            f'{name}: images of shape {found}, expected (height, width, channels): an image of '
-            f'{min(found[:2])} pixels a side with {found[2]} channels cannot be meant, so the '
-            'order is another one; for channels first, store images.transpose(0, 2, 3, 1)'
-        )
-    if found[2] != shape[2] and not (found[2] in MODES and shape[2] in MODES):
-        opaque = '; if the last channel is transparency, store the images without it'
-        raise UserError(
-            f'{name}: images have {found[2]} channels, but model.image_channels is {shape[2]}; '
-            f'only 1 (grey) and 3 (RGB) convert into each other, so set it to {found[2]}'
-            f'{opaque if found[2] == shape[2] + 1 else ""}'
-        )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxunet.runtime.errors import UserError
 
-_OPENING = threading.Lock()
+MOST_OPEN = 64  # files that a `ReadMany` keeps open
+_OPENING, _CHOOSING = threading.Lock(), threading.Lock()
 
 
 class ReadAt:
@@ -59,3 +62,28 @@ class ReadAt:
             parts.append(part)
             offset, size = offset + len(part), size - len(part)
         return parts[0] if len(parts) == 1 else b''.join(parts)
+
+
+class ReadMany:
+    """A function that reads several files by offset, of which few are open at a time.
+
+    Args:
+      paths: regular files.
+      shown: their names in messages.
+    """
+
+    def __init__(self, paths: Sequence[Path], shown: Sequence[str]) -> None:
+        self._paths, self._shown = paths, shown
+        self._open = collections.OrderedDict[int, ReadAt]()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, '_open': collections.OrderedDict()}
+
+    def __call__(self, file: int, offset: int, size: int) -> bytes:
+        """Returns `size` bytes from `offset` of a file, given by its number; see `ReadAt`."""
+        with _CHOOSING:
+            reader = self._open.pop(file, None) or ReadAt(self._paths[file], self._shown[file])
+            self._open[file] = reader
+            if len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)  # closes once no thread reads it
+        return reader(offset, size)

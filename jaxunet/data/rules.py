@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -64,9 +65,9 @@ SYSTEM_FOLDERS = re.compile(
 )
 # Names of the parts of a set, such as train, val2017 and test_set.
 PART = re.compile(r'(train|training|val|valid|validation|test|testing|eval)([-_]?set)?[-_]?\d*')
-# The labels of a set, in the form of NVlabs' tools (StyleGAN, EDM), and their storage folders.
-LABELS_FILE = 'dataset.json'
-LABELS_OF_NVLABS = "labels in the form of NVlabs' tools, which is not read"
+# Files that hold the labels of a set (`jaxunet.data.labels`); of several, the first counts.
+LABEL_FILES = ('dataset.json', 'metadata.jsonl', 'metadata.csv', 'labels.csv')
+# Files in the storage folders of NVlabs' tools (StyleGAN, EDM).
 STORED = re.compile(r'(?:.*/)?(\d{5})/img\1\d{3}\.\w+')
 
 
@@ -78,11 +79,9 @@ def why_not_image(start: bytes, size: int, name: str = '') -> str:
       size: its size in bytes.
       name: its name; '' = the content alone decides.
     """
-    suffix = PurePosixPath(name).suffix.lower()
+    suffix = posixpath.splitext(name)[1].lower()
     if size == 0:
         return 'empty file'
-    if PurePosixPath(name).name == LABELS_FILE and b'"labels"' in start:
-        return LABELS_OF_NVLABS
     if start.startswith(LFS_POINTER):
         return UNFETCHED
     if CAMERA_RAW.fullmatch(suffix):
@@ -151,7 +150,7 @@ def class_order(name: str) -> tuple[bool, int, str]:
 
 
 def find_classes(
-    names: list[str], skipped: Sequence[tuple[str, str]], *, strip_leading: bool
+    names: list[str], *, strip_leading: bool
 ) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...], str]:
     """Derives classes from paths: the top-level folders, if every image lies in one.
 
@@ -161,7 +160,6 @@ def find_classes(
 
     Args:
       names: path of each image in its container.
-      skipped: (name, reason) of its other files.
       strip_leading: a folder that all paths share is never a class, as archives often hold their
         files in one folder, such as `train/`.
 
@@ -179,12 +177,10 @@ def find_classes(
             break
         depth += 1
     why = ''
-    if any(reason == LABELS_OF_NVLABS for _, reason in skipped) or all(
-        STORED.fullmatch(name) for name in names
-    ):
+    if all(STORED.fullmatch(name) for name in names):
         why = (
-            "it is stored in the form of NVlabs' tools, whose labels are in "
-            f'{LABELS_FILE}, which is not read'
+            "its folders are those in which NVlabs' tools store images by number, and the "
+            f'{LABEL_FILES[0]} with the labels is missing'
         )
     elif depth >= shortest:
         loose = [name for name, f in zip(names, folders, strict=True) if len(f) == depth]
@@ -211,4 +207,7 @@ def _loose_images(loose: list[str], folders: list[str]) -> str:
         if len(loose) == 1
         else f'{printable(loose[0])} and {len(loose) - 1} more images lie'
     )
-    return f'{images} beside the sub-folders {listed([printable(folder) for folder in folders])}'
+    return (
+        f'{images} beside the sub-folders {listed([printable(folder) for folder in folders])}: '
+        'move such images into a class sub-folder or away'
+    )

@@ -1,4 +1,4 @@
-"""The interface of a source of images: a length, labels, and random access to uint8 pixels."""
+"""The interface of a source of images: a length, labels, and random access to pixels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit
+from jaxunet.data.crop import Batch, Crops, Shape
+from jaxunet.data.fitting import Values, check_fit, fit
+from jaxunet.data.order import Pieces
 from jaxunet.data.read_at import ReadAt
+from jaxunet.data.reading import PLAIN, Reading, tell_rounding
 from jaxunet.data.rules import class_order, whole_names
 from jaxunet.runtime.errors import UserError, listed, near_misses
 
+LOOKED_AT = 16  # images of a file whose values are checked when it is opened
 MAX_MEMORY = 8 * 2**30  # bytes of pixels that a source decodes into host memory
 
 
@@ -27,10 +31,14 @@ class Source(abc.ABC):
       image_shape: (height, width, channels) of the images that `load` returns.
       labels: int32 (n,), indices into `class_names`; all -1 if the source has no classes.
       class_names: empty if the source has no classes.
-      unlabelled_by: the images beside class sub-folders that prevent classes; '' if there are no
-        sub-folders.
+      unlabelled_by: what prevents classes, such as images beside class sub-folders; '' if nothing
+        looks like classes.
+      labelled_by: where the labels come from, for the log.
       skipped: (name, reason) of the files that are not images.
+      pieces: parts that are read as a whole, for a stream to take them after another; None = images
+        are read one by one.
       in_memory: this process holds the pixels, so that nothing is read or decoded.
+      reading: how stored values became the pixels that `load` returns.
       held_out: images of the same set that `data.holdout` keeps out of training; None if it
         keeps none out.
     """
@@ -40,8 +48,11 @@ class Source(abc.ABC):
     labels: Int[np.ndarray, ' images']
     class_names: tuple[str, ...] = ()
     unlabelled_by: str = ''
+    labelled_by: str = ''
     skipped: tuple[tuple[str, str], ...] = ()
+    pieces: Pieces | None = None
     in_memory: bool = False
+    reading: Reading = PLAIN
     held_out: Source | None = None
 
     def __len__(self) -> int:
@@ -49,7 +60,9 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
-        """Returns the images at these indices, uint8 (rows, height, width, channels).
+        """Returns the images at these indices, (rows, height, width, channels).
+
+        They are uint8, or uint16 if `reading` keeps 16 bits.
 
         Args:
           crops: the part of each image to keep; None = the largest centred one.
@@ -66,6 +79,14 @@ class Source(abc.ABC):
         """
         return self.image_shape[:2]
 
+    def has_holes(self, index: int) -> bool:
+        """Returns True if an image has pixels that are not opaque before `load` converts it.
+
+        Raises:
+          BadImage: the image is corrupt.
+        """
+        return False
+
 
 def spread(n: int, count: int) -> Int[np.ndarray, ' rows']:
     """Returns the numbers of at most `count` of n images, spread over all of them."""
@@ -78,44 +99,81 @@ def no_labels(n: int) -> Int[np.ndarray, ' images']:
 
 
 class ArraySource(Source):
-    """Images in memory as uint8 pixels, converted and resized when loaded.
+    """Images in an array, converted and resized when loaded.
 
     Args:
-      images: uint8 (n, height, width, channels).
+      images: (n, height, width[, channels]), in memory or in a file.
       image_shape: (height, width, channels) that `load` returns.
       labels: indices into `class_names`; None = no classes.
+      reading: how the array's values become pixels; None = `at` will say.
 
     Raises:
-      UserError: the channels cannot be converted (`check_fit`).
+      UserError: the channels cannot be converted (`check_fit`), or an array in memory has values
+        out of range; those of a file are checked when they are loaded.
     """
-
-    in_memory = True
 
     def __init__(
         self,
         name: str,
-        images: Batch,
+        images: Values | FileArray,
         image_shape: Shape,
         labels: Int[np.ndarray, ' images'] | None = None,
         class_names: tuple[str, ...] = (),
+        reading: Reading | None = PLAIN,
     ) -> None:
-        check_fit(images.shape[1:], image_shape, name)
+        self.in_memory = not isinstance(images, FileArray)
+        self._grey = len(images.shape) == 3
+        stored = (*images.shape[1:], 1) if self._grey else images.shape[1:]
+        self.reading = self._reading = reading or PLAIN
+        check_fit(stored, image_shape, name, self.reading)
         self.name, self.image_shape = name, image_shape
-        self.labels = no_labels(len(images)) if labels is None else labels.astype(np.int32)
+        self.labels = no_labels(images.shape[0]) if labels is None else labels.astype(np.int32)
         self.class_names = class_names
         self._images = images
+        if reading is None:
+            return
+        if reading.bits == 8 and images.dtype.itemsize > 1:
+            tell_rounding(name, images.dtype.name)
+        if images.dtype != reading.dtype or reading.range:
+            # Values in another range fail here, not in the middle of training.
+            rows = spread(len(self), LOOKED_AT)
+            some = images if isinstance(images, np.ndarray) else images[rows]
+            reading.check(some, name)
 
-    def at(self, image_shape: Shape) -> ArraySource:
-        """Returns the same images, to be loaded in another shape."""
-        return ArraySource(self.name, self._images, image_shape, self.labels, self.class_names)
+    def at(self, image_shape: Shape, reading: Reading) -> ArraySource:
+        """Returns the same images, to be loaded in another shape and reading."""
+        return ArraySource(
+            self.name, self._images, image_shape, self.labels, self.class_names, reading
+        )
 
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Converts the images at these indices; see `Source.load`."""
-        return fit(self._images[indices], self.image_shape, self.name, crops)
+        images = self._images[indices]
+        images = images[..., None] if self._grey else images
+        return fit(images, self.image_shape, self.name, crops, self._reading)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self._images.shape
 
     def stored_size(self, index: int) -> tuple[int, int]:
-        """Returns the size of the arrays in memory."""
+        """Returns the size that the array gives to all images."""
         return self._images.shape[1], self._images.shape[2]
+
+
+def of_pixels(
+    name: str,
+    pixels: Batch,
+    reading: Reading,
+    labels: Int[np.ndarray, ' images'],
+    class_names: tuple[str, ...],
+) -> ArraySource:
+    """Returns the source of pixels that are already read as `reading` says."""
+    kept = Reading('drop', reading.bits)
+    source = ArraySource(name, pixels, (*pixels.shape[1:],), labels, class_names, kept)
+    source.reading = reading
+    return source
 
 
 class FileArray:
@@ -130,12 +188,12 @@ class FileArray:
 
     def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], offset: int) -> None:
         self.path, self.shape, self._offset = path, shape, offset
-        self._dtype = np.dtype(dtype)
+        self.dtype = np.dtype(dtype)
         self._bytes = ReadAt(path, str(path))
 
     def __getitem__(self, rows: Int[np.ndarray, ' rows']) -> np.ndarray:
-        out = np.empty((len(rows), *self.shape[1:]), self._dtype)
-        size = math.prod(self.shape[1:]) * self._dtype.itemsize
+        out = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        size = math.prod(self.shape[1:]) * self.dtype.itemsize
         for i, row in enumerate(rows):
             start = self._offset + int(row) * size
             data = self._bytes(start, size)
@@ -144,7 +202,7 @@ class FileArray:
                     f'{self.path}: ends at byte {start + len(data)}, expected {size} bytes from '
                     f'byte {start}; it was changed since it was opened, so copy or write it again'
                 )
-            out[i] = np.frombuffer(data, self._dtype).reshape(self.shape[1:])
+            out[i] = np.frombuffer(data, self.dtype).reshape(self.shape[1:])
         return out
 
 
@@ -152,7 +210,7 @@ class Subset(Source):
     """Some images of a source.
 
     Args:
-      rows: their places in `source`, in the order of the subset.
+      rows: their places in `source`, in the order of the subset; ascending if that has `pieces`.
       labels: their labels; default: those of `source`.
       class_names: names of the labels; default: those of `source`.
     """
@@ -167,7 +225,12 @@ class Subset(Source):
         self._source, self._rows = source, rows
         self.name, self.image_shape = source.name, source.image_shape
         self.in_memory, self.skipped = source.in_memory, source.skipped
-        self.unlabelled_by = source.unlabelled_by
+        self.unlabelled_by, self.labelled_by = source.unlabelled_by, source.labelled_by
+        self.reading = source.reading
+        if source.pieces is not None:
+            ends = np.cumsum(source.pieces.counts)
+            counts = np.bincount(np.searchsorted(ends, rows, 'right'), minlength=len(ends))
+            self.pieces = source.pieces._replace(counts=counts[counts > 0])
         self.labels = source.labels[rows] if labels is None else labels
         self.class_names = source.class_names if class_names is None else class_names
 
@@ -178,6 +241,10 @@ class Subset(Source):
     def stored_size(self, index: int) -> tuple[int, int]:
         """Returns the size of an image of the subset; see `Source.stored_size`."""
         return self._source.stored_size(int(self._rows[index]))
+
+    def has_holes(self, index: int) -> bool:
+        """Returns True if an image of the subset does; see `Source.has_holes`."""
+        return self._source.has_holes(int(self._rows[index]))
 
 
 class Selection(Subset):

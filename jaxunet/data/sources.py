@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxunet.config import Config
-from jaxunet.data import cifar10
-from jaxunet.data.containers import Folder, ZipArchive
+from jaxunet.data import cifar10, lmdb_rows
+from jaxunet.data.arrow import ArrowRows
+from jaxunet.data.containers import Container, Folder, ZipArchive
+from jaxunet.data.crop import Shape
 from jaxunet.data.holdout import hold_out
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream, report_skipped
-from jaxunet.data.npz import NpzSource
-from jaxunet.data.pixels import Shape
+from jaxunet.data.npz import open_npy, open_npz
+from jaxunet.data.parquet import ParquetRows
+from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.rules import MAGIC_BYTES, why_not_image
+from jaxunet.data.shards import Shards, check_kind, divided, named_files
 from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
@@ -29,10 +34,22 @@ DIGITS = Path(__file__).with_name('digits.npz')
 EMBEDDED = ('digits:', *cifar10.BATCHES)
 TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
 FORMS = (
-    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin or .bin.gz, digits:, '
-    'cifar10: or cifar10_test:'
+    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, x-{00..99}.tar, .parquet, .arrow, LMDB, '
+    '.npz, .npy, unet.cu .bin or .bin.gz, digits:, cifar10: or cifar10_test:'
 )
-OTHER_FIELDS = ('data.classes: ', 'model.image_channels: ')  # begin errors that name their field
+OTHER_FIELDS = (
+    'data.classes: ',
+    'data.labels',
+    'data.bits: ',
+    'model.image_channels: ',
+)  # begin errors that name their field
+# Kinds of files of which a set may have several.
+DIVIDED: dict[str, Callable[[Path, Sequence[Path]], Container]] = {
+    '.tar': Shards,
+    '.parquet': ParquetRows,
+    '.arrow': ArrowRows,
+}
+TABLES = ('.parquet', '.arrow')
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
@@ -66,10 +83,17 @@ def open_data(config: Config, image_shape: Shape, given: ArraySource | None = No
       UserError: as `open_source`; names the field.
     """
     if given is not None:
-        source, classes = given.at(image_shape), config.data.classes
+        source, classes = given.at(image_shape, Reading.of(config)), config.data.classes
+        _check_unlabelled(config.data.labels, source.name)
         return Selection(source, classes) if classes else source
     try:
-        return open_source(config.data.path, image_shape=image_shape, classes=config.data.classes)
+        return open_source(
+            config.data.path,
+            image_shape=image_shape,
+            labels=config.data.labels,
+            classes=config.data.classes,
+            reading=Reading.of(config),
+        )
     except UserError as error:
         if str(error).startswith(OTHER_FIELDS):
             raise
@@ -80,23 +104,28 @@ def open_source(
     path: str,
     *,
     image_shape: Shape,
+    labels: str = '',
     classes: tuple[str, ...] = (),
     option: str = 'data.classes',
     warn: bool = True,
+    reading: Reading = PLAIN,
 ) -> Source:
     """Opens a set of images.
 
     Args:
       path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first
-        path order, with or without class sub-folders; an .npz of uint8 images; unet.cu's data .bin
-        or .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive);
-        `cifar10:PATH` (a copy of it, its extracted folder, or images in class folders);
-        `cifar10_test:` or `cifar10_test:PATH` (the test images of the archive or a copy of it).
+        path order, with or without class sub-folders; one or several .tar, .parquet or .arrow
+        (`jaxunet.data.shards`); an LMDB database; an .npz or .npy of images; unet.cu's data .bin or
+        .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive); `cifar10:PATH`
+        (a copy of it, its extracted folder, or images in class folders); `cifar10_test:` or
+        `cifar10_test:PATH` (the test images of the archive or a copy of it).
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
         converted (`jaxunet.data.pixels`).
+      labels: where the labels come from, as `data.labels`.
       classes: keep only these, as labels 0, 1, ...; empty keeps all, sorted by name.
       option: the field or flag that named the classes, for messages.
       warn: log a warning of the files that are not images; they are in `skipped` of the result.
+      reading: how stored values become pixels.
 
     Raises:
       UserError: a wrong path, file or class.
@@ -106,7 +135,7 @@ def open_source(
             f'image_shape: expected a height, width and channels of 1 or more, found {image_shape}'
         )
     try:
-        source = _open(path, image_shape)
+        source = _open(path, image_shape, labels, reading)
     except MemoryError:
         raise UserError(
             f'{path}: not enough memory to open it; '
@@ -116,6 +145,11 @@ def open_source(
         raise UserError(
             f'{path}: cannot be read: {error.strerror or error}; check the file and its permissions'
         ) from None
+    if source.reading != reading and not (reading.as_stored and not reading.keeps):
+        raise UserError(
+            f'data.bits: {source.name} holds opaque pixels of 8 bits; expected data.bits=8 and '
+            'neither data.range nor data.background=keep'
+        )
     if warn:
         report_skipped(source.name, source.skipped)
     return Selection(source, classes, option) if classes else source
@@ -132,7 +166,8 @@ def check_path(path: str) -> None:
     """
     local = cifar10.split_path(path)[1]
     if local and not local.endswith(':') and not is_remote(local):
-        check_exists(Path(expanded(local)))
+        for file in named_files(Path(expanded(local))):
+            check_exists(file)
 
 
 def is_downloaded(path: str) -> bool:
@@ -162,63 +197,119 @@ def compressed_tar(path: str) -> Path | None:
 
 
 def open_unpacked_tar(
-    path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...], option: str
+    path: Path,
+    shown: str,
+    *,
+    image_shape: Shape,
+    labels: str,
+    classes: tuple[str, ...],
+    option: str,
+    reading: Reading = PLAIN,
 ) -> Source:
     """Opens a compressed tar that was unpacked, like `open_source` without `warn`.
 
     Args:
       path: the plain tar.
       shown: the compressed tar, for messages.
-      image_shape, classes, option: as in `open_source`.
+      image_shape, labels, classes, option, reading: as in `open_source`.
 
     Raises:
       UserError: a wrong file or class.
     """
-    source = ImageFiles(TarArchive(path, shown), image_shape, strip_leading=True)
+    source = ImageFiles(
+        TarArchive(path, shown), image_shape, reading, strip_leading=True, labels=labels
+    )
     return Selection(source, classes, option) if classes else source
 
 
-def _open(path: str, shape: Shape) -> Source:
-    if path == 'digits:':
-        return _digits(shape)
+def _check_unlabelled(labels: str, path: Path | str) -> None:
+    """Raises `UserError` if `data.labels` is set for a set that has no files to look at."""
+    if labels:
+        raise UserError(
+            f'data.labels: {labels} chooses the labels of image files and of tables, but {path} '
+            'holds arrays, whose labels are known; leave it empty'
+        )
+
+
+def _open(path: str, shape: Shape, labels: str, reading: Reading) -> Source:
     prefix, local = cifar10.split_path(path)
+    if path == 'digits:':
+        _check_unlabelled(labels, path)
+        return _digits(shape)
     if prefix:
-        return _cifar10(prefix, local, shape)
+        return _cifar10(prefix, local, shape, labels, reading)
     if re.fullmatch(r'\w+:', path):
         raise UserError(f'unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
     if not path:
         raise UserError(f'expected {FORMS}, found an empty path')
-    return _open_path(Path(on_disk(path)), shape)
+    return _open_path(Path(on_disk(path)), shape, labels, reading)
 
 
-def _open_path(path: Path, shape: Shape) -> Source:
-    check_exists(path)
-    name = path.name.lower()
+def open_container(path: Path) -> Container | None:
+    """Opens the image files of a folder, of archives that are read at random, or of tables.
+
+    Args:
+      path: a folder, a file, or files with braces, `*` or `?` (`jaxunet.data.shards`).
+
+    Returns None for files of any other kind.
+
+    Raises:
+      UserError: a missing or wrong file.
+    """
+    files = _complete(named_files(path))
+    if lmdb_rows.is_database(path):
+        return lmdb_rows.LmdbRows(path)
     if path.is_dir():
-        return ImageFiles(Folder(path), shape, strip_leading=False)
-    if not path.is_file():
-        raise UserError(
-            f'{path}: expected a file or folder, found something else (a pipe or device?)'
-        )
-    if path.stat().st_size == 0:
-        raise UserError(f'{path}: expected {FORMS}, found an empty file')
-    with path.open('rb') as file:
-        check_fetched(file.read(MAGIC_BYTES), path)
-    if name.endswith('.npz'):
-        return NpzSource(path, shape)
+        folder = Folder(path)
+        for suffix, opener in DIVIDED.items():
+            if inside := divided(folder, suffix):
+                return opener(path, _complete(inside))
+        return folder
+    name = path.name.lower()
+    if files != [path] or name.endswith(TABLES):
+        check_kind(path, files, tuple(DIVIDED))
+        return DIVIDED[files[0].suffix.lower()](path, files)
+    if not path.is_file() or not path.stat().st_size:
+        return None
     if name.endswith('.zip'):
         archive = ZipArchive(path)
         if any(name in ('images.npy', 'arr_0.npy') for name in archive.names):
             raise UserError(
                 f'{path}: holds numpy arrays, so it is an .npz with the name of a .zip; rename it'
             )
-        return ImageFiles(archive, shape, strip_leading=True)
-    if name.endswith(TAR):
-        return (
-            decode_tar_stream(path, shape)
-            if compression(path)
-            else ImageFiles(TarArchive(path), shape, strip_leading=True)
+        return archive
+    return TarArchive(path) if name.endswith(TAR) and not compression(path) else None
+
+
+def _complete(files: list[Path]) -> list[Path]:
+    """Returns the files; raises `UserError` if one is missing, or a pointer of Git LFS."""
+    for each in files:
+        check_exists(each)
+        if each.is_file():
+            with each.open('rb') as file:
+                check_fetched(file.read(MAGIC_BYTES), each)
+    return files
+
+
+def _open_path(path: Path, shape: Shape, labels: str, reading: Reading) -> Source:
+    container = open_container(path)
+    if container is not None:
+        folder = isinstance(container, Folder)
+        return ImageFiles(container, shape, reading, strip_leading=not folder, labels=labels)
+    name = path.name.lower()
+    if not path.is_file():
+        raise UserError(
+            f'{path}: expected a file or folder, found something else (a pipe or device?)'
         )
+    if path.stat().st_size == 0:
+        raise UserError(f'{path}: expected {FORMS}, found an empty file')
+    if name.endswith(TAR):
+        return decode_tar_stream(path, shape, reading, labels)
+    _check_unlabelled(labels, path)
+    if name.endswith('.npz'):
+        return open_npz(path, shape, reading)
+    if name.endswith('.npy'):
+        return open_npy(path, shape, reading)
     if name.endswith('.bin'):
         return BinSource(path, shape)
     if name.endswith('.bin.gz'):
@@ -263,14 +354,15 @@ def _digits(shape: Shape) -> Source:
     Source: test set of UCI "Optical Recognition of Handwritten Digits", E. Alpaydin & C. Kaynak
     1998, doi 10.24432/C50P49, licence CC BY 4.0. Grey levels 0..16 became round(level · 255 / 16).
     """
-    digits = NpzSource(DIGITS, (8, 8, 1))
+    digits = open_npz(DIGITS, (8, 8, 1))
     return ArraySource(
         'digits:', digits.load(np.arange(len(digits))), shape, digits.labels, digits.class_names
     )
 
 
-def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
+def _cifar10(prefix: str, local: str, shape: Shape, labels: str, reading: Reading) -> Source:
     if not local:
+        _check_unlabelled(labels, prefix)
         return cifar10.open_official(None, shape, prefix)
     path = Path(on_disk(local))
     check_exists(path)
@@ -281,4 +373,4 @@ def _cifar10(prefix: str, local: str, shape: Shape) -> Source:
             f'{path}: not the official archive of CIFAR-10 or its folder, so nothing says which '
             f'images are for testing; give the test images alone, without {prefix}'
         )
-    return _open_path(path, shape)
+    return _open_path(path, shape, labels, reading)

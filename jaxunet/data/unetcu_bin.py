@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from jaxunet.data.pixels import Batch, Crops, Pixels, Shape, check_fit, fit
+from jaxunet.data.crop import Batch, Crops, Pixels, Shape
+from jaxunet.data.fitting import check_fit, fit
 from jaxunet.data.source import MAX_MEMORY, ArraySource, FileArray, Source, no_labels
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import one_line

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxunet.checkpoint.load import Model, load_model
+from jaxunet.data.reading import Reading
 from jaxunet.data.source import Selection, Source, in_order_of
 from jaxunet.data.sources import open_images, open_source
 from jaxunet.diffusion.process import make_diffusion
@@ -171,7 +172,12 @@ def _images(path: str, model: Model, reference: str) -> Source:
     if not reference and not config.data.path:
         raise UserError(f'--reference: missing; {path} does not name its training images')
     if reference:
-        source = open_source(reference, image_shape=config.image_shape)
+        source = open_source(
+            reference,
+            image_shape=config.image_shape,
+            labels=config.data.labels,
+            reading=Reading.of(config),
+        )
         classes = config.data.classes or model.class_names
         if config.model.num_classes and source.class_names and classes:
             source = Selection(source, classes, '--reference')

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxunet.data.pixels import Batch, Pixels
+from jaxunet.data.crop import Batch, Pixels
 from jaxunet.data.source import Source
 from jaxunet.data.threads import ordered_map
 from jaxunet.metrics import classifier, inception

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gzip
 import math
+import re
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +14,14 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jaxunet.data import cifar10
-from jaxunet.data.containers import Container, Folder, ZipArchive
+from jaxunet.data.containers import Container
+from jaxunet.data.crop import Crop, Pixels
 from jaxunet.data.image_files import ImageFiles, report_skipped
 from jaxunet.data.images import ENLARGED, GAP, TINY
-from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of
-from jaxunet.data.rules import why_not_image
+from jaxunet.data.npz import array_shape
+from jaxunet.data.pixels import BadImage, open_image, size_of
 from jaxunet.data.source import ArraySource, Source
-from jaxunet.data.sources import TAR, open_source
+from jaxunet.data.sources import TAR, open_container, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
 from jaxunet.data.unetcu_bin import HEADER_BYTES, parse_header, read_header
 from jaxunet.runtime import archives
@@ -36,10 +37,10 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
     """Opens all images of `path` as RGB, at the one size that they share.
 
     Args:
-      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin or
-        .bin.gz, digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png grid made by
-        `jaxunet.data.images.grid`. A compressed tar is unpacked into a temporary folder, which is
-        removed with the context.
+      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), several .tar, .npz,
+        .npy, unet.cu's .bin or .bin.gz, digits:, cifar10:[PATH], cifar10_test:[PATH]), or a .png
+        grid made by `jaxunet.data.images.grid`. A compressed tar is unpacked into a temporary
+        folder, which is removed with the context.
       grid_size: (height, width) of the images in a .png grid.
 
     Raises:
@@ -68,12 +69,8 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
             plain = Path(folder) / 'unpacked.tar'
             decompress(local, plain)
             yield SameSize(TarArchive(plain, str(local)))
-    elif local.is_dir():
-        yield SameSize(Folder(local))
-    elif local.is_file() and local.name.lower().endswith(TAR):
-        yield SameSize(TarArchive(local))
-    elif local.is_file() and local.suffix.lower() == '.zip':
-        yield SameSize(ZipArchive(local))
+    elif not re.fullmatch(r'(\w+:)?', path) and (container := open_container(local)) is not None:
+        yield SameSize(container)
     else:
         yield open_source(str(local) if path else path, image_shape=_array_shape(local))
 
@@ -153,29 +150,23 @@ def _is_set(path: Path) -> bool:
 
 def _first_size(container: Container) -> Size:
     """Returns the size of the first readable image; (1, 1) if none, which `ImageFiles` reports."""
-    for i in range(len(container.names)):
-        if i in container.unreadable:
-            continue
+    for i in range(len(container)):
         with contextlib.suppress(BadImage):
-            if not why_not_image(*container.start(i), container.names[i]):
+            if not container.reason(i):
                 return size_of(container.read(i), container.describe(i))
     return 1, 1
 
 
 def _array_shape(path: Path) -> tuple[int, int, int]:
-    """Returns the image shape in an .npz, .bin or .bin.gz.
+    """Returns the image shape in an .npz, .npy, .bin or .bin.gz.
 
     It is (1, 1, 3) if the file is unreadable; opening it reports why.
     """
+    shape = array_shape(path)
+    if shape is not None and len(shape) in (3, 4) and min(shape) > 0:
+        return shape[1], shape[2], 3
     with contextlib.suppress(*archives.ERRORS, OSError):
-        if path.suffix.lower() == '.npz' and path.is_file():
-            with zipfile.ZipFile(path) as archive:
-                names = set(archive.namelist())
-                name = next(n for n in ('images.npy', 'arr_0.npy', '') if n in names or not n)
-                shape = archives.npy_header(archive, archive.getinfo(name)).shape
-            if len(shape) in (3, 4) and min(shape) > 0:
-                return int(shape[1]), int(shape[2]), 3
-        elif path.suffix.lower() == '.bin' and path.is_file():
+        if path.suffix.lower() == '.bin' and path.is_file():
             header = read_header(path)
             return header.height, header.width, 3
         elif path.name.lower().endswith('.bin.gz') and path.is_file():

@@ -8,7 +8,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxunet.data.pixels import one_line
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.inception import Parameters, torch_shapes
 from jaxunet.metrics.torch_legacy import START, read_legacy
@@ -16,6 +15,7 @@ from jaxunet.metrics.torch_script import is_torch_script, read_torch_script
 from jaxunet.runtime.download import cached
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import cache_dir
+from jaxunet.runtime.untrusted import one_line
 from jaxunet.weights.safetensors_file import SafetensorsFile
 from jaxunet.weights.torch_file import TorchFile
 

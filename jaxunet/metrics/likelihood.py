@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float64, Int, Key
 
 from jaxunet.config import Config
+from jaxunet.data.images import from_pixels
 from jaxunet.data.source import Source
 from jaxunet.diffusion.objectives import prior_bound, variational_bound
 from jaxunet.diffusion.process import (
@@ -178,7 +179,7 @@ class Likelihood:
         self, params: Params, source: Source, rows: Int[np.ndarray, ' images'], seed: int
     ) -> list[np.ndarray]:
         """Returns the fields of `Terms` for one batch."""
-        pixels = source.load(rows).astype(np.float32) / np.float32(127.5) - np.float32(1)
+        pixels = from_pixels(source.load(rows))
         root = jax.random.key(np.uint32(seed), impl='threefry2x32')
         keys = jax.vmap(lambda row: jax.random.fold_in(root, row))(jnp.asarray(rows, jnp.uint32))
         x0, keys, labels = jax.device_put((pixels, keys, source.labels[rows]), self._split)
@@ -197,9 +198,13 @@ def check_has_bound(config: Config) -> None:
     """Checks that the variational bound is defined for a model.
 
     Raises:
-      UserError: the model is for super-resolution, or has continuous noise levels.
+      UserError: the model is for super-resolution, has continuous noise levels, or draws 16 bits.
     """
     objective = config.diffusion.objective
+    if config.data.bits != 8:
+        raise UserError(
+            f'nll: counts the bits of pixels of 8 bits, found data.bits={config.data.bits}'
+        )
     if config.model.low_res_size:
         raise UserError(
             'nll: a super-resolution network (model.low_res_size) models images given '

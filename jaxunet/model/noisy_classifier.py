@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Real
 
 from jaxunet.config import Config
-from jaxunet.model.blocks import Affine, Block, parameter
+from jaxunet.model.blocks import Block, parameter
 from jaxunet.model.encoder import Encoder, encode, make_layers
 from jaxunet.ops.vocabulary import Ops
 
@@ -64,8 +64,7 @@ class NoisyClassifier(Encoder):
         """
         layers = make_layers(self, self._embed(t, None, None), None)
         h, _ = encode(self, layers, x)
-        scale, offset = Affine(h.channels, name='norm_out')()
-        active = self.ops.group_norm(h, scale, offset, silu=True, **self.norm)
+        active = self.ops.group_norm(h, self.norm('norm_out', h.channels), silu=True)
         lowest = self.side >> (len(self.channels) - 1)
         pool = AttentionPool(
             model=self.model,

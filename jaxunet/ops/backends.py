@@ -120,15 +120,15 @@ def choose(backend: str, precision: str | None = None, *, here: bool = True) -> 
         JAXUNET_KERNELS has an unknown value.
       TypeError: `auto` without a precision.
     """
-    asked = device.asked()
-    why = '' if asked is device.Kernels.FASTEST else f' ({device.VARIABLE}={asked.value})'
+    requested = device.requested()
+    why = '' if requested is device.Kernels.FASTEST else f' ({device.VARIABLE}={requested.value})'
     base, changed = split_backend(backend)
     bases: Mapping[str, str] = dict.fromkeys(OPS, base)
     if base == UNNAMED:
         if precision is None:
             raise TypeError(f'backend={backend} depends on the precision, which was not given')
-        if found := measured(precision):
-            bases, why = found, f' (measured here: {choices.path()})'
+        if fastest := measured(precision):
+            bases, why = fastest, f' (measured here: {choices.path()})'
         else:
             bases = _auto(precision)
     names = {
@@ -143,14 +143,14 @@ def choose(backend: str, precision: str | None = None, *, here: bool = True) -> 
 
 def _kernels(names: Mapping[str, str], why: str) -> Kernels:
     """Returns the implementations of the ops of these backends."""
-    found = {name: checked_ops(load_backend(name)) for name in names.values() if name != 'xla'}
+    loaded = {name: checked_ops(load_backend(name)) for name in names.values() if name != 'xla'}
 
     def op(name: str) -> Op:
         owner = names[VARIANTS.get(name, name)]
-        return getattr(XLA, name) if owner == 'xla' else implementation(name, found[owner])
+        return getattr(XLA, name) if owner == 'xla' else implementation(name, loaded[owner])
 
     ops = Ops(**{name: op(name) for name in Ops._fields})
-    update = None if names['adamw'] == 'xla' else found[names['adamw']]['adamw']
+    update = None if names['adamw'] == 'xla' else loaded[names['adamw']]['adamw']
     owner = names['conv3x3']
     owns_all = owner != 'xla' and owner == names['norm_silu_conv3x3']
     transform = checked_transform(load_backend(owner)) if owns_all else unchanged
@@ -216,17 +216,17 @@ def measured(precision: str) -> dict[str, str] | None:
         return None
     if device.family() not in (device.Target.HOPPER, device.Target.PORTABLE):
         return None
-    if device.asked() is not device.Kernels.FASTEST:
+    if device.requested() is not device.Kernels.FASTEST:
         return None
-    found = choices.read(device.kind(), precision)
-    for op, name in (found or {}).items():
+    fastest = choices.read(device.kind(), precision)
+    for op, name in (fastest or {}).items():
         missing = _missing(name)
         if missing is None and name != 'xla' and op not in load_backend(name).ops:
             missing = f'the {name} backend has no {op}'
         if missing:
             choices.ignore(f'{choices.path()}: {op}={name}: {missing}')
             return None
-    return found
+    return fastest
 
 
 def _auto(precision: str) -> dict[str, str]:

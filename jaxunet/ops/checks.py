@@ -34,7 +34,7 @@ def check_floating(op: str, **operands: Array | None) -> None:
             raise ValueError(f'{op}: {name}: {value.dtype}; expected bfloat16, float16 or float32')
 
 
-def check_count(op: str, name: str, unit: str, found: int, most: int = MAX_COUNT) -> None:
+def check_count(op: str, name: str, unit: str, count: int, most: int = MAX_COUNT) -> None:
     """Checks that an operand is not larger than a backend's kernels take.
 
     Args:
@@ -44,9 +44,9 @@ def check_count(op: str, name: str, unit: str, found: int, most: int = MAX_COUNT
     Raises:
       ValueError: it has more.
     """
-    if found > most:
+    if count > most:
         raise ValueError(
-            f'{op}: {name}: {found} {unit}; the kernels take at most {most}; split the batch, or '
+            f'{op}: {name}: {count} {unit}; the kernels take at most {most}; split the batch, or '
             f'use the xla backend'
         )
 

@@ -69,9 +69,11 @@ def read(device: str, precision: str) -> dict[str, str] | None:
         return None
     if entry is None:
         return None
-    found = entry.get('versions')
-    if found != versions():
-        ignore(f'{file}: was measured with {_listed(found)}; these are {_listed(versions())}')
+    measured_with = entry.get('versions')
+    if measured_with != versions():
+        ignore(
+            f'{file}: was measured with {_listed(measured_with)}; these are {_listed(versions())}'
+        )
         return None
     ops = entry.get('ops')
     if not isinstance(ops, dict) or set(ops) != set(OPS):
@@ -114,10 +116,10 @@ def _entries(file: pathlib.Path) -> dict[tuple[str, str], Row]:
         if not file.exists():
             return {}
     advice = f'it holds no choices of {COMMAND}'
-    found = read_json(file, advice=advice)
-    check_fields(found, {'choices': list}, str(file), advice=advice)
+    content = read_json(file, advice=advice)
+    check_fields(content, {'choices': list}, str(file), advice=advice)
     entries: dict[tuple[str, str], Row] = {}
-    for number, entry in enumerate(found['choices'], 1):
+    for number, entry in enumerate(content['choices'], 1):
         where = f'{file}: entry {number}'
         if not isinstance(entry, dict):
             raise UserError(f'{where}: expected a JSON object, found {shown(entry)}; {advice}')
@@ -126,7 +128,7 @@ def _entries(file: pathlib.Path) -> dict[tuple[str, str], Row]:
     return entries
 
 
-def _listed(found: object) -> str:
-    if not isinstance(found, Mapping):
+def _listed(named: object) -> str:
+    if not isinstance(named, Mapping):
         return 'unknown versions'
-    return listed([plain(f'{name} {version}') for name, version in found.items()])
+    return listed([plain(f'{name} {version}') for name, version in named.items()])

@@ -22,9 +22,11 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Rule, Tree, check_scalars, gradient_leaves, state_leaves
+from jaxunet.ops.adamw.operands import Constants, Tree, check_scalars, gradient_leaves, state_leaves
 from jaxunet.ops.backends import choose
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.transformations import vary, varying_axes
 from jaxunet.ops.vocabulary import Ops
@@ -56,12 +58,8 @@ def conv3x3(
       ValueError: shapes or types do not fit, or the kernels do not take them.
       UserError: this machine does not run the backend.
     """
-    image, added, *weights = _prepared(
-        _activation(x), _activation(residual), kernel, _rows(shift), shortcut
-    )
-    kernel, shift, shortcut = weights
-    ops = _ops(backend, image)
-    return ops.conv3x3(image, kernel, shift, residual=added, shortcut=shortcut).value
+    conv = _convolution(x, kernel, shift, residual, shortcut)
+    return _ops(backend, conv.image).conv3x3(conv).value
 
 
 def upsample_conv3x3(
@@ -75,8 +73,8 @@ def upsample_conv3x3(
 
     Arguments and errors as `conv3x3`.
     """
-    image, kernel, shift = _prepared(_activation(x), kernel, _rows(shift))
-    return _ops(backend, image).upsample_conv3x3(image, kernel, shift).value
+    conv = _convolution(x, kernel, shift)
+    return _ops(backend, conv.image).upsample_conv3x3(conv).value
 
 
 def norm_silu_conv3x3(
@@ -96,21 +94,9 @@ def norm_silu_conv3x3(
 
     Arguments and errors as `conv3x3` and `group_norm`.
     """
-    image, added, *weights = _prepared(
-        _activation(x),
-        _activation(residual),
-        _rows(scale),
-        _rows(offset),
-        kernel,
-        _rows(shift),
-        shortcut,
-    )
-    *weights, shortcut = weights
-    ops = _ops(backend, image)
-    y = ops.norm_silu_conv3x3(
-        image, *weights, residual=added, shortcut=shortcut, groups=groups, eps=eps
-    )
-    return y.value
+    norm = Norm(_rows(scale), _rows(offset), groups, eps)
+    conv = _convolution(x, kernel, shift, residual, shortcut, norm)
+    return _ops(backend, conv.image).norm_silu_conv3x3(conv).value
 
 
 def group_norm(
@@ -136,9 +122,9 @@ def group_norm(
       ValueError: as `conv3x3`, or `groups` does not divide the channels.
       UserError: this machine does not run the backend.
     """
-    image, scale, offset, dropout = _prepared(_activation(x), _rows(scale), _rows(offset), dropout)
-    ops = _ops(backend, image)
-    return ops.group_norm(image, scale, offset, groups=groups, eps=eps, silu=silu, dropout=dropout)
+    norm = Norm(_rows(scale), _rows(offset), groups, eps)
+    image, norm, dropout = _prepared(_activation(x), norm, dropout)
+    return _ops(backend, image).group_norm(image, norm, silu=silu, dropout=dropout)
 
 
 def attention(
@@ -257,14 +243,14 @@ def adamw(
         if structure != jax.tree.structure(tree):
             raise ValueError(f'adamw: {name}: its tree has another structure than that of params')
     state_leaves(leaves, params, state.mu, state.nu, ())
-    kernels, rule = choose(backend, 'float32').update, Rule(b1, b2, eps, weight_decay)
+    kernels, constants = choose(backend, 'float32').update, Constants(b1, b2, eps, weight_decay)
     if kernels is None:
-        return _optax_step(rule, gradients, state, params, rate)
+        return _optax_step(constants, gradients, state, params, rate)
     count = optax.safe_increment(state.count)
     step = count.astype(jnp.float32)
     one = jnp.ones((), jnp.float32)
     moved = kernels.adamw(
-        rule,
+        constants,
         gradients,
         params,
         state.mu,
@@ -280,27 +266,45 @@ def adamw(
 
 
 def _optax_step(
-    rule: Rule, gradients: Tree, state: AdamWState, params: Tree, learning_rate: Float[Array, '']
+    c: Constants, gradients: Tree, state: AdamWState, params: Tree, learning_rate: Float[Array, '']
 ) -> tuple[Tree, AdamWState]:
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
     with jax.numpy_dtype_promotion('standard'):  # optax's own code needs it
-        direction, state = optax.scale_by_adam(rule.b1, rule.b2, rule.eps).update(wide, state)
+        direction, state = optax.scale_by_adam(c.b1, c.b2, c.eps).update(wide, state)
     moved = jax.tree.map(
-        lambda p, d: p - learning_rate * (d + rule.weight_decay * p), params, direction
+        lambda p, d: p - learning_rate * (d + c.weight_decay * p), params, direction
     )
     return moved, state
 
 
-def _activation(value: Array | Sequence[Array] | None) -> Activation | None:
-    if value is None:
-        return None
+def _convolution(
+    x: Array | Sequence[Array],
+    kernel: Array,
+    shift: Array,
+    residual: Array | Sequence[Array] | None = None,
+    shortcut: Array | None = None,
+    norm: Norm | None = None,
+) -> Convolution:
+    conv = Convolution(
+        image=_activation(x),
+        norm=norm,
+        kernel=jnp.asarray(kernel),
+        shift=_rows(shift),
+        residual=None if residual is None else _activation(residual),
+        shortcut=None if shortcut is None else jnp.asarray(shortcut),
+    )
+    return vary(conv, varying_axes(conv))
+
+
+def _activation(value: Array | Sequence[Array]) -> Activation:
     parts = value if isinstance(value, (list, tuple)) else (value,)
     return Activation(tuple(jnp.asarray(part) for part in parts))
 
 
 def _rows(value: Array) -> Array:
     """Returns a vector as one row for all samples."""
-    return value[None, :] if jnp.ndim(value) == 1 else value
+    value = jnp.asarray(value)
+    return value[None, :] if value.ndim == 1 else value
 
 
 def _pixels(value: Array) -> Array:
@@ -314,7 +318,7 @@ def _prepared(*operands: Any) -> list[Any]:
     So the gradients of weights that are the same on all devices are summed over the devices.
     """
     # Not `jax.tree.map`: the parameters of Flax's nnx are trees themselves.
-    kept = (Activation, Dropout, type(None))
+    kept = (Activation, Norm, Dropout, type(None))
     arrays = [x if isinstance(x, kept) else jnp.asarray(x) for x in operands]
     return vary(arrays, varying_axes(arrays))
 

@@ -33,14 +33,14 @@ def checked_ops(backend: Backend) -> Mapping[str, Any]:
     """
     if is_shipped(backend.name):
         return backend.ops
-    known, found = (*OPS, *VARIANTS), dict[str, Any]()
+    known, checked = (*OPS, *VARIANTS), dict[str, Any]()
     for name, op in backend.ops.items():
         where = f'backend={backend.name}: ops'
         if name not in known:
             raise UserError(f'{where}: expected some of {", ".join(known)}, found {shown(name)}')
         if name != 'adamw':
             _check_callable(f'{where}[{name!r}]', op)
-            found[name] = _checked(backend.name, name, op, getattr(XLA, name))
+            checked[name] = _checked(backend.name, name, op, getattr(XLA, name))
             continue
         if not isinstance(op, FusedUpdate):
             raise UserError(f'{where}[{name!r}]: expected a FusedUpdate, found {shown(op)}')
@@ -51,8 +51,8 @@ def checked_ops(backend: Backend) -> Mapping[str, Any]:
             part: _compared(backend.name, f'adamw.{part}', call, getattr(UPDATE, part))
             for part, call in parts.items()
         }
-        found[name] = op._replace(**guarded)
-    return found
+        checked[name] = op._replace(**guarded)
+    return checked
 
 
 def checked_transform(backend: Backend) -> Callable[..., Callable[..., Any]]:
@@ -83,14 +83,14 @@ def _compared(backend: str, name: str, call: Op, reference: Op) -> Op:
         # First, so that operands that do not fit are refused as they are by every backend.
         expected = jax.eval_shape(lambda: reference(*operands, **options))
         with blamed(backend, name):
-            found = call(*operands, **options)
-            wrong = _difference(found, expected)
+            result = call(*operands, **options)
+            wrong = _difference(result, expected)
         if wrong:
             raise UserError(
                 f'backend={backend}: {name} returned something else than its reference: {wrong}; '
                 'mend or update its package, or use backend=xla'
             )
-        return found
+        return result
 
     return compared
 
@@ -123,10 +123,10 @@ def _checked(backend: str, name: str, op: Op, reference: Op) -> Op:
 
         def backward(pull: Callable[..., Any], cotangents: Any) -> Any:
             with blamed(backend, f'the gradient of {name}'):
-                found = pull(cotangents)
-                if wrong := _difference(found, expected):
+                gradients = pull(cotangents)
+                if wrong := _difference(gradients, expected):
                     raise TypeError(wrong)
-            return found
+            return gradients
 
         named = jax.custom_vjp(of_arrays)
         named.defvjp(forward, backward)
@@ -136,17 +136,17 @@ def _checked(backend: str, name: str, op: Op, reference: Op) -> Op:
     return checked
 
 
-def _difference(found: PyTree, expected: PyTree) -> str:
+def _difference(actual: PyTree, expected: PyTree) -> str:
     """Returns the first difference in structure, shape or type; '' if there is none."""
-    found, expected = (
+    actual, expected = (
         jax.tree.map(_joined, tree, is_leaf=lambda node: isinstance(node, Activation))
-        for tree in (found, expected)
+        for tree in (actual, expected)
     )
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (found, expected)]
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (actual, expected)]
     if structures[0] != structures[1]:
-        return f'expected {_described(expected)}, found {_described(found)}'
+        return f'expected {_described(expected)}, found {_described(actual)}'
     for (path, want), have in zip(
-        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True
+        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True
     ):
         if _described(want) != _described(have):
             where = f'{jax.tree_util.keystr(path)}: ' if path else ''

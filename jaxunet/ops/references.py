@@ -14,6 +14,7 @@ from jaxtyping import Array
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw import reference as update
 from jaxunet.ops.attention.reference import attention
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
 from jaxunet.ops.conv3x3.upsampling import upsampled
 from jaxunet.ops.group_norm.reference import group_norm
@@ -47,10 +48,11 @@ def and_input(op: Op) -> Callable[..., WithInput[Activation | Array]]:
     """
 
     def call(
-        x: Activation, *operands: object, copies: int = 1, **options: object
+        x: Activation | Convolution, *operands: object, copies: int = 1, **options: object
     ) -> WithInput[Activation | Array]:
         check_copies(op.__name__, copies)
-        return WithInput(op(x, *operands, **options), (x,) * copies)
+        image = x.image if isinstance(x, Convolution) else x
+        return WithInput(op(x, *operands, **options), (image,) * copies)
 
     return call
 

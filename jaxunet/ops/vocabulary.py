@@ -1,7 +1,7 @@
 """The ops of the UNet: one signature and one return type per op, shared by all backends.
 
-Each op is a fusion that is worth having. `Ops` holds one implementation of each op. The module of
-an op's reference documents its arguments.
+Each op is a fusion that is worth having. `Ops` holds one implementation of each op. `Convolution`
+and `Norm` are operands of several ops; the module of an op's reference documents its arguments.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from jaxtyping import Array, Float
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import AdamW, Tree
 from jaxunet.ops.adamw.packed import Join, joined
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.linear.projections import Projection
 
 Result = TypeVar('Result')
-MAX_COPIES = 2  # other readers of x that a residual block has: its shortcut and a skip connection
+MAX_COPIES = 2  # other readers of the input of a residual block: its shortcut and a skip connection
 
 
 class WithInput(NamedTuple, Generic[Result]):
-    """A result, and copies of the op's input x for the other readers of x.
+    """A result, and copies of the op's input for the other readers of the input.
 
-    The copies are x itself; nothing is written. Other readers of x use these copies, so a fused op
-    receives their gradients and can add them inside its own backward kernel.
+    The copies are the input itself; nothing is written. Other readers use these copies, so a fused
+    op receives their gradients and can add them inside its own backward kernel.
     """
 
     result: Result
@@ -34,74 +36,18 @@ class WithInput(NamedTuple, Generic[Result]):
 
 
 class Conv3x3(Protocol):
-    """conv(x, kernel) + shift [+ residual · shortcut].
+    """A 3×3 convolution of an image, of SiLU(GroupNorm(image)), or of the image upsampled.
 
-    See `jaxunet.ops.conv3x3.reference.conv3x3`.
+    The last takes no residual. See `jaxunet.ops.conv3x3.reference`.
     """
 
-    def __call__(
-        self,
-        x: Activation,
-        kernel: Float[Array, '3 3 channels features'],
-        shift: Float[Array, '#batch features'],
-        *,
-        residual: Activation | None = None,
-        shortcut: Float[Array, 'residual_channels features'] | None = None,
-    ) -> Activation: ...
+    def __call__(self, conv: Convolution) -> Activation: ...
 
 
-class UpsampleConv3x3(Protocol):
-    """conv(nearest(x), kernel) + shift, on an image of twice x's height and width.
+class Conv3x3AndInput(Protocol):
+    """`Conv3x3` that also returns `copies` copies of the image, 1 to `MAX_COPIES`."""
 
-    See `jaxunet.ops.conv3x3.reference.upsample_conv3x3`.
-    """
-
-    def __call__(
-        self,
-        x: Activation,
-        kernel: Float[Array, '3 3 channels features'],
-        shift: Float[Array, '#batch features'],
-    ) -> Activation: ...
-
-
-class NormSiluConv3x3(Protocol):
-    """conv3x3(SiLU(GroupNorm(x))) + shift [+ residual · shortcut].
-
-    See `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
-    """
-
-    def __call__(
-        self,
-        x: Activation,
-        scale: Float[Array, '#batch channels'],
-        offset: Float[Array, '#batch channels'],
-        kernel: Float[Array, '3 3 channels features'],
-        shift: Float[Array, '#batch features'],
-        *,
-        residual: Activation | None = None,
-        shortcut: Float[Array, 'residual_channels features'] | None = None,
-        groups: int = 32,
-        eps: float = 1e-5,
-    ) -> Activation: ...
-
-
-class NormSiluConv3x3AndInput(Protocol):
-    """`NormSiluConv3x3` that also returns `copies` copies of x, 1 to `MAX_COPIES`."""
-
-    def __call__(
-        self,
-        x: Activation,
-        scale: Float[Array, '#batch channels'],
-        offset: Float[Array, '#batch channels'],
-        kernel: Float[Array, '3 3 channels features'],
-        shift: Float[Array, '#batch features'],
-        *,
-        residual: Activation | None = None,
-        shortcut: Float[Array, 'residual_channels features'] | None = None,
-        groups: int = 32,
-        eps: float = 1e-5,
-        copies: int = 1,
-    ) -> WithInput[Activation]: ...
+    def __call__(self, conv: Convolution, *, copies: int = 1) -> WithInput[Activation]: ...
 
 
 class GroupNorm(Protocol):
@@ -111,15 +57,7 @@ class GroupNorm(Protocol):
     """
 
     def __call__(
-        self,
-        x: Activation,
-        scale: Float[Array, '#batch channels'],
-        offset: Float[Array, '#batch channels'],
-        *,
-        groups: int = 32,
-        eps: float = 1e-5,
-        silu: bool = False,
-        dropout: Dropout | None = None,
+        self, x: Activation, norm: Norm, *, silu: bool = False, dropout: Dropout | None = None
     ) -> Float[Array, 'batch height width channels']: ...
 
 
@@ -127,15 +65,7 @@ class GroupNormAndInput(Protocol):
     """`GroupNorm` that also returns `copies` copies of x, 1 to `MAX_COPIES`."""
 
     def __call__(
-        self,
-        x: Activation,
-        scale: Float[Array, '#batch channels'],
-        offset: Float[Array, '#batch channels'],
-        *,
-        groups: int = 32,
-        eps: float = 1e-5,
-        silu: bool = False,
-        copies: int = 1,
+        self, x: Activation, norm: Norm, *, silu: bool = False, copies: int = 1
     ) -> WithInput[Array]: ...
 
 
@@ -180,9 +110,9 @@ class Ops(NamedTuple):
     """
 
     conv3x3: Conv3x3
-    upsample_conv3x3: UpsampleConv3x3
-    norm_silu_conv3x3: NormSiluConv3x3
-    norm_silu_conv3x3_and_input: NormSiluConv3x3AndInput
+    upsample_conv3x3: Conv3x3
+    norm_silu_conv3x3: Conv3x3
+    norm_silu_conv3x3_and_input: Conv3x3AndInput
     group_norm: GroupNorm
     group_norm_and_input: GroupNormAndInput
     attention: Attention

@@ -195,9 +195,13 @@ def npy_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NpyHeader:
     Raises:
       ValueError: it is damaged; other exceptions of `ERRORS` are possible.
     """
-    name = plain(info.filename.removesuffix('.npy'))
     with open_entry(archive, info) as file:
-        start = io.BytesIO(file.read(NPY_START))
+        return npy_header_of(file.read(NPY_START), plain(info.filename.removesuffix('.npy')))
+
+
+def npy_header_of(data: bytes, name: str) -> NpyHeader:
+    """Reads the header in the first `NPY_START` bytes of a .npy; raises as `npy_header`."""
+    start = io.BytesIO(data)
     version = np.lib.format.read_magic(start)
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise ValueError(f'{name}: expected .npy format 1 to 3, found {version}')

@@ -118,7 +118,7 @@ def key(
         ],
         options,
         settings,
-        device.asked().value,
+        device.requested().value,
         {
             name: value
             for name, value in os.environ.items()

@@ -45,7 +45,7 @@ class UnsupportedDeviceError(ValueError):
 _forced: list[tuple[Target, str | None]] = []
 
 
-def asked() -> Kernels:
+def requested() -> Kernels:
     """Returns the kernels that `VARIABLE` asks for.
 
     Raises:
@@ -60,16 +60,16 @@ def asked() -> Kernels:
 
 
 def kernels() -> Kernels:
-    """Returns the kernels that ops may run if they are traced now: `asked`, unless inside `use`.
+    """Returns the kernels that ops may run if traced now: `requested`, unless inside `use`.
 
     Raises:
-      UserError: see `asked`.
+      UserError: see `requested`.
     """
     if not _forced:
-        return asked()
+        return requested()
     if _forced[-1][0] is not Target.PORTABLE:
         return Kernels.FASTEST
-    return Kernels.PORTABLE if asked() is Kernels.FASTEST else asked()
+    return Kernels.PORTABLE if requested() is Kernels.FASTEST else requested()
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def target() -> Target:
 
     Raises:
       UnsupportedDeviceError: the device is not an NVIDIA GPU of compute capability 8.0 or later.
-      UserError: see `asked`.
+      UserError: see `requested`.
     """
     if _forced:
         return _forced[-1][0]
@@ -124,7 +124,7 @@ def target() -> Target:
             f'the kernels need compute capability 8.0 or later; '
             f'{device.device_kind} has {capability}'
         )
-    return Target.HOPPER if major == 9 and asked() is Kernels.FASTEST else Target.PORTABLE
+    return Target.HOPPER if major == 9 and requested() is Kernels.FASTEST else Target.PORTABLE
 
 
 def family() -> Target | None:
@@ -171,7 +171,7 @@ def label() -> str:
     Tables separate rows by device name, so they also separate rows of portable kernels.
 
     Raises:
-      UserError: see `asked`.
+      UserError: see `requested`.
     """
     name = jax.devices()[0].device_kind
-    return name if asked() is Kernels.FASTEST else f'{name}, {asked().value} kernels'
+    return name if requested() is Kernels.FASTEST else f'{name}, {requested().value} kernels'

@@ -9,7 +9,7 @@ import pathlib
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -115,6 +115,24 @@ def read(
             check(row, f'{path}, line {number}')
         rows.append(row)
     return rows
+
+
+def latest(
+    paths: Iterable[pathlib.Path],
+    key: Callable[[Row], object],
+    check: Callable[[Row, str], object],
+) -> dict[Any, Row]:
+    """Returns the rows of those files that exist, by their keys; a later row replaces earlier ones.
+
+    Args:
+      key: returns what a row measures; None = the row is left out.
+      check: as for `read`.
+
+    Raises:
+      UserError: as `read` does.
+    """
+    every = [row for path in paths if path.exists() for row in read(path, check)]
+    return {name: row for row in every if (name := key(row)) is not None}
 
 
 def _output(program: str, *arguments: str) -> str | None:

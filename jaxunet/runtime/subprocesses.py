@@ -1,7 +1,7 @@
-"""Runs measurements in subprocesses, several at a time on different GPUs.
+"""Runs the processes of `jaxunet.sweep` and `jaxunet.compare`, several at a time on several GPUs.
 
-Each process runs in its own session, so that it can be killed together with its children. If it
-fails, a status and a reason are reported.
+Each process has its own session, so that it can be killed together with its children. If it fails,
+a status and a reason are reported.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, ParamSpec, TypeVar
@@ -52,7 +53,7 @@ _stopped = False
 
 def answer(
     command: list[str],
-    env: dict[str, str],
+    env: Mapping[str, str],
     timeout: float,
     log: pathlib.Path | None,
     *,
@@ -88,54 +89,55 @@ def answer(
     return Answer(None, failure(process.returncode, stderr_text))
 
 
+def follow(
+    command: list[str], env: Mapping[str, str], log: IO[str], say: Callable[[str], object]
+) -> int:
+    """Runs a command whose output is for people; returns its exit code.
+
+    Args:
+      log: gets the command line and stderr.
+      say: takes each line of output as soon as it is there.
+
+    Raises:
+      OSError: the system cannot start the process.
+      Stopped: the processes of `pool` were stopped.
+    """
+    print(shlex.join(command), file=log, flush=True)
+    with _started(command, env, log) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            say(line)
+        process.wait()
+    if _stopped:
+        raise Stopped
+    return process.returncode
+
+
 @contextlib.contextmanager
 def _started(
-    command: list[str], env: dict[str, str], stderr: int | IO[str]
+    command: list[str], env: Mapping[str, str], stderr: int | IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """Starts the process and kills it at the end of the block."""
+    """Starts the process in a session of its own, and kills what is left of it after the block.
+
+    Signals of the terminal do not reach it, only those of this process.
+    """
     with contextlib.ExitStack() as ends:
         with _signals_deferred(), _starting:
             if _stopped:
                 raise Stopped
-            process = start(command, env, stderr)
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
             ends.enter_context(process)
             _running.add(process)
             ends.callback(_end, process)
         yield process
-
-
-def start(
-    command: list[str],
-    env: Mapping[str, str],
-    stderr: int | IO[str],
-    cores: Collection[int] = (),
-) -> subprocess.Popen[str]:
-    """Starts a process, to read its output; its signals come only from this process.
-
-    It has a session of its own, so that its children can be killed with it.
-
-    Args:
-      cores: its CPU cores; () = all.
-
-    Raises:
-      OSError: the system cannot start it.
-    """
-    before = os.sched_getaffinity(0) if cores else None
-    try:
-        if cores:
-            os.sched_setaffinity(0, cores)
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
-    finally:
-        if before:
-            os.sched_setaffinity(0, before)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -199,14 +201,29 @@ def _kill(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def environment(gpus: Sequence[str]) -> dict[str, str]:
+    """Returns the environment variables of a process on these GPUs; () = those of this process."""
+    return dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': ','.join(gpus)} if gpus else {})
+
+
 def cores(parts: int) -> list[set[int]]:
     """Divides this process's CPU cores into equal parts.
 
     The parts are empty if there are fewer cores than parts, or on systems without CPU affinity.
     """
-    numbers = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []
-    size = len(numbers) // parts
-    return [set(numbers[i * size : (i + 1) * size]) for i in range(parts)]
+    every = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []
+    size = len(every) // parts
+    return [set(every[i * size : (i + 1) * size]) for i in range(parts)]
+
+
+def pin(own: Collection[int]) -> None:
+    """Binds this thread and the processes that it starts to CPU cores; () binds nothing.
+
+    Otherwise each process would start threads for all cores, and measurements would depend on the
+    processes beside them.
+    """
+    if own:
+        os.sched_setaffinity(0, own)
 
 
 def share(
@@ -215,8 +232,7 @@ def share(
     """Runs `work(i, its GPUs)` for every task on free GPUs, until all are done.
 
     Whenever GPUs are free, the first waiting task that fits on them starts. Processes that `work`
-    starts may use only their GPUs' share of the CPU cores. Otherwise each would start threads for
-    all cores, and measurements would depend on the other processes.
+    starts may use only their GPUs' share of the CPU cores.
 
     Args:
       todo: tasks as (i, number of GPUs).
@@ -226,9 +242,7 @@ def share(
     parts = cores(len(gpus))
 
     def pinned(i: int, mine: Sequence[str]) -> None:
-        own = set[int]().union(*(parts[gpus.index(gpu)] for gpu in mine))
-        if own:
-            os.sched_setaffinity(0, own)  # this thread only; its processes inherit it
+        pin(set[int]().union(*(parts[gpus.index(gpu)] for gpu in mine)))
         work(i, mine)
 
     waiting, free, running = list(todo), list(gpus), set[concurrent.futures.Future[None]]()
@@ -269,10 +283,15 @@ class _Threads(concurrent.futures.ThreadPoolExecutor):
 
 
 @contextlib.contextmanager
-def pool(size: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Yields an executor of `size` threads that run processes with `answer`.
+def pool(
+    size: int, ending: signal.Signals = signal.SIGKILL
+) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Yields an executor of `size` threads that run processes with `answer` or `follow`.
 
-    An exception in the block, such as KeyboardInterrupt, kills the processes, and no others start.
+    An exception in the block, such as KeyboardInterrupt, stops the processes, and no others start.
+
+    Args:
+      ending: stops them. After SIGTERM they may save and end, and Ctrl-C kills them meanwhile.
     """
     global _stopped  # noqa: PLW0603
     try:
@@ -281,10 +300,22 @@ def pool(size: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
                 yield threads
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
-                with _starting:
-                    _stopped = True
-                    for process in list(_running):
-                        _kill(process)
+                try:
+                    with _signals_deferred(), _starting:
+                        _stopped = True
+                        _stop_all(ending)
+                    while _running:  # Python takes a thread for ended if its join is interrupted
+                        time.sleep(0.05)
+                except KeyboardInterrupt:
+                    _stop_all(signal.SIGKILL)
                 raise
     finally:
         _stopped = False
+
+
+def _stop_all(ending: signal.Signals) -> None:
+    for process in list(_running):
+        if ending == signal.SIGKILL:
+            _kill(process)
+        else:
+            process.send_signal(ending)

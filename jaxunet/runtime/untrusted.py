@@ -6,15 +6,18 @@ only a few characters of a value, because values of a pickle may share parts and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pathlib
 import typing
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NoReturn
 
 from jaxunet.runtime.errors import UserError, listed, printable
+from jaxunet.runtime.file_errors import check_regular
+from jaxunet.runtime.paths import why_missing
 
 MAX_JSON = 64 * 2**20  # bytes of one text
 MAX_DEPTH = 32  # nesting of objects and lists
@@ -70,6 +73,21 @@ def check_fetched(start: bytes, path: str | os.PathLike[str]) -> None:
     """
     if start.startswith(LFS_POINTER):
         raise UserError(f'{path}: {UNFETCHED}')
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a weight file; its errors are `UserError`."""
+    try:
+        check_regular(path)
+        with open(path, 'rb') as file:
+            check_fetched(file.read(len(LFS_POINTER)), path)
+            file.seek(0)
+            yield file
+    except FileNotFoundError:
+        raise UserError(f'{path}: no such file{why_missing(path)}') from None
+    except OSError as error:
+        raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
 
 
 def one_line(error: object) -> str:
@@ -156,14 +174,19 @@ def check_fields(
 
     Args:
       fields: name -> dict, list, str, int, bool, NUMBER or object, or a dict of the fields
-        inside it.
+        inside it. A name that ends in ? may be missing or null; the name * is for every other.
       source: file and line; the error message begins with it.
       advice: what to do; ends the message.
 
     Raises:
       UserError: a field is missing or of another type.
     """
-    for name, kind in fields.items():
+    others = dict.fromkeys(values, fields['*']) if '*' in fields else {}
+    for name, kind in (others | {k: v for k, v in fields.items() if k != '*'}).items():
+        if name.endswith('?') and name not in others:
+            name, kind = name[:-1], fields[name]  # noqa: PLW2901
+            if values.get(name) is None:
+                continue
         if name not in values:
             raise UserError(
                 f'{source}: expected a field {name}, found '

@@ -9,6 +9,7 @@ from jaxunet.config import Config
 from jaxunet.config.samplers import SAMPLERS
 from jaxunet.data.classes import Classes
 from jaxunet.data.picture import read_mask, read_picture
+from jaxunet.data.reading import Reading
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
@@ -37,14 +38,17 @@ SAMPLER = flags.DEFINE_enum(
     None,
     SAMPLERS,
     'ddpm: ancestral sampling; ddim: needs fewer steps; dpmpp_2m: DPM-Solver++(2M), and unipc: '
-    "need still fewer; heun: EDM's second-order sampler, with two evaluations per step. Default: "
-    "that of the model's objective (dpmpp_2m for v and edm, heun for flow, else ddpm).",
+    "need still fewer; heun: EDM's second-order sampler, with two evaluations per step; "
+    'consistency: jumps to the image, the only one of consistency models. Default: that of the '
+    "model's objective (dpmpp_2m for v and edm, heun for flow, consistency for consistency, else "
+    'ddpm).',
 )
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
-    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m, unipc and heun; with ddpm every '
-    'timestep of the model, or 250 where its objective has none (edm, flow).',
+    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m, unipc and heun, 2 with consistency, '
+    'which takes 1 to 4; with ddpm every timestep of the model, or 250 where its objective has '
+    'none (edm, flow).',
     lower_bound=1,
 )
 ETA = flags.DEFINE_float(
@@ -281,7 +285,7 @@ def picture(config: Config) -> Picture | None:
         return None
     shape = config.image_shape
     return Picture(
-        read_picture(INIT_IMAGE.value, shape),
+        read_picture(INIT_IMAGE.value, shape, Reading.of(config)),
         None if MASK.value is None else read_mask(MASK.value, INIT_IMAGE.value, shape),
         STRENGTH.value,
         RESAMPLE.value,
@@ -312,7 +316,14 @@ def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | Non
             f'--low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
         )
     colourless = config.data.condition == 'grey'
-    return read_low_res(LOW_RES.value, shape, limit, classes, colourless=colourless)
+    return read_low_res(
+        LOW_RES.value,
+        shape,
+        limit,
+        classes,
+        colourless=colourless,
+        reading=Reading.of(config),
+    )
 
 
 def guide(config: Config) -> Guide | None:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxunet.config import Config, to_dict
-from jaxunet.data.images import to_uint8
+from jaxunet.data.images import from_pixels, plain_colours, to_pixels
+from jaxunet.data.reading import Reading
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.encoder import Encoder
 from jaxunet.model.noisy_classifier import build_classifier
@@ -104,6 +105,7 @@ class Generator:
       config: as given.
       kernels: those of its backend.
       guide, weaker: as given.
+      reading: how values became the pixels that the model was trained on.
       sampler: the evaluations in order of execution.
       schedule: the changes to samples between evaluations; None without a picture.
 
@@ -124,6 +126,7 @@ class Generator:
         weaker: Weaker | None = None,
     ) -> None:
         self.image_shape, self.low_res_shape = config.image_shape, config.low_res_shape
+        self.reading = Reading.of(config)
         self.sampler = sampler_of(config, sampler, weaker=weaker is not None)
         self.guide, self.weaker = guide, weaker
         if weaker is not None:
@@ -243,7 +246,7 @@ class Generator:
             0,
             np.arange(self.batch_size),
             np.full(self.batch_size, -1, np.int32),
-            None if shape is None else np.zeros((self.batch_size, *shape), np.uint8),
+            None if shape is None else np.zeros((self.batch_size, *shape), self.reading.dtype),
         )
         bound = jax.device_put(np.int32(0), self._replicated)
         state = self._initial(inputs.keys, self._canvas)
@@ -296,9 +299,9 @@ class Generator:
         seed: int,
         indices: Int[np.ndarray, ' samples'],
         labels: Int[np.ndarray, ' samples'] | None = None,
-        low_res: UInt8[np.ndarray, 'samples low_height low_width channels'] | None = None,
+        low_res: UInt[np.ndarray, 'samples low_height low_width channels'] | None = None,
         progress: Callable[[float], bool] = lambda _: True,
-    ) -> UInt8[np.ndarray, 'samples height width channels']:
+    ) -> UInt[np.ndarray, 'samples height width channels']:
         """Draws the samples with the given indices.
 
         Args:
@@ -310,7 +313,8 @@ class Generator:
           progress: called with the completed fraction of the batch; returning False stops.
 
         Returns:
-          uint8 images of shape (samples, height, width, channels).
+          Pixels of shape (samples, height, width, channels): uint8, or uint16 with data.bits=16.
+          With data.background=keep, their colours are plain, not multiplied by their opacity.
 
         Raises:
           StoppedError: `progress` returned False.
@@ -340,9 +344,11 @@ class Generator:
             state.x.block_until_ready()
             if not progress(stop / steps):
                 raise StoppedError
-        images = to_uint8(state.x, truncate=bool(self.sampler.config.truncate))[:count]
-        # Truncated pixels of the picture would be too dark by 1.
-        return images if self.schedule is None else with_kept_pixels(images, self.schedule.picture)
+        truncate = bool(self.sampler.config.truncate)
+        images = to_pixels(state.x, self.reading.dtype, truncate=truncate)[:count]
+        if self.schedule is not None:  # truncated pixels of the picture would be too dark by 1
+            images = with_kept_pixels(images, self.schedule.picture)
+        return plain_colours(images) if self.reading.keeps else images
 
     def _initial_state(self, keys: Array, canvas: Canvas | None) -> State:
         if canvas is None:
@@ -353,12 +359,11 @@ class Generator:
     def _inputs(
         self, seed: int, indices: np.ndarray, labels: np.ndarray, low_res: np.ndarray | None
     ) -> Inputs:
-        """Puts the inputs of a batch on the devices; `low_res` are uint8 pixels."""
+        """Puts the inputs of a batch on the devices; `low_res` are pixels."""
         keys = jax.device_put(sample_keys(seed, indices), self._split)
         pictures = None
         if low_res is not None:
-            pixels = low_res.astype(np.float32) / np.float32(127.5) - np.float32(1)
-            pictures = jax.device_put(pixels, self._split)
+            pictures = jax.device_put(from_pixels(low_res), self._split)
         return Inputs(keys, jax.device_put(jnp.asarray(labels), self._split), pictures)
 
 

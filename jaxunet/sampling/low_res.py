@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt8, UInt32
+from jaxtyping import Int, UInt, UInt32
 
 from jaxunet.data.classes import Classes
 from jaxunet.data.containers import MAX_FILE_BYTES
+from jaxunet.data.crop import Shape
 from jaxunet.data.picture import read_picture
-from jaxunet.data.pixels import BadImage, Shape, size_of
-from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.pixels import BadImage, size_of
+from jaxunet.data.reading import PLAIN, Reading
+from jaxunet.data.source import Source, no_labels, of_pixels
 from jaxunet.data.sources import compressed_tar, open_source
 from jaxunet.metrics.image_sets import read_grid
 from jaxunet.model.low_res import grey
@@ -29,16 +31,16 @@ class LowRes(NamedTuple):
     """n pictures to enlarge; sample i is made from picture i mod n.
 
     Fields:
-      pixels: uint8, at the size that the network was trained with.
+      pixels: as the model's, at the size that the network was trained with.
       labels: their classes; empty if they have none.
       note: where they come from, and how many there are.
     """
 
-    pixels: UInt8[np.ndarray, 'pictures height width channels']
+    pixels: UInt[np.ndarray, 'pictures height width channels']
     labels: Int[np.ndarray, ' labels']
     note: str
 
-    def of(self, indices: Int[np.ndarray, ' samples']) -> UInt8[np.ndarray, 'samples h w c']:
+    def of(self, indices: Int[np.ndarray, ' samples']) -> UInt[np.ndarray, 'samples h w c']:
         """Returns the pictures of some samples."""
         return self.pixels[indices % len(self.pixels)]
 
@@ -52,7 +54,13 @@ class LowRes(NamedTuple):
 
 
 def read_low_res(
-    path: str, shape: Shape, limit: int | None, classes: Classes, *, colourless: bool = False
+    path: str,
+    shape: Shape,
+    limit: int | None,
+    classes: Classes,
+    *,
+    colourless: bool = False,
+    reading: Reading = PLAIN,
 ) -> LowRes:
     """Reads the pictures to enlarge or to colour.
 
@@ -63,19 +71,21 @@ def read_low_res(
       classes: of the model; a count of 0 leaves out the pictures' classes.
       colourless: the model was trained with grey pictures (data.condition=grey); those with
         colours become grey.
+      reading: that of the model's images.
 
     Raises:
       UserError: a wrong path, or a picture of another size or class.
     """
     file = Path(on_disk(path))
     if file.suffix.lower() in IMAGE_FILES and file.is_file():
-        source: Source = ArraySource(path, _of_one_file(file, shape), shape)
+        pixels = _of_one_file(file, shape, reading)
+        source: Source = of_pixels(path, pixels, reading, no_labels(len(pixels)), ())
     elif compressed_tar(path):
         raise UserError(
             f'--low_res: {path}: a compressed tar shows no sizes before it is decoded; unpack it'
         )
     else:
-        source = open_source(path, image_shape=shape)
+        source = open_source(path, image_shape=shape, reading=reading)
     rows = np.arange(min(len(source), limit or len(source)))
     for row in rows:
         if (found := source.stored_size(int(row))) != shape[:2]:
@@ -86,7 +96,7 @@ def read_low_res(
         labels = np.array([used[i] for i in source.labels[rows]], np.int32)
     pixels = source.load(rows)
     if colourless:
-        pixels = np.rint(np.asarray(grey(jnp.asarray(pixels, jnp.float32)))).astype(np.uint8)
+        pixels = np.rint(np.asarray(grey(jnp.asarray(pixels, jnp.float32)))).astype(pixels.dtype)
     return LowRes(pixels, labels, f'{path}: {len(source)} pictures')
 
 
@@ -101,14 +111,16 @@ def _label(path: str, name: str, classes: Classes) -> int:
         ) from None
 
 
-def _of_one_file(file: Path, shape: Shape) -> UInt8[np.ndarray, 'pictures height width channels']:
+def _of_one_file(
+    file: Path, shape: Shape, reading: Reading
+) -> UInt[np.ndarray, 'pictures height width channels']:
     """Returns the picture in an image file, or the pictures of a grid."""
     data = read_limited(file, MAX_FILE_BYTES, advice='give pictures to --low_res')
     try:
         found = size_of(data, str(file))
         if found == shape[:2]:
-            return read_picture(file, shape)[None]
-        if file.suffix.lower() == '.png':
+            return read_picture(file, shape, reading)[None]
+        if file.suffix.lower() == '.png' and reading.as_stored and not reading.keeps:
             return read_grid(file, shape[:2])
     except BadImage as error:
         raise UserError(f'--low_res: {file}: {error.reason}') from None

@@ -11,15 +11,17 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, UInt8
+from jaxtyping import Array, ArrayLike, Float, Int, Shaped, UInt
 
 from jaxunet.checkpoint.load import Model as Weights
 from jaxunet.checkpoint.load import load_model
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.data.arrays import pixels_of
+from jaxunet.data.arrays import values_of
 from jaxunet.data.classes import Classes
+from jaxunet.data.crop import Pixels, Shape
+from jaxunet.data.fitting import fit
 from jaxunet.data.picture import WHITE, read_mask, read_picture
-from jaxunet.data.pixels import Pixels, Shape, fit
+from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import choose
@@ -31,7 +33,7 @@ from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import read_low_res
 from jaxunet.sampling.options import SamplerConfig, check_can_be_guided, usual_steps
 from jaxunet.sampling.picture import Picture
-from jaxunet.weights import Stated, write_weights
+from jaxunet.weights import Stated, names_folder, write_folder, write_weights
 from jaxunet.weights.presets import PRESETS
 
 Progress: TypeAlias = bool | Callable[[float], object]
@@ -55,7 +57,7 @@ class Model:
         self.params: Params = weights.params
         self.class_names = weights.class_names
         self.note = weights.note
-        self._new_attention_order = bool(weights.new_attention_order)
+        self._new_attention_order, self._step = bool(weights.new_attention_order), weights.step
         self._network = build_unet(config, choose(config.backend, config.precision).ops)
         self._generators: collections.OrderedDict[object, Generator] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -95,20 +97,34 @@ class Model:
         pictures = None if low_res is None else jnp.asarray(low_res)
         return self._network.predict(weights, images, t, labels, low_res=pictures)
 
-    def save(self, path: PathLike) -> None:
+    def save(self, path: PathLike, *, format: str = '', license: str = '') -> None:
         """Writes the weights for other programs; the extension names the format.
 
         Args:
-          path: .safetensors (any model), .bin (for unet.cu) or .pt (for guided-diffusion).
+          path: .safetensors (any model), .bin (for unet.cu) or .pt (for guided-diffusion); or a new
+            folder for diffusers, with a slash at its end or `format='diffusers'`.
+          format: diffusers; '' = as the path says.
+          license: for a folder: the licence in its model card, such as mit.
 
         Raises:
           UserError: an unknown extension, a format that cannot hold the model, or a file that
             cannot be written.
         """
+        params = jax.tree.map(np.asarray, self.params)
         with guarded('the weights'):
+            if names_folder(path, format):
+                names, step = self.class_names, self._step
+                write_folder(
+                    path, params, self.config, class_names=names, license_name=license, step=step
+                )
+                return
+            if license:
+                raise UserError(
+                    'license: only a folder of diffusers has a model card; leave it out'
+                )
             write_weights(
                 path,
-                jax.tree.map(np.asarray, self.params),
+                params,
                 self.config,
                 new_attention_order=self._new_attention_order
                 and not os.fspath(path).lower().endswith('.bin'),
@@ -133,7 +149,7 @@ class Model:
         batch_size: int = 64,
         progress: Progress = True,
         **options: Any,
-    ) -> UInt8[np.ndarray, 'n height width channels']:
+    ) -> Shaped[np.ndarray, 'n height width channels']:
         """Draws images.
 
         Image i depends on the weights, the seed, i and its class, not on `n` or `batch_size`, up to
@@ -143,7 +159,8 @@ class Model:
           n: number of images; None = 16, or one of each picture of `low_res`.
           seed: 0 to 2³² − 1.
           steps: sampling steps; None = the usual number of the sampler.
-          sampler: ddpm, ddim, dpmpp_2m, unipc or heun; None = that of the model's objective.
+          sampler: ddpm, ddim, dpmpp_2m, unipc, heun or consistency; None = that of the model's
+            objective.
           class_labels: labels or names of classes, which take turns; None = every class in turn.
           guidance_scale: classifier-free guidance, or that by `guide`; 1 = none.
           guide: a weaker model of the same images, for autoguidance.
@@ -157,7 +174,8 @@ class Model:
           options: other fields of `jaxunet.sampling.options.SamplerConfig`, such as eta and
             guidance_range.
 
-        Returns uint8 images.
+        Returns uint8 images. With data.bits=16 they are uint16, or have the range of the set
+        (data.range), as float32 if it is not one of whole numbers of 16 bits.
 
         Raises:
           UserError: an option that the model or the sampler does not have, or a picture that does
@@ -182,9 +200,9 @@ class Model:
         n: int,
         seed: int,
         labels: Int[np.ndarray, ' n'] | None,
-        pictures: UInt8[np.ndarray, 'pictures h w c'] | None,
+        pictures: UInt[np.ndarray, 'pictures h w c'] | None,
         progress: Progress,
-    ) -> UInt8[np.ndarray, 'n height width channels']:
+    ) -> Shaped[np.ndarray, 'n height width channels']:
         placed, images = generator.put(self.params), []
         with progress_bar(total=n, unit='image', disable=progress is not True) as bar:
             for first in range(0, n, generator.batch_size):
@@ -206,7 +224,7 @@ class Model:
                         progress=tell,
                     )
                 )
-        return np.concatenate(images)
+        return generator.reading.stored(np.concatenate(images))
 
     def _options(
         self, name: str | None, steps: int | None, scale: float, options: dict[str, Any]
@@ -276,13 +294,15 @@ class Model:
                     raise UserError(f'{name}: needs init_image, which is not given')
             return None
         shape, redraw = self.config.image_shape, None
+        reading = Reading.of(self.config)
         if mask is not None and _is_path(mask) != _is_path(image):
             raise UserError('mask: expected a path beside a path, or an array beside an array')
         if _is_path(image):
             if mask is not None:
                 redraw = read_mask(mask, image, shape)  # type: ignore[arg-type]
-            return Picture(read_picture(image, shape), redraw, strength)  # type: ignore[arg-type]
-        pixels = _fitted(image, shape, 'init_image')
+            pixels = read_picture(image, shape, reading)  # type: ignore[arg-type]
+            return Picture(pixels, redraw, strength)
+        pixels = _fitted(image, shape, 'init_image', reading)
         if mask is not None:
             given, size = np.asarray(mask), np.asarray(image).shape[:2]
             if given.shape[:2] != size:
@@ -297,8 +317,8 @@ class Model:
 
     def _low_res(
         self, given: PathLike | ArrayLike | None
-    ) -> UInt8[np.ndarray, 'pictures height width channels'] | None:
-        shape = self.config.low_res_shape
+    ) -> UInt[np.ndarray, 'pictures height width channels'] | None:
+        shape, reading = self.config.low_res_shape, Reading.of(self.config)
         if shape is None:
             if given is not None:
                 raise UserError(
@@ -313,11 +333,13 @@ class Model:
         if _is_path(given):
             colourless = self.config.data.condition == 'grey'
             path = os.fspath(given)  # type: ignore[arg-type]
-            return read_low_res(path, shape, None, Classes(0), colourless=colourless).pixels
-        pictures = pixels_of(given, 'low_res')
+            return read_low_res(
+                path, shape, None, Classes(0), colourless=colourless, reading=reading
+            ).pixels
+        pictures = values_of(given, 'low_res')
         if pictures.shape[1:] != shape:
             raise UserError(f'low_res: expected shape (n, {shape}), found {pictures.shape}')
-        return pictures
+        return fit(pictures, shape, 'low_res', reading=reading)
 
 
 @guarded('the weights')
@@ -335,8 +357,9 @@ def load(
     """Reads a model.
 
     Args:
-      path: a workdir, one checkpoint in it, or a weight file: .safetensors, .bin (unet.cu) or .pt
-        (guided-diffusion, unet.cu, ddpm-torch).
+      path: a workdir, one checkpoint in it, a weight file: .safetensors, .bin (unet.cu) or .pt
+        (guided-diffusion, unet.cu, ddpm-torch), a folder of diffusers, or the name of a model on
+        the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION (needs the extra `hub`).
       ema: rate or width of the average of a run's weights; '' = its first rate, none = the weights
         themselves.
       preset: name of the published model that a weight file is (docs/weights.md).
@@ -373,5 +396,5 @@ def _is_path(value: object) -> bool:
     return isinstance(value, str | os.PathLike)
 
 
-def _fitted(image: object, shape: Shape, what: str) -> Pixels:
-    return fit(pixels_of(image, what, single=True), shape, what)[0]
+def _fitted(image: object, shape: Shape, what: str, reading: Reading = PLAIN) -> Pixels:
+    return fit(values_of(image, what, single=True), shape, what, reading=reading)[0]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from absl import logging
-from jaxtyping import UInt8, UInt32
+from jaxtyping import UInt, UInt32
 
 from jaxunet.metrics.arrays import DamagedError, read_arrays
 from jaxunet.runtime.archives import expanded_limit
@@ -32,7 +32,8 @@ from jaxunet.runtime.whole_files import written
 
 IDENTITY = 'run.json'
 ADVICE = 'repeat the command that wrote it, remove it to start over, or choose another --output'
-ARRAYS = {'images': (np.uint8, 4), 'made_from': (np.uint32, 1)}  # of a batch: type, dimensions
+# Of a batch: types, dimensions.
+ARRAYS = {'images': ((np.uint8, np.uint16), 4), 'made_from': ((np.uint32,), 1)}
 
 
 class Parts:
@@ -87,12 +88,12 @@ class Parts:
             raise UserError(
                 f'{self.folder / IDENTITY}: cannot be read: {error.strerror or error}; {ADVICE}'
             ) from None
-        found = parse_json(text, str(self.folder / IDENTITY), advice=ADVICE, finite=False)
-        names = sorted(found.keys() | self.identity.keys())
+        stored = parse_json(text, str(self.folder / IDENTITY), advice=ADVICE, finite=False)
+        names = sorted(stored.keys() | self.identity.keys())
         changed = [
-            f'{plain(n)}: {shown(found.get(n))} there, {shown(self.identity.get(n))} now'
+            f'{plain(n)}: {shown(stored.get(n))} there, {shown(self.identity.get(n))} now'
             for n in names
-            if found.get(n) != self.identity.get(n)
+            if stored.get(n) != self.identity.get(n)
         ]
         if changed:
             raise UserError(
@@ -136,7 +137,7 @@ class Parts:
             first = max(first, part_end)
         return ranges
 
-    def save(self, first: int, images: UInt8[np.ndarray, 'samples height width channels']) -> None:
+    def save(self, first: int, images: UInt[np.ndarray, 'samples height width channels']) -> None:
         """Stores the samples first, first + 1, ...
 
         Raises:
@@ -177,7 +178,7 @@ class Parts:
     def _path(self, first: int, end: int) -> Path:
         return self.folder / f'{first:06d}-{end:06d}.npz'
 
-    def load(self, count: int) -> UInt8[np.ndarray, 'samples height width channels'] | None:
+    def load(self, count: int) -> UInt[np.ndarray, 'samples height width channels'] | None:
         """Returns samples 0..count−1, or None if some are missing.
 
         A damaged batch is removed with a warning and counts as missing.
@@ -195,7 +196,7 @@ class Parts:
             if part is None:
                 continue
             if images is None:
-                images = np.empty((count, *part.shape[1:]), np.uint8)
+                images = np.empty((count, *part.shape[1:]), part.dtype)
             images[first:stop] = part[: stop - first]
             there[first:stop] = True
         return images if there.all() else None
@@ -211,7 +212,7 @@ class Parts:
             array = read_arrays(path, (name,)).get(name)
             if array is None:
                 problem = f'it holds no {name}'
-            elif (array.dtype, array.ndim) == ARRAYS[name] and len(array) == end - first:
+            elif self._is_whole(name, array, end - first):
                 return array
             else:
                 problem = f'{name} are {array.dtype} of shape {array.shape}'
@@ -225,6 +226,10 @@ class Parts:
         logging.warning('%s: damaged (%s); its samples are drawn again', path, problem)
         path.unlink(missing_ok=True)
         return None
+
+    def _is_whole(self, name: str, array: np.ndarray, count: int) -> bool:
+        types, dimensions = ARRAYS[name]
+        return array.dtype in types and array.ndim == dimensions and len(array) == count
 
     def remove(self) -> None:
         """Deletes the folder, after its samples were written to the output.

@@ -24,10 +24,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float64, Int, UInt8
+from jaxtyping import Array, Bool, Float, Float64, Int, UInt
 
+from jaxunet.data.crop import Pixels
+from jaxunet.data.images import from_pixels
 from jaxunet.data.picture import Redraw
-from jaxunet.data.pixels import Pixels
 from jaxunet.diffusion.levels import signal_and_noise
 from jaxunet.diffusion.process import Images
 from jaxunet.runtime.errors import UserError
@@ -92,17 +93,17 @@ class Schedule:
     @property
     def identity(self) -> dict[str, object]:
         """Everything that determines the samples, beside the sampler, as JSON values."""
-        found: dict[str, object] = {
+        facts: dict[str, object] = {
             'init_image': _digest(self.picture.pixels),
             'strength': self.strength,
         }
         if self.picture.redraw is not None:
-            found |= {
+            facts |= {
                 'mask': _digest(self.picture.redraw),
                 'resample': self.resample,
                 'jump_length': self.jump_length,
             }
-        return found
+        return facts
 
 
 def _digest(pixels: np.ndarray) -> str:
@@ -248,7 +249,7 @@ class Canvas(NamedTuple):
     @classmethod
     def of(cls, picture: Picture) -> Canvas:
         """Returns the arrays of a picture, with pixels as in training."""
-        pixels = jnp.asarray(picture.pixels, jnp.float32)[None] / 127.5 - 1
+        pixels = jnp.asarray(from_pixels(picture.pixels))[None]
         redraw = picture.redraw
         return cls(pixels, None if redraw is None else jnp.asarray(redraw)[None, :, :, None])
 
@@ -290,8 +291,8 @@ def _with_known(
 
 
 def with_kept_pixels(
-    images: UInt8[np.ndarray, 'samples height width channels'], picture: Picture
-) -> UInt8[np.ndarray, 'samples height width channels']:
+    images: UInt[np.ndarray, 'samples height width channels'], picture: Picture
+) -> UInt[np.ndarray, 'samples height width channels']:
     """Returns finished images with the picture's own pixels where they are kept."""
     if picture.redraw is None:
         return images

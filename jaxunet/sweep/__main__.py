@@ -109,7 +109,7 @@ of_user(OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CheckedSweep:
     """One sweep, checked and ready to run.
 
     Fields:
@@ -160,33 +160,31 @@ def measure(directory: pathlib.Path) -> None:
         parts.check_axes(given, STUDY_PARTS)
     config, machine = complete(CONFIG.value), runner.probe()
     if PRESET.value == STUDY:
-        plans = [plan(config, machine, given, part, directory / part) for part in STUDY_PARTS]
+        sweeps = [checked(config, machine, given, part, directory / part) for part in STUDY_PARTS]
     else:
-        plans = [plan(config, machine, given, PRESET.value, directory)]
-    for each in plans:
+        sweeps = [checked(config, machine, given, PRESET.value, directory)]
+    for each in sweeps:
         check_file(each.directory / runner.RESULTS, '--output')
-    for each in plans:
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    for each in sweeps:
         folder.save(each.directory, each.spec)
-        if len(plans) > 1:
+        if len(sweeps) > 1:
             print(f'\n{each.spec["title"]}', flush=True)
         for note in each.spec['notes']:
             print(f'note: {note}')
-        runner.run(
-            each.points,
-            each.directory,
-            each.options,
-            machine,
-            say=lambda line: print(line, flush=True),
-        )
+        runner.Runner(each.directory, each.options, machine, say).run(each.points)
 
 
-def plan(
+def checked(
     config: Config,
     machine: Machine,
     given: Sequence[Axis],
     name: str | None,
     directory: pathlib.Path,
-) -> Plan:
+) -> CheckedSweep:
     """Returns one of the sweeps that the flags ask for.
 
     Args:
@@ -228,7 +226,7 @@ def plan(
         'keys': keys,
         'notes': notes,
     }
-    return Plan(directory, points, options, spec)
+    return CheckedSweep(directory, points, options, spec)
 
 
 def check_profiled(points: Sequence[Point]) -> None:
@@ -256,7 +254,8 @@ def check_data(points: Sequence[Point]) -> None:
         if point.problem:
             continue
         config: Config = point.config
-        images = (config.data.path, config.image_shape, config.data.classes)
+        data = config.data
+        images = (data.path, config.image_shape, data.labels, data.classes)
         if images not in seen:
             seen.add(images)
             open_images(config)

@@ -18,16 +18,16 @@ ADVICE = 'run the sweep again without --plot_only: its results are kept'
 
 def config_arguments(arguments: Sequence[str]) -> list[str]:
     """Returns `--config FILE` and the config overrides among the arguments of a command line."""
-    found: list[str] = []
+    kept: list[str] = []
     takes_next = False  # the last argument may have its value in the next one
     for argument in arguments:
         names_config = argument == '--config' or argument.startswith(
             ('--config=', '--config.', '--noconfig.')
         )
         if names_config or (takes_next and not argument.startswith('--')):
-            found.append(argument)
+            kept.append(argument)
         takes_next = names_config and '=' not in argument
-    return found
+    return kept
 
 
 def save(directory: pathlib.Path, spec: Mapping[str, object]) -> None:

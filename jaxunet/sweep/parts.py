@@ -65,17 +65,17 @@ def write(
 
 def _overview(sweeps: dict[str, Sweep]) -> list[str]:
     """Returns a table of the best point of every part."""
-    lines = ['| part | best | images/s | of the slowest |', '|---|---|---|---|']
+    body = []
     for part, sweep in sweeps.items():
         best = sweep.best
         if best is None:
-            lines.append(f'| {part} | no point ran to its end | | |')
+            body.append((part, 'no point ran to its end', '', ''))
             continue
         chosen = ', '.join(f'{name}={show(value)}' for name, value in best['point'].items())
         rate = best['images_per_s']
         slowest = min(row['images_per_s'] for row in sweep.done)
-        lines.append(f'| {part} | {chosen} | {rate:,.1f} | ×{rate / slowest:.3g} |')
-    return [*lines, '']
+        body.append((part, chosen, f'{rate:,.1f}', f'×{rate / slowest:.3g}'))
+    return [report.table(('part', 'best', 'images/s', 'of the slowest'), body), '']
 
 
 def chapter(text: str, part: str) -> str:

@@ -89,18 +89,18 @@ def _draw_groups(panels: Sequence[Axes], axis: Axis, groups: Mapping[str, list[R
     texts = [show(value) for value in axis.values]
     numbers = all(isinstance(value, int | float) for value in axis.values)
     width = 0.8 / len(groups)
-    for i, (label, found) in enumerate(groups.items()):
-        found.sort(key=lambda row: texts.index(show(row['point'][axis.name])))
-        x = [float(texts.index(show(row['point'][axis.name]))) for row in found]
+    for i, (label, rows) in enumerate(groups.items()):
+        rows.sort(key=lambda row: texts.index(show(row['point'][axis.name])))
+        x = [float(texts.index(show(row['point'][axis.name]))) for row in rows]
         if not numbers:
             x = [place + (i - (len(groups) - 1) / 2) * width for place in x]
-        rate = [row['images_per_s'] for row in found]
-        ends = [row.get('images_per_s_range', (r, r)) for row, r in zip(found, rate, strict=True)]
+        rate = [row['images_per_s'] for row in rows]
+        ends = [row.get('images_per_s_range', (r, r)) for row, r in zip(rows, rate, strict=True)]
         spread = [
             [max(r - low, 0) for r, (low, _) in zip(rate, ends, strict=True)],
             [max(high - r, 0) for r, (_, high) in zip(rate, ends, strict=True)],
         ]
-        memory = [row['peak_bytes'] / 2**30 if counts_memory(row) else math.nan for row in found]
+        memory = [row['peak_bytes'] / 2**30 if counts_memory(row) else math.nan for row in rows]
         if numbers:
             panels[0].errorbar(x, rate, yerr=spread, marker='o', capsize=3, label=label)
         else:

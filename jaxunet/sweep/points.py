@@ -158,13 +158,13 @@ def _split(values: str) -> list[str]:
 
 def _fields(cls: type, prefix: str = '') -> dict[str, object]:
     """Returns path -> type of every field."""
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
-            found |= _fields(typing.cast(type, hint), f'{name}.')
+            fields |= _fields(typing.cast(type, hint), f'{name}.')
         else:
-            found[prefix + name] = hint
-    return found
+            fields[prefix + name] = hint
+    return fields
 
 
 def _kind(name: str) -> object:
@@ -311,10 +311,9 @@ def _problem(raw: Fields, jit: bool, devices: int, machine: Machine) -> str:
     if micro % devices:
         return f'{BATCH}: {micro} images at a time do not divide among {devices} devices'
     if not jit and config.train.steps_per_call > 1:
-        found = config.train.steps_per_call
         return (
-            f'{JIT}=off: runs steps one by one, found train.steps_per_call={found}; '
-            'set it to 0 or 1'
+            f'{JIT}=off: runs steps one by one, found '
+            f'train.steps_per_call={config.train.steps_per_call}; set it to 0 or 1'
         )
     if not jit and (devices > 1 or config.parallel.mode == 'pmap'):
         return (

@@ -9,14 +9,14 @@ import csv
 import itertools
 import pathlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxunet.profile.report import read_csv, side_by_side
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import plots
 from jaxunet.sweep.points import JIT, OWN_AXES, show
-from jaxunet.sweep.results import Sweep, Worth, geometric_mean, worth
+from jaxunet.sweep.results import Effect, Sweep, effects, geometric_mean
 from jaxunet.sweep.row import IMPOSSIBLE, OK
 
 COLUMNS = (
@@ -102,12 +102,17 @@ def markdown(sweep: Sweep, pictures: Sequence[str], directory: pathlib.Path) -> 
         '',
         *_origin(sweep),
         *_best(sweep),
-        *_worth(sweep),
+        *_effects(sweep),
         *_table(sweep),
         *_failures(sweep),
     ]
     lines += [line for name in pictures for line in (f'![{name.removesuffix(".png")}]({name})', '')]
     return '\n'.join([*lines, *_profiles(sweep, directory)]).rstrip() + '\n'
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    return '\n'.join(f'| {" | ".join(cells)} |' for cells in (head, ['---'] * len(head), *body))
 
 
 def _origin(sweep: Sweep) -> list[str]:
@@ -172,9 +177,9 @@ def _best(sweep: Sweep) -> list[str]:
     return [*lines, '']
 
 
-def _worth(sweep: Sweep) -> list[str]:
-    found = worth(sweep)
-    if not found:
+def _effects(sweep: Sweep) -> list[str]:
+    every = effects(sweep)
+    if not every:
         return []
     lines = [
         '## What each option is worth',
@@ -182,13 +187,12 @@ def _worth(sweep: Sweep) -> list[str]:
         'Ratio of images/s to the first value, all else equal; geometric mean over the other axes.',
         '',
     ]
-    memory = any(w.memory for w in found)
-    scaling = any(w.efficiency is not None for w in found)
+    memory = any(w.memory for w in every)
+    scaling = any(w.efficiency is not None for w in every)
     heads = ['option', 'against', 'images/s', 'range', 'pairs']
     heads += ['peak memory'] if memory else []
     heads += ['efficiency'] if scaling else []
-    lines += [f'| {" | ".join(heads)} |', '|' + '---|' * len(heads)]
-    lines += [f'| {" | ".join(_worth_cells(w, memory=memory, scaling=scaling))} |' for w in found]
+    lines.append(table(heads, [_cells(e, memory=memory, scaling=scaling) for e in every]))
     if scaling and any(row['device'] == 'cpu' for row in sweep.done):
         lines += [
             '',
@@ -198,17 +202,19 @@ def _worth(sweep: Sweep) -> list[str]:
     return [*lines, '']
 
 
-def _worth_cells(w: Worth, *, memory: bool, scaling: bool) -> list[str]:
-    cells = [f'{w.axis.name}={show(w.value)}', show(w.axis.values[0])]
-    if w.ratios:
-        spread = f'×{min(w.ratios):.3g} to ×{max(w.ratios):.3g}'
-        cells += [f'×{w.ratio:.3g}', spread, str(len(w.ratios))]
+def _cells(effect: Effect, *, memory: bool, scaling: bool) -> list[str]:
+    cells = [f'{effect.axis.name}={show(effect.value)}', show(effect.axis.values[0])]
+    if effect.ratios:
+        spread = f'×{min(effect.ratios):.3g} to ×{max(effect.ratios):.3g}'
+        cells += [f'×{effect.ratio:.3g}', spread, str(len(effect.ratios))]
     else:
         cells += ['not comparable', '', '0']
     if memory:
-        cells += [f'×{geometric_mean(w.memory):.3g}' if w.memory else '']
+        cells += [f'×{geometric_mean(effect.memory):.3g}' if effect.memory else '']
     if scaling:
-        cells += [f'{w.efficiency:.1%}' if w.efficiency is not None and w.ratios else '']
+        cells += [
+            f'{effect.efficiency:.1%}' if effect.efficiency is not None and effect.ratios else ''
+        ]
     return cells
 
 
@@ -222,14 +228,15 @@ def _table(sweep: Sweep) -> list[str]:
         'lower + compile s',
         'peak GiB',
     ]
-    lines = ['## Points', '', f'| {" | ".join(heads)} |', '|' + '---|' * len(heads)]
+    body = []
     for row in sweep.rows:
         cells = [show(row['point'][name]) for name in titles]
         if row['status'] == OK:
             cells += _number_cells(flat(row, sweep.best))
         else:
             cells += [row['status'], '', '', '', '']
-        lines.append(f'| {" | ".join(cells)} |')
+        body.append(cells)
+    lines = ['## Points', '', table(heads, body)]
     if any(row.get('peak_source') == 'process' for row in sweep.done):
         lines += [
             '',
@@ -285,12 +292,19 @@ def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
         'Device milliseconds per step.'
         + (' On a CPU, those of its threads add up to more than the step.' if on_cpu else ''),
         '',
-        f'| point | {" | ".join(phases)} | idle | launches |',
-        '|' + '---|' * (len(phases) + 3),
+        table(
+            ('point', *phases, 'idle', 'launches'),
+            (
+                (
+                    label,
+                    *(f'{row["phase_ms"].get(phase, 0.0):.2f}' for phase in phases),
+                    f'{row["idle_share"]:.1%}',
+                    f'{row["launches"]:.0f}',
+                )
+                for label, row in zip(labels, traced, strict=True)
+            ),
+        ),
     ]
-    for label, row in zip(labels, traced, strict=True):
-        times = ' | '.join(f'{row["phase_ms"].get(phase, 0.0):.2f}' for phase in phases)
-        lines.append(f'| {label} | {times} | {row["idle_share"]:.1%} | {row["launches"]:.0f} |')
     tables = [
         (label, read_csv(directory / row['profile']))
         for label, row in zip(labels, traced, strict=True)

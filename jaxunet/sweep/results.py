@@ -43,8 +43,8 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Worth:
-    """The worth of an option: a comparison with the first value of its axis, all else equal.
+class Effect:
+    """The effect of an option: a comparison with the first value of its axis, all else equal.
 
     Fields:
       axis: the axis.
@@ -85,9 +85,9 @@ def counts_memory(row: Row) -> bool:
     return bool(row.get('peak_bytes')) and row.get('peak_source') == 'device'
 
 
-def worth(sweep: Sweep) -> list[Worth]:
-    """Returns the worth of every value of every axis, except the first value of each."""
-    found = []
+def effects(sweep: Sweep) -> list[Effect]:
+    """Returns the effect of every value of every axis, except the first value of each."""
+    every = []
     by_point = {_cell(row, sweep.axes): row for row in sweep.done}
     for place, axis in enumerate(sweep.axes):
         for value in axis.values[1:]:
@@ -102,8 +102,8 @@ def worth(sweep: Sweep) -> list[Worth]:
                 for a, b in pairs
                 if counts_memory(a) and counts_memory(b)
             ]
-            found.append(Worth(axis, value, rates, memory))
-    return found
+            every.append(Effect(axis, value, rates, memory))
+    return every
 
 
 def _cell(row: Row, axes: Sequence[Axis]) -> tuple[str, ...]:

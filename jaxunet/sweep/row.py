@@ -19,18 +19,19 @@ EVERY = {
     'devices': int,
     'versions': dict,
     'batch': int,
+    'lower_s?': NUMBER,
+    'peak_bytes?': int,
+    'log?': str,
 }
-FAILED = {'reason': str}
-MEASURED = {'images_per_s': NUMBER, 'step_ms': {'median': NUMBER}, 'compile_s': NUMBER}
+WITHOUT_RESULT = {'reason': str}
+TIMED = {'images_per_s': NUMBER, 'step_ms': {'median': NUMBER}, 'compile_s': NUMBER}
 TRACED = {
-    'phase_ms': dict,
+    'phase_ms': {'*': NUMBER},
     'busy_ms': NUMBER,
     'idle_share': NUMBER,
     'launches': NUMBER,
     'profile': str,
 }
-# Fields that are null or missing where they were not measured.
-OPTIONAL = {'lower_s': NUMBER, 'peak_bytes': int, 'log': str}
 
 
 def check_row(row: Row, source: str) -> None:
@@ -44,27 +45,26 @@ def check_row(row: Row, source: str) -> None:
     """
     if 'key' not in row:
         return
-    fields = EVERY | {name: kind for name, kind in OPTIONAL.items() if row.get(name) is not None}
-    if row.get('status') == OK:
-        fields |= MEASURED | (TRACED if 'profile' in row else {})
-    else:
-        fields |= FAILED
-    check_fields(row, fields, source, advice=ADVICE)
-    if row['status'] != OK:
+    done = row.get('status') == OK
+    fields = TIMED | (TRACED if 'profile' in row else {}) if done else WITHOUT_RESULT
+    check_fields(row, EVERY | fields, source, advice=ADVICE)
+    if not done:
         return
     if not row['images_per_s'] > 0 or (row.get('peak_bytes') or 0) < 0:
         raise UserError(f'{source}: expected images_per_s above 0 and peak_bytes of 0; {ADVICE}')
-    pairs = (row['step_ms'].get('quartiles', [0, 0]), row.get('images_per_s_range', [0, 0]))
-    for pair in pairs:
-        if not isinstance(pair, list) or [type(v) in (int, float) for v in pair] != [True, True]:
+    for pair in (row['step_ms'].get('quartiles', [0, 0]), row.get('images_per_s_range', [0, 0])):
+        if not is_pair(pair):
             raise UserError(
                 f'{source}: expected a list of two numbers, found {shown(pair)}; {ADVICE}'
             )
-    if 'profile' in row:
-        check_fields(row['phase_ms'], dict.fromkeys(row['phase_ms'], NUMBER), source, advice=ADVICE)
-        profile = pathlib.PurePath(row['profile'])
-        if profile.is_absolute() or '..' in profile.parts:
-            raise UserError(
-                f"{source}: profile: expected a file in the sweep's folder, "
-                f'found {shown(row["profile"])}; {ADVICE}'
-            )
+    profile = pathlib.PurePath(row.get('profile', ''))
+    if profile.is_absolute() or '..' in profile.parts:
+        raise UserError(
+            f"{source}: profile: expected a file in the sweep's folder, "
+            f'found {shown(row["profile"])}; {ADVICE}'
+        )
+
+
+def is_pair(value: object) -> bool:
+    """Returns True for a list of two numbers, such as quartiles."""
+    return isinstance(value, list) and [type(v) in (int, float) for v in value] == [True, True]

@@ -94,10 +94,7 @@ def latest_rows(directory: pathlib.Path) -> dict[str, Row]:
     Raises:
       UserError: a line that is not such a row.
     """
-    path = directory / RESULTS
-    if not path.exists():
-        return {}
-    return {row['key']: row for row in rows.read(path, check_row) if 'key' in row}
+    return rows.latest([directory / RESULTS], lambda row: row.get('key'), check_row)
 
 
 def key(point: Point, options: Options, machine: Machine) -> str:
@@ -150,31 +147,6 @@ def probe() -> Machine:
     if answer.row is None:
         raise UserError(f'JAX does not start on this machine: {answer.failure[1]}')
     return Machine(**answer.row)
-
-
-def run(
-    points: Sequence[Point],
-    directory: pathlib.Path,
-    options: Options,
-    machine: Machine,
-    say: Say = print,
-) -> None:
-    """Measures the points that have no row yet and appends their rows to results.jsonl.
-
-    They run one after the other so that they do not disturb each other, or at the same time on
-    separate GPUs (`options.side_by_side`).
-
-    Args:
-      points: all points of the grid.
-      directory: folder of the sweep.
-      options: options of the measurement.
-      machine: from `probe`.
-      say: prints one line of progress.
-
-    Raises:
-      UserError: `options.side_by_side` without a GPU.
-    """
-    _Runner(directory, options, machine, say).run(points)
 
 
 def needed_gpus(point: Point, machine: Machine) -> int:
@@ -240,9 +212,7 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
       machine: from `probe`.
       gpus: GPUs of the point, as CUDA_VISIBLE_DEVICES names them; empty: all.
     """
-    env = dict(os.environ)
-    if gpus:
-        env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus)
+    env = processes.environment(gpus)
     wanted = point.raw['parallel']['devices']
     if machine.platform == 'cpu' and wanted > machine.devices:
         env[XLA_FLAGS] = (
@@ -252,8 +222,14 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
 
 
 @dataclass(frozen=True)
-class _Runner:
-    """Measures points on one machine into one folder; the fields are arguments of `run`."""
+class Runner:
+    """Measures points, and appends their rows to results.jsonl.
+
+    Fields:
+      directory: folder of the sweep.
+      machine: from `probe`.
+      say: prints one line of progress.
+    """
 
     directory: pathlib.Path
     options: Options
@@ -261,7 +237,14 @@ class _Runner:
     say: Say
 
     def run(self, points: Sequence[Point]) -> None:
-        """Measures the points that have no row yet; see the function `run`."""
+        """Measures those points of the grid that have no row yet.
+
+        They run one after the other so that they do not disturb each other, or at the same time on
+        separate GPUs (`Options.side_by_side`).
+
+        Raises:
+          UserError: `side_by_side` without a GPU.
+        """
         known = latest_rows(self.directory)
         keys = [key(point, self.options, self.machine) for point in points]
         todo = [
@@ -307,13 +290,13 @@ class _Runner:
         """
         began = time.perf_counter()
         if point.problem:
-            found: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
+            result: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
         else:
-            found = self._measure(point, name, environment(point, self.machine, gpus))
+            result = self._measure(point, name, environment(point, self.machine, gpus))
         return {
             'case': 'sweep',
             'key': name,
-            **found,
+            **result,
             'seconds': round(time.perf_counter() - began, 1),
             'point': point.values,
             'batch': point.raw['data']['batch_size'],
@@ -358,15 +341,15 @@ class _Runner:
         answer = processes.answer(command, env, self.options.timeout, log, json_output=False)
         if answer.failure[0]:
             return answer
-        found = rows.read(folder / 'profile.jsonl')[-1]
+        traced = rows.read(folder / 'profile.jsonl')[-1]
         table = next(path for path in folder.glob('*.csv'))
         row = {
             'status': OK,
-            'images_per_s': point.raw['data']['batch_size'] / found['step_ms'] * 1e3,
-            'step_ms': {'median': found['step_ms']},
-            'compile_s': found['compile_s'],
-            'ops': found['ops'],
-            **{key: found[key] for key in ('phase_ms', 'busy_ms', 'idle_share', 'launches')},
+            'images_per_s': point.raw['data']['batch_size'] / traced['step_ms'] * 1e3,
+            'step_ms': {'median': traced['step_ms']},
+            'compile_s': traced['compile_s'],
+            'ops': traced['ops'],
+            **{key: traced[key] for key in ('phase_ms', 'busy_ms', 'idle_share', 'launches')},
             'profile': str(table.relative_to(self.directory)),
         }
         return processes.Answer(row)

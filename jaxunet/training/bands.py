@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float64, Int, Key, UInt8
+from jaxtyping import Array, Float, Float64, Int, Key, UInt
 
 from jaxunet.config import Config
 from jaxunet.data.pipeline import load_all
@@ -31,7 +31,7 @@ class BandBatch(NamedTuple):
       noise_number: identifies the noise of each image; see `fixed_noise`.
     """
 
-    images: UInt8[Array, 'batch height width channels']
+    images: UInt[Array, 'batch height width channels']
     labels: Int[Array, ' batch']
     t: Int[Array, ' batch']
     noise_number: Int[Array, ' batch']

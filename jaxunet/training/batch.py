@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxunet.config import Config
 from jaxunet.diffusion.process import Diffusion, Times, draw_times, network_input, q_sample
@@ -20,7 +20,7 @@ from jaxunet.diffusion.timesteps import Draw, State, TimestepSampler
 from jaxunet.model.low_res import low_res_of
 from jaxunet.training.augmentation import augment
 
-# image: uint8 (batch, height, width, channels); label: int32 (batch,), -1 for none;
+# image: uint8 or uint16 (batch, height, width, channels); label: int32 (batch,), -1 for none;
 # row: int32 (batch,), each sample's row in the global batch.
 Batch = dict[str, Array]
 Images = Float[Array, 'batch height width channels']
@@ -65,10 +65,10 @@ class NoisyBatch(NamedTuple):
 
 
 def normalise(
-    image: UInt8[Array, 'batch height width channels'],
+    image: UInt[Array, 'batch height width channels'],
 ) -> Float[Array, 'batch height width channels']:
-    """Maps uint8 pixels to float32 in [-1, 1]."""
-    return image.astype(jnp.float32) / 127.5 - 1
+    """Maps pixels of 8 or 16 bits to float32 in [-1, 1]."""
+    return image.astype(jnp.float32) / (jnp.iinfo(image.dtype).max / 2) - 1
 
 
 def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool) -> Keys:

@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Int, UInt
 
 from jaxunet.config import Config
-from jaxunet.data.images import to_uint8
+from jaxunet.data.images import plain_colours, to_pixels
 from jaxunet.data.source import Source
 from jaxunet.model.low_res import enlarged, low_res_of
 from jaxunet.training.batch import normalise
 
-Pixels = UInt8[np.ndarray, 'n height width channels']
-SmallPixels = UInt8[np.ndarray, 'n low_height low_width channels']
+Pixels = UInt[np.ndarray, 'n height width channels']
+SmallPixels = UInt[np.ndarray, 'n low_height low_width channels']
 
 
 class Conditions(NamedTuple):
@@ -63,12 +63,20 @@ class SampleConditions:
         originals = source.load(rows)
         low_res = low_res_of(self._config, normalise(jnp.asarray(originals)))
         assert low_res is not None  # the model has low_res_size
-        return Conditions(source.labels[rows].astype(np.int32), to_uint8(low_res), originals)
+        return Conditions(
+            source.labels[rows].astype(np.int32), to_pixels(low_res, originals.dtype), originals
+        )
 
 
 def side_by_side(
-    low_res: SmallPixels, samples: Pixels, originals: Pixels
-) -> UInt8[np.ndarray, 'tiles height width channels']:
-    """Returns three tiles per sample: the enlarged picture, the sample and the original image."""
-    seen = to_uint8(enlarged(normalise(jnp.asarray(low_res)), samples.shape))
+    low_res: SmallPixels, samples: Pixels, originals: Pixels, *, keeps: bool = False
+) -> UInt[np.ndarray, 'tiles height width channels']:
+    """Returns three tiles per sample: the enlarged picture, the sample and the original image.
+
+    Args:
+      keeps: images have opacity; the samples have plain colours, the others do not.
+    """
+    seen = to_pixels(enlarged(normalise(jnp.asarray(low_res)), samples.shape), samples.dtype)
+    if keeps:
+        seen, originals = plain_colours(seen), plain_colours(originals)
     return np.stack([seen, samples, originals], axis=1).reshape(-1, *samples.shape[1:])

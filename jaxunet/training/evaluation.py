@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxtyping import Int, UInt8
 from jaxunet.config import Config
 from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.config.samplers import evaluation_sampler
-from jaxunet.data.pixels import Batch, Crops
+from jaxunet.data.crop import Batch, Crops
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
 from jaxunet.metrics.features import FeatureNetwork, load_features
@@ -68,11 +68,16 @@ def evaluation_network(config: Config) -> FeatureNetwork:
     This finds mistakes before training starts.
 
     Raises:
-      UserError: samples or reference images are too few for a metric, the features cannot be
-        loaded, take images of another size or do not allow the metrics, or the reference cannot be
-        opened.
+      UserError: the model's images have other bits or channels, samples or reference images are too
+        few for a metric, the features cannot be loaded, take images of another size or do not allow
+        the metrics, or the reference cannot be opened.
     """
     evaluation = config.evaluation
+    if config.data.bits != 8 or config.image_shape[2] not in (1, 3):
+        raise UserError(
+            'evaluation: compares images of 8 bits and 1 or 3 channels, found '
+            f'data.bits={config.data.bits} and model.image_channels={config.image_shape[2]}'
+        )
     check_metrics(evaluation.metrics, option='evaluation.metrics')
     for metric in evaluation.metrics:
         if evaluation.samples < (least := TABLE[metric].least_samples):
@@ -100,15 +105,15 @@ class Colour(Source):
     """The images of a source with three channels; grey images are repeated.
 
     Raises:
-      UserError: the images have neither 1 nor 3 channels.
+      UserError: the images have neither 1 nor 3 channels, or more than 8 bits.
     """
 
     def __init__(self, source: Source) -> None:
         height, width, channels = source.image_shape
-        if channels not in (1, 3):
+        if channels not in (1, 3) or source.reading.bits != 8:
             raise UserError(
-                f'evaluation: {source.name}: expected images of 1 or 3 channels to compare, '
-                f'found {channels}'
+                f'evaluation: {source.name}: expected images of 1 or 3 channels of 8 bits to '
+                f'compare, found {channels} of {source.reading.bits}'
             )
         self._source, self.name, self.image_shape = source, source.name, (height, width, 3)
         self.labels, self.class_names = source.labels, source.class_names
@@ -124,6 +129,66 @@ def colour(
 ) -> UInt8[np.ndarray, 'n height width 3']:
     """Repeats the channel of grey images three times; leaves colour images as they are."""
     return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
+
+
+def drawn(
+    generator: Generator,
+    params: Params,
+    conditions: SampleConditions,
+    numbers: range,
+    seed: int,
+    keep_on: Callable[[], bool],
+) -> Iterator[UInt8[np.ndarray, 'n height width channels']]:
+    """Yields the samples with these numbers, in batches.
+
+    Args:
+      params: weights on the devices of the generator.
+      keep_on: asked while samples are drawn.
+
+    Raises:
+      StoppedError: `keep_on` returned False.
+    """
+    for first in range(numbers.start, numbers.stop, generator.batch_size):
+        indices = np.arange(first, min(first + generator.batch_size, numbers.stop))
+        given = conditions.load(indices)
+        yield generator(
+            params,
+            seed=seed,
+            indices=indices,
+            labels=given.labels,
+            low_res=given.low_res,
+            progress=lambda _: keep_on(),
+        )
+
+
+def summary_of_samples(
+    images: UInt8[np.ndarray, 'n height width channels'],
+    metrics: Sequence[str],
+    network: FeatureNetwork,
+) -> ImageSummary:
+    """Returns what these metrics need of samples."""
+    rgb = colour(images)
+    source = ArraySource('samples of the model', rgb, (rgb.shape[1], rgb.shape[2], 3))
+    return image_side(source.name, source, metrics, network, batch_size=FEATURE_BATCH)
+
+
+def summary_of_reference(
+    path: str, source: Source | None, metrics: Sequence[str], network: FeatureNetwork, option: str
+) -> ImageSummary:
+    """Returns what these metrics need of the reference.
+
+    Args:
+      path: the reference; '' = the training images.
+      source: the training images.
+      option: gave the path; begins the messages.
+    """
+    if path:
+        with open_side(
+            path, metrics, network, option, batch_size=FEATURE_BATCH, is_reference=True
+        ) as opened:
+            return opened.compute()
+    assert source is not None
+    return image_side(source.name, Colour(source), metrics, network, batch_size=FEATURE_BATCH)
 
 
 class Evaluator:
@@ -189,21 +254,16 @@ class Evaluator:
         with progress_bar(
             total=evaluation.samples, unit='image', desc='samples to evaluate', leave=False
         ) as bar:
-            for first in range(0, evaluation.samples, self.generator.batch_size):
-                indices = np.arange(
-                    first, min(first + self.generator.batch_size, evaluation.samples)
-                )
-                conditions = self._conditions.load(indices)
-                batch = self.generator(
-                    placed,
-                    seed=self.config.seed,
-                    indices=indices,
-                    labels=conditions.labels,
-                    low_res=conditions.low_res,
-                    progress=lambda _: keep_on(),
-                )
+            for batch in drawn(
+                self.generator,
+                placed,
+                self._conditions,
+                range(evaluation.samples),
+                self.config.seed,
+                keep_on,
+            ):
                 images.append(batch)
-                bar.update(len(indices))
+                bar.update(len(batch))
         return np.concatenate(images)
 
     def compare(self, images: UInt8[np.ndarray, 'n height width channels']) -> list[Result]:
@@ -211,27 +271,12 @@ class Evaluator:
         evaluation = self.config.evaluation
         compared = with_reference(evaluation.metrics)
         if compared and self._reference is None:
-            self._reference = self._open_reference(compared)
-        shape = self.config.image_shape
-        name = 'samples of the model'
-        source = ArraySource(name, colour(images), (shape[0], shape[1], 3))
-        samples = image_side(
-            name, source, evaluation.metrics, self.network, batch_size=FEATURE_BATCH
-        )
+            self._reference = summary_of_reference(
+                evaluation.reference, self.source, compared, self.network, 'evaluation.reference'
+            )
+        samples = summary_of_samples(images, evaluation.metrics, self.network)
         return compute(
             evaluation.metrics, self.network, samples, self._reference, seed=self.config.seed
-        )
-
-    def _open_reference(self, metrics: Sequence[str]) -> ImageSummary:
-        path = self.config.evaluation.reference
-        if path:
-            with open_side(
-                path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH
-            ) as opened:
-                return opened.compute()
-        assert self.source is not None
-        return image_side(
-            self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH
         )
 
     def scores_of(self, workdir: pathlib.Path) -> Callable[[], dict[int, float]]:
@@ -248,8 +293,8 @@ class Evaluator:
             # The best checkpoints must not be lost because a file cannot be read at the moment.
             with contextlib.suppress(OSError):
                 rows = [row for row in read_evaluations(workdir) if row['metric'] == label]
-                found = {int(row['step']): sign * float(row['value'] or math.nan) for row in rows}
-                known.update({step: x for step, x in found.items() if math.isfinite(x)})
+                by_step = {int(row['step']): sign * float(row['value'] or math.nan) for row in rows}
+                known.update({step: x for step, x in by_step.items() if math.isfinite(x)})
             return known
 
         return scores

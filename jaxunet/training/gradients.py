@@ -24,7 +24,6 @@ from jaxunet.diffusion.timesteps import TimestepSampler
 from jaxunet.diffusion.weighting import Weighting
 from jaxunet.model.encoder import with_copies
 from jaxunet.model.unet import Params, UNet
-from jaxunet.ops.adamw import reference
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Join
 from jaxunet.training.all_reduce import widen
@@ -49,7 +48,8 @@ class StepParts:
       update: applies the gradients (`jaxunet.training.update`).
       transform: what the backend does to the gradient function, which it takes with the number of
         devices whose gradients are then added.
-      narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
+      narrow: casts weights to 16 bits, in one kernel if the backend has it, before they are
+        gathered; None leaves the casts to the layers.
       keeps_copies: in a loop of steps, `update` keeps the cast weights up to date.
       join: with several devices, packs gradients for the all-reduce, and `update` takes them
         packed; None = they are summed one by one.
@@ -140,16 +140,12 @@ def loss_fn(
 def copies_of(parts: StepParts, params: Params) -> Copies:
     """Returns the weights in 16 bits that the network is called with; () = it takes `params`.
 
-    If the weights are sharded, these are copies of the parts, to be gathered. Those of a network
-    that `parts.loss` calls are gathered in float32.
+    If the weights are sharded, these are copies of the parts, to be gathered.
     """
-    narrow = parts.narrow
-    if narrow is None and parts.loss is None and any_sharded(params):
-        narrow = functools.partial(reference.narrow, dtype=parts.config.precision)
-    if narrow is None:
+    if parts.narrow is None:
         return ()
     with jax.named_scope('forward'):
-        return parts.model.copies(parts_of(params), narrow)
+        return parts.model.copies(parts_of(params), parts.narrow)
 
 
 def network_weights(parts: StepParts, params: Params, copies: Copies) -> Params:

@@ -194,7 +194,8 @@ class UNetOutputs(Outputs):
         columns = class_columns(self._config.model.num_classes, count)
         if low_res is not None and originals is not None:
             columns = 3 * math.ceil(math.sqrt(count / 3))
-            images = side_by_side(low_res, images, originals)
+            keeps = self._config.data.background == 'keep'
+            images = side_by_side(low_res, images, originals, keeps=keeps)
         picture = grid(images, columns)
         path = samples_path(self._workdir, step)
         with self._attempts.attempt('samples'):

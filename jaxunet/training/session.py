@@ -133,7 +133,7 @@ class Session:
             return
         rows = self.config.data.batch_size // jax.process_count()
         zeros = {
-            'image': np.zeros((rows, *self.config.image_shape), np.uint8),
+            'image': np.zeros((rows, *self.config.image_shape), self.source.reading.dtype),
             'label': np.zeros(rows, np.int32),
         }
         self.data = self.parallel.put_batches([zeros] * self.steps_per_call)
@@ -288,7 +288,8 @@ def choose_steps_per_call(config: Config, *, resident: bool, platform: str, star
         return 1
     limit = MAX_STEPS_PER_CALL
     if not resident:
-        batch = config.data.batch_size // jax.process_count() * math.prod(config.image_shape)
+        image = math.prod(config.image_shape) * config.data.bits // 8
+        batch = config.data.batch_size // jax.process_count() * image
         limit = min(limit, max(STREAMED_BYTES // batch, 1))
     counts = step_counts(config)
     common = math.gcd(start, *counts.values())

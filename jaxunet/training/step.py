@@ -28,9 +28,11 @@ from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet
+from jaxunet.ops.adamw import reference
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import Kernels
+from jaxunet.training import consistency
 from jaxunet.training.all_reduce import summed
 from jaxunet.training.batch import Batch, Keys, clean_images, split_keys
 from jaxunet.training.gradients import (
@@ -98,6 +100,9 @@ def make_train_step(
     learning_rate, loss_scale, bad_steps, skipped, and spikes with `train.spike_sigmas`.
     """
     fused = kernels.update
+    # Without kernels, the layers cast, unless weights are gathered, in 16 bits.
+    plain = reference.narrow if config.parallel.shard_optimizer else None
+    cast = fused.narrow if fused else plain
     whole = None if config.optimizer.name == 'muon' else fused  # updates all weights
     parts = StepParts(
         config=config,
@@ -108,15 +113,11 @@ def make_train_step(
         schedule=learning_rate_schedule(config),
         update=make_update(config, optimizer, fused, axis_name),
         transform=kernels.transform,
-        narrow=(
-            (lambda arrays: fused.narrow(arrays, config.precision))
-            if fused and loss is None
-            else None
-        ),
+        narrow=(lambda arrays: cast(arrays, config.precision)) if cast and loss is None else None,
         keeps_copies=loss is None and whole is not None and whole.updates_copies,
         join=whole.pack if whole else None,
         axis_name=axis_name,
-        loss=loss,
+        loss=loss or (consistency.loss_fn if diffusion.objective == 'consistency' else None),
     )
     return TrainStep(parts)
 

@@ -22,7 +22,7 @@ from jaxunet.checkpoint.newest import config_at, newest_config
 from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
-from jaxunet.data.classes import check_classes
+from jaxunet.data.classes import check_classes, label_table
 from jaxunet.data.look import tell_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> None:
     tell_pixels(source)
     held = f' and {len(source.held_out)} held out' if source.held_out else ''
     print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
+    print(label_table(source.class_names), flush=True)
     with write_error_ends():
         step = train_classifier(config, workdir, source, Preemption())
     print(f'{workdir / FILE}: step {step}, for python -m jaxunet.sample --classifier')

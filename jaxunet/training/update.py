@@ -70,7 +70,7 @@ class Updated(NamedTuple):
 Update = Callable[[TrainState, Params | Packed, Scalar, Scalar, Copies], Updated]
 # Takes weights, their gradients, the share of the new weights in each average, the factor of the
 # gradients, and whether to take the step.
-Rule = Callable[[Weights, Params | Packed, list[Scalar], Scalar, Bool[Array, '']], Weights]
+WeightUpdate = Callable[[Weights, Params | Packed, list[Scalar], Scalar, Bool[Array, '']], Weights]
 
 
 def make_update(
@@ -165,10 +165,11 @@ def _muon_update(config: Config, kernels: FusedUpdate) -> Update:
     return update
 
 
-def _fused_adamw(config: Config, kernels: FusedUpdate) -> Rule:
+def _fused_adamw(config: Config, kernels: FusedUpdate) -> WeightUpdate:
     """Returns AdamW as the kernels compute it."""
     options = config.optimizer
-    rule = operands.Rule(options.betas[0], options.betas[1], options.eps, options.weight_decay)
+    betas, eps, weight_decay = options.betas, options.eps, options.weight_decay
+    constants = operands.Constants(betas[0], betas[1], eps, weight_decay)
     schedule = learning_rate_schedule(config)
 
     def update(
@@ -182,7 +183,7 @@ def _fused_adamw(config: Config, kernels: FusedUpdate) -> Rule:
         count = optax.safe_increment(adam.count)
         options_of_copies = {'copies': weights.copies} if weights.copies else {}
         moved = kernels.adamw(
-            rule,
+            constants,
             grads,
             weights.params,
             adam.mu,
@@ -208,7 +209,7 @@ def _fused_adamw(config: Config, kernels: FusedUpdate) -> Rule:
     return update
 
 
-def _matrix_update(config: Config) -> Rule:
+def _matrix_update(config: Config) -> WeightUpdate:
     """Returns Muon as XLA computes it."""
     steps_of = matrix_steps(config, learning_rate_schedule(config)).update
 

@@ -1,8 +1,12 @@
-"""Reads and writes weights: `.bin`, `.pt` and `.safetensors`, of this and of other programs."""
+"""Reads and writes weights of this and of other programs: files, and folders of diffusers."""
 
+from jaxunet.weights.diffusers_folder import is_folder
+from jaxunet.weights.diffusers_output import names_folder
+from jaxunet.weights.diffusers_output import write as write_folder
 from jaxunet.weights.files import (
     EXTENSIONS,
     PROGRAMS,
+    WRITTEN,
     Weights,
     extension_of,
     read_classifier,
@@ -16,12 +20,16 @@ from jaxunet.weights.names import check_tree
 __all__ = [
     'EXTENSIONS',
     'PROGRAMS',
+    'WRITTEN',
     'Stated',
     'Weights',
     'check_tree',
     'extension_of',
+    'is_folder',
+    'names_folder',
     'read_classifier',
     'read_weights',
     'write_classifier',
+    'write_folder',
     'write_weights',
 ]

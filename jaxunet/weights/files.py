@@ -1,4 +1,7 @@
-"""Reads and writes weight files by their extension: `.bin`, `.pt` and `.safetensors`."""
+"""Reads and writes weight files by their extension: `.bin`, `.pt` and `.safetensors`.
+
+The networks of NVlabs/edm, `.pkl`, are only read.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.paths import expanded, why_missing
+from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.remote import on_disk
-from jaxunet.runtime.untrusted import LFS_POINTER, check_fetched
+from jaxunet.runtime.untrusted import opened
 from jaxunet.runtime.whole_files import written
-from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
+from jaxunet.weights import diffusers_folder, guided_diffusion, noisy_classifier, unetcu
+from jaxunet.weights.edm_pickle import NetworkPickle
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
 from jaxunet.weights.noisy_classifier import Classifier
-from jaxunet.weights.own_metadata import METADATA, dump_metadata
+from jaxunet.weights.own_metadata import METADATA, dump_metadata, load_metadata
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 from jaxunet.weights.state_dicts import (
     MOMENTS,
@@ -33,8 +36,9 @@ from jaxunet.weights.state_dicts import (
 )
 from jaxunet.weights.torch_file import TorchFile, write_torch
 
-EXTENSIONS = ('.bin', '.pt', '.safetensors')
-NO_CLASSIFIER = 'expected a classifier in a .pt or .safetensors, found a .bin'
+WRITTEN = ('.bin', '.pt', '.safetensors')
+EXTENSIONS = (*WRITTEN, '.pkl')
+NO_CLASSIFIER = 'expected a classifier in a .pt or .safetensors, found a '
 PROGRAMS = (guided_diffusion.PROGRAM, unetcu.PROGRAM)  # programs for which a .pt can be written
 
 
@@ -48,14 +52,14 @@ def read_weights(
     like: Config | None = None,
     **stated: Unpack[Stated],
 ) -> Weights:
-    """Reads a weight file.
+    """Reads a weight file, or a folder of diffusers.
 
     Nothing in it is executed, and its sizes are checked before anything is allocated.
 
     Args:
       config: the model that the weights must belong to; None = the file's own.
-      ema: for a .pt that also holds averages: '' = the averages, 'none' = the weights themselves,
-        or the rate that is stored with the averages.
+      ema: for a .pt or folder that also holds averages: '' = the averages, 'none' = the weights
+        themselves, or the rate that is stored with the averages.
       trained: if the file also holds the optimizer's state of its weights, '' means the weights.
       new_attention_order: guided-diffusion's option `use_new_attention_order`, for a .pt or
         .safetensors that does not state it; None = the file states it.
@@ -69,32 +73,34 @@ def read_weights(
         given.
     """
     path = on_disk(path)
-    extension = extension_of(path)
     given = Given(config, stated, new_attention_order, like)
+    if diffusers_folder.is_folder(pathlib.Path(path)):
+        return diffusers_folder.read(path, given, ema)
+    extension = extension_of(path)
     if ema and extension != '.pt':
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
-    with _opened(path) as file:
+    with opened(path) as file:
         if extension == '.bin':
             return _read_bin(str(path), file, given)
         if extension == '.pt':
             with TorchFile(str(path), file, ema, trained=trained) as state:
                 return read_state(state, given)
+        if extension == '.pkl':
+            return read_state(NetworkPickle(str(path), file), given)
         return read_state(SafetensorsFile(str(path), file), given)
 
 
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a weight file; its errors are `UserError`."""
-    try:
-        check_regular(path)
-        with open(path, 'rb') as file:
-            check_fetched(file.read(len(LFS_POINTER)), path)
-            file.seek(0)
-            yield file
-    except FileNotFoundError:
-        raise UserError(f'{path}: no such file{why_missing(path)}') from None
-    except OSError as error:
-        raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
+def stated_config_of(path: str | os.PathLike[str]) -> Config | None:
+    """Returns the config that our writer stored in a .safetensors; None if there is none.
+
+    Raises:
+      UserError: the file is missing, of another kind or damaged.
+    """
+    path = expanded(path)
+    if extension_of(path) != '.safetensors':
+        return None
+    with opened(path) as file:
+        return load_metadata(str(path), SafetensorsFile(str(path), file).metadata).config
 
 
 def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
@@ -113,13 +119,13 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
             'jaxunet.training.train_classifier writes it to WORKDIR/classifier.pt'
         )
     extension = extension_of(path)
-    with _opened(path) as file:
+    with opened(path) as file:
         if extension == '.pt':
             with TorchFile(str(path), file) as state:
                 return noisy_classifier.read(state, config)
         if extension == '.safetensors':
             return noisy_classifier.read(SafetensorsFile(str(path), file), config)
-    raise UserError(f'{path}: {NO_CLASSIFIER}')
+    raise UserError(f'{path}: {NO_CLASSIFIER}{extension}')
 
 
 def _read_bin(path: str, file: BinaryIO, given: Given) -> Weights:
@@ -132,19 +138,19 @@ def _read_bin(path: str, file: BinaryIO, given: Given) -> Weights:
     return Weights(contents.params, contents.config, contents.moments, contents.note)
 
 
-def extension_of(path: str | os.PathLike[str]) -> str:
-    """Returns the extension of a weight file, one of `EXTENSIONS`.
+def extension_of(path: str | os.PathLike[str], allowed: Sequence[str] = EXTENSIONS) -> str:
+    """Returns the extension of a weight file, one of `allowed`.
 
     Raises:
       UserError: it is another one.
     """
     extension = pathlib.Path(path).suffix.lower()
-    if extension not in EXTENSIONS:
-        known = ', '.join(EXTENSIONS)
-        found = repr(extension) if extension else 'none'
+    if extension not in allowed:
+        known = ', '.join(allowed)
+        found = repr(extension) if extension else 'none (a folder for diffusers ends with a slash)'
         raise UserError(
             f'{path}: extension: expected one of {known}, found {found}'
-            f'{near_misses(extension, EXTENSIONS)}'
+            f'{near_misses(extension, allowed)}'
         )
     return extension
 
@@ -179,7 +185,7 @@ def write_weights(
         written.
     """
     path = expanded(path)
-    extension = extension_of(path)
+    extension = extension_of(path, WRITTEN)
     _check_expressible(path, program, config, moments is not None, new_attention_order)
     check_tree(params, config)
     if moments is not None:
@@ -240,9 +246,9 @@ def write_classifier(
       UserError: another extension, or a file that cannot be written.
     """
     path = expanded(path)
-    extension = extension_of(path)
+    extension = extension_of(path, WRITTEN)
     if extension == '.bin':
-        raise UserError(f'{path}: {NO_CLASSIFIER}')
+        raise UserError(f'{path}: {NO_CLASSIFIER}{extension}')
     state = from_tree(params, noisy_classifier.table(config, classes), interleaved=True)
     with _replacing(path) as file:
         if extension == '.pt':

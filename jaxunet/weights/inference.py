@@ -207,6 +207,11 @@ def _check_stated(inferred: Inferred, source: str, stated: Stated) -> None:
             )
 
 
+def states_all(inferred: Inferred) -> bool:
+    """Returns True if nothing about a model is open."""
+    return not list(_missing(inferred, {}))
+
+
 def _missing(inferred: Inferred, stated: Stated) -> Iterator[str]:
     """Yields the flags for what is neither inferred nor stated."""
     if 'num_heads' not in inferred.fields | stated and 'num_head_channels' not in stated:

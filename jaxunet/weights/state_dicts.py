@@ -1,5 +1,7 @@
 """Reads a state dict of any program: recognizes the program, finds the config, converts tensors.
 
+A folder of diffusers states its network and process in JSON files beside the state dict.
+
 improved-diffusion and our own writer use guided-diffusion's names; unet.cu and ddpm-torch have
 their own. Prefixes that PyTorch's wrappers add to names are removed.
 """
@@ -10,14 +12,15 @@ import math
 import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, itemized
-from jaxunet.weights import ddpm_torch, guided_diffusion, unetcu
+from jaxunet.weights import ddpm_torch, diffusers, diffusers_config, edm, guided_diffusion, unetcu
+from jaxunet.weights.edm_pickle import NetworkPickle
 from jaxunet.weights.fields import network_differences
 from jaxunet.weights.inference import (
     ORDER_FLAGS,
@@ -27,11 +30,11 @@ from jaxunet.weights.inference import (
     check_against_shapes,
     config_like,
     stated_config,
+    states_all,
 )
 from jaxunet.weights.names import Entry, Shape, Tree, check_shapes, flatten, to_tree
 from jaxunet.weights.own_metadata import METADATA, OwnMetadata, load_metadata
 from jaxunet.weights.presets import preset_of
-from jaxunet.weights.safetensors_file import SafetensorsFile
 from jaxunet.weights.torch_adam import adam_state
 from jaxunet.weights.torch_file import TorchFile
 from jaxunet.weights.torch_pickle import TensorView
@@ -100,7 +103,10 @@ GUIDED_DIFFUSION = _Program(
     guided_diffusion.PROGRAM, guided_diffusion.infer, guided_diffusion.table, orders=True
 )
 UNETCU = _Program(unetcu.PROGRAM, unetcu.infer, unetcu.table, orders=False)
+EDM = _Program(edm.PROGRAM, edm.infer, edm.table, orders=False)
 DDPM_TORCH = _Program(ddpm_torch.PROGRAM, ddpm_torch.infer, ddpm_torch.table, orders=False)
+# Its `infer` reads the config.json beside the tensors.
+DIFFUSERS = _Program(diffusers.PROGRAM, diffusers_config.infer, diffusers.table, orders=False)
 
 
 @dataclass(frozen=True)
@@ -179,8 +185,8 @@ class _Known:
         """
         if not self.program.orders:
             return None
-        found = self.own.new_order if self.own.new_order is not None else self.given.new_order
-        if found is None:
+        new_order = self.own.new_order if self.own.new_order is not None else self.given.new_order
+        if new_order is None:
             what = (
                 f'give {ORDER_FLAGS}'
                 if self.given.like is None
@@ -191,11 +197,29 @@ class _Known:
                 "guided-diffusion's use_new_attention_order (False in its scripts unless it is "
                 f'set): {what}'
             )
-        return found
+        return new_order
 
 
-def read_state(state: TorchFile | SafetensorsFile, given: Given) -> Weights:
+class StateDict(Protocol):
+    """Tensors by name; see `SafetensorsFile`."""
+
+    path: str
+    note: str
+    shapes: dict[str, Shape]
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Texts that our writer stored beside the tensors, by name."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns one tensor as float32."""
+
+
+def read_state(state: StateDict, given: Given, stated: Inferred | None = None) -> Weights:
     """Returns the weights in a state dict.
+
+    Args:
+      stated: the model that the JSON files of a folder of diffusers describe; None for others.
 
     Raises:
       UserError: the network is not the given one, or something is neither in the file nor given.
@@ -204,9 +228,16 @@ def read_state(state: TorchFile | SafetensorsFile, given: Given) -> Weights:
     names = unwrapped(state.shapes, path)
     shapes = {name: state.shapes[full] for name, full in names.items()}
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
-    program = _program(shapes)
-    inferred = program.infer(shapes, path)
+    program = DIFFUSERS if stated else _program(shapes, path)
+    if isinstance(state, NetworkPickle):
+        program = EDM
+    inferred = stated or program.infer(shapes, path)
     own = load_metadata(path, state.metadata)
+    if stated and own.config is None and states_all(stated):
+        own = OwnMetadata(stated_config(stated, path, {}).config)
+    if isinstance(state, NetworkPickle):
+        own = OwnMetadata(edm.config_of(inferred, shapes, state.sigma_data, path))
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(edm.FILTER)}
     if program is GUIDED_DIFFUSION:
         model_at_hand = given.config or own.config or given.like
         inferred = guided_diffusion.settle_super_resolution(
@@ -272,9 +303,7 @@ def _own_moments(
     return [lambda name, prefix=prefix: read(prefix + name) for prefix in MOMENTS]  # type: ignore[misc]
 
 
-def _moments_of_torch(
-    state: TorchFile | SafetensorsFile, names: Mapping[str, str]
-) -> list[ReadTensor] | None:
+def _moments_of_torch(state: StateDict, names: Mapping[str, str]) -> list[ReadTensor] | None:
     """Returns functions that read both moments of a parameter from PyTorch's optimizer.
 
     Returns None if the file has none. Moments of early steps are biased toward 0. The bias is
@@ -316,8 +345,17 @@ def unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:
     return names
 
 
-def _program(shapes: Mapping[str, Shape]) -> _Program:
-    """Returns the program whose names these are; guided-diffusion if no program is recognized."""
+def _program(shapes: Mapping[str, Shape], path: str) -> _Program:
+    """Returns the program whose names these are; guided-diffusion if no program is recognized.
+
+    Raises:
+      UserError: the names are those of diffusers, which needs the JSON files beside them.
+    """
+    if any(name.endswith(diffusers.FIRST) for name in shapes):
+        raise UserError(
+            f'{path}: expected the folder of this file of diffusers, which describes its model; '
+            f'give {pathlib.Path(path).parent}'
+        )
     if any(name.endswith(ddpm_torch.FIRST) for name in shapes):
         return DDPM_TORCH
     if f'input_blocks.1.0.{unetcu.NAMES.res_block["norm_1"]}.weight' in shapes:

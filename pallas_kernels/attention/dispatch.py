@@ -14,14 +14,14 @@ if jax_modules.missing() is None:
 Kept = tuple[Array, Array, Array]  # qkv, and what `backward` needs of a forward pass
 
 
-def takes(qkv: Shaped, num_heads: int) -> bool:
+def supports(qkv: Shaped, num_heads: int) -> bool:
     """Returns True if the kernels take qkv; otherwise the log says why not.
 
     Raises:
       UserError: the kernels do not run here.
     """
     jax_modules.check_runs()
-    return jax_modules.takes('attention', hopper_plan.supports(qkv, num_heads))
+    return jax_modules.supports('attention', hopper_plan.supports(qkv, num_heads))
 
 
 def forward(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import hopper_kernels as kernels
-from pallas_kernels.attention.hopper_plan import Plan, plan
+from pallas_kernels.attention.hopper_plan import Sizes, sizes
 
 
 # Jitted, so that equal calls share one trace and one lowering; below too.
@@ -25,7 +25,7 @@ def forward(
     Raises:
       ValueError: `hopper_plan.supports` refuses qkv; the message says why. Below too.
     """
-    p = plan(qkv, num_heads)
+    p = sizes(qkv, num_heads)
     results = jax.ShapeDtypeStruct((p.batch * p.tokens, p.heads * p.width), qkv.dtype)
     body = functools.partial(kernels.forward, p, False)
     out = kernels.launch(kernels.FORWARD, p, body, results, (_matrix(qkv),), held=1)
@@ -43,7 +43,7 @@ def forward_for_training(
     """Returns the outputs and, for `backward`, two float32 arrays: the two terms of the log-sum-exp
     (`hopper_kernels`), and the outputs again.
     """
-    p = plan(qkv, num_heads)
+    p = sizes(qkv, num_heads)
     matrix = (p.batch * p.tokens, p.heads * p.width)
     results = [
         jax.ShapeDtypeStruct(matrix, qkv.dtype),
@@ -68,7 +68,7 @@ def backward(
     Args:
       exact, lse: from `forward_for_training`.
     """
-    p = plan(qkv, lse.shape[1])
+    p = sizes(qkv, lse.shape[1])
     x, d = _matrix(qkv), _matrix(grad)
     delta = _delta(p, _matrix(exact), d)
     dqkv = kernels.launch(
@@ -84,7 +84,7 @@ def backward(
 
 
 def _delta(
-    p: Plan, exact: Float[Array, 'rows channels'], grad: Float[Array, 'rows channels']
+    p: Sizes, exact: Float[Array, 'rows channels'], grad: Float[Array, 'rows channels']
 ) -> Float[Array, 'batch heads tokens']:
     """Returns Σ dO·O of each row, float32."""
     return kernels.launch(

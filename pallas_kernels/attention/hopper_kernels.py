@@ -55,7 +55,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels import hopper_views as views
-from pallas_kernels.attention.hopper_plan import BLOCK, K, Plan, Q, V
+from pallas_kernels.attention.hopper_plan import BLOCK, K, Q, Sizes, V
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Layout, Ref
 
@@ -75,9 +75,11 @@ Row = Float[Array, ' rows']
 class Head:
     """A program's place in the grid, and the loads and stores of its head."""
 
-    def __init__(self, plan: Plan, roles: int = 1) -> None:
-        self.plan = plan
-        self.role, self.block, self.head, self.sample = plan.place(lax.axis_index('program'), roles)
+    def __init__(self, sizes: Sizes, roles: int = 1) -> None:
+        self.sizes = sizes
+        self.role, self.block, self.head, self.sample = sizes.place(
+            lax.axis_index('program'), roles
+        )
 
     def part(self, ref: Ref, block: Index, part: int = 0) -> Ref:
         """Returns a block of the head's rows in device memory.
@@ -85,8 +87,8 @@ class Head:
         Args:
           part: Q, K or V for packed arrays; 0 for outputs and their gradient.
         """
-        rows = pl.ds(self.sample * self.plan.tokens + block * BLOCK, BLOCK)
-        return ref.at[rows, pl.ds(self.plan.column(self.head, part), self.plan.width)]
+        rows = pl.ds(self.sample * self.sizes.tokens + block * BLOCK, BLOCK)
+        return ref.at[rows, pl.ds(self.sizes.column(self.head, part), self.sizes.width)]
 
     def numbers(self, ref: Ref, block: Index, *term: int) -> Ref:
         """Returns the reference to one number for each row of a block."""
@@ -106,7 +108,7 @@ class Head:
 
     def weights(self, logits: Square, largest: Row, log_sum: Row, axis: int) -> Square:
         """Recomputes the softmax; `axis` is the axis of the queries in the logits."""
-        shifted = (logits - across(largest, axis)) * self.plan.scale2
+        shifted = (logits - across(largest, axis)) * self.sizes.scale2
         return jnp.exp2(shifted - across(log_sum, axis))
 
     def stream(
@@ -126,22 +128,22 @@ class Head:
 
         Returns: the last carry.
         """
-        count = self.plan.blocks
+        count = self.sizes.blocks
 
         def fetch(n: Index, slot: Index) -> None:
             for source, ring in zip(blocks(n), slots, strict=True):
                 plgpu.copy_gmem_to_smem(source, ring.at[slot], full.at[slot])
 
         def body(n: Index, carry: PyTree[Array]) -> Any:
-            slot = lax.rem(n, jnp.int32(self.plan.slots))
+            slot = lax.rem(n, jnp.int32(self.sizes.slots))
             plgpu.barrier_wait(full.at[slot])
             carry = step(n, slots[0].at[slot], slots[1].at[slot], carry)
-            if count > self.plan.slots:
-                following = n + self.plan.slots
+            if count > self.sizes.slots:
+                following = n + self.sizes.slots
                 pl.when(following < count)(lambda: fetch(following, slot))
             return carry
 
-        for n in range(self.plan.slots):
+        for n in range(self.sizes.slots):
             fetch(jnp.int32(n), n)
         if count == 1:
             return body(jnp.int32(0), carry)
@@ -155,7 +157,7 @@ class Head:
 
     def zeros(self) -> Block:
         """Returns a float32 accumulator of zeros."""
-        return _laid_out(jnp.zeros((BLOCK, self.plan.width), jnp.float32), plgpu.Layout.WGMMA)
+        return _laid_out(jnp.zeros((BLOCK, self.sizes.width), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def across(row: Row, axis: int, columns: int = BLOCK) -> Square:
@@ -195,23 +197,23 @@ def _columns() -> Layout:
     return plgpu.Layout.WGMMA.reduce(0)
 
 
-def forward(plan: Plan, training: bool, qkv: Ref, out: Ref, *refs: Ref) -> None:
+def forward(sizes: Sizes, training: bool, qkv: Ref, out: Ref, *refs: Ref) -> None:
     """Computes the outputs of a block of queries and, for training, also the log-sum-exp and the
     outputs in float32.
     """
     kept, (q, keys, values, ready, full) = refs[:-5], refs[-5:]
-    head = Head(plan)
+    head = Head(sizes)
     plgpu.copy_gmem_to_smem(head.part(qkv, head.block, Q), q, ready)
 
     def step(_: Index, k: Ref, v: Ref, carry: tuple[Block, Row, Row]) -> tuple[Block, Row, Row]:
         total, largest, row_sum = carry
         (logits,) = products((NT, q, k))
         new_largest = jnp.maximum(largest, jnp.max(logits, axis=1))
-        weights = jnp.exp2((logits - across(new_largest, 0)) * plan.scale2)
-        rescale = jnp.exp2((largest - new_largest) * plan.scale2)
+        weights = jnp.exp2((logits - across(new_largest, 0)) * sizes.scale2)
+        rescale = jnp.exp2((largest - new_largest) * sizes.scale2)
         row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
         (weighted,) = products((NN, weights.astype(q.dtype), v))
-        return total * across(rescale, 0, plan.width) + weighted, new_largest, row_sum
+        return total * across(rescale, 0, sizes.width) + weighted, new_largest, row_sum
 
     carry = (
         head.zeros(),
@@ -223,7 +225,7 @@ def forward(plan: Plan, training: bool, qkv: Ref, out: Ref, *refs: Ref) -> None:
     total, largest, row_sum = head.stream(
         head.keys_and_values(qkv), (keys, values), full, step, carry
     )
-    total = total * across(1.0 / row_sum, 0, plan.width)
+    total = total * across(1.0 / row_sum, 0, sizes.width)
     head.store(total, q, head.part(out, head.block))
     if training:
         lse, exact = kept
@@ -233,21 +235,21 @@ def forward(plan: Plan, training: bool, qkv: Ref, out: Ref, *refs: Ref) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def delta(plan: Plan, exact: Ref, grad: Ref, found: Ref) -> None:
+def delta(sizes: Sizes, exact: Ref, grad: Ref, deltas: Ref) -> None:
     """Computes delta of a block of queries, from the outputs in float32."""
-    head = Head(plan)
+    head = Head(sizes)
     out, d = (
         views.load(head.part(ref, head.block), plgpu.Layout.WGMMA).astype(jnp.float32)
         for ref in (exact, grad)
     )
-    views.store(head.numbers(found, head.block), jnp.sum(out * d, axis=1))
+    views.store(head.numbers(deltas, head.block), jnp.sum(out * d, axis=1))
 
 
 def backward(
-    plan: Plan, qkv: Ref, grad: Ref, lse: Ref, deltas: Ref, dqkv: Ref, *scratch: Ref
+    sizes: Sizes, qkv: Ref, grad: Ref, lse: Ref, deltas: Ref, dqkv: Ref, *scratch: Ref
 ) -> None:
     """Computes dq of a block of queries, or dk and dv of a block of keys."""
-    head = Head(plan, roles=2)
+    head = Head(sizes, roles=2)
     operands = (head, qkv, grad, lse, deltas, dqkv, *scratch)
     pl.when(head.role == 0)(functools.partial(_dq, *operands))
     pl.when(head.role == 1)(functools.partial(_dkv, *operands))
@@ -282,7 +284,7 @@ def _dq(
     plgpu.barrier_wait(ready)
     sources = head.keys_and_values(qkv)
     dq = head.stream(sources, (keys, values), full, step, head.zeros())
-    head.store(dq * head.plan.scale, q, head.part(dqkv, head.block, Q))
+    head.store(dq * head.sizes.scale, q, head.part(dqkv, head.block, Q))
 
 
 def _dkv(
@@ -317,13 +319,13 @@ def _dkv(
     plgpu.barrier_wait(ready)
     carry = (head.zeros(), head.zeros())
     dk, dv = head.stream(sources, (queries, gradients), full, step, carry)
-    head.store(dk * head.plan.scale, k, head.part(dqkv, head.block, K))
+    head.store(dk * head.sizes.scale, k, head.part(dqkv, head.block, K))
     head.store(dv, v, head.part(dqkv, head.block, V))
 
 
 def launch(
     name: str,
-    plan: Plan,
+    sizes: Sizes,
     body: Callable[..., None],
     results: PyTree[jax.ShapeDtypeStruct],
     operands: tuple[Array, ...],
@@ -343,22 +345,22 @@ def launch(
         dtype = operands[0].dtype
 
         def blocks(*slots: int) -> Any:
-            tiles = plgpu.TilingTransform((8, plan.width))
-            swizzle = plgpu.SwizzleTransform(plan.width * jnp.dtype(dtype).itemsize)
-            return plgpu.SMEM((*slots, BLOCK, plan.width), dtype, transforms=(tiles, swizzle))
+            tiles = plgpu.TilingTransform((8, sizes.width))
+            swizzle = plgpu.SwizzleTransform(sizes.width * jnp.dtype(dtype).itemsize)
+            return plgpu.SMEM((*slots, BLOCK, sizes.width), dtype, transforms=(tiles, swizzle))
 
         scratch = [
             *(blocks() for _ in range(held)),
-            blocks(plan.slots),
-            blocks(plan.slots),
+            blocks(sizes.slots),
+            blocks(sizes.slots),
             plgpu.Barrier(num_arrivals=held),  # ready
-            plgpu.Barrier(num_barriers=plan.slots, num_arrivals=2),  # full
+            plgpu.Barrier(num_barriers=sizes.slots, num_arrivals=2),  # full
         ]
     kernel = plgpu.kernel(
         body,
         out_type=results,
         scratch_types=scratch,
-        grid=(roles * plan.blocks * plan.heads * plan.batch,),
+        grid=(roles * sizes.blocks * sizes.heads * sizes.batch,),
         grid_names=('program',),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(

@@ -37,7 +37,7 @@ def supports(qkv: Shaped, num_heads: int) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Sizes:
     """The sizes of one call.
 
     Fields:
@@ -84,8 +84,8 @@ class Plan:
         return (part * self.heads + head) * self.width
 
 
-def plan(qkv: Shaped, num_heads: int) -> Plan:
-    """Returns the plan of a call.
+def sizes(qkv: Shaped, num_heads: int) -> Sizes:
+    """Returns the sizes of a call.
 
     Raises:
       ValueError: `supports` refuses it; the message says why.
@@ -94,7 +94,7 @@ def plan(qkv: Shaped, num_heads: int) -> Plan:
     if reason:
         raise ValueError(f'attention on Hopper: {reason}')
     batch, tokens, packed = qkv.shape
-    return Plan(batch, tokens, num_heads, packed // (3 * num_heads))
+    return Sizes(batch, tokens, num_heads, packed // (3 * num_heads))
 
 
 def _divided(value: Index, by: int) -> tuple[Index, Index]:

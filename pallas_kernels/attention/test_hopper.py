@@ -99,9 +99,9 @@ def test_other_shapes_go_to_xla(shape, dtype, message):
     assert reason is not None
     assert re.search(message, reason)
     with pytest.raises(ValueError, match=f'attention on Hopper: .*{message}'):
-        hopper_plan.plan(qkv, heads)
+        hopper_plan.sizes(qkv, heads)
     with device.use(device.Target.HOPPER):
-        assert not dispatch.takes(qkv, heads)
+        assert not dispatch.supports(qkv, heads)
 
 
 def test_the_cases_that_run_on_hopper_kernels():
@@ -117,7 +117,7 @@ def test_the_cases_that_run_on_hopper_kernels():
 
 @pytest.mark.parametrize('blocks', [1, 3])
 def test_programs_cover_every_block_once(blocks):
-    p = hopper_plan.Plan(2, blocks * hopper_plan.BLOCK, 3, 32)
+    p = hopper_plan.Sizes(2, blocks * hopper_plan.BLOCK, 3, 32)
     with jax.ensure_compile_time_eval():
         found = [tuple(map(int, p.place(jnp.int32(n), 2))) for n in range(2 * blocks * 3 * 2)]
     assert sorted(found) == sorted(np.ndindex(2, blocks, 3, 2))

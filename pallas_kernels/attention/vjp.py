@@ -34,7 +34,7 @@ def attention(
     check_shard_map('attention')
     check_kernel_operands(qkv, num_heads)
     check_not_empty('attention', 'qkv', qkv)
-    if not dispatch.takes(qkv, num_heads):
+    if not dispatch.supports(qkv, num_heads):
         return reference.attention(qkv, num_heads=num_heads)
     return _attention(qkv, num_heads)
 

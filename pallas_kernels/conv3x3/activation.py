@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxunet.ops.conv3x3.operands import Affine
+from jaxunet.ops.group_norm.operands import Affine
 
 
 def affine_silu(
@@ -24,10 +24,10 @@ def activated(
 ) -> tuple[Float[Array, 'batch height width _'], ...]:
     """Returns SiLU(a · x + b) of each part, in its type; a and b have the channels of all parts."""
     ends = itertools.accumulate(part.shape[-1] for part in parts)
-    found = []
+    results = []
     for part, end in zip(parts, ends, strict=True):
         a, b = (
             value[:, None, None, end - part.shape[-1] : end].astype(jnp.float32) for value in affine
         )
-        found.append(affine_silu(part, a, b).astype(part.dtype))
-    return tuple(found)
+        results.append(affine_silu(part, a, b).astype(part.dtype))
+    return tuple(results)

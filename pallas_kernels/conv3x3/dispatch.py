@@ -5,9 +5,9 @@ Channels are padded with zeros up to the multiples that the kernels need (`paddi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3 import reference
-from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
+from jaxunet.ops.conv3x3.operands import Convolution, Parts
+from jaxunet.ops.group_norm.operands import Affine
 from jaxunet.ops.transformations import joins_batch
 from pallas_kernels import jax_modules
 from pallas_kernels.conv3x3 import padding
@@ -37,41 +38,36 @@ def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 fea
     return jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
 
 
-def project(added: Added) -> Float[Array, 'batch height width features']:
+def project(
+    residual: Activation, shortcut: Float[Array, 'residual_channels features']
+) -> Float[Array, 'batch height width features']:
     """Returns the 1×1 convolution of a residual, in the type of its parts.
 
     Each part is a separate product, because a concatenation would have to be written and read.
     """
-    assert added.shortcut is not None, 'only a shortcut projects a residual'
     products, start = [], 0
-    for part in added.parts:
-        matrix = added.shortcut[start : start + part.shape[-1]].astype(part.dtype)
+    for part in residual.parts:
+        matrix = shortcut[start : start + part.shape[-1]].astype(part.dtype)
         products.append(
             jnp.einsum('bhwc,cf->bhwf', part, matrix, preferred_element_type=jnp.float32)
         )
         start += part.shape[-1]
-    return functools.reduce(jnp.add, products).astype(added.parts[0].dtype)
+    return functools.reduce(jnp.add, products).astype(residual.dtype)
 
 
 def forward(
-    parts: Parts,
-    kernel: Float[Array, '3 3 channels features'],
-    shift: Float[Array, '#batch features'],
-    added: Added | None = None,
-    affine: Affine | None = None,
+    conv: Convolution, affine: Affine | None = None
 ) -> Float[Array, 'batch height width features']:
-    """Returns conv3x3(act(x)) + shift + added.
+    """Returns conv3x3(act(x)) + shift [+ residual, or residual · shortcut].
 
     Args:
-      parts: x, joined along channels.
-      affine: (a, b): act(x) = SiLU(a · x + b); None: act is the identity.
+      affine: act(x) = SiLU(a · x + b), instead of the operand's norm; None: act is the identity.
     """
-    residual, shortcut = ((), None) if added is None else (added.parts, added.shortcut)
-    images = (parts, shift.astype(jnp.float32), residual, affine)
-    dtype = parts[0].dtype
-    return _forward(
-        images, (kernel.astype(dtype), None if shortcut is None else shortcut.astype(dtype))
-    )
+    dtype = conv.image.dtype
+    residual = () if conv.residual is None else conv.residual.parts
+    shortcut = None if conv.shortcut is None else conv.shortcut.astype(dtype)
+    images = (conv.image.parts, conv.shift.astype(jnp.float32), residual, affine)
+    return _forward(images, (conv.kernel.astype(dtype), shortcut))
 
 
 def shift_gradient(
@@ -79,7 +75,7 @@ def shift_gradient(
 ) -> Float[Array, 'batch features']:
     """Returns the gradient of each sample's shift: the sum over its pixels, in float32."""
     padded = padding.append(dy, padding.SUMS)
-    if not norm_dispatch.takes("conv3x3's gradient of shift", [padded]):
+    if not norm_dispatch.supports("conv3x3's gradient of shift", [padded]):
         return jnp.sum(dy, axis=(1, 2), dtype=jnp.float32)
     return padding.remove(norm_dispatch.channel_sums(padded), padding.SUMS, (dy.shape[-1],))
 
@@ -122,13 +118,14 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
     features = weights[0].shape[2 if flipped else 3]
     images, weights = padding.convolution(images, weights, flipped=flipped)
     (parts, shift, residual, affine), (kernel, shortcut) = images, weights
-    options: dict[str, Any] = {
-        'residual': residual or None,
-        'shortcut': shortcut,
-        'affine': affine,
-        'flipped': flipped,
-    }
-    y = hopper.forward(parts, kernel, shift, **options)
+    conv = Convolution(
+        image=Activation(parts),
+        kernel=kernel,
+        shift=shift,
+        residual=Activation(residual) if residual else None,
+        shortcut=shortcut,
+    )
+    y = hopper.forward(hopper.Call(conv, affine, flipped))
     return padding.remove(y, padding.CONVOLUTION, (features,))
 
 
@@ -156,13 +153,16 @@ def weight_gradient(
             return f'dy: expected {EXACT_PIXELS} pixels or more in float32, found {dy.shape[:3]}'
         return hopper_weight_gradient.supports(padded, padded_dy)
 
-    if not jax_modules.takes("conv3x3's weight gradient", problem()):
+    if not jax_modules.supports("conv3x3's weight gradient", problem()):
         zeros = jnp.zeros((3, 3, sum(widths), features), dy.dtype)
         shift = jnp.zeros((1, features), jnp.float32)
         # In tf32, for which XLA may cut numbers off instead of rounding them, these sums of few
         # products would err by up to 1.2 times what parity allows (H200).
         with jax.default_matmul_precision('highest'):
-            _, pull = jax.vjp(lambda k: reference.conv3x3(Activation(parts), k, shift).value, zeros)
+            conv = Convolution(image=Activation(parts), kernel=zeros, shift=shift)
+            _, pull = jax.vjp(
+                lambda k: reference.conv3x3(dataclasses.replace(conv, kernel=k)).value, zeros
+            )
             return pull(dy)[0].astype(jnp.float32)
     gradient = hopper_weight_gradient.weight_gradient(padded, padded_dy)
     return padding.remove(padding.remove(gradient, multiple, widths, 2), multiple, (features,))

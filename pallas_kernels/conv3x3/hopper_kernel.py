@@ -55,7 +55,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels import hopper_views as views
-from pallas_kernels.conv3x3.hopper_plan import Plan
+from pallas_kernels.conv3x3.hopper_plan import Mainloop
 from pallas_kernels.conv3x3.hopper_producers import activate, produce
 from pallas_kernels.conv3x3.hopper_program import Program, SiluOf, loop
 from pallas_kernels.conv3x3.schedule import (
@@ -74,7 +74,7 @@ NAME = 'jaxunet_conv3x3_forward'
 # Long, because its closures share the program's barriers and slots.
 def consume(program: Program, me: Index) -> None:  # noqa: PLR0915
     """Runs a consumer: computes and stores one strip of every tile."""
-    p, s, tile = program.plan, program.plan.schedule, program.plan.schedule.tile
+    p, s, tile = program.mainloop, program.mainloop.schedule, program.mainloop.schedule.tile
     plgpu.set_max_registers(s.computing_registers, action='increase')
     shape = (tile.features, s.pixels) if tile.transposed else (s.pixels, tile.features)
     of_features = plgpu.Layout.WGMMA.reduce(1 if tile.transposed else 0)
@@ -197,7 +197,7 @@ def consume(program: Program, me: Index) -> None:  # noqa: PLR0915
 
 
 def call(
-    p: Plan, activation: SiluOf | None, out_dtype: DTypeLike, operands: Sequence[Array]
+    p: Mainloop, activation: SiluOf | None, out_dtype: DTypeLike, operands: Sequence[Array]
 ) -> Array:
     """Runs the kernel.
 
@@ -250,7 +250,7 @@ def call(
         return kernel(*operands)
 
 
-def _scratch(p: Plan, dtype: DTypeLike, out_dtype: DTypeLike) -> list[Any]:
+def _scratch(p: Mainloop, dtype: DTypeLike, out_dtype: DTypeLike) -> list[Any]:
     """Returns the shared memory and barriers of a program, in the order of `Program`'s fields."""
     s, tile = p.schedule, p.schedule.tile
 

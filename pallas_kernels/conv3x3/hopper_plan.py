@@ -28,8 +28,8 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A schedule and the inputs of its steps.
+class Mainloop:
+    """The steps of one call: their schedule and inputs.
 
     Fields:
       sources: inputs of the nine-tap steps.
@@ -49,7 +49,7 @@ class Plan:
     flipped: bool
 
 
-def plan(
+def mainloop(
     image: tuple[int, int, int],
     channels: tuple[int, ...],
     features: int,
@@ -61,7 +61,7 @@ def plan(
     flipped: bool = False,
     activated: bool = False,
     itemsize: int = 2,
-) -> Plan:
+) -> Mainloop:
     """Returns the steps of conv3x3 for inputs whose parts have these channels.
 
     Args:
@@ -102,7 +102,7 @@ def plan(
     # wgmma can read either order, but boxes of (input, output) channels need multiples of 64 of
     # both.
     whole = features % 64 == 0 and tile.features % 64 == 0
-    return Plan(
+    return Mainloop(
         schedule,
         tuple(sources),
         tuple(extras),

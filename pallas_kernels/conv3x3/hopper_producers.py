@@ -33,7 +33,7 @@ BATCH = 4  # pieces in registers at once
 # Long, because its closures share the program's barriers and slots.
 def produce(program: Program) -> None:
     """Runs the producer: loads strips and weights by TMA, as slots become empty."""
-    p, s, tile = program.plan, program.plan.schedule, program.plan.schedule.tile
+    p, s, tile = program.mainloop, program.mainloop.schedule, program.mainloop.schedule.tile
     plgpu.set_max_registers(LOADING_REGISTERS, action='decrease')
 
     def load_blocks(
@@ -149,7 +149,7 @@ def activate(program: Program, me: Index, activation: SiluOf) -> None:
 
     The padding around the image stays zero. Residual strips are handed on without activation.
     """
-    s, tile = program.plan.schedule, program.plan.schedule.tile
+    s, tile = program.mainloop.schedule, program.mainloop.schedule.tile
     plgpu.set_max_registers(s.activating_registers, action='decrease')
     # Each thread holds 8 channels of a pixel, 16 bytes.
     tiling = plgpu.Tiling(((PIECE, CHUNK), (PIECE // 4, CHUNK), (8,)))

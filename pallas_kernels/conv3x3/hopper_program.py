@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.conv3x3.hopper_plan import Plan
+from pallas_kernels.conv3x3.hopper_plan import Mainloop
 from pallas_kernels.types import Index, Ref
 
 SiluOf = Callable[[Array], Array]  # the activation of a float32 array
@@ -28,7 +28,7 @@ class Program:
         `hopper_kernel` has their table.
     """
 
-    plan: Plan
+    mainloop: Mainloop
     index: Index
     inputs: Sequence[Ref]
     weights: Ref
@@ -48,7 +48,7 @@ class Program:
 
     def each_tile(self, body: Callable[[Index, Index, Index], None]) -> None:
         """Runs body(i, first strip, first output channel) for this program's tiles."""
-        s = self.plan.schedule
+        s = self.mainloop.schedule
 
         def step(i: Index, _: int) -> int:
             body(i, *s.tile_at(self.index, i))
@@ -58,7 +58,7 @@ class Program:
 
     def barrier(self, barriers: Ref, group: Index, slot: Index) -> Ref:
         """Returns a consumer's barrier of a strip slot."""
-        return barriers.at[group * self.plan.schedule.tile.slots + slot]
+        return barriers.at[group * self.mainloop.schedule.tile.slots + slot]
 
 
 def loop(start: int, stop: int, body: Callable[[Index], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from pallas_kernels.conv3x3.hopper_plan import Plan
+from pallas_kernels.conv3x3.hopper_plan import Mainloop
 from pallas_kernels.conv3x3.schedule import CHUNK, HALO_COLUMNS, TAPS, Tile
 from pallas_kernels.hopper_grid import ceil_div, multiprocessors
 
@@ -20,7 +20,7 @@ EPILOGUE_OUTPUTS = 1270  # cycles of an epilogue for every 8192 outputs
 WEIGHT_COPY = 2500  # cycles to copy the weights
 
 
-def cycles(p: Plan) -> float:
+def cycles(p: Mainloop) -> float:
     """Estimates the cycles of the longest-running program.
 
     Includes the copy of the weights if the kernel cannot read them in the given layout. A wgmma of
@@ -53,17 +53,17 @@ def _grid(features: int, height: int, activators: tuple[int, ...]) -> Iterator[T
                 yield Tile(rows, width, groups, 2, taps, ring, transposed, helpers)
 
 
-def candidates(plan_of: Callable[[Tile], Plan], limit: int) -> list[Tile]:
+def candidates(mainloop: Callable[[Tile], Mainloop], limit: int) -> list[Tile]:
     """Returns tiles that fit, the fastest by `cycles` first.
 
     For each geometry: resident weights, and the deepest rings with 3 taps and with 1 tap per slot.
 
     Args:
-      plan_of: returns the plan of a tile.
+      mainloop: returns the mainloop of a tile.
       limit: the most tiles to return.
     """
-    s = plan_of(Tile(8, 64, 1)).schedule
-    found: dict[tuple[object, ...], Tile] = {}
+    s = mainloop(Tile(8, 64, 1)).schedule
+    deepest: dict[tuple[object, ...], Tile] = {}
     for tile in _grid(s.features, s.height, (2, 1) if s.activated else (1,)):
         geometry = (
             tile.rows,
@@ -73,10 +73,10 @@ def candidates(plan_of: Callable[[Tile], Plan], limit: int) -> list[Tile]:
             tile.activators,
             tile.taps,
         )
-        if geometry not in found and plan_of(tile).schedule.problem() is None:
-            found[geometry] = tile
+        if geometry not in deepest and mainloop(tile).schedule.problem() is None:
+            deepest[geometry] = tile
     # Among equals: transposed products, resident weights, 3 taps per slot.
     return sorted(
-        found.values(),
-        key=lambda tile: (cycles(plan_of(tile)), not tile.transposed, tile.ring > 0, -tile.taps),
+        deepest.values(),
+        key=lambda tile: (cycles(mainloop(tile)), not tile.transposed, tile.ring > 0, -tile.taps),
     )[:limit]

@@ -57,7 +57,7 @@ from pallas_kernels.conv3x3.hopper_weight_gradient_plan import (
     BLOCK,
     STRIP,
     TAP_ROWS,
-    Plan,
+    SplitKGrid,
     Tile,
 )
 from pallas_kernels.conv3x3.schedule import SHARED_BYTES
@@ -97,36 +97,36 @@ def supports(parts: Sequence[Shaped], dy: Shaped, tile: Tile | None = None) -> s
         return f'dy: expected fewer than 2^30 pixels, found shape {dy.shape}'
     if tile is None:
         return None
-    plan = Plan.of(parts, dy, tile)
+    grid = SplitKGrid.of(parts, dy, tile)
     if tile.rows % 8 or tile.rows < 8 or tile.rows > 248:
         return f'tile.rows: expected a multiple of 8 from 8 to 248, found {tile.rows}'
-    if tile.stages < 1 or plan.shared_bytes > SHARED_BYTES - SHARED_RESERVED:
+    if tile.stages < 1 or grid.shared_bytes > SHARED_BYTES - SHARED_RESERVED:
         limit = SHARED_BYTES - SHARED_RESERVED
         return (
             f'tile.stages={tile.stages}: expected at least 1, and at most {limit} bytes of ring, '
-            f'found {plan.shared_bytes}'
+            f'found {grid.shared_bytes}'
         )
     if tile.taps not in (3, 9):
         return f'tile.taps: expected 3 or 9, found {tile.taps}'
-    if not 1 <= tile.splits <= plan.strips:
-        return f'tile.splits: expected from 1 to {plan.strips} (the strips), found {tile.splits}'
+    if not 1 <= tile.splits <= grid.strips:
+        return f'tile.splits: expected from 1 to {grid.strips} (the strips), found {tile.splits}'
     return None
 
 
 def default_tile(parts: Sequence[Shaped], dy: Shaped) -> Tile:
     """Returns the tile for shapes that are in no table: the best by a rough model of the time."""
     stages = 4 if dy.dtype == jnp.float32 else 8
-    plan = Plan.of(parts, dy, Tile(8, stages, 1))
+    grid = SplitKGrid.of(parts, dy, Tile(8, stages, 1))
 
     def microseconds(splits: int) -> float:
         # Microseconds on an H200: 0.7 to multiply a strip, 5 to start a CTA and store its sums,
         # 0.03 to add a CTA's sums to the others'. To refit, time `candidates` with `tune_hopper`.
-        ctas = plan.tiles * splits
+        ctas = grid.tiles * splits
         waves = -(-ctas // multiprocessors())
-        strips = -(-plan.strips // splits) * len(plan.products)
+        strips = -(-grid.strips // splits) * len(grid.products)
         return waves * (0.7 * strips + 5) + (0.03 * ctas if splits > 1 else 0)
 
-    return Tile(8, stages, min(range(1, min(plan.strips, multiprocessors()) + 1), key=microseconds))
+    return Tile(8, stages, min(range(1, min(grid.strips, multiprocessors()) + 1), key=microseconds))
 
 
 def shape_class(parts: Sequence[Shaped], dy: Shaped) -> str:
@@ -146,17 +146,17 @@ def choose_tile(parts: Sequence[Shaped], dy: Shaped) -> Tile:
 def candidates(parts: Sequence[Shaped], dy: Shaped) -> list[Tile]:
     """Returns the tiles worth timing for these shapes, the default first."""
     first = default_tile(parts, dy)
-    found = [first]
-    full = multiprocessors() // Plan.of(parts, dy, first).tiles
+    tiles = [first]
+    full = multiprocessors() // SplitKGrid.of(parts, dy, first).tiles
     every = [*itertools.product((8, 16), (first.splits, first.splits // 2, full, 2 * full), (9,))]
     every += itertools.product((8, 16), {full // 3, -(-full // 3)}, (3,))
     for rows, splits, taps in every:
         for stages in range(8, 1, -1):
             tile = Tile(rows, stages, splits, taps)
             if supports(parts, dy, tile) is None:
-                found.append(tile)
+                tiles.append(tile)
                 break
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(tiles))
 
 
 def weight_gradient(
@@ -186,10 +186,10 @@ def weight_gradient(
 # Jitted, so that equal calls share one trace and one lowering.
 @functools.partial(jax.jit, static_argnums=2)
 def _weight_gradient(parts: tuple[Array, ...], dy: Array, tile: Tile) -> Array:
-    plan = Plan.of(parts, dy, tile)
-    if plan.halves == 2:
+    grid = SplitKGrid.of(parts, dy, tile)
+    if grid.halves == 2:
         parts, dy = tuple(map(split_float32, parts)), split_float32(dy)
-    partial = _partial_sums(plan, parts, dy)
+    partial = _partial_sums(grid, parts, dy)
     total = partial[0] if tile.splits == 1 else jnp.sum(partial, axis=0)
     return total.reshape(3, 3, *total.shape[1:])
 
@@ -207,13 +207,13 @@ def split_float32(
 
 
 def _partial_sums(
-    plan: Plan,
+    grid: SplitKGrid,
     parts: Sequence[Float[Array, 'batch height width _']],
     dy: Float[Array, 'batch height width features'],
 ) -> Float[Array, 'splits 9 channels features']:
     """Runs the kernel; returns the sums of every split."""
-    tile = plan.tile
-    shape = (tile.splits, 9, sum(plan.widths), plan.features)
+    tile = grid.tile
+    shape = (tile.splits, 9, sum(grid.widths), grid.features)
 
     # One function, because the roles share the ring, the barriers and the CTA's place in the grid.
     def body(*refs: Ref) -> None:
@@ -221,14 +221,14 @@ def _partial_sums(
             refs[: len(parts)],
             refs[len(parts) :],
         )
-        split, x_channel, dy_channel, tap_row = plan.cta(lax.axis_index('cta'))
-        first, count = plan.share(split)
+        split, x_channel, dy_channel, tap_row = grid.cta(lax.axis_index('cta'))
+        first, count = grid.share(split)
         warpgroup = lax.axis_index('warpgroup')
 
         def load(step: Index, slot: Index) -> None:
-            sample, row, column = plan.strip_origin(first + step)
-            for half in range(plan.halves):
-                image = sample + half * plan.batch
+            sample, row, column = grid.strip_origin(first + step)
+            for half in range(grid.halves):
+                image = sample + half * grid.batch
                 plgpu.copy_gmem_to_smem(
                     dy_ref.at[
                         image, pl.ds(row, tile.rows), pl.ds(column, STRIP), pl.ds(dy_channel, BLOCK)
@@ -236,8 +236,8 @@ def _partial_sums(
                     dy_ring.at[slot, half],
                     full.at[slot],
                 )
-                ends = itertools.accumulate(plan.widths)
-                for x_ref, width, end in zip(x_refs, plan.widths, ends, strict=True):
+                ends = itertools.accumulate(grid.widths)
+                for x_ref, width, end in zip(x_refs, grid.widths, ends, strict=True):
                     start = end - width
 
                     @pl.when((x_channel >= start) & (x_channel < end))
@@ -250,11 +250,11 @@ def _partial_sums(
                         plgpu.copy_gmem_to_smem(
                             x_ref.at[
                                 image,
-                                pl.ds(plan.first_row(row, tap_row), plan.x_rows),
+                                pl.ds(grid.first_row(row, tap_row), grid.x_rows),
                                 pl.ds(column - 1, STRIP + 2),
                                 pl.ds(x_channel - start, BLOCK),
                             ],
-                            x_ring.at[slot, half, pl.ds(0, plan.x_rows)],
+                            x_ring.at[slot, half, pl.ds(0, grid.x_rows)],
                             full.at[slot],
                         )
 
@@ -276,8 +276,8 @@ def _partial_sums(
         def _consume() -> None:
             plgpu.set_max_registers(CONSUMER_REGISTERS, action='increase')
             taps = tile.taps // TAP_ROWS
-            multiply = inline.multiply_taps(tile.rows, STRIP + 2, BLOCK, taps, plan.products)
-            box_row, box_column, first_tap = plan.of_warpgroup(warpgroup, tap_row)
+            multiply = inline.multiply_taps(tile.rows, STRIP + 2, BLOCK, taps, grid.products)
+            box_row, box_column, first_tap = grid.of_warpgroup(warpgroup, tap_row)
 
             def step(i: Index, total: Array) -> Array:
                 slot = lax.rem(i, jnp.int32(tile.stages))
@@ -301,12 +301,12 @@ def _partial_sums(
         body,
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types=[
-            ring((tile.stages, plan.halves, plan.box_rows, STRIP + 2, BLOCK)),
-            ring((tile.stages, plan.halves, tile.rows, STRIP, BLOCK)),
-            plgpu.Barrier(num_barriers=tile.stages, num_arrivals=2 * plan.halves),
+            ring((tile.stages, grid.halves, grid.box_rows, STRIP + 2, BLOCK)),
+            ring((tile.stages, grid.halves, tile.rows, STRIP, BLOCK)),
+            plgpu.Barrier(num_barriers=tile.stages, num_arrivals=2 * grid.halves),
             plgpu.Barrier(num_barriers=tile.stages, num_arrivals=TAP_ROWS),
         ],
-        grid=(plan.tiles * tile.splits,),
+        grid=(grid.tiles * tile.splits,),
         grid_names=('cta',),
         num_threads=TAP_ROWS + 1,
         thread_name='warpgroup',

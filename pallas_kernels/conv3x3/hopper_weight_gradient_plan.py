@@ -39,8 +39,8 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The index arithmetic of one call; methods take Python ints or traced int32.
+class SplitKGrid:
+    """The grid of one call and its index arithmetic; methods take Python ints or traced int32.
 
     Fields:
       widths: channels of each part.
@@ -56,8 +56,8 @@ class Plan:
     halves: int
 
     @classmethod
-    def of(cls, parts: Sequence[Shaped], dy: Shaped, tile: Tile) -> Plan:
-        """Returns the plan of a call for operands of these shapes."""
+    def of(cls, parts: Sequence[Shaped], dy: Shaped, tile: Tile) -> SplitKGrid:
+        """Returns the grid of a call for operands of these shapes."""
         batch, height, width, features = dy.shape
         halves = 2 if dy.dtype == jnp.float32 else 1
         return cls(

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.conv3x3.operands import Parts
+from jaxunet.ops.group_norm.operands import Affine
 from pallas_kernels.conv3x3.hopper_weight_gradient_plan import BLOCK
 
 # Multiples of channels that the Hopper kernels need.
@@ -23,7 +24,7 @@ SUMS = 32  # GroupNorm's channel sums, which are the gradient of shift
 
 # The batched operands of a convolution (parts, shift, residual, affine), and its weights (kernel,
 # shortcut), in the form that `joins_batch` takes.
-Images = tuple[Parts, Array, Parts, tuple[Array, Array] | None]
+Images = tuple[Parts, Array, Parts, Affine | None]
 Weights = tuple[Array, Array | None]
 
 

@@ -4,6 +4,7 @@ says which operands it does not support.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 from support.turns import in_turn
 
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
 from pallas_kernels.conv3x3 import dispatch, hopper
 from pallas_kernels.conv3x3.schedule import Tile
 
@@ -59,72 +62,54 @@ CALLS = {
 }
 
 
-def arguments(
+def call_of(
     image: tuple[int, int, int], channels: tuple[int, ...], features: int, options: dict
-) -> tuple[tuple, dict]:
+) -> hopper.Call:
     dtype, total = options.get('dtype', 'bfloat16'), sum(channels)
-    positional = (
-        tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in channels),
-        jax.ShapeDtypeStruct((3, 3, total, features), dtype),
-        jax.ShapeDtypeStruct((1, features), 'float32'),
+    array, flipped = jax.ShapeDtypeStruct, options.get('flipped', False)
+
+    def images(channels: tuple[int, ...]) -> Activation:
+        return Activation(tuple(array((*image, c), dtype) for c in channels))
+
+    residual = options.get('residual', ())
+    projected = residual not in ((), (features,))
+    conv = Convolution(
+        image=images(channels),
+        kernel=array((3, 3, *((features, total) if flipped else (total, features))), dtype),
+        shift=array((1, features), 'float32'),
+        residual=images(residual) if residual else None,
+        shortcut=array((sum(residual), features), dtype) if projected else None,
     )
-    named: dict = {}
-    if options.get('flipped'):
-        named['flipped'] = True
-        positional = (
-            positional[0],
-            jax.ShapeDtypeStruct((3, 3, features, total), dtype),
-            positional[2],
-        )
-    if residual := options.get('residual'):
-        named['residual'] = tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in residual)
-        if residual != (features,):
-            named['shortcut'] = jax.ShapeDtypeStruct((sum(residual), features), dtype)
-    if options.get('affine'):
-        named['affine'] = (jax.ShapeDtypeStruct((image[0], total), 'float32'),) * 2
-    return positional, named
+    affine = (array((image[0], total), 'float32'),) * 2 if options.get('affine') else None
+    return hopper.Call(conv, affine, flipped)
 
 
 @pytest.mark.parametrize(('name', 'x64'), in_turn({n: n for n in CALLS}, (False,), (True,)))
 def test_lowers_to_one_kernel(name: str, x64: bool) -> None:
     image, channels, features, options, tile = CALLS[name]
-    positional, named = arguments(image, channels, features, options)
-
-    flipped = named.pop('flipped', False)
-
-    def call(positional: tuple, named: dict) -> jax.Array:
-        return hopper.forward(*positional, **named, flipped=flipped, tile=tile)
-
+    call = call_of(image, channels, features, options)
+    function = jax.jit(lambda call: hopper.forward(call, tile))
     with jax.enable_x64(x64):
-        exported = jax.export.export(jax.jit(call), platforms=['cuda'])(positional, named)
-    (out,) = exported.out_avals
+        program = function.trace(call).lower(lowering_platforms=('cuda',))
+    out = program.out_info
     assert (out.shape, out.dtype) == (
         (*image, features),
         jnp.dtype(options.get('dtype', 'bfloat16')),
     )
-    calls = [
-        line for line in exported.mlir_module().splitlines() if 'custom_call @mosaic_gpu' in line
-    ]
+    calls = [line for line in program.as_text().splitlines() if 'custom_call @mosaic_gpu' in line]
     assert len(calls) == 1
     assert NAME in calls[0]
 
 
 def test_unsupported_arguments_say_why() -> None:
     def reason(image=(2, 8, 8), channels=(64,), features=64, tile=None, **options) -> str:
-        changed = options.pop('changed', {})
-        positional, named = arguments(image, channels, features, options)
-        (parts, kernel, shift), named = positional, {**named, **changed}
-        kernel = named.pop('kernel', kernel)
-        found = hopper.supports(parts, kernel, tile=tile, **named)
+        changed, affine = options.pop('changed', {}), options.pop('scales', None)
+        call = call_of(image, channels, features, options)
+        call = hopper.Call(dataclasses.replace(call.conv, **changed), affine or call.affine)
+        found = hopper.supports(call, tile)
         if found:
             with pytest.raises(ValueError, match='conv3x3 on Hopper'):
-                jax.eval_shape(
-                    lambda p, k, s, n: hopper.forward(p, k, s, tile=tile, **n),
-                    parts,
-                    kernel,
-                    shift,
-                    named,
-                )
+                jax.eval_shape(lambda call: hopper.forward(call, tile), call)
         return found or ''
 
     array = jax.ShapeDtypeStruct
@@ -138,17 +123,14 @@ def test_unsupported_arguments_say_why() -> None:
     assert 'kernel: expected (3, 3, 64, 64)' in reason(
         changed={'kernel': array((3, 3, 32, 64), 'bfloat16')}
     )
-    assert 'agree in all but channels' in reason(
-        changed={'residual': array((2, 8, 4, 64), 'bfloat16')}
-    )
-    assert 'without a shortcut' in reason(changed={'residual': array((2, 8, 8, 32), 'bfloat16')})
+    other = Activation((array((2, 8, 4, 64), 'bfloat16'),))
+    assert 'agree in all but channels' in reason(changed={'residual': other})
+    narrow = Activation((array((2, 8, 8, 32), 'bfloat16'),))
+    assert 'without a shortcut' in reason(changed={'residual': narrow})
     assert 'shortcut: expected (32, 64)' in reason(
-        changed={
-            'residual': array((2, 8, 8, 32), 'bfloat16'),
-            'shortcut': array((64, 64), 'bfloat16'),
-        }
+        changed={'residual': narrow, 'shortcut': array((64, 64), 'bfloat16')}
     )
-    assert 'two float32 (2, 64)' in reason(changed={'affine': (array((1, 64), 'float32'),) * 2})
+    assert 'two float32 (2, 64)' in reason(scales=(array((1, 64), 'float32'),) * 2)
 
 
 def test_flipped_kernel_is_the_input_gradient() -> None:
@@ -175,14 +157,9 @@ def test_every_shape_has_tiles(dtype: str) -> None:
     for (height, width), widths, features, batch in itertools.product(
         sizes, channels, outputs, (1, 32)
     ):
-        positional, named = arguments(
-            (batch, height, width),
-            widths,
-            features,
-            {'dtype': dtype, 'residual': (features,), 'affine': True},
-        )
-        parts, kernel, _ = positional
-        tiles = hopper.candidates(parts, kernel, **named)
+        options = {'dtype': dtype, 'residual': (features,), 'affine': True}
+        call = call_of((batch, height, width), widths, features, options)
+        tiles = hopper.candidates(call)
         assert len(tiles) == len(set(tiles)) >= 2
-        assert all(hopper.supports(parts, kernel, **named, tile=tile) is None for tile in tiles)
-        assert hopper.default_tile(parts, kernel, **named) == tiles[0]
+        assert all(hopper.supports(call, tile) is None for tile in tiles)
+        assert hopper.default_tile(call) == tiles[0]

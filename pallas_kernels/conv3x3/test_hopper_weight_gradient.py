@@ -16,7 +16,7 @@ from support.parity import assert_parity, draw
 from jaxunet.ops.activation import at_least_float32
 from pallas_kernels.conv3x3 import hopper_weight_gradient as hopper
 from pallas_kernels.conv3x3.hopper_weight_gradient import (
-    Plan,
+    SplitKGrid,
     Tile,
     candidates,
     default_tile,
@@ -66,30 +66,30 @@ def box(image: np.ndarray, row: int, column: int, height: int, width: int) -> np
     return padded[row + 1 : row + 1 + height, column + 1 : column + 1 + width]
 
 
-def emulate(plan: Plan, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+def emulate(grid: SplitKGrid, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
     """Returns the partial sums of every CTA, computed with the kernel's own index arithmetic."""
-    rows, columns, block = plan.tile.rows, hopper.STRIP + 2, hopper.BLOCK
-    out = np.full((plan.tile.splits, 9, x.shape[-1], dy.shape[-1]), np.nan)
-    for cta in range(plan.tiles * plan.tile.splits):
-        split, c, f, tap_row = plan.cta(cta)
-        first, count = plan.share(split)
-        taps = plan.tile.taps // 3
+    rows, columns, block = grid.tile.rows, hopper.STRIP + 2, hopper.BLOCK
+    out = np.full((grid.tile.splits, 9, x.shape[-1], dy.shape[-1]), np.nan)
+    for cta in range(grid.tiles * grid.tile.splits):
+        split, c, f, tap_row = grid.cta(cta)
+        first, count = grid.share(split)
+        taps = grid.tile.taps // 3
         totals = np.zeros((hopper.TAP_ROWS, block, taps * block))
         for strip in range(first, first + count):
-            sample, row, column = plan.strip_origin(strip)
-            slot = np.zeros((plan.box_rows, columns, block))
-            slot[: plan.x_rows] = box(
+            sample, row, column = grid.strip_origin(strip)
+            slot = np.zeros((grid.box_rows, columns, block))
+            slot[: grid.x_rows] = box(
                 x[sample, :, :, c : c + block],
-                plan.first_row(row, tap_row),
+                grid.first_row(row, tap_row),
                 column - 1,
-                plan.x_rows,
+                grid.x_rows,
                 columns,
             )
             left = box(dy[sample, :, :, f : f + block], row, column, rows, hopper.STRIP).reshape(
                 -1, block
             )
             for warpgroup in range(hopper.TAP_ROWS):
-                box_row, box_column, _ = plan.of_warpgroup(warpgroup, tap_row)
+                box_row, box_column, _ = grid.of_warpgroup(warpgroup, tap_row)
                 strides = [8 * s for s in hopper.inline.tap_strides(columns, block)]
                 right = np.lib.stride_tricks.as_strided(
                     slot[box_row:, box_column:], (rows, taps, 8, block), strides, writeable=False
@@ -99,7 +99,7 @@ def emulate(plan: Plan, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
             for tap in range(taps):
                 target = out[
                     split,
-                    plan.of_warpgroup(warpgroup, tap_row)[2] + tap,
+                    grid.of_warpgroup(warpgroup, tap_row)[2] + tap,
                     c : c + block,
                     f : f + block,
                 ]
@@ -117,7 +117,7 @@ def test_index_arithmetic(name: str) -> None:
         rng.integers(-3, 4, (*image, features)).astype(float),
     )
     parts = shapes(image, channels, features, dtype)
-    plan = Plan.of(*parts, tile or default_tile(*parts))
+    grid = SplitKGrid.of(*parts, tile or default_tile(*parts))
     _, height, width = image
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     want = [
@@ -125,25 +125,25 @@ def test_index_arithmetic(name: str) -> None:
         for i in range(3)
         for j in range(3)
     ]
-    np.testing.assert_array_equal(emulate(plan, x, dy).sum(axis=0), np.stack(want))
+    np.testing.assert_array_equal(emulate(grid, x, dy).sum(axis=0), np.stack(want))
 
 
 @pytest.mark.parametrize('splits', [1, 3, 7, 128])
 def test_splits_share_the_strips_evenly(splits: int) -> None:
-    plan = Plan.of(*shapes((32, 16, 16), (64,), 64, 'bfloat16'), Tile(8, 8, splits))
-    shares = [plan.share(split) for split in range(splits)]
+    grid = SplitKGrid.of(*shapes((32, 16, 16), (64,), 64, 'bfloat16'), Tile(8, 8, splits))
+    shares = [grid.share(split) for split in range(splits)]
     assert [strip for first, count in shares for strip in range(first, first + count)] == list(
-        range(plan.strips)
+        range(grid.strips)
     )
     assert max(count for _, count in shares) - min(count for _, count in shares) <= 1
 
 
 def test_traced_arithmetic_is_the_same() -> None:
-    plan = Plan.of(*shapes((3, 20, 12), (64, 128), 128, 'bfloat16'), Tile(8, 8, 5))
+    grid = SplitKGrid.of(*shapes((3, 20, 12), (64, 128), 128, 'bfloat16'), Tile(8, 8, 5))
     for method, count in (
-        (plan.cta, plan.tiles * 5),
-        (plan.share, 5),
-        (plan.strip_origin, plan.strips),
+        (grid.cta, grid.tiles * 5),
+        (grid.share, 5),
+        (grid.strip_origin, grid.strips),
     ):
         traced = jax.vmap(method)(jnp.arange(count, dtype=jnp.int32))
         np.testing.assert_array_equal(np.stack(traced, axis=1), [method(i) for i in range(count)])
@@ -203,8 +203,8 @@ def test_tiles_fit(
     assert len(set(tiles)) == len(tiles)
     assert all(supports(*operands, tile) is None for tile in tiles)
     assert (
-        min(Plan.of(*operands, tiles[0]).strips, 8)
-        <= tiles[0].splits * Plan.of(*operands, tiles[0]).tiles
+        min(SplitKGrid.of(*operands, tiles[0]).strips, 8)
+        <= tiles[0].splits * SplitKGrid.of(*operands, tiles[0]).tiles
     )
 
 

@@ -5,8 +5,8 @@ Rings neither deadlock nor overwrite what is still read, and results are those o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from support.parity import draw
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3 import reference
+from jaxunet.ops.conv3x3.operands import Convolution
 from pallas_kernels.conv3x3 import dispatch, hopper, schedule
 from pallas_kernels.conv3x3 import hopper_weight_gradient as weights
 from pallas_kernels.conv3x3.hopper_weight_gradient_plan import Tile as WeightTile
@@ -64,21 +65,21 @@ def check(
     shortcut = None
     if residual and residual != (features,):
         shortcut = drawn((sum(residual), features), sum(residual) ** -0.5, dtype)
-    options: dict[str, Any] = {'residual': added or None, 'shortcut': shortcut}
-    x = jnp.concatenate(parts, axis=-1)
-    if activated:
-        a, b = (drawn((image[0], total), dtype='float32') for _ in range(2))
-        options['affine'] = (a, b)
-        x = jax.nn.silu(a[:, None, None] * x.astype(jnp.float32) + b[:, None, None]).astype(dtype)
-    wanted = reference.conv3x3(
-        Activation.of(x),
-        kernel,
-        shift,
+    conv = Convolution(
+        image=Activation(parts),
+        kernel=kernel,
+        shift=shift,
         residual=Activation(added) if added else None,
         shortcut=shortcut,
     )
-    given = dispatch.flip(kernel) if flipped else kernel
-    found = hopper.forward(parts, given, shift, flipped=flipped, tile=tile, **options)
+    x, affine = conv.image.value, None
+    if activated:
+        a, b = affine = tuple(drawn((image[0], total), dtype='float32') for _ in range(2))
+        x = jax.nn.silu(a[:, None, None] * x.astype(jnp.float32) + b[:, None, None]).astype(dtype)
+    wanted = reference.conv3x3(conv.of(x))
+    if flipped:
+        conv = dataclasses.replace(conv, kernel=dispatch.flip(kernel))
+    found = hopper.forward(hopper.Call(conv, affine, flipped), tile)
     assert_close(found, wanted.value)
 
 
@@ -154,7 +155,7 @@ def test_weight_gradient(image, tile, dtype):
     def convolve(kernel: jax.Array) -> jax.Array:
         shift = jnp.zeros((1, 64), jnp.float32)
         x = Activation(tuple(part.astype(jnp.float32) for part in parts))
-        return reference.conv3x3(x, kernel, shift).value
+        return reference.conv3x3(Convolution(image=x, kernel=kernel, shift=shift)).value
 
     _, pull = jax.vjp(convolve, jnp.zeros((3, 3, 192, 64), jnp.float32))
     found = weights.weight_gradient(parts, dy, tile=tile)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.conv3x3.hopper_plan import Plan, plan
+from pallas_kernels.conv3x3.hopper_plan import Mainloop, mainloop
 from pallas_kernels.conv3x3.schedule import (
     CHUNK,
     HALO_COLUMNS,
@@ -60,7 +60,7 @@ def store(y: np.ndarray, starts: tuple[int, ...], box: np.ndarray) -> None:
 
 
 def scheduled(
-    p: Plan, arrays: list[np.ndarray], weights: np.ndarray, shortcut: np.ndarray | None
+    p: Mainloop, arrays: list[np.ndarray], weights: np.ndarray, shortcut: np.ndarray | None
 ) -> np.ndarray:
     """Computes the result of the kernel, box by box.
 
@@ -122,7 +122,7 @@ def convolution(x: np.ndarray, kernel: np.ndarray) -> np.ndarray:
 def test_boxes_add_up_to_the_convolution(name: str, split: bool) -> None:
     image, channels, features, residual, tile = SHAPES[name]
     projected = bool(residual) and residual != (features,)
-    p = plan(
+    p = mainloop(
         image,
         channels,
         features,
@@ -168,7 +168,7 @@ def test_every_tile_is_computed_once() -> None:
     for batch, tile in itertools.product(
         (1, 7, 32, 300), (Tile(16, 64), Tile(8, 96, groups=3), Tile(8, 64, groups=1))
     ):
-        s = plan((batch, 16, 24), (64,), 192, tile).schedule
+        s = mainloop((batch, 16, 24), (64,), 192, tile).schedule
         found = [
             s.tile_at(program, i)
             for program in range(s.programs)
@@ -182,7 +182,7 @@ def test_every_tile_is_computed_once() -> None:
 
 def test_the_same_arithmetic_in_the_kernel() -> None:
     """Traced int32 scalars give the same results as Python ints, and stay int32."""
-    s = plan((3, 24, 20), (128,), 192, Tile(8, 64), residual=(192,)).schedule
+    s = mainloop((3, 24, 20), (128,), 192, Tile(8, 64), residual=(192,)).schedule
 
     def positions(program: jax.Array, i: jax.Array) -> tuple:
         first, feature = s.tile_at(program, i)
@@ -218,12 +218,12 @@ def test_the_same_arithmetic_in_the_kernel() -> None:
     ],
 )
 def test_impossible_tiles_say_why(tile: Tile, features: int, reason: str) -> None:
-    s = plan((1, 16, 16), (64,), features, tile).schedule
+    s = mainloop((1, 16, 16), (64,), features, tile).schedule
     assert reason in (s.problem() or '')
 
 
 def test_shared_memory_is_counted() -> None:
-    s = plan((2, 64, 64), (64,), 64, RESIDENT).schedule
+    s = mainloop((2, 64, 64), (64,), 64, RESIDENT).schedule
     assert s.problem() is None
     strips, weights, stores = 2 * 2 * 20 * 10 * 128, 9 * 64 * 128, 2 * 128 * 128
     assert strips + weights + stores < s.shared_bytes <= SHARED_BYTES
@@ -232,7 +232,7 @@ def test_shared_memory_is_counted() -> None:
 def test_registers_are_there_when_asked_for() -> None:
     """A warpgroup that asks for more registers than others gave up would wait forever."""
     for groups, activators, activated in itertools.product((1, 2, 3), (1, 2), (False, True)):
-        s = plan(
+        s = mainloop(
             (2, 64, 64), (64,), 64, Tile(8, 64, groups, activators=activators), activated=activated
         ).schedule
         launched = 128 * s.warpgroups * s.launch_registers
@@ -249,7 +249,7 @@ def test_registers_are_there_when_asked_for() -> None:
 
 
 def test_resident_weights_lie_side_by_side() -> None:
-    s = plan((2, 16, 8), (64,), 64, RESIDENT, residual=(64, 32), shortcut=True).schedule
+    s = mainloop((2, 16, 8), (64,), 64, RESIDENT, residual=(64, 32), shortcut=True).schedule
     taken = [s.resident_block(step) + tap for step in range(s.chunks) for tap in range(TAPS)]
     taken += [s.resident_block(step, extra=True) for step in range(s.chunks, s.steps)]
     assert taken == list(range(s.weight_blocks))

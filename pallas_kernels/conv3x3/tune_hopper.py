@@ -32,7 +32,9 @@ from typing import NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.measurement import Inputs, Measurement
 from pallas_kernels import tile_table
@@ -117,31 +119,30 @@ def _convolution(case: Case, direction: str, batch: int, dtype: str, limit: int)
             inputs['residual'] = tuple(array((*image, c)) for c in case.residual)
         if case.residual and case.residual != (case.features,):
             inputs['shortcut'] = array((sum(case.residual), case.features))
-    options: Operands = {
-        name: inputs[name] for name in ('affine', 'residual', 'shortcut') if name in inputs
-    }
-    flipped = direction == 'input'
-    if hopper.supports(inputs['x'], kernel, flipped=flipped, **options):
+    call = call_of(inputs, direction)
+    if hopper.supports(call):
         return None
-    chosen = hopper.choose_tile(inputs['x'], kernel, flipped=flipped, **options)
-    others = hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options)
-    tiles = list[AnyTile](dict.fromkeys([chosen, *others]))[:limit]
+    every = [hopper.choose_tile(call), *hopper.candidates(call, limit)]
+    tiles = list[AnyTile](dict.fromkeys(every))[:limit]
 
     def convolve(tile: AnyTile, i: Operands) -> jax.Array:
         assert isinstance(tile, Tile), tile
-        return hopper.forward(
-            i['x'],
-            i['kernel'],
-            i['shift'],
-            flipped=flipped,
-            tile=tile,
-            **{name: i[name] for name in options},
-        )
+        return hopper.forward(call_of(i, direction), tile)
 
-    key = tile_table.Key(
-        'conv3x3/hopper', dtype, hopper.shape_class(inputs['x'], kernel, flipped=flipped, **options)
-    )
+    key = tile_table.Key('conv3x3/hopper', dtype, hopper.shape_class(call))
     return Shape(case.name, direction, inputs, case.flops(batch), tiles, convolve, key)
+
+
+def call_of(inputs: Operands, direction: str) -> hopper.Call:
+    """Returns the call of the kernel that computes a direction, other than `weight`."""
+    conv = Convolution(
+        image=Activation(inputs['x']),
+        kernel=inputs['kernel'],
+        shift=inputs['shift'],
+        residual=Activation(inputs['residual']) if 'residual' in inputs else None,
+        shortcut=inputs.get('shortcut'),
+    )
+    return hopper.Call(conv, inputs.get('affine'), direction == 'input')
 
 
 def shapes(
@@ -209,14 +210,14 @@ def compile_jobs(jobs: Sequence[Job], seconds: float) -> dict[int, jax.stages.Co
             return None
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        found = enumerate(pool.map(compiled, range(len(jobs))))
-        programs = {number: program for number, program in found if program is not None}
+        numbered = enumerate(pool.map(compiled, range(len(jobs))))
+        programs = {number: program for number, program in numbered if program is not None}
     print(f'compiled {len(programs)} of {len(jobs)}', flush=True)
     return programs
 
 
 def report(
-    found: Sequence[Shape],
+    wanted: Sequence[Shape],
     results: Mapping[tuple[str, str], list[tuple[float, AnyTile]]],
     about: dict[str, object],
     top: int,
@@ -228,7 +229,7 @@ def report(
       about: the first fields of every row.
     """
     shares: dict[str, list[float]] = collections.defaultdict(list)
-    for s in found:
+    for s in wanted:
         timed = sorted(results[s.case, s.direction], key=lambda row: row[0])
         chosen = next((us for us, tile in timed if tile == s.tiles[0]), None)
         row: dict[str, object] = about | {
@@ -255,8 +256,8 @@ def main() -> None:
     """Runs the command."""
     args = arguments()
     check_gpu(hopper=True)
-    found = shapes(args.directions, args.cases, args.batch, args.dtype, args.limit)
-    queues = [[(s, tile) for tile in s.tiles] for s in found]
+    wanted = shapes(args.directions, args.cases, args.batch, args.dtype, args.limit)
+    queues = [[(s, tile) for tile in s.tiles] for s in wanted]
     jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
     programs = compile_jobs(jobs, args.seconds)
     arrays = Inputs()
@@ -274,10 +275,10 @@ def main() -> None:
         s, tile = jobs[int(name.removeprefix('job'))]
         results[s.case, s.direction].append((seen.us, tile))
     kind = jax.devices()[0].device_kind
-    report(found, results, {'device': kind, 'dtype': args.dtype, 'batch': args.batch}, args.top)
+    report(wanted, results, {'device': kind, 'dtype': args.dtype, 'batch': args.batch}, args.top)
     if args.write:
-        every = {s.key: {tile: us for us, tile in results[s.case, s.direction]} for s in found}
-        print(tile_table.update(kind, every, {s.key: s.tiles[0] for s in found}))
+        every = {s.key: {tile: us for us, tile in results[s.case, s.direction]} for s in wanted}
+        print(tile_table.update(kind, every, {s.key: s.tiles[0] for s in wanted}))
 
 
 def _short(tile: AnyTile) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
+from jaxunet.ops.group_norm.operands import Affine, Norm, Statistics
 from jaxunet.ops.transformations import batched
 from pallas_kernels import jax_modules
 from pallas_kernels.types import Shaped
@@ -14,11 +15,9 @@ if jax_modules.missing() is None:
     from pallas_kernels.group_norm import hopper, hopper_plan
 
 Image = Float[Array, 'batch height width _']
-Vector = Float[Array, '#batch channels']  # one number per channel, for a sample or for all
-Norm = tuple[Vector, Vector, Vector, Vector]  # scale, offset, mean, inverse deviation
 
 
-def takes(op: str, parts: Sequence[Shaped], groups: int = 32) -> bool:
+def supports(op: str, parts: Sequence[Shaped], groups: int = 32) -> bool:
     """Returns True if the kernels take an image; otherwise the log says why not.
 
     Args:
@@ -30,7 +29,7 @@ def takes(op: str, parts: Sequence[Shaped], groups: int = 32) -> bool:
       UserError: the kernels do not run here.
     """
     jax_modules.check_runs()
-    return jax_modules.takes(op, hopper_plan.supports(parts, groups))
+    return jax_modules.supports(op, hopper_plan.supports(parts, groups))
 
 
 def channel_sums(x: Image) -> Float[Array, 'batch channels']:
@@ -41,35 +40,38 @@ def channel_sums(x: Image) -> Float[Array, 'batch channels']:
     return batched(hopper.channel_sums)(x)
 
 
-def affine(
-    parts: tuple[Image, ...], scale: Vector, offset: Vector, *, groups: int, eps: float
-) -> tuple[Vector, Vector, Vector, Vector]:
-    """Returns a, b, mean and inverse deviation; see `hopper.affine`."""
-    return batched(hopper.affine, groups=groups, eps=eps)(parts, scale, offset)
+def affine(parts: tuple[Image, ...], norm: Norm) -> tuple[Affine, Statistics]:
+    """Returns a and b of SiLU(a · x + b), and the statistics."""
+    return batched(hopper.affine)(parts, norm)
 
 
-def normalise(
-    parts: tuple[Image, ...], scale: Vector, offset: Vector, *, groups: int, eps: float, silu: bool
-) -> tuple[Image, Vector, Vector]:
-    """Returns act(norm(x) · scale + offset), and the group's mean and inverse deviation."""
-    return batched(hopper.normalise, groups=groups, eps=eps, silu=silu)(parts, scale, offset)
+def normalise(parts: tuple[Image, ...], norm: Norm, *, silu: bool) -> tuple[Image, Statistics]:
+    """Returns act(norm(x) · scale + offset), and the statistics."""
+    return batched(hopper.normalise, silu=silu)(parts, norm)
 
 
 def gradient_sums(
-    parts: tuple[Image, ...], dy: Image, norm: Norm, *, silu: bool, activation: bool = False
+    parts: tuple[Image, ...],
+    dy: Image,
+    norm: Norm,
+    stats: Statistics,
+    *,
+    silu: bool,
+    activation: bool = False,
 ) -> tuple[Float[Array, 'batch 2 channels'], Image | None]:
     """Returns s₁ and s₂ of `hopper`'s formulas; with `activation` also act(z), in x's type."""
-    return batched(hopper.gradient_sums, silu=silu, activation=activation)(parts, dy, *norm)
+    call = batched(hopper.gradient_sums, silu=silu, activation=activation)
+    return call(parts, dy, norm, stats)
 
 
 def gradient(
     parts: tuple[Image, ...],
     dy: Image,
     norm: Norm,
+    stats: Statistics,
     sums: Float[Array, 'batch 2 channels'],
     *,
-    groups: int,
     silu: bool,
 ) -> tuple[Image, ...]:
     """Returns the gradient of every part, in x's type, from s₁ and s₂."""
-    return batched(hopper.gradient, groups=groups, silu=silu)(parts, dy, *norm, sums)
+    return batched(hopper.gradient, silu=silu)(parts, dy, norm, stats, sums)

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxunet.ops.group_norm.operands import group_size
+from jaxunet.ops.group_norm.operands import Affine, Norm, Statistics, group_size
 from pallas_kernels.group_norm import hopper_reductions as reductions
 from pallas_kernels.group_norm import hopper_writers as writers
-from pallas_kernels.group_norm.hopper_plan import Tile, plan
+from pallas_kernels.group_norm.hopper_plan import Tile, grid
 
 Image = Float[Array, 'batch height width _']
 
@@ -40,7 +40,7 @@ def moments(parts: tuple[Image, ...], *, tile: Tile | None = None) -> Float[Arra
       parts: x, joined along channels.
       tile: None takes `hopper_plan.choose_tile`; below too.
     """
-    p = plan(parts, 1, tile)
+    p = grid(parts, 1, tile)
     partial = reductions.moments(p, _flat(parts))
     if p.tile.splits == 1:
         return partial[:, 0]
@@ -55,75 +55,55 @@ def moments(parts: tuple[Image, ...], *, tile: Tile | None = None) -> Float[Arra
 @functools.partial(jax.jit, static_argnames='tile')
 def channel_sums(x: Image, *, tile: Tile | None = None) -> Float[Array, 'batch channels']:
     """Returns the sum over the pixels of each sample and channel, float32."""
-    p = plan([x], 1, tile)
+    p = grid([x], 1, tile)
     return _joined(reductions.channel_sums(p, _flat_one(x)))[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=('groups', 'eps', 'tile'))
+@functools.partial(jax.jit, static_argnames='tile')
 def affine(
-    parts: tuple[Image, ...],
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    *,
-    groups: int,
-    eps: float,
-    tile: Tile | None = None,
-) -> tuple[
-    Float[Array, 'batch channels'],
-    Float[Array, 'batch channels'],
-    Float[Array, 'batch channels'],
-    Float[Array, 'batch channels'],
-]:
-    """Returns a, b, mean and inverse deviation of each sample and channel.
-
-    norm(x) · scale + offset = a · x + b; mean and inverse deviation are the group's.
+    parts: tuple[Image, ...], norm: Norm, *, tile: Tile | None = None
+) -> tuple[Affine, Statistics]:
+    """Returns a and b such that norm(x) · scale + offset = a · x + b, and the statistics.
 
     Raises:
-      ValueError: the channels are not a multiple of `groups`.
+      ValueError: the channels are not a multiple of the groups.
     """
-    known = _by_group(moments(parts, tile=tile), groups)
-    p = plan(parts, 1, Tile(1, 1))
-    a, b, mean, inverse = writers.affine(p, known, _float32(scale), _float32(offset), eps=eps)
-    return a, b, mean, inverse
+    known = _by_group(moments(parts, tile=tile), norm.groups)
+    p = grid(parts, 1, Tile(1, 1))
+    a, b, mean, inverse = writers.affine(
+        p, known, _float32(norm.scale), _float32(norm.offset), eps=norm.eps
+    )
+    return (a, b), Statistics(mean, inverse)
 
 
-@functools.partial(jax.jit, static_argnames=('groups', 'eps', 'silu', 'tile'))
+@functools.partial(jax.jit, static_argnames=('silu', 'tile'))
 def normalise(
-    parts: tuple[Image, ...],
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    *,
-    groups: int,
-    eps: float,
-    silu: bool,
-    tile: Tile | None = None,
-) -> tuple[Image, Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
-    """Returns act(norm(x) · scale + offset), and the group's mean and inverse deviation.
+    parts: tuple[Image, ...], norm: Norm, *, silu: bool, tile: Tile | None = None
+) -> tuple[Image, Statistics]:
+    """Returns act(norm(x) · scale + offset), and the statistics.
 
     Raises:
-      ValueError: the channels are not a multiple of `groups`.
+      ValueError: the channels are not a multiple of the groups.
     """
-    known = _by_group(moments(parts, tile=tile), groups)
+    known = _by_group(moments(parts, tile=tile), norm.groups)
     y, mean, inverse = writers.normalise(
-        plan(parts, 1, tile),
+        grid(parts, 1, tile),
         _flat(parts),
         known,
-        _float32(scale),
-        _float32(offset),
-        eps=eps,
+        _float32(norm.scale),
+        _float32(norm.offset),
+        eps=norm.eps,
         silu=silu,
     )
-    return y.reshape(*parts[0].shape[:3], -1), mean, inverse
+    return y.reshape(*parts[0].shape[:3], -1), Statistics(mean, inverse)
 
 
 @functools.partial(jax.jit, static_argnames=('silu', 'activation', 'tile'))
 def gradient_sums(
     parts: tuple[Image, ...],
     dy: Image,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    mean: Float[Array, 'batch channels'],
-    inverse: Float[Array, 'batch channels'],
+    norm: Norm,
+    stats: Statistics,
     *,
     silu: bool,
     activation: bool = False,
@@ -135,27 +115,24 @@ def gradient_sums(
       activation: also write act(z) again, in x's dtype, from the same read.
     """
     partial, active = reductions.gradient_sums(
-        plan(parts, 2, tile),
+        grid(parts, 2, tile),
         _flat(parts),
         _flat_one(dy),
-        [_float32(v) for v in (scale, offset, mean, inverse)],
+        [_float32(v) for v in (norm.scale, norm.offset, *stats)],
         silu=silu,
         activation=activation,
     )
     return _joined(partial), None if active is None else active.reshape(dy.shape)
 
 
-@functools.partial(jax.jit, static_argnames=('groups', 'silu', 'tile'))
+@functools.partial(jax.jit, static_argnames=('silu', 'tile'))
 def gradient(
     parts: tuple[Image, ...],
     dy: Image,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    mean: Float[Array, 'batch channels'],
-    inverse: Float[Array, 'batch channels'],
+    norm: Norm,
+    stats: Statistics,
     sums: Float[Array, 'batch 2 channels'],
     *,
-    groups: int,
     silu: bool,
     tile: Tile | None = None,
 ) -> tuple[Image, ...]:
@@ -165,14 +142,14 @@ def gradient(
       sums: as `gradient_sums` returns them.
 
     Raises:
-      ValueError: the channels are not a multiple of `groups`.
+      ValueError: the channels are not a multiple of the groups.
     """
     dx = writers.gradient(
-        plan(parts, 2, tile),
+        grid(parts, 2, tile),
         _flat(parts),
         _flat_one(dy),
-        [_float32(v) for v in (scale, offset, mean, inverse)],
-        _by_group(sums, groups),
+        [_float32(v) for v in (norm.scale, norm.offset, *stats)],
+        _by_group(sums, norm.groups),
         silu=silu,
     )
     return tuple(d.reshape(part.shape) for d, part in zip(dx, parts, strict=True))

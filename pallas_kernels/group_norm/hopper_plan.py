@@ -33,8 +33,8 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A tile fitted to a shape; static, so that a kernel can close over it.
+class Grid:
+    """The grid of one call: a tile fitted to a shape; static, so that a kernel can close over it.
 
     A program is one warpgroup. It owns `chunk` channels of one part of one sample, and iterates
     over its split of the pixels in steps of `unroll` register tiles of `rows` pixels. In a register
@@ -134,11 +134,11 @@ def supports(parts: Sequence[Shaped], groups: int = 32) -> str | None:
     return None
 
 
-def choose_tile(shape: Plan, tensors: int) -> Tile:
+def choose_tile(shape: Grid, tensors: int) -> Tile:
     """Returns the tile of a kernel: enough programs to fill the GPU, in few splits.
 
     Args:
-      shape: a plan, whose tile is ignored.
+      shape: a grid, whose tile is ignored.
       tensors: images that the kernel reads.
     """
     tiles = ceil_div(shape.pixels, shape.rows)
@@ -148,8 +148,8 @@ def choose_tile(shape: Plan, tensors: int) -> Tile:
     return Tile(unroll, 1 << (splits.bit_length() - 1))
 
 
-def plan(parts: Sequence[Shaped], tensors: int, tile: Tile | None = None) -> Plan:
-    """Returns the plan of a kernel that reads `tensors` images.
+def grid(parts: Sequence[Shaped], tensors: int, tile: Tile | None = None) -> Grid:
+    """Returns the grid of a kernel that reads `tensors` images.
 
     Args:
       tile: None takes `choose_tile`.
@@ -162,8 +162,8 @@ def plan(parts: Sequence[Shaped], tensors: int, tile: Tile | None = None) -> Pla
     batch, height, width, _ = parts[0].shape
     channels = tuple(part.shape[-1] for part in parts)
     size = jnp.dtype(parts[0].dtype).itemsize
-    found = Plan(batch, height * width, channels, size, tile or Tile(1, 1))
-    return found if tile else dataclasses.replace(found, tile=choose_tile(found, tensors))
+    shape = Grid(batch, height * width, channels, size, tile or Tile(1, 1))
+    return shape if tile else dataclasses.replace(shape, tile=choose_tile(shape, tensors))
 
 
 def _chunk(parts: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from pallas_kernels.group_norm.hopper_plan import LANES, THREADS, Plan
+from pallas_kernels.group_norm.hopper_plan import LANES, THREADS, Grid
 from pallas_kernels.hopper_views import load, store
 from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Layout, Ref
@@ -25,25 +25,29 @@ class Program:
     """One program's place in the grid, and its loads and stores.
 
     Fields:
-      plan: of the kernel.
-      sample, split: of the program, see `Plan.place`.
+      grid: of the kernel.
+      sample, split: of the program, see `Grid.place`.
       channel: its first channel, counted over all parts.
       tile: layout of a register tile.
       vector: layout of one number per channel, as a register tile has them.
       column: layout of one number per channel, each in one thread of every warp.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.sample, self.split, chunk = plan.place(lax.axis_index('program'))
-        self.channel = chunk * plan.chunk
-        tiling = ((plan.rows, plan.chunk), (plan.rows // WARPS, plan.chunk), (plan.vector,))
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.sample, self.split, chunk = grid.place(lax.axis_index('program'))
+        self.channel = chunk * grid.chunk
+        tiling = (
+            (grid.rows, grid.chunk),
+            (grid.rows // WARPS, grid.chunk),
+            (grid.vector,),
+        )
         self.tile = plgpu.Layout.TILED(
             plgpu.Tiling(tiling), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
         )
         self.vector = self.tile.reduce(0)
         self.column = plgpu.Layout.TILED(
-            plgpu.Tiling(((plan.chunk,), (plan.chunk // LANES,))),
+            plgpu.Tiling(((grid.chunk,), (grid.chunk // LANES,))),
             warp_dims=(plgpu.Replicated(WARPS),),
             lane_dims=(-2,),
             vector_dim=-1,
@@ -52,9 +56,9 @@ class Program:
     def each_part(self, body: Callable[[int, Index], None]) -> None:
         """Runs body(part, first channel in it) for the part that has this program's channels."""
         start = 0
-        for number, size in enumerate(self.plan.parts):
+        for number, size in enumerate(self.grid.parts):
             run = functools.partial(body, number, self.channel - start)
-            if len(self.plan.parts) == 1:
+            if len(self.grid.parts) == 1:
                 run()
             else:
                 pl.when((self.channel >= start) & (self.channel < start + size))(run)
@@ -65,7 +69,7 @@ class Program:
         # All at once, because the compiler does not move loads ahead of stores.
         return [
             load(ref.at[self._place(channel, step, n)], self.tile)
-            for n in range(self.plan.tile.unroll)
+            for n in range(self.grid.tile.unroll)
         ]
 
     def store(
@@ -77,23 +81,23 @@ class Program:
 
     def _place(self, channel: Index, step: Index, number: int) -> tuple[Index, ...]:
         first = self._first_pixel(step, number)
-        if self.plan.ragged:
+        if self.grid.ragged:
             # A tile that would extend past the end covers the last pixels instead. Pixels that it
             # shares with another tile (see `fresh`) are stored twice, with equal values.
-            first = lax.min(first, jnp.int32(self.plan.pixels - self.plan.rows))
-        return self.sample, pl.ds(first, self.plan.rows), pl.ds(channel, self.plan.chunk)
+            first = lax.min(first, jnp.int32(self.grid.pixels - self.grid.rows))
+        return self.sample, pl.ds(first, self.grid.rows), pl.ds(channel, self.grid.chunk)
 
     def _first_pixel(self, step: Index, number: int) -> Index:
-        plan = self.plan
-        return (self.split * plan.share + step * plan.tile.unroll + number) * plan.rows
+        grid = self.grid
+        return (self.split * grid.share + step * grid.tile.unroll + number) * grid.rows
 
     def fresh(self, step: Index, number: int) -> Bool[Array, 'rows chunk'] | None:
         """Returns the mask of the pixels of a register tile that no other tile has; None: all."""
-        if not self.plan.ragged:
+        if not self.grid.ragged:
             return None
         first = self._first_pixel(step, number)
-        start = lax.min(first, jnp.int32(self.plan.pixels - self.plan.rows))
-        row = plgpu.broadcasted_iota(jnp.int32, (self.plan.rows,), 0, layout=self.tile.reduce(1))
+        start = lax.min(first, jnp.int32(self.grid.pixels - self.grid.rows))
+        row = plgpu.broadcasted_iota(jnp.int32, (self.grid.rows,), 0, layout=self.tile.reduce(1))
         return self._spread(row + start >= first, 0)
 
     def load_vector(self, ref: Ref, layout: Layout | None = None) -> Float[Array, ' chunk']:
@@ -103,23 +107,23 @@ class Program:
           layout: None is `vector`.
         """
         sample = self.sample if ref.shape[0] > 1 else 0
-        return load(ref.at[sample, pl.ds(self.channel, self.plan.chunk)], layout or self.vector)
+        return load(ref.at[sample, pl.ds(self.channel, self.grid.chunk)], layout or self.vector)
 
     def store_vector(self, ref: Ref, value: Float[Array, ' chunk']) -> None:
         """Stores one number per channel to (batch, channels)."""
-        store(ref.at[self.sample, pl.ds(self.channel, self.plan.chunk)], value)
+        store(ref.at[self.sample, pl.ds(self.channel, self.grid.chunk)], value)
 
     def spread(self, *vectors: Float[Array, ' chunk']) -> list[Float[Array, 'rows chunk']]:
         """Returns one number per channel for every pixel of a register tile."""
         return [self._spread(vector, 1) for vector in vectors]
 
     def _spread(self, value: Array, dimension: int) -> Array:
-        shape = (self.plan.rows, self.plan.chunk)
+        shape = (self.grid.rows, self.grid.chunk)
         return plgpu.layout_cast(lax.broadcast_in_dim(value, shape, (dimension,)), self.tile)
 
     def zeros(self) -> Float[Array, 'rows chunk']:
         """Returns a register tile of zeros."""
-        return plgpu.layout_cast(jnp.zeros((self.plan.rows, self.plan.chunk)), self.tile)
+        return plgpu.layout_cast(jnp.zeros((self.grid.rows, self.grid.chunk)), self.tile)
 
     def rows_of(
         self, scratch: Ref, values: Sequence[Float[Array, 'rows chunk']]
@@ -133,17 +137,17 @@ class Program:
             store(scratch.at[number], value)
         plgpu.commit_smem()
         return [
-            [load(scratch.at[number, row], self.column) for row in range(self.plan.rows)]
+            [load(scratch.at[number, row], self.column) for row in range(self.grid.rows)]
             for number in range(len(values))
         ]
 
     def sigmoid(self, z: Array) -> Array:
         """Returns 1 / (1 + exp(−z)) to the precision of the images."""
-        return sigmoid(z, exact=self.plan.itemsize == 4)
+        return sigmoid(z, exact=self.grid.itemsize == 4)
 
     def store_partial(self, ref: Ref, number: int, value: Float[Array, ' chunk']) -> None:
         """Stores one number per channel to partial results (batch, splits, numbers, channels)."""
-        channels = pl.ds(self.channel, self.plan.chunk)
+        channels = pl.ds(self.channel, self.grid.chunk)
         store(ref.at[self.sample, self.split, number, channels], value)
 
 
@@ -189,7 +193,7 @@ class Groups:
         plgpu.commit_smem()
         program = self.program
         return [
-            load_flat(scratch.at[n], program.channel, program.plan.chunk, program.vector)
+            load_flat(scratch.at[n], program.channel, program.grid.chunk, program.vector)
             for n in range(len(values))
         ]
 
@@ -200,20 +204,20 @@ def load_flat(ref: Ref, start: Index, size: int, layout: Layout) -> Float[Array,
     return load(ref.reshape(rows * columns).at[pl.ds(start, size)], layout)
 
 
-def loop(plan: Plan, body: Callable[[Index, Any], Any], state: PyTree[Array]) -> Any:
+def loop(grid: Grid, body: Callable[[Index, Any], Any], state: PyTree[Array]) -> Any:
     """Runs body(step, state) for every step; a single one is not a loop."""
-    if plan.steps == 1:
+    if grid.steps == 1:
         return body(jnp.int32(0), state)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), body, state)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(grid.steps), body, state)
 
 
 def total(values: Sequence[Array]) -> Array:
     """Returns the sum, pairwise, in a fixed order."""
-    found = list(values)
-    while len(found) > 1:
-        odd = [found.pop()] if len(found) % 2 else []
-        found = [a + b for a, b in zip(found[::2], found[1::2], strict=True)] + odd
-    return found[0]
+    terms = list(values)
+    while len(terms) > 1:
+        odd = [terms.pop()] if len(terms) % 2 else []
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)] + odd
+    return terms[0]
 
 
 def sigmoid(z: Array, *, exact: bool) -> Array:
@@ -231,7 +235,7 @@ def sigmoid(z: Array, *, exact: bool) -> Array:
 
 def launch(
     name: str,
-    plan: Plan,
+    grid: Grid,
     body: Callable[..., None],
     results: PyTree[jax.ShapeDtypeStruct],
     operands: Sequence[Array],
@@ -245,14 +249,14 @@ def launch(
       scratch: shape of the float32 scratch in shared memory; None: there is none.
     """
     kernel = plgpu.kernel(
-        lambda *refs: body(Program(plan), *refs),
+        lambda *refs: body(Program(grid), *refs),
         out_type=results,
         scratch_types=[plgpu.SMEM(scratch, jnp.float32)] if scratch else [],
-        grid=(plan.programs,),
+        grid=(grid.programs,),
         grid_names=('program',),
         kernel_name=f'jaxunet_group_norm_{name}',
         compiler_params=plgpu.CompilerParams(
-            approx_math=plan.itemsize < 4,  # float32 images need full precision
+            approx_math=grid.itemsize < 4,  # float32 images need full precision
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             # Safe, because threads read other threads' writes to shared memory only after
             # commit_smem.

@@ -4,7 +4,7 @@
     gradient_sums           x, dy  ->  partial results [, act(z)]
 
 A program streams its pixels from device memory to registers, 16 bytes per thread and load
-(`hopper_plan.Plan`), and reduces them to one register tile. The rows of this tile are then merged
+(`hopper_plan.Grid`), and reduces them to one register tile. The rows of this tile are then merged
 through shared memory. XLA merges the splits. `hopper` has the formulas.
 """
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.group_norm.hopper_plan import Plan
+from pallas_kernels.group_norm.hopper_plan import Grid
 from pallas_kernels.group_norm.hopper_program import Program, launch, loop, total
 from pallas_kernels.types import Index, Ref
 
@@ -24,7 +24,7 @@ Image = Float[Array, 'batch pixels _']
 Moments = tuple[Array, Array, Array | float]  # mean, sum of squared deviations, count
 
 
-def moments(plan: Plan, parts: tuple[Image, ...]) -> Float[Array, 'batch splits 2 channels']:
+def moments(grid: Grid, parts: tuple[Image, ...]) -> Float[Array, 'batch splits 2 channels']:
     """Returns mean and mean squared deviation of every split's pixels.
 
     Every thread keeps a mean and a sum of squared deviations per channel. The tiles of a step are
@@ -41,14 +41,14 @@ def moments(plan: Plan, parts: tuple[Image, ...]) -> Float[Array, 'batch splits 
 
         program.each_part(reduce)
 
-    kept = _scratch(plan, 3 if plan.ragged else 2)
-    return launch('moments', plan, body, _partials(plan, 2), parts, kept)
+    kept = _scratch(grid, 3 if grid.ragged else 2)
+    return launch('moments', grid, body, _partials(grid, 2), parts, kept)
 
 
 def _moments_of(program: Program, image: Ref, channel: Index) -> Moments:
     """Returns the moments of a program's pixels, per row and channel of its register tile."""
-    plan = program.plan
-    unroll = plan.tile.unroll
+    grid = program.grid
+    unroll = grid.tile.unroll
 
     def of_step(step: Index) -> Moments:
         values = [v.astype(jnp.float32) for v in program.load(image, channel, step)]
@@ -74,20 +74,20 @@ def _moments_of(program: Program, image: Ref, channel: Index) -> Moments:
             steps = step.astype(jnp.float32)
             share, earlier = 1.0 / (steps + 1.0), steps * float(unroll)
         spread = step_deviation + jax.lax.square(delta) * (earlier * share)
-        found = (mean + delta * share, deviation + spread)
-        return (*found, both) if seen else found
+        joined = (mean + delta * share, deviation + spread)
+        return (*joined, both) if seen else joined
 
-    if plan.steps == 1:
+    if grid.steps == 1:
         return of_step(jnp.int32(0))
     zero = program.zeros()
-    found = loop(plan, join, (zero, zero, zero) if plan.ragged else (zero, zero))
-    return found if plan.ragged else (*found, float(plan.share))
+    joined = loop(grid, join, (zero, zero, zero) if grid.ragged else (zero, zero))
+    return joined if grid.ragged else (*joined, float(grid.share))
 
 
-def _store_moments(program: Program, out: Ref, scratch: Ref, found: Moments) -> None:
+def _store_moments(program: Program, out: Ref, scratch: Ref, moments: Moments) -> None:
     """Joins the rows of a program's register tile, and stores its mean and squared deviation."""
-    mean, deviation, count = found
-    rows = range(program.plan.rows)
+    mean, deviation, count = moments
+    rows = range(program.grid.rows)
     counts: Sequence[Array | float]
     share: Array | float  # of one pixel
     if isinstance(count, float):
@@ -104,7 +104,7 @@ def _store_moments(program: Program, out: Ref, scratch: Ref, found: Moments) -> 
     program.store_partial(out, 1, total(spread) * share)
 
 
-def channel_sums(plan: Plan, x: Image) -> Float[Array, 'batch splits 1 channels']:
+def channel_sums(grid: Grid, x: Image) -> Float[Array, 'batch splits 1 channels']:
     """Returns the sums of every split's pixels."""
 
     def body(program: Program, image: Ref, out: Ref, scratch: Ref) -> None:
@@ -113,14 +113,14 @@ def channel_sums(plan: Plan, x: Image) -> Float[Array, 'batch splits 1 channels'
                 sums = sums + _fresh(program, step, n, value.astype(jnp.float32))
             return sums
 
-        (rows,) = program.rows_of(scratch, [loop(plan, add, program.zeros())])
+        (rows,) = program.rows_of(scratch, [loop(grid, add, program.zeros())])
         program.store_partial(out, 0, total(rows))
 
-    return launch('channel_sums', plan, body, _partials(plan, 1), [x], _scratch(plan, 1))
+    return launch('channel_sums', grid, body, _partials(grid, 1), [x], _scratch(grid, 1))
 
 
 def gradient_sums(
-    plan: Plan,
+    grid: Grid,
     parts: tuple[Image, ...],
     dy: Image,
     norm: Sequence[Array],
@@ -157,7 +157,7 @@ def gradient_sums(
                     program.store(ref, program.channel, step, recomputed)
                 return s1, s2
 
-            sums = loop(plan, add, (program.zeros(), program.zeros()))
+            sums = loop(grid, add, (program.zeros(), program.zeros()))
             s1, s2 = (total(rows) for rows in program.rows_of(scratch, sums))
             program.store_partial(out, 0, s1)
             # x̂ = apart · inverse; all pixels share the factor, so it is applied to their sum.
@@ -166,9 +166,9 @@ def gradient_sums(
         program.each_part(reduce)
 
     image = jax.ShapeDtypeStruct(dy.shape, parts[0].dtype)
-    results = [_partials(plan, 2), *([image] if activation else [])]
+    results = [_partials(grid, 2), *([image] if activation else [])]
     operands = [*parts, dy, *norm]
-    sums, *active = launch('gradient_sums', plan, body, results, operands, _scratch(plan, 2))
+    sums, *active = launch('gradient_sums', grid, body, results, operands, _scratch(grid, 2))
     return sums, active[0] if activation else None
 
 
@@ -188,12 +188,12 @@ def _fresh(program: Program, step: Index, number: int, value: Array) -> Array:
     return value if mask is None else jnp.where(mask, value, 0.0)
 
 
-def _partials(plan: Plan, numbers: int) -> jax.ShapeDtypeStruct:
+def _partials(grid: Grid, numbers: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of partial results."""
-    shape = (plan.batch, plan.tile.splits, numbers, sum(plan.parts))
+    shape = (grid.batch, grid.tile.splits, numbers, sum(grid.parts))
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _scratch(plan: Plan, tiles: int) -> tuple[int, ...]:
+def _scratch(grid: Grid, tiles: int) -> tuple[int, ...]:
     """Returns the shape of register tiles in shared memory."""
-    return tiles, plan.rows, plan.chunk
+    return tiles, grid.rows, grid.chunk

@@ -19,7 +19,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.group_norm.hopper_plan import Plan
+from pallas_kernels.group_norm.hopper_plan import Grid
 from pallas_kernels.group_norm.hopper_program import Groups, Program, launch, loop
 from pallas_kernels.group_norm.hopper_reductions import Image, derivative
 from pallas_kernels.types import Index, Ref
@@ -52,7 +52,7 @@ def _store_first(program: Program, refs: Sequence[Ref], values: Sequence[Array])
 
 
 def affine(
-    plan: Plan,
+    grid: Grid,
     known: Float[Array, 'batch 2 groups size'],
     scale: Array,
     offset: Array,
@@ -62,7 +62,7 @@ def affine(
     """Returns a, b, mean and inverse of each sample and channel.
 
     Args:
-      plan: with one split.
+      grid: with one split.
       known: the moments of every channel.
       scale, offset: (1|batch, channels), float32; below too.
     """
@@ -75,11 +75,11 @@ def affine(
         _store_first(program, results, values)
 
     operands = [known, scale, offset]
-    return launch('affine', plan, body, [_vector(plan)] * 4, operands, known.shape[1:])
+    return launch('affine', grid, body, [_vector(grid)] * 4, operands, known.shape[1:])
 
 
 def normalise(
-    plan: Plan,
+    grid: Grid,
     parts: tuple[Image, ...],
     known: Float[Array, 'batch 2 groups size'],
     scale: Array,
@@ -102,25 +102,25 @@ def normalise(
 
         def write(part: int, channel: Index) -> None:
             def step(number: Index, state: tuple[()]) -> tuple[()]:
-                found = []
+                values = []
                 for value in program.load(images[part], channel, number):
                     z = (value.astype(jnp.float32) - centre) * factor + shift
-                    found.append(z * program.sigmoid(z) if silu else z)
-                program.store(y, program.channel, number, found)
+                    values.append(z * program.sigmoid(z) if silu else z)
+                program.store(y, program.channel, number, values)
                 return state
 
-            loop(plan, step, ())
+            loop(grid, step, ())
 
         program.each_part(write)
 
-    image = jax.ShapeDtypeStruct((plan.batch, plan.pixels, sum(plan.parts)), parts[0].dtype)
-    results = [image, _vector(plan), _vector(plan)]
+    image = jax.ShapeDtypeStruct((grid.batch, grid.pixels, sum(grid.parts)), parts[0].dtype)
+    results = [image, _vector(grid), _vector(grid)]
     operands = [*parts, known, scale, offset]
-    return launch('normalise', plan, body, results, operands, known.shape[1:])
+    return launch('normalise', grid, body, results, operands, known.shape[1:])
 
 
 def gradient(
-    plan: Plan,
+    grid: Grid,
     parts: tuple[Image, ...],
     dy: Image,
     norm: Sequence[Array],
@@ -148,7 +148,7 @@ def gradient(
         scales = groups.load(scale_ref)
         means = [groups.mean(scales * groups.load(sums_ref, n)) for n in (0, 1)]
         # The means of scale · dz and of scale · dz · x̂ over a group's channels and pixels.
-        first, second = (v * (1.0 / plan.pixels) for v in groups.vectors(scratch, means))
+        first, second = (v * (1.0 / grid.pixels) for v in groups.vectors(scratch, means))
         scale, offset, mean, inverse = map(program.load_vector, known)
         centre, factor, shift, constant, slope = program.spread(
             mean, scale * inverse, offset, inverse * first, jax.lax.square(inverse) * second
@@ -158,23 +158,23 @@ def gradient(
             def step(number: Index, state: tuple[()]) -> tuple[()]:
                 xs = program.load(images[part], channel, number)
                 dys = program.load(upstream, program.channel, number)
-                found = []
+                values = []
                 for x, dy_tile in zip(xs, dys, strict=True):
                     apart = x.astype(jnp.float32) - centre
                     dz, _ = derivative(program, apart * factor + shift, dy_tile, silu)
-                    found.append(factor * dz - (constant + apart * slope))
-                program.store(dx[part], channel, number, found)
+                    values.append(factor * dz - (constant + apart * slope))
+                program.store(dx[part], channel, number, values)
                 return state
 
-            loop(plan, step, ())
+            loop(grid, step, ())
 
         program.each_part(write)
 
     results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in parts]
     operands = [*parts, dy, *norm, scale_by_group, sums]
-    return launch('gradient', plan, body, results, operands, sums.shape[1:])
+    return launch('gradient', grid, body, results, operands, sums.shape[1:])
 
 
-def _vector(plan: Plan) -> jax.ShapeDtypeStruct:
+def _vector(grid: Grid) -> jax.ShapeDtypeStruct:
     """Returns the shape of one number per sample and channel."""
-    return jax.ShapeDtypeStruct((plan.batch, sum(plan.parts)), jnp.float32)
+    return jax.ShapeDtypeStruct((grid.batch, sum(grid.parts)), jnp.float32)

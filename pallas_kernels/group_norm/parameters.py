@@ -5,12 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxunet.ops.group_norm.operands import Norm
 
-def parameter_gradients(
-    sums: Float[Array, 'batch 2 channels'],
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-) -> tuple[Float[Array, '#batch channels'], Float[Array, '#batch channels']]:
+
+def parameter_gradients(sums: Float[Array, 'batch 2 channels'], norm: Norm) -> Norm:
     """Returns the gradients of scale and offset, in their shapes and types.
 
     These are s₂ and s₁ of each sample, summed over the samples that share a parameter.
@@ -22,7 +20,6 @@ def parameter_gradients(
     total = jnp.sum(sums, axis=0, keepdims=True)
 
     def of(parameter: Array, number: int) -> Array:
-        found = sums if parameter.shape[0] == sums.shape[0] else total
-        return found[:, number].astype(parameter.dtype)
+        return (sums if parameter.shape[0] == sums.shape[0] else total)[:, number]
 
-    return of(scale, 1), of(offset, 0)
+    return norm.with_gradients(of(norm.scale, 1), of(norm.offset, 0))

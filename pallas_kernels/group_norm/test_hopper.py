@@ -18,33 +18,33 @@ from support.parity import assert_parity, draw
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.runtime import device
 from pallas_kernels.group_norm import dispatch, hopper, hopper_plan, hopper_program, vjp
-from pallas_kernels.group_norm.hopper_plan import Plan, Tile
+from pallas_kernels.group_norm.hopper_plan import Grid, Tile
 
 
 def in_steps(tile, groups, silu, x, y, dy, scale, offset):
     """Runs every function of `hopper`, as the ops call them."""
     parts = (x, y)
-    options = {'groups': groups, 'tile': tile}
-    out, mean, inverse = hopper.normalise(parts, scale, offset, eps=1e-5, silu=silu, **options)
-    a, b, _, _ = hopper.affine(parts, scale, offset, eps=1e-5, **options)
-    norm = (scale, offset, mean, inverse)
-    sums, active = hopper.gradient_sums(parts, dy, *norm, silu=silu, activation=True, tile=tile)
-    dx = hopper.gradient(parts, dy, *norm, sums, silu=silu, **options)
+    norm, options = Norm(scale, offset, groups), {'silu': silu, 'tile': tile}
+    out, stats = hopper.normalise(parts, norm, **options)
+    affine, _ = hopper.affine(parts, norm, tile=tile)
+    sums, active = hopper.gradient_sums(parts, dy, norm, stats, activation=True, **options)
+    dx = hopper.gradient(parts, dy, norm, stats, sums, **options)
     of_norm = (jnp.sum(sums[:, 1], 0, keepdims=True), jnp.sum(sums[:, 0], 0, keepdims=True))
-    return out, active, (a, b), (*dx, *of_norm), hopper.channel_sums(dy, tile=tile)
+    return out, active, affine, (*dx, *of_norm), hopper.channel_sums(dy, tile=tile)
 
 
 @functools.cache  # so that all tiles have one oracle
 def plainly(groups, silu):
     def plain(x, y, dy, scale, offset):
         def op(x, y, scale, offset):
-            return reference.group_norm(Activation((x, y)), scale, offset, groups=groups, silu=silu)
+            return reference.group_norm(Activation((x, y)), Norm(scale, offset, groups), silu=silu)
 
         out, pull = jax.vjp(op, x, y, scale, offset)
         moments = jnp.concatenate([reference.channel_moments(part) for part in (x, y)], axis=1)
-        affine = reference.group_affine(moments, scale, offset, groups=groups, eps=1e-5)
+        affine = reference.group_affine(moments, Norm(scale, offset, groups))
         sums = jnp.sum(dy.astype(out.dtype), axis=(1, 2), dtype=affine[0].dtype)
         return out, out, affine, pull(dy), sums
 
@@ -107,13 +107,11 @@ def shapes_of(case, batch, dtype):
 )
 def test_all_steps_lower(case, dtype, x64):
     def every(parts, scale, offset, dy):
-        options = {'groups': case.groups, 'silu': case.silu}
-        y, mean, inverse = hopper.normalise(parts, scale, offset, eps=1e-5, **options)
-        norm = (scale, offset, mean, inverse)
-        sums, active = hopper.gradient_sums(parts, dy, *norm, silu=case.silu, activation=True)
-        dx = hopper.gradient(parts, dy, *norm, sums, **options)
-        fused = hopper.affine(parts, scale, offset, groups=case.groups, eps=1e-5)
-        return y, active, dx, fused, hopper.channel_sums(dy)
+        norm, silu = Norm(scale, offset, case.groups), case.silu
+        y, stats = hopper.normalise(parts, norm, silu=silu)
+        sums, active = hopper.gradient_sums(parts, dy, norm, stats, silu=silu, activation=True)
+        dx = hopper.gradient(parts, dy, norm, stats, sums, silu=silu)
+        return y, active, dx, hopper.affine(parts, norm), hopper.channel_sums(dy)
 
     with jax.enable_x64(x64):
         found = lowered(every, *shapes_of(case, 2, dtype))
@@ -128,7 +126,7 @@ def test_one_launch_for_a_mapped_batch():
     mapped = tuple(jax.ShapeDtypeStruct((3, *p.shape), p.dtype) for p in parts)
 
     def op(parts, scale, offset):
-        return vjp.group_norm(Activation(parts), scale, offset, silu=True)
+        return vjp.group_norm(Activation(parts), Norm(scale, offset), silu=True)
 
     def loss(parts, scale, offset):
         return jnp.sum(jax.vmap(op, (0, None, None))(parts, scale, offset).astype(jnp.float32))
@@ -157,12 +155,12 @@ def test_other_shapes_go_to_xla(change, message):
     with jax.enable_x64(dtype == 'float64'), device.use(device.Target.HOPPER):
         parts, *_ = shapes_of(case, 2, dtype)
         reason = hopper_plan.supports(parts, case.groups)
-        assert not dispatch.takes('group_norm', parts, case.groups)
+        assert not dispatch.supports('group_norm', parts, case.groups)
     assert reason is not None
     assert re.search(message, reason)
     if case.groups == 32:
         with pytest.raises(ValueError, match=f'group_norm on Hopper: .*{message}'):
-            hopper_plan.plan(parts, 1)
+            hopper_plan.grid(parts, 1)
 
 
 def test_the_shapes_of_the_configs_are_supported():
@@ -177,10 +175,10 @@ def test_tiles_cover_every_pixel(pixels, itemsize):
     for parts in ((32,), (64, 128), (96, 64)):
         for batch in (1, 32, 256):
             for tensors in (1, 2):
-                p = Plan(batch, pixels, parts, itemsize, Tile(1, 1))
+                p = Grid(batch, pixels, parts, itemsize, Tile(1, 1))
                 if pixels < p.rows:
                     continue
-                p = Plan(batch, pixels, parts, itemsize, hopper_plan.choose_tile(p, tensors))
+                p = Grid(batch, pixels, parts, itemsize, hopper_plan.choose_tile(p, tensors))
                 assert p.rows * p.chunk * itemsize == 128 * 16
                 assert sum(p.split_pixels()) == pixels
                 assert p.tile.splits * p.share * p.rows >= pixels

@@ -12,67 +12,55 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.dropout import Dropout, drop
 from jaxunet.ops.group_norm import reference
-from jaxunet.ops.group_norm.operands import check_kernel_operands
+from jaxunet.ops.group_norm.operands import Norm, Statistics, check_kernel_operands
 from pallas_kernels.checks import check_not_empty, check_shard_map
 from pallas_kernels.group_norm import dispatch
 from pallas_kernels.group_norm.parameters import parameter_gradients
 
 
 def group_norm(
-    x: Activation,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    *,
-    groups: int = 32,
-    eps: float = 1e-5,
-    silu: bool = False,
+    x: Activation, norm: Norm, *, silu: bool = False, dropout: Dropout | None = None
 ) -> Float[Array, 'batch height width channels']:
-    """act(norm(x) · scale + offset), act = SiLU or identity.
+    """act(norm(x) · scale + offset), act = SiLU or identity, then dropout, which XLA computes.
 
     See `jaxunet.ops.group_norm.reference.group_norm`, which runs the calls that the kernels do not
     take. Wu & He 2018, arXiv 1803.08494.
 
     Raises:
       ValueError: shapes or types that do not fit each other, no samples, channels that are not a
-        multiple of `groups`, or a checked `shard_map`.
+        multiple of the groups, or a checked `shard_map`.
       UserError: the kernels do not run here.
     """
     check_shard_map('group_norm')
-    check_kernel_operands(x, scale, offset, groups)
+    check_kernel_operands(x, norm)
     check_not_empty('group_norm', 'x', x.parts[0])
-    if not dispatch.takes('group_norm', x.parts, groups):
-        return reference.group_norm(x, scale, offset, groups=groups, eps=eps, silu=silu)
-    return _group_norm(x, scale, offset, groups, eps, silu)
+    if not dispatch.supports('group_norm', x.parts, norm.groups):
+        return reference.group_norm(x, norm, silu=silu, dropout=dropout)
+    y = _group_norm(x, norm, silu)
+    return y if dropout is None else drop(y, dropout)
 
 
-# Saved for the backward pass: x, scale, offset, and the groups' mean and inverse deviation.
-Saved = tuple[Activation, Array, Array, Array, Array]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _group_norm(
-    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool
-) -> Array:
-    return _forward(x, scale, offset, groups, eps, silu)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _group_norm(x: Activation, norm: Norm, silu: bool) -> Array:
+    return _forward(x, norm, silu)[0]
 
 
 def _forward(
-    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool
-) -> tuple[Array, Saved]:
-    y, mean, inverse = dispatch.normalise(x.parts, scale, offset, groups=groups, eps=eps, silu=silu)
-    return y, (x, scale, offset, mean, inverse)
+    x: Activation, norm: Norm, silu: bool
+) -> tuple[Array, tuple[Activation, Norm, Statistics]]:
+    y, stats = dispatch.normalise(x.parts, norm, silu=silu)
+    return y, (x, norm, stats)
 
 
 def _backward(
-    groups: int, eps: float, silu: bool, saved: Saved, dy: Array
-) -> tuple[Activation, Array, Array]:
-    del eps
-    x, scale, offset, mean, inverse = saved
-    norm = (scale, offset, mean, inverse)
-    sums, _ = dispatch.gradient_sums(x.parts, dy, norm, silu=silu)
-    dx = dispatch.gradient(x.parts, dy, norm, sums, groups=groups, silu=silu)
-    return Activation(dx), *parameter_gradients(sums, scale, offset)
+    silu: bool, saved: tuple[Activation, Norm, Statistics], dy: Array
+) -> tuple[Activation, Norm]:
+    x, norm, stats = saved
+    sums, _ = dispatch.gradient_sums(x.parts, dy, norm, stats, silu=silu)
+    dx = dispatch.gradient(x.parts, dy, norm, stats, sums, silu=silu)
+    return Activation(dx), parameter_gradients(sums, norm)
 
 
 _group_norm.defvjp(_forward, _backward)

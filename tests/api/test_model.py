@@ -75,6 +75,24 @@ def test_a_sampler_is_compiled_once(model, monkeypatch):
     model.sample(4, seed=9, **QUICK)
 
 
+def test_a_folder_for_diffusers(model, tmp_path):
+    path = f'{tmp_path}/folder/'
+    model.save(path, license='mit')
+    again = jaxunet.load(path)
+    assert again.class_names == ('ape', 'bee', 'cat')
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    assert 'mit' in (tmp_path / 'folder' / 'README.md').read_text()
+    model.save(tmp_path / 'other', format='diffusers')
+    assert (tmp_path / 'other' / 'model_index.json').exists()
+    for options, message in (
+        ({'license': 'mit'}, 'license: only a folder'),
+        ({'format': 'onnx'}, "format: expected diffusers, found 'onnx'"),
+    ):
+        with pytest.raises(jaxunet.UserError, match=message):
+            model.save(tmp_path / 'a.safetensors', **options)
+
+
 def test_progress_is_a_function_of_the_share_drawn(model):
     shares = []
     model.sample(4, batch_size=4, steps=2, progress=shares.append)

@@ -193,9 +193,13 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ('images', 'changes', 'error'),
     [
-        (np.zeros((4, 8, 8), np.int64), {}, 'images: expected uint8, or floats from 0 to 1'),
-        (np.full((4, 8, 8), -1.0), {}, r'images: expected floats from 0 to 1, found -1 to -1'),
-        (np.full((4, 8, 8), np.nan), {}, 'images: expected floats from 0 to 1'),
+        (np.zeros((4, 8, 8), np.int64), {}, 'int64 has no usual range of pixels; set data.range'),
+        (
+            np.full((4, 8, 8), -1.0),
+            {},
+            r'expected values from 0 to 1, .*, found -1 to -1; set data.range',
+        ),
+        (np.full((4, 8, 8), np.nan), {}, 'expected values from 0 to 1, .* found nan'),
         (np.zeros((8, 8), np.uint8), {}, r'images: expected shape \(n, height, width\)'),
         (np.zeros((0, 8, 8), np.uint8), {}, 'images: expected one or more'),
         (np.zeros((4, 3, 8, 8), np.uint8), {}, r'channels first, store images.transpose'),
@@ -203,6 +207,7 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
         (digits(4), {'labels': [0, 1]}, r'labels: expected shape \(4,\)'),
         (digits(4), {'labels': ['a'] * 4, 'class_names': ['b']}, "class_names lacks 'a'"),
         ('digits:', {'labels': [0]}, 'belong to arrays'),
+        ('digits:', {'labels': 'kind'}, r'data\.labels: kind chooses the labels of image files'),
         (digits(4), {'batch_sise': 4}, 'batch_sise: unknown field; did you mean "batch_size"'),
         (digits(4), {'batch_size': 4}, r"several sections have it; write \*\*{'data.batch_size'"),
         (digits(4), {'config': 'imges'}, 'no file or recipe imges'),

@@ -360,15 +360,8 @@ def test_tuning_covers_the_convolutions() -> None:
         if s.direction == 'weight':
             assert s.tiles[0] == hopper_weight_gradient.choose_tile(s.inputs['x'], s.inputs['dy'])
         else:
-            options = {
-                name: s.inputs[name]
-                for name in ('affine', 'residual', 'shortcut')
-                if name in s.inputs
-            }
-            chosen = hopper.choose_tile(
-                s.inputs['x'], s.inputs['kernel'], flipped=s.direction == 'input', **options
-            )
-            assert s.tiles[0] == chosen
+            operands = tune_hopper.call_of(s.inputs, s.direction)
+            assert s.tiles[0] == hopper.choose_tile(operands)
         with device.use(device.Target.HOPPER):
             texts = {
                 jax.jit(lambda i, s=s, t=t: s.run(t, i))

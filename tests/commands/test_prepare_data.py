@@ -15,6 +15,7 @@ from support.commands import call
 from support.data_files import encoded, everything, put, random_pixels, write_folder
 
 from jaxunet import prepare_data
+from jaxunet.data.reading import Reading
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 
@@ -91,7 +92,8 @@ def test_bin_is_unetcus(tmp_path, capsys):
         {name: encoded(image, kinds[name.rpartition('.')[2]]) for name, image in images.items()},
     )
     (folder / 'readme.txt').write_text('words')
-    prepare_data.prepare(str(folder), str(tmp_path / 'out.bin'), (64, 64, 3))
+    drop = Reading('drop')
+    prepare_data.prepare(str(folder), str(tmp_path / 'out.bin'), (64, 64, 3), reading=drop)
     assert (tmp_path / 'out.bin').read_bytes() == unetcu_bytes(folder)
     assert (
         capsys.readouterr().out
@@ -207,7 +209,7 @@ def test_an_image_beside_class_folders_costs_the_labels_aloud(tmp_path, form, ca
     )
     prepare_data.prepare(str(path), str(tmp_path / 'out.npz'), (8, 8, 3))
     assert (
-        'loose.png lies beside the sub-folders bull, cow; for labels, move such images'
+        'loose.png lies beside the sub-folders bull, cow: move such images'
         in capsys.readouterr().out
     )
     with np.load(tmp_path / 'out.npz') as arrays:
@@ -323,3 +325,23 @@ def test_wrong_classes_are_told_with_the_flag(form, tmp_path):
     path, output = put(tmp_path, files, form), tmp_path / 'x.bin'
     with pytest.raises(UserError, match=r'^--classes: .* has no class "bird"; it has cat, dog'):
         prepare_data.prepare(str(path), str(output), (8, 8, 3), classes=('bird',))
+
+
+def test_opacity_and_16_bits_go_into_an_npz(tmp_path):
+    """Training reads from the file what it would read from the images."""
+    pixels = random_pixels(0, (8, 8, 4))
+    pixels[:4, :, 3] = 0
+    folder = write_folder(tmp_path / 'set', {'a.png': encoded(pixels)})
+    for reading, later in (
+        (Reading('keep'), Reading('keep')),
+        (Reading('keep', 16), Reading('keep', 16)),
+        (Reading(bits=16, range=(0, 300)), Reading(bits=16)),
+    ):
+        shape = (8, 8, 4 if reading.keeps else 3)
+        direct = open_source(str(folder), image_shape=shape, reading=reading).load(np.arange(1))
+        prepare_data.prepare(str(folder), str(tmp_path / 'x.npz'), shape, reading=reading)
+        found = open_source(str(tmp_path / 'x.npz'), image_shape=shape, reading=later)
+        np.testing.assert_array_equal(found.load(np.arange(1)), direct)
+    for reading in (Reading('keep'), Reading(bits=16)):
+        with pytest.raises(UserError, match=r'x.bin holds opaque pixels of 8 bits; write an .npz'):
+            prepare_data.prepare(str(folder), str(tmp_path / 'x.bin'), (8, 8, 3), reading=reading)

@@ -13,12 +13,12 @@ from support.commands import call as run_command
 from support.tiny import flags, tiny_config
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, flags_study, step_cost, study_runner
-from jaxunet.compare.flags_study import STEP_COSTS, measure_step_costs
+from jaxunet.compare import collected, flags_comparison, runner, step_cost
+from jaxunet.compare.comparison_file import read_comparison
+from jaxunet.compare.flags_comparison import STEP_COSTS, measure_step_costs
 from jaxunet.compare.jobs import base_config
 from jaxunet.compare.methods import Method, named_fields, parse_methods
 from jaxunet.compare.step_times import COSTS
-from jaxunet.compare.study_file import read_study
 from jaxunet.config import to_dict
 from jaxunet.runtime.no_device import NO_DEVICE
 from jaxunet.training.logs import read_metrics
@@ -72,7 +72,7 @@ def compared(features, tmp_path_factory):
 def test_a_comparison_from_end_to_end(compared):
     output, out = compared
     made = {path.name for path in output.iterdir()}
-    assert {flags_study.STUDY, 'rows.jsonl', 'report.md', 'quality.png'} <= made
+    assert {flags_comparison.FILE, 'rows.jsonl', 'report.md', 'quality.png'} <= made
     rows = collected.read_rows([output / collected.ROWS])
     assert sorted((row['case'], row['seed'], row['seconds']) for row in rows) == [
         (*run, seconds)
@@ -106,11 +106,11 @@ def test_a_comparison_from_end_to_end(compared):
 def test_the_comparison_is_a_file(compared, features):
     """--file reads it, too; methods that are as they are known need no words."""
     output, _ = compared
-    study = read_study(output / flags_study.STUDY)
-    assert study.cells == (('uniform', 0), ('same', 0), ('broken', 0), ('uniform', 1))
-    assert study.own.keys() == {'same', 'broken'}
-    assert study.own_seconds == {'broken': (30, 60)}
-    first = study.jobs('', '')[0]
+    comparison = read_comparison(output / flags_comparison.FILE)
+    assert comparison.cells == (('uniform', 0), ('same', 0), ('broken', 0), ('uniform', 1))
+    assert comparison.own.keys() == {'same', 'broken'}
+    assert comparison.own_seconds == {'broken': (30, 60)}
+    first = comparison.jobs('', '')[0]
     assert first.load_config().model.base_channels == 8
     assert first.references == {'': ('digits:', ('fid', 'recall'))}
 
@@ -141,10 +141,10 @@ def test_runs_of_a_seed_start_alike(compared):
 def test_another_config_leaves_the_comparison_as_it_is(compared, features):
     """The report must go on to describe the runs that the folder holds."""
     output, _ = compared
-    before = (output / flags_study.STUDY).read_text()
+    before = (output / flags_comparison.FILE).read_text()
     error = call(features, output, *ARGUMENTS, '--config.data.batch_size=16', code=2)
     assert '_seed0: holds a run with another config or other times; choose another' in error
-    assert (output / flags_study.STUDY).read_text() == before
+    assert (output / flags_comparison.FILE).read_text() == before
 
 
 @pytest.mark.long
@@ -172,7 +172,7 @@ def test_without_training_the_record_stays(compared):
     report.
     """
     output, _ = compared
-    names = (flags_study.STUDY, flags_study.CONFIG, collected.ROWS)
+    names = (flags_comparison.FILE, flags_comparison.CONFIG, collected.ROWS)
     kept = {name: (output / name).read_text() for name in names}
     one = {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}
     costs = {
@@ -202,12 +202,12 @@ def test_a_folder_of_an_earlier_version_is_refused(arguments, features, tmp_path
     assert 'compare.toml' not in {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize('module', [study_runner.QUEUE, STEP_COSTS])
+@pytest.mark.parametrize('module', [runner.QUEUE, STEP_COSTS])
 def test_the_processes_of_a_comparison_end_in_one_line(module, tmp_path):
     config = to_dict(tiny_config())
     (tmp_path / 'configs.json').write_text(json.dumps({'uniform': config}))
     todo = {
-        study_runner.QUEUE: [f'--jobs={TINY}', f'--output={tmp_path}'],
+        runner.QUEUE: [f'--jobs={TINY}', f'--output={tmp_path}'],
         STEP_COSTS: [tmp_path / 'configs.json'],
     }[module]
     nothing = {'JAX_PLATFORMS': 'none'}
@@ -218,7 +218,7 @@ def test_the_processes_of_a_comparison_end_in_one_line(module, tmp_path):
 
 
 def stated(config, methods, seconds, seeds, evaluations, note=''):
-    return flags_study.Stated(
+    return flags_comparison.FlagsComparison(
         config, parse_methods(methods), seconds, seeds, evaluations, 'c', note
     )
 
@@ -251,20 +251,22 @@ def test_what_flags_state(tmp_path):
     seconds = dict.fromkeys(names, 2.1) | {'p2': 0.7}
     counts = dict.fromkeys(names, 3) | {'p2': 1}
     seeds = dict.fromkeys(names, 1) | {'flow': 2}
-    study = flags_study.write(stated(config, methods, seconds, seeds, counts, 'A note.'), tmp_path)
-    assert study.cells == (*((name, 0) for name in names), ('flow', 1))
-    assert [study.seconds_of(name) for name in ('uniform', 'p2')] == [(0.7, 1.4, 2.1), (0.7,)]
-    assert study.own.keys() == {'p2', 'min_snr', 'mine'}
-    assert study.fields_of('min_snr')['loss.min_snr_gamma'] == 4.0
-    assert [metric.title for metric in study.distances] == ['Inception Score']
-    assert study.options == {'guidance_scale': 2.0}
-    job = next(job for job in study.jobs('', '') if job.case == 'flow')
+    comparison = flags_comparison.write(
+        stated(config, methods, seconds, seeds, counts, 'A note.'), tmp_path
+    )
+    assert comparison.cells == (*((name, 0) for name in names), ('flow', 1))
+    assert [comparison.seconds_of(name) for name in ('uniform', 'p2')] == [(0.7, 1.4, 2.1), (0.7,)]
+    assert comparison.own.keys() == {'p2', 'min_snr', 'mine'}
+    assert comparison.fields_of('min_snr')['loss.min_snr_gamma'] == 4.0
+    assert [metric.title for metric in comparison.distances] == ['Inception Score']
+    assert comparison.template.options == {'guidance_scale': 2.0}
+    job = next(job for job in comparison.jobs('', '') if job.case == 'flow')
     assert job.samplers == ('heun:3:log_snr',)
     assert job.references == {'': (config.data.path, ('inception_score', 'recall'))}
     assert job.load_config(devices=0) == base_config(
         parse_methods(['flow'])[0].apply(config).replace(train={'keep': 1})
     )
-    again = flags_study.write(stated(config, methods, seconds, seeds, counts), tmp_path)
+    again = flags_comparison.write(stated(config, methods, seconds, seeds, counts), tmp_path)
     assert again.note == 'A note.'
 
 
@@ -272,15 +274,17 @@ def test_methods_of_one_objective_have_its_sampler(tmp_path):
     config = base_config(tiny_config(evaluation={'steps': 0}))
     names = ['uniform', 'flow']
     one = dict.fromkeys(names, 1)
-    study = flags_study.write(stated(config, names, one, one, one), tmp_path)
-    assert study.samplers_of('uniform') == (f'ddim:{config.diffusion.steps}',)
-    assert study.samplers_of('flow') == ('ddim:50',)
+    comparison = flags_comparison.write(stated(config, names, one, one, one), tmp_path)
+    assert comparison.samplers_of('uniform') == (f'ddim:{config.diffusion.steps}',)
+    assert comparison.samplers_of('flow') == ('ddim:50',)
 
 
 @pytest.mark.long
 def test_step_costs_take_turns():
     configs = {
-        name: Method(name, named_fields(name)).apply(tiny_config(parallel={'devices': 1}))
+        name: Method(name, named_fields(name, '--methods')).apply(
+            tiny_config(parallel={'devices': 1})
+        )
         for name in ('uniform', 'policy')
     }
     configs['policy'] = configs['policy'].replace(timesteps={'policy_every': 3})

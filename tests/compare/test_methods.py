@@ -6,7 +6,7 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.compare.jobs import base_config
-from jaxunet.compare.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
+from jaxunet.compare.methods import METHODS, Method, numbers_by_method, parse_methods
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.runtime.errors import UserError
@@ -92,20 +92,20 @@ def test_methods_that_are_none(text, message):
 
 
 def test_numbers_by_method():
-    assert parse_counts('--seeds', ['b=3'], ['a', 'b'], 1) == {'a': 1, 'b': 3}
-    assert parse_counts('--seeds', ['2', 'b=3'], ['a', 'b'], 1) == {'a': 2, 'b': 3}
-    assert parse_seconds('--seconds', ['b=0.5'], ['a', 'b'], 300) == {'a': 300, 'b': 0.5}
-    assert parse_counts('--seeds', ['b=3', '2'], ['a', 'b'], 1) == {'a': 2, 'b': 3}
+    assert numbers_by_method('--seeds', ['b=3'], ['a', 'b'], 1) == {'a': 1, 'b': 3}
+    assert numbers_by_method('--seeds', ['2', 'b=3'], ['a', 'b'], 1) == {'a': 2, 'b': 3}
+    assert numbers_by_method('--seconds', ['b=0.5'], ['a', 'b'], 300.0) == {'a': 300, 'b': 0.5}
+    assert numbers_by_method('--seeds', ['b=3', '2'], ['a', 'b'], 1) == {'a': 2, 'b': 3}
     for twice, where in ((['2', '3'], 'all methods, 2 and 3'), (['b=2', '1', 'b=4'], 'b, 2 and 4')):
         with pytest.raises(UserError, match=f'--seeds: there are two numbers for {where}'):
-            parse_counts('--seeds', twice, ['a', 'b'], 1)
+            numbers_by_method('--seeds', twice, ['a', 'b'], 1)
     for wrong in ('0', 'c=1', 'b=', 'x', '1.5'):
         with pytest.raises(UserError, match='--seeds: expected COUNT or NAME=COUNT'):
-            parse_counts('--seeds', [wrong], ['a', 'b'], 1)
+            numbers_by_method('--seeds', [wrong], ['a', 'b'], 1)
     for wrong in ('0', 'c=1', 'b=', 'x', '-1', 'nan', 'inf'):
         with pytest.raises(
             UserError,
             match='--seconds: expected SECONDS or NAME=SECONDS, with SECONDS above 0 and names of '
             'a, b, found',
         ):
-            parse_seconds('--seconds', [wrong], ['a', 'b'], 1.0)
+            numbers_by_method('--seconds', [wrong], ['a', 'b'], 1.0)

@@ -14,9 +14,10 @@ from PIL import Image
 from support.queues import make_queue, rows_of, small_jobs
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, job_runner, stopwatch
+from jaxunet.compare import collected, job_runner
 from jaxunet.compare.job_runner import summary
 from jaxunet.compare.measure import Measurements
+from jaxunet.compare.stopwatch import Limit
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.held_out import HeldOutLoss, Losses
@@ -36,7 +37,7 @@ def jobs():
 
 @pytest.fixture(scope='module')
 def done(jobs, features, tmp_path_factory):
-    """A queue whose file of features appears only after the training of both jobs."""
+    """A queue that has to wait for its file of features."""
     output = tmp_path_factory.mktemp('queue')
     late = output / 'features.npz'
     waited = []
@@ -86,8 +87,8 @@ def test_the_average_with_the_smallest_distance_is_measured(done):
         distances = row['average_fid']
         assert list(distances) == ['0.995', '0.15']
         assert row['average'] == min(distances, key=distances.get)
-        # The first time may be that of the first step, after which all averages are alike.
-        assert len(set(distances.values())) == 2 or row['seconds'] == 0.05
+        # After the first step all averages are alike.
+        assert len(set(distances.values())) == 2 or row['step'] == 1
         assert row['choosing'] == 8
     assert [row['average_fid'] for row in chosen[::2]] == [
         row['average_fid'] for row in chosen[1::2]
@@ -106,15 +107,15 @@ def test_what_each_piece_of_work_took(done):
     output, jobs = done
     stretches = collected.read_stretches([output / collected.STRETCHES])
     assert [(row['seed'], row['outcome']) for row in stretches] == [
-        (0, 'trained'),  # the features appear only later
-        (1, 'trained'),
-        *((job.seed, 'measured') for job in jobs for _ in job.seconds),
+        (job.seed, outcome)
+        for job in jobs
+        for outcome in (*['measured'] * len(job.seconds), 'trained')
     ]
-    for row in stretches[:2]:
-        assert row['wall'].keys() == {'compiling', 'training', 'saving'}
-    for row in stretches[2:]:
-        assert {'sampling', 'measuring'} <= row['wall'].keys()
-    assert 'waiting' in stretches[2]['wall']
+    for row in stretches:
+        measuring = {'training', 'sampling', 'measuring'} if row['outcome'] == 'measured' else set()
+        assert measuring <= row['wall'].keys()
+    assert {'waiting', 'compiling'} <= stretches[0]['wall'].keys()
+    assert 'saving' in stretches[1]['wall']
     assert all(row['versions'] and row['command'] for row in stretches)
 
 
@@ -210,28 +211,26 @@ def test_a_loss_that_is_not_finite_stops_nothing_else(loss, jobs, tmp_path, monk
     assert [row['seconds'] for row in rows_of(tmp_path)] == [0.2]
 
 
-def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
-    """Jobs that fail, jobs and times beyond the limit, and features that never appear."""
-    late = 0.0
-
-    def sleep(seconds):
-        nonlocal late
-        late += 1000
-
-    clock = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + late, sleep=sleep)
-    for module in (job_runner, stopwatch):
-        monkeypatch.setattr(module, 'time', clock)
+def test_what_is_not_done_is_reported(jobs, features, tmp_path):
+    """Jobs that fail, and jobs and times beyond the limit."""
     nowhere = {**jobs[1].fields, 'data.path': str(tmp_path / 'nowhere.zip')}
     failing = dataclasses.replace(jobs[1], case='failing', fields=nowhere)
     never = dataclasses.replace(jobs[1], case='never', seconds=(500.0,))
     cut = dataclasses.replace(jobs[1], seconds=(0.05, 500.0))
-    queue = make_queue(
-        tmp_path, tmp_path / 'none.npz', limit=700, reserve=100, elapsed=300, resume=False
-    )
-    failed, left_out, unmeasured = queue.run([failing, never, cut])
+    queue = make_queue(tmp_path, features, limit=700, reserve=100, elapsed=300, resume=False)
+    failed, left_out = queue.run([failing, never, cut])
     assert failed.startswith('digits_failing_seed1: ')
     assert 'no such file' in failed
     assert left_out.startswith('digits_never_seed1: left out, ')
-    assert unmeasured == 'digits_uniform_seed1: not measured at 0.05 s, as there are no features'
-    assert rows_of(tmp_path) == []
-    assert late == 1000
+    assert {row['seconds'] for row in rows_of(tmp_path)} == {0.05}
+
+
+def test_features_that_never_appear(jobs, tmp_path, monkeypatch):
+    queue = make_queue(tmp_path, tmp_path / 'none.npz')
+
+    def sleep(seconds):
+        queue.limit = Limit(0.0)
+
+    clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=sleep)
+    monkeypatch.setattr(job_runner, 'time', clock)
+    assert queue.run(jobs) == [f'nothing was done, as there is no {tmp_path}/none.npz']

@@ -12,7 +12,7 @@ from support.commands import call_each
 from support.queues import TINY, make_queue, rows_of, small_jobs
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, job_runner, measure, work
+from jaxunet.compare import collected, job_runner, work
 from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.stopwatch import Limit
@@ -100,19 +100,19 @@ def test_measuring_stops_for_a_signal_and_at_the_limit(
 ):
     """It comes while samples are drawn, at the first time of the run or at the last."""
     queue = make_queue(tmp_path, '', measurements=measurements, step_ms=STEP_MS)
-    draw, calls = measure._draw, []
+    draw, calls = Measurements._draw, []
 
-    def interrupted(generator, checkpoint, *arguments):
+    def interrupted(self, generator, checkpoint, *arguments):
         if checkpoint.seconds == job.seconds[which]:
             calls.append(by)
             if by == 'signal':
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
-                queue._limit = Limit(0.0)
-        return draw(generator, checkpoint, *arguments)
+                queue.limit = Limit(0.0)
+        return draw(self, generator, checkpoint, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(measure, '_draw', interrupted)
+        patch.setattr(Measurements, '_draw', interrupted)
         if by == 'signal':
             with pytest.raises(KeyboardInterrupt):
                 queue.run([job])

@@ -13,22 +13,22 @@ from PIL import Image
 from scipy import stats
 
 from jaxunet.compare import collected, report, statistics, step_times, tables
+from jaxunet.compare.comparison import Reference, Round
+from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.compare.statistics import Mean
-from jaxunet.compare.study import Reference, Round
-from jaxunet.compare.study_file import read_study
-from jaxunet.compare.tables import Measured
+from jaxunet.compare.tables import Results
 from jaxunet.runtime.download import digest
 from jaxunet.runtime.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/methods'
-STUDY = dataclasses.replace(
-    read_study(FOLDER / 'methods.toml'),
+COMPARISON = dataclasses.replace(
+    read_comparison(FOLDER / 'methods.toml'),
     rounds=(Round(('uniform', 'flow', 'edm', 'v_cosine'), (0, 1, 2)), Round(('p2',), (0,))),
     samplers={'': ('heun:25',)},
 )
-FRECHET, KERNEL = (metric.title for metric in STUDY.distances)
-FID = STUDY.distances[0].find
-ABOUT = report.about_file(STUDY, FOLDER, 'the command')
+FRECHET, KERNEL = (metric.title for metric in COMPARISON.distances)
+FID = COMPARISON.distances[0]
+ABOUT = report.about_file(COMPARISON, FOLDER, 'the command')
 
 
 def row(case, seconds, seed, fid, *, sampler='heun:25', kid=0.01, **changes):
@@ -88,7 +88,7 @@ def stretch(
 
 @pytest.fixture(scope='module')
 def found():
-    return Measured(STUDY, ROWS)
+    return Results(COMPARISON, ROWS)
 
 
 def shown(text):
@@ -102,7 +102,7 @@ def shown(text):
 
 
 def paired(first, second):
-    return statistics.paired(*(statistics.numbers_of(rows, FID) for rows in (first, second)))
+    return statistics.paired(*(statistics.numbers_of(rows, FID.find) for rows in (first, second)))
 
 
 def test_large_errors_are_written_out():
@@ -150,7 +150,7 @@ def test_the_best_other_method_is_named(found):
     assert table['flow', FRECHET][0].startswith('edm: +30')
     assert table['edm', FRECHET][0].startswith('flow: −30')
     assert table['flow', FRECHET][1].startswith('uniform: **−20.67')
-    apart = Measured(STUDY, [row('a', 60, 0, 1.0), row('b', 60, 1, 2.0)])
+    apart = Results(COMPARISON, [row('a', 60, 0, 1.0), row('b', 60, 1, 2.0)])
     assert shown(tables.against_best(apart))['a', FRECHET] == ['b: no seed of both']
 
 
@@ -160,7 +160,7 @@ def test_times_to_the_final_quality_of_the_baseline(found):
     assert table['flow', FRECHET] == ['150, 150, 148', '149.3 ± 0.73', '0.622 ± 0.003']
     assert table['uniform', FRECHET] == ['240, 240, 240', '240 ± 0', '1 ± 0']
     assert table['edm', FRECHET] == ['≤ 60', '≤ 60 (1)', '≤ 0.25 (1)']
-    behind = Measured(STUDY, [*ROWS, row('p2', 60, 0, 90.0), row('p2', 240, 0, 50.0)])
+    behind = Results(COMPARISON, [*ROWS, row('p2', 60, 0, 90.0), row('p2', 240, 0, 50.0)])
     assert shown(tables.sooner(behind))['p2', FRECHET] == ['not reached', '', '']
 
 
@@ -180,15 +180,15 @@ def test_runs_of_other_lengths():
     its own curve ends there.
     """
     own = {'p2': (150.0,), 'flow': (60.0, 120.0)}
-    study = dataclasses.replace(
-        STUDY,
+    comparison = dataclasses.replace(
+        COMPARISON,
         own_seconds=own,
         rounds=(Round(('uniform', 'p2', 'flow'), (0,)),),
     )
     rows = [row('uniform', s, 0, fid) for s, fid in ((60, 60.0), (120, 50.0), (180, 30.0))]
     rows += [row('uniform', 240, 0, 20.0), row('p2', 150, 0, 25.0)]
     rows += [row('flow', s, 0, fid) for s, fid in ((60, 90.0), (120, 80.0))]
-    found = Measured(study, rows)
+    found = Results(comparison, rows)
     assert shown(tables.quality(found))['p2', FRECHET] == ['', '', '25 (1)', '', '']
     against = shown(tables.against_baseline(found))
     assert against['p2', FRECHET] == ['', '', '−15 (1)', '', '']
@@ -200,8 +200,8 @@ def test_runs_of_other_lengths():
 
 
 def test_a_metric_of_which_more_is_better():
-    study = dataclasses.replace(
-        STUDY, by=('recall',), references=(Reference('x', 'train', ('precision', 'recall')),)
+    comparison = dataclasses.replace(
+        COMPARISON, by=('recall',), references=(Reference('x', 'train', ('precision', 'recall')),)
     )
     rows = [
         row(case, seconds, seed, 0.0, values={'train': {'recall': value + seed / 2}})
@@ -210,7 +210,7 @@ def test_a_metric_of_which_more_is_better():
         for seed in (0, 1)
     ]
     rows.append(row('p2', 60, 0, 0.0, sampler='ddpm:50', values={'train': {'recall': 9}}))
-    found = Measured(study, rows)
+    found = Results(comparison, rows)
     assert shown(tables.quality(found))['p2', 'recall'] == ['5.25 ± 0.25 (2)', '7.25 ± 0.25 (2)']
     against = shown(tables.against_baseline(found))
     assert against['p2', 'recall'] == ['**+1 ± 0 (2), p 0**', '**+2 ± 0 (2), p 0**']
@@ -226,11 +226,11 @@ def test_distances_that_rows_lack_are_left_out():
     kid = [row('uniform', s, 0, 40.0, kid=0.02) for s in (60, 240)]
     lacking = [row('uniform', s, 1, 40.0, values={'train': bare}) for s in (60, 240)]
     other = [row('flow', s, seed, 30.0, kid=0.01) for s in (60, 240) for seed in (0, 1)]
-    found = Measured(STUDY, [*kid, *lacking, *other])
+    found = Results(COMPARISON, [*kid, *lacking, *other])
     assert shown(tables.quality(found))['uniform', KERNEL] == ['0.02 (1)', '0.02 (1)']
     assert shown(tables.against_baseline(found))['flow', KERNEL] == ['−0.01 (1)', '−0.01 (1)']
     assert shown(tables.sooner(found))['flow', KERNEL] == ['≤ 60', '≤ 60 (1)', '≤ 0.25 (1)']
-    none = Measured(STUDY, lacking)
+    none = Results(COMPARISON, lacking)
     for table in (tables.quality, tables.sooner):
         assert not any(shown(table(none))['uniform', KERNEL])
 
@@ -246,10 +246,10 @@ def test_cells_without_rows_are_listed(found):
     assert lines[0] == '- `uniform`: ' + '; '.join(f'seed {s} at 120 s' for s in (0, 1, 2))
     assert '- `edm`: seed 0 at 120, 240 s; seed 1; seed 2' in lines
     assert lines[-1] == '- all of `v_cosine`, `p2`'
-    every = [row(name, s, seed, 1.0) for name, seed in STUDY.cells for s in STUDY.seconds]
-    assert tables.missing(Measured(STUDY, every)) == 'None.'
-    one = dataclasses.replace(STUDY, samplers={'': ('heun:25', 'ddpm:50')})
-    assert tables.missing(Measured(one, ROWS[:6])).startswith('- all of `uniform`'), (
+    every = [row(name, s, seed, 1.0) for name, seed in COMPARISON.cells for s in COMPARISON.seconds]
+    assert tables.missing(Results(COMPARISON, every)) == 'None.'
+    one = dataclasses.replace(COMPARISON, samplers={'': ('heun:25', 'ddpm:50')})
+    assert tables.missing(Results(one, ROWS[:6])).startswith('- all of `uniform`'), (
         'a sampler is missing'
     )
 
@@ -262,7 +262,7 @@ def test_runs_that_failed_are_listed_until_they_are_done():
         stretch('uniform', 0, 'failed', 'x', ended='2026-01-05'),
     ]
     rows = [row('uniform', s, 0, 1.0) for s in (60, 120, 240)]
-    text = tables.missing(Measured(STUDY, rows, stretches))
+    text = tables.missing(Results(COMPARISON, rows, stretches))
     assert [line for line in text.splitlines() if 'failed' in line] == [
         '- failed: `p2`, seed 0: not finite'
     ]
@@ -275,7 +275,9 @@ def test_a_time_that_was_not_measured_is_listed_with_its_reason():
         stretch('p2', 0, 'measured', ended='2026-01-03'),
         stretch('p2', 0, 'trained', ended='2026-01-04'),
     ]
-    text = tables.missing(Measured(STUDY, [row('p2', s, 0, 1.0) for s in (120, 240)], stretches))
+    text = tables.missing(
+        Results(COMPARISON, [row('p2', s, 0, 1.0) for s in (120, 240)], stretches)
+    )
     assert '- failed: `p2`, seed 0: 60 s: NaN' in text.splitlines()
 
 
@@ -285,12 +287,12 @@ def test_the_cost_counts_parts_of_shared_devices_groups_and_repeats(found):
         stretch('flow', 0, training=120.0, compiling=60.0),
         stretch('flow', 0, training=240.0, shared_by=2),
     ]
-    text = tables.cost(Measured(STUDY, ROWS, stretches))
+    text = tables.cost(Results(COMPARISON, ROWS, stretches))
     assert text.startswith('5.0 GPU minutes, repeated work included: training 4.0, compiling 1.0')
     groups = [stretch('flow', 0, devices=2, training=60.0)]
-    assert tables.cost(Measured(STUDY, ROWS, groups)).startswith('2.0 GPU minutes')
+    assert tables.cost(Results(COMPARISON, ROWS, groups)).startswith('2.0 GPU minutes')
     on_cpu = [{**one, 'device': 'cpu'} for one in stretches]
-    assert tables.cost(Measured(STUDY, ROWS, on_cpu)).startswith('5.0 CPU minutes')
+    assert tables.cost(Results(COMPARISON, ROWS, on_cpu)).startswith('5.0 CPU minutes')
 
 
 def test_the_origin_has_versions_and_commits(found):
@@ -300,7 +302,7 @@ def test_the_origin_has_versions_and_commits(found):
 
 
 def test_without_rows_the_tables_say_so():
-    none = Measured(STUDY, [])
+    none = Results(COMPARISON, [])
     for table in (tables.quality, tables.against_baseline, tables.against_best, tables.sooner):
         assert table(none) == tables.NOTHING
     assert tables.at_the_end(none) == tables.origin(none) == tables.cost(none) == tables.NOTHING
@@ -315,7 +317,7 @@ def test_steps_are_shown_beside_the_baseline(tmp_path):
     row = {'costs': costs, 'rounds': 2, 'steps': 8, 'batch': 4, 'device': 'GPU'}
     path = tmp_path / 'step_ms.jsonl'
     path.write_text(json.dumps(row) + '\n')
-    costs = tables.measured(dataclasses.replace(STUDY, step_ms=str(path)), []).step_costs
+    costs = tables.measured(dataclasses.replace(COMPARISON, step_ms=str(path)), []).step_costs
     assert shown(tables.step_times(costs))['policy', '20.00'] == ['2.000 (1.900 to 2.100)']
 
 
@@ -336,7 +338,8 @@ def test_damaged_step_costs(change, tmp_path):
     [
         ({'features': 'classifier-2'}, 'line 2: features: expected classifier-1, as in .*line 1'),
         ({'step_ms': 11.0}, r'line 2: step_ms of edm: expected 10.0, .* found 11.0: such rows do'),
-        ({'step_ms': None}, 'line 2: step_ms: expected a number'),
+        ({'step_ms': 'x'}, 'line 2: step_ms: expected a number'),
+        ({'step_ms': None}, 'training time: expected counted by steps, .* found measured'),
         ({'values': {'train': {'fid': 'x'}}}, 'line 2: values: train: fid: expected a number'),
         ({'step': 'x'}, "line 2: step: expected a whole number, found 'x'; remove the line"),
     ],
@@ -348,14 +351,6 @@ def test_rows_that_do_not_compare_are_refused(tmp_path, change, message):
         collected.read_rows([tmp_path / 'rows.jsonl'])
 
 
-def test_measured_and_counted_times_do_not_compare(tmp_path):
-    measured = {k: v for k, v in row('flow', 60, 0, 1.0).items() if k != 'step_ms'}
-    path = tmp_path / 'rows.jsonl'
-    path.write_text('\n'.join(map(json.dumps, [ROWS[0], measured])) + '\n')
-    with pytest.raises(UserError, match=r'training time: expected counted by steps, .* measured'):
-        collected.read_rows([path])
-
-
 def test_later_rows_replace_earlier_ones(tmp_path):
     files = []
     for number, rows in enumerate((ROWS[1:], [ROWS[0], row('edm', 60, 0, 29.0)])):
@@ -363,7 +358,7 @@ def test_later_rows_replace_earlier_ones(tmp_path):
         files[-1].write_text('\n'.join(map(json.dumps, rows)) + '\n')
     merged = collected.read_rows([*files, tmp_path / 'nowhere.jsonl'])
     assert len(merged) == len(ROWS)
-    cells = Measured(STUDY, merged).cells
+    cells = Results(COMPARISON, merged).cells
     assert [r['values']['train']['fid'] for r in cells['edm', 60]] == [29.0]
     assert [r['seed'] for r in cells['flow', 60]] == [0, 1, 2]
 
@@ -392,12 +387,12 @@ def test_the_report_has_everything(found, tmp_path):
 
 
 def test_a_report_of_few_metrics_without_rows(tmp_path):
-    study = dataclasses.replace(STUDY, references=(Reference('x', 'train', ('kid',)),))
-    text, _ = report.write(Measured(study, []), tmp_path, ABOUT, plot=True)
+    comparison = dataclasses.replace(COMPARISON, references=(Reference('x', 'train', ('kid',)),))
+    text, _ = report.write(Results(comparison, []), tmp_path, ABOUT, plot=True)
     assert tables.NOTHING in text
     assert '- all of `uniform`, `flow`, `edm`, `v_cosine`, `p2`' in text
     rows = [row('uniform', s, 0, 1.0, kid=0.01 - s / 10_000) for s in (60, 240)]
-    _, paths = report.write(Measured(study, rows), tmp_path, ABOUT, plot=True)
+    _, paths = report.write(Results(comparison, rows), tmp_path, ABOUT, plot=True)
     assert paths[1].exists(), 'a kernel distance below 0'
 
 
@@ -406,7 +401,7 @@ def test_the_committed_rows_are_of_the_committed_features():
     rows = collected.read_rows([FOLDER / 'rows.jsonl'])
     if rows:
         assert {row['features'] for row in rows} == {f'classifier-{digest(features, "sha256")[:8]}'}
-    assert all(math.isfinite(FID(row)) for row in rows)
+    assert all(math.isfinite(FID.find(row)) for row in rows)
 
 
 def test_what_is_not_measured_is_never_the_best():

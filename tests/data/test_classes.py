@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.newest import newest_classes
+from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data import classes
 from jaxunet.data.source import ArraySource, Subset, in_order_of
@@ -186,14 +188,14 @@ def test_classes_and_the_table_of_the_model(monkeypatch):
         classes.check_classes(conditional(number=2), herd('bull', 'cow', 'yak'))
     source = herd()
     with pytest.raises(
-        UserError, match=r'herd has no class labels; set it to 0, or use class sub-folders'
+        UserError, match=r'herd has no class labels; set it to 0, use class sub-folders'
     ):
         classes.check_classes(conditional(), source)
     source.unlabelled_by = 'x.png lies beside the sub-folders bull, cow'
     with pytest.raises(
         UserError,
-        match=r'no class labels, as x.png lies beside the sub-folders bull, cow; move such '
-        r'images into a class',
+        match=r'no class labels, as x.png lies beside the sub-folders bull, cow; mend that, '
+        r'or set model.num_classes to 0',
     ):
         classes.check_classes(conditional(), source)
 
@@ -214,3 +216,16 @@ def test_labels_by_number_or_name():
         classes.Classes(3, names).label_of('cwo')
     with pytest.raises(UserError, match=r"whole numbers from 0 to 2, found 'cow'"):
         classes.Classes(3).label_of('cow')
+
+
+def test_a_run_cannot_take_other_labels_of_the_same_names():
+    def labelled(labels, number=2):
+        model = {'num_classes': number, 'label_dropout': 0.1 if number else 0.0}
+        base = tiny_config(model=model)
+        return base.replace(data={'labels': labels})
+
+    for before, after in [('fine', 'coarse'), ('', 'coarse'), ('coarse', '')]:
+        with pytest.raises(UserError, match=r'another config:\n.*data\.labels: '):
+            check_resumable(labelled(before), labelled(after), Path('run'))
+    assert check_resumable(labelled(''), labelled('folders'), Path('run'))
+    assert check_resumable(labelled('fine', 0), labelled('coarse', 0), Path('run'))

@@ -11,7 +11,7 @@ from support.data_files import encoded, official_files, put, write_tar
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data import pipeline
-from jaxunet.data.pixels import random_crops
+from jaxunet.data.crop import random_crops
 from jaxunet.data.source import ArraySource
 from jaxunet.data.sources import open_images, open_source
 from jaxunet.runtime.errors import UserError

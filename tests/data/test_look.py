@@ -24,7 +24,7 @@ def test_the_range_and_the_share_near_black(told):
     pixels[:, :2], pixels[:, 7] = 15, 250
     look.tell_pixels(ArraySource('herd', pixels, (8, 8, 1)))
     assert told == [
-        'herd: pixels of 64 of 200 images, 8x8x1: values 15 to 250, 25% near black (below 16)'
+        'herd: pixels of 64 of 200 images, 8x8x1: 15 to 250, mean 97.5; 25% near black (below 16)'
     ]
 
 

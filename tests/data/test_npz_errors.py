@@ -25,8 +25,15 @@ NPZ: dict[str, tuple[dict[str, object], str]] = {
         {'images': IMAGES, 'arr_0': IMAGES},
         r'expected one of images and arr_0, found both',
     ),
-    'floats': ({'images': IMAGES / 255}, r'images: expected dtype uint8 .*found float64'),
-    'integers': ({'images': IMAGES.astype(np.int64)}, r'expected dtype uint8 .*found int64'),
+    'floats': (
+        {'images': IMAGES / 128},
+        r'expected values from 0 to 1, the range of float64 without data.range, found 0 to 1.9',
+    ),
+    'integers': (
+        {'images': IMAGES.astype(np.int64)},
+        r'int64 has no usual range of pixels; set data.range to',
+    ),
+    'signs': ({'images': IMAGES > 9}, r'expected dtype uint8 .*, uint16 or floats, found bool'),
     'objects': ({'images': np.array([1, 'x'], object)}, r'expected dtype uint8 .*found object'),
     'rank 2': (
         {'images': IMAGES[0, 0]},

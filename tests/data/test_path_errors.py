@@ -115,10 +115,6 @@ BAD_IMAGES = {
         HUGE,
         r'10000x10000 pixels, more than the \d+ accepted|decompression bomb',
     ),
-    'floats': (
-        encoded(Image.fromarray(np.zeros((8, 8), np.float32)), 'TIFF'),
-        r'floating-point pixels',
-    ),
     'wide integers': (
         encoded(Image.fromarray(np.full((8, 8), 70000, np.int32)), 'TIFF'),
         r'32-bit pixels from 70000 to 70000',
@@ -168,7 +164,7 @@ def test_classes_of_a_set_without(tmp_path):
     mixed = write_folder(tmp_path / 'mixed', {'cat/a.png': PNG, 'x.png': PNG})
     fails(
         mixed,
-        r'to choose from, as x.png lies beside the sub-folders cat, found cat',
+        r'to choose from, as x.png lies beside the sub-folders cat: .*, found cat',
         classes=('cat',),
     )
 

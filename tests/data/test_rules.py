@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import subprocess
@@ -148,37 +147,10 @@ def test_one_part_of_a_set_has_classes_and_so_has_one_named_class(tmp_path):
     files = {f'train/{name}/1.png': PNG for name in ('cat', 'dog')}
     source = open_source(str(put(tmp_path, files, 'folder')), image_shape=SHAPE)
     assert source.class_names == ('cat', 'dog')
-    assert find_classes(['train/1.png', 'bus/1.png'], (), strip_leading=False)[1] == (
+    assert find_classes(['train/1.png', 'bus/1.png'], strip_leading=False)[1] == (
         'bus',
         'train',
     )
-
-
-@pytest.mark.parametrize('form', FORMS)
-@pytest.mark.parametrize('labels', [True, False])
-def test_a_set_of_nvlabs_is_refused_for_conditional_runs(form, labels, tmp_path, monkeypatch):
-    names = [f'{i // 1000:05d}/img{i:08d}.png' for i in (0, 1, 1000, 1001)]
-    files = dict.fromkeys(names, PNG)
-    if labels:
-        table = [[name, i % 2] for i, name in enumerate(names)]
-        files['dataset.json'] = json.dumps({'labels': table}).encode()
-    source = open_source(str(put(tmp_path, files, form)), image_shape=SHAPE)
-    assert source.class_names == ()
-    with pytest.raises(UserError, match=r"has no class labels, as .* NVlabs' tools"):
-        classes.check_classes(conditional(2), source)
-    told = []
-    monkeypatch.setattr(classes.logging, 'info', lambda *values: told.append(values))
-    classes.check_classes(tiny_config(model={'num_classes': 0, 'label_dropout': 0.0}), source)
-    assert not told
-
-
-def test_labels_of_nvlabs_beside_other_folders_and_a_file_of_the_same_name():
-    names = ['cat/1.png', 'dog/1.png']
-    start = b'{"labels": [["cat/1.png", 0]'
-    reason = why_not_image(start, 100, 'x/dataset.json')
-    assert find_classes(names, [('dataset.json', reason)], strip_leading=True)[1] == ()
-    reason = why_not_image(b'{"title": "my pets"}', 100, 'dataset.json')
-    assert find_classes(names, [('dataset.json', reason)], strip_leading=True)[1] == ('cat', 'dog')
 
 
 @pytest.mark.parametrize('form', FORMS)

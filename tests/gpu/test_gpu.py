@@ -17,6 +17,8 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.sources import open_source
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import choose
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.references import XLA
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -32,14 +34,11 @@ TOLERANCE = {'float32': 2e-3, 'bfloat16': 2e-2, 'float16': 3e-3}
 
 
 def fused(x, kernel, affine):
-    return OPS.norm_silu_conv3x3(
-        Activation.of(x),
-        affine,
-        affine,
-        kernel,
-        affine[:, : kernel.shape[-1]],
-        residual=Activation.of(x),
-    ).value
+    image, shift = Activation.of(x), affine[:, : kernel.shape[-1]]
+    conv = Convolution(
+        image=image, norm=Norm(affine, affine), kernel=kernel, shift=shift, residual=image
+    )
+    return OPS.norm_silu_conv3x3(conv).value
 
 
 def attend(x, kernel, affine):
@@ -166,7 +165,11 @@ def test_threads_launch_convolutions_of_several_shapes(dtype):
         x = jax.random.normal(keys[0], (3, side, side, channels), dtype)
         kernel = jax.random.normal(keys[1], (3, 3, channels, features), dtype)
         shift = jnp.zeros((1, features))
-        calls.append((lambda x, k, s=shift: conv3x3(Activation.of(x), k, s).value, (x, kernel)))
+
+        def convolve(x, kernel, shift=shift):
+            return conv3x3(Convolution(image=Activation.of(x), kernel=kernel, shift=shift)).value
+
+        calls.append((convolve, (x, kernel)))
     threads_run(calls)
 
 

@@ -8,6 +8,8 @@ import pytest
 from jaxunet.ops import functional as ops
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import runnable
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from pallas_kernels.attention import vjp as attention
 from pallas_kernels.conv3x3 import vjp as conv3x3
 from pallas_kernels.group_norm import vjp as group_norm
@@ -68,10 +70,12 @@ def test_an_empty_batch(backend, dtype):
 def test_the_pallas_kernels_refuse_an_empty_batch():
     x, (kernel, _, _, row, _) = jnp.zeros((0, 8, 8, CHANNELS)), drawn('float32')
     image = Activation.of(x)
+    norm = Norm(row, row)
+    conv = Convolution(image=image, norm=norm, kernel=kernel, shift=row)
     for call in (
-        lambda: conv3x3.conv3x3(image, kernel, row),
-        lambda: conv3x3.norm_silu_conv3x3(image, row, row, kernel, row),
-        lambda: group_norm.group_norm(image, row, row),
+        lambda: conv3x3.conv3x3(conv.of(x)),
+        lambda: conv3x3.norm_silu_conv3x3(conv),
+        lambda: group_norm.group_norm(image, norm),
         lambda: attention.attention(jnp.zeros((0, 64, 3 * CHANNELS)), num_heads=2),
     ):
         with pytest.raises(ValueError, match=r'shape \[0, .*take at least one sample'):

@@ -14,6 +14,8 @@ from support.functional import BATCHED, IMAGE, OPS, WEIGHTS, WITH_ADAMW
 from jaxunet.ops import backends as seam
 from jaxunet.ops import functional as kernels
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.runtime.device import Target, use
 from jaxunet.runtime.errors import UserError
 
@@ -105,14 +107,16 @@ def test_a_norm_needs_pixels(shape, backend):
     ops, x = seam.choose(backend).ops, Activation.of(jnp.ones(shape))
     row, kernel = jnp.ones((1, 8)), jnp.ones((3, 3, 8, 8))
     message = re.escape(f'group_norm: x: shape {list(shape)}: no pixels; give at least one')
-    for op, *convolution in (
-        (ops.group_norm,),
-        (ops.group_norm_and_input,),
-        (ops.norm_silu_conv3x3, kernel, row),
-        (ops.norm_silu_conv3x3_and_input, kernel, row),
+    norm = Norm(row, row, 4)
+    conv = Convolution(image=x, norm=norm, kernel=kernel, shift=row)
+    for op, *operands in (
+        (ops.group_norm, x, norm),
+        (ops.group_norm_and_input, x, norm),
+        (ops.norm_silu_conv3x3, conv),
+        (ops.norm_silu_conv3x3_and_input, conv),
     ):
         with pytest.raises(ValueError, match=message):
-            op(x, row, row, *convolution, groups=4)
+            op(*operands)
 
 
 def test_a_linear_layer_takes_any_number_of_dimensions(backend):
@@ -223,7 +227,7 @@ def test_averages_need_a_share_each():
     one = jnp.ones(())
     with pytest.raises(ValueError, match='adamw: follow: 0 shares for 1 averages'):
         seam.choose('cuda', here=False).update.adamw(
-            kernels.Rule(0.9, 0.99, 1e-8, 0.0),
+            kernels.Constants(0.9, 0.99, 1e-8, 0.0),
             *[tree] * 4,
             [tree],
             take=one,

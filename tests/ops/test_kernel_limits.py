@@ -11,8 +11,10 @@ from support.tiny import tiny_config
 
 from jaxunet.ops import backends, references
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import MAX_AVERAGES, Rule
+from jaxunet.ops.adamw.operands import MAX_AVERAGES, Constants
 from jaxunet.ops.checks import MAX_COUNT, MAX_SAMPLES
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.runtime.device import Target, use
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.session import Session
@@ -36,10 +38,15 @@ def trace(op, image, channels=64):
     row = jnp.ones((1, channels))
     kernel = jnp.ones((3, 3, channels, channels), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((*image, channels), 'bfloat16')
+    norm = Norm(row, row)
+
+    def convolve(x, norm=None):
+        return op(Convolution(image=Activation.of(x), norm=norm, kernel=kernel, shift=row)).value
+
     call = {
-        'conv3x3': lambda x: op(Activation.of(x), kernel, row).value,
-        'norm_silu_conv3x3': lambda x: op(Activation.of(x), row, row, kernel, row).value,
-        'group_norm': lambda x: op(Activation.of(x), row, row),
+        'conv3x3': convolve,
+        'norm_silu_conv3x3': lambda x: convolve(x, norm),
+        'group_norm': lambda x: op(Activation.of(x), norm),
         'linear': lambda x: op(x, kernel[0, 0], row),
     }
     return jax.eval_shape(call[op.__name__], x)
@@ -102,7 +109,7 @@ def test_the_kernels_take_as_many_averages(averages):
     fused = backends.choose('cuda', here=False).update
     update = jax.jit(
         lambda many: fused.adamw(
-            Rule(0.9, 0.999, 1e-8, 0.0),
+            Constants(0.9, 0.999, 1e-8, 0.0),
             ones,
             ones,
             ones,

@@ -17,8 +17,10 @@ import xla_ffi
 from jaxunet.benchmark import choose
 from jaxunet.ops import backends, choices
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.runtime import compiled_cache, device, rows
 from jaxunet.runtime.device import VARIABLE, Target, use
@@ -38,11 +40,14 @@ def network(x, kernel, row):
     """Every op of the UNet, on images whose norm Hopper's convolutions apply themselves."""
     image = Activation.of(x)
     (shift,) = OPS.project(x[:, 0, 0], [Projection(kernel[0, 0], (row[0],))])
-    image = OPS.conv3x3(image, kernel, shift, residual=image, shortcut=kernel[0, 0])
-    image = OPS.norm_silu_conv3x3(image, row, row, kernel, row, groups=4)
+    norm = Norm(row, row, 4)
+    image = OPS.conv3x3(
+        Convolution(image=image, kernel=kernel, shift=shift, residual=image, shortcut=kernel[0, 0])
+    )
+    image = OPS.norm_silu_conv3x3(Convolution(image=image, norm=norm, kernel=kernel, shift=row))
     dropout = Dropout(jnp.zeros((1, 2), jnp.uint32), 0.1)
-    image = Activation.of(OPS.group_norm(image, row, row, groups=4, silu=True, dropout=dropout))
-    y = OPS.linear(OPS.group_norm(image, row, row, groups=4), kernel[0, 0], row)
+    image = Activation.of(OPS.group_norm(image, norm, silu=True, dropout=dropout))
+    y = OPS.linear(OPS.group_norm(image, norm), kernel[0, 0], row)
     tokens = OPS.attention(jnp.concatenate([y.reshape(1, -1, 16)[:, :8]] * 3, axis=2), num_heads=2)
     return jnp.sum(tokens.astype(jnp.float32)) + jnp.sum(y.astype(jnp.float32))
 
@@ -51,7 +56,8 @@ def upsampling(x, shift):
     """The convolution of an upsampled image of whole chunks of channels."""
     image = Activation.of(jnp.tile(x[:, :8, :8], (1, 1, 1, 4)))
     kernel = jnp.ones((3, 3, 64, 64), x.dtype)
-    return jnp.sum(OPS.upsample_conv3x3(image, kernel, shift).value.astype(jnp.float32))
+    conv = Convolution(image=image, kernel=kernel, shift=shift)
+    return jnp.sum(OPS.upsample_conv3x3(conv).value.astype(jnp.float32))
 
 
 def everything(x, kernel, row):
@@ -66,7 +72,7 @@ def everything(x, kernel, row):
     leaves = [g.astype(jnp.float32) for g in gradients]
     one = jnp.ones(())
     new = fused.adamw(
-        Rule(0.9, 0.99, 1e-8, 0.0), leaves, leaves, leaves, leaves, (),
+        Constants(0.9, 0.99, 1e-8, 0.0), leaves, leaves, leaves, leaves, (),
         take=one > 0, factor=one, learning_rate=one, corrections=(one, one), follow=(),
     )  # fmt: skip
     sums, packed = fused.sum_of_squares(leaves), fused.pack(leaves)
@@ -152,12 +158,11 @@ def test_the_norm_is_applied_before_convolutions_of_portable_kernels(monkeypatch
     def handlers(features):
         x, row = jnp.zeros((1, 64, 64, 16), jnp.bfloat16), jnp.zeros((1, 16))
         kernel, shift = jnp.zeros((3, 3, 16, features), jnp.bfloat16), jnp.zeros((1, features))
-        call = jax.jit(
-            lambda x: (
-                OPS.norm_silu_conv3x3(Activation.of(x), row, row, kernel, shift, groups=4).value
-            )
+        conv = Convolution(
+            image=Activation.of(x), norm=Norm(row, row, 4), kernel=kernel, shift=shift
         )
-        text = call.trace(x).lower(lowering_platforms=('cuda',)).as_text()
+        call = jax.jit(lambda conv: OPS.norm_silu_conv3x3(conv).value)
+        text = call.trace(conv).lower(lowering_platforms=('cuda',)).as_text()
         return sorted(name for name, _ in CALL.findall(text))
 
     inside = ['jaxunet_conv3x3', 'jaxunet_group_norm_statistics']

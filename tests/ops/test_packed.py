@@ -39,12 +39,12 @@ def test_packed_gradients_are_a_tree_of_arrays():
 @pytest.mark.parametrize('late', [[False] * 5, [True, False, False, True, False], [True] * 5])
 def test_the_update_of_packed_gradients(late):
     scalars = dict.fromkeys(('take', 'factor', 'learning_rate'), jnp.float32(1.0))
-    rule = reference.Rule(0.9, 0.99, 1e-8, 0.1)
+    constants = reference.Constants(0.9, 0.99, 1e-8, 0.1)
     params = jax.tree.map(lambda x: x.astype(jnp.float32), TREE)
     state = (params, params, params, ())
 
     def update(gradients):
         ones = (jnp.float32(0.5), jnp.float32(0.5))
-        return reference.adamw(rule, gradients, *state, **scalars, corrections=ones, follow=[])
+        return reference.adamw(constants, gradients, *state, **scalars, corrections=ones, follow=[])
 
     jax.tree.map(np.testing.assert_array_equal, update(packed.pack(TREE, late)), update(params))

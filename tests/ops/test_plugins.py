@@ -9,6 +9,7 @@ import pytest
 from jaxunet.config import OPS, Config, resolve, to_dict
 from jaxunet.ops import backends
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime import plugins
 from jaxunet.runtime.errors import UserError
@@ -29,7 +30,7 @@ PLAIN_NORM = """
     import jax.numpy as jnp
     from jaxunet.runtime.plugins import Backend
 
-    def zeros(x, scale, offset, *, groups=32, eps=1e-5, silu=False):
+    def zeros(x, norm, *, silu=False):
         return jnp.zeros_like(x.value)
 
     BACKEND = Backend(name='toy', title='toy kernels', api={api}, ops={{'group_norm': zeros}},
@@ -53,7 +54,7 @@ def test_a_third_party_backend_is_used(install):
     ops = backends.choose('xla+linear=toy').ops
     x, kernel, bias = jnp.ones((1, 1, 1, 2)), jnp.ones((2, 3)), jnp.zeros((1, 3))
     np.testing.assert_array_equal(ops.linear(x, kernel, bias), np.full((1, 1, 1, 3), 6))
-    norm = ops.group_norm(Activation.of(x), jnp.ones((1, 2)), jnp.zeros((1, 2)), groups=1)
+    norm = ops.group_norm(Activation.of(x), Norm(jnp.ones((1, 2)), jnp.zeros((1, 2)), 1))
     np.testing.assert_array_equal(norm, np.zeros((1, 1, 1, 2)))
     assert resolve(to_dict(Config()) | {'backend': 'toy'}).backend == 'toy'
     with pytest.raises(
@@ -65,7 +66,7 @@ def test_a_third_party_backend_is_used(install):
 def test_a_backend_with_a_plain_op_gets_its_variant(install):
     install(PLAIN_NORM)
     x, row = Activation.of(jnp.ones((1, 1, 1, 2))), jnp.ones((1, 2))
-    found = backends.choose('toy').ops.group_norm_and_input(x, row, row, groups=1, copies=2)
+    found = backends.choose('toy').ops.group_norm_and_input(x, Norm(row, row, 1), copies=2)
     np.testing.assert_array_equal(found.result, np.zeros((1, 1, 1, 2)))
     assert found.copies == (x, x)
 

@@ -1,5 +1,6 @@
 """The references, which are also the xla backend, against other implementations, in float64."""
 
+import dataclasses
 import inspect
 import pathlib
 import runpy
@@ -20,7 +21,9 @@ from jaxunet.ops import references, vocabulary
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw import reference as adamw_reference
 from jaxunet.ops.adamw.cases import CIFAR10, ELEPHANTS64
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.linear import projection_cases
 from jaxunet.ops.linear.projection_cases import Layer
 from jaxunet.runtime import device
@@ -48,10 +51,10 @@ def test_group_norm_is_flax_group_norm():
             {'params': {'scale': scale[0], 'bias': offset[0]}}, x
         )
     np.testing.assert_allclose(
-        OPS.group_norm(Activation.of(x), scale, offset), want, rtol=1e-9, atol=1e-9
+        OPS.group_norm(Activation.of(x), Norm(scale, offset)), want, rtol=1e-9, atol=1e-9
     )
     np.testing.assert_allclose(
-        OPS.group_norm(Activation.of(x), scale, offset, silu=True),
+        OPS.group_norm(Activation.of(x), Norm(scale, offset), silu=True),
         jax.nn.silu(want),
         rtol=1e-9,
         atol=1e-9,
@@ -62,17 +65,17 @@ def test_group_norm_of_parts_is_that_of_the_whole():
     x, scale, offset = draw(2, 4, 4, 48), draw(2, 48, seed=1), draw(2, 48, seed=2)
     a, b = x[..., :20], x[..., 20:]  # the cut goes through a group
     joined = Activation.of(a).join(Activation.of(b))
-    want = OPS.group_norm(Activation.of(x), scale, offset, groups=8)
-    np.testing.assert_allclose(
-        OPS.group_norm(joined, scale, offset, groups=8), want, rtol=1e-9, atol=1e-9
-    )
+    norm = Norm(scale, offset, 8)
+    want = OPS.group_norm(Activation.of(x), norm)
+    np.testing.assert_allclose(OPS.group_norm(joined, norm), want, rtol=1e-9, atol=1e-9)
 
 
 def test_group_norm_survives_a_large_mean_in_float32():
     x = draw(1, 16, 16, 32, dtype=np.float32) + jnp.float32(3000)
     one, zero = jnp.ones((1, 32), jnp.float32), jnp.zeros((1, 32), jnp.float32)
-    exact = OPS.group_norm(Activation.of(x.astype(jnp.float64)), one, zero)
-    np.testing.assert_allclose(OPS.group_norm(Activation.of(x), one, zero), exact, atol=2e-3)
+    norm = Norm(one, zero)
+    exact = OPS.group_norm(Activation.of(x.astype(jnp.float64)), norm)
+    np.testing.assert_allclose(OPS.group_norm(Activation.of(x), norm), exact, atol=2e-3)
 
 
 def test_conv3x3_is_nine_shifted_products():
@@ -84,7 +87,10 @@ def test_conv3x3_is_nine_shifted_products():
         for j in range(3)
     ) + np.asarray(bias)
     np.testing.assert_allclose(
-        OPS.conv3x3(Activation.of(x), kernel, bias).value, want, rtol=1e-9, atol=1e-9
+        OPS.conv3x3(Convolution(image=Activation.of(x), kernel=kernel, shift=bias)).value,
+        want,
+        rtol=1e-9,
+        atol=1e-9,
     )
 
 
@@ -93,18 +99,33 @@ def test_fused_conv_is_its_composition():
     scale, offset, shift = draw(2, 32, seed=2), draw(2, 32, seed=3), draw(2, 8, seed=4)
     residual, shortcut = draw(2, 4, 4, 12, seed=5), draw(12, 8, seed=6)
     parts = Activation.of(residual[..., :5]).join(Activation.of(residual[..., 5:]))
-    got = OPS.norm_silu_conv3x3(
-        Activation.of(x), scale, offset, kernel, shift, residual=parts, shortcut=shortcut, groups=8
+    conv = Convolution(
+        image=Activation.of(x),
+        norm=Norm(scale, offset, 8),
+        kernel=kernel,
+        shift=shift,
+        residual=parts,
+        shortcut=shortcut,
     )
-    active = OPS.group_norm(Activation.of(x), scale, offset, groups=8, silu=True)
-    want = (
-        OPS.conv3x3(Activation.of(active), kernel, jnp.zeros((1, 8))).value
-        + shift[:, None, None, :]
-        + residual @ shortcut
-    )
+    got = OPS.norm_silu_conv3x3(conv)
+    active = Activation.of(OPS.group_norm(conv.image, conv.required_norm, silu=True))
+    plain = Convolution(image=active, kernel=kernel, shift=jnp.zeros((1, 8)))
+    want = OPS.conv3x3(plain).value + shift[:, None, None, :] + residual @ shortcut
     np.testing.assert_allclose(got.value, want, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match='shortcut needs a residual'):
-        OPS.conv3x3(Activation.of(x), kernel, shift, shortcut=shortcut)
+        OPS.conv3x3(dataclasses.replace(plain, shortcut=shortcut))
+
+
+def test_a_norm_belongs_to_the_op_that_applies_it():
+    row = jnp.ones((1, 8))
+    conv = Convolution(image=Activation.of(draw(1, 2, 2, 8)), kernel=draw(3, 3, 8, 8), shift=row)
+    with pytest.raises(ValueError, match='norm_silu_conv3x3: norm: expected a Norm, found None'):
+        OPS.norm_silu_conv3x3(conv)
+    for op in (OPS.conv3x3, OPS.upsample_conv3x3):
+        with pytest.raises(ValueError, match='conv3x3: norm: expected None; norm_silu_conv3x3 ap'):
+            op(dataclasses.replace(conv, norm=Norm(row, row, 8)))
+    with pytest.raises(ValueError, match='upsample_conv3x3: residual: expected None'):
+        OPS.upsample_conv3x3(dataclasses.replace(conv, residual=conv.image))
 
 
 def test_attention_is_softmax_of_products_times_values():
@@ -138,11 +159,10 @@ def test_linear_is_flax_dense(dtype):
 def test_results_have_the_type_of_their_input(dtype):
     x = draw(1, 4, 4, 32, dtype=dtype)
     one, bias = jnp.ones((1, 32), jnp.float32), jnp.zeros((1, 4), jnp.float32)
-    assert OPS.group_norm(Activation.of(x), one, one).dtype == dtype
-    assert (
-        OPS.norm_silu_conv3x3(Activation.of(x), one, one, draw(3, 3, 32, 4), bias).value.dtype
-        == dtype
-    )
+    norm, kernel = Norm(one, one), draw(3, 3, 32, 4)
+    conv = Convolution(image=Activation.of(x), norm=norm, kernel=kernel, shift=bias)
+    assert OPS.group_norm(conv.image, norm).dtype == dtype
+    assert OPS.norm_silu_conv3x3(conv).value.dtype == dtype
     assert OPS.attention(x.reshape(1, 16, 32)[..., :24], num_heads=2).dtype == dtype
     assert OPS.linear(x, draw(32, 4), bias, residual=x[..., :4]).dtype == dtype
 
@@ -157,25 +177,29 @@ def test_backends_implement_the_signatures_of_the_vocabulary(backend):
 
 
 def test_the_variants_return_the_result_and_copies_of_the_input():
-    x, one, kernel = Activation.of(draw(2, 4, 4, 8)), jnp.ones((1, 8)), draw(3, 3, 8, 8)
-    pairs = [
-        (OPS.group_norm, OPS.group_norm_and_input, (one, one)),
-        (OPS.norm_silu_conv3x3, OPS.norm_silu_conv3x3_and_input, (one, one, kernel, one)),
+    x, one = Activation.of(draw(2, 4, 4, 8)), jnp.ones((1, 8))
+    norm = Norm(one, one, 4)
+    conv = Convolution(image=x, norm=norm, kernel=draw(3, 3, 8, 8), shift=one)
+    pairs: list = [
+        (OPS.group_norm, OPS.group_norm_and_input, (x, norm)),
+        (OPS.norm_silu_conv3x3, OPS.norm_silu_conv3x3_and_input, (conv,)),
     ]
     for plain, variant, operands in pairs:
-        found = variant(x, *operands, groups=4, copies=2)
-        jax.tree.map(np.testing.assert_array_equal, found.result, plain(x, *operands, groups=4))
+        found = variant(*operands, copies=2)
+        jax.tree.map(np.testing.assert_array_equal, found.result, plain(*operands))
         assert found.copies == (x, x)
 
 
 @pytest.mark.parametrize('steps', [0, 7])
 def test_adamw_is_that_of_optax(steps):
-    rule, rate, factor, share = Rule(0.9, 0.99, 1e-6, 0.05), 0.02, 0.5, 0.25
+    constants, rate, factor, share = Constants(0.9, 0.99, 1e-6, 0.05), 0.02, 0.5, 0.25
     g, p, mu, nu, average = (
         {'kernel': draw(3, 4, seed=seed), 'bias': draw(4, seed=seed + 9)} for seed in range(5)
     )
     nu = jax.tree.map(jnp.square, nu)
-    optimizer = optax.adamw(rate, rule.b1, rule.b2, rule.eps, weight_decay=rule.weight_decay)
+    optimizer = optax.adamw(
+        rate, constants.b1, constants.b2, constants.eps, weight_decay=constants.weight_decay
+    )
     adam, *others = optimizer.init(p)
     adam = adam._replace(count=jnp.asarray(steps, jnp.int32), mu=mu, nu=nu)
     with jax.numpy_dtype_promotion('standard'):
@@ -192,9 +216,9 @@ def test_adamw_is_that_of_optax(steps):
 
     def step(take):
         numbers = {'factor': factor, 'learning_rate': rate}
-        corrections = tuple(jnp.asarray(1 - b ** (steps + 1)) for b in rule[:2])
+        corrections = tuple(jnp.asarray(1 - b ** (steps + 1)) for b in constants[:2])
         return adamw_reference.adamw(
-            rule, g, p, mu, nu, (average,), take=jnp.asarray(take), corrections=corrections,
+            constants, g, p, mu, nu, (average,), take=jnp.asarray(take), corrections=corrections,
             follow=[jnp.asarray(share)], **{n: jnp.asarray(v) for n, v in numbers.items()},
         )  # fmt: skip
 

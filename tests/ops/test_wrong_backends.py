@@ -1,5 +1,6 @@
 """Backends of other packages that fail or return something else: one line names backend and op."""
 
+import dataclasses
 import functools
 import re
 
@@ -9,9 +10,11 @@ import pytest
 
 from jaxunet.ops import backends
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.functional import linear
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.linear.projections import Projection
 from jaxunet.ops.references import UPDATE, VARIANTS
 from jaxunet.runtime import plugins
@@ -94,14 +97,16 @@ CHANGES = {  # what an op does with the reference's result, and the words for it
     'refuses': r': heads of 7 channels',
 }
 X, KERNEL, ROW = jnp.ones((2, 4, 4, 32)), jnp.ones((3, 3, 32, 32)), jnp.ones((1, 32))
-ACTIVATION = Activation.of(X)
+PLAIN = Convolution(image=Activation.of(X), kernel=KERNEL, shift=ROW)
+NORM = Norm(ROW, ROW)
+FUSED = dataclasses.replace(PLAIN, norm=NORM)
 CALLS = {  # operands and options of each op and variant
-    'conv3x3': ((ACTIVATION, KERNEL, ROW), {}),
-    'upsample_conv3x3': ((ACTIVATION, KERNEL, ROW), {}),
-    'norm_silu_conv3x3': ((ACTIVATION, ROW, ROW, KERNEL, ROW), {}),
-    'norm_silu_conv3x3_and_input': ((ACTIVATION, ROW, ROW, KERNEL, ROW), {'copies': 2}),
-    'group_norm': ((ACTIVATION, ROW, ROW), {'silu': True}),
-    'group_norm_and_input': ((ACTIVATION, ROW, ROW), {}),
+    'conv3x3': ((PLAIN,), {}),
+    'upsample_conv3x3': ((PLAIN,), {}),
+    'norm_silu_conv3x3': ((FUSED,), {}),
+    'norm_silu_conv3x3_and_input': ((FUSED,), {'copies': 2}),
+    'group_norm': ((PLAIN.image, NORM), {'silu': True}),
+    'group_norm_and_input': ((PLAIN.image, NORM), {}),
     'attention': ((jnp.ones((2, 16, 96)),), {'num_heads': 1}),
     'linear': ((X, jnp.ones((32, 32)), ROW), {}),
     'project': ((X[:, 0, 0], [Projection(jnp.ones((32, 32)), (ROW[0],))] * 2), {}),
@@ -163,7 +168,7 @@ def test_a_wrong_part_of_adamw_is_one_line(install, part, change, message):
         'sum_of_squares': lambda: kernels.sum_of_squares(tree),
         'narrow': lambda: kernels.narrow([jnp.ones(3)], jnp.bfloat16),
         'adamw': lambda: kernels.adamw(
-            *(Rule(0.9, 0.999, 1e-8, 0.0), tree, tree, tree, tree, ()),
+            *(Constants(0.9, 0.999, 1e-8, 0.0), tree, tree, tree, tree, ()),
             take=jnp.ones((), jnp.bool_),
             factor=one,
             learning_rate=one,

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from support.commands import ROOT
 
-from jaxunet.compare import queue_process
 from jaxunet.data import pipeline
 from jaxunet.runtime import command, interrupt, subprocesses
 from jaxunet.training import preemption
@@ -89,7 +88,6 @@ HANDLERS = {
     'supervisor': lambda folder: handler_in(
         Supervisor(['true'], folder, 1, environ={})._signals_passed_on()
     ),
-    'queues': lambda _: handler_in(queue_process.signals_passed_on([])),
     'start of a process': lambda _: handler_in(subprocesses._signals_deferred()),
     'worker': lambda _: pipeline._end_soon,
 }
@@ -146,24 +144,6 @@ def test_the_first_signal_to_stop_is_ctrl_c(number):
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-def test_queues_are_asked_once_when_a_terminal_ends():
-    """Asked twice, a process would end without saving."""
-
-    class Process:
-        asked = 0
-
-        def stop(self):
-            self.asked += 1
-
-    process = Process()
-    with queue_process.signals_passed_on([process]):
-        for number in (signal.SIGHUP, signal.SIGHUP):
-            os.kill(os.getpid(), number)
-        assert process.asked == 1
-        os.kill(os.getpid(), signal.SIGINT)
-        assert process.asked == 2
 
 
 def test_twice_while_training(monkeypatch, capfd):

@@ -89,3 +89,47 @@ def test_processes_beside_each_other_share_the_cores():
     assert [own for _, own in (found[0], found[1])] == [parts[found[i][0][0]] for i in (0, 1)]
     assert found[2][1] == (cores[: 2 * half] if half else cores)
     assert sorted(os.sched_getaffinity(0)) == cores  # this thread's own
+
+
+# Writes a line once it waits; at SIGTERM it saves, or waits on.
+WAIT = """
+import pathlib, signal, sys
+def stop(number, frame):
+    pathlib.Path(sys.argv[1]).touch()
+    if sys.argv[2] == 'save':
+        sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+print('waits', flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize('act', ['save', 'wait'])
+def test_a_pool_may_let_its_processes_save(act, started, tmp_path):
+    """Those that do not end are killed by the next signal."""
+    said, main = [], threading.main_thread().ident
+
+    def run(number):
+        command = [sys.executable, '-c', WAIT, str(tmp_path / f'asked{number}'), act]
+        with (tmp_path / f'log{number}').open('w') as log:
+            processes.follow(command, os.environ, log, said.append)
+
+    def interrupt():
+        while len(said) < 2:
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+        while len(list(tmp_path.glob('asked*'))) < 2:
+            time.sleep(0.01)
+        if act == 'wait':
+            signal.pthread_kill(main, signal.SIGINT)
+
+    timer = threading.Thread(target=interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt), processes.pool(2, signal.SIGTERM) as threads:  # noqa: PT012
+        for future in [threads.submit(run, number) for number in (1, 2, 3)]:
+            future.result()
+    timer.join()
+    code = 130 if act == 'save' else -signal.SIGKILL
+    assert [p.returncode for p in started] == [code] * 2, 'the third did not start'
+    assert said == ['waits\n'] * 2

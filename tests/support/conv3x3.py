@@ -6,6 +6,8 @@ import functools
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.cases import Case
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from support.parity import draw
 
 
@@ -40,17 +42,16 @@ def op(module, case: Case, copies: int = 0):
     def call(**arrays):
         x = Activation(tuple(arrays[f'x{i}'] for i in range(len(case.parts))))
         residual = Activation(tuple(arrays[f'residual{i}'] for i in range(len(case.residual))))
-        around = {
-            'residual': residual if case.residual else None,
-            'shortcut': arrays.get('shortcut'),
-        }
-        if not case.norm:
-            return module.conv3x3(x, arrays['kernel'], arrays['shift'], **around).value
-        affine = (arrays['scale'], arrays['offset'])
-        operands = (x, *affine, arrays['kernel'], arrays['shift'])
-        options = {'groups': case.groups, **around}
+        conv = Convolution(
+            image=x,
+            norm=Norm(arrays['scale'], arrays['offset'], case.groups) if case.norm else None,
+            kernel=arrays['kernel'],
+            shift=arrays['shift'],
+            residual=residual if case.residual else None,
+            shortcut=arrays.get('shortcut'),
+        )
         if copies:
-            return module.norm_silu_conv3x3_and_input(*operands, copies=copies, **options)
-        return module.norm_silu_conv3x3(*operands, **options).value
+            return module.norm_silu_conv3x3_and_input(conv, copies=copies)
+        return (module.norm_silu_conv3x3 if case.norm else module.conv3x3)(conv).value
 
     return call

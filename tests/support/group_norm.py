@@ -10,6 +10,7 @@ import numpy as np
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.dropout import Dropout
 from jaxunet.ops.group_norm.cases import Case
+from jaxunet.ops.group_norm.operands import Norm
 from support.parity import draw
 
 
@@ -29,10 +30,10 @@ def inputs(case: Case, dtype: str, batch: int):
 def with_dropout(group_norm, rate: float):
     """Returns the op with dropout from fixed seeds, the same for every backend and type."""
 
-    def call(x: Activation, *affine, **options):
+    def call(x: Activation, norm: Norm, **options):
         words = np.random.default_rng(0).integers(2**32, size=(x.parts[0].shape[0], 2))
         dropout = Dropout(jnp.asarray(words.astype(np.uint32)), rate)
-        return group_norm(x, *affine, dropout=dropout, **options)
+        return group_norm(x, norm, dropout=dropout, **options)
 
     return call
 
@@ -43,8 +44,7 @@ def op(group_norm, case: Case, **options):
 
     def call(**arrays):
         x = Activation(tuple(arrays[f'x{i}'] for i in range(len(case.parts))))
-        return group_norm(
-            x, arrays['scale'], arrays['offset'], groups=case.groups, silu=case.silu, **options
-        )
+        norm = Norm(arrays['scale'], arrays['offset'], case.groups)
+        return group_norm(x, norm, silu=case.silu, **options)
 
     return call

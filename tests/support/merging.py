@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.transformations import vary, varying_axes
 from support import kernel_names
 from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3
 from xla_ffi.group_norm.vjp import group_norm_and_input
 from xla_ffi.linear.vjp import linear
-from xla_ffi.weight_gradients import members as chosen
+from xla_ffi.weight_gradients import selection
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
-from xla_ffi.weight_gradients.members import CONVOLUTION, LINEAR, NORMS
+from xla_ffi.weight_gradients.selection import CONVOLUTION, LINEAR, NORMS
 
 CHANNELS, BATCH = 8, 3
 Weights = dict[str, jax.Array]
@@ -52,20 +54,23 @@ def network(w: Weights, x: jax.Array) -> jax.Array:
     w = vary(w, varying_axes(x))
     rows = w['row'] * jnp.arange(1.0, 1.0 + x.shape[0])[:, None]
     with jax.named_scope('first'):
-        h = conv3x3(Activation.of(x), w['first'], rows)
+        h = conv3x3(Convolution(image=Activation.of(x), kernel=w['first'], shift=rows))
     both = Activation((*h.parts, jnp.sin(h.value)))
     with jax.named_scope('joined'):
         y = norm_silu_conv3x3(
-            both,
-            *(w['scale'], w['scale'], w['joined'], w['row']),
-            residual=both,
-            shortcut=w['shortcut'],
-            groups=2,
+            Convolution(
+                image=both,
+                norm=Norm(w['scale'], w['scale'], 2),
+                kernel=w['joined'],
+                shift=w['row'],
+                residual=both,
+                shortcut=w['shortcut'],
+            )
         )
     with jax.named_scope('linear'):
-        normed, (passed,) = group_norm_and_input(y, w['norm'], w['norm'], groups=2)
+        normed, (passed,) = group_norm_and_input(y, Norm(w['norm'], w['norm'], 2))
         y = Activation.of(linear(normed, w['linear'], w['row'], residual=passed.value))
-    y = conv3x3(Activation((*y.parts, *h.parts)), w['last'], w['row'], residual=y)
+    y = conv3x3(Convolution(image=y.join(h), kernel=w['last'], shift=w['row'], residual=y))
     out = linear(y.value, w['linear_2'], w['row'][:, :3])
     return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
@@ -99,11 +104,13 @@ def attributes(
     return [dict(e.params['attributes']) for e in found]
 
 
-def members(function: Callable[..., Any], *arguments: Any) -> list[chosen.Member]:
+def weight_gradients(
+    function: Callable[..., Any], *arguments: Any
+) -> list[selection.WeightGradient]:
     """Returns the calls of a function that are merged."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    found = chosen.merged(jaxpr.eqns, set(jaxpr.outvars), 0.0)
-    return [member for call in found for member in call.members]
+    found = selection.merged(jaxpr.eqns, set(jaxpr.outvars), 0.0)
+    return [gradient for call in found for gradient in call.weight_gradients]
 
 
 def samples(function: Callable[..., Any], *arguments: Any) -> list[bool]:

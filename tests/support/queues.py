@@ -7,10 +7,10 @@ import pathlib
 import time
 
 from jaxunet.compare import job_runner
+from jaxunet.compare.comparison_file import read_jobs
 from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.stopwatch import Limit
-from jaxunet.compare.study_file import read_jobs
 from jaxunet.runtime import rows
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
@@ -38,10 +38,11 @@ def make_queue(
 ):
     began = time.perf_counter() - elapsed
     return Queue(
-        output,
-        measurements or Measurements(str(features), output / 'pictures'),
+        output=output,
+        measurements=measurements or Measurements(str(features), output / 'pictures'),
         limit=Limit(limit, reserve, began=began),
         command='the command',
+        work=output / 'work',
         **options,
     )
 

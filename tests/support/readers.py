@@ -5,9 +5,11 @@ A part can be damaged before it is packed, so that the checksums of the package 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gzip
+import importlib.util
 import io
 import json
 import lzma
@@ -24,10 +26,12 @@ from jaxunet.benchmark.kernels.table import tables as kernel_tables
 from jaxunet.benchmark.table import markdown
 from jaxunet.checkpoint import meta, snapshots
 from jaxunet.compare import step_cost
-from jaxunet.compare.study_file import read_study
+from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.config import to_dict
 from jaxunet.data import cifar10
 from jaxunet.data.picture import read_mask, read_picture
+from jaxunet.data.png16 import write_png16
+from jaxunet.data.reading import Reading
 from jaxunet.data.sources import open_source
 from jaxunet.metrics import classifier
 from jaxunet.metrics.arrays import read_arrays
@@ -38,6 +42,7 @@ from jaxunet.metrics.torch_script import read_torch_script
 from jaxunet.prepare_data import prepare
 from jaxunet.profile import report as profile_report
 from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights import read_weights
 from jaxunet.weights.torch_adam import adam_state
 from jaxunet.weights.torch_file import TorchFile
@@ -213,6 +218,16 @@ def read_images(path: pathlib.Path) -> object:
     return everything(open_source(str(path), image_shape=(8, 8, 3)))
 
 
+def read_wide(path: pathlib.Path) -> object:
+    return everything(open_source(str(path), image_shape=(8, 8, 3), reading=Reading(bits=16)))
+
+
+def npy_bytes() -> bytes:
+    file = io.BytesIO()
+    np.save(file, random_pixels(0, (3, 8, 8, 3)).astype(np.uint16))
+    return file.getvalue()
+
+
 def read_compared(path: pathlib.Path) -> object:
     with open_images(str(path)) as source:
         return everything(source)
@@ -246,6 +261,41 @@ MEMBERS = {
     'cat/a.png': encoded(random_pixels(0, (8, 8, 3))),
     'dog/b.gif': encoded(random_pixels(1, (8, 8, 3)), 'GIF'),
 }
+
+
+LABELLED = {
+    'a.png': MEMBERS['cat/a.png'],
+    'b.gif': MEMBERS['dog/b.gif'],
+    'dataset.json': b'{"labels": [["a.png", 3], ["b.gif", 0]]}',
+    'metadata.csv': b'file_name,kind\na.png,"x, y"\nb.gif,z\n',
+    'labels.csv': b'file_name,breed\na.png,4\nb.gif,0\n',
+    'a.json': b'{"way": 2}',
+    'b.json': b'{"way": "north"}',
+}
+
+
+def read_labelled(path: pathlib.Path) -> object:
+    sets = [open_source(str(path), image_shape=(8, 8, 3))]
+    for how in ('kind', 'breed', 'way'):
+        with contextlib.suppress(UserError):
+            sets.append(open_source(str(path), image_shape=(8, 8, 3), labels=how))
+    return [(each.labels, each.class_names) for each in sets]
+
+
+def table_parts(kind: str) -> Callable[[], Contents]:
+    def parts() -> Contents:
+        from pyarrow import BufferOutputStream, ipc, parquet, table  # noqa: PLC0415
+
+        rows = table({'image': list(MEMBERS.values()), 'label': [1, 0], 'kind': ['x', 'y']})
+        file = BufferOutputStream()
+        if kind == 'parquet':
+            parquet.write_table(rows, file)
+        else:
+            with ipc.new_stream(file, rows.schema) as stream:
+                stream.write_table(rows)
+        return {'file': file.getvalue().to_pybytes()}
+
+    return parts
 
 
 def data_bin() -> Contents:
@@ -294,6 +344,7 @@ READERS = {
     'profile': Reader('x.csv', profile_csv, lines, profile_report.read_csv),
     'zip': Reader('x.zip', lambda: MEMBERS, archive, read_images),
     'deflated zip': Reader('x.zip', lambda: MEMBERS, deflated, read_compared),
+    'labels': Reader('x.zip', lambda: LABELLED, archive, read_labelled),
     'tar': Reader('x.tar', lambda: {'tar': plain_tar()}, alone, read_images),
     'tar.gz': Reader(
         'x.tar.gz', lambda: {'tar': plain_tar()}, lambda c: gzip.compress(alone(c), 1), read_images
@@ -310,6 +361,7 @@ READERS = {
     'npz': Reader('x.npz', lambda: npz(**NAMED), archive, read_images),
     'compressed npz': Reader('x.npz', lambda: npz(**NAMED), deflated, read_images),
     'compared npz': Reader('x.npz', lambda: npz(arr_0=IMAGES['images']), archive, read_compared),
+    'npy': Reader('x.npy', lambda: {'file': npy_bytes()}, alone, read_wide),
     'bin': Reader('x.bin', data_bin, joined, read_images),
     'cifar10': Reader(
         'data_batch_1',
@@ -324,6 +376,12 @@ READERS = {
         lambda path: everything(open_source(f'cifar10:{path}', image_shape=(32, 32, 3))),
     ),
     'png': Reader('x.png', pictures('PNG'), alone, lambda p: read_picture(p, (8, 8, 3))),
+    'png of 16 bits': Reader(
+        'x.png',
+        lambda: {'picture': write_png16(random_pixels(0, (12, 8, 4)).astype(np.uint16) * 257)},
+        alone,
+        lambda p: read_picture(p, (8, 8, 4), Reading('keep', 16)),
+    ),
     'jpeg': Reader('x.jpg', pictures('JPEG'), alone, lambda p: read_picture(p, (8, 8, 3))),
     'webp': Reader('x.webp', pictures('WEBP'), alone, lambda p: read_picture(p, (8, 8, 3))),
     'tiff': Reader('x.tif', pictures('TIFF'), alone, lambda p: read_picture(p, (8, 8, 3))),
@@ -353,7 +411,7 @@ READERS = {
         'rows.jsonl', lambda: {'a.json': b'{"a": [1, 2.5]}', 'b.json': b'{}'}, lines, rows.read
     ),
     'sweep': Reader('x', sweep_parts, lines, read_sweep),
-    'comparison': Reader('study.toml', comparison_file, alone, read_study),
+    'comparison': Reader('comparison.toml', comparison_file, alone, read_comparison),
     'choices': Reader('choices.json', choices_parts, alone, read_choices),
     'step configs': Reader(
         'x.json',
@@ -374,6 +432,13 @@ READERS = {
         'x.npz', lambda: npz(images=IMAGES['images'][:2]), archive, read_finished
     ),
 }
+
+
+if importlib.util.find_spec('pyarrow'):
+    READERS |= {
+        kind: Reader(f'x.{kind}', table_parts(kind), alone, read_images)
+        for kind in ('parquet', 'arrow')
+    }
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def comparison_file() -> Contents:
     text = (RESULTS / 'methods' / 'tiny.toml').read_text()
     for name in ('../../../configs', 'PROTOCOL.md'):
         text = text.replace(f'"{name}', f'"{(RESULTS / "methods" / name).resolve()}')
-    return {'study.toml': text.encode()}
+    return {'comparison.toml': text.encode()}
 
 
 def read_metadata(path: pathlib.Path) -> object:

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import pathlib
-import sys
 
 import numpy as np
 import pytest
@@ -12,14 +11,14 @@ from support.full_disk import full_disk
 from support.sweeps import GPU, ORIGIN
 from support.tiny import tiny_config
 
-from jaxunet.profile.report import check_plots, write_csv
+from jaxunet.profile.report import write_csv
 from jaxunet.profile.summary import Row
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import parts, plots, report
 from jaxunet.sweep.folder import config_arguments, load, save
 from jaxunet.sweep.points import expand, parse_axes
 from jaxunet.sweep.presets import STUDY_PARTS
-from jaxunet.sweep.results import Sweep, geometric_mean, worth
+from jaxunet.sweep.results import Sweep, effects, geometric_mean
 
 
 def rows_of(sweep_axes, rate, **extra):
@@ -74,7 +73,7 @@ def made_up():
 
 
 def test_what_an_option_is_worth():
-    found = {(w.axis.name, w.value): w for w in worth(made_up())}
+    found = {(w.axis.name, w.value): w for w in effects(made_up())}
     assert found['precision', 'bfloat16'].ratios == pytest.approx(
         [3, 3]
     )  # the pair with 4 devices is incomplete
@@ -130,7 +129,7 @@ def test_numbers_of_a_cpu_that_mean_nothing_are_left_out(tmp_path):
     made = made_up()
     for row in made.done:
         row |= {'device': 'cpu', 'peak_source': 'process'}
-    assert not any(w.memory for w in worth(made))
+    assert not any(w.memory for w in effects(made))
     *_, plot, page = report.write(made, tmp_path, plot=True)
     text = page.read_text()
     assert '| option | against | images/s | range | pairs | efficiency |' in text
@@ -180,7 +179,7 @@ def test_a_study_is_one_report_of_its_parts(monkeypatch, tmp_path):
         *[f'## {part.title}' for part in sweeps.values()],
     ]
     assert '| amp | precision=bfloat16, parallel.devices=4 | 600.0 | ×6 |' in text
-    assert '| compiled | no point ran to its end | | |' in text
+    assert '| compiled | no point ran to its end |  |  |' in text
     assert '([log](amp/logs/x.log))' in text
     inside = (tmp_path / 'amp' / 'report.md').read_text()
     assert '([log](logs/x.log))' in inside
@@ -207,13 +206,6 @@ def test_a_sweep_without_any_result_has_a_report(tmp_path):
     assert 'No point ran to its end' in text
     assert '**1 point has not run yet;**' in text
     assert '| precision=bfloat16 | float32 | not comparable |' in text
-
-
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
-    with pytest.raises(UserError, match=r'needs matplotlib.*jaxunet\[plots\].*--noplot'):
-        check_plots()
 
 
 def test_rows_of_a_machine_without_the_repository():

@@ -47,7 +47,7 @@ def go(directory, *axes, **options):
         'notes': notes,
     }
     save(directory, spec | {'keys': [runner.key(p, opts, GPU) for p in points]})
-    runner.run(points, directory, opts, GPU, say=said.append)
+    runner.Runner(directory, opts, GPU, said.append).run(points)
     sweep = load(directory)
     return sweep, said
 

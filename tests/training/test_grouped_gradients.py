@@ -28,7 +28,7 @@ from jaxunet.runtime import device, plugins
 from jaxunet.training import all_reduce
 from jaxunet.training.all_reduce import computed_last
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
-from xla_ffi.weight_gradients.members import CONVOLUTION, LINEAR
+from xla_ffi.weight_gradients.selection import CONVOLUTION, LINEAR
 
 pytestmark = pytest.mark.extension
 
@@ -132,7 +132,7 @@ def test_the_last_call_computes_no_gradient_that_is_summed_early(name: str) -> N
     def loss(params: Params) -> jax.Array:
         return jnp.sum(model.predict(params, images, jnp.zeros(2, jnp.int32)))
 
-    jaxpr = jax.make_jaxpr(grouped(jax.grad(loss), tail=LATE_SHARE))(params).jaxpr
+    jaxpr = jax.make_jaxpr(grouped(jax.grad(loss), late_share=LATE_SHARE))(params).jaxpr
     last = [e for e in jaxpr.eqns if e.params.get('target_name') == TARGET][1:]
     assert len(last) == 1
     late = set(last[0].outvars)

@@ -16,7 +16,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
-from tools.docs import fault_table, recipe_tables, sharing_table, study_tables, width_tables
+from tools.docs import comparison_tables, fault_table, recipe_tables, sharing_table, width_tables
 from tools.sanitizer import sanitizer_rows
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
@@ -224,10 +224,7 @@ def starts() -> str:
         seconds.setdefault(key, {})[row['cache']] = f'{row["first_s"]:.1f}'
     return markdown.table(
         ('command', 'precision', *(f'{cache} cache, s' for cache in CACHES)),
-        (
-            (*key, *(by_cache[cache] for cache in CACHES))
-            for key, by_cache in sorted(seconds.items())
-        ),
+        ((*key, *(each[cache] for cache in CACHES)) for key, each in sorted(seconds.items())),
     )
 
 
@@ -372,9 +369,9 @@ def presets() -> str:
         if low_res := preset.config().low_res_shape:
             images += f' from {low_res[0]}×{low_res[1]}'
         images += f', {classes:,} classes' if classes else ''
-        rescaled = ', rescaled' if d.rescale_timesteps else ''
         files = ', '.join(f'`{file}`' for file in preset.files)
-        body.append((f'`{name}`', files, images, d.schedule, f'{d.steps:,}{rescaled}'))
+        process = (d.schedule, f'{d.steps:,}' + ', rescaled' * d.rescale_timesteps)
+        body.append((f'`{name}`', files, images, *(('none', 'none') if d.continuous else process)))
     return markdown.table(head, body)
 
 
@@ -392,7 +389,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **fault_table.TABLES,
     'sanitizer': lambda: sanitizer_rows.table(read_lines('sanitizer/rows.jsonl')),
     'where_the_time_goes': where_the_time_goes,
-    **study_tables.TABLES,
+    **comparison_tables.TABLES,
     **recipe_tables.TABLES,
     'recipes_sharing': sharing_table.sharing,
     **width_tables.TABLES,

@@ -8,13 +8,13 @@ from support.parity import assert_parity, draw
 
 from jaxunet.ops.adamw import packed, reference
 from jaxunet.ops.adamw.cases import AWKWARD, CASES, MANY, SIZES, Case
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
 from xla_ffi.adamw import update
 from xla_ffi.adamw.narrow import narrow
 from xla_ffi.adamw.pack import pack
 from xla_ffi.adamw.update import CHUNK, adamw, sum_of_squares
 
-RULE = Rule(0.9, 0.999, 1e-8, 0.01)
+CONSTANTS = Constants(0.9, 0.999, 1e-8, 0.01)
 SHARES = (0.0005, 0.25)  # share of the new weights in each average
 assert SIZES[-1][-1] == CHUNK + 3
 
@@ -44,13 +44,13 @@ def step(module, case: Case, steps: int):
             return jnp.asarray(value, wide)
 
         return module.adamw(
-            RULE,
+            CONSTANTS,
             *(tree(name) for name in ('gradient', 'param', 'mu', 'nu')),
             [tree(f'average{n}_') for n in range(case.averages)],
             take=jnp.asarray(True),
             factor=number(0.5),
             learning_rate=number(0.0078125),
-            corrections=tuple(number(1 - b ** (steps + 1)) for b in RULE[:2]),
+            corrections=tuple(number(1 - b ** (steps + 1)) for b in CONSTANTS[:2]),
             follow=[number(share) for share in SHARES[: case.averages]],
         )
 
@@ -98,7 +98,7 @@ def narrowed(tree):
 
 
 def fused(g, p, mu, nu, averages, step, rate, factor, follow, take=True, copies=()):
-    corrections = tuple(jnp.float32(1 - b ** (step + 1)) for b in (RULE.b1, RULE.b2))
+    corrections = tuple(jnp.float32(1 - b ** (step + 1)) for b in (CONSTANTS.b1, CONSTANTS.b2))
     scalars = {
         'take': jnp.asarray(take),
         'factor': jnp.float32(factor),
@@ -106,7 +106,7 @@ def fused(g, p, mu, nu, averages, step, rate, factor, follow, take=True, copies=
     }
     call = jax.jit(
         lambda *a, copies: adamw(
-            RULE,
+            CONSTANTS,
             *a,
             corrections=corrections,
             follow=[jnp.float32(f) for f in follow],

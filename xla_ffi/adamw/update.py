@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.adamw.operands import (
     AdamWResult,
+    Constants,
     Copies,
-    Rule,
     Tree,
     check_scalars,
     check_weight_copies,
@@ -50,7 +50,7 @@ def sum_of_squares(tree: Tree) -> Float[Array, '']:
 
 
 def adamw(
-    rule: Rule,
+    constants: Constants,
     gradients: Tree | Packed,
     params: Tree,
     mu: Tree,
@@ -95,9 +95,8 @@ def adamw(
     copied = {i: copies[number] for i, number in enumerate(order) if copies}
     flags: dict[str, Any] = {f'copied_{i}': copy is not None for i, copy in copied.items()}
     flat += [copy for copy in copied.values() if copy is not None]
-    scalars = jnp.stack(
-        [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
-    )
+    values = (take, factor, learning_rate, *corrections, *follow)
+    scalars = jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
     first = 1 + len(leaves)  # operands: the scalars, gradients, then the arrays updated in place
     call = ffi_call(
         'jaxunet_adamw',
@@ -109,11 +108,12 @@ def adamw(
         'tensors': np.int64(tensors),
         'packed': np.int64(len(leaves) if packed else 0),
     }
-    new = call(scalars, *leaves, *flat, **counts, **_constants(rule), copies=bool(copies), **flags)
+    flags |= {'copies': bool(copies), **_attributes(constants)}
+    new = call(scalars, *leaves, *flat, **counts, **flags)
     places = np.argsort(order)
     rest = iter(new[len(trees) * tensors :])
-    found = {i: None if copy is None else next(rest) for i, copy in copied.items()}
-    new_copies = tuple(found[int(at)] for at in places if copies)
+    written = {i: None if copy is None else next(rest) for i, copy in copied.items()}
+    new_copies = tuple(written[int(at)] for at in places if copies)
     each = [
         jax.tree.unflatten(jax.tree.structure(tree), [new[i * tensors + at] for at in places])
         for i, tree in enumerate((params, mu, nu, *averages))
@@ -121,13 +121,13 @@ def adamw(
     return AdamWResult(each[0], each[1], each[2], tuple(each[3:]), new_copies)
 
 
-def _constants(rule: Rule) -> dict[str, np.float32]:
+def _attributes(constants: Constants) -> dict[str, np.float32]:
     """Returns the attributes of a call that follow from its rule."""
     return {
-        'b1': np.float32(rule.b1),
-        'b2': np.float32(rule.b2),
-        'rest1': np.float32(1 - rule.b1),
-        'rest2': np.float32(1 - rule.b2),
-        'eps': np.float32(rule.eps),
-        'decay': np.float32(rule.weight_decay),
+        'b1': np.float32(constants.b1),
+        'b2': np.float32(constants.b2),
+        'rest1': np.float32(1 - constants.b1),
+        'rest2': np.float32(1 - constants.b2),
+        'eps': np.float32(constants.eps),
+        'decay': np.float32(constants.weight_decay),
     }

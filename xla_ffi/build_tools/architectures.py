@@ -17,24 +17,24 @@ ALL = '80;90a-real'
 _ENTRY = re.compile(r'(?P<code>\d{2,3}a?)(-real|-virtual)?')
 
 
-def choose(asked: str, found: list[str], name: str = VARIABLE) -> str:
+def choose(requested: str, capabilities: list[str], name: str = VARIABLE) -> str:
     """Returns a list of CMake's CUDA_ARCHITECTURES.
 
     Args:
-      asked: '' for the GPUs found, 'all', or a list such as '80;90a-real'.
-      found: compute capabilities, as `gpus.find` returns them.
-      name: the variable that holds `asked`, for errors.
+      requested: '' for the GPUs found, 'all', or a list such as '80;90a-real'.
+      capabilities: compute capabilities, as `gpus.find` returns them.
+      name: the variable that holds `requested`, for errors.
 
     Raises:
       ValueError: the list has an entry that the kernels cannot be compiled for.
     """
-    if not asked:
-        return _of_gpus(found)
-    if asked == 'all':
+    if not requested:
+        return _of_gpus(capabilities)
+    if requested == 'all':
         return ALL
-    entries = [entry.strip() for entry in asked.split(';') if entry.strip()]
+    entries = [entry.strip() for entry in requested.split(';') if entry.strip()]
     for entry in entries:
-        _check(entry, f'{name}={asked}')
+        _check(entry, f'{name}={requested}')
     return ';'.join(entries)
 
 
@@ -43,8 +43,8 @@ def supported(capability: str) -> bool:
     return capability == gpus.UNKNOWN or int(capability.split('.', maxsplit=1)[0]) >= 8
 
 
-def _of_gpus(found: list[str]) -> str:
-    usable = [capability for capability in found if supported(capability)]
+def _of_gpus(capabilities: list[str]) -> str:
+    usable = [capability for capability in capabilities if supported(capability)]
     if not usable or gpus.UNKNOWN in usable:
         return ALL
     return ';'.join(sorted({_of_gpu(capability) for capability in usable}))
@@ -58,14 +58,14 @@ def _of_gpu(capability: str) -> str:
 
 
 def _check(entry: str, given: str) -> None:
-    found = _ENTRY.fullmatch(entry)
-    if not found:
+    match = _ENTRY.fullmatch(entry)
+    if not match:
         expected = f'expected "all" or a list such as "{ALL}"'
         raise ValueError(f'{given}: {expected}, found "{entry}"')
-    if found['code'] == '90':
+    if match['code'] == '90':
         problem = 'the Hopper kernels (wgmma, TMA) need 90a; write "90a-real" instead of'
         raise ValueError(f'{given}: {problem} "{entry}"')
-    if int(found['code'].rstrip('a')) < 80:
+    if int(match['code'].rstrip('a')) < 80:
         problem = 'the kernels need compute capability 8.0 or later, found'
         raise ValueError(f'{given}: {problem} "{entry}"')
 

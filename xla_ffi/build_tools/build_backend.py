@@ -84,7 +84,7 @@ def build_editable(
     return _build.build_editable(wheel_directory, settings, metadata_directory)
 
 
-def _decide(config_settings: plan.Settings, install: str) -> plan.Plan:
+def _decide(config_settings: plan.Settings, install: str) -> plan.Build:
     """Returns the plan. Ends the build if a variable is wrong or there is no C++ compiler.
 
     `install` is the command that the messages name.
@@ -107,7 +107,7 @@ def _has_compiler() -> bool:
     return any(name and shutil.which(name.split()[0]) for name in names)
 
 
-def _requires(decided: plan.Plan) -> list[str]:
+def _requires(decided: plan.Build) -> list[str]:
     if decided.part is plan.Part.NOTHING:
         return []
     # PyPI has nvcc only for Linux.
@@ -115,7 +115,7 @@ def _requires(decided: plan.Plan) -> list[str]:
     return [*HEADERS, *([TOOLKIT] if wanted else [])]
 
 
-def _settings(config_settings: plan.Settings, decided: plan.Plan) -> dict[str, str | list[str]]:
+def _settings(config_settings: plan.Settings, decided: plan.Build) -> dict[str, str | list[str]]:
     """Returns the user's settings for scikit-build-core, and what the plan adds to them."""
     given = config_settings or {}
     if decided.part is plan.Part.NOTHING:

@@ -16,8 +16,8 @@ def find() -> list[str]:
 
     A GPU that the driver lists but that nvidia-smi does not describe counts as `UNKNOWN`.
     """
-    if (found := _ask_nvidia_smi()) is not None:
-        return found
+    if (capabilities := _ask_nvidia_smi()) is not None:
+        return capabilities
     return [UNKNOWN for _ in DRIVER.iterdir()] if DRIVER.is_dir() else []
 
 

@@ -52,14 +52,14 @@ def kernels(listing: Iterable[str]) -> Iterator[Kernel]:
         if word := WORD.search(line):
             assert digest is not None, line
             digest.update(word[1].encode())
-        elif found := ARCHITECTURE.match(line) or FUNCTION.match(line):
+        elif match := ARCHITECTURE.match(line) or FUNCTION.match(line):
             if digest is not None:
                 yield Kernel(architecture, digest.hexdigest()[:DIGITS], name)
             digest = None
-            if found.re is ARCHITECTURE:
-                architecture = found[1]
+            if match.re is ARCHITECTURE:
+                architecture = match[1]
             else:
-                name, digest = found[1], hashlib.sha256()
+                name, digest = match[1], hashlib.sha256()
     if digest is not None:
         yield Kernel(architecture, digest.hexdigest()[:DIGITS], name)
 
@@ -79,12 +79,13 @@ def read(module: pathlib.Path) -> list[Kernel]:
         ['cuobjdump', '-sass', str(module)], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None, 'asked for with PIPE'
-        found = sorted(kernels(process.stdout))
-    if process.returncode or not found:
+        compiled = sorted(kernels(process.stdout))
+    if process.returncode or not compiled:
         raise RuntimeError(
-            f'{module}: cuobjdump ended with status {process.returncode} and {len(found)} kernels'
+            f'{module}: cuobjdump ended with status {process.returncode} and '
+            f'{len(compiled)} kernels'
         )
-    return found
+    return compiled
 
 
 def compiler(module: pathlib.Path) -> str:
@@ -93,20 +94,20 @@ def compiler(module: pathlib.Path) -> str:
     return versions.pop().decode() if len(versions) == 1 else ''
 
 
-def by_architecture(found: Iterable[Kernel]) -> dict[str, list[str]]:
+def by_architecture(compiled: Iterable[Kernel]) -> dict[str, list[str]]:
     """Architecture -> sorted digests, with repetitions."""
     digests: dict[str, list[str]] = {}
-    for kernel in found:
+    for kernel in compiled:
         digests.setdefault(kernel.architecture, []).append(kernel.digest)
     return {architecture: sorted(digests[architecture]) for architecture in sorted(digests)}
 
 
-def differences(found: list[Kernel], recorded: dict[str, list[str]]) -> list[str]:
+def differences(compiled: list[Kernel], recorded: dict[str, list[str]]) -> list[str]:
     """Returns one line for each kernel that the record lacks, and one for the digests without a
     kernel.
     """
     lines = []
-    present = by_architecture(found)
+    present = by_architecture(compiled)
     for architecture in sorted(present.keys() | recorded.keys()):
         new = collections.Counter(present.get(architecture, [])) - collections.Counter(
             recorded.get(architecture, [])
@@ -114,7 +115,7 @@ def differences(found: list[Kernel], recorded: dict[str, list[str]]) -> list[str
         gone = collections.Counter(recorded.get(architecture, [])) - collections.Counter(
             present.get(architecture, [])
         )
-        for kernel in found:
+        for kernel in compiled:
             if kernel.architecture == architecture and new[kernel.digest] > 0:
                 new[kernel.digest] -= 1
                 lines.append(f'{architecture}: {kernel.digest} is not in the record: {kernel.name}')
@@ -145,16 +146,16 @@ def main() -> int:
         )
     if not options.module.is_file():
         parser.error(f'{options.module}: no such file; build the extension first')
-    found = read(options.module)
+    compiled = read(options.module)
     if options.write:
-        record = {'nvcc': compiler(options.module), 'architectures': by_architecture(found)}
+        record = {'nvcc': compiler(options.module), 'architectures': by_architecture(compiled)}
         options.write.write_text(json.dumps(record, indent=0) + '\n')
     elif options.compare:
-        lines = differences(found, json.loads(options.compare.read_text())['architectures'])
-        print('\n'.join(lines) or f'{len(found)} kernels: the same machine code')
+        lines = differences(compiled, json.loads(options.compare.read_text())['architectures'])
+        print('\n'.join(lines) or f'{len(compiled)} kernels: the same machine code')
         return 1 if lines else 0
     else:
-        print('\n'.join(' '.join(kernel) for kernel in found))
+        print('\n'.join(' '.join(kernel) for kernel in compiled))
     return 0
 
 

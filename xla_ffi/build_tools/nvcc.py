@@ -14,12 +14,12 @@ import shutil
 def machine() -> str | None:
     """Returns nvcc from CUDACXX, PATH, CUDA_HOME, CUDA_PATH or the usual folder, in this order."""
     roots = [os.environ.get('CUDA_HOME'), os.environ.get('CUDA_PATH'), '/usr/local/cuda']
-    found = [
+    candidates = [
         os.environ.get('CUDACXX'),
         shutil.which('nvcc'),
         *(f'{root}/bin/nvcc' for root in roots if root),
     ]
-    return next((path for path in found if path and os.access(path, os.X_OK)), None)
+    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
 
 
 def wheels() -> str | None:

@@ -25,7 +25,7 @@ class Part(enum.Enum):
     CUDA = 'the CPU handlers and the CUDA kernels'
 
 
-class Plan(NamedTuple):
+class Build(NamedTuple):
     """The part to compile, the reason, and the architectures ('' without CUDA)."""
 
     part: Part
@@ -41,35 +41,35 @@ class Plan(NamedTuple):
         return f'{said}; the CUDA kernels of backend=cuda are built by: {VARIABLE}=1 {install}'
 
 
-def decide(settings: Settings) -> Plan:
+def decide(settings: Settings) -> Build:
     """Returns the plan for pip's config settings, the environment and the GPUs of this machine.
 
     Raises:
       ValueError: a variable of the environment has an unknown value.
     """
-    asked = os.environ.get(VARIABLE, '').lower()
-    if asked not in ('', 'cpu', *OFF, *ON):
+    requested = os.environ.get(VARIABLE, '').lower()
+    if requested not in ('', 'cpu', *OFF, *ON):
         raise ValueError(
-            f'{VARIABLE}={asked}: expected 1 (CUDA kernels), cpu (CPU handlers alone), '
+            f'{VARIABLE}={requested}: expected 1 (CUDA kernels), cpu (CPU handlers alone), '
             '0 (compile nothing), or unset (CUDA kernels where there is an NVIDIA GPU)'
         )
     if str((settings or {}).get('wheel.cmake', 'true')).lower() in OFF:
-        return Plan(Part.NOTHING, 'wheel.cmake=false')
-    if asked in OFF:
-        return Plan(Part.NOTHING, f'{VARIABLE}={asked}')
-    if asked == 'cpu':
-        return Plan(Part.CPU, f'{VARIABLE}=cpu')
+        return Build(Part.NOTHING, 'wheel.cmake=false')
+    if requested in OFF:
+        return Build(Part.NOTHING, f'{VARIABLE}={requested}')
+    if requested == 'cpu':
+        return Build(Part.CPU, f'{VARIABLE}=cpu')
     targets = os.environ.get(architectures.VARIABLE, '')
-    found = [] if targets else gpus.find()
-    chosen = architectures.choose(targets, found)
-    if asked or targets:
-        named = f'{VARIABLE}={asked}' if asked else f'{architectures.VARIABLE}={targets}'
-        return Plan(Part.CUDA, named, chosen)
+    capabilities = [] if targets else gpus.find()
+    chosen = architectures.choose(targets, capabilities)
+    if requested or targets:
+        named = f'{VARIABLE}={requested}' if requested else f'{architectures.VARIABLE}={targets}'
+        return Build(Part.CUDA, named, chosen)
     if sys.platform != 'linux':
-        return Plan(Part.NOTHING, f'on {sys.platform} and {VARIABLE} is not set')
-    if not found:
-        return Plan(Part.NOTHING, f'no NVIDIA GPU and {VARIABLE} is not set')
-    listed = 'GPUs of compute capability ' + ', '.join(sorted(set(found)))
-    if not any(map(architectures.supported, found)):
-        return Plan(Part.NOTHING, f'{listed}; the kernels need 8.0 or later')
-    return Plan(Part.CUDA, listed, chosen)
+        return Build(Part.NOTHING, f'on {sys.platform} and {VARIABLE} is not set')
+    if not capabilities:
+        return Build(Part.NOTHING, f'no NVIDIA GPU and {VARIABLE} is not set')
+    listed = 'GPUs of compute capability ' + ', '.join(sorted(set(capabilities)))
+    if not any(map(architectures.supported, capabilities)):
+        return Build(Part.NOTHING, f'{listed}; the kernels need 8.0 or later')
+    return Build(Part.CUDA, listed, chosen)

@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
+from jaxunet.ops.conv3x3.operands import Convolution, Parts
+from jaxunet.ops.group_norm.operands import Affine
 from jaxunet.ops.terms import bfloat16_terms
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
 
+Images = tuple[Parts, tuple[Array, ...], Parts, Affine | tuple[()]]
 
-def takes_terms(images: Parts, features: int) -> bool:
+
+def uses_terms(images: Parts, features: int) -> bool:
     """Returns True if the convolution of float32 `images` is computed from bfloat16 terms.
 
     Only the Hopper kernels do that, for the shapes that they accept (`forward_kernel` in
@@ -52,61 +55,59 @@ def _weight_terms(weights: Array, axis: int) -> Array:
     return jnp.concatenate([high, high, low], axis)
 
 
-def convolve(
-    parts: Parts,
-    kernel: Array,
-    shift: Array | None,
-    added: Added | None,
-    affine: Affine | None,
-    *,
-    flipped: bool = False,
-) -> Array:
-    """conv(act(x), kernel) + shift + added.
+def convolve(conv: Convolution, affine: Affine | None = None) -> Array:
+    """conv(act(x), kernel) + shift [+ residual, or residual · shortcut].
 
     Args:
-      shift: None: no shift.
-      affine: act(x) = SiLU(a · x + b); None: act is the identity.
+      affine: act(x) = SiLU(a · x + b), instead of the operand's norm; None: act is the identity.
+    """
+    residual = () if conv.residual is None else conv.residual.parts
+    weights = (conv.kernel,) if conv.shortcut is None else (conv.kernel, conv.shortcut)
+    shift = conv.shift.astype(jnp.float32)
+    return call_handler((conv.image.parts, (shift,), residual, affine or ()), weights)
+
+
+def call_handler(images: Images, weights: tuple[Array, ...], *, flipped: bool = False) -> Array:
+    """Runs the handler.
+
+    Args:
+      images: x, the shift, the residual and `affine`; all but x may be ().
+      weights: the kernel, and the shortcut if there is one.
       flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged, which is
         the input gradient.
     """
-    dtype, features = parts[0].dtype, kernel.shape[2 if flipped else 3]
-    extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
-    weights: tuple[Array, ...] = (kernel.astype(dtype),)
-    if shortcut is not None:
-        weights += (shortcut.astype(dtype),)
+    parts, shifts, residual, affine = images
+    dtype, features = parts[0].dtype, weights[0].shape[2 if flipped else 3]
+    weights = tuple(w.astype(dtype) for w in weights)
     # Not with an activation: the terms would have to be split after it.
-    if affine is None and takes_terms((*parts, *extra), features):
+    if not affine and uses_terms((*parts, *residual), features):
         parts = _image_terms(parts)
-        extra = extra if shortcut is None else _image_terms(extra)
+        residual = residual if len(weights) == 1 else _image_terms(residual)
         # They multiply the high, low and high terms of x.
         weights = tuple(_weight_terms(w, axis=w.ndim - (1 if flipped else 2)) for w in weights)
 
-    def run(
-        images: tuple[Parts, tuple[Array, ...], Parts, Affine | tuple[()]],
-        weights: tuple[Array, ...],
-    ) -> Array:
-        parts, shifts, extra, affine = images
+    def run(images: Images, weights: tuple[Array, ...]) -> Array:
+        parts, shifts, residual, affine = images
         shape = jax.ShapeDtypeStruct((*parts[0].shape[:3], features), dtype)
         kernel, *matrix = weights
         return ffi_call('jaxunet_conv3x3', shape)(
-            *(*parts, kernel, *shifts, *extra, *matrix, *affine),
+            *(*parts, kernel, *shifts, *residual, *matrix, *affine),
             parts=np.int64(len(parts)),
-            residuals=np.int64(len(extra)),
+            residuals=np.int64(len(residual)),
             flipped=flipped,
             shift=bool(shifts),
             shortcut=bool(matrix),
             activation=bool(affine),
         )
 
-    shifts = () if shift is None else (shift.astype(jnp.float32),)
-    return joins_batch(run)((parts, shifts, extra, affine or ()), weights)
+    return joins_batch(run)((parts, shifts, residual, affine), weights)
 
 
 def input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
     """Returns the gradient of each part of the convolution's input."""
     ends = np.cumsum(widths)
     slices = (kernel[:, :, end - width : end] for end, width in zip(ends, widths, strict=True))
-    return tuple(convolve((dy,), part, None, None, None, flipped=True) for part in slices)
+    return tuple(call_handler(((dy,), (), (), ()), (part,), flipped=True) for part in slices)
 
 
 def shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:

@@ -6,6 +6,7 @@ dy = H + L, one call with twice the channels computes h · H and l · H, another
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -15,39 +16,19 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxunet.ops.conv3x3.operands import Added, Parts
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution, Parts
 from jaxunet.ops.terms import bfloat16_terms
 from xla_ffi.call import ffi_call
-from xla_ffi.conv3x3.calls import high_and_low, shortcut_gradient, takes_terms
+from xla_ffi.conv3x3.calls import high_and_low, shortcut_gradient, uses_terms
 from xla_ffi.conv3x3.split_k import partial_sums, written
 
 PARTIAL_SUMS = 9 * 64 * 64  # per block: 9 taps of 64 input channels by 64 features
 PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per sample
 
 
-class ParameterGradients(NamedTuple):
-    """The gradients of a convolution's parameters and residual.
-
-    Fields:
-      norm: the gradients of the norm's scale and offset; () unless requested.
-    """
-
-    norm: tuple[Array, ...]
-    kernel: Array
-    shift: Array
-    added: Added | None
-
-
-class _Types(NamedTuple):
-    """The types of the gradients; `shortcut` is not read if there is none."""
-
-    kernel: DTypeLike
-    shift: DTypeLike
-    shortcut: DTypeLike
-
-
-class _Found(NamedTuple):
-    """The results of a call; `shortcut` and `norm` are () unless requested."""
+class _Gradients(NamedTuple):
+    """The results of the handler; `shortcut` and `norm` are () unless requested."""
 
     kernel: Float[Array, '3 3 channels features']
     shift: Float[Array, '#batch features']
@@ -56,49 +37,56 @@ class _Found(NamedTuple):
 
 
 def parameter_gradients(
-    parts: Parts,
-    kernel: Array,
-    shift: Array,
-    added: Added | tuple[()] | None,
-    dy: Array,
-    sums: Array | None = None,
-) -> ParameterGradients:
-    """Returns the gradients of kernel, shift and residual, and of the norm's parameters.
+    conv: Convolution, dy: Array, sums: Array | None = None
+) -> tuple[Convolution, tuple[Array, ...]]:
+    """Returns the convolution with the gradients of kernel, shift, residual and shortcut.
+
+    Also returns the gradients of the norm's scale and offset; () without `sums`.
 
     Args:
-      parts: the convolution's input; in `norm_silu_conv3x3` this is the activation.
-      shift: its `outline`.
-      added: what `kept_for_backward` kept of the residual.
+      conv: what `kept_for_backward` kept; after a norm, its image is the activation.
       sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the
         samples.
     """
-    projected: Parts = ()
-    shortcut = None
-    if isinstance(added, Added):
-        projected, shortcut = added
-    types = _Types(kernel.dtype, shift.dtype, kernel.dtype if shortcut is None else shortcut.dtype)
-    from_terms = takes_terms((*parts, *projected), dy.shape[3])
-    run = _from_terms if from_terms else _call
-    found = run(parts, dy, projected, shift.shape[0], types, sums)
-    of_added = None if added is None else Added((dy,), None)
-    if shortcut is not None:
-        of_added = Added(shortcut_gradient(dy, shortcut, projected), *found.shortcut)
-    return ParameterGradients(found.norm, found.kernel, found.shift, of_added)
+    from_terms = uses_terms((*conv.image.parts, *_projected(conv)), dy.shape[3])
+    gradients = (_from_terms if from_terms else _call)(conv, dy, sums)
+    residual, shortcut = conv.residual, conv.shortcut
+    if residual is not None and shortcut is None:
+        residual = Activation.of(dy)
+    elif residual is not None and shortcut is not None:
+        residual = Activation(shortcut_gradient(dy, shortcut, residual.parts))
+        (shortcut,) = gradients.shortcut
+    return dataclasses.replace(
+        conv,
+        kernel=gradients.kernel,
+        shift=gradients.shift,
+        residual=residual,
+        shortcut=shortcut,
+    ), gradients.norm
+
+
+def _projected(conv: Convolution) -> Parts:
+    """Returns the parts of a residual that a shortcut projects."""
+    return () if conv.residual is None or conv.shortcut is None else conv.residual.parts
 
 
 def _call(
-    parts: Parts, dy: Array, projected: Parts, rows: int, types: _Types, sums: Array | None
-) -> _Found:
-    """Runs the handler. `rows`: rows of the shift's gradient, 1 or batch; the rest as above."""
-    features = dy.shape[3]
+    conv: Convolution, dy: Array, sums: Array | None, dtype: DTypeLike | None = None
+) -> _Gradients:
+    """Runs the handler.
+
+    Args:
+      dtype: the type of all gradients; None: those of the parameters.
+    """
+    features, parts, projected = dy.shape[3], conv.image.parts, _projected(conv)
     channels, extra = (sum(part.shape[3] for part in images) for images in (parts, projected))
     norm = () if sums is None else (sums,)
     wanted: list[tuple[tuple[int, ...], DTypeLike]] = [
-        ((3, 3, channels, features), types.kernel),
-        ((rows, features), types.shift),
+        ((3, 3, channels, features), dtype or conv.kernel.dtype),
+        ((conv.shift.shape[0], features), dtype or conv.shift.dtype),
     ]
-    if projected:
-        wanted.append(((extra, features), types.shortcut))
+    if conv.shortcut is not None:
+        wanted.append(((extra, features), dtype or conv.shortcut.dtype))
     wanted += [((1, channels), jnp.float32)] * (2 * len(norm))
     shapes = written(wanted, dy.dtype)
     workspace = _workspace(dy, (9 * channels + extra) * features)
@@ -110,35 +98,39 @@ def _call(
         gradient.astype(t) for gradient, (_, t) in zip(results[:-1], wanted, strict=True)
     )
     shortcuts = 1 if projected else 0
-    return _Found(of_kernel, of_shift, tuple(others[:shortcuts]), tuple(others[shortcuts:]))
+    return _Gradients(of_kernel, of_shift, tuple(others[:shortcuts]), tuple(others[shortcuts:]))
 
 
-def _from_terms(
-    parts: Parts, dy: Array, projected: Parts, rows: int, types: _Types, sums: Array | None
-) -> _Found:
+def _from_terms(conv: Convolution, dy: Array, sums: Array | None) -> _Gradients:
     """Does the same as `_call` for float32 images, by adding the products of their bfloat16 terms.
 
     XLA sums dy for the gradient of the shift, in full float32 precision: a sum without products
     needs no terms.
     """
-    images = high_and_low(parts)
+    projected = _projected(conv)
+    images = high_and_low(conv.image.parts)
     others = high_and_low(projected) if projected else ()
     high, low = bfloat16_terms(dy, 2)
-    float32 = _Types(*[jnp.float32] * len(_Types._fields))
-    large = _call(images, high, others, rows, float32, None)
-    small = _call(images[:1], low, others[:1], rows, float32, sums)
+
+    def product(count: int, dy: Array, sums: Array | None) -> _Gradients:
+        image, residual = Activation(images[:count]), Activation(others[:count])
+        terms = dataclasses.replace(conv, image=image, residual=residual)
+        return _call(terms, dy, sums, jnp.float32)
+
+    large, small = product(2, high, None), product(1, low, sums)
 
     def total(large: Array, small: Array, t: DTypeLike) -> Array:
         halves = jnp.split(large, 2, axis=-2)  # products of the high and the low terms
         return (halves[0] + (halves[1] + small)).astype(t)
 
+    rows = conv.shift.shape[0]
     shift = jnp.sum(dy, axis=(0, 1, 2) if rows == 1 else (1, 2)).reshape(rows, -1)
-    return _Found(
-        total(large.kernel, small.kernel, types.kernel),
-        shift.astype(types.shift),
-        tuple(total(*w, types.shortcut) for w in zip(large.shortcut, small.shortcut, strict=True)),
-        small.norm,
-    )
+    shortcut: tuple[Array, ...] = ()
+    kernel = total(large.kernel, small.kernel, conv.kernel.dtype)
+    shift = shift.astype(conv.shift.dtype)
+    if conv.shortcut is not None:
+        shortcut = (total(large.shortcut[0], small.shortcut[0], conv.shortcut.dtype),)
+    return _Gradients(kernel, shift, shortcut, small.norm)
 
 
 def _workspace(dy: Array, weights: int) -> int:

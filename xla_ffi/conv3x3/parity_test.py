@@ -12,12 +12,13 @@ import pytest
 from support.conv3x3 import inputs, op
 from support.parity import DTYPES, assert_parity, assert_runs_are_identical, types_in_turn
 
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
-from jaxunet.ops.conv3x3.operands import Added
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.references import XLA
 from xla_ffi.conv3x3 import vjp
-from xla_ffi.conv3x3.calls import convolve
+from xla_ffi.conv3x3.calls import call_handler
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
 
 # Shortcuts of several parts. Some parts begin at whole tiles of 64 channels, so that one launch
@@ -125,8 +126,7 @@ def test_awkward_parts_of_a_residual_are_added_where_they_lie(dtype, side, flipp
     shift, none = jnp.arange(72.0)[None], jnp.zeros((3, side, side, 0), dtype)
 
     def call(images, residual):
-        added = Added(residual, None)
-        return convolve(images, kernel, shift, added, None, flipped=flipped)
+        return call_handler((images, (shift,), residual, ()), (kernel,), flipped=flipped)
 
     x, first, second = arrays.values()
     got = call((none, x), (first, none, second))
@@ -211,15 +211,16 @@ def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a
         jnp.arange(batch * 12.0).reshape(batch, 2, 6),
     )
     kernel, shift = jnp.ones((3, 3, 6, 7)), jnp.ones((1, 7))
-    found = parameter_gradients((x,), kernel, shift, None, dy, sums)
+    conv = Convolution(image=Activation.of(x), kernel=kernel, shift=shift)
+    found, of_norm = parameter_gradients(conv, dy, sums)
     offset, scale = jnp.split(jnp.sum(sums, axis=0), 2)
     for gradient, wanted in zip(
-        (*found.norm, found.kernel, found.shift),
+        (*of_norm, found.kernel, found.shift),
         (scale, offset, 0 * kernel, 0 * shift),
         strict=True,
     ):
         np.testing.assert_array_equal(gradient, wanted)
-    assert found.added is None
+    assert found.residual is found.shortcut is None
 
 
 def test_under_vmap_the_mapped_axis_joins_the_batch(monkeypatch):
@@ -251,8 +252,10 @@ def test_without_a_shift_the_results_are_those_of_zeros(channels, features, dtyp
     ends = (features, channels) if flipped else (channels, features)
     kernel = jax.random.normal(jax.random.key(1), (3, 3, *ends))
     got, want = (
-        jax.jit(lambda x, k, s=shift: convolve((x,), k, s, None, None, flipped=flipped))(x, kernel)
-        for shift in (None, jnp.zeros((1, features)))
+        jax.jit(lambda x, k, s=shifts: call_handler(((x,), s, (), ()), (k,), flipped=flipped))(
+            x, kernel
+        )
+        for shifts in ((), (jnp.zeros((1, features)),))
     )
     np.testing.assert_array_equal(got, want)
 
@@ -261,8 +264,8 @@ def test_with_more_features_than_zeros_another_kernel_takes_the_shiftless_call()
     x = jax.random.normal(jax.random.key(0), (1, 4, 4, 3), 'bfloat16')
     kernel = jax.random.normal(jax.random.key(1), (3, 3, 3, MOST_UNSHIFTED + 8))
     got, want = (
-        convolve((x,), kernel, shift, None, None).astype(jnp.float32)
-        for shift in (None, jnp.zeros((1, kernel.shape[3])))
+        call_handler(((x,), shifts, (), ()), (kernel,)).astype(jnp.float32)
+        for shifts in ((), (jnp.zeros((1, kernel.shape[3])),))
     )
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7)
 
@@ -272,7 +275,8 @@ def test_more_samples_than_a_grid_has_blocks_in_y():
     """The sums of dy then take several launches; the sums over one pixel are dy itself."""
     x, dy = (jax.random.normal(jax.random.key(seed), (2 * 65535 + 1, 1, 1, 8)) for seed in range(2))
     kernel, shift = jnp.ones((3, 3, 8, 8)), jnp.ones((x.shape[0], 8))
-    found = parameter_gradients((x,), kernel, shift, None, dy)
+    conv = Convolution(image=Activation.of(x), kernel=kernel, shift=shift)
+    found, _ = parameter_gradients(conv, dy)
     np.testing.assert_array_equal(found.shift, dy[:, 0, 0])
 
 

@@ -56,6 +56,6 @@ def test_terms_give_the_same_results_to_16_bits(case, monkeypatch):
 )
 def test_the_shapes_that_are_computed_from_terms(shape, features, dtype, taken, monkeypatch):
     image = jnp.zeros(shape, dtype)
-    assert not calls.takes_terms((image,), features)  # this machine has no Hopper GPU
+    assert not calls.uses_terms((image,), features)  # this machine has no Hopper GPU
     monkeypatch.setattr(device, 'family', lambda: device.Target.HOPPER)
-    assert calls.takes_terms((image,), features) == taken
+    assert calls.uses_terms((image,), features) == taken

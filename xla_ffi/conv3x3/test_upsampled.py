@@ -12,6 +12,7 @@ from support.parity import assert_parity, assert_runs_are_identical, draw
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3 import reference
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.runtime import device
 from xla_ffi.conv3x3 import upsampled
 
@@ -82,7 +83,8 @@ TILES = (
 
 def op(module):
     def call(x, kernel, shift):
-        return module.upsample_conv3x3(Activation.of(x), kernel, shift).value
+        conv = Convolution(image=Activation.of(x), kernel=kernel, shift=shift)
+        return module.upsample_conv3x3(conv).value
 
     return call
 
@@ -130,7 +132,7 @@ def test_other_calls_convolve_the_upsampled_image(case, dtype):
 @pytest.mark.parametrize('kernels', ['portable', 'ada'])
 def test_portable_kernels_convolve_the_upsampled_image(kernels, monkeypatch):
     monkeypatch.setenv(device.VARIABLE, kernels)
-    assert not upsampled.takes(jnp.zeros((1, 8, 8, 64), jnp.bfloat16), 64)
+    assert not upsampled.supports(jnp.zeros((1, 8, 8, 64), jnp.bfloat16), 64)
 
 
 def test_taps_are_sums_of_the_rows_and_columns_that_meet_the_same_pixel():

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.checks import check_count, check_kernel_type
-from jaxunet.ops.conv3x3.operands import check_operands, outline
-from jaxunet.ops.conv3x3.upsampling import nearest
+from jaxunet.ops.conv3x3.operands import Convolution, outline
+from jaxunet.ops.conv3x3.upsampling import check_upsampled, nearest
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
@@ -35,26 +35,22 @@ PARTIAL_SUMS = 8 * CHUNK**2  # per block: eight taps of 64 input channels by 64 
 PhaseKernels = Float[Array, '2 2 2 2 channels features']
 
 
-def upsample_conv3x3(
-    x: Activation,
-    kernel: Float[Array, '3 3 channels features'],
-    shift: Float[Array, '#batch features'],
-) -> Activation:
+def upsample_conv3x3(conv: Convolution) -> Activation:
     """conv(nearest(x), kernel) + shift. See `jaxunet.ops.conv3x3.reference.upsample_conv3x3`.
 
     Raises:
-      ValueError: shapes or types that do not fit each other.
+      ValueError: as `check_upsampled`, or the kernels do not take x's type or this many pixels.
     """
-    check_operands(x, kernel, shift, None, None)
-    image = x.value
-    if not takes(image, kernel.shape[3]):
-        return vjp.conv3x3(Activation.of(nearest(image)), kernel, shift)
+    check_upsampled(conv)
+    image = conv.image.value
+    if not supports(image, conv.kernel.shape[3]):
+        return vjp.conv3x3(conv.of(nearest(image)))
     check_kernel_type('conv3x3', 'x', image)
     check_count('conv3x3', 'x', 'pixels', 4 * math.prod(image.shape[:3]))
-    return Activation.of(_conv(image, kernel, shift))
+    return Activation.of(_conv(image, conv.kernel, conv.shift))
 
 
-def takes(x: Array, features: int) -> bool:
+def supports(x: Array, features: int) -> bool:
     """Returns True if the convolution runs by phases (`takes_upsampled` in dispatch.h)."""
     whole = x.shape[3] % CHUNK == features % CHUNK == 0 < features
     return (

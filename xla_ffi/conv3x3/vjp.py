@@ -7,21 +7,17 @@ silu(norm(x)) for the weight gradient; in the second, it is kept (`_keeps_activa
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.conv3x3.operands import (
-    Added,
-    Parts,
-    checked_residual,
-    kept_for_backward,
-    outline,
-)
+from jaxunet.ops.conv3x3.operands import Convolution, Parts, kept_for_backward, kernel_operands
+from jaxunet.ops.group_norm.operands import Statistics
 from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_operands
 from jaxunet.ops.vocabulary import WithInput, check_copies
 from jaxunet.runtime import device
@@ -38,65 +34,30 @@ FUSED_PIXELS = 4096
 FEW = 8  # most features of the kernel for few features: kFew in dispatch.h
 
 
-def conv3x3(
-    x: Activation,
-    kernel: Float[Array, '3 3 channels features'],
-    shift: Float[Array, '#batch features'],
-    *,
-    residual: Activation | None = None,
-    shortcut: Float[Array, 'residual_channels features'] | None = None,
-) -> Activation:
+def conv3x3(conv: Convolution) -> Activation:
     """conv(x, kernel) + shift [+ residual, or residual · shortcut].
 
     See `jaxunet.ops.conv3x3.reference.conv3x3`.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or more
-        than `MAX_PARTS` parts.
+      ValueError: as `kernel_operands`, or more than `MAX_PARTS` parts.
     """
-    added = _checked(x, kernel, shift, residual, shortcut)
-    return Activation.of(_conv(x.parts, kernel, shift, added))
+    return Activation.of(_conv(_checked(conv)))
 
 
-def norm_silu_conv3x3(
-    x: Activation,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    kernel: Float[Array, '3 3 channels features'],
-    shift: Float[Array, '#batch features'],
-    *,
-    residual: Activation | None = None,
-    shortcut: Float[Array, 'residual_channels features'] | None = None,
-    groups: int = 32,
-    eps: float = 1e-5,
-) -> Activation:
+def norm_silu_conv3x3(conv: Convolution) -> Activation:
     """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual].
 
     See `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, a shortcut without a residual,
-        channels not a multiple of `groups`, or more than `MAX_PARTS` parts.
+      ValueError: as `conv3x3`, or channels not a multiple of the norm's groups.
     """
-    added = _checked(x, kernel, shift, residual, shortcut)
-    check_norm_operands(x, scale, offset, groups)
-    y, _ = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, 0)
+    y, _ = _norm_conv(_checked(conv, norm=True), 0)
     return Activation.of(y)
 
 
-def norm_silu_conv3x3_and_input(
-    x: Activation,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    kernel: Float[Array, '3 3 channels features'],
-    shift: Float[Array, '#batch features'],
-    *,
-    residual: Activation | None = None,
-    shortcut: Float[Array, 'residual_channels features'] | None = None,
-    groups: int = 32,
-    eps: float = 1e-5,
-    copies: int = 1,
-) -> WithInput[Activation]:
+def norm_silu_conv3x3_and_input(conv: Convolution, *, copies: int = 1) -> WithInput[Activation]:
     """`norm_silu_conv3x3` and copies of x for its other readers.
 
     The norm's backward kernel adds the gradients of the copies, as
@@ -105,46 +66,36 @@ def norm_silu_conv3x3_and_input(
     Raises:
       ValueError: as `norm_silu_conv3x3`, or `copies` is not 1 to `MAX_COPIES`.
     """
-    added = _checked(x, kernel, shift, residual, shortcut)
-    check_norm_operands(x, scale, offset, groups)
+    conv = _checked(conv, norm=True)
     check_copies('norm_silu_conv3x3', copies)
-    y, passed = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, copies)
+    y, passed = _norm_conv(conv, copies)
     return WithInput(Activation.of(y), tuple(Activation(parts) for parts in passed))
 
 
-def _checked(
-    x: Activation, kernel: Array, shift: Array, residual: Activation | None, shortcut: Array | None
-) -> Added | None:
-    """Checks the operands and returns the residual; see `checked_residual` and `check_parts`."""
-    added = checked_residual(x, kernel, shift, residual, shortcut)
-    check_parts('conv3x3', 'x', x)
-    if residual is not None and shortcut is not None:  # other residuals become one array
-        check_parts('conv3x3', 'residual', residual)
-    return added
-
-
-# Saved for the backward pass of the plain convolution: the input, the kernel, the outline of the
-# shift, and what `kept_for_backward` keeps of the residual.
-ConvSaved = tuple[Parts, Array, Array, Added | tuple[()] | None]
+def _checked(conv: Convolution, *, norm: bool = False) -> Convolution:
+    """Checks the operands; see `kernel_operands` and `check_parts`."""
+    conv = kernel_operands(conv, norm=norm)
+    check_parts('conv3x3', 'x', conv.image)
+    if conv.residual is not None:  # without a shortcut, it is one array
+        check_parts('conv3x3', 'residual', conv.residual)
+    if norm:
+        check_norm_operands(conv.image, conv.required_norm)
+    return conv
 
 
 @jax.custom_vjp
-def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Array:
-    return convolve(parts, kernel, shift, added, None)
+def _conv(conv: Convolution) -> Array:
+    return convolve(conv)
 
 
-def _conv_forward(
-    parts: Parts, kernel: Array, shift: Array, added: Added | None
-) -> tuple[Array, ConvSaved]:
-    saved = (parts, kernel, outline(shift), kept_for_backward(added))
-    return _conv(parts, kernel, shift, added), saved
+def _conv_forward(conv: Convolution) -> tuple[Array, Convolution]:
+    return _conv(conv), kept_for_backward(conv)
 
 
-def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Added | None]:
-    parts, kernel, shift, added = saved
-    dx = input_gradient(dy, kernel, tuple(p.shape[3] for p in parts))
-    _, dkernel, dshift, dadded = parameter_gradients(parts, kernel, shift, added, dy)
-    return dx, dkernel, dshift, dadded
+def _conv_backward(conv: Convolution, dy: Array) -> tuple[Convolution]:
+    dx = input_gradient(dy, conv.kernel, tuple(p.shape[3] for p in conv.image.parts))
+    gradients, _ = parameter_gradients(conv, dy)
+    return (dataclasses.replace(gradients, image=Activation(dx)),)
 
 
 def _fuses_activation(parts: Parts, features: int) -> bool:
@@ -170,108 +121,62 @@ def _keeps_activation() -> bool:
 
 
 class _NormSaved(NamedTuple):
-    """The arrays saved for the backward pass of `_norm_conv`.
+    """The arrays that are saved for the backward pass of `_norm_conv`.
 
     Fields:
-      shift: its `outline`.
-      added: what `kept_for_backward` keeps of the residual.
-      mean, inverse: of the channel's group, for every sample and channel.
+      conv: what `kept_for_backward` keeps.
       active: the convolution's input; None if the convolution has applied the norm itself, or if
         it is not kept.
     """
 
-    x: Activation
-    scale: Array
-    offset: Array
-    kernel: Array
-    shift: Array
-    added: Added | tuple[()] | None
-    mean: Array
-    inverse: Array
+    conv: Convolution
+    stats: Statistics
     active: Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _norm_conv(
-    x: Activation,
-    scale: Array,
-    offset: Array,
-    kernel: Array,
-    shift: Array,
-    added: Added | None,
-    groups: int,
-    eps: float,
-    copies: int,
-) -> tuple[Array, Copies]:
-    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps, copies)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _norm_conv(conv: Convolution, copies: int) -> tuple[Array, Copies]:
+    return _norm_conv_forward(conv, copies)[0]
 
 
-def _norm_conv_forward(
-    x: Activation,
-    scale: Array,
-    offset: Array,
-    kernel: Array,
-    shift: Array,
-    added: Added | None,
-    groups: int,
-    eps: float,
-    copies: int,
-) -> tuple[tuple[Array, Copies], _NormSaved]:
-    if _fuses_activation(x.parts, kernel.shape[3]):
-        a, b, mean, inverse = statistics(x, scale, offset, groups=groups, eps=eps)
-        active, y = None, convolve(x.parts, kernel, shift, added, (a, b))
+def _norm_conv_forward(conv: Convolution, copies: int) -> tuple[tuple[Array, Copies], _NormSaved]:
+    x, norm = conv.image, conv.required_norm
+    if _fuses_activation(x.parts, conv.kernel.shape[3]):
+        affine, stats = statistics(x, norm)
+        active, y = None, convolve(conv, affine)
     else:
-        active, mean, inverse = normalise(x, scale, offset, groups=groups, eps=eps, silu=True)
-        y = convolve((active,), kernel, shift, added, None)
-    kept = kept_for_backward(added)
-    return (y, (x.parts,) * copies), _NormSaved(
-        x,
-        scale,
-        offset,
-        kernel,
-        outline(shift),
-        kept,
-        mean,
-        inverse,
-        active if _keeps_activation() else None,
-    )
+        active, stats = normalise(x, norm, silu=True)
+        y = convolve(conv.of(active))
+    kept = active if _keeps_activation() else None
+    return (y, (x.parts,) * copies), _NormSaved(kept_for_backward(conv), stats, kept)
 
 
 def _norm_conv_backward(
-    groups: int, eps: float, copies: int, saved: _NormSaved, given: tuple[Array, Copies]
-) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
-    del eps, copies
-    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, active) = given, saved
-    (dactive,) = input_gradient(dy, kernel, (x.channels,))
+    copies: int, saved: _NormSaved, given: tuple[Array, Copies]
+) -> tuple[Convolution]:
+    del copies
+    (dy, passed), (conv, stats, active) = given, saved
+    x, norm = conv.image, conv.required_norm
+    (dactive,) = input_gradient(dy, conv.kernel, (x.channels,))
     # If the activation was not kept, this launch also writes it for the weight gradient, because
     # activating the strips inside that kernel would halve its speed. If samples share scale and
     # offset, the weight gradient's last launch adds their sums over the samples.
-    shared = scale.shape[0] == offset.shape[0] == 1
-    found = gradient(
+    shared = norm.scale.shape[0] == norm.offset.shape[0] == 1
+    of_input = gradient(
         x.parts,
         dactive,
-        scale,
-        offset,
-        mean,
-        inverse,
-        groups=groups,
+        norm,
+        stats,
         silu=True,
         activation=active is None,
         added=passed,
         samples=not shared,
     )
-    of_norm = found.sums if shared else None
-    read = found.active if active is None else (active,)
-    others = parameter_gradients(read, kernel, shift, added, dy, of_norm)
-    of_scale, of_offset = others.norm if shared else found.norm
-    return (
-        Activation(found.dx),
-        of_scale.astype(scale.dtype),
-        of_offset.astype(offset.dtype),
-        others.kernel,
-        others.shift,
-        others.added,
-    )
+    if active is None:
+        (active,) = of_input.active
+    gradients, rows = parameter_gradients(conv.of(active), dy, of_input.sums if shared else None)
+    of_norm = norm.with_gradients(*rows) if shared else of_input.norm
+    return (dataclasses.replace(gradients, image=Activation(of_input.dx), norm=of_norm),)
 
 
 _conv.defvjp(_conv_forward, _conv_backward)

@@ -4,6 +4,7 @@ The CPU handlers run the awkward cases, the GPU handlers all cases.
 """
 
 import concurrent.futures
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.dropout import drop
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.references import XLA
 from xla_ffi.group_norm import vjp
 
@@ -95,7 +97,7 @@ def check_parts(side: int, channels: int, batch: int, parts: int):
     @jax.jit
     def gradients(x, dy):
         def call(x, scale, offset):
-            return vjp.group_norm(Activation.of(x), scale, offset, silu=True)
+            return vjp.group_norm(Activation.of(x), Norm(scale, offset), silu=True)
 
         dx, *rows = jax.vjp(call, x, scale, offset)[1](dy)
         return [dx, *rows]
@@ -168,8 +170,8 @@ def check_dropout(case: Case, dtype: str, batch: int):
         )
 
 
-def _dropout_after(x, scale, offset, *, dropout, **options):
-    return drop(vjp.group_norm(x, scale, offset, **options), dropout)
+def _dropout_after(x, norm, *, dropout, **options):
+    return drop(vjp.group_norm(x, norm, **options), dropout)
 
 
 @pytest.mark.parametrize(('case', 'dtype'), types_in_turn(AWKWARD, (*DTYPES, 'float16')))
@@ -238,16 +240,16 @@ def test_which_calls_have_dropout_inside(case, inside):
 
 # The mean is compared as mean + deviation, so that its error is relative to the size of the numbers
 # and not to the mean itself, which may be close to zero.
-def _statistics(x, scale, offset, *, groups, silu):
-    a, b, mean, inverse = vjp.statistics(x, scale, offset, groups=groups, eps=1e-5)
-    return a, b, mean + 1 / inverse, inverse
+def _statistics(x, norm, *, silu):
+    affine, (mean, inverse) = vjp.statistics(x, norm)
+    return *affine, mean + 1 / inverse, inverse
 
 
-def _plain_statistics(x, scale, offset, *, groups, silu):
+def _plain_statistics(x, norm, *, silu):
     moments = jnp.concatenate([reference.channel_moments(part) for part in x.parts], axis=1)
-    a, b = reference.group_affine(moments, scale, offset, groups=groups, eps=1e-5)
-    one = jnp.ones_like(scale)
-    inverse, shift = reference.group_affine(moments, one, 0 * one, groups=groups, eps=1e-5)
+    a, b = reference.group_affine(moments, norm)
+    one = jnp.ones_like(norm.scale)
+    inverse, shift = reference.group_affine(moments, Norm(one, 0 * one, norm.groups))
     return a, b, (1 - shift) / inverse, inverse
 
 
@@ -308,7 +310,7 @@ def test_threads_launch_one_kernel_with_different_shared_memory():
     def run(side):
         x = jax.random.normal(jax.random.key(side), (2, side, side, 64), jnp.bfloat16)
         row = jnp.ones((1, 64))
-        op = jax.jit(lambda x: vjp.group_norm(Activation.of(x), row, row, groups=8))
+        op = jax.jit(lambda x: vjp.group_norm(Activation.of(x), Norm(row, row, 8)))
         first = op(x)
         return all(bool(jnp.array_equal(op(x), first)) for _ in range(500))
 
@@ -324,27 +326,24 @@ def test_the_backward_pass_writes_the_activation_again(case):
         for name, (value, dtype) in inputs(case, 'float32', case.batch or 2).items()
     }
     parts = tuple(value for name, value in drawn.items() if name.startswith('x'))
-    x, scale, offset = Activation(parts), drawn['scale'], drawn['offset']
-    y = vjp.group_norm(x, scale, offset, groups=case.groups, silu=case.silu)
-    norm = vjp.statistics(x, scale, offset, groups=case.groups, eps=1e-5)
-    options = {'groups': case.groups, 'silu': case.silu}
-    found = vjp.gradient(
-        parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, activation=True, **options
-    )
+    x, norm = Activation(parts), Norm(drawn['scale'], drawn['offset'], case.groups)
+    y = vjp.group_norm(x, norm, silu=case.silu)
+    _, stats = vjp.statistics(x, norm)
+    gradient = functools.partial(vjp.gradient, parts, jnp.ones_like(y), norm, stats, silu=case.silu)
+    found, plain = gradient(activation=True), gradient()
     (active,) = found.active
     np.testing.assert_allclose(active, y, rtol=0, atol=4e-7 * float(jnp.max(jnp.abs(y))))
-    plain = vjp.gradient(parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, **options)
     assert plain.active == ()
-    for a, b in zip((*found.dx, *found.norm), (*plain.dx, *plain.norm), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, (found.dx, found.norm), (plain.dx, plain.norm))
 
 
 def test_there_are_at_most_two_copies():
     x, row = Activation.of(jnp.ones((1, 2, 2, 8))), jnp.ones((1, 8))
+    norm = Norm(row, row, 4)
     for variant in (vjp.group_norm_and_input, XLA.group_norm_and_input):
-        assert len(variant(x, row, row, groups=4, copies=2).copies) == 2
+        assert len(variant(x, norm, copies=2).copies) == 2
         for copies in (0, 3):
             with pytest.raises(
                 ValueError, match=f'group_norm_and_input: copies={copies}; expected 1 to 2'
             ):
-                variant(x, row, row, groups=4, copies=copies)
+                variant(x, norm, copies=copies)

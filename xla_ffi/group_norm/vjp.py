@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.dropout import Dropout, check_dropout, drop
-from jaxunet.ops.group_norm.operands import check_kernel_operands
+from jaxunet.ops.group_norm.operands import Affine, Norm, Statistics, check_kernel_operands
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
 from xla_ffi.call import ffi_call
@@ -28,28 +28,8 @@ from xla_ffi.checks import check_parts
 Copies = tuple[tuple[Array, ...], ...]  # the parts of each copy of x
 
 
-class Norm(NamedTuple):
-    """A normalisation, per sample and channel: norm(x) · scale + offset = a · x + b.
-
-    Fields:
-      mean, inverse: mean and 1 / sqrt(variance + eps) of the channel's group.
-    """
-
-    a: Float[Array, 'batch channels']
-    b: Float[Array, 'batch channels']
-    mean: Float[Array, 'batch channels']
-    inverse: Float[Array, 'batch channels']
-
-
 def group_norm(
-    x: Activation,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    *,
-    groups: int = 32,
-    eps: float = 1e-5,
-    silu: bool = False,
-    dropout: Dropout | None = None,
+    x: Activation, norm: Norm, *, silu: bool = False, dropout: Dropout | None = None
 ) -> Float[Array, 'batch height width channels']:
     """act(norm(x) · scale + offset), act = SiLU or identity, then dropout.
 
@@ -59,15 +39,15 @@ def group_norm(
 
     Raises:
       ValueError: shapes or types that do not fit each other, channels that are not a multiple of
-        `groups`, or more than `MAX_PARTS` parts.
+        the groups, or more than `MAX_PARTS` parts.
     """
-    check_kernel_operands(x, scale, offset, groups)
+    check_kernel_operands(x, norm)
     check_parts('group_norm', 'x', x)
     if dropout is None or _drops_inside(x, silu):
         if dropout is not None:
             check_dropout(dropout, x.parts[0].shape[0])
-        return _group_norm(x, scale, offset, dropout, groups, eps, silu, 0)[0]
-    return drop(_group_norm(x, scale, offset, None, groups, eps, silu, 0)[0], dropout)
+        return _group_norm(x, norm, dropout, silu, 0)[0]
+    return drop(_group_norm(x, norm, None, silu, 0)[0], dropout)
 
 
 def _drops_inside(x: Activation, silu: bool) -> bool:
@@ -79,14 +59,7 @@ def _drops_inside(x: Activation, silu: bool) -> bool:
 
 
 def group_norm_and_input(
-    x: Activation,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    *,
-    groups: int = 32,
-    eps: float = 1e-5,
-    silu: bool = False,
-    copies: int = 1,
+    x: Activation, norm: Norm, *, silu: bool = False, copies: int = 1
 ) -> WithInput[Array]:
     """Returns the result of `group_norm`, and copies of x for its other readers.
 
@@ -96,23 +69,24 @@ def group_norm_and_input(
     Raises:
       ValueError: as `group_norm`, or `copies` is not 1 to `MAX_COPIES`.
     """
-    check_kernel_operands(x, scale, offset, groups)
+    check_kernel_operands(x, norm)
     check_parts('group_norm', 'x', x)
     check_copies('group_norm', copies)
-    y, passed = _group_norm(x, scale, offset, None, groups, eps, silu, copies)
+    y, passed = _group_norm(x, norm, None, silu, copies)
     return WithInput(y, tuple(Activation(parts) for parts in passed))
 
 
-def statistics(x: Activation, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
-    """Returns the normalisation of x, from one read of x."""
+def statistics(x: Activation, norm: Norm) -> tuple[Affine, Statistics]:
+    """Returns what a convolution applies as the norm of x, and its statistics, from one read."""
 
     def run(operands: Sequence[Array], _: tuple[()]) -> list[Array]:
         shape = jax.ShapeDtypeStruct((operands[0].shape[0], x.channels), jnp.float32)
-        counts = {'parts': np.int64(len(x.parts)), 'groups': np.int64(groups)}
+        counts = {'parts': np.int64(len(x.parts)), 'groups': np.int64(norm.groups)}
         call = ffi_call('jaxunet_group_norm_statistics', [shape] * 4)
-        return call(*operands, **counts, eps=np.float32(eps))
+        return call(*operands, **counts, eps=np.float32(norm.eps))
 
-    return Norm(*joins_batch(run)(_operands(x, scale, offset), ()))
+    a, b, mean, inverse = joins_batch(run)(_operands(x, norm), ())
+    return (a, b), Statistics(mean, inverse)
 
 
 def _dropout_operands(
@@ -128,8 +102,8 @@ def _dropout_operands(
     return 'dropout_', (dropout.seeds,), attributes
 
 
-def _operands(x: Activation, scale: Array, offset: Array) -> tuple[Array, ...]:
-    return (*x.parts, scale.astype(jnp.float32), offset.astype(jnp.float32))
+def _operands(x: Activation, norm: Norm) -> tuple[Array, ...]:
+    return (*x.parts, norm.scale.astype(jnp.float32), norm.offset.astype(jnp.float32))
 
 
 class Gradient(NamedTuple):
@@ -139,25 +113,22 @@ class Gradient(NamedTuple):
       dx: the gradient of every part of x.
       sums: the gradients of offset and scale of each sample: sums over its pixels.
       norm: the gradients of scale and offset, in their shapes: summed over the samples that share a
-        row; () if not asked for.
-      active: the recomputed activation; () if not asked for.
+        row; None without `samples`.
+      active: the recomputed activation; () without `activation`.
     """
 
     dx: tuple[Array, ...]
     sums: Float[Array, 'batch 2 channels']
-    norm: tuple[Float[Array, '#batch channels'], ...]
+    norm: Norm | None
     active: tuple[Array, ...]
 
 
 def gradient(
     parts: Sequence[Array],
     dy: Array,
-    scale: Array,
-    offset: Array,
-    mean: Array,
-    inverse: Array,
+    norm: Norm,
+    stats: Statistics,
     *,
-    groups: int,
     silu: bool,
     activation: bool = False,
     added: Sequence[Sequence[Array]] = (),
@@ -167,7 +138,6 @@ def gradient(
     """Returns the gradients of a normalisation, given the gradient of its result.
 
     Args:
-      mean, inverse: as in `Norm`.
       activation: also write act(norm(x) · scale + offset) again, from the same read of x, for a
         weight gradient to read.
       added: further gradients of every part of x, at most `MAX_COPIES`; the kernel adds them to dx.
@@ -178,95 +148,72 @@ def gradient(
     batch, *_, channels = dy.shape
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     shapes = [float32((batch, 2, channels))]
-    shapes += [float32(row.shape) for row in (scale, offset)] * samples
+    shapes += [float32(row.shape) for row in (norm.scale, norm.offset)] * samples
     shapes += [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts] + [
         jax.ShapeDtypeStruct(dy.shape, dy.dtype)
     ] * activation
     drops, seeds, rates = _dropout_operands(dropout, dy.dtype)
     call = ffi_call(f'jaxunet_group_norm_{drops}gradient', shapes)
-    affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), mean, inverse)
+    affine = (norm.scale.astype(jnp.float32), norm.offset.astype(jnp.float32), *stats)
     counts = {
         'parts': np.int64(len(parts)),
         'added': np.int64(len(added)),
-        'groups': np.int64(groups),
+        'groups': np.int64(norm.groups),
     }
     others = itertools.chain.from_iterable(added)
     flags = {'silu': silu, 'activation': activation, 'samples': samples}
     operands = (*parts, dy, *affine, *others, *seeds)
     arrays = list(call(*operands, **counts, **flags, **rates))
     sums = arrays.pop(0)
-    rows = (scale, offset) if samples else ()
-    norm = tuple(arrays.pop(0).astype(row.dtype) for row in rows)
-    return Gradient(tuple(arrays[: len(parts)]), sums, norm, tuple(arrays[len(parts) :]))
+    of_norm = None
+    if samples:
+        of_norm = norm.with_gradients(arrays.pop(0), arrays.pop(0))
+    return Gradient(tuple(arrays[: len(parts)]), sums, of_norm, tuple(arrays[len(parts) :]))
 
 
-# Saved for the backward pass: x, scale, offset, the groups' mean and inverse deviation, dropout.
-Saved = tuple[Activation, Array, Array, Array, Array, Dropout | None]
+# Saved for the backward pass.
+Saved = tuple[Activation, Norm, Statistics, Dropout | None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _group_norm(
-    x: Activation,
-    scale: Array,
-    offset: Array,
-    dropout: Dropout | None,
-    groups: int,
-    eps: float,
-    silu: bool,
-    copies: int,
+    x: Activation, norm: Norm, dropout: Dropout | None, silu: bool, copies: int
 ) -> tuple[Array, Copies]:
-    return _forward(x, scale, offset, dropout, groups, eps, silu, copies)[0]
+    return _forward(x, norm, dropout, silu, copies)[0]
 
 
 def _forward(
-    x: Activation,
-    scale: Array,
-    offset: Array,
-    dropout: Dropout | None,
-    groups: int,
-    eps: float,
-    silu: bool,
-    copies: int,
+    x: Activation, norm: Norm, dropout: Dropout | None, silu: bool, copies: int
 ) -> tuple[tuple[Array, Copies], Saved]:
-    y, mean, inverse = normalise(
-        x, scale, offset, groups=groups, eps=eps, silu=silu, dropout=dropout
-    )
-    return (y, (x.parts,) * copies), (x, scale, offset, mean, inverse, dropout)
+    y, stats = normalise(x, norm, silu=silu, dropout=dropout)
+    return (y, (x.parts,) * copies), (x, norm, stats, dropout)
 
 
 def normalise(
-    x: Activation,
-    scale: Array,
-    offset: Array,
-    *,
-    groups: int,
-    eps: float,
-    silu: bool,
-    dropout: Dropout | None = None,
-) -> tuple[Array, Array, Array]:
-    """Returns the result of `group_norm`, and each group's mean and inverse deviation."""
+    x: Activation, norm: Norm, *, silu: bool, dropout: Dropout | None = None
+) -> tuple[Array, Statistics]:
+    """Returns the result of `group_norm`, and the statistics."""
     drops, seeds, rates = _dropout_operands(dropout, x.dtype)
 
     def run(operands: Sequence[Array], _: tuple[()]) -> tuple[Array, Array, Array]:
         shape = jax.ShapeDtypeStruct((*operands[0].shape[:3], x.channels), x.dtype)
         rows = jax.ShapeDtypeStruct((shape.shape[0], x.channels), jnp.float32)
-        counts = {'parts': np.int64(len(x.parts)), 'groups': np.int64(groups)}
+        counts = {'parts': np.int64(len(x.parts)), 'groups': np.int64(norm.groups)}
         call = ffi_call(f'jaxunet_group_norm_{drops}forward', [shape, rows, rows])
-        y, mean, inverse = call(*operands, **counts, eps=np.float32(eps), silu=silu, **rates)
+        y, mean, inverse = call(*operands, **counts, eps=np.float32(norm.eps), silu=silu, **rates)
         return y, mean, inverse
 
-    return joins_batch(run)((*_operands(x, scale, offset), *seeds), ())
+    y, *stats = joins_batch(run)((*_operands(x, norm), *seeds), ())
+    return y, Statistics(*stats)
 
 
 def _backward(
-    groups: int, eps: float, silu: bool, copies: int, saved: Saved, given: tuple[Array, Copies]
-) -> tuple[Activation, Array, Array, None]:
-    del eps, copies
-    (dy, added), (x, scale, offset, mean, inverse, dropout) = given, saved
-    affine = (scale, offset, mean, inverse)
-    found = gradient(x.parts, dy, *affine, groups=groups, silu=silu, added=added, dropout=dropout)
-    of_scale, of_offset = found.norm
-    return Activation(found.dx), of_scale, of_offset, None
+    silu: bool, copies: int, saved: Saved, given: tuple[Array, Copies]
+) -> tuple[Activation, Norm | None, None]:
+    del copies
+    (dy, added), (x, norm, stats, dropout) = given, saved
+    result = gradient(x.parts, dy, norm, stats, silu=silu, added=added, dropout=dropout)
+    return Activation(result.dx), result.norm, None
 
 
 _group_norm.defvjp(_forward, _backward)

@@ -79,9 +79,9 @@ def _backward(saved: Saved, given: Sequence[Array]) -> tuple[Array, Kernels, Bia
             jax.ShapeDtypeStruct((len(products), *x.shape), jnp.float32),
         ]
         call = ffi_call('jaxunet_projection_gradients', shapes)
-        *found, dx, _ = call(*operands, layers=np.int64(len(products)))
+        *gradients, dx, _ = call(*operands, layers=np.int64(len(products)))
         for n, (i, _) in enumerate(products):
-            of_kernel[i], of_bias[i] = found[2 * n : 2 * n + 2]
+            of_kernel[i], of_bias[i] = gradients[2 * n : 2 * n + 2]
     of_biases = tuple((db,) * len(added) for db, added in zip(of_bias, biases, strict=True))
     return dx, tuple(of_kernel), of_biases
 

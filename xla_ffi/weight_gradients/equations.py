@@ -63,14 +63,15 @@ def needed(equations: Sequence[JaxprEqn], wanted: set[Var]) -> list[JaxprEqn]:
     """Returns the equations that have effects or whose results are needed.
 
     In a checked `jax.shard_map`, an equation whose result is not needed makes a workspace vary over
-    mesh axes (`xla_ffi.call`), and the members of a merged call have no workspaces.
+    mesh axes (`xla_ffi.call`), and the weight gradients of a merged call have
+    no workspaces of their own.
     """
-    variables_needed, found = set(wanted), []
+    variables_needed, kept = set(wanted), []
     for equation in reversed(equations):
         if equation.effects or not variables_needed.isdisjoint(equation.outvars):
-            found.append(equation)
+            kept.append(equation)
             variables_needed |= read([equation])
-    return found[::-1]
+    return kept[::-1]
 
 
 def run(equations: Sequence[JaxprEqn], values: Values, wanted: set[Var], source: DebugInfo) -> None:

@@ -2,7 +2,7 @@
 
 At small batches, a weight gradient is too little work for the GPU, and its call takes two launches:
 the kernel, and the sum of its splits. One call of `jaxunet_weight_gradients` computes many of them
-in a few launches. Its last launch also adds the gradients of norms over the samples. `members`
+in a few launches. Its last launch also adds the gradients of norms over the samples. `selection`
 chooses the calls to merge.
 """
 
@@ -33,7 +33,7 @@ from xla_ffi.weight_gradients.equations import (
     value_of,
     variables,
 )
-from xla_ffi.weight_gradients.members import LINEAR, Member, Merged, merged
+from xla_ffi.weight_gradients.selection import LINEAR, MergedCall, WeightGradient, merged
 
 TARGET = 'jaxunet_weight_gradients'
 BLOCKS = 4  # blocks per multiprocessor whose partial sums the workspace holds
@@ -44,7 +44,7 @@ Run = TypeVar('Run', bound=Callable[..., Any])
 def grouped_if_faster(function: Run, devices: int = 1) -> Run:
     """Returns `grouped(function)` where it is faster: on Hopper, with the fastest kernels.
 
-    The portable kernels compute the members of a call one after the other.
+    The portable kernels compute the weight gradients of a call one after the other.
 
     Args:
       devices: if there are several, they sum the gradients, so the call is cut in two: all but the
@@ -52,10 +52,10 @@ def grouped_if_faster(function: Run, devices: int = 1) -> Run:
     """
     if device.family() is not device.Target.HOPPER:
         return function
-    return grouped(function, tail=LATE_SHARE if devices > 1 else 0.0)
+    return grouped(function, late_share=LATE_SHARE if devices > 1 else 0.0)
 
 
-def grouped(function: Run, *, tail: float = 0.0) -> Run:
+def grouped(function: Run, *, late_share: float = 0.0) -> Run:
     """Returns a function with the same results that computes its small weight gradients together.
 
     It merges the calls of `CONVOLUTION` and `LINEAR` whose images have 16 bits and whose product
@@ -70,46 +70,46 @@ def grouped(function: Run, *, tail: float = 0.0) -> Run:
     Args:
       function: takes positional arguments, trees of arrays, and returns a tree of arrays; it is
         traced.
-      tail: if above 0, the end of the backward pass gets a call of its own, for at most this share
-        of the weights.
+      late_share: if above 0, the end of the backward pass gets a call of its own, for at most
+        this share of the weights.
     """
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = _evaluate(closed, jax.tree.leaves(arguments), tail)
+        results = _evaluate(closed, jax.tree.leaves(arguments), late_share)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run  # type: ignore[return-value]
 
 
-def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Array], tail: float) -> list[Array]:
+def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Array], late_share: float) -> list[Array]:
     """Runs a traced function with its merged calls."""
     jaxpr = closed.jaxpr
     wanted = variables(jaxpr.outvars)
-    calls = merged(jaxpr.eqns, wanted, tail)
-    members = [member.equation for call in calls for member in call.members]
+    calls = merged(jaxpr.eqns, wanted, late_share)
+    weight_gradients = [gradient.equation for call in calls for gradient in call.weight_gradients]
     norms = [(norm.equation, norm.without) for call in calls for norm in call.norms]
-    before, after = split(jaxpr.eqns, members, norms)
+    before, after = split(jaxpr.eqns, weight_gradients, norms)
     after = needed(after, wanted)
     values: Values = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True)
     )
     # The parts of the function have other arguments and results than the function.
     source = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    later = wanted | read(members) | read(after)
+    later = wanted | read(weight_gradients) | read(after)
     later |= {norm.sums for call in calls for norm in call.norms}
     place = {id(equation): number for number, equation in enumerate(jaxpr.eqns)}
     place |= {id(without): place[id(equation)] for equation, without in norms}
     for call in calls:
-        if call.early:
+        if call.blocking:
             part = [equation for equation in before if place[id(equation)] < call.end]
             before = before[len(part) :]
             run(part, values, later | read(before), source)
             _wait(part, read(before), _call(call, values), values)
     run(before, values, later, source)
     for call in calls:
-        if not call.early:
+        if not call.blocking:
             _call(call, values)
     run(after, values, wanted, source)
     return [value_of(atom, values) for atom in jaxpr.outvars]
@@ -133,36 +133,36 @@ def _wait(
             return
 
 
-def _call(call: Merged, values: Values) -> list[Var]:
+def _call(call: MergedCall, values: Values) -> list[Var]:
     """Runs a merged call and adds its results to the values; returns their names."""
-    group, norms = call.members, call.norms
-    operands = [value_of(atom, values) for member in group for atom in member.equation.invars]
+    group, norms = call.weight_gradients, call.norms
+    operands = [value_of(atom, values) for gradient in group for atom in gradient.equation.invars]
     operands += [values[norm.sums] for norm in norms]
-    names = [var for member in group for var in member.equation.outvars[:-1]]
+    names = [var for gradient in group for var in gradient.equation.outvars[:-1]]
     names += [var for norm in norms for var in norm.gradients]
     shapes = [*map(shape_of, names), jax.ShapeDtypeStruct((_workspace(group),), jnp.float32)]
     attributes: dict[str, Any] = {'members': np.int64(len(group)), 'norms': np.int64(len(norms))}
-    for i, member in enumerate(group):
-        attributes[f'linear_{i}'] = member.target == LINEAR
-        attributes |= {f'{name}_{i}': value for name, value in member.attributes.items()}
+    for i, gradient in enumerate(group):
+        attributes[f'linear_{i}'] = gradient.target == LINEAR
+        attributes |= {f'{name}_{i}': value for name, value in gradient.attributes.items()}
     if group[0].kernels:
         attributes['kernels'] = group[0].kernels
-    # Not by `xla_ffi.call`: the equations that make the members' results vary over mesh axes are
-    # among those that follow.
+    # Not by `xla_ffi.call`: the equations that make the results vary over mesh axes are among those
+    # that follow.
     handler = jax.ffi.ffi_call(TARGET, shapes, vmap_method='sequential')
     with jax.named_scope('backward'):  # its phase for jaxunet.profile
-        *found, _ = handler(*vary(operands, varying_axes(operands)), **attributes)
-    values |= zip(names, found, strict=True)
+        *results, _ = handler(*vary(operands, varying_axes(operands)), **attributes)
+    values |= zip(names, results, strict=True)
     return names
 
 
-def _workspace(group: Sequence[Member]) -> int:
+def _workspace(group: Sequence[WeightGradient]) -> int:
     """Returns the float32 elements of the workspace of a merged call.
 
-    It holds the gradients and the sums of dy of all members, and partial sums of `BLOCKS` blocks
-    per multiprocessor, but never more than the workspaces of the members' own calls.
+    It holds the gradients and the sums of dy of all layers, and partial sums of `BLOCKS` blocks
+    per multiprocessor, but never more than the workspaces of the layers' own calls.
     """
     blocks = BLOCKS * device.multiprocessors(MULTIPROCESSORS)
     partial = blocks * parameter_gradients.PARTIAL_SUMS
-    gradients = sum(member.weights + member.sums for member in group)
-    return min(gradients + partial, sum(member.own_workspace for member in group))
+    gradients = sum(gradient.weights + gradient.sums for gradient in group)
+    return min(gradients + partial, sum(gradient.own_workspace for gradient in group))

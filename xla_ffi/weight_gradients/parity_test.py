@@ -13,7 +13,8 @@ import pytest
 from support.parity import draw
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.conv3x3.operands import Added
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.runtime import device
 from xla_ffi.conv3x3.parameter_gradients import parameter_gradients
 from xla_ffi.group_norm.vjp import group_norm
@@ -75,22 +76,24 @@ def gradients_of(layer: Layer, arrays, weights: str):
     x, dy, projected, sums = arrays
     if layer.alone:
         rows = [jnp.ones((1, layer.features), weights)] * 2
-        _, backward = jax.vjp(lambda *w: group_norm(Activation(tuple(x)), *w, groups=2), *rows)
+        _, backward = jax.vjp(lambda *w: group_norm(Activation(tuple(x)), Norm(*w, 2)), *rows)
         return backward(dy)
     if not layer.parts:
         kernel = jnp.zeros((layer.projected[0], layer.features), weights)
         bias = jnp.zeros((1, layer.features), weights)
         _, backward = jax.vjp(lambda k, b: linear.linear(projected[0], k, b), kernel, bias)
         return backward(dy)
-    added = None
-    if projected:
-        shortcut = jnp.zeros((sum(layer.projected), layer.features), weights)
-        added = Added(tuple(projected), shortcut)
-    kernel = jnp.zeros((3, 3, sum(layer.parts), layer.features), weights)
-    shift = jnp.zeros((dy.shape[0] if layer.per_sample else 1, layer.features), weights)
-    found = parameter_gradients(tuple(x), kernel, shift, added, dy, *sums)
-    shortcut = [] if added is None else [found.added.shortcut]
-    return [found.kernel, found.shift, *shortcut, *found.norm]
+    shortcut = jnp.zeros((sum(layer.projected), layer.features), weights)
+    conv = Convolution(
+        image=Activation(tuple(x)),
+        kernel=jnp.zeros((3, 3, sum(layer.parts), layer.features), weights),
+        shift=jnp.zeros((dy.shape[0] if layer.per_sample else 1, layer.features), weights),
+        residual=Activation(tuple(projected)) if projected else None,
+        shortcut=shortcut if projected else None,
+    )
+    gradients, of_norm = parameter_gradients(conv, dy, *sums)
+    of_shortcut = [gradients.shortcut] if projected else []
+    return [gradients.kernel, gradients.shift, *of_shortcut, *of_norm]
 
 
 def both(layers, batch: int, dtype: str, weights: str):

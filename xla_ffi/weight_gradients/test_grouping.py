@@ -28,14 +28,16 @@ from support.merging import (
 )
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.group_norm.operands import Norm
 from xla_ffi.conv3x3.parameter_gradients import PARTIAL_SUMS
 from xla_ffi.conv3x3.split_k import MULTIPROCESSORS
 from xla_ffi.conv3x3.vjp import conv3x3
 from xla_ffi.group_norm.vjp import group_norm
-from xla_ffi.weight_gradients import members as chosen
+from xla_ffi.weight_gradients import selection
 from xla_ffi.weight_gradients.grouping import TARGET, grouped
-from xla_ffi.weight_gradients.members import CONVOLUTION
+from xla_ffi.weight_gradients.selection import CONVOLUTION
 
 pytestmark = pytest.mark.extension
 
@@ -54,7 +56,7 @@ def test_it_runs_without_jit() -> None:
     jax.tree.map(np.testing.assert_array_equal, wanted, found)
 
 
-def test_the_call_has_the_attributes_of_its_members() -> None:
+def test_the_call_has_the_attributes_of_its_layers() -> None:
     (found,) = attributes(grouped(gradient), weights(), images())
     assert found['members'] == 5
     of_linear = [found[f'linear_{i}'] for i in range(5)]
@@ -117,7 +119,7 @@ def norm_gradient(
 
     def loss(*arguments: jax.Array) -> jax.Array:
         x, scale, offset = arguments
-        y = group_norm(Activation.of(x), scale, offset, groups=2, **options)
+        y = group_norm(Activation.of(x), Norm(scale, offset, 2), **options)
         return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
     return jax.grad(loss, argnums=(0, 1, 2))(x, scale, offset)
@@ -144,7 +146,7 @@ def test_norms_whose_gradients_a_merged_call_needs_stay_alone() -> None:
     row = jnp.ones((1, 4))
 
     def run(w: Weights, x: jax.Array, row: jax.Array) -> Any:
-        """The second norm needs the first one's gradients, and members need the third's."""
+        """The second norm needs the first one's gradients, convolutions need the third's."""
         first = norm_gradient(x, row, row)
         second = norm_gradient(x, *first[1:])
         third = norm_gradient(second[0], row, row)
@@ -218,7 +220,7 @@ def test_inside_of_shard_map(
     devices: int, count: int, check_vma: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are the same on every device, and the images vary. Also with two merged calls."""
-    monkeypatch.setattr(chosen, 'MOST_WAITING', 0)
+    monkeypatch.setattr(selection, 'MOST_WAITING', 0)
     mesh = jax.sharding.Mesh(jax.devices()[:devices], 'd')
     each, one = PartitionSpec('d'), PartitionSpec()
 
@@ -244,7 +246,7 @@ def test_inside_of_shard_map(
     jax.tree.map(np.testing.assert_array_equal, wanted, found)
 
 
-def test_members_that_vary_over_devices_and_members_that_do_not() -> None:
+def test_layers_that_vary_over_devices_and_layers_that_do_not() -> None:
     mesh = jax.sharding.Mesh(jax.devices()[:2], 'd')
 
     def shard(of: Callable[..., Any], w: Weights, x: jax.Array, y: jax.Array) -> Any:
@@ -285,7 +287,8 @@ def product(images: tuple[int, ...], features: int) -> Callable[..., jax.Array]:
 
     def loss(kernel: jax.Array) -> jax.Array:
         x = Activation.of(jnp.ones(images, jnp.bfloat16))
-        return jnp.sum(conv3x3(x, kernel, jnp.ones((1, features))).value.astype(jnp.float32))
+        conv = Convolution(image=x, kernel=kernel, shift=jnp.ones((1, features)))
+        return jnp.sum(conv3x3(conv).value.astype(jnp.float32))
 
     return jax.grad(loss)
 
@@ -299,7 +302,7 @@ def workspaces(function: Callable[..., Any], *arguments: Any) -> list[int]:
 
 @pytest.mark.parametrize('count', [2, 16])
 def test_the_workspace(count: int) -> None:
-    """Holds what the members need and some partial sums, at most as much as their own."""
+    """Holds what the layers need and some partial sums, at most as much as their own."""
     shape, c = (4, 32, 32, 128), 128
     one = product(shape, c)
     kernels = [jax.ShapeDtypeStruct((3, 3, c, c), jnp.bfloat16)] * count

@@ -19,14 +19,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jaxunet.ops.adamw.cases import CIFAR10, ELEPHANTS64, Case
-from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.adamw.operands import Constants
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.vocabulary import FusedUpdate
 from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement
 from jaxunet.runtime.plugins import Backend
 
 CASES = (ELEPHANTS64, CIFAR10)
-RULE = Rule(0.9, 0.999, 1e-8, 0.0)  # constants of the configs
+CONSTANTS = Constants(0.9, 0.999, 1e-8, 0.0)  # constants of the configs
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 UPDATED = ('params', 'mu', 'nu', 'averages')
 COPIES = 'copies'
@@ -105,7 +105,7 @@ def _step(op: FusedUpdate, case: Case) -> ArrayFunction:
         number = jnp.float32(1)
         options = {COPIES: i[COPIES]} if COPIES in i else {}
         result = op.adamw(
-            RULE,
+            CONSTANTS,
             *(i[name] for name in ('gradients', *UPDATED)),
             take=number > 0,
             factor=i['factor'],

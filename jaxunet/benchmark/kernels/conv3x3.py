@@ -16,6 +16,8 @@ from jaxtyping import PyTree
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, UPSAMPLED, Case
+from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.references import Op
 from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement, with_gradients
 from jaxunet.runtime.plugins import Backend
@@ -67,18 +69,20 @@ def _plain(
         return jnp.zeros(like.shape, like.dtype)
 
     def by_direction(op: Op) -> dict[str, ArrayFunction]:
-        def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            return op(Activation.of(x), kernel, zeros(shift)).value
+        def convolve(x: jax.Array, kernel: jax.Array, shift: jax.Array) -> jax.Array:
+            return op(Convolution(image=Activation.of(x), kernel=kernel, shift=shift)).value
 
         def forward(i: Arrays) -> PyTree:
-            return op(Activation.of(i['x']), i['kernel'], i['shift']).value
+            return convolve(i['x'], i['kernel'], i['shift'])
 
         # The function is linear, so its gradient does not depend on the point: zeros will do.
         def input_gradient(i: Arrays) -> PyTree:
-            return jax.vjp(lambda x: convolve(x, i['kernel']), zeros(x))[1](i['dy'])[0]
+            _, pull = jax.vjp(lambda x: convolve(x, i['kernel'], zeros(shift)), zeros(x))
+            return pull(i['dy'])[0]
 
         def weight_gradient(i: Arrays) -> PyTree:
-            return jax.vjp(lambda k: convolve(i['x'], k), zeros(kernel))[1](i['dy'])[0]
+            _, pull = jax.vjp(lambda k: convolve(i['x'], k, zeros(shift)), zeros(kernel))
+            return pull(i['dy'])[0]
 
         return {
             'forward': forward,
@@ -122,11 +126,15 @@ def _fused(
 
     def side(op: Op) -> ArrayFunction:
         def call(i: Arrays) -> PyTree:
-            residual = Activation(i['residual']) if case.residual else None
-            options = {'residual': residual, 'shortcut': i.get('shortcut'), 'groups': case.groups}
-            return op(
-                Activation(i['x']), i['scale'], i['offset'], i['kernel'], i['shift'], **options
-            ).value
+            conv = Convolution(
+                image=Activation(i['x']),
+                norm=Norm(i['scale'], i['offset'], case.groups),
+                kernel=i['kernel'],
+                shift=i['shift'],
+                residual=Activation(i['residual']) if case.residual else None,
+                shortcut=i.get('shortcut'),
+            )
+            return op(conv).value
 
         return call
 

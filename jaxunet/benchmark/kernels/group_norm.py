@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.references import Op
 from jaxunet.runtime.measurement import ArrayFunction, Arrays, Measurement, with_gradients
 from jaxunet.runtime.plugins import Backend
@@ -39,12 +40,7 @@ def measurements(
 
 def _side(case: Case, op: Op) -> ArrayFunction:
     def call(i: Arrays) -> PyTree:
-        return op(
-            Activation(i['x']),
-            i['scale'],
-            i['offset'],
-            groups=case.groups,
-            silu=case.silu,
-        )
+        norm = Norm(i['scale'], i['offset'], case.groups)
+        return op(Activation(i['x']), norm, silu=case.silu)
 
     return call

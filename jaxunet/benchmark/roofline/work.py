@@ -51,8 +51,10 @@ from jaxunet.model import cost
 from jaxunet.model.encoder import TIME_EMBEDDING
 from jaxunet.model.unet import Params
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.conv3x3.operands import Convolution
 from jaxunet.ops.conv3x3.upsampling import nearest
 from jaxunet.ops.dropout import Dropout
+from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.linear.projections import project
 from jaxunet.ops.vocabulary import Ops, WithInput
 
@@ -169,84 +171,36 @@ class _Recorder:
             project,  # its products are recorded by `product`
         )
 
-    def conv3x3(
-        self,
-        x: Activation,
-        kernel: Array,
-        shift: Array,
-        *,
-        residual: Activation | None = None,
-        shortcut: Array | None = None,
-    ) -> Activation:
+    def conv3x3(self, conv: Convolution) -> Activation:
         """Records a convolution."""
-        return self._conv('conv3x3', x, kernel, residual, shortcut)
+        return self._conv('conv3x3', conv)
 
-    def upsample_conv3x3(self, x: Activation, kernel: Array, shift: Array) -> Activation:
+    def upsample_conv3x3(self, conv: Convolution) -> Activation:
         """Records a convolution of an upsampled image; only XLA reads the large image."""
         if 'conv3x3' in self._xla:
-            return self._conv('conv3x3', Activation.of(nearest(x.value)), kernel, None, None)
-        return self._conv('conv3x3', x, kernel, None, None, by_phases=True)
+            return self._conv('conv3x3', conv.of(nearest(conv.image.value)))
+        return self._conv('conv3x3', conv, by_phases=True)
 
-    def norm_silu_conv3x3(
-        self,
-        x: Activation,
-        scale: Array,
-        offset: Array,
-        kernel: Array,
-        shift: Array,
-        *,
-        residual: Activation | None = None,
-        shortcut: Array | None = None,
-        groups: int = 32,
-        eps: float = 1e-5,
-    ) -> Activation:
+    def norm_silu_conv3x3(self, conv: Convolution) -> Activation:
         """Records a convolution, and its norm, whose result nothing else reads."""
-        self._norm('norm_silu_conv3x3', x, written=False, copies=0)
-        return self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
+        self._norm('norm_silu_conv3x3', conv.image, written=False, copies=0)
+        return self._conv('norm_silu_conv3x3', conv)
 
     def norm_silu_conv3x3_and_input(
-        self,
-        x: Activation,
-        scale: Array,
-        offset: Array,
-        kernel: Array,
-        shift: Array,
-        *,
-        residual: Activation | None = None,
-        shortcut: Array | None = None,
-        groups: int = 32,
-        eps: float = 1e-5,
-        copies: int = 1,
+        self, conv: Convolution, *, copies: int = 1
     ) -> WithInput[Activation]:
-        """Records a convolution and its norm, where x has other readers."""
-        self._norm('norm_silu_conv3x3', x, written=False, copies=copies)
-        y = self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
-        return WithInput(y, (x,) * copies)
+        """Records a convolution and its norm, where the image has other readers."""
+        self._norm('norm_silu_conv3x3', conv.image, written=False, copies=copies)
+        return WithInput(self._conv('norm_silu_conv3x3', conv), (conv.image,) * copies)
 
     def group_norm(
-        self,
-        x: Activation,
-        scale: Array,
-        offset: Array,
-        *,
-        groups: int = 32,
-        eps: float = 1e-5,
-        silu: bool = False,
-        dropout: Dropout | None = None,
+        self, x: Activation, norm: Norm, *, silu: bool = False, dropout: Dropout | None = None
     ) -> Array:
         """Records a norm. Dropout inside it adds no bytes."""
         return self._norm('group_norm', x, written=True, copies=0)
 
     def group_norm_and_input(
-        self,
-        x: Activation,
-        scale: Array,
-        offset: Array,
-        *,
-        groups: int = 32,
-        eps: float = 1e-5,
-        silu: bool = False,
-        copies: int = 1,
+        self, x: Activation, norm: Norm, *, silu: bool = False, copies: int = 1
     ) -> WithInput[Array]:
         """Records a norm where x has other readers."""
         return WithInput(self._norm('group_norm', x, written=True, copies=copies), (x,) * copies)
@@ -284,22 +238,15 @@ class _Recorder:
         for kind in CONVOLUTIONS if p.convolution else (LINEAR,) * 3:
             self.work.append(Work(kind, level, p.flops, moved))
 
-    def _conv(
-        self,
-        op: str,
-        x: Activation,
-        kernel: Array,
-        residual: Activation | None,
-        shortcut: Array | None,
-        *,
-        by_phases: bool = False,
-    ) -> Activation:
+    def _conv(self, op: str, conv: Convolution, *, by_phases: bool = False) -> Activation:
+        x, kernel, shortcut = conv.image, conv.kernel, conv.shortcut
+        residual = Activation(()) if conv.residual is None else conv.residual
         image, (channels, features) = x.parts[0].shape[:3], kernel.shape[2:]
         read_pixels, taps = math.prod(image), 9
         if by_phases:
             image, taps = (image[0], 2 * image[1], 2 * image[2]), 4
         pixels, level = math.prod(image), image[1:]
-        added = 0 if residual is None else residual.channels
+        added = residual.channels
         flops = 2 * taps * pixels * channels * features
         elements = read_pixels * channels + pixels * features + kernel.size
         flops_1x1, elements_1x1 = 0, 0
@@ -307,7 +254,7 @@ class _Recorder:
             flops_1x1 = 2 * pixels * shortcut.size
             elements_1x1 = pixels * added + shortcut.size
         read = elements_1x1 or pixels * added
-        sides = [part.shape[3] for part in (*x.parts, *(residual.parts if residual else ()))]
+        sides = [part.shape[3] for part in (*x.parts, *residual.parts)]
         few = min(*sides, features) <= FEW and op not in self._xla
         forward, backward, weights = (FEW_CHANNELS,) * 3 if few else CONVOLUTIONS
         self._note(forward, level, flops + flops_1x1, elements + read)

@@ -23,7 +23,7 @@ MAX_AVERAGES = 64  # that kernels take in one call; the reference takes any numb
 Copies: TypeAlias = Sequence[Array | None]
 
 
-class Rule(NamedTuple):
+class Constants(NamedTuple):
     """The constants of AdamW."""
 
     b1: float
@@ -65,7 +65,7 @@ class AdamW(Protocol):
 
     def __call__(
         self,
-        rule: Rule,
+        constants: Constants,
         gradients: Tree | Packed,
         params: Tree,
         mu: Tree,
@@ -106,8 +106,8 @@ def state_leaves(
     leaves = [_leaves(name, tree, ('float32',)) for name, tree in trees]
     first, of_what = (leaves[0], 'parameters') if gradients is None else (gradients, 'gradients')
     shapes = [array.shape for array in first]
-    for (name, _), found in zip(trees, leaves, strict=True):
-        if [leaf.shape for leaf in found] != shapes:
+    for (name, _), arrays in zip(trees, leaves, strict=True):
+        if [leaf.shape for leaf in arrays] != shapes:
             raise ValueError(f'adamw: {name}: shapes differ from those of the {of_what}')
     return leaves
 
@@ -130,8 +130,8 @@ def check_weight_copies(copies: Copies, params: Sequence[Array]) -> None:
             )
     types = {str(copy.dtype) for copy in copies if copy is not None}
     if len(types) > 1 or not types <= set(GRADIENT_TYPES[1:]):
-        found = ', '.join(sorted(types))
-        raise ValueError(f'adamw: copies: expected bfloat16 or float16, all alike, found {found}')
+        listed = ', '.join(sorted(types))
+        raise ValueError(f'adamw: copies: expected bfloat16 or float16, all alike, found {listed}')
 
 
 def check_scalars(

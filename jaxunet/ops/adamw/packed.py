@@ -76,14 +76,14 @@ def pack(
 def unpack(packed: Packed, like: PyTree[Array]) -> PyTree[Array]:
     """Returns the gradients as a tree of the structure and shapes of `like`."""
     leaves, structure = jax.tree.flatten(like)
-    found = list(leaves)
+    gradients = list(leaves)
     for array, group in zip(packed.arrays, packed.groups, strict=True):
         at = 0
         for number in group:
             leaf = leaves[number]
-            found[number] = array[at : at + leaf.size].reshape(leaf.shape)
+            gradients[number] = array[at : at + leaf.size].reshape(leaf.shape)
             at += room(leaf.size)
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(structure, gradients)
 
 
 def _groups(sizes: Sequence[int], late: Sequence[bool], full: int | None) -> Groups:

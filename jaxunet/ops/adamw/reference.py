@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.adamw.operands import (
     AdamWResult,
+    Constants,
     Copies,
-    Rule,
     Tree,
     check_scalars,
     check_weight_copies,
@@ -36,7 +36,7 @@ def sum_of_squares(tree: Tree) -> Float[Array, '']:
 
 
 def adamw(
-    rule: Rule,
+    constants: Constants,
     gradients: Tree | Packed,
     params: Tree,
     mu: Tree,
@@ -73,12 +73,14 @@ def adamw(
         return jnp.where(take, new, old)
 
     scaled = jax.tree.map(lambda g, p: g.astype(p.dtype) * factor, gradients, params)
-    new_mu = jax.tree.map(lambda m, g: rule.b1 * m + (1 - rule.b1) * g, mu, scaled)
-    new_nu = jax.tree.map(lambda v, g: rule.b2 * v + (1 - rule.b2) * jnp.square(g), nu, scaled)
+    new_mu = jax.tree.map(lambda m, g: constants.b1 * m + (1 - constants.b1) * g, mu, scaled)
+    new_nu = jax.tree.map(
+        lambda v, g: constants.b2 * v + (1 - constants.b2) * jnp.square(g), nu, scaled
+    )
 
     def stepped(p: Array, m: Array, v: Array) -> Array:
-        direction = m / corrections[0] / (jnp.sqrt(v / corrections[1]) + rule.eps)
-        return p - learning_rate * (direction + rule.weight_decay * p)
+        direction = m / corrections[0] / (jnp.sqrt(v / corrections[1]) + constants.eps)
+        return p - learning_rate * (direction + constants.weight_decay * p)
 
     new_params = jax.tree.map(stepped, params, new_mu, new_nu)
     new_averages = tuple(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.conv3x3.operands import check_operands
+from jaxunet.ops.conv3x3.operands import Convolution, check_operands
 
 
 def nearest(
@@ -23,12 +23,23 @@ def nearest(
 
 
 @functools.cache
-def upsampled(conv3x3: Callable[..., Any]) -> Callable[[Activation, Array, Array], Activation]:
+def upsampled(conv3x3: Callable[..., Any]) -> Callable[[Convolution], Activation]:
     """Composes `upsample_conv3x3` from `conv3x3`, which reads the upsampled image."""
 
-    def call(x: Activation, kernel: Array, shift: Array) -> Activation:
-        check_operands(x, kernel, shift, None, None)  # before the parts of x become one array
-        y: Activation = conv3x3(Activation.of(nearest(x.value)), kernel, shift)
+    def call(conv: Convolution) -> Activation:
+        check_upsampled(conv)  # before the parts of x become one array
+        y: Activation = conv3x3(conv.of(nearest(conv.image.value)))
         return y
 
     return call
+
+
+def check_upsampled(conv: Convolution) -> None:
+    """Checks the operands of `upsample_conv3x3`, which has neither residual nor shortcut.
+
+    Raises:
+      ValueError: as `check_operands`, or there is a residual.
+    """
+    check_operands(conv)
+    if conv.residual is not None:
+        raise ValueError('upsample_conv3x3: residual: expected None')

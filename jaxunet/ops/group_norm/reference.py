@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.dropout import Dropout, drop
-from jaxunet.ops.group_norm.operands import check_operands, group_size
+from jaxunet.ops.group_norm.operands import Norm, check_operands, group_size
 
 
 def channel_moments(
@@ -36,12 +36,7 @@ def channel_moments(
 
 
 def group_affine(
-    moments: Float[Array, 'batch channels 2'],
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    *,
-    groups: int,
-    eps: float,
+    moments: Float[Array, 'batch channels 2'], norm: Norm
 ) -> tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
     """Returns a and b such that norm(x) · scale + offset = a · x + b, per sample and channel.
 
@@ -54,43 +49,34 @@ def group_affine(
       ValueError: `groups` does not divide the channels.
     """
     batch, channels, _ = moments.shape
-    size = group_size(channels, groups)
-    mean, variance = jnp.moveaxis(moments.reshape(batch, groups, size, 2), -1, 0)
+    size = group_size(channels, norm.groups)
+    mean, variance = jnp.moveaxis(moments.reshape(batch, norm.groups, size, 2), -1, 0)
     group_mean = jnp.mean(mean, axis=-1, keepdims=True)
     group_variance = jnp.mean(variance + jax.lax.square(mean - group_mean), axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(group_variance + eps)
+    inverse = jax.lax.rsqrt(group_variance + norm.eps)
     spread = jnp.broadcast_to(inverse, mean.shape).reshape(batch, channels)
     centre = jnp.broadcast_to(group_mean, mean.shape).reshape(batch, channels)
-    a = scale.astype(spread.dtype) * spread
-    return a, offset.astype(spread.dtype) - centre * a
+    a = norm.scale.astype(spread.dtype) * spread
+    return a, norm.offset.astype(spread.dtype) - centre * a
 
 
 def group_norm(
-    x: Activation,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    *,
-    groups: int = 32,
-    eps: float = 1e-5,
-    silu: bool = False,
-    dropout: Dropout | None = None,
+    x: Activation, norm: Norm, *, silu: bool = False, dropout: Dropout | None = None
 ) -> Float[Array, 'batch height width channels']:
     """act(norm(x) · scale + offset), act = SiLU or identity, then dropout.
 
     Statistics and arithmetic are in at least float32; the result has x's dtype.
 
     Args:
-      scale, offset: one row for all samples, or one per sample (a scale-shift norm).
-      eps: added to the variance.
       dropout: of the result, once it has x's dtype; None = no dropout.
 
     Raises:
       ValueError: shapes or types do not fit, or `groups` does not divide the channels.
     """
-    check_operands(x, scale, offset)
-    found = [channel_moments(part) for part in x.parts]
-    moments = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
-    a, b = group_affine(moments, scale, offset, groups=groups, eps=eps)
+    check_operands(x, norm)
+    parts = [channel_moments(part) for part in x.parts]
+    moments = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    a, b = group_affine(moments, norm)
     value = x.value
     y = value.astype(a.dtype) * a[:, None, None, :] + b[:, None, None, :]
     y = (jax.nn.silu(y) if silu else y).astype(value.dtype)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxunet.compare import collected
+from jaxunet.compare.comparison import DISTANCES, Comparison
+from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.methods import BASELINE, METHODS, Method, named_fields
 from jaxunet.compare.step_times import COSTS
-from jaxunet.compare.study import DISTANCES, Study
-from jaxunet.compare.study_file import read_study
 from jaxunet.config import Config, identity, to_dict
 from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.metrics.features import INCEPTION
@@ -26,14 +26,14 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep.config_file import config_file
 
-STUDY, CONFIG = 'compare.toml', 'config.py'
+FILE, CONFIG = 'compare.toml', 'config.py'
 STEP_COSTS = 'jaxunet.compare.step_cost'
 EARLIER = 'compare.json'  # of versions that had other rows for comparisons of flags
 OPTIONS = {'eta': 0.0, 'variance': '', 'guidance_scale': 1.0}  # of samplers, with their defaults
 
 
 @dataclasses.dataclass(frozen=True)
-class Stated:
+class FlagsComparison:
     """A comparison as flags state it.
 
     Fields:
@@ -63,7 +63,7 @@ class Stated:
         return [round(self.seconds[method] * (i + 1) / count, 6) for i in range(count)]
 
 
-def load(directory: Path) -> Study:
+def load(directory: Path) -> Comparison:
     """Returns the comparison of flags in a folder.
 
     Raises:
@@ -74,43 +74,43 @@ def load(directory: Path) -> Study:
             f'--output: {directory} holds a comparison of an earlier version ({EARLIER}), which '
             'commit 5bac3eb9 reads; choose another --output'
         )
-    if not (directory / STUDY).is_file():
+    if not (directory / FILE).is_file():
         raise UserError(
-            f'--output: {directory} holds no comparison (no {STUDY}); give the folder of one, or '
+            f'--output: {directory} holds no comparison (no {FILE}); give the folder of one, or '
             'run without --plot_only'
         )
-    return read_study(directory / STUDY)
+    return read_comparison(directory / FILE)
 
 
-def write(stated: Stated, directory: Path) -> Study:
+def write(stated: FlagsComparison, directory: Path) -> Comparison:
     """Writes the comparison file and its config to the folder, and returns the comparison.
 
     Raises:
       UserError: the comparison is not valid, or the folder holds other runs of the same names.
     """
-    before = load(directory) if any((directory / n).exists() for n in (STUDY, EARLIER)) else None
+    before = load(directory) if any((directory / n).exists() for n in (FILE, EARLIER)) else None
     if before and before.note and not stated.note:
         stated = dataclasses.replace(stated, note=before.note)
-    files = {
+    texts = {
         CONFIG: config_file('Runs of a comparison', to_dict(stated.config)),
-        STUDY: ''.join(f'{key} = {toml(value)}\n' for key, value in values(stated).items()),
+        FILE: ''.join(f'{key} = {toml(value)}\n' for key, value in values(stated).items()),
     }
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
+        for name, text in texts.items():
             (Path(folder) / name).write_text(text, encoding='utf-8')
         try:
-            jobs = read_study(Path(folder) / STUDY).jobs('', '')
+            jobs = read_comparison(Path(folder) / FILE).jobs('', '')
         except UserError as error:
             raise UserError(str(error).replace(f'{folder}{os.sep}', '')) from None
-        began = before if (directory / '1').exists() else None  # the folder of a process
-        known = {job.name: _identity(job) for job in began.jobs('', '')} if began else {}
+        began = before.jobs('', '') if before and (directory / '1').exists() else []
+        known = {job.name: _identity(job) for job in began}
         for job in jobs:
-            if known.get(job.name, found := _identity(job)) != found:
+            if job.name in known and known[job.name] != _identity(job):
                 raise UserError(
                     f'{directory}: {job.name}: holds a run with another config or other times; '
                     'choose another --output, or remove it'
                 )
-    for name, text in files.items():
+    for name, text in texts.items():
         with written(directory / name, '--output') as partial:
             partial.write_text(text, encoding='utf-8')
     return load(directory)
@@ -122,8 +122,8 @@ def _identity(job: Job) -> object:
     return same, identity(to_dict(job.load_config(devices=0)))
 
 
-def values(stated: Stated) -> dict[str, Any]:
-    """Returns the keys of the comparison file (`jaxunet.compare.study_file`)."""
+def values(stated: FlagsComparison) -> dict[str, Any]:
+    """Returns the keys of the comparison file (`jaxunet.compare.comparison_file`)."""
     config, names = stated.config, [method.name for method in stated.methods]
     evaluation, path = config.evaluation, config.data.path
     features = evaluation.features
@@ -175,7 +175,9 @@ def values(stated: Stated) -> dict[str, Any]:
     }
 
 
-def measure_step_costs(stated: Stated, directory: Path, device: str, timeout: float) -> str:
+def measure_step_costs(
+    stated: FlagsComparison, directory: Path, device: str, timeout: float
+) -> str:
     """Times the steps of all methods in one process, for step_cost.jsonl.
 
     Args:
@@ -189,9 +191,7 @@ def measure_step_costs(stated: Stated, directory: Path, device: str, timeout: fl
     configs = {method.name: to_dict(method.apply(alone)) for method in stated.methods}
     path, log = directory / 'step_cost.json', directory / 'step_cost.log'
     path.write_text(json.dumps(configs), encoding='utf-8')
-    env = dict(os.environ)
-    if device:
-        env['CUDA_VISIBLE_DEVICES'] = device
+    env = subprocesses.environment([device] if device else [])
     print(f'timing the steps of {", ".join(configs)} ...', flush=True)
     # --begun, because the fields have been checked.
     process = [sys.executable, '-m', STEP_COSTS, '--begun', str(path)]
@@ -207,11 +207,11 @@ def _absolute(path: str) -> str:
     return path if ':' in path else os.path.abspath(os.path.expanduser(path))
 
 
-def _method(method: Method, stated: Stated) -> dict[str, object]:
+def _method(method: Method, stated: FlagsComparison) -> dict[str, object]:
     """Returns the keys of a method; {} for a known one as it is, with the times of all."""
     known = method.name in METHODS or '+' in method.name
     start = method.name if known else BASELINE
-    usual = named_fields(start)
+    usual = named_fields(start, '--methods')
     changed = {path: value for path, value in method.fields.items() if value != usual.get(path)}
     own: dict[str, object] = {} if known and not changed else {'fields': changed}
     if (times := stated.times(method.name)) != stated.times(stated.methods[0].name):

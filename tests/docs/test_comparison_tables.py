@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxunet.compare import tables
-from jaxunet.compare.tables import Measured
-from tools.docs import study_tables
+from jaxunet.compare.tables import Results
+from tools.docs import comparison_tables
 
 
 def row(case, seconds, sampler, fid):
@@ -19,10 +19,10 @@ def row(case, seconds, sampler, fid):
 
 
 def test_the_long_run_stands_beside_published_values():
-    study = study_tables.measured('long_run').study
+    comparison = comparison_tables.measured('long_run').comparison
     rows = [row('uniform', s, 'ddpm:50', 9000 / s) for s in (900, 300)]
     rows += [row('flow', 300, 'heun:25', 20.0), row('flow', 300, 'ddpm:50', 25.0)]
-    lines = study_tables.long_run(Measured(study, rows)).splitlines()
+    lines = comparison_tables.long_run(Results(comparison, rows)).splitlines()
     assert lines[0].startswith('| run | s | steps | Fréchet distance, our features |')
     assert lines[2:5] == [
         '| flow | 300 | 21,000 | 20 | 0.25 |  |',
@@ -31,4 +31,4 @@ def test_the_long_run_stands_beside_published_values():
     ]
     assert lines[5] == '| ddpm-torch, published |  | 46,800 |  |  | 9.16 |'
     assert lines[-1] == '| ddpm-torch, published |  | 187,200 |  |  | 4.08 |'
-    assert study_tables.long_run(Measured(study, [])) == tables.NOTHING
+    assert comparison_tables.long_run(Results(comparison, [])) == tables.NOTHING

@@ -32,7 +32,7 @@ MOST_FLOPS = 120e9
 MOST_WAITING = 5 * 2**30
 
 
-class Member(NamedTuple):
+class WeightGradient(NamedTuple):
     """A call that computes the weight gradient of one convolution or linear layer.
 
     Fields:
@@ -87,7 +87,7 @@ class Member(NamedTuple):
         return shape_of(self.equation.outvars[-1]).shape[0]
 
 
-class Norm(NamedTuple):
+class NormGradient(NamedTuple):
     """A call of a norm's gradient whose sums a merged call adds over the samples.
 
     Fields:
@@ -108,123 +108,123 @@ class Norm(NamedTuple):
         return self.equation.outvars[1:3]
 
 
-class Merged(NamedTuple):
+class MergedCall(NamedTuple):
     """One merged call.
 
     Fields:
       norms: those whose sums it adds over the samples.
-      end: the number of its last member's equation.
-      early: what follows `end` should wait for this call, so that its operands become free.
+      end: the number of its last equation.
+      blocking: what follows `end` should wait for this call, so that its operands become free.
     """
 
-    members: list[Member]
-    norms: list[Norm]
+    weight_gradients: list[WeightGradient]
+    norms: list[NormGradient]
     end: int
-    early: bool
+    blocking: bool
 
 
-def merged(equations: Sequence[JaxprEqn], wanted: set[Var], tail: float) -> list[Merged]:
+def merged(equations: Sequence[JaxprEqn], wanted: set[Var], late_share: float) -> list[MergedCall]:
     """Returns the calls to make, in the order in which their operands are known.
 
     Args:
       equations: of the function.
       wanted: its results.
-      tail: the largest share of the weights that the last call may have, if there are several; 0 =
-        any share.
+      late_share: the largest share of the weights that the last call may have, if there are
+        several; 0 = any share.
     """
     place = {id(equation): number for number, equation in enumerate(equations)}
     calls = []
     for group in _groups(equations):
-        *early, others = _first_images(group)
-        for parts, first in ((early, True), (_tail(others, tail), False)):
-            calls += [Merged(part, [], place[id(part[-1].equation)], first) for part in parts]
+        *blocking, others = _first_images(group)
+        for parts, first in ((blocking, True), (_late_apart(others, late_share), False)):
+            calls += [MergedCall(part, [], place[id(part[-1].equation)], first) for part in parts]
     calls.sort(key=lambda call: call.end)
-    members = [member.equation for call in calls for member in call.members]
-    for norm in _norms(equations, members, wanted) if calls else []:
+    weight_gradients = [gradient.equation for call in calls for gradient in call.weight_gradients]
+    for norm in _norm_gradients(equations, weight_gradients, wanted) if calls else []:
         number = place[id(norm.equation)]
         later = [call for call in calls if call.end > number]
         (later or calls[-1:])[0].norms.append(norm)
     return calls
 
 
-def _groups(equations: Sequence[JaxprEqn]) -> list[list[Member]]:
+def _groups(equations: Sequence[JaxprEqn]) -> list[list[WeightGradient]]:
     """Returns the groups of calls to merge, each of at least two."""
-    found: dict[tuple[DTypeLike, str], list[Member]] = {}
-    dependent: set[Var] = set()  # what depends on a member
+    groups: dict[tuple[DTypeLike, str], list[WeightGradient]] = {}
+    dependent: set[Var] = set()  # what depends on a weight gradient
     for equation in equations:
-        member = _member(equation)
+        gradient = _weight_gradient(equation)
         if not dependent.isdisjoint(read([equation])):
             dependent.update(equation.outvars)
-        elif member is not None:
-            found.setdefault((member.dy.dtype, member.kernels), []).append(member)
+        elif gradient is not None:
+            groups.setdefault((gradient.dy.dtype, gradient.kernels), []).append(gradient)
             dependent.update(equation.outvars)
-    return [group for group in found.values() if len(group) > 1]
+    return [group for group in groups.values() if len(group) > 1]
 
 
-def _resized(group: Sequence[Member]) -> list[int]:
-    """Returns the numbers of members whose images differ in size from those of the one before."""
-    sizes = [member.dy.shape[1:3] for member in group]
+def _resized(group: Sequence[WeightGradient]) -> list[int]:
+    """Returns the numbers of layers whose images differ in size from those of the one before."""
+    sizes = [gradient.dy.shape[1:3] for gradient in group]
     return [i for i in range(1, len(group)) if sizes[i] != sizes[i - 1]]
 
 
-def _first_images(group: list[Member]) -> list[list[Member]]:
+def _first_images(group: list[WeightGradient]) -> list[list[WeightGradient]]:
     """Returns the group; if all operands are large, its first images of one size, and the others.
 
     In a UNet, the first images are those of its last layers, and the largest.
     """
     resized = _resized(group)
-    if not resized or sum(member.waiting for member in group) < MOST_WAITING:
+    if not resized or sum(gradient.waiting for gradient in group) < MOST_WAITING:
         return [group]
     return [group[: resized[0]], group[resized[0] :]]
 
 
-def _tail(group: list[Member], tail: float) -> list[list[Member]]:
-    """Returns the group in two parts: the second has at most the share `tail` of the weights.
+def _late_apart(group: list[WeightGradient], late_share: float) -> list[list[WeightGradient]]:
+    """Returns the group in two parts: the second has at most the share `late_share` of the weights.
 
     In a UNet, it belongs to the first levels, which have the most pixels and the fewest weights.
     """
-    weights = [member.weights for member in group]
+    weights = [gradient.weights for gradient in group]
     for i in _resized(group):
-        if sum(weights[i:]) <= tail * sum(weights):
+        if sum(weights[i:]) <= late_share * sum(weights):
             return [group[:i], group[i:]]
     return [group]
 
 
-def _member(equation: JaxprEqn) -> Member | None:
-    """Returns an equation as a member; None if it is not a call to merge."""
+def _weight_gradient(equation: JaxprEqn) -> WeightGradient | None:
+    """Returns the call that an equation is; None if it is not a call to merge."""
     if equation.primitive.name != 'ffi_call':
         return None
     target = equation.params['target_name']
     if target not in (CONVOLUTION, LINEAR):
         return None
     attributes = dict(equation.params['attributes'])
-    member = Member(equation, target, attributes, attributes.pop('kernels', ''))
-    narrow = member.dy.dtype in (jnp.bfloat16, jnp.float16)
-    return member if narrow and member.flops <= MOST_FLOPS else None
+    gradient = WeightGradient(equation, target, attributes, attributes.pop('kernels', ''))
+    narrow = gradient.dy.dtype in (jnp.bfloat16, jnp.float16)
+    return gradient if narrow and gradient.flops <= MOST_FLOPS else None
 
 
-def _norms(
-    equations: Sequence[JaxprEqn], members: Sequence[JaxprEqn], wanted: set[Var]
-) -> list[Norm]:
+def _norm_gradients(
+    equations: Sequence[JaxprEqn], weight_gradients: Sequence[JaxprEqn], wanted: set[Var]
+) -> list[NormGradient]:
     """Returns the norms whose sums the merged calls can add, in the order of the equations.
 
-    They do not depend on members, and neither members nor the sums of other norms depend on their
-    gradients.
+    They do not depend on weight gradients, and neither these nor the sums of other norms depend on
+    their gradients.
     """
-    before, _ = split(equations, members)
-    used, needed, found = wanted | read(equations), read(members), []
+    before, _ = split(equations, weight_gradients)
+    used, needed, selected = wanted | read(equations), read(weight_gradients), []
     for equation in reversed(before):
-        norm = _norm(equation, used)
+        norm = _norm_gradient(equation, used)
         if norm is not None and needed.isdisjoint(norm.gradients):
-            found.append(norm)
+            selected.append(norm)
         elif needed.isdisjoint(equation.outvars):
             continue
         needed |= read([equation])
-    return found[::-1]
+    return selected[::-1]
 
 
-def _norm(equation: JaxprEqn, used: set[Var]) -> Norm | None:
-    """Returns an equation as a norm; None if it is no call that adds sums over the samples.
+def _norm_gradient(equation: JaxprEqn, used: set[Var]) -> NormGradient | None:
+    """Returns the call that an equation is; None if it is no call that adds sums over the samples.
 
     Args:
       used: the variables that are read or wanted. If the sums are not, they get a new variable,
@@ -244,4 +244,4 @@ def _norm(equation: JaxprEqn, used: set[Var]) -> Norm | None:
     (alone,) = traced(*(shape_of(atom) for atom in equation.invars)).jaxpr.eqns
     own = equation.outvars[0]
     outvars = [own if own in used else alone.outvars[0], *equation.outvars[3:]]
-    return Norm(equation, equation.replace(params=alone.params, outvars=outvars))
+    return NormGradient(equation, equation.replace(params=alone.params, outvars=outvars))

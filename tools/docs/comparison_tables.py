@@ -7,9 +7,10 @@ import pathlib
 from collections.abc import Callable
 
 from jaxunet.compare import tables
+from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.compare.report import PLOT
-from jaxunet.compare.study_file import read_study
-from jaxunet.compare.tables import Measured
+from jaxunet.compare.tables import Results
+from jaxunet.sweep.report import table as table_of
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
 # FID of 50,000 samples by training steps, from the README of tqch/ddpm-torch.
@@ -17,23 +18,23 @@ DDPM_TORCH = {46_800: 9.16, 93_600: 5.78, 187_200: 4.08}
 
 
 @functools.cache
-def measured(name: str) -> Measured:
+def measured(name: str) -> Results:
     """The comparison docs/results/NAME/NAME.toml with its rows."""
     folder = RESULTS / name
-    study = read_study(folder / f'{name}.toml')
-    return tables.measured(study, [folder / 'rows.jsonl'], [folder / 'stretches.jsonl'])
+    comparison = read_comparison(folder / f'{name}.toml')
+    return tables.measured(comparison, [folder / 'rows.jsonl'], [folder / 'stretches.jsonl'])
 
 
-def table(name: str, make: Callable[[Measured], str]) -> Callable[[], str]:
+def table(name: str, make: Callable[[Results], str]) -> Callable[[], str]:
     """A table of docs/results/NAME."""
     return lambda: make(measured(name))
 
 
-def origin(found: Measured) -> str:
+def origin(results: Results) -> str:
     """Describes the rows: device, versions, commits, samples, and their cost."""
-    if not found.rows:
+    if not results.rows:
         return tables.NOTHING
-    return f'{tables.origin(found)}\n\n{tables.cost(found)}'
+    return f'{tables.origin(results)}\n\n{tables.cost(results)}'
 
 
 def picture(name: str) -> Callable[[], str]:
@@ -47,13 +48,13 @@ def picture(name: str) -> Callable[[], str]:
     return show
 
 
-def long_run(found: Measured) -> str:
+def long_run(results: Results) -> str:
     """The distances of the long run by steps, beside the FIDs of ddpm-torch."""
-    if not found.cells:
+    if not results.cells:
         return tables.NOTHING
-    distances = found.study.distances
+    distances = results.comparison.distances
     body = []
-    for (name, seconds), rows in sorted(found.cells.items()):
+    for (name, seconds), rows in sorted(results.cells.items()):
         values = [f'{metric.find(rows[0]):.4g}' for metric in distances]
         body.append([name, f'{seconds:g}', f'{rows[0]["step"]:,}', *values, ''])
     body += [
@@ -61,7 +62,7 @@ def long_run(found: Measured) -> str:
         for steps, fid in DDPM_TORCH.items()
     ]
     head = ['run', 's', 'steps', *(f'{metric.title}, our features' for metric in distances)]
-    return tables.table([*head, 'FID'], body)
+    return table_of([*head, 'FID'], body)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -1,9 +1,10 @@
-"""A comparison of training methods as data; `jaxunet.compare.study_file` reads it from a file."""
+"""A comparison of training methods as data; `jaxunet.compare.comparison_file` reads it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import NamedTuple
 
 from jaxunet.compare.jobs import Job, check_jobs
 from jaxunet.compare.methods import named_fields
-from jaxunet.compare.statistics import Find, value
+from jaxunet.compare.statistics import Metric
 from jaxunet.config.checks import INVALID
 from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.rows import Row
 from jaxunet.runtime.untrusted import plain
 
 EVERY = ('', 'all')  # parts that mean all methods
@@ -49,16 +51,8 @@ class Reference(NamedTuple):
     metrics: tuple[str, ...]
 
 
-class Metric(NamedTuple):
-    """A metric with its title in reports; `find` reads it from a row."""
-
-    title: str
-    find: Find
-    higher_is_better: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Comparison:
     """A comparison of training methods, as its file states it.
 
     Fields:
@@ -72,12 +66,11 @@ class Study:
         methods are compared.
       by: metrics of the first reference by which methods are compared; () = its distances.
       own: name of a method that the file defines -> its fields.
-      images: name and path of the training images.
-      options: options of all samplers.
+      template: a run without method, seed, times, samplers and references.
       samplers: samplers by objective; the key '' holds for objectives that are not named.
       step_ms: milliseconds that the clock counts for a step, or the path of a file with a number
         for each method; '0' = it measures training time.
-      others: the keys of the file with the same names (`jaxunet.compare.study_file`).
+      others: the keys of the file with the same names (`jaxunet.compare.comparison_file`).
     """
 
     path: Path
@@ -91,17 +84,9 @@ class Study:
     protocol: Path | None
     command: str
     note: str
-    config: Path
     own: Mapping[str, Mapping[str, object]]
-    images: tuple[str, str]
-    fields: Mapping[str, object]
+    template: Job
     samplers: Mapping[str, tuple[str, ...]]
-    samples: int
-    batch_size: int
-    picture: int
-    options: Mapping[str, object]
-    averages: tuple[str, ...]
-    choosing: int
     features: Path
     step_ms: str
     rows: Path | None
@@ -125,7 +110,7 @@ class Study:
         return tuple(
             Metric(
                 TITLES[metric] + ('' if one.name == first else f' to {one.name} images'),
-                value(metric, one.name),
+                _reader(metric, one.name),
                 metric in HIGHER_IS_BETTER,
             )
             for one in self.references
@@ -150,7 +135,7 @@ class Study:
         """
         if method in self.own:
             return dict(self.own[method])
-        return known_fields(method, f'{self.path}: rounds')
+        return named_fields(method, f'{self.path}: rounds')
 
     def samplers_of(self, method: str) -> tuple[str, ...]:
         """Returns the samplers of a method: those of its objective.
@@ -160,7 +145,7 @@ class Study:
         """
         if '' in self.samplers:
             return self.samplers['']
-        objective = {**self.fields, **self.fields_of(method)}.get('diffusion.objective')
+        objective = {**self.template.fields, **self.fields_of(method)}.get('diffusion.objective')
         if objective is None:
             raise UserError(
                 f'{self.path}: fields: expected "diffusion.objective", by which the samplers are '
@@ -199,44 +184,27 @@ class Study:
             check_jobs(jobs)
         except UserError as error:
             name, *lines = str(error).replace(f' {INVALID}', '').splitlines()
-            found = '; '.join(line.strip() for line in lines)
-            raise UserError(f'{self.path}: {name}{" " if found else ""}{found}') from None
+            rest = '; '.join(line.strip() for line in lines)
+            raise UserError(f'{self.path}: {name}{" " if rest else ""}{rest}') from None
         return jobs
 
     def _job(self, method: str, seed: int, data: str) -> Job:
         def located(path: str) -> str:
             return path if ':' in path or not path else str(Path(data) / expanded(path))
 
-        name, path = self.images
-        return Job(
-            method,
-            name,
-            str(self.config),
-            {'data.path': located(path), **self.fields, **self.fields_of(method)},
-            self.seconds_of(method),
-            self.samplers_of(method),
-            {located(r.path): (r.name, r.metrics) for r in self.references},
+        images = {'data.path': located(str(self.template.fields['data.path']))}
+        return dataclasses.replace(
+            self.template,
+            case=method,
+            fields={**self.template.fields, **images, **self.fields_of(method)},
+            seconds=self.seconds_of(method),
+            samplers=self.samplers_of(method),
+            references={located(r.path): (r.name, r.metrics) for r in self.references},
             seed=seed,
-            samples=self.samples,
-            batch_size=self.batch_size,
-            options=self.options,
-            picture=self.picture if seed == self.cells[0][1] else 0,
-            averages=self.averages,
-            choosing=self.choosing,
+            picture=self.template.picture if seed == self.cells[0][1] else 0,
         )
 
 
-def known_fields(name: str, place: str) -> dict[str, object]:
-    """Returns the fields of a name of `jaxunet.compare.methods`, or of several joined by +.
-
-    Args:
-      place: the file and the key that has the name; error messages begin with it.
-
-    Raises:
-      UserError: an unknown name, or names that do not go together.
-    """
-    try:
-        return named_fields(name)
-    except UserError as error:
-        text = re.sub(r'^--methods:? |; to define your own, .*', '', str(error))
-        raise UserError(f'{place}: {text}') from None
+def _reader(metric: str, reference: str) -> Callable[[Row], float]:
+    """Returns a function that reads a metric of a row; NaN where it was not measured."""
+    return lambda row: row.get('values', {}).get(reference, {}).get(metric, math.nan)

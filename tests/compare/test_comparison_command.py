@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -14,9 +15,9 @@ import pytest
 from support.commands import Fork, call, environment, python_path
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import collected, queue_process, report, study_runner, tables
-from jaxunet.compare.study_file import read_study
-from jaxunet.compare.study_runner import Options
+from jaxunet.compare import collected, report, runner, tables
+from jaxunet.compare.comparison_file import read_comparison
+from jaxunet.compare.runner import Options
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep.points import Machine
 
@@ -50,19 +51,19 @@ job_runner.open_images = read
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     """A folder with a comparison file whose runs take four tenths of a second, and features."""
-    folder = tmp_path_factory.mktemp('study')
+    folder = tmp_path_factory.mktemp('comparison')
     text = TINY.read_text()
     for old, new in CHANGES.items():
         assert old in text, old
         text = text.replace(old, new)
-    (folder / 'study.toml').write_text(text)
+    (folder / 'comparison.toml').write_text(text)
     write_untrained(folder)
     return folder
 
 
 @pytest.fixture(scope='module')
-def study(folder):
-    return read_study(folder / 'study.toml')
+def comparison(folder):
+    return read_comparison(folder / 'comparison.toml')
 
 
 def options_of(output, *, part='uniform', devices=(), limit=600.0):
@@ -70,16 +71,16 @@ def options_of(output, *, part='uniform', devices=(), limit=600.0):
 
 
 @pytest.fixture(scope='module')
-def done(folder, study):
+def done(folder, comparison):
     """An output with the runs of the baseline."""
     output = folder / 'out'
-    assert study_runner.run(study, options_of(output), 'the command') == []
-    study_runner.collect(study, output, ())
+    assert runner.run(comparison, options_of(output), 'the command') == []
+    runner.collect(comparison, output, ())
     return output
 
 
-def test_the_runs_of_a_file(done, study):
-    found = study_runner.collect(study, done, ())
+def test_the_runs_of_a_file(done, comparison):
+    found = runner.collect(comparison, done, ())
     assert [(r['case'], r['seed'], r['seconds']) for r in found.rows] == [
         ('uniform', seed, seconds) for seed in (0, 1) for seconds in (0.04, 0.2)
     ]
@@ -89,14 +90,14 @@ def test_the_runs_of_a_file(done, study):
     }
     assert collected.read_rows([done / collected.ROWS]) == found.rows
     assert not list((done / 'work').iterdir())
-    text, _ = report.write(found, done, report.about_file(study, done, 'c'), plot=False)
+    text, _ = report.write(found, done, report.about_file(comparison, done, 'c'), plot=False)
     assert '- all of `flow+immiscible`' in text
     assert 'CPU minutes' in text
 
 
-def test_the_same_command_repeats_nothing(done, study, capsys):
+def test_the_same_command_repeats_nothing(done, comparison, capsys):
     before = (done / '1' / collected.ROWS).read_bytes()
-    assert study_runner.run(study, options_of(done), 'the command') == []
+    assert runner.run(comparison, options_of(done), 'the command') == []
     assert (done / '1' / collected.ROWS).read_bytes() == before
     assert capsys.readouterr().out.count('is done already') == 2
 
@@ -104,8 +105,8 @@ def test_the_same_command_repeats_nothing(done, study, capsys):
 def test_rows_beside_the_file_are_not_repeated(done, folder, tmp_path):
     (folder / 'kept.jsonl').write_bytes((done / collected.ROWS).read_bytes())
     path = folder / 'known.toml'
-    path.write_text(f'rows = "kept.jsonl"\n{(folder / "study.toml").read_text()}')
-    assert study_runner.run(read_study(path), options_of(tmp_path), 'the command') == []
+    path.write_text(f'rows = "kept.jsonl"\n{(folder / "comparison.toml").read_text()}')
+    assert runner.run(read_comparison(path), options_of(tmp_path), 'the command') == []
     assert not (tmp_path / '1').exists()
     assert (tmp_path / collected.ROWS).read_bytes() == (done / collected.ROWS).read_bytes()
 
@@ -113,7 +114,7 @@ def test_rows_beside_the_file_are_not_repeated(done, folder, tmp_path):
 def test_the_report_is_made_again_with_rows_of_other_folders(done, folder, tmp_path):
     out = call(
         'jaxunet.compare',
-        f'--file={folder}/study.toml',
+        f'--file={folder}/comparison.toml',
         '--plot_only',
         f'--add={done}',
         f'--output={tmp_path}/new',
@@ -124,54 +125,65 @@ def test_the_report_is_made_again_with_rows_of_other_folders(done, folder, tmp_p
     assert 'CPU minutes' in text
     for name in ('quality.png', 'rows.jsonl', 'stretches.jsonl'):
         assert (tmp_path / 'new' / name).stat().st_size > 1000
-    found = tables.measured(read_study(folder / 'study.toml'), [tmp_path / 'new/rows.jsonl'])
+    found = tables.measured(
+        read_comparison(folder / 'comparison.toml'), [tmp_path / 'new/rows.jsonl']
+    )
     assert tables.sooner(found) in text
 
 
-def test_what_is_missing_is_told_before_anything_runs(study, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(study_runner, 'probe', lambda: Machine('cpu', 1))
+def test_what_is_missing_is_told_before_anything_runs(comparison, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, 'probe', lambda: Machine('cpu', 1))
 
     def with_changes(**changes):
-        text = (folder / 'study.toml').read_text()
+        text = (folder / 'comparison.toml').read_text()
         for key, value in changes.items():
             (line,) = (line for line in text.splitlines() if line.startswith(f'{key} ='))
             text = text.replace(line, f'{key} = {value}')
-        (folder / 'other.toml').write_text(text)
-        return read_study(folder / 'other.toml')
+        path = folder / f'other{len(list(folder.glob("other*")))}.toml'
+        path.write_text(text)
+        return read_comparison(path)
 
     for other, options, message in (
-        (with_changes(features='"no.npz"'), {}, 'other.toml: features: no file .*no.npz; make it'),
+        (
+            with_changes(features='"no.npz"'),
+            {},
+            r'other\d.toml: features: no file .*no.npz',
+        ),
         (with_changes(step_ms='"no.jsonl"'), {}, 'step_ms: no file .*no.jsonl; make it'),
         (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: .* share a GPU'),
         (with_changes(step_ms='0'), {'devices': ('0', '1')}, 'step_ms: .* share a CPU'),
-        (study, {'devices': ('0+1', '2')}, '--devices: 0.1: expected one device, as .* no GPU'),
+        (
+            comparison,
+            {'devices': ('0+1', '2')},
+            '--devices: 0.1: expected one device, as .* no GPU',
+        ),
         (
             with_changes(**{'"data.batch_size"': '8\n"timesteps.adaptive_bins" = 64'}),
             {},
-            'other.toml: .*adaptive_bins: 64 has no effect: .*=adaptive, found uniform; leave',
+            r'other\d.toml: .*adaptive_bins: 64 has no effect: .*=adaptive, found uniform; leave',
         ),
-        (study, {'part': 'flow'}, "expected methods of its rounds, found 'flow'"),
+        (comparison, {'part': 'flow'}, "expected methods of its rounds, found 'flow'"),
     ):
         with pytest.raises(UserError, match=message):
-            study_runner.run(other, options_of(tmp_path, **options), '')
+            runner.run(other, options_of(tmp_path, **options), '')
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     'devices', [('0+1', '1'), ('0+1', '0+1'), ('0+0',), ('0+',), ('0+1', '2+0')]
 )
-def test_groups_of_gpus_that_overlap(study, tmp_path, monkeypatch, devices):
-    monkeypatch.setattr(study_runner, 'probe', lambda: Machine('gpu', 4))
+def test_groups_of_gpus_that_overlap(comparison, tmp_path, monkeypatch, devices):
+    monkeypatch.setattr(runner, 'probe', lambda: Machine('gpu', 4))
     with pytest.raises(UserError, match=r'--devices: .*: expected GPUs that are named once'):
-        study_runner.run(study, options_of(tmp_path, devices=devices), '')
+        runner.run(comparison, options_of(tmp_path, devices=devices), '')
 
 
 def test_a_group_of_gpus_needs_the_time_of_a_step(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(study_runner, 'probe', lambda: Machine('gpu', 4))
+    monkeypatch.setattr(runner, 'probe', lambda: Machine('gpu', 4))
     path = folder / 'untimed.toml'
-    path.write_text((folder / 'study.toml').read_text().replace('step_ms = 20', 'step_ms = 0'))
+    path.write_text((folder / 'comparison.toml').read_text().replace('step_ms = 20', 'step_ms = 0'))
     with pytest.raises(UserError, match=r'step_ms: .* a step on several GPUs .0.1. takes another'):
-        study_runner.run(read_study(path), options_of(tmp_path, devices=('0+1', '2+3')), '')
+        runner.run(read_comparison(path), options_of(tmp_path, devices=('0+1', '2+3')), '')
 
 
 @pytest.mark.parametrize(
@@ -189,20 +201,42 @@ def test_a_group_of_gpus_needs_the_time_of_a_step(folder, tmp_path, monkeypatch)
         (['--file={}', '--add=x'], '--add: gathers results, and runs nothing; give --plot_only'),
         (['--file={}', '--plot_only', '--add=nowhere'], '--add: no folder nowhere'),
         (['--file={}:uniform', '--plot_only'], '--file: the methods after the colon are those to'),
-        (['--file={}.toml', '--plot_only'], 'study.toml.toml; did you mean "study.toml"'),
+        (['--file={}.toml', '--plot_only'], 'comparison.toml.toml; did you mean "comparison.toml"'),
     ],
 )
 def test_flags_that_do_not_go_together(arguments, message, folder, tmp_path):
-    named = [argument.format(folder / 'study.toml') for argument in arguments]
+    named = [argument.format(folder / 'comparison.toml') for argument in arguments]
     error = call('jaxunet.compare', *named, '--noplot', f'--output={tmp_path}', code=2)
     assert message in error
     assert error.count('\n') == 1
 
 
+@pytest.mark.parametrize(
+    ('module', 'flag'), [('jaxunet.compare', '--file'), ('jaxunet.compare.queue', '--jobs')]
+)
+def test_the_time_limit_counts_from_before_the_imports(module, flag, folder, tmp_path):
+    """They take two seconds longer here than the limit."""
+    arguments = [f'{flag}={folder}/comparison.toml', '--limit=1', f'--output={tmp_path}/out']
+    run = (
+        'import jaxunet.compare, runpy, sys, time\n'
+        "assert 'jax' not in sys.modules\n"
+        'time.sleep(3)\n'
+        f'sys.argv = {[module, *arguments]}\n'
+        f"runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, '-c', run]
+    env = environment() | {'PYTHONPATH': python_path()}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    left = re.findall('left out, (.*) s are left', done.stdout)
+    assert left
+    assert all(int(seconds) <= -2 for seconds in left)
+
+
 @pytest.fixture
 def fake(monkeypatch):
     """Has processes run `support.fake_queue`, which does what the returned function is told."""
-    monkeypatch.setattr(study_runner, 'QUEUE', 'support.fake_queue')
+    monkeypatch.setattr(runner, 'QUEUE', 'support.fake_queue')
     monkeypatch.setenv('PYTHONPATH', f'{python_path()}:{ROOT / "tests"}')
     return lambda act: monkeypatch.setenv('FAKE_QUEUE', act)
 
@@ -211,23 +245,23 @@ def called(output, number):
     return json.loads((output / str(number) / 'called.json').read_text())
 
 
-def test_each_device_has_a_process(study, tmp_path, fake, capsys):
+def test_each_device_has_a_process(comparison, tmp_path, fake, capsys):
     fake('end')
     options = options_of(tmp_path, part='', devices=('0', '2', '0'), limit=100.0)
     (tmp_path / 'claims').mkdir()
     (tmp_path / 'claims/old').touch()
-    assert study_runner.run(study, options, 'the command') == []
+    assert runner.run(comparison, options, 'the command') == []
     first, second, third = (called(tmp_path, number) for number in (1, 2, 3))
     assert [c['CUDA_VISIBLE_DEVICES'] for c in (first, second, third)] == ['0', '2', '0']
     assert [c['shared_by'] for c in (first, second, third)] == ['2', '1', '2']
     assert first['XLA_PYTHON_CLIENT_MEM_FRACTION'] == '0.45'
     assert second['XLA_PYTHON_CLIENT_MEM_FRACTION'] is None
-    assert first['jobs'] == str(study.path)
+    assert first['jobs'] == str(comparison.path)
     assert first['output'] == str(tmp_path / '1')
     for name, value in (
         ('work', str(tmp_path / 'work')),
         ('claims', str(tmp_path / 'claims')),
-        ('features', str(study.features)),
+        ('features', str(comparison.features)),
         ('step_ms', '20'),
         ('known', ''),
         ('resume', 'true'),
@@ -240,29 +274,29 @@ def test_each_device_has_a_process(study, tmp_path, fake, capsys):
     ]
 
 
-def test_a_group_of_gpus_has_one_process(study, tmp_path, fake, monkeypatch):
+def test_a_group_of_gpus_has_one_process(comparison, tmp_path, fake, monkeypatch):
     fake('end')
-    monkeypatch.setattr(study_runner, 'probe', lambda: Machine('gpu', 4))
-    assert study_runner.run(study, options_of(tmp_path, devices=('0+1', '2+3')), '') == []
+    monkeypatch.setattr(runner, 'probe', lambda: Machine('gpu', 4))
+    assert runner.run(comparison, options_of(tmp_path, devices=('0+1', '2+3')), '') == []
     first, second = (called(tmp_path, number) for number in (1, 2))
     assert [c['CUDA_VISIBLE_DEVICES'] for c in (first, second)] == ['0,1', '2,3']
     assert [(c['shared_by'], c['devices']) for c in (first, second)] == [('1', '2')] * 2
 
 
-def test_processes_that_fail_are_told(study, tmp_path, fake):
+def test_processes_that_fail_are_told(comparison, tmp_path, fake):
     for act, reason in (
         ('fail', 'crash: exit code 2: error: no file features.npz'),
         ('partial', 'did not do all of its runs'),
     ):
         fake(act)
-        (problem,) = study_runner.run(study, options_of(tmp_path, devices=('0',)), '')
+        (problem,) = runner.run(comparison, options_of(tmp_path, devices=('0',)), '')
         assert problem == f'process 1: {reason} (see {tmp_path}/1/log.txt)'
 
 
-def test_a_run_that_crashes_its_process_fails_alone(study, tmp_path, fake, capsys):
+def test_a_run_that_crashes_its_process_fails_alone(comparison, tmp_path, fake, capsys):
     fake('crash')
     options = options_of(tmp_path, devices=('0',))
-    late, killed = study_runner.run(study, options, '')
+    late, killed = runner.run(comparison, options, '')
     log = f'(see {tmp_path}/1/log.txt)'
     assert late == f'digits_uniform_seed0: timeout: seed 0: not done after 5 s (--timeout) {log}'
     assert killed.startswith('digits_uniform_seed1: out of memory: killed by the system (SIGKILL)')
@@ -270,16 +304,16 @@ def test_a_run_that_crashes_its_process_fails_alone(study, tmp_path, fake, capsy
     assert [line for line in told if line.endswith('it goes on without this run')] == [
         f'1: {problem}; it goes on without this run' for problem in (late, killed)
     ]
-    failed = study_runner.collect(study, tmp_path, ()).stretches
+    failed = runner.collect(comparison, tmp_path, ()).stretches
     assert [(row['seed'], row['outcome']) for row in failed] == [(0, 'failed'), (1, 'failed')]
-    found = tables.missing(tables.Measured(study, [], failed))
+    found = tables.missing(tables.Results(comparison, [], failed))
     assert '- failed: `uniform`, seed 0: timeout: seed 0: not done after 5 s' in found
 
 
-def test_a_process_whose_devices_stall_starts_again(study, tmp_path, fake, capsys):
+def test_a_process_whose_devices_stall_starts_again(comparison, tmp_path, fake, capsys):
     fake('stall')
     options = options_of(tmp_path, devices=('0', '1'), limit=100.0)
-    assert study_runner.run(study, options, '') == []
+    assert runner.run(comparison, options, '') == []
     told = capsys.readouterr().out.splitlines()
     for number in (1, 2):
         assert [line for line in told if line.startswith(f'{number}: ')] == [
@@ -289,50 +323,91 @@ def test_a_process_whose_devices_stall_starts_again(study, tmp_path, fake, capsy
         ]
 
 
-def test_a_process_starts_again_only_so_often(study, tmp_path, fake, capsys):
+def test_a_process_starts_again_only_so_often(comparison, tmp_path, fake, capsys):
     fake('hang')
-    (problem,) = study_runner.run(study, options_of(tmp_path, devices=('0',)), '')
+    (problem,) = runner.run(comparison, options_of(tmp_path, devices=('0',)), '')
     assert problem.startswith('process 1: crash: exit code 6: error: the devices finished no step')
-    assert capsys.readouterr().out.count('begins') == 1 + queue_process.RESTARTS
+    assert capsys.readouterr().out.count('begins') == 1 + runner.RESTARTS
 
 
-def test_a_signal_reaches_all_processes(study, tmp_path, fake):
+def begun(output):
+    """Waits until both processes have begun."""
+    end = time.monotonic() + 60
+    while len(list(output.glob('*/called.json'))) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_a_signal_reaches_all_processes(comparison, tmp_path, fake):
     """They save and end, and then this command ends."""
     fake('wait')
 
     def stop():
-        end = time.monotonic() + 60
-        while len(list(tmp_path.glob('*/called.json'))) < 2 and time.monotonic() < end:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        begun(tmp_path)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     threading.Thread(target=stop, daemon=True).start()
-    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        study_runner.run(study, options_of(tmp_path, devices=('0', '1')), '')
+        runner.run(comparison, options_of(tmp_path, devices=('0', '1')), '')
     assert [(tmp_path / f'{n}/saved').exists() for n in (1, 2)] == [True, True]
-    assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_signal_while_processes_start_ends_all(study, tmp_path, fake, monkeypatch):
-    """The signal comes before the first process is known, so nothing has passed it on."""
+@pytest.mark.parametrize(
+    ('owner', 'name', 'error'),
+    [
+        (subprocess.Popen, '__init__', BlockingIOError(11, 'Resource temporarily unavailable')),
+        (threading.Thread, 'start', RuntimeError("can't start new thread")),
+    ],
+)
+def test_one_that_cannot_be_started_stops_the_others(
+    owner, name, error, comparison, tmp_path, fake, monkeypatch
+):
+    """They save, and end."""
     fake('wait')
+    real, calls = getattr(owner, name), []
 
-    class Interrupted(subprocess.Popen):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            os.kill(os.getpid(), signal.SIGTERM)
+    def fail(self, *arguments, **options):
+        if len(calls) == 2:
+            begun(tmp_path)
+            raise error
+        calls.append(self)
+        real(self, *arguments, **options)
 
-    monkeypatch.setattr(queue_process.subprocess, 'Popen', Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        study_runner.run(study, options_of(tmp_path, devices=('0', '1')), '')
-    assert not (tmp_path / '2/called.json').exists()
+    monkeypatch.setattr(runner.collected, 'read_rows', lambda paths: [])
+    monkeypatch.setattr(runner, '_check_measured', lambda *_: None)
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(UserError) as stopped:
+        runner.run(comparison, options_of(tmp_path, devices=('0', '1', '2')), '')
+    assert str(stopped.value) == (
+        f'a process of 3 cannot be started: {error}; the others were stopped. The same command '
+        'goes on from here'
+    )
+    assert len(list(tmp_path.glob('*/saved'))) == 2
+
+
+def test_a_stalled_one_that_cannot_be_started_again(
+    comparison, tmp_path, fake, monkeypatch, capsys
+):
+    """It counts as stalled, and the other process is not stopped."""
+    fake('hang')
+    real = runner.subprocesses.follow
+
+    def follow(command, env, log, say):
+        if f'{tmp_path}/1' in command[-1] and (tmp_path / '1/called.json').exists():
+            raise BlockingIOError(11, 'Resource temporarily unavailable')
+        return real(command, env, log, say)
+
+    monkeypatch.setattr(runner.subprocesses, 'follow', follow)
+    problems = runner.run(comparison, options_of(tmp_path, devices=('0', '1')), '')
+    assert [problem.split(':')[0] for problem in problems] == ['process 1', 'process 2']
+    said = capsys.readouterr().out
+    assert '1: it cannot start again: [Errno 11] Resource' in said
+    assert said.count('begins') == 2 + runner.RESTARTS
 
 
 def test_a_signal_while_a_run_compiles_is_not_success(folder, tmp_path):
     """The runs are not done, so a script that waits for them must not go on."""
     empty = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')}
-    arguments = [f'--file={folder}/study.toml:uniform', f'--output={tmp_path}/out']
+    arguments = [f'--file={folder}/comparison.toml:uniform', f'--output={tmp_path}/out']
     process = Fork(['jaxunet.compare', *arguments], environment() | empty)
     while 'compiling: ' not in process.stderr.read_text():
         assert process.poll() is None
@@ -358,13 +433,13 @@ def test_a_signal_before_training_leaves_a_row(module, flag, number, folder, tmp
     (tmp_path / 'config.py').write_text(
         SIGNALLED.format(number=number.value) + (ROOT / 'configs/digits.py').read_text()
     )
-    text = (folder / 'study.toml').read_text()
+    text = (folder / 'comparison.toml').read_text()
     config = f'"{ROOT}/configs/digits.py"'
     assert config in text
-    (tmp_path / 'study.toml').write_text(
+    (tmp_path / 'comparison.toml').write_text(
         text.replace(config, '"config.py"').replace('"random.npz"', f'"{folder}/random.npz"')
     )
-    arguments = [f'--{flag}={tmp_path}/study.toml:uniform', f'--output={tmp_path}/out']
+    arguments = [f'--{flag}={tmp_path}/comparison.toml:uniform', f'--output={tmp_path}/out']
     error = call(module, *arguments, code=130)
     assert 'stopped; the same command goes on from here' in error
     output = tmp_path / 'out' / ('1' if flag == 'file' else '')
@@ -376,7 +451,7 @@ def test_a_signal_before_training_leaves_a_row(module, flag, number, folder, tmp
 @pytest.mark.long
 def test_a_comparison_that_is_interrupted_goes_on(folder, done, tmp_path):
     """Two processes are stopped in the middle of their runs; the same command ends them."""
-    text = (folder / 'study.toml').read_text().replace('[0.04, 0.2]', '[0.04, 0.2, 20.0]')
+    text = (folder / 'comparison.toml').read_text().replace('[0.04, 0.2]', '[0.04, 0.2, 20.0]')
     (folder / 'longer.toml').write_text(text)
     arguments = [
         'jaxunet.compare',
@@ -396,8 +471,8 @@ def test_a_comparison_that_is_interrupted_goes_on(folder, done, tmp_path):
     assert len(list(tmp_path.glob('work/*/checkpoints/*'))) == 2
     out = call(*arguments)
     assert 'resuming' in ''.join(path.read_text() for path in tmp_path.glob('*/log.txt'))
-    study = read_study(folder / 'longer.toml')
-    rows = study_runner.collect(study, tmp_path, ()).rows
+    comparison = read_comparison(folder / 'longer.toml')
+    rows = runner.collect(comparison, tmp_path, ()).rows
     assert [row['step'] for row in rows] == [2, 10, 1000] * 2
     names = ('seed', 'seconds', 'step', 'average')
     expected = [{n: row[n] for n in names} for row in collected.read_rows([done / 'rows.jsonl'])]
