@@ -58,12 +58,14 @@ def trained(config: Config, source, count: int = 3, per_call: int = 1):
     return np.asarray(losses), bench.parallel.fetch(bench.state)
 
 
-# Dropout and flips draw numbers; the update clips, decays and averages.
+# Dropout and flips draw numbers; the update clips, decays and averages. As in test_step.py, whose
+# program it shares.
 NOISY = {
     'model': {'dropout': 0.2},
     'data': {'augment': 'flip'},
     'optimizer': {'clip_norm': 0.01, 'weight_decay': 100.0},
     'ema': {'rates': (0.9, 0.0)},
+    'train': {'steps': 12, 'log_every': 6, 'checkpoint_every': 6},
 }
 UNCLIPPED = NOISY | {'optimizer': {'clip_norm': 0.0, 'weight_decay': 1.0}}
 # Sums of micro-batches, a loss scale, spikes, and averages by width.
