@@ -26,10 +26,13 @@ CHANNELS = {1: ('grey',), 3: ('red', 'green', 'blue'), 4: ('red', 'green', 'blue
 
 def tell_pixels(source: Source) -> None:
     """Logs the values of each channel, of a few images spread over a set, and its transparency.
+    Before them, those of the pictures that belong to the images, if any.
 
     Images that are almost black, of one value or of a small part of 16 bits get a warning. Corrupt
     ones are left out: reading them for training reports them.
     """
+    if source.pictures is not None:
+        tell_pixels(source.pictures)
     images = [pixels for pixels in _of_some(source, _loaded(source)) if pixels is not None]
     if not images:
         return

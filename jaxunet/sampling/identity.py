@@ -63,6 +63,8 @@ def identity(
     model = dataclasses.asdict(config.model)
     if not config.model.low_res_size:
         del model['low_res_size']  # interrupted samples of earlier versions lack it
+    if not config.model.condition_channels:
+        del model['condition_channels']
     sampler = dataclasses.asdict(generator.sampler.config)
     for name in LATER_OPTIONS:
         if sampler[name] is None:

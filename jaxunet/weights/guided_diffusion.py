@@ -21,6 +21,7 @@ from jaxunet.weights.inference import OBJECTIVES, Inferred, Shapes, Stated
 from jaxunet.weights.names import BlockNames, Entry, Shape, entries
 
 PROGRAM = 'guided-diffusion'
+FIRST = 'input_blocks.0.0.weight'
 IMAGE_CHANNELS, NUM_CLASSES = 3, 1000  # constants of its scripts
 CHANNEL_MULT = {  # by image size; used if the script's flag channel_mult is empty
     32: (1, 2, 2, 2),
@@ -52,6 +53,7 @@ FIXED = {
     'model.norm_groups': 32,
     'model.norm_eps': 1e-5,
     'model.downsample_padding': 'symmetric',
+    'model.condition_channels': 0,
 }
 FIXED_MODEL = {name.removeprefix('model.'): value for name, value in FIXED.items()}
 
@@ -77,7 +79,7 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """
     found = Shapes(shapes, source, PROGRAM)
     base = found.base_channels('time_embed.0.weight')
-    inputs = found.get('input_blocks.0.0.weight', 4)[1]
+    inputs = found.get(FIRST, 4)[1]
     _check_is_diffusion_model(found)
     # Kind of resampling -> indices of the output blocks that end with it.
     upsampling = {

@@ -198,6 +198,15 @@ class _Known:
         return found
 
 
+def without_pictures(shapes: dict[str, Shape], channels: int) -> dict[str, Shape]:
+    """Returns shapes as if the first convolution did not read a picture of so many channels."""
+    first = guided_diffusion.FIRST
+    if not channels or len(shapes.get(first, ())) != 4:
+        return shapes
+    out, inputs, *kernel = shapes[first]
+    return shapes | {first: (out, inputs - channels, *kernel)}
+
+
 class StateDict(Protocol):
     """Tensors by name; see `SafetensorsFile`."""
 
@@ -227,12 +236,14 @@ def read_state(state: StateDict, given: Given, stated: Inferred | None = None) -
     shapes = {name: state.shapes[full] for name, full in names.items()}
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
     program = DIFFUSERS if stated else _program(shapes, path)
-    inferred = stated or program.infer(shapes, path)
     own = load_metadata(path, state.metadata)
+    known_config = given.config or own.config
+    pictures = known_config.model.condition_channels if known_config else 0
+    inferred = stated or program.infer(without_pictures(shapes, pictures), path)
     if stated and own.config is None and states_all(stated):
         own = OwnMetadata(stated_config(stated, path, {}).config)
-    if program is GUIDED_DIFFUSION:
-        model_at_hand = given.config or own.config or given.like
+    if program is GUIDED_DIFFUSION and not pictures:
+        model_at_hand = known_config or given.like
         inferred = guided_diffusion.settle_super_resolution(
             inferred, model_at_hand, given.stated, path
         )
