@@ -40,6 +40,7 @@ from jaxunet.runtime.whole_files import check_file, check_writable
 from jaxunet.training.evaluation import read_evaluations
 from jaxunet.weights import (
     PROGRAMS,
+    WRITTEN,
     diffusers,
     extension_of,
     names_folder,
@@ -56,7 +57,7 @@ from jaxunet.weights.guided_diffusion import flags as reader_flags
 CHECKPOINT = flags.DEFINE_string(
     'checkpoint',
     None,
-    'Workdir, checkpoint, .bin, .pt or .safetensors file, or folder of diffusers.',
+    'Workdir, checkpoint, .bin, .pt, .safetensors or .pkl file, or folder of diffusers.',
 )
 INIT = flags.DEFINE_bool(
     'init', False, 'Instead of --checkpoint: write untrained weights of the network of --config.'
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
     if is_folder:
         check_folder()
     else:
-        extension_of(OUTPUT.value)
+        extension_of(OUTPUT.value, WRITTEN)
         if LICENSE.present:
             raise UserError('--license: only a folder of diffusers has a model card; leave it out')
     if is_remote(OUTPUT.value):
@@ -225,9 +226,9 @@ def copy_classifier() -> None:
             '--classifier: expected --preset or --config of the model that it guides, or '
             '--image_size; found none of them'
         )
-    found = read_classifier(path, config)
-    write_classifier(OUTPUT.value, found.params, found.config, found.classes)
-    print(f'{path}: {found.note} -> {OUTPUT.value}')
+    classifier = read_classifier(path, config)
+    write_classifier(OUTPUT.value, classifier.params, classifier.config, classifier.classes)
+    print(f'{path}: {classifier.note} -> {OUTPUT.value}')
 
 
 def load(path: str) -> Model:

@@ -53,6 +53,7 @@ from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
 from jaxunet.training.saving import write_error_ends
 from jaxunet.training.start import check_workdir, open_checked
+from jaxunet.training.tuning import tuned
 
 is_function_too(__name__)
 CONFIG = cli.define_config()
@@ -124,7 +125,9 @@ def main(argv: Sequence[str]) -> int | None:
     log.addFilter(command.is_shown)
     logging.get_absl_logger().addHandler(log)
     saved = newest_config(workdir())
-    config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
+    initial = config_at(CONFIG.value.get('init_from'))
+    values = tuned(CONFIG.value, saved, initial, cli.named_fields(CONFIG))
+    config = complete(values, saved, initial)
     check_used(config, earlier=[saved] if saved else [])
     check_workdir(config, workdir())
     if DRY_RUN.value:

@@ -52,11 +52,11 @@ def make_loss(
             output = model(xt, t, labels).float()
         targets = {'epsilon': noise, 'x0': x0, 'v': a * noise - b * x0}
         prediction = output[:, : x0.shape[1]]
-        error = torch.nn.functional.mse_loss(prediction, targets[diffusion.objective])
+        error = torch.nn.functional.mse_loss(prediction, targets[diffusion.prediction])
         if not diffusion.learn_sigma:
             return error
         values = output[:, x0.shape[1] :]
-        predicted = _predict_x0(diffusion.objective, prediction.detach(), xt, a, b)
+        predicted = _predict_x0(diffusion.prediction, prediction.detach(), xt, a, b)
         bound = _variational_bound(tables, predicted, values, x0, xt, t)
         return error + diffusion.vlb_weight * diffusion.steps * bound
 

@@ -21,6 +21,7 @@ from jaxunet.data import pipeline
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
+from jaxunet.weights.fields import NVLABS_ONLY
 from jaxunet.weights.guided_diffusion import from_tree
 
 EAGER, COMPILED, BEST = PYTORCH
@@ -240,6 +241,9 @@ def check(config: Config, mode: str, source: Source) -> None:
         value = getattr(getattr(config, section), name)
         if value != 'uniform':
             raise UserError(f'trains with {section}.{name}=uniform, found {value}; set it to that')
+    for name, expected in NVLABS_ONLY.items():
+        if (value := getattr(config.model, name)) != expected:
+            raise UserError(f'does not have model.{name}={value}; set it to {expected}')
     if config.model.remat:
         raise UserError('stores all activations, found model.remat=True; set it to False')
     if config.optimizer.name == 'muon':

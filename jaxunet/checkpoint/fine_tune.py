@@ -24,6 +24,7 @@ from jaxunet.weights.fields import check_reusable, diffusion_fields
 from jaxunet.weights.names import Path, flatten, parameter_shapes, unflatten
 
 LABELS: Path = ('label_embed', 'embedding')
+LABEL_BIAS: Path = ('label_embed', 'bias')  # with model.label_position=input
 AUGMENTATION_LAYER: Path = (AUGMENTATION, 'kernel')
 SINES = [4, 6]  # its rows for the sines of angles (`jaxunet.training.augmentation`)
 CONV_IN, CONV_OUT = 'conv_in', 'conv_out'
@@ -173,7 +174,10 @@ class _Work:
         of classes is kept, and any other starts fresh.
         """
         there, here = self.theirs.model.num_classes, self.ours.model.num_classes
-        table = self.leaves.pop(LABELS, None)
+        table, bias = self.leaves.pop(LABELS, None), self.leaves.pop(LABEL_BIAS, None)
+        if here and self.ours.model.label_position == 'input':
+            self.leaves[LABEL_BIAS] = self.fresh(LABEL_BIAS) if bias is None else bias
+            self.fresh_count += self.leaves[LABEL_BIAS].size if bias is None else 0
         if here == 0:
             if table is not None:
                 self.report.append(
@@ -249,9 +253,13 @@ def _meanings(theirs: Config, ours: Config) -> list[str]:
         'diffusion.rescale_timesteps': 'the network reads other times',
         'diffusion.objective': 'the output of the last layer means something else',
         'diffusion.edm_sigma_data': 'input and output have other scales',
+        'diffusion.edm_time_scale': 'the network reads other times',
     }
+    tunes = ours.diffusion.objective == 'consistency'
     for name, value in diffusion_fields(theirs).items():
-        if name in our_fields and our_fields[name] != value:
+        if tunes and name == 'diffusion.objective':
+            lines.append(f'tuned: the prediction of {ours.diffusion.prediction}, for consistency')
+        elif name in our_fields and our_fields[name] != value:
             lines.append(
                 f'changed: {name}: {value} there, {our_fields[name]} here; {consequences[name]}'
             )

@@ -22,6 +22,7 @@ from jaxunet.checkpoint.folders import find
 from jaxunet.checkpoint.optimizer import get_moments
 from jaxunet.checkpoint.state import TrainState, state_from_weights
 from jaxunet.config import Config
+from jaxunet.config.consistency import NEEDS_WEIGHTS, check_teacher
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import why_missing
@@ -132,8 +133,8 @@ def check_exists(path: str) -> None:
             + (
                 why_missing(path)
                 or near_misses(file.name, siblings)
-                or '; expected a workdir, a checkpoint in one, a .bin, .pt or .safetensors file, '
-                'or a folder of diffusers'
+                or '; expected a workdir, a checkpoint in one, a .bin, .pt, .safetensors or .pkl '
+                'file, or a folder of diffusers'
             )
         )
 
@@ -180,6 +181,8 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
       UserError: there are no weights there, or the config's network cannot start from them.
     """
     if not config.init_from:
+        if config.diffusion.objective == 'consistency':
+            raise UserError(NEEDS_WEIGHTS)
         return None
     initial = fit_initial(config, class_names)
     logging.info('starting from %s:\n  %s', initial.note, '\n  '.join(initial.report))
@@ -207,6 +210,8 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
         )
     except UserError as error:
         raise UserError(str(error).replace('--ema', 'init_from_ema')) from None
+    if config.diffusion.objective == 'consistency':
+        check_teacher(model.config, config.init_from, config.diffusion.consistency_of)
     fitted = fit(
         model.params,
         Network(model.config, model.class_names),

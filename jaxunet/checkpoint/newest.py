@@ -10,6 +10,7 @@ from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
 from jaxunet.checkpoint.meta import RunFacts, read_meta
 from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
+from jaxunet.weights.files import stated_config_of
 
 Content = TypeVar('Content')
 
@@ -59,9 +60,10 @@ def _config_of(workdir: pathlib.Path, step: int) -> Config | None:
 
 
 def config_at(init_from: object) -> Config | None:
-    """Returns the config of a workdir's newest checkpoint, or of one checkpoint; None if none.
+    """Returns the config of a workdir's newest checkpoint, one checkpoint or a file; None if none.
 
-    It takes the paths that `folders.find` takes. Like `newest_config`, it does not start JAX.
+    It takes the paths that `folders.find` takes, and a .safetensors that states its config. Like
+    `newest_config`, it does not start JAX.
 
     Args:
       init_from: the field `init_from` of a config that is not checked yet: a path, '', or anything
@@ -71,6 +73,9 @@ def config_at(init_from: object) -> Config | None:
         return None
     place = find(init_from)
     if place is None:
-        return None  # a weight file, or a mistake, which `load_initial` reports
+        try:
+            return stated_config_of(init_from)
+        except UserError:
+            return None  # `load_initial` reports it
     workdir, step = place
     return newest_config(workdir) if step is None else _config_of(workdir, step)

@@ -166,12 +166,17 @@ def base_config(config: Config) -> Config:
     sampler, whatever their objectives: DDIM in 50 steps where the config leaves it open.
 
     Raises:
-      UserError: the config has `init_from`; a run starts from the random weights of its seed.
+      UserError: the config needs trained weights; a run starts from the random ones of its seed.
     """
     if config.init_from:
         raise UserError(
             f'init_from: expected no weights, since every run of a comparison starts from random '
             f'ones, found {config.init_from}'
+        )
+    if config.diffusion.objective == 'consistency':
+        raise UserError(
+            'diffusion.objective: consistency tunes a trained network, and every run of a '
+            'comparison starts from random weights'
         )
     together = max(config.train.steps_per_call, 1)
     forever = FOREVER // together * together

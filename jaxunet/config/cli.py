@@ -156,6 +156,11 @@ def config_name() -> str:
     return 'digits' if path == schema.__file__ else pathlib.Path(path.split(':')[0]).stem
 
 
+def named_fields(holder: flags.FlagHolder) -> tuple[str, ...]:
+    """Returns the paths of the fields that the command line sets, such as data.path."""
+    return tuple(config_flags.get_override_values(flags.FLAGS[holder.name]))
+
+
 def define_optional_config(help_text: str) -> flags.FlagHolder:
     """Defines `--config FILE` with value None unless given; returns absl's flag holder."""
     return _with_own_reader(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, Range, option
 from jaxunet.runtime import dropout_rate
 
+UP_TO_ONE = Range('more than 0 and at most 1', lambda v: 0 < v <= 1)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -38,14 +40,16 @@ class ModelConfig:
     num_classes: int = option(10, NOT_NEGATIVE, limit=10**7)
     # Share of labels that training drops; above 0, samples can have classifier-free guidance.
     label_dropout: float = option(0.1, FRACTION)
-    # adm: cos, then sin | ddpm: sin, then cos, with frequencies down to 1/max_period.
-    time_embedding: str = option('adm', choices=('adm', 'ddpm'))
+    # adm: cos, then sin | ddpm: sin, then cos, with frequencies down to 1/max_period | fourier:
+    # sin, then cos, with fixed random frequencies (NCSN++).
+    time_embedding: str = option('adm', choices=('adm', 'ddpm', 'fourier'))
     # Ratio of the embedding's highest to its lowest frequency.
     max_period: int = option(10000, POSITIVE)
     norm_groups: int = option(32, POSITIVE)  # groups of GroupNorm
     norm_eps: float = option(1e-5, POSITIVE)  # added to GroupNorm's variance
-    # Initial kernels; biases are zero. torch: PyTorch's default | ddpm: uniform fan-average.
-    init: str = option('torch', choices=('torch', 'ddpm'))
+    # Initial kernels; biases are zero. torch: PyTorch's default | ddpm: uniform fan-average | edm:
+    # as ddpm, with √0.2 of it for qkv, and 1e-5 of it where zero_init has zeros (NVlabs/edm).
+    init: str = option('torch', choices=('torch', 'ddpm', 'edm'))
     # The last layer of every residual branch and the output layer start at zero.
     zero_init: bool = True
     # Recompute blocks in the backward pass instead of storing their activations.
@@ -56,6 +60,33 @@ class ModelConfig:
     low_res_size: tuple[int, ...] = option((), POSITIVE, limit=2**14, since='0.2.0')
     # Channels of that picture; 0 = those of the image, or with data.condition=folder:PATH chosen.
     condition_channels: int = option(0, NOT_NEGATIVE, limit=1024, since='0.2.0')
+    # Options of DDPM++ and NCSN++ as NVlabs/edm has them (SongUNet); names follow it where it has
+    # the option. Factor on the sum of every residual and attention block: √½ there.
+    skip_scale: float = option(1.0, UP_TO_ONE, since='0.2.0')
+    # Channels of the first convolution; 0 = those of the first level.
+    conv_in_channels: int = option(0, NOT_NEGATIVE, limit=2**16, since='0.2.0')
+    # Weights of neighbouring pixels, along each axis, where the resolution changes without
+    # conv_resample: 1,1 = average pool and nearest neighbour | 1,3,3,1 = NCSN++'s FIR filter.
+    resample_filter: tuple[int, ...] = option((1, 1), POSITIVE, since='0.2.0')
+    # With resblock_updown: a 1×1 convolution on the residual of the blocks that change resolution.
+    resample_proj: bool = option(False, since='0.2.0')
+    # standard | residual: a convolution of the image, and then of each such sum, is added to the
+    # result of every change of resolution (NCSN++).
+    encoder_type: str = option('standard', choices=('standard', 'residual'), since='0.2.0')
+    # Blocks of the decoder that attention follows, in the levels that have it: all | last, the last
+    # one of a level.
+    decoder_attention: str = option('all', choices=('all', 'last'), since='0.2.0')
+    # Width of the time's sinusoids, as a multiple of base_channels.
+    channel_mult_noise: int = option(1, POSITIVE, limit=64, since='0.2.0')
+    # Place where a label's embedding is added to the time's. output: of the layers of the time
+    # embedding | input: to the sinusoids, with a bias.
+    label_position: str = option('output', choices=('output', 'input'), since='0.2.0')
+    # Fewest channels in a group of GroupNorm: layers of few channels have fewer than norm_groups.
+    norm_group_channels: int = option(1, POSITIVE, since='0.2.0')
+
+    def groups(self, channels: int) -> int:
+        """Returns the number of groups of a GroupNorm."""
+        return max(min(self.norm_groups, channels // self.norm_group_channels), 1)
 
 
 @dataclass(frozen=True)
@@ -67,15 +98,16 @@ class DiffusionConfig:
     """
 
     # epsilon | x0 | v, at the timesteps of `schedule`; edm | flow, at continuous noise levels;
-    # '' = chosen.
+    # consistency: tunes the edm or flow network of init_from to draw in one or two evaluations
+    # (`jaxunet.training.consistency`); '' = chosen.
     objective: str = option(
         'epsilon',
-        choices=('epsilon', 'x0', 'v', 'edm', 'flow'),
+        choices=('epsilon', 'x0', 'v', 'edm', 'flow', 'consistency'),
         prefixes=True,
         left_open='',
         once='prediction',
     )
-    # T: number of timesteps, or of slices of equal probability for edm and flow.
+    # T: number of timesteps, or of slices of equal probability for continuous noise levels.
     steps: int = option(1000, POSITIVE, limit=10**6)
     # epsilon, x0 and v: linear (DDPM; also means unset) | cosine (IDDPM). edm and flow have none.
     schedule: str = option('linear', choices=('linear', 'cosine'))
@@ -84,9 +116,23 @@ class DiffusionConfig:
     edm_std: float = option(1.2, POSITIVE, since='0.2.0')
     # edm: standard deviation of the pixels, in [-1, 1]
     edm_sigma_data: float = option(0.5, POSITIVE, since='0.2.0')
+    # edm: factor from c_noise = ln(σ)/4 to the time that the network reads. 1000 brings it to the
+    # scale of timesteps; 1 in NVlabs/edm.
+    edm_time_scale: float = option(1000.0, POSITIVE, since='0.2.0')
     # flow: mean and standard deviation of logit(t) in training
     flow_mean: float = option(0.0, since='0.2.0')
     flow_std: float = option(1.0, POSITIVE, since='0.2.0')
+    # What the network predicts, edm or flow; '' = as that of init_from.
+    consistency_of: str = option('', choices=('', 'edm', 'flow'), since='0.2.0')
+    # Discretisation: at σ much above 1, the target is at the noise level (1 - 1/q) σ, so larger
+    # values are finer. 0 = chosen by precision (`jaxunet.config.consistency`).
+    consistency_q: int = option(
+        0, Range('0 (chosen), or 2 or more', lambda v: v == 0 or v >= 2), limit=2**16, since='0.2.0'
+    )
+    # Equal parts of the run; the k-th takes q^k in place of q.
+    consistency_stages: int = option(1, POSITIVE, limit=16, since='0.2.0')
+    # c of the loss √(‖·‖² + c²) - c; 0 = the norm itself
+    consistency_c: float = option(0.0, NOT_NEGATIVE, since='0.2.0')
     learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
     # Weight of the variational bound in the hybrid loss; with kl_loss, the loss is the bound alone.
     vlb_weight: float = option(
@@ -101,13 +147,20 @@ class DiffusionConfig:
     kl_loss: bool = option(False, since='0.2.0')
 
     @property
+    def prediction(self) -> str:
+        """The network's prediction: epsilon, x0, v, edm or flow."""
+        return self.consistency_of if self.objective == 'consistency' else self.objective
+
+    @property
     def continuous(self) -> bool:
         """True if noise levels are continuous, without timesteps."""
-        return self.objective in ('edm', 'flow')
+        return self.objective in ('edm', 'flow', 'consistency')
 
     @property
     def time_scale(self) -> float:
-        """Factor from a timestep to the time that the network reads."""
+        """Factor from a timestep, or a time on that scale, to the time that the network reads."""
+        if self.prediction == 'edm':
+            return self.edm_time_scale / 1000
         return 1000 / self.steps if self.rescale_timesteps else 1.0
 
 

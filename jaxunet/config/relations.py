@@ -6,6 +6,8 @@ import operator
 import re
 from collections.abc import Iterator
 
+from jaxunet.config.consistency import consistency_problems
+from jaxunet.config.network_relations import check_network_options, check_network_shape
 from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.config.schema import FACTS, Config
 from jaxunet.runtime.errors import near_misses
@@ -56,7 +58,7 @@ def check_relations(config: Config) -> list[str]:
         _evaluation,
     )
     problems = [problem for check in sections for problem in check(config)]
-    return problems or list(_unet_shape(config))
+    return problems or list(check_network_shape(config))
 
 
 def _start(config: Config) -> Iterator[str]:
@@ -90,6 +92,7 @@ def _model(config: Config) -> Iterator[str]:
         yield f'model.condition_channels: {m.condition_channels} needs data.condition=folder:PATH'
     if m.label_dropout and not m.num_classes:
         yield f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0'
+    yield from check_network_options(config)
 
 
 def _diffusion(config: Config) -> Iterator[str]:
@@ -140,8 +143,8 @@ def _continuous(config: Config) -> Iterator[str]:
     if d.schedule != 'linear':
         yield (
             f'diffusion.schedule: {d.schedule} belongs to the objectives epsilon, x0 and v; '
-            f'{d.objective} has continuous noise levels, set by diffusion.{d.objective}_mean and '
-            f'{d.objective}_std; leave schedule out'
+            f'{d.objective} has continuous noise levels, set by diffusion.{d.prediction}_mean and '
+            f'{d.prediction}_std; leave schedule out'
         )
     if d.rescale_timesteps:
         yield (
@@ -158,6 +161,9 @@ def _continuous(config: Config) -> Iterator[str]:
             f'diffusion.kl_loss: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
             'steps for a variational bound'
         )
+    if d.objective == 'consistency':
+        yield from consistency_problems(config)
+        return
     if config.timesteps.sampler in ('speed', 'speed_code', 'policy'):
         yield (
             f'timesteps.sampler: {config.timesteps.sampler} is defined by the timesteps of '
@@ -331,6 +337,11 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield (
             f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'
         )
+    if sampler == 'consistency' != objective:
+        yield (
+            'evaluation.sampler: consistency draws with models of diffusion.objective=consistency, '
+            f'found {objective}'
+        )
     if e.variance and sampler != 'ddpm':
         yield f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {found}'
     if e.variance == 'learned' and not config.diffusion.learn_sigma:
@@ -352,46 +363,3 @@ def _evaluation(config: Config) -> Iterator[str]:
             f'data.bits: evaluation compares images of 8 bits, found {config.data.bits}; set '
             'train.evaluate_every=0'
         )
-
-
-def _unet_shape(config: Config) -> Iterator[str]:
-    """Checks that the image divides by the levels, and the channels by heads and norm groups."""
-    m = config.model
-    height, width, _ = config.image_shape
-    levels = len(m.channel_mult)
-    factor = 2 ** (levels - 1)
-    low_res = config.low_res_shape
-    low_height, low_width = (0, 0) if low_res is None else low_res[:2]
-    if low_height > height or low_width > width:
-        yield (
-            f'model.low_res_size: expected at most data.image_size ({height}x{width}), as a larger '
-            f'picture shows no more, found {low_height}x{low_width}'
-        )
-    if height % factor or width % factor:
-        yield (
-            f'data.image_size: {height}x{width} must be divisible by {factor}, '
-            f'as model.channel_mult has {levels} levels'
-        )
-    sides = [min(height, width) >> level for level in range(levels)]
-    for resolution in m.attention_resolutions:
-        if resolution not in sides:
-            yield (
-                f'model.attention_resolutions: expected some of {sides}, the shorter sides of the '
-                f'levels, found {resolution}'
-            )
-    head_field = 'num_heads' if m.num_heads else 'num_head_channels'
-    head_value = m.num_heads or m.num_head_channels
-    for level, mult in enumerate(m.channel_mult):
-        channels = int(mult * m.base_channels)
-        # The middle block attends at the lowest level in any case.
-        attends = level in config.attention_levels or level == levels - 1
-        if attends and channels % head_value:
-            yield (
-                f'model.{head_field}: {head_value} does not divide the {channels} channels '
-                f'of level {level}'
-            )
-        if channels <= 0 or channels % m.norm_groups:
-            yield (
-                f'model.channel_mult: {mult} x base_channels {m.base_channels} = {channels} '
-                f'channels, not a multiple of model.norm_groups ({m.norm_groups})'
-            )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, Range, option
 
+NAMES = ('ddpm', 'ddim', 'dpmpp_2m', 'unipc', 'heun', 'consistency')  # of samplers
 SUITS = -1  # evaluation.steps: the number that suits the sampler
 
 
@@ -182,10 +183,10 @@ class EvaluationConfig:
     # Samples drawn at a time, over all devices.
     batch_size: int = option(256, POSITIVE, limit=2**20)
     # '' = that of the sample grids, which suits the objective.
-    sampler: str = option('', choices=('', 'ddpm', 'ddim', 'dpmpp_2m', 'unipc', 'heun'), was='ddim')
-    # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 20 of the others;
-    # 0 = every timestep (diffusion.steps), or for edm and flow, which have none, the same but 250
-    # of ddpm.
+    sampler: str = option('', choices=('', *NAMES), was='ddim')
+    # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 2 of consistency,
+    # 20 of the others; 0 = every timestep (diffusion.steps), or for objectives that have none, the
+    # same but 250 of ddpm.
     steps: int = option(SUITS, Range(f'{SUITS} or more', lambda v: v >= SUITS), was=50)
     # For sampler=ddpm; '' = learned if the model has it, else fixed_small.
     variance: str = option('', choices=('', 'fixed_small', 'fixed_large', 'learned'))

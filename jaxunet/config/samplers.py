@@ -15,11 +15,25 @@ OBJECTIVE_SAMPLERS = {
     'v': 'dpmpp_2m',
     'edm': 'dpmpp_2m',
     'flow': 'heun',
+    'consistency': 'consistency',
+}
+# The noise levels σ that `consistency` visits, by their number (ECT's for two).
+CONSISTENCY_LEVELS = {
+    1: (80.0,),
+    2: (0.821, 80.0),
+    3: (0.5, 2.5, 80.0),
+    4: (0.4, 1.1, 5.0, 80.0),
 }
 # Usual steps. ddpm takes every timestep of a model, and 250 steps if it has none (edm, flow).
-DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'unipc': 20, 'heun': 20}
+DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'unipc': 20, 'heun': 20, 'consistency': 2}
 CONTINUOUS_STEPS = {**DEFAULT_STEPS, 'ddpm': 250}
 DDPM_STEPS = 50  # of ddpm while a model trains
+
+
+def samplers_of(objective: str) -> tuple[str, ...]:
+    """Returns the samplers that draw with models of an objective."""
+    tuned = objective == 'consistency'
+    return tuple(name for name in SAMPLERS if (name == 'consistency') == tuned)
 
 
 class Choice(NamedTuple):

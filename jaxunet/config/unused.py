@@ -50,13 +50,13 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
 
 def owners() -> dict[str, tuple[Choice, ...]]:
     """Returns the fields that belong to choices, by their paths."""
-    found = {path: facts.belongs_to for path, facts in FACTS.items() if facts.belongs_to}
+    choosers = {path: facts.belongs_to for path, facts in FACTS.items() if facts.belongs_to}
     for chooser in (path for path, facts in FACTS.items() if facts.prefixes):
         section = chooser.partition('.')[0]
         for choice in CHOICES[chooser]:
             begins = f'{section}.{choice}_'
-            found |= {path: ((chooser, choice),) for path in FACTS if path.startswith(begins)}
-    return found
+            choosers |= {path: ((chooser, choice),) for path in FACTS if path.startswith(begins)}
+    return choosers
 
 
 def _value(config: Config, path: str) -> object:
@@ -69,7 +69,10 @@ def _problems(configs: Sequence[Config], path: str, choice: Choice) -> Iterator[
     chooser, needed = choice
     chosen: dict[object, list[object]] = {}  # by value of the field
     for config in configs:
-        chosen.setdefault(_value(config, path), []).append(_value(config, chooser))
+        found = _value(config, chooser)
+        if chooser == 'diffusion.objective' and needed == config.diffusion.prediction:
+            found = needed  # the noise levels in which a consistency model is trained
+        chosen.setdefault(_value(config, path), []).append(found)
     for value, found in chosen.items():
         if value != _value(Config(), path) and needed not in found:
             others = ', '.join(dict.fromkeys(map(str, found)))

@@ -99,20 +99,22 @@ def _complete(
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
     if known is not None:
         raw = _with_rule(raw, known)
-    left_open = [path for path, empty in OPEN.items() if _get(raw, path) == empty]
+    left_open = [path for path, empty in OPEN.items() if value_at(raw, path) == empty]
     if not left_open:
         return _with_epochs(resolve(raw), given)
     if known is not None:
         saved = to_dict(known)
         companions = [COMPANIONS[path] for path in left_open if path in COMPANIONS]
         paths = [*left_open, *(path for path in companions if not _is_set(raw, path))]
-        return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})), given)
+        kept = with_values(raw, {path: value_at(saved, path) for path in paths})
+        return _with_epochs(resolve(kept), given)
     if start is not None and 'diffusion.objective' in left_open:
         return _complete(_with_objective(raw, start), None, None, given)
-    draft = resolve(_with(raw, choose(raw, ANY)))  # finds other mistakes before anything is opened
+    # Finds other mistakes before anything is opened.
+    draft = resolve(with_values(raw, choose(raw, ANY)))
     facts = look(draft, given)
     chosen = choose(raw, facts)
-    config = _with_epochs(resolve(_with(raw, chosen)), given)
+    config = _with_epochs(resolve(with_values(raw, chosen)), given)
     if config.train.epochs:
         chosen.pop('train.steps', None)
     _log(config, facts, chosen)
@@ -139,7 +141,7 @@ def _with_pictures(config: Config, known: Config | None) -> Config:
     }
     logging.info(
         'chosen for the pictures of data.condition: %s',
-        ', '.join(f'model.{name}={_shown(value)}' for name, value in chosen.items()),
+        ', '.join(f'model.{name}={as_text(value)}' for name, value in chosen.items()),
     )
     return resolve(to_dict(config.replace(model=chosen)))
 
@@ -154,15 +156,15 @@ def _channels_of_pictures(config: Config) -> int:
 def _with_rule(raw: Fields, known: Config) -> Fields:
     """Returns a config with the readings of the run to resume that are older than their fields."""
     rule, ground = 'data.augment_rule', 'data.background'
-    if known.data.background == 'drop' and _get(raw, ground) == 'white':
+    if known.data.background == 'drop' and value_at(raw, ground) == 'white':
         logging.warning(
             '%s=drop, as the run began: the colours of transparent pixels count; a new run draws '
             'transparent images on white',
             ground,
         )
-        raw = _with(raw, {ground: 'drop'})
-    both = known.data.augment == _get(raw, 'data.augment') == 'edm'
-    if not both or known.data.augment_rule == _get(raw, rule) or _get(raw, rule) != 'edm':
+        raw = with_values(raw, {ground: 'drop'})
+    both = known.data.augment == value_at(raw, 'data.augment') == 'edm'
+    if not both or known.data.augment_rule == value_at(raw, rule) or value_at(raw, rule) != 'edm':
         return raw
     logging.warning(
         '%s=%s, as the run began: its network has learned angles that mean the opposite of those '
@@ -170,7 +172,7 @@ def _with_rule(raw: Fields, known: Config) -> Fields:
         rule,
         known.data.augment_rule,
     )
-    return _with(raw, {rule: known.data.augment_rule})
+    return with_values(raw, {rule: known.data.augment_rule})
 
 
 def _with_objective(raw: Fields, start: Config) -> Fields:
@@ -180,7 +182,7 @@ def _with_objective(raw: Fields, start: Config) -> Fields:
         taken[SCHEDULE] = start.diffusion.schedule
     fields = ', '.join(f'{path}={value}' for path, value in taken.items())
     logging.info('as in the run of init_from: %s', fields)
-    return _with(raw, taken)
+    return with_values(raw, taken)
 
 
 def _with_epochs(config: Config, given: ArraySource | None) -> Config:
@@ -255,10 +257,10 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     Raises:
       UserError: the images are too small.
     """
-    size = _get(raw, 'data.image_size') or _image_size(facts.sizes)
-    batch = _get(raw, 'data.batch_size')
+    size = value_at(raw, 'data.image_size') or _image_size(facts.sizes)
+    batch = value_at(raw, 'data.batch_size')
     found = facts.channels or (1 if facts.grey else 3)
-    channels = 4 if _get(raw, 'data.background') == 'keep' else found
+    channels = 4 if value_at(raw, 'data.background') == 'keep' else found
     if not (isinstance(size, tuple | list) and all(type(side) is int for side in size)):
         size = (USUAL,)  # `resolve` reports the value of the config
     height, width = size[0], size[-1]
@@ -275,7 +277,7 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         'optimizer.learning_rate': _learning_rate(batch),
         'train.steps': _steps(facts.images),
     }
-    chosen = {path: v for path, v in choices.items() if _get(raw, path) == OPEN[path]}
+    chosen = {path: v for path, v in choices.items() if value_at(raw, path) == OPEN[path]}
     if 'model.channel_mult' in chosen and not _is_set(raw, ATTENTION):
         sides = [min(height, width) >> level for level in range(levels)]
         chosen[ATTENTION] = tuple(side for side in sides if side <= ATTENDED)
@@ -351,7 +353,7 @@ def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
         'chosen for %s of %s pixels (height x width): %s',
         '1 image' if facts.images == 1 else f'{facts.images:,} images',
         ' to '.join(f'{height}x{width}' for height, width in ends),
-        ', '.join(f'{path}={_shown(value)}' for path, value in chosen.items()),
+        ', '.join(f'{path}={as_text(value)}' for path, value in chosen.items()),
     )
     if 'train.steps' in chosen:
         steps, batch = config.train.steps, config.data.batch_size
@@ -367,11 +369,12 @@ def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
         )
 
 
-def _shown(value: object) -> str:
+def as_text(value: object) -> str:
+    """Returns the value of a field as a command line gives it."""
     return ','.join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _get(raw: Fields, path: str) -> object:
+def value_at(raw: Fields, path: str) -> object:
     """Returns a field by its path; None if the config lacks it, which `resolve` reports."""
     section, name = path.split('.')
     fields = raw.get(section)
@@ -380,11 +383,11 @@ def _get(raw: Fields, path: str) -> object:
 
 def _is_set(raw: Fields, path: str) -> bool:
     """Returns True if a config sets a field of `UNSET`; a list stands for a tuple."""
-    value = _get(raw, path)
+    value = value_at(raw, path)
     return value not in (None, [], UNSET[path])
 
 
-def _with(raw: Fields, changes: dict[str, object]) -> Fields:
+def with_values(raw: Fields, changes: dict[str, object]) -> Fields:
     """Returns a copy of a config with fields changed, by their paths."""
     changed = copy.deepcopy(raw)
     for path, value in changes.items():

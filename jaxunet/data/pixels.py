@@ -295,7 +295,7 @@ def _read_tiff(data: bytes) -> Shaped[np.ndarray, 'height width channels']:
             '"jaxunet[tiff]"'
         ) from None
     with tifffile.TiffFile(io.BytesIO(data)) as file:
-        page = file.pages[0]
+        page = file.pages.first
         if page.size > 4 * MAX_PIXELS:
             raise ValueError(f'{page.size} values, more than the {4 * MAX_PIXELS} accepted')
         values = page.asarray()

@@ -1,5 +1,7 @@
 """The noise levels of the objectives that have no timesteps: EDM and rectified flow.
 
+A consistency model has those of the one that its network predicts (`DiffusionConfig.prediction`).
+
 All objectives share one coordinate system, x = √ᾱ x_0 + √(1 − ᾱ) ε. EDM's x_0 + σ ε is √(1 + σ²)
 times x; flow's (1 − t) x_0 + t ε is √((1 − t)² + t²) times x, at the noise-to-signal ratio σ =
 t/(1 − t). Samplers, guidance and posteriors are therefore the same for all of them; only what the
@@ -45,7 +47,7 @@ def time_of_quantile(
     # Uniform numbers in float32 may be 0, and may round to 1.
     tiny = float(jnp.finfo(quantile.dtype).eps) / 2
     normal = jax.scipy.special.ndtri(jnp.clip(quantile, tiny, 1 - tiny))
-    if config.objective == 'edm':
+    if config.prediction == 'edm':
         return TIME_SCALE / 4 * (config.edm_mean + config.edm_std * normal)
     return TIME_SCALE * jax.nn.sigmoid(config.flow_mean + config.flow_std * normal)
 
@@ -54,22 +56,22 @@ def middle_times(config: DiffusionConfig) -> Sigmas:
     """Returns the time at the middle of each of the `config.steps` slices."""
     middles = (np.arange(config.steps) + 0.5) / config.steps
     normal = np.array([NormalDist().inv_cdf(middle) for middle in middles])
-    if config.objective == 'edm':
+    if config.prediction == 'edm':
         return TIME_SCALE / 4 * (config.edm_mean + config.edm_std * normal)
     return TIME_SCALE / (1 + np.exp(-(config.flow_mean + config.flow_std * normal)))
 
 
 def signal_and_noise(config: DiffusionConfig, time: T) -> tuple[T, T]:
     """Returns √ᾱ and √(1 − ᾱ) of the levels with these times; any float type."""
-    if config.objective == 'edm':
+    if config.prediction == 'edm':
         # √ᾱ = 1/√(1 + σ²) and √(1 − ᾱ) = σ/√(1 + σ²), from ln σ² so that neither overflows.
         log_variance = time * (8 / TIME_SCALE)
-        found = _sqrt_sigmoid(-log_variance), _sqrt_sigmoid(log_variance)
+        both = _sqrt_sigmoid(-log_variance), _sqrt_sigmoid(log_variance)
     else:
         t = time / TIME_SCALE
         length = ((1 - t) ** 2 + t**2) ** 0.5
-        found = (1 - t) / length, t / length
-    return cast(tuple[T, T], found)
+        both = (1 - t) / length, t / length
+    return cast(tuple[T, T], both)
 
 
 def _sqrt_sigmoid(x: Array | np.ndarray) -> Array | np.ndarray:
@@ -78,11 +80,12 @@ def _sqrt_sigmoid(x: Array | np.ndarray) -> Array | np.ndarray:
     return jnp.sqrt(jax.nn.sigmoid(x))
 
 
-def time_of_sigma(config: DiffusionConfig, sigma: Sigmas) -> Sigmas:
+def time_of_sigma(config: DiffusionConfig, sigma: T) -> T:
     """Returns the times of noise-to-signal ratios σ = √((1 − ᾱ)/ᾱ); only flow allows infinite σ."""
-    if config.objective == 'edm':
-        return TIME_SCALE / 4 * np.log(sigma)
-    return TIME_SCALE / (1 + 1 / sigma)
+    if config.prediction == 'edm':
+        log = np.log(sigma) if isinstance(sigma, np.ndarray) else jnp.log(sigma)
+        return cast(T, TIME_SCALE / 4 * log)
+    return cast(T, TIME_SCALE / (1 + 1 / sigma))
 
 
 def spaced_levels(config: DiffusionConfig, steps: int, spacing: str) -> Sigmas:
@@ -97,7 +100,7 @@ def spaced_levels(config: DiffusionConfig, steps: int, spacing: str) -> Sigmas:
     Raises:
       UserError: a spacing that the objective does not have, or no steps.
     """
-    allowed = SPACINGS[config.objective]
+    allowed = SPACINGS[config.prediction]
     if spacing not in allowed:
         raise UserError(
             f'skip_schedule: expected one of {", ".join(allowed)} with diffusion.objective='

@@ -33,16 +33,16 @@ PerSample = Float[Array, ' batch']
 
 
 def prediction_target(diffusion: Diffusion, x0: Images, time: Times, noise: Images) -> Images:
-    """Returns the network's regression target, which depends on `diffusion.objective`.
+    """Returns the network's regression target, which depends on `diffusion.prediction`.
 
     ε (DDPM eq. 14), x_0, v = √ᾱ ε − √(1 − ᾱ) x_0 (Salimans & Ho section 4), or what the table of
     `jaxunet.diffusion.process` gives for edm and flow.
     """
-    if diffusion.objective == 'epsilon':
+    if diffusion.prediction == 'epsilon':
         return noise
-    if diffusion.objective == 'x0':
+    if diffusion.prediction == 'x0':
         return x0
-    if diffusion.objective == 'v':
+    if diffusion.prediction == 'v':
         return signal_at(diffusion, time) * noise - noise_at(diffusion, time) * x0
     a, b = target_factors(diffusion, time)
     return a * x0 + b * noise

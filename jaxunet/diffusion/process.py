@@ -69,8 +69,13 @@ class Diffusion:
 
     @property
     def objective(self) -> str:
-        """The network's prediction: epsilon, x0, v, edm or flow."""
+        """The objective of training: a prediction, or consistency."""
         return self.config.objective
+
+    @property
+    def prediction(self) -> str:
+        """The network's prediction: epsilon, x0, v, edm or flow."""
+        return self.config.prediction
 
     @property
     def continuous(self) -> bool:
@@ -228,9 +233,9 @@ def middle_time(diffusion: Diffusion, t: Steps) -> Times:
 
 def network_input(diffusion: Diffusion, xt: Images, time: Times) -> Images:
     """Returns the network's input for x_t; see the module's table."""
-    if diffusion.objective == 'edm':
+    if diffusion.prediction == 'edm':
         return xt / _edm_length(diffusion, time)
-    if diffusion.objective == 'flow':
+    if diffusion.prediction == 'flow':
         return xt / (signal_at(diffusion, time) + noise_at(diffusion, time))
     return xt
 
@@ -267,14 +272,14 @@ def target_factors(diffusion: Diffusion, time: Times) -> tuple[Factor, Factor]:
     Raises:
       ValueError: another objective.
     """
-    if diffusion.objective == 'edm':
+    if diffusion.prediction == 'edm':
         data, length = diffusion.config.edm_sigma_data, _edm_length(diffusion, time)
         signal, noise = signal_at(diffusion, time), noise_at(diffusion, time)
         return noise / (data * length), -data * signal / length
-    if diffusion.objective == 'flow':
+    if diffusion.prediction == 'flow':
         one = jnp.ones_like(signal_at(diffusion, time))
         return -one, one
-    raise ValueError(f'{diffusion.objective} is not an objective with continuous noise levels')
+    raise ValueError(f'{diffusion.prediction} is not an objective with continuous noise levels')
 
 
 def predict_x0_and_noise(
@@ -285,13 +290,13 @@ def predict_x0_and_noise(
     This is DDPM eq. 15 for a network that predicts ε, and Salimans & Ho appendix D for v. For edm
     and flow it solves x_t = √ᾱ x_0 + √(1 − ᾱ) ε and prediction = a x_0 + b ε for x_0 and ε.
     """
-    if diffusion.objective == 'epsilon':
+    if diffusion.prediction == 'epsilon':
         scaled = at_timestep(diffusion.inverse_signal, time) * xt
         return scaled - at_timestep(diffusion.noise_to_signal, time) * prediction, prediction
-    if diffusion.objective == 'x0':
+    if diffusion.prediction == 'x0':
         return prediction, noise_from_x0(diffusion, prediction, xt, time)
     signal, noise = signal_at(diffusion, time), noise_at(diffusion, time)
-    if diffusion.objective == 'v':
+    if diffusion.prediction == 'v':
         return signal * xt - noise * prediction, noise * xt + signal * prediction
     a, b = target_factors(diffusion, time)
     determinant = signal * b - noise * a

@@ -127,7 +127,7 @@ def noise_error_factors(diffusion: Diffusion) -> Float64[np.ndarray, ' steps']:
         'edm': data / (variance + data),
         'flow': 1 / (1 + np.sqrt(variance)) ** 2,
     }
-    return factors[diffusion.objective]
+    return factors[diffusion.prediction]
 
 
 def speed_table(

@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxunet.config import ModelConfig
 from jaxunet.model.dropout import block_dropout
-from jaxunet.model.initializers import INITIALIZERS
-from jaxunet.ops.activation import Activation, at_least_float32
+from jaxunet.model.initializers import initializer
+from jaxunet.model.resampling import BOX, doubled, halved, halved_inside
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Convolution
-from jaxunet.ops.conv3x3.upsampling import nearest
 from jaxunet.ops.group_norm.operands import Norm
 from jaxunet.ops.vocabulary import Ops, WithInput
 from jaxunet.runtime.errors import UserError
@@ -70,23 +70,19 @@ class Kernel(nn.Module):
     shape: tuple[int, ...]
     dtype: jnp.dtype
     kernel_init: Initializer
+    scale: float = 1.0
 
     @nn.compact
     def __call__(self) -> tuple[Array, Float[Array, '1 features']]:
         """Returns the kernel (*spatial, in, out) in `dtype`, and the bias (1, out) in float32."""
         kernel = parameter(self, 'kernel', self.kernel_init, self.shape)
         bias = parameter(self, 'bias', nn.initializers.zeros, (self.shape[-1],))
-        return kernel.astype(self.dtype), bias[None, :]
+        return scaled(kernel, self.scale).astype(self.dtype), scaled(bias, self.scale)[None, :]
 
 
-def average_pool(
-    x: Float[Array, 'batch height width channels'],
-) -> Float[Array, 'batch height/2 width/2 channels']:
-    """Averages blocks of 2×2 pixels, in float32."""
-    batch, height, width, channels = x.shape
-    wide = at_least_float32(x.dtype)
-    blocks = x.reshape(batch, height // 2, 2, width // 2, 2, channels)
-    return jnp.mean(blocks, axis=(2, 4), dtype=wide).astype(x.dtype)
+def scaled(x: Array, scale: float) -> Array:
+    """Returns x · scale; x itself for 1."""
+    return x if scale == 1 else x * scale
 
 
 class Block(nn.Module):
@@ -101,29 +97,29 @@ class Block(nn.Module):
     dtype: jnp.dtype
 
     def kernel(
-        self, name: str, *shape: int, zero: bool = False
+        self, name: str, *shape: int, kind: str = '', scale: float = 1.0
     ) -> tuple[Array, Float[Array, '1 features']]:
-        """Returns kernel and bias of a layer; `zero` starts at zero if the config says so."""
-        init = (
-            nn.initializers.zeros
-            if zero and self.model.zero_init
-            else INITIALIZERS[self.model.init]
-        )
-        return Kernel(shape, self.dtype, init, name=name)()
+        """Returns kernel and bias of a layer, times `scale`.
+
+        Args:
+          kind: `last` of a residual branch or of the network, which starts at zero if the config
+            says so, `qkv`, or '' for the others.
+        """
+        return Kernel(shape, self.dtype, initializer(self.model, kind), scale, name=name)()
 
     def dense(self, name: str, features: int, *, dtype: jnp.dtype | None = None) -> nn.Dense:
         """Returns a linear layer on vectors, such as the embeddings."""
         return nn.Dense(
             features,
             dtype=dtype or self.dtype,
-            kernel_init=INITIALIZERS[self.model.init],
+            kernel_init=initializer(self.model),
             name=name,
         )
 
     def norm(self, name: str, channels: int) -> Norm:
         """Returns the parameters of a norm."""
         scale, offset = Affine(channels, name=name)()
-        return Norm(scale, offset, self.model.norm_groups, self.model.norm_eps)
+        return Norm(scale, offset, self.model.groups(channels), self.model.norm_eps)
 
 
 class Shifts(NamedTuple):
@@ -144,7 +140,9 @@ class ResBlock(Block):
     """Residual block with an embedding.
 
     GroupNorm → SiLU → conv3×3 → embedding → GroupNorm → SiLU → dropout → conv3×3, plus the input
-    (through a 1×1 convolution if the channels change).
+    (through a 1×1 convolution if the channels change, or the resolution with
+    `model.resample_proj`), and the sum times `model.skip_scale`. The last convolution and the
+    1×1 convolution have this factor in their weights; an input without one is multiplied.
 
     Fields:
       features: channels of the result.
@@ -177,16 +175,20 @@ class ResBlock(Block):
         norm_1 = self.norm('norm_1', channels)
         kernel_1, shift_1 = self.kernel('conv_1', 3, 3, channels, features)
         norm_2 = self.norm('norm_2', features)
-        kernel_2, shift_2 = self.kernel('conv_2', 3, 3, features, features, zero=True)
+        factor = self.model.skip_scale
+        kernel_2, shift_2 = self.kernel(
+            'conv_2', 3, 3, features, features, kind='last', scale=factor
+        )
         shortcut, bias = None, None
-        if channels != features:
-            shortcut, bias = self.kernel('shortcut', channels, features)
+        if channels != features or (self.resample and self.model.resample_proj):
+            shortcut, bias = self.kernel('shortcut', channels, features, scale=factor)
         if shifts is None:
             width = 2 * features if self.model.scale_shift_norm else features
             embedded = self.dense('embed', width)(jax.nn.silu(embedding)).astype(jnp.float32)
             if not self.model.scale_shift_norm:
                 embedded = embedded + shift_1
-            shifts = Shifts(embedded, None if bias is None else shift_2 + bias)
+            biases = None if bias is None else scaled(shift_2 + bias, 1 / factor)
+            shifts = Shifts(embedded, biases)
         if self.model.scale_shift_norm:
             scale, offset = jnp.split(shifts.embedded, 2, axis=-1)
             norm_2 = dataclasses.replace(
@@ -197,9 +199,11 @@ class ResBlock(Block):
         else:
             shift_1 = shifts.embedded
         if shifts.second is not None:
-            shift_2 = shifts.second
+            shift_2 = scaled(shifts.second, factor)
         first = Convolution(image=x, norm=norm_1, kernel=kernel_1, shift=shift_1)
         h, x, skip = _first_half(self, first)
+        if shortcut is None:
+            x = Activation(tuple(scaled(part, factor) for part in x.parts))
         second = Convolution(
             image=h, norm=norm_2, kernel=kernel_2, shift=shift_2, residual=x, shortcut=shortcut
         )
@@ -218,19 +222,25 @@ def _first_half(
     A function, because Flax would give a method a scope of its own, and profiles would count it as
     another module.
     """
+    weights = block.model.resample_filter
     if not block.resample:
         h, (x, *copies) = block.ops.norm_silu_conv3x3_and_input(conv, copies=1 + block.skip)
         return h, x, tuple(copies)
     active = block.ops.group_norm(conv.image, conv.required_norm, silu=True)
     if block.resample == 'down':
-        h = block.ops.conv3x3(conv.of(average_pool(active)))
-        return h, Activation.of(average_pool(conv.image.value)), ()
-    h = block.ops.upsample_conv3x3(conv.of(active))
-    return h, Activation.of(nearest(conv.image.value)), ()
+        h = block.ops.conv3x3(conv.of(halved(active, weights)))
+        return h, Activation.of(halved(conv.image.value, weights)), ()
+    if weights == BOX:
+        h = block.ops.upsample_conv3x3(conv.of(active))
+    else:
+        h = block.ops.conv3x3(conv.of(doubled(active, weights)))
+    return h, Activation.of(doubled(conv.image.value, weights)), ()
 
 
 class AttentionBlock(Block):
     """GroupNorm → qkv → attention over all pixels → projection, plus the input.
+
+    The sum is multiplied by `model.skip_scale`.
 
     Fields:
       num_heads: 0 = as many as `model.num_head_channels` gives.
@@ -246,15 +256,16 @@ class AttentionBlock(Block):
           UserError: the heads do not divide the channels.
         """
         channels, (batch, height, width) = x.channels, x.parts[0].shape[:3]
+        factor = self.model.skip_scale
         heads = self._heads(channels)
         normed, (x,) = self.ops.group_norm_and_input(x, self.norm('norm', channels))
-        qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels))
+        qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels, kind='qkv'))
         y = self.ops.attention(qkv.reshape(batch, height * width, 3 * channels), num_heads=heads)
         return Activation.of(
             self.ops.linear(
                 y.reshape(normed.shape),
-                *self.kernel('proj', channels, channels, zero=True),
-                residual=x.value,
+                *self.kernel('proj', channels, channels, kind='last', scale=factor),
+                residual=scaled(x.value, factor),
             )
         )
 
@@ -267,6 +278,34 @@ class AttentionBlock(Block):
                 f'model.{field}: does not divide the {channels} channels of {"/".join(self.path)}'
             )
         return heads
+
+
+class ResidualEncoding(Block):
+    """NCSN++'s residual encoder: adds a convolution of an image of twice the resolution.
+
+        (h + filter(conv3×3(x))) · √½, with every second pixel of `model.resample_filter`
+
+    Source: Song et al. 2021, arXiv 2011.13456, appendix H; NVlabs/edm, `encoder_type=residual`.
+    """
+
+    @nn.compact
+    def __call__(self, h: Activation, x: Activation) -> Activation:
+        """Returns an activation of h's shape."""
+        weights, half = self.model.resample_filter, 0.5**0.5
+        init = initializer(self.model)
+        kernel = parameter(self, 'kernel', init, (3, 3, x.channels, h.channels))
+        bias = parameter(self, 'bias', nn.initializers.zeros, (h.channels,))[None, :]
+        # The filter reads the convolution's results beyond the edges, too.
+        border = len(weights) // 2 - 1
+        image = jnp.pad(x.value, [(0, 0), (border, border), (border, border), (0, 0)])
+        # Filters keep a constant, so the bias may be added before.
+        conv = Convolution(
+            image=Activation.of(image),
+            kernel=(kernel * half).astype(self.dtype),
+            shift=bias * half,
+        )
+        y = self.ops.conv3x3(conv)
+        return Activation.of(h.value * half + halved_inside(y.value, weights))
 
 
 class Resample(Block):
@@ -284,7 +323,7 @@ class Resample(Block):
         channels = value.shape[-1]
         # Parameters sit directly under this module's name: {kernel, bias}.
         kernel = parameter(
-            self, 'kernel', INITIALIZERS[self.model.init], (3, 3, channels, channels)
+            self, 'kernel', initializer(self.model), (3, 3, channels, channels)
         ).astype(self.dtype)
         bias = parameter(self, 'bias', nn.initializers.zeros, (channels,))[None, :]
         if self.direction == 'up':

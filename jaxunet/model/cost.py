@@ -138,9 +138,11 @@ def summary(config: Config) -> str:
     kernels = choose(config.backend, config.precision, here=False)
     parts = memory(config, kernels)
     gib = ', '.join(f'{name} {value / 2**30:.2f}' for name, value in parts.items())
+    # The backward pass takes twice as many, and the target of consistency one pass more.
+    step = (4 if config.diffusion.objective == 'consistency' else 3) * forward
     return (
         f'parameters: {parameter_count(config):,}\n'
-        f'GFLOPs per image: {forward:.2f} forward, about {3 * forward:.2f} per training step\n'
+        f'GFLOPs per image: {forward:.2f} forward, about {step:.2f} per training step\n'
         f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated '
         f'with {_holder(kernels)} ({gib})' + _snapshots(config)
     )

@@ -28,6 +28,19 @@ def timestep_embedding(
     return jnp.pad(embedding, ((0, 0), (0, width % 2)))
 
 
+def fourier_embedding(
+    t: Real[Array, ' batch'], frequencies: Float[Array, ' frequencies']
+) -> Float[Array, 'batch 2*frequencies']:
+    """Returns sin(2π f t) of all frequencies f, then cos(2π f t); no gradients reach them.
+
+    Source: Song et al. 2021, arXiv 2011.13456 (NCSN++).
+    """
+    angles = (
+        t.astype(jnp.float32)[:, None] * (2 * math.pi * jax.lax.stop_gradient(frequencies))[None, :]
+    )
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
 @jax.custom_vjp
 def label_embedding(
     table: Float[Array, 'classes width'], labels: Int[Array, ' batch']

@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree, Real
 
+from jaxunet.config import ModelConfig
 from jaxunet.model.blocks import (
     AttentionBlock,
     Block,
     Resample,
     ResBlock,
+    ResidualEncoding,
     Shifts,
-    average_pool,
-    nearest,
+    parameter,
 )
 from jaxunet.model.dropout import dropout_seeds
-from jaxunet.model.embeddings import label_embedding, timestep_embedding
+from jaxunet.model.embeddings import fourier_embedding, label_embedding, timestep_embedding
+from jaxunet.model.initializers import initializer
+from jaxunet.model.resampling import doubled, halved
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.conv3x3.operands import Convolution
@@ -34,6 +37,8 @@ from jaxunet.runtime.errors import UserError
 
 TIME_EMBEDDING = 'time_embed_'  # layers that always compute in float32
 LABEL_EMBEDDING = 'label_embed'
+FREQUENCIES = f'{TIME_EMBEDDING}fourier'  # the constants of time_embedding=fourier
+FREQUENCY_SCALE = 16.0  # standard deviation of theirs (NCSN++)
 AUGMENTATION = f'{TIME_EMBEDDING}augmentation'  # the layer of `augmentation_inputs`
 
 
@@ -44,11 +49,44 @@ class Layers(NamedTuple):
       res: a residual block.
       attend: an attention block, given its name, its input and the number of heads.
       resample: the change of resolution after a level, 'down' or 'up'.
+      add: adds to the result of the 'down' after a level a convolution of an activation of twice
+        its resolution.
     """
 
     res: Callable[..., WithInput[Activation]]
     attend: Callable[[str, Activation, int], Activation]
     resample: Callable[[str, Activation, int], Activation]
+    add: Callable[[Activation, Activation, int], Activation]
+
+
+class FourierEmbedding(nn.Module):
+    """Sines and cosines of random frequencies, which stay as they are drawn (NCSN++)."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, t: Real[Array, ' batch']) -> Float[Array, 'batch width']:
+        """Returns the embedding of times, float32."""
+        init = nn.initializers.normal(FREQUENCY_SCALE)
+        return fourier_embedding(t, parameter(self, 'frequencies', init, (self.width // 2,)))
+
+
+class LabelInput(nn.Module):
+    """A linear layer on one-hot labels times √classes, float32; zeros for labels below zero.
+
+    Source: NVlabs/edm, `SongUNet.map_label`.
+    """
+
+    model: ModelConfig
+    width: int
+
+    @nn.compact
+    def __call__(self, labels: Int[Array, ' batch']) -> Float[Array, 'batch width']:
+        """Returns what is added to the sinusoids of the time."""
+        classes = self.model.num_classes
+        table = parameter(self, 'embedding', initializer(self.model), (classes, self.width))
+        bias = parameter(self, 'bias', nn.initializers.zeros, (self.width,))
+        return label_embedding(table, labels) * classes**0.5 + bias[None, :]
 
 
 class Encoder(Block):
@@ -107,33 +145,40 @@ class Encoder(Block):
     ) -> Float[Array, 'batch width']:
         """Returns the time (and class) embedding, in float32: small, and read by every block."""
         m = self.model
-        width = 4 * m.base_channels
+        width, waves_width = 4 * m.base_channels, m.channel_mult_noise * m.base_channels
         if self.time_scale != 1:
             t = t.astype(jnp.float32) * self.time_scale
-        waves = timestep_embedding(
-            t, m.base_channels, max_period=m.max_period, order=m.time_embedding
-        )
+        if m.time_embedding == 'fourier':
+            waves = FourierEmbedding(waves_width, name=FREQUENCIES)(t)
+        else:
+            waves = timestep_embedding(
+                t, waves_width, max_period=m.max_period, order=m.time_embedding
+            )
         float32 = jnp.dtype(jnp.float32)
         if self.augmentation_inputs and self.is_initializing():
             augmentation = jnp.zeros((t.shape[0], self.augmentation_inputs), float32)
         if augmentation is not None:
             augmentation_layer = nn.Dense(
-                m.base_channels,
+                waves_width,
                 use_bias=False,
                 dtype=float32,
-                kernel_init=nn.initializers.zeros,
+                kernel_init=nn.initializers.zeros if m.init != 'edm' else initializer(m),
                 name=AUGMENTATION,
             )
             waves = waves + augmentation_layer(augmentation)
+        if m.num_classes == 0 and labels is not None:
+            raise UserError(
+                'class labels were given, but the model is unconditional (model.num_classes=0)'
+            )
+        if m.num_classes and labels is None:
+            labels = jnp.full(t.shape, -1, jnp.int32)
+        if labels is not None and m.label_position == 'input':
+            label = LabelInput(m, waves_width, name=LABEL_EMBEDDING)
+            waves = waves + label(labels)
         embedding = self.dense(f'{TIME_EMBEDDING}0', width, dtype=float32)(waves)
         embedding = self.dense(f'{TIME_EMBEDDING}1', width, dtype=float32)(jax.nn.silu(embedding))
-        if m.num_classes == 0:
-            if labels is not None:
-                raise UserError(
-                    'class labels were given, but the model is unconditional (model.num_classes=0)'
-                )
+        if m.num_classes == 0 or m.label_position == 'input':
             return embedding
-        labels = jnp.full(t.shape, -1, jnp.int32) if labels is None else labels
         table = nn.Embed(
             m.num_classes, width, embedding_init=nn.initializers.normal(1.0), name=LABEL_EMBEDDING
         )
@@ -179,7 +224,8 @@ class Encoder(Block):
             return Resample(
                 model=self.model, ops=self.ops, dtype=self.dtype, direction=direction, name=name
             )(h)
-        return Activation.of(average_pool(h.value) if direction == 'down' else nearest(h.value))
+        change = halved if direction == 'down' else doubled
+        return Activation.of(change(h.value, self.model.resample_filter))
 
 
 def with_copies(params: PyTree, copies: Copies) -> PyTree:
@@ -211,7 +257,7 @@ def make_layers(
     # Not at initialization, which computes no gradients.
     remats = network.model.remat and not network.is_initializing()
     remat = nn.remat if remats else lambda block: block
-    fields = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}
+    fields: dict[str, Any] = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}
     res_block = functools.partial(remat(ResBlock), **fields)
     shifts = network._project(embedding)
     attention = functools.partial(remat(AttentionBlock), **fields)
@@ -225,7 +271,10 @@ def make_layers(
     def resample(direction: str, h: Activation, level: int) -> Activation:
         return network._resample(res, h, direction, level)
 
-    return Layers(res, attend, resample)
+    def add(h: Activation, x: Activation, level: int) -> Activation:
+        return ResidualEncoding(name=f'down_{level}_residual', **fields)(h, x)
+
+    return Layers(res, attend, resample, add)
 
 
 def encode(
@@ -236,9 +285,10 @@ def encode(
     Returns: the result, and the skip connections: the input of every block, in their order.
     """
     m, channels = network.model, network.channels
-    kernel, bias = network.kernel('conv_in', 3, 3, x.shape[-1], channels[0])
-    image = Activation.of(x.astype(network.dtype))
-    h = network.ops.conv3x3(Convolution(image=image, kernel=kernel, shift=bias))
+    first = m.conv_in_channels or channels[0]
+    kernel, bias = network.kernel('conv_in', 3, 3, x.shape[-1], first)
+    encoded = Activation.of(x.astype(network.dtype))
+    h = network.ops.conv3x3(Convolution(image=encoded, kernel=kernel, shift=bias))
     skips = []
     for level, features in enumerate(channels):
         for i in range(m.num_res_blocks):
@@ -249,6 +299,8 @@ def encode(
         if level < len(channels) - 1:
             skips.append(h)
             h = layers.resample('down', h, level)
+            if m.encoder_type == 'residual':
+                h = encoded = layers.add(h, encoded, level)
     h, (skip,) = layers.res('middle_res_0', h, features=channels[-1], skip=True)
     h = layers.attend('middle_attention', h, m.num_heads)
     h = layers.res('middle_res_1', h, features=channels[-1]).result

@@ -25,6 +25,8 @@ from jax.extend.random import threefry_2x32
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree, UInt32
 
+from jaxunet.config import ModelConfig
+
 BLOCK = 2**14  # numbers of one kernel that share a key and a limit
 BLOCKS = 64  # most blocks that a pass of the loop draws: enough to occupy the cores of a CPU
 
@@ -77,7 +79,23 @@ INITIALIZERS = {
     # PyTorch's default for kernels: uniform within 1/sqrt(fan_in).
     'torch': Uniform(1 / 3, 'fan_in'),
     'ddpm': Uniform(1.0, 'fan_avg'),
+    'edm': Uniform(1.0, 'fan_avg'),
 }
+# Layers of NVlabs/edm's networks that start smaller, as there: √0.2 and 1e-5 of the others.
+SMALLER = {'qkv': Uniform(0.2, 'fan_avg'), 'last': Uniform(1e-10, 'fan_avg')}
+
+
+def initializer(model: ModelConfig, kind: str = '') -> nn.initializers.Initializer:
+    """Returns the initializer of the kernels of a network.
+
+    Args:
+      kind: as `jaxunet.model.blocks.Block.kernel`.
+    """
+    if kind == 'last' and not model.zero_init:
+        return INITIALIZERS[model.init]
+    if model.init == 'edm' and kind:
+        return SMALLER[kind]
+    return nn.initializers.zeros if kind == 'last' else INITIALIZERS[model.init]
 
 
 def _is_known_generator() -> bool:

@@ -1,4 +1,4 @@
-"""The UNet: one Flax module for the networks of unet.cu, guided-diffusion (ADM) and DDPM.
+"""The UNet: one Flax module for the networks of unet.cu, ADM, DDPM, DDPM++ and NCSN++.
 
     conv_in → down levels (residual blocks, attention) → middle → up levels, which read the skip
     connections → GroupNorm → SiLU → conv_out
@@ -7,7 +7,8 @@
 backend it has.
 
 Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, arXiv 2105.05233
-(openai/guided-diffusion); clu0/unet.cu; tqch/ddpm-torch.
+(openai/guided-diffusion); Song et al. 2021, arXiv 2011.13456, and Karras et al. 2022, arXiv
+2206.00364 (NVlabs/edm); clu0/unet.cu; tqch/ddpm-torch.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class UNet(Encoder):
         h, skips = encode(self, layers, x)
         h = _up(self, layers, h, skips)
         norm = self.norm('norm_out', h.channels)
-        kernel, bias = self.kernel('conv_out', 3, 3, h.channels, self.out_channels, zero=True)
+        kernel, bias = self.kernel('conv_out', 3, 3, h.channels, self.out_channels, kind='last')
         conv = Convolution(image=h, norm=norm, kernel=kernel, shift=bias)
         return self.ops.norm_silu_conv3x3(conv).value.astype(jnp.float32)
 
@@ -131,7 +132,8 @@ def _up(unet: UNet, layers: Layers, h: Activation, skips: list[Activation]) -> A
     for level, features in reversed(list(enumerate(unet.channels))):
         for i in range(m.num_res_blocks + 1):
             h = layers.res(f'up_{level}_res_{i}', h.join(skips.pop()), features=features).result
-            if level in unet.attention_levels:
+            attends = m.decoder_attention == 'all' or i == m.num_res_blocks
+            if attends and level in unet.attention_levels:
                 heads = m.num_heads_upsample or m.num_heads
                 h = layers.attend(f'up_{level}_attention_{i}', h, heads)
         if level > 0:

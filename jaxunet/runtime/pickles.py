@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from jaxunet.runtime.untrusted import plain, shown
 
@@ -57,7 +57,12 @@ class PickleReader:
     Args:
       format: the format's name in messages, such as "a state dict".
       advice: what to do; ends the messages about refused opcodes and names.
+
+    Attributes:
+      MORE_OPCODES: opcodes that only this format needs, as `OPCODES`.
     """
+
+    MORE_OPCODES: ClassVar[Mapping[str, Step]] = {}
 
     def __init__(self, format: str, advice: str) -> None:
         self.format, self.advice = format, advice
@@ -108,7 +113,7 @@ class PickleReader:
                     return stack[0]
                 if count == MAX_OPCODES:
                     raise Refused(f'more than {MAX_OPCODES:,} opcodes; {self.advice}')
-                step = OPCODES.get(opcode.name)
+                step = OPCODES.get(opcode.name) or self.MORE_OPCODES.get(opcode.name)
                 if step is None:
                     raise Refused(
                         f'opcode {opcode.name} is not allowed: {self.format} does not need it; '

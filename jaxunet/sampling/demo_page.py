@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxunet.config.samplers import SAMPLERS
+from jaxunet.config.samplers import CONSISTENCY_LEVELS, samplers_of
 from jaxunet.runtime.errors import UserError, printable
 from jaxunet.sampling.model import Model
 
@@ -72,7 +72,8 @@ def make_page(model: Model) -> Any:
             'expected a model of grey or RGB images of 8 bits that draws from noise, found '
             f'model.image_channels={channels}, model.low_res_size={low_res}, data.bits={bits}'
         )
-    names = class_names(model)
+    names, objective = class_names(model), model.config.diffusion.objective
+    most = max(CONSISTENCY_LEVELS) if objective == 'consistency' else 250
     draw = _drawing(model)
 
     # Gradio hands a progress bar to functions that have one as their default.
@@ -100,8 +101,8 @@ def make_page(model: Model) -> Any:
             how = [
                 gr.Slider(1, MOST, 16, step=1, label='images'),
                 gr.Number(0, label='seed', minimum=0, maximum=2**32 - 1, precision=0),
-                gr.Slider(0, 250, 0, step=1, label='steps (0 = usual)'),
-                gr.Dropdown([USUAL, *SAMPLERS], value=USUAL, label='sampler'),
+                gr.Slider(0, most, 0, step=1, label='steps (0 = usual)'),
+                gr.Dropdown([USUAL, *samplers_of(objective)], value=USUAL, label='sampler'),
                 gr.Dropdown([EVERY, *names], value=EVERY, label='class', visible=bool(names)),
                 gr.Slider(0, 8, 1, step=0.1, label='guidance', visible=bool(names)),
             ]

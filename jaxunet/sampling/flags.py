@@ -38,14 +38,17 @@ SAMPLER = flags.DEFINE_enum(
     None,
     SAMPLERS,
     'ddpm: ancestral sampling; ddim: needs fewer steps; dpmpp_2m: DPM-Solver++(2M), and unipc: '
-    "need still fewer; heun: EDM's second-order sampler, with two evaluations per step. Default: "
-    "that of the model's objective (dpmpp_2m for v and edm, heun for flow, else ddpm).",
+    "need still fewer; heun: EDM's second-order sampler, with two evaluations per step; "
+    'consistency: jumps to the image, the only one of consistency models. Default: that of the '
+    "model's objective (dpmpp_2m for v and edm, heun for flow, consistency for consistency, else "
+    'ddpm).',
 )
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
-    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m, unipc and heun; with ddpm every '
-    'timestep of the model, or 250 where its objective has none (edm, flow).',
+    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m, unipc and heun, 2 with consistency, '
+    'which takes 1 to 4; with ddpm every timestep of the model, or 250 where its objective has '
+    'none (edm, flow).',
     lower_bound=1,
 )
 ETA = flags.DEFINE_float(

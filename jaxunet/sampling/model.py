@@ -160,7 +160,8 @@ class Model:
           n: number of images; None = 16, or one of each picture of `low_res` or `condition`.
           seed: 0 to 2³² − 1.
           steps: sampling steps; None = the usual number of the sampler.
-          sampler: ddpm, ddim, dpmpp_2m, unipc or heun; None = that of the model's objective.
+          sampler: ddpm, ddim, dpmpp_2m, unipc, heun or consistency; None = that of the model's
+            objective.
           class_labels: labels or names of classes, which take turns; None = every class in turn.
           guidance_scale: classifier-free guidance, or that by `guide`; 1 = none.
           guide: a weaker model of the same images, for autoguidance.

@@ -7,11 +7,14 @@ import math
 from dataclasses import dataclass
 
 from jaxunet.config import Config
+from jaxunet.config.consistency import check_guidance
 from jaxunet.config.samplers import (
+    CONSISTENCY_LEVELS,
     CONTINUOUS_STEPS,
     DEFAULT_STEPS,
     OBJECTIVE_SAMPLERS,
     SAMPLERS,
+    samplers_of,
 )
 from jaxunet.diffusion.levels import SPACINGS
 from jaxunet.diffusion.process import Diffusion
@@ -50,10 +53,11 @@ class SamplerConfig:
     """
 
     # ddpm: ancestral sampling | ddim | dpmpp_2m: DPM-Solver++(2M) | unipc: UniPC of order 2 |
-    # heun: EDM's second-order sampler, with 2 · steps − 1 evaluations of the network. None: that of
-    # the model's objective (OBJECTIVE_SAMPLERS), with its usual number of steps.
+    # heun: EDM's second-order sampler, with 2 · steps − 1 evaluations of the network |
+    # consistency: of consistency models, at most 4 steps. None: that of the model's objective
+    # (OBJECTIVE_SAMPLERS), with its usual number of steps.
     name: str | None = None
-    # None: every timestep of the model, or CONTINUOUS_STEPS for edm and flow.
+    # None: every timestep of the model, or CONTINUOUS_STEPS if it has none.
     steps: int | None = None
     # ddim and dpmpp_2m, in [0, 1]: 0 is deterministic (default), 1 adds as much noise as ddpm with
     # fixed_small, or as SDE-DPM-Solver++(2M).
@@ -61,7 +65,7 @@ class SamplerConfig:
     # Quantity with a uniform stride where steps are skipped: t (linear) | √t (quadratic) |
     # log σ (log_snr) | σ^(1/7) (karras). Defaults: linear for ddpm and ddim, log_snr for dpmpp_2m
     # and unipc, karras for heun; edm: karras, or log_snr; flow: linear, or log_snr too, and karras
-    # with churn.
+    # with churn. The levels of consistency are fixed.
     skip_schedule: str | None = None
     # ddpm only: fixed_small | fixed_large | learned; default learned if the model has it, else
     # fixed_small.
@@ -170,6 +174,7 @@ def resolve_options(
     name = config.name
     assert name is not None
     _check_sampler(config, name)
+    _check_consistency(config, name, diffusion)
     variance = resolve_variance(config.variance, diffusion)
     _check_solver(config)
     _check_guidance(config, can_be_guided=weaker or num_classes > 0)
@@ -178,7 +183,7 @@ def resolve_options(
         config = _continuous(config, name, diffusion)
     respaced = config.respacing is not None or config.timesteps is not None
     steps = diffusion.steps if config.steps is None else config.steps
-    schedule = config.skip_schedule or DEFAULT_SKIP_SCHEDULES[name]
+    schedule = config.skip_schedule or DEFAULT_SKIP_SCHEDULES.get(name)
     return dataclasses.replace(
         config,
         steps=None if respaced else steps,
@@ -207,7 +212,7 @@ def resolve_variance(variance: str | None, diffusion: Diffusion) -> str:
 
 def _check_one_spacing(config: SamplerConfig) -> None:
     """Checks that at most one of timesteps, respacing and (steps, skip_schedule) is given."""
-    found = {
+    given = {
         'timesteps': None if config.timesteps is None else ','.join(map(str, config.timesteps)),
         'respacing': config.respacing,
     }
@@ -215,10 +220,10 @@ def _check_one_spacing(config: SamplerConfig) -> None:
         ('timesteps', ('respacing', 'steps', 'skip_schedule')),
         ('respacing', ('steps', 'skip_schedule')),
     ):
-        for other in others if found[first] is not None else ():
+        for other in others if given[first] is not None else ():
             if (value := getattr(config, other)) is not None:
                 raise UserError(
-                    f'{first}: {found[first]!r} already determines the steps, '
+                    f'{first}: {given[first]!r} already determines the steps, '
                     f'found {other}={value} beside it; leave one of them out'
                 )
 
@@ -232,6 +237,8 @@ def _continuous(config: SamplerConfig, name: str, diffusion: Diffusion) -> Sampl
             f'{option}: {value!r} picks timesteps, which a model with '
             f'diffusion.objective={diffusion.objective} does not have; use steps'
         )
+    if name == 'consistency':
+        return dataclasses.replace(config, steps=config.steps or CONTINUOUS_STEPS[name])
     allowed = SPACINGS[diffusion.objective]
     schedule = DEFAULT_SKIP_SCHEDULES[name] if name in ('dpmpp_2m', 'unipc') else allowed[0]
     if config.churn:  # raises σ, which must be finite
@@ -247,6 +254,29 @@ def _continuous(config: SamplerConfig, name: str, diffusion: Diffusion) -> Sampl
         steps=CONTINUOUS_STEPS[name] if config.steps is None else config.steps,
         skip_schedule=config.skip_schedule or schedule,
     )
+
+
+def _check_consistency(config: SamplerConfig, name: str, diffusion: Diffusion) -> None:
+    """Checks that a consistency model, and no other, has its sampler, and that this has levels."""
+    if name not in (known := samplers_of(diffusion.objective)):
+        raise UserError(
+            f'sampler: expected {" or ".join(known)}, as the model has '
+            f'diffusion.objective={diffusion.objective}, found {name}'
+        )
+    if name != 'consistency':
+        return
+    most = max(CONSISTENCY_LEVELS)
+    if config.steps is not None and not 1 <= config.steps <= most:
+        raise UserError(
+            f'steps: expected 1 to {most}, as many as sampler=consistency has noise levels for, '
+            f'found {config.steps}'
+        )
+    if config.skip_schedule is not None:
+        raise UserError(
+            f'skip_schedule: {config.skip_schedule} spaces noise levels, which '
+            'sampler=consistency has fixed; leave it out'
+        )
+    check_guidance(config.guidance_scale, 'guidance_scale')
 
 
 def _check_sampler(config: SamplerConfig, name: str) -> None:

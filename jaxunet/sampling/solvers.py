@@ -16,7 +16,7 @@ the image itself, where ᾱ' = 1 and σ' = 0.
 
 Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; DDIM, Song et al. 2021, arXiv 2010.02502;
 DPM-Solver++, Lu et al. 2022, arXiv 2211.01095; UniPC, Zhao et al. 2023, arXiv 2302.04867; EDM,
-Karras et al. 2022, arXiv 2206.00364.
+Karras et al. 2022, arXiv 2206.00364; consistency models, Song et al. 2023, arXiv 2303.01469.
 """
 
 from __future__ import annotations
@@ -99,6 +99,20 @@ def ddim(alphas_cumprod: Alphas, timesteps: Subset, *, eta: float) -> Coefficien
         noise=np.sqrt(np.maximum(1 - previous - variance, 0)),
         draw=np.sqrt(variance),
     )
+
+
+def consistency(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
+    """Returns the coefficients of multistep consistency sampling (arXiv 2303.01469, algorithm 1).
+
+    Each evaluation gives the image, x' = √ᾱ' x_0 + √(1 − ᾱ') z, with fresh noise z of the next
+    level; the last one is the sample.
+
+    Args:
+      alphas_cumprod: ᾱ of the levels.
+      timesteps: levels visited, ascending.
+    """
+    _, previous = _from_to(alphas_cumprod, timesteps)
+    return _coefficients(timesteps[::-1], x0=np.sqrt(previous), draw=np.sqrt(1 - previous))
 
 
 def dpm_solver_2m(

@@ -26,6 +26,7 @@ from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import choose
 from jaxunet.training.bands import BANDS, BandBatch, BandImages, fixed_noise
 from jaxunet.training.batch import normalise
+from jaxunet.training.consistency import consistency_losses, decays
 
 # `Turn` reports after every `RISES` rises of the held-out loss in a row, if the loss has grown by
 # the share `RISE` or more since before the first of them.
@@ -46,12 +47,12 @@ class Losses(NamedTuple):
     @classmethod
     def of_row(cls, row: Mapping[str, str]) -> Losses | None:
         """Returns the losses of a row of metrics.csv; None if it has none."""
-        found = [
+        losses = [
             [row.get(f'{name}_loss{suffix}') for suffix in SUFFIXES[1:]] for name in cls._fields
         ]
-        if not all(value for bands in found for value in bands):
+        if not all(value for bands in losses for value in bands):
             return None
-        return cls(*(np.array(bands, np.float64) for bands in found))
+        return cls(*(np.array(bands, np.float64) for bands in losses))
 
     def columns(self) -> dict[str, float]:
         """Returns the means over all bands and the bands, by their columns of metrics.csv."""
@@ -124,16 +125,19 @@ class HeldOutLoss:
         loaded = normalise(batch.images)
         x0 = images_of(self._config, loaded)
         noise = fixed_noise(batch.noise_number, x0.shape[1:])
-        time = middle_time(self._diffusion, batch.t)
-        xt = q_sample(self._diffusion, x0, time, noise)
-        output = self._model.predict(
-            params,
-            network_input(self._diffusion, xt, time),
-            time,
-            batch.labels if self._config.model.num_classes else None,
-            low_res=low_res_of(self._config, loaded),
-        )
-        return per_sample_loss(self._diffusion, output, x0, xt, time, noise)
+        diffusion, time = self._diffusion, middle_time(self._diffusion, batch.t)
+        labels = batch.labels if self._config.model.num_classes else None
+        low_res = low_res_of(self._config, loaded)
+
+        def network(seen: Array, time: Array) -> Array:
+            return self._model.predict(params, seen, time, labels, low_res=low_res)
+
+        if diffusion.objective == 'consistency':
+            last = float(decays(self._config)[-1])
+            return consistency_losses(diffusion, network, network, x0, noise, time, decay=last)
+        xt = q_sample(diffusion, x0, time, noise)
+        output = network(network_input(diffusion, xt, time), time)
+        return per_sample_loss(diffusion, output, x0, xt, time, noise)
 
 
 class Turn:

@@ -31,6 +31,7 @@ from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import Kernels
+from jaxunet.training import consistency
 from jaxunet.training.all_reduce import summed
 from jaxunet.training.batch import Batch, Keys, clean_images, split_keys
 from jaxunet.training.gradients import (
@@ -114,7 +115,7 @@ def make_train_step(
         keeps_copies=loss is None and whole is not None and whole.updates_copies,
         join=whole.pack if whole else None,
         axis_name=axis_name,
-        loss=loss,
+        loss=loss or (consistency.loss_fn if diffusion.objective == 'consistency' else None),
     )
     return TrainStep(parts)
 

@@ -6,6 +6,7 @@ from jaxunet.weights.diffusers_output import write as write_folder
 from jaxunet.weights.files import (
     EXTENSIONS,
     PROGRAMS,
+    WRITTEN,
     Weights,
     extension_of,
     read_classifier,
@@ -19,6 +20,7 @@ from jaxunet.weights.names import check_tree
 __all__ = [
     'EXTENSIONS',
     'PROGRAMS',
+    'WRITTEN',
     'Stated',
     'Weights',
     'check_tree',

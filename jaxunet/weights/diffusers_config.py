@@ -16,6 +16,7 @@ from jaxunet.weights.diffusers import (
     RESNET,
     TIME_EMBEDDINGS,
 )
+from jaxunet.weights.fields import NVLABS_ONLY
 from jaxunet.weights.guided_diffusion import multiplier
 from jaxunet.weights.inference import Inferred
 
@@ -82,7 +83,7 @@ def infer(unet: Mapping[str, Any], source: str) -> Inferred:
             f'{source}: attention_head_dim: {width} does not divide {wrong[0]} channels of '
             'block_out_channels'
         )
-    fields = {
+    fields = NVLABS_ONLY | {
         'image_channels': channels,
         'base_channels': base,
         'channel_mult': tuple(multiplier(n, base) for n in widths),

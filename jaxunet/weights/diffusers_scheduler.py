@@ -66,6 +66,11 @@ def process_problems(config: Config) -> Iterator[str]:
             'gives a network ln(sigma)/4, and the network here reads 1000 times that, for which '
             "UNet2DModel's time embedding has no factor"
         )
+    elif diffusion.objective == 'consistency':
+        yield (
+            'diffusion.objective: expected epsilon, x0, v or flow, found consistency: its sampler '
+            'is not among those that are written; write .safetensors instead'
+        )
     elif diffusion.continuous and diffusion.learn_sigma:
         yield f'diffusion.learn_sigma: expected False with {diffusion.objective}, found True'
 

@@ -13,6 +13,18 @@ from jaxunet.runtime.errors import UserError, itemized
 Fields = dict[str, object]  # field name -> value
 
 TRAINING_ONLY = ('dropout', 'label_dropout', 'init', 'zero_init', 'remat')
+# Options that only NVlabs/edm has, with values that stand for the networks of other programs.
+NVLABS_ONLY = {
+    'skip_scale': 1.0,
+    'conv_in_channels': 0,
+    'resample_filter': (1, 1),
+    'resample_proj': False,
+    'encoder_type': 'standard',
+    'decoder_attention': 'all',
+    'channel_mult_noise': 1,
+    'label_position': 'output',
+    'norm_group_channels': 1,
+}
 # Fields of the label table and of the first and last convolution. A run that starts from other
 # weights may change them: these layers start fresh, and the rest of the network does not depend on
 # them.
@@ -40,7 +52,12 @@ def network_fields(config: Config) -> Fields:
     if model.resblock_updown or len(model.channel_mult) == 1 or not model.conv_resample:
         del fields['model.downsample_padding']
     if len(model.channel_mult) == 1:
-        del fields['model.resblock_updown']
+        for name in ('resblock_updown', 'resample_filter', 'resample_proj', 'encoder_type'):
+            del fields[f'model.{name}']
+    if not model.num_classes:
+        del fields['model.label_position']
+    if model.conv_in_channels == int(model.channel_mult[0] * model.base_channels):
+        fields['model.conv_in_channels'] = 0
     fields['model.num_heads_upsample'] = model.num_heads_upsample or model.num_heads
     return fields | {'diffusion.learn_sigma': config.diffusion.learn_sigma}
 
@@ -55,8 +72,11 @@ def diffusion_fields(config: Config) -> Fields:
             'diffusion.schedule': diffusion.schedule,
             'diffusion.rescale_timesteps': diffusion.time_scale != 1,
         }
-    if diffusion.objective == 'edm':
+    if diffusion.objective == 'consistency':
+        fields['diffusion.consistency_of'] = diffusion.consistency_of
+    if diffusion.prediction == 'edm':
         fields['diffusion.edm_sigma_data'] = diffusion.edm_sigma_data
+        fields['diffusion.edm_time_scale'] = diffusion.edm_time_scale
     return fields
 
 

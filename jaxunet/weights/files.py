@@ -1,4 +1,7 @@
-"""Reads and writes weight files by their extension: `.bin`, `.pt` and `.safetensors`."""
+"""Reads and writes weight files by their extension: `.bin`, `.pt` and `.safetensors`.
+
+The networks of NVlabs/edm, `.pkl`, are only read.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import opened
 from jaxunet.runtime.whole_files import written
 from jaxunet.weights import diffusers_folder, guided_diffusion, noisy_classifier, unetcu
+from jaxunet.weights.edm_pickle import NetworkPickle
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
 from jaxunet.weights.noisy_classifier import Classifier
-from jaxunet.weights.own_metadata import METADATA, dump_metadata
+from jaxunet.weights.own_metadata import METADATA, dump_metadata, load_metadata
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 from jaxunet.weights.state_dicts import (
     MOMENTS,
@@ -32,8 +36,9 @@ from jaxunet.weights.state_dicts import (
 )
 from jaxunet.weights.torch_file import TorchFile, write_torch
 
-EXTENSIONS = ('.bin', '.pt', '.safetensors')
-NO_CLASSIFIER = 'expected a classifier in a .pt or .safetensors, found a .bin'
+WRITTEN = ('.bin', '.pt', '.safetensors')
+EXTENSIONS = (*WRITTEN, '.pkl')
+NO_CLASSIFIER = 'expected a classifier in a .pt or .safetensors, found a '
 PROGRAMS = (guided_diffusion.PROGRAM, unetcu.PROGRAM)  # programs for which a .pt can be written
 
 
@@ -80,7 +85,22 @@ def read_weights(
         if extension == '.pt':
             with TorchFile(str(path), file, ema, trained=trained) as state:
                 return read_state(state, given)
+        if extension == '.pkl':
+            return read_state(NetworkPickle(str(path), file), given)
         return read_state(SafetensorsFile(str(path), file), given)
+
+
+def stated_config_of(path: str | os.PathLike[str]) -> Config | None:
+    """Returns the config that our writer stored in a .safetensors; None if there is none.
+
+    Raises:
+      UserError: the file is missing, of another kind or damaged.
+    """
+    path = expanded(path)
+    if extension_of(path) != '.safetensors':
+        return None
+    with opened(path) as file:
+        return load_metadata(str(path), SafetensorsFile(str(path), file).metadata).config
 
 
 def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
@@ -105,7 +125,7 @@ def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
                 return noisy_classifier.read(state, config)
         if extension == '.safetensors':
             return noisy_classifier.read(SafetensorsFile(str(path), file), config)
-    raise UserError(f'{path}: {NO_CLASSIFIER}')
+    raise UserError(f'{path}: {NO_CLASSIFIER}{extension}')
 
 
 def _read_bin(path: str, file: BinaryIO, given: Given) -> Weights:
@@ -118,19 +138,19 @@ def _read_bin(path: str, file: BinaryIO, given: Given) -> Weights:
     return Weights(contents.params, contents.config, contents.moments, contents.note)
 
 
-def extension_of(path: str | os.PathLike[str]) -> str:
-    """Returns the extension of a weight file, one of `EXTENSIONS`.
+def extension_of(path: str | os.PathLike[str], allowed: Sequence[str] = EXTENSIONS) -> str:
+    """Returns the extension of a weight file, one of `allowed`.
 
     Raises:
       UserError: it is another one.
     """
     extension = pathlib.Path(path).suffix.lower()
-    if extension not in EXTENSIONS:
-        known = ', '.join(EXTENSIONS)
+    if extension not in allowed:
+        known = ', '.join(allowed)
         found = repr(extension) if extension else 'none (a folder for diffusers ends with a slash)'
         raise UserError(
             f'{path}: extension: expected one of {known}, found {found}'
-            f'{near_misses(extension, EXTENSIONS)}'
+            f'{near_misses(extension, allowed)}'
         )
     return extension
 
@@ -165,7 +185,7 @@ def write_weights(
         written.
     """
     path = expanded(path)
-    extension = extension_of(path)
+    extension = extension_of(path, WRITTEN)
     _check_expressible(path, program, config, moments is not None, new_attention_order)
     check_tree(params, config)
     if moments is not None:
@@ -226,9 +246,9 @@ def write_classifier(
       UserError: another extension, or a file that cannot be written.
     """
     path = expanded(path)
-    extension = extension_of(path)
+    extension = extension_of(path, WRITTEN)
     if extension == '.bin':
-        raise UserError(f'{path}: {NO_CLASSIFIER}')
+        raise UserError(f'{path}: {NO_CLASSIFIER}{extension}')
     state = from_tree(params, noisy_classifier.table(config, classes), interleaved=True)
     with _replacing(path) as file:
         if extension == '.pt':

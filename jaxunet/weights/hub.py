@@ -27,8 +27,8 @@ def is_name(path: str) -> bool:
 
     A name in a folder that is here is a mistyped file.
     """
-    found = NAME.fullmatch(path)
-    return bool(found) and not pathlib.Path(path).parent.exists()
+    match = NAME.fullmatch(path)
+    return bool(match) and not pathlib.Path(path).parent.exists()
 
 
 def downloaded(name: str) -> str:
@@ -40,8 +40,8 @@ def downloaded(name: str) -> str:
     Raises:
       UserError: the extra `hub` is not installed, or the hub or the model cannot be reached.
     """
-    found = NAME.fullmatch(name)
-    assert found is not None
+    match = NAME.fullmatch(name)
+    assert match is not None
     if importlib.util.find_spec(LIBRARY) is None:
         raise UserError(
             f'{name}: no such file or folder; to download a model of this name from the Hugging '
@@ -51,7 +51,7 @@ def downloaded(name: str) -> str:
 
     try:
         folder = huggingface_hub.snapshot_download(
-            found['repository'], revision=found['revision'], allow_patterns=list(FILES)
+            match['repository'], revision=match['revision'], allow_patterns=list(FILES)
         )
     except Exception as error:  # of many libraries
         raise UserError(

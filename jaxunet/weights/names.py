@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxunet.config import Config
-from jaxunet.model.encoder import AUGMENTATION, Encoder
+from jaxunet.model.encoder import AUGMENTATION, FREQUENCIES, Encoder
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError, itemized
@@ -38,6 +38,7 @@ LEAVES = {
     'embedding': 'weight',
     'bias': 'bias',
     'position': 'positional_embedding',
+    'frequencies': 'freqs',
 }
 
 
@@ -144,7 +145,9 @@ def adm_encoder(config: Config) -> Iterator[Module]:
     resample = 'res_block' if model.resblock_updown else 'layer'
     yield Module('time_embed_0', 'time_embed.0', 'layer')
     yield Module('time_embed_1', 'time_embed.2', 'layer')
-    yield Module(AUGMENTATION, 'augment_embed', 'layer')  # our own name; they have no such layer
+    # Our own names; they have no such layers.
+    yield Module(AUGMENTATION, 'augment_embed', 'layer')
+    yield Module(FREQUENCIES, 'fourier_embed', 'layer')
     yield Module('label_embed', 'label_emb', 'layer')
     yield Module('conv_in', 'input_blocks.0.0', 'layer')
     index = 1
@@ -160,6 +163,7 @@ def adm_encoder(config: Config) -> Iterator[Module]:
                 f'input_blocks.{index}.0' + ('' if model.resblock_updown else '.op'),
                 resample,
             )
+            yield Module(f'down_{level}_residual', f'residual_blocks.{level}', 'layer')
             index += 1
     yield Module('middle_res_0', 'middle_block.0', 'res_block')
     yield Module('middle_attention', 'middle_block.1', 'attention')
@@ -311,9 +315,9 @@ def check_finite(value: np.ndarray, source: str, where: Callable[[int], str]) ->
     finite = np.isfinite(value).ravel()
     if not finite.all():
         index = int(np.argmin(finite))
-        found = value.ravel()[index]
+        first = value.ravel()[index]
         raise UserError(
-            f'{source}: {where(index)} is {found}, expected finite numbers; '
+            f'{source}: {where(index)} is {first}, expected finite numbers; '
             f'{np.count_nonzero(~finite)} of {finite.size} values of this tensor are not finite, '
             'so the weights are damaged or training had diverged'
         )

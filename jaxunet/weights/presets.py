@@ -1,7 +1,7 @@
 """Published models by name, each with the config that its README's flags describe.
 
-Sources: the README files of openai/guided-diffusion (22e0df8), openai/improved-diffusion (1bc7bbb)
-and tqch/ddpm-torch (b60eb8d) with its `configs/`.
+Sources: the README files of openai/guided-diffusion (22e0df8), openai/improved-diffusion (1bc7bbb),
+tqch/ddpm-torch (b60eb8d) with its `configs/`, and NVlabs/edm (008a4e5) with its `train.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.weights import ddpm_torch
+from jaxunet.weights import ddpm_torch, edm
 from jaxunet.weights.guided_diffusion import CHANNEL_MULT, SUPER_RESOLUTION_MULT
 
 IDDPM_HEADS = {'num_heads': 4, 'num_head_channels': 0}
@@ -35,7 +35,26 @@ DDPM_MODEL = ddpm_torch.FIXED | {
     'conv_resample': True,
     'init': 'ddpm',
 }
+DDPMPP_MODEL = (
+    edm.FIXED
+    | edm.FIXED_OF[edm.SONG]
+    | {
+        'base_channels': 128,
+        'conv_in_channels': 128,
+        'channel_mult': (2, 2, 2),
+        'num_res_blocks': 4,
+        'attention_resolutions': (16,),
+        'time_embedding': 'ddpm',
+    }
+)
+NCSNPP_MODEL = DDPMPP_MODEL | {
+    'time_embedding': 'fourier',
+    'channel_mult_noise': 2,
+    'encoder_type': 'residual',
+    'resample_filter': (1, 3, 3, 1),
+}
 IMAGENET = {'num_classes': 1000}
+EDM = {'objective': 'edm', 'edm_time_scale': 1.0}
 ADM_LINEAR = {'learn_sigma': True}
 IDDPM_COSINE = {
     'learn_sigma': True,
@@ -54,6 +73,7 @@ class Preset(NamedTuple):
       model, diffusion: changed fields of these sections.
       new_attention_order: guided-diffusion's `use_new_attention_order`; None if the model's program
         has only one order.
+      augment: the field of `data`.
     """
 
     files: tuple[str, ...]
@@ -61,6 +81,7 @@ class Preset(NamedTuple):
     model: dict[str, Any]
     diffusion: dict[str, Any]
     new_attention_order: bool | None = False
+    augment: str = 'none'
 
     def config(self) -> Config:
         """Returns the config of the model."""
@@ -75,7 +96,7 @@ class Preset(NamedTuple):
                 Config().replace(
                     model=common | self.model,
                     diffusion=self.diffusion,
-                    data={'path': '', 'image_size': (self.size,)},
+                    data={'path': '', 'image_size': (self.size,), 'augment': self.augment},
                 )
             )
         )
@@ -85,6 +106,14 @@ def _lsun(name: str, dropout: float = 0.1) -> Preset:
     return Preset((f'lsun_{name}.pt',), 256, ADM_MODEL | {'dropout': dropout}, ADM_LINEAR)
 
 
+def _edm(data: str, size: int, arch: str, model: dict[str, Any]) -> Preset:
+    """Returns a network of NVlabs/edm that was trained with its augmentation."""
+    network = DDPMPP_MODEL if arch == 'vp' else NCSNPP_MODEL
+    file = f'edm-{data}-{arch}.pkl'
+    return Preset((file,), size, network | model, EDM, new_attention_order=None, augment='edm')
+
+
+FACES = {'channel_mult': (1, 2, 2, 2)}
 PRESETS = {
     # guided-diffusion
     'adm_imagenet64': Preset(
@@ -184,6 +213,32 @@ PRESETS = {
         256,
         DDPM_MODEL | {'attention_resolutions': (16,)},
         {},
+        new_attention_order=None,
+    ),
+    # NVlabs/edm: DDPM++ (vp), NCSN++ (ve) and ADM's network
+    **{
+        f'edm_{name}_{arch}': _edm(data, size, arch, model)
+        for arch in ('vp', 've')
+        for name, data, size, model in (
+            ('cifar10', 'cifar10-32x32-uncond', 32, {'dropout': 0.13}),
+            ('cifar10_cond', 'cifar10-32x32-cond', 32, {'dropout': 0.13, 'num_classes': 10}),
+            ('ffhq64', 'ffhq-64x64-uncond', 64, FACES | {'dropout': 0.05}),
+            ('afhqv2_64', 'afhqv2-64x64-uncond', 64, FACES | {'dropout': 0.25}),
+        )
+    },
+    'edm_imagenet64': Preset(
+        ('edm-imagenet-64x64-cond-adm.pkl',),
+        64,
+        edm.FIXED
+        | edm.FIXED_OF[edm.DHARIWAL]
+        | IMAGENET
+        | {
+            'base_channels': 192,
+            'num_res_blocks': 3,
+            'attention_resolutions': (32, 16, 8),
+            'dropout': 0.1,
+        },
+        EDM,
         new_attention_order=None,
     ),
 }

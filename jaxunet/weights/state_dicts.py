@@ -19,7 +19,8 @@ from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, itemized
-from jaxunet.weights import ddpm_torch, diffusers, diffusers_config, guided_diffusion, unetcu
+from jaxunet.weights import ddpm_torch, diffusers, diffusers_config, edm, guided_diffusion, unetcu
+from jaxunet.weights.edm_pickle import NetworkPickle
 from jaxunet.weights.fields import network_differences
 from jaxunet.weights.inference import (
     ORDER_FLAGS,
@@ -102,6 +103,7 @@ GUIDED_DIFFUSION = _Program(
     guided_diffusion.PROGRAM, guided_diffusion.infer, guided_diffusion.table, orders=True
 )
 UNETCU = _Program(unetcu.PROGRAM, unetcu.infer, unetcu.table, orders=False)
+EDM = _Program(edm.PROGRAM, edm.infer, edm.table, orders=False)
 DDPM_TORCH = _Program(ddpm_torch.PROGRAM, ddpm_torch.infer, ddpm_torch.table, orders=False)
 # Its `infer` reads the config.json beside the tensors.
 DIFFUSERS = _Program(diffusers.PROGRAM, diffusers_config.infer, diffusers.table, orders=False)
@@ -183,8 +185,8 @@ class _Known:
         """
         if not self.program.orders:
             return None
-        found = self.own.new_order if self.own.new_order is not None else self.given.new_order
-        if found is None:
+        new_order = self.own.new_order if self.own.new_order is not None else self.given.new_order
+        if new_order is None:
             what = (
                 f'give {ORDER_FLAGS}'
                 if self.given.like is None
@@ -195,7 +197,7 @@ class _Known:
                 "guided-diffusion's use_new_attention_order (False in its scripts unless it is "
                 f'set): {what}'
             )
-        return found
+        return new_order
 
 
 def without_pictures(shapes: dict[str, Shape], channels: int) -> dict[str, Shape]:
@@ -236,12 +238,17 @@ def read_state(state: StateDict, given: Given, stated: Inferred | None = None) -
     shapes = {name: state.shapes[full] for name, full in names.items()}
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
     program = DIFFUSERS if stated else _program(shapes, path)
+    if isinstance(state, NetworkPickle):
+        program = EDM
     own = load_metadata(path, state.metadata)
     known_config = given.config or own.config
     pictures = known_config.model.condition_channels if known_config else 0
     inferred = stated or program.infer(without_pictures(shapes, pictures), path)
     if stated and own.config is None and states_all(stated):
         own = OwnMetadata(stated_config(stated, path, {}).config)
+    if isinstance(state, NetworkPickle):
+        own = OwnMetadata(edm.config_of(inferred, shapes, state.sigma_data, path))
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(edm.FILTER)}
     if program is GUIDED_DIFFUSION and not pictures:
         model_at_hand = known_config or given.like
         inferred = guided_diffusion.settle_super_resolution(

@@ -185,6 +185,7 @@ def test_peers_refuse_what_they_do_not_train() -> None:
         ({'data': {'cache': 'stream'}}, 'data.cache=device'),
         ({'timesteps': {'sampler': 'policy'}}, 'trains with timesteps.sampler=uniform, found pol'),
         ({'loss': {'weighting': 'min_snr'}}, 'trains with loss.weighting=uniform, found min_snr'),
+        ({'model': {'skip_scale': 0.5}}, 'does not have model.skip_scale=0.5; set it to 1.0'),
         ({'model': {'remat': True}}, 'found model.remat=True; set it to False'),
         ({'data': {'noise_assignment': 'batch'}}, 'found data.noise_assignment=batch; set it to'),
         ({'model': {'low_res_size': (4,)}}, 'found model.low_res_size'),

@@ -52,4 +52,4 @@ def test_an_unknown_name_lists_the_recipes(elsewhere, named):
         recipes.located(named)
     text = str(error.value)
     assert text.startswith(f'--config: no file or recipe {named}; did you mean "images')
-    assert text.endswith('; recipes: cifar10, digits, elephants64, imagenet64, images')
+    assert text.endswith('; recipes: cifar10, digits, edm_cifar10, elephants64, imagenet64, images')

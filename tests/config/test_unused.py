@@ -26,7 +26,8 @@ def test_every_field_belongs_to_a_choice(section, chooser, fields):
 def test_fields_of_an_objective():
     names = {path.partition('.')[2] for path in owners() if path.startswith('diffusion.')}
     objectives = {'edm_mean', 'edm_std', 'edm_sigma_data', 'flow_mean', 'flow_std'}
-    assert names == {*objectives, 'vlb_weight'}
+    consistency = {f'consistency_{name}' for name in ('of', 'q', 'stages', 'c')}
+    assert names == {*objectives, *consistency, 'edm_time_scale', 'vlb_weight'}
 
 
 def test_a_field_of_another_sampler_is_refused():
@@ -46,6 +47,12 @@ def test_a_field_of_another_sampler_is_refused():
         ('timesteps', {'history': 3}, 'timesteps.sampler=loss_second_moment'),
         ('timesteps', {'speed_k': 2.0}, 'timesteps.sampler=speed'),
         ('diffusion', {'objective': 'edm', 'flow_std': 2.0}, 'diffusion.objective=flow'),
+        (
+            'diffusion',
+            {'objective': 'consistency', 'consistency_of': 'edm', 'flow_std': 2.0},
+            'diffusion.objective=flow',
+        ),
+        ('diffusion', {'consistency_c': 0.1}, 'diffusion.objective=consistency'),
         ('diffusion', {'vlb_weight': 0.1}, 'diffusion.learn_sigma=True'),
         (
             'diffusion',
@@ -63,6 +70,9 @@ def test_fields_with_an_effect_and_defaults_pass():
     check_used(Config())
     check_used(ADAPTIVE)
     check_used(Config().replace(loss={'weighting': 'p2', 'p2_k': 2.0, 'p2_gamma': 0.5}))
+    levels = {'edm_mean': -1.1, 'edm_std': 2.0, 'consistency_q': 4}
+    tunes = {'objective': 'consistency', 'consistency_of': 'edm'}
+    check_used(Config().replace(diffusion=tunes | levels))
     check_used(Config().replace(diffusion={'learn_sigma': True, 'vlb_weight': 0.1}))
 
 

@@ -166,7 +166,7 @@ def test_a_config_that_leaves_nothing_open_opens_nothing(tmp_path):
 def test_every_other_config_is_complete():
     for path in CONFIGS:
         raw = load(path).to_dict()
-        left_open = [field for field in OPEN if automatic._get(raw, field) == OPEN[field]]
+        left_open = [field for field in OPEN if automatic.value_at(raw, field) == OPEN[field]]
         assert left_open == (list(OPEN) if path == IMAGES else [])
 
 

@@ -54,7 +54,7 @@ def test_cosine_schedule_known_values():
         ),
         (
             {'objective': 'eps'},
-            r'diffusion.objective: expected one of epsilon, x0, v, edm, flow, found \'eps\'',
+            r'diffusion.objective: expected one of epsilon, .*, flow, consistency, found \'eps\'',
         ),
         ({'steps': 20}, r'diffusion.steps: the linear schedule needs more than 20 steps, found 20'),
         ({'steps': 0, 'schedule': 'cosine'}, r'diffusion.steps: expected 1 or more, found 0'),

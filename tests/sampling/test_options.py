@@ -17,8 +17,8 @@ from jaxunet.sampling.options import as_peer
     [
         (
             {'name': 'dpm'},
-            r'sampler: expected one of ddpm, ddim, dpmpp_2m, unipc, heun, found \'dpm\'; did you '
-            r'mean "ddpm"',
+            r'sampler: expected one of ddpm, ddim, dpmpp_2m, unipc, heun, consistency, found '
+            r'\'dpm\'; did you mean "ddpm"',
         ),
         ({'steps': 0}, r'steps: expected 1 to 1000, .* found 0'),
         ({'steps': 1001}, r'steps: expected 1 to 1000, .* found 1001'),
@@ -80,6 +80,10 @@ from jaxunet.sampling.options import as_peer
         (
             {'guidance_scale': 2.0, 'guidance_range': (1.0, 0.1)},
             r'guidance_range: .* lowest < highest, found 1.0, 0.1',
+        ),
+        (
+            {'name': 'consistency'},
+            r'sampler: expected ddpm or ddim or .* or heun, .*epsilon, found consistency',
         ),
     ],
 )

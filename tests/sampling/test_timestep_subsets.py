@@ -8,11 +8,11 @@ import pytest
 from support.diffusion import alphas
 
 from jaxunet.config import DiffusionConfig
+from jaxunet.config.samplers import samplers_of
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
 from jaxunet.sampling import solvers, subsets
-from jaxunet.sampling.options import SAMPLERS
 
 
 @pytest.mark.parametrize('kind', subsets.SKIP_SCHEDULES)
@@ -92,7 +92,7 @@ def test_respacing_of_sections():
     subset = subsets.respaced_timesteps(a[:300], '10,15,20')
     assert subset[17] == 149  # seven strides of 99/14 add up to a little less than 49.5
     process = d.make_diffusion(DiffusionConfig(objective='x0', learn_sigma=True))
-    for name in SAMPLERS:
+    for name in samplers_of('x0'):
         sampler = s.make_sampler(s.SamplerConfig(name, respacing='10,20,30'), process)
         assert len(set(sampler.timesteps)) == 60
         images = s.sample(

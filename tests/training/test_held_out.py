@@ -20,6 +20,7 @@ from jaxunet.diffusion.process import make_diffusion, middle_time, network_input
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.references import XLA
 from jaxunet.training.bands import BANDS, SEED
+from jaxunet.training.consistency import consistency_losses
 from jaxunet.training.held_out import COLUMNS, HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -45,10 +46,12 @@ def digits():
     return hold_out(some, 11)
 
 
-@pytest.mark.parametrize('objective', ['epsilon', 'edm'])
+@pytest.mark.parametrize('objective', ['epsilon', 'edm', 'consistency'])
 def test_values(objective, digits):
     """One image, noise level and noise after the other; on one device and on two."""
-    config = tiny_config(diffusion={'objective': objective})
+    stages = {'consistency_of': 'edm', 'consistency_q': 4, 'consistency_stages': 2}
+    more = stages if objective == 'consistency' else {}
+    config = tiny_config(diffusion={'objective': objective} | more)
     params = jax.tree.map(jnp.asarray, randomised(config))
     found = HeldOutLoss(config, digits, jax.local_devices()[:1]).measure(params)
     again = HeldOutLoss(config, digits, jax.local_devices()[:2]).measure(params)
@@ -61,8 +64,15 @@ def test_values(objective, digits):
         key = jax.random.fold_in(jax.random.key(SEED), number)
         noise = jax.random.normal(key, x0.shape[1:], jnp.float32)[None]
         time = middle_time(diffusion, t[None])
+
+        def network(seen, time):
+            return model.predict(params, seen, time, label[None])
+
+        if objective == 'consistency':  # in the last stage
+            each = consistency_losses(diffusion, network, network, x0, noise, time, decay=4**-2)
+            return each[0]
         xt = q_sample(diffusion, x0, time, noise)
-        output = model.predict(params, network_input(diffusion, xt, time), time, label[None])
+        output = network(network_input(diffusion, xt, time), time)
         return per_sample_loss(diffusion, output, x0, xt, time, noise)[0]
 
     for bands, source in zip(found, (digits.held_out, digits), strict=True):

@@ -266,6 +266,7 @@ def test_its_file_guides_samples(run: pathlib.Path) -> None:
         ({'model': {'num_classes': 0}}, 'model.num_classes: expected the number of classes'),
         ({'model': {'num_head_channels': 32}}, 'model.num_head_channels: expected 64, found 32'),
         ({'model': {'norm_groups': 16}}, 'model.norm_groups: expected 32, found 16'),
+        ({'model': {'skip_scale': 0.5}}, 'model.skip_scale: expected 1.0, found 0.5'),
         ({'data': {'image_size': (8, 16)}}, 'data.image_size: .* square images, found 8x16'),
         ({'data': {'augment': 'edm'}}, 'data.augment: expected none or flip, found edm'),
         ({'loss': {'weighting': 'p2'}}, "loss.weighting: expected 'uniform', found 'p2'"),

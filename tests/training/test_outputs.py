@@ -18,6 +18,7 @@ SAMPLERS = {
     'v': ('dpmpp_2m', 20),
     'edm': ('dpmpp_2m', 20),
     'flow': ('heun', 39),
+    'consistency': ('consistency', 2),
 }
 
 
@@ -26,10 +27,16 @@ def made(choice, config):
     return make_sampler(SamplerConfig(*choice), make_diffusion(config.diffusion), num_classes=10)
 
 
+def fields(objective):
+    """The section diffusion of an objective."""
+    tunes = objective == 'consistency'
+    return {'objective': objective} | ({'consistency_of': 'edm'} if tunes else {})
+
+
 def samplers(objective, timesteps=1000, **evaluation):
     """The samplers of the grids and of the evaluations."""
     config = tiny_config(
-        diffusion={'objective': objective, 'steps': timesteps},
+        diffusion=fields(objective) | {'steps': timesteps},
         train={'sample_steps': 0},
         evaluation=evaluation,
     )
@@ -43,12 +50,12 @@ def test_the_sampler_of_the_objective(objective):
     for sampler in samplers(objective):
         assert (sampler.config.name, sampler.evaluations) == expected
     config = tiny_config(
-        diffusion={'objective': objective},
-        train={'sample_steps': 7},
-        evaluation={'steps': 6},
+        diffusion=fields(objective),
+        train={'sample_steps': 4},
+        evaluation={'steps': 3},
     )
-    assert grid_sampler(config) == (expected[0], 7)
-    assert evaluation_sampler(config) == (expected[0], 6)
+    assert grid_sampler(config) == (expected[0], 4)
+    assert evaluation_sampler(config) == (expected[0], 3)
 
 
 def test_a_model_of_few_timesteps():
@@ -68,7 +75,9 @@ def test_a_named_sampler_of_the_evaluations():
 @pytest.mark.parametrize('name', SAMPLER_NAMES)
 def test_every_timestep_of_a_model_that_has_none(name):
     """The steps that a run tells (`--dry_run`) are those that it takes."""
-    config = tiny_config(diffusion={'objective': 'flow'}, evaluation={'sampler': name, 'steps': 0})
+    objective = 'consistency' if name == 'consistency' else 'flow'
+    diffusion, evaluation = fields(objective), {'sampler': name, 'steps': 0}
+    config = tiny_config(diffusion=diffusion, evaluation=evaluation)
     choice = evaluation_sampler(config)
     assert choice == (name, made(choice, config).config.steps)
     unnamed = made((name, None), config)

@@ -41,6 +41,10 @@ from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
         (make(low_res_size=(8,)), r'model.low_res_size: expected \(\), found \(8,\)'),
         (SMALL.replace(diffusion={'objective': 'edm'}), 'diffusion.objective: .* found edm: EDM'),
         (
+            SMALL.replace(diffusion={'objective': 'consistency', 'consistency_of': 'flow'}),
+            'diffusion.objective: .* found consistency: ',
+        ),
+        (
             SMALL.replace(diffusion={'objective': 'flow'}, model={'max_period': 1000}),
             'model.max_period: expected 10000 with diffusion.objective=flow, found 1000',
         ),

@@ -28,6 +28,16 @@ from jaxunet.weights.safetensors_file import write_safetensors
 from jaxunet.weights.torch_file import TorchFile
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
+NVLABS_OPTIONS = [  # another value of each of `NVLABS_ONLY`
+    ('skip_scale', 0.5),
+    ('conv_in_channels', 64),
+    ('resample_filter', (1, 3, 3, 1)),
+    ('resample_proj', True),
+    ('encoder_type', 'residual'),
+    ('decoder_attention', 'last'),
+    ('channel_mult_noise', 2),
+    ('norm_group_channels', 4),
+]
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -125,6 +135,7 @@ def test_bin_with_learned_variance_and_non_square(tmp_path: pathlib.Path) -> Non
         ('diffusion', 'objective', 'flow'),
         ('diffusion', 'schedule', 'cosine'),
         ('diffusion', 'steps', 500),
+        *(('model', field, value) for field, value in NVLABS_OPTIONS),
     ],
 )
 def test_bin_refuses_what_unetcu_lacks(
@@ -285,12 +296,13 @@ def test_safetensors_hold_moments_and_any_option(tmp_path: pathlib.Path) -> None
         ('norm_groups', 16),
         ('norm_eps', 1e-6),
         ('downsample_padding', 'same'),
+        *NVLABS_OPTIONS,
     ],
 )
 def test_pt_refuses_what_guided_diffusion_lacks(
     tmp_path: pathlib.Path, field: str, value: Any
 ) -> None:
-    config = make(conv_resample=True, **{field: value})
+    config = make(conv_resample=True).replace(model={field: value})
     with pytest.raises(UserError, match=rf'(?s)write .safetensors.*model.{field}: .* found'):
         write_weights(tmp_path / 'a.pt', {}, config)
     assert list(tmp_path.iterdir()) == []

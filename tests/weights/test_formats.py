@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from support.commands import ROOT
+from support.edm_files import persistent, pickled, snapshot
 from support.weight_cases import (
     SMALL,
     STATED,
@@ -215,6 +217,29 @@ def other_ddpm(folder: pathlib.Path) -> None:
         refused(message, lambda path=path, more=stated: read_weights(path, **DDPM_STATED | more))
 
 
+def nvlabs(folder: pathlib.Path) -> None:
+    path = folder / 'network-snapshot-200000.pkl'
+    path.write_bytes(gzip.decompress((ROOT / 'tests/fixtures/edm_network.pkl.gz').read_bytes()))
+    config = read_weights(path).config
+    assert (config.model.skip_scale, config.diffusion.objective) == (0.5**0.5, 'edm')
+
+
+def other_nvlabs(folder: pathlib.Path) -> None:
+    for kind in ('VPPrecond', 'VEPrecond', 'iDDPMPrecond'):
+        path = given(folder / 'a.pkl', pickled({'ema': persistent(kind)}))
+        message = f"expected a network of the class EDMPrecond, found '{kind}'"
+        refused(message, lambda path=path: read_weights(path))
+    skip = {'enc.8x8_conv.weight': np.ones((8, 3, 3, 3), np.float32)}
+    skip |= {'map_layer0.weight': np.ones((32, 8), np.float32)}
+    skip |= {'dec.8x8_aux_conv.weight': np.ones((3, 8, 3, 3), np.float32)}
+    skip |= {'enc.4x4_aux_skip.weight': np.ones((8, 3, 1, 1), np.float32)}
+    path = given(folder / 'b.pkl', snapshot(skip))
+    refused('encoder_type=skip is not supported', lambda: read_weights(path))
+    content = pickled({'net': persistent('EDMPrecond')}, 2)
+    path = given(folder / 'training-state-1.pt', archive({'a/data.pkl': content}))
+    refused('could run code when it is loaded', lambda: read_weights(path))
+
+
 def other_safetensors(folder: pathlib.Path) -> None:
     theirs = from_tree(random_params(DDPM), ddpm_torch.table(DDPM))
     path = given(folder / 'a.safetensors', safetensors_bytes(theirs))
@@ -270,8 +295,16 @@ def old_formats(folder: pathlib.Path) -> None:
     for name, data, message in (
         ('a.pt', b'\x80\x02}.', "PyTorch's old format .* torch.save"),
         ('a.pt', archive({'a/data.pkl': b'', 'a/constants.pkl': b''}), 'TorchScript .* torch.save'),
-        ('a.pth', torch_bytes(state()), "expected one of .bin, .pt, .safetensors, found '.pth'"),
-        ('a.ckpt', torch_bytes(state()), "expected one of .bin, .pt, .safetensors, found '.ckpt'"),
+        (
+            'a.pth',
+            torch_bytes(state()),
+            ".safetensors, .pkl, found '.pth'",
+        ),
+        (
+            'a.ckpt',
+            torch_bytes(state()),
+            ".safetensors, .pkl, found '.ckpt'",
+        ),
     ):
         path = given(folder / name, data)
         refused(message, lambda path=path: read_weights(path))
@@ -291,6 +324,8 @@ CHECKS: dict[tuple[str, str], Callable[[pathlib.Path], None]] = {
     ('improved-diffusion', '`model*.pt`'): improved,
     ('ddpm-torch', '`NAME_EPOCH.pt`'): ddpm,
     ('ddpm-torch', 'a learned variance'): other_ddpm,
+    ('NVlabs/edm', '`edm-*.pkl`'): nvlabs,
+    ('NVlabs/edm', '`baseline-*.pkl`'): other_nvlabs,
     ("any but unet.cu's `.bin`", 'the same names'): other_safetensors,
     ('any `.pt`', 'names that begin'): prefixes,
     ('any `.pt`', 'a dict with weights'): several,

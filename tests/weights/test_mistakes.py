@@ -192,7 +192,7 @@ def test_metadata(tmp_path: pathlib.Path, extension: str, text: str, message: st
     [
         (
             'a.pth',
-            r"extension: expected one of .bin, .pt, .safetensors, found '.pth'; did you mean "
+            r"extension: expected one of .bin, .pt, .safetensors, .pkl, found '.pth'; did you mean "
             r'\".pt\"',
         ),
         ('a.safetensor', r'did you mean ".safetensors"'),

@@ -369,9 +369,9 @@ def presets() -> str:
         if low_res := preset.config().low_res_shape:
             images += f' from {low_res[0]}×{low_res[1]}'
         images += f', {classes:,} classes' if classes else ''
-        rescaled = ', rescaled' if d.rescale_timesteps else ''
         files = ', '.join(f'`{file}`' for file in preset.files)
-        body.append((f'`{name}`', files, images, d.schedule, f'{d.steps:,}{rescaled}'))
+        process = (d.schedule, f'{d.steps:,}' + ', rescaled' * d.rescale_timesteps)
+        body.append((f'`{name}`', files, images, *(('none', 'none') if d.continuous else process)))
     return markdown.table(head, body)
 
 

@@ -95,9 +95,8 @@ def adamw(
     copied = {i: copies[number] for i, number in enumerate(order) if copies}
     flags: dict[str, Any] = {f'copied_{i}': copy is not None for i, copy in copied.items()}
     flat += [copy for copy in copied.values() if copy is not None]
-    scalars = jnp.stack(
-        [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
-    )
+    values = (take, factor, learning_rate, *corrections, *follow)
+    scalars = jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
     first = 1 + len(leaves)  # operands: the scalars, gradients, then the arrays updated in place
     call = ffi_call(
         'jaxunet_adamw',
@@ -109,9 +108,8 @@ def adamw(
         'tensors': np.int64(tensors),
         'packed': np.int64(len(leaves) if packed else 0),
     }
-    new = call(
-        scalars, *leaves, *flat, **counts, **_attributes(constants), copies=bool(copies), **flags
-    )
+    flags |= {'copies': bool(copies), **_attributes(constants)}
+    new = call(scalars, *leaves, *flat, **counts, **flags)
     places = np.argsort(order)
     rest = iter(new[len(trees) * tensors :])
     written = {i: None if copy is None else next(rest) for i, copy in copied.items()}

@@ -121,7 +121,7 @@ def _keeps_activation() -> bool:
 
 
 class _NormSaved(NamedTuple):
-    """What is saved for the backward pass of `_norm_conv`.
+    """The arrays that are saved for the backward pass of `_norm_conv`.
 
     Fields:
       conv: what `kept_for_backward` keeps.

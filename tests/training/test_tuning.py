@@ -1,0 +1,195 @@
+"""Runs that tune a network: what they choose, what they refuse, and how they resume."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from support.configs import CONFIGS, load
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.load import load_initial
+from jaxunet.checkpoint.newest import config_at
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.unused import check_used
+from jaxunet.data.automatic import complete
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.loop import train
+from jaxunet.training.tuning import CHOSEN, tuned
+from jaxunet.weights import write_weights
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
+TEACHER = tiny_config(
+    diffusion={'objective': 'flow', 'flow_mean': -0.5},
+    model={'num_classes': 3, 'label_dropout': 0.2},
+    data={'path': 'photos.zip', 'augment': 'flip'},
+)
+TUNES = {'diffusion.objective': 'consistency', 'init_from': 'runs/teacher'}
+
+
+def recipe(name, **changes):
+    raw = load(next(path for path in CONFIGS if path.stem == name)).to_dict()
+    for path, value in (TUNES | changes).items():
+        section, _, field = path.rpartition('.')
+        (raw[section] if section else raw)[field] = value
+    return raw
+
+
+def test_any_recipe_takes_the_network_and_the_images_of_the_teacher(caplog):
+    for name, q in (('images', 64), ('cifar10', 64), ('digits', 256)):
+        with caplog.at_level('INFO', logger='absl'):
+            config = complete(tuned(recipe(name), None, TEACHER, TUNES))
+        assert config.model == TEACHER.replace(model={'dropout': 0.2}).model
+        assert (config.data, config.train.holdout_every) == (TEACHER.data, 0)
+        d = config.diffusion
+        assert (d.objective, d.consistency_of, d.consistency_q) == ('consistency', 'flow', q)
+        assert (d.flow_mean, d.flow_std, d.steps) == (-1.1, 2.0, TEACHER.diffusion.steps)
+        raw = to_dict(config)
+        for path, value in CHOSEN.items():
+            section, field = path.split('.')
+            assert raw[section][field] == value, path
+        assert (config.evaluation.sampler, config.evaluation.variance) == ('', '')
+        check_used(config)
+        taken, chosen = (record.message for record in caplog.records[-2:])
+        assert taken.startswith('as in the run of init_from: ')
+        assert 'data.path=photos.zip' in taken
+        assert chosen.startswith('chosen to tune the network: model.dropout=0.2, ')
+        assert f'diffusion.consistency_q={q}, ' in chosen
+        assert chosen.endswith(f'; q^stages is about {q} in {config.precision} (docs/few_steps.md)')
+
+
+def test_named_fields_keep_their_values():
+    named = {
+        'train.steps': 100,
+        'model.dropout': 0.0,
+        'data.path': 'others',
+        'diffusion.consistency_stages': 3,
+        'optimizer.clip_norm': 1.0,
+    }
+    config = complete(tuned(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
+    assert (config.train.steps, config.model.dropout, config.data.path) == (100, 0.0, 'others')
+    assert (config.optimizer.clip_norm, config.optimizer.warmup_steps) == (1.0, 0)
+    assert config.diffusion.consistency_q == 4  # 4³ = 64
+
+
+def test_a_config_file_that_tunes_keeps_what_it_sets():
+    """Its fields differ from the defaults; the command line names none of them."""
+    config = complete(tuned(recipe('elephants64'), None, TEACHER, ['train.log_every']))
+    assert (config.train.steps, config.optimizer.warmup_steps) == (40_000, 500)
+    assert config.ema.rates == (0.9995,)
+    assert (config.optimizer.clip_norm, config.diffusion.flow_std) == (0.0, 2.0)
+
+
+def test_other_objectives_are_left_alone():
+    raw = recipe('cifar10', **{'diffusion.objective': 'flow'})
+    assert tuned(raw, None, TEACHER, ['diffusion.objective']) is raw
+
+
+def test_a_resumed_run_keeps_what_was_chosen():
+    first = complete(tuned(recipe('images'), None, TEACHER, TUNES))
+    again = recipe('images', precision='float32', **{'train.steps': 9000})
+    gone = complete(tuned(again, first, None, [*TUNES, 'train.steps']), first)
+    assert gone == first.replace(precision='float32', train={'steps': 9000})
+    further = complete(tuned(recipe('images'), None, first, TUNES))  # tunes a tuned network
+    assert further.diffusion == first.diffusion
+
+
+@pytest.mark.parametrize(
+    ('start', 'changes', 'message'),
+    [
+        (None, {'init_from': ''}, 'diffusion.objective: consistency tunes a trained network: set '),
+        (None, {}, 'init_from: runs/teacher: expected the run, .*, found none there that says so'),
+        (Config(), {}, 'init_from: runs/teacher: .* predicts edm or flow, found epsilon'),
+    ],
+)
+def test_nothing_to_tune_is_one_line(start, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        tuned(recipe('images', **changes), None, start, TUNES)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'diffusion': {'consistency_of': ''}}, 'diffusion.consistency_of: expected edm or flow'),
+        ({'loss': {'weighting': 'min_snr'}}, 'loss.weighting: expected uniform .* found min_snr'),
+        ({'timesteps': {'sampler': 'adaptive'}}, 'timesteps.sampler: expected uniform .*adaptive'),
+        ({'evaluation': {'steps': 5}}, 'evaluation.steps: expected 1 to 4 evaluations .* found 5'),
+        ({'train': {'sample_steps': 9}}, 'train.sample_steps: expected 1 to 4 .* found 9'),
+        ({'evaluation': {'sampler': 'heun'}}, 'evaluation.sampler: expected consistency, .*heun'),
+        ({'evaluation': {'skip_schedule': 'karras'}}, 'evaluation.skip_schedule: karras spaces'),
+        ({'evaluation': {'guidance_scale': 2.0}}, 'evaluation.guidance_scale: .* found 2'),
+        (
+            {'diffusion': {'consistency_q': 256, 'consistency_stages': 3}},
+            r'diffusion.consistency_stages: .* at most 1048576, found 256\^3',
+        ),
+        ({'diffusion': {'schedule': 'cosine'}}, 'schedule: .*set by diffusion.edm_mean and edm_st'),
+    ],
+)
+def test_wrong_fields_are_one_line(changes, message):
+    fields = {'objective': 'consistency', 'consistency_of': 'edm'}
+    diffusion = fields | changes.get('diffusion', {})
+    with pytest.raises(UserError, match=message) as error:
+        tiny_config(**(changes | {'diffusion': diffusion}))
+    assert '\n' not in str(error.value)
+
+
+def test_only_consistency_models_have_their_sampler():
+    with pytest.raises(UserError, match=r'evaluation.sampler: consistency .* found edm'):
+        tiny_config(diffusion={'objective': 'edm'}, evaluation={'sampler': 'consistency'})
+
+
+def tuning(path, **changes):
+    """A short run that tunes the network in a file."""
+    diffusion = {'objective': 'consistency', 'consistency_of': 'edm', 'edm_std': 2.0}
+    model = {'num_classes': 0, 'label_dropout': 0.0, 'dropout': 0.25}
+    changes = {'diffusion': diffusion, 'model': model, 'init_from': str(path)} | changes
+    changes['parallel'] = {'devices': 1}
+    return tiny_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ('objective', 'message'),
+    [
+        ('epsilon', 'needs a network that predicts edm, found epsilon'),
+        ('flow', 'needs a network that predicts edm, found flow'),
+        ('', 'consistency tunes a trained network: set init_from'),
+    ],
+)
+def test_other_weights_are_refused(tmp_path, objective, message):
+    path = ''
+    if objective:
+        path = tmp_path / 'teacher.safetensors'
+        teacher = tuning('').replace(diffusion={'objective': objective, 'consistency_of': ''})
+        write_weights(path, fresh_state(teacher).params, teacher)
+        assert config_at(str(path)) == teacher
+    with pytest.raises(UserError, match=message) as error:
+        load_initial(tuning(path))
+    assert '\n' not in str(error.value)
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path, source, caplog):
+    path = tmp_path / 'teacher.safetensors'
+    teacher = tuning('').replace(diffusion={'objective': 'edm', 'consistency_of': ''})
+    params = jax.tree.map(np.asarray, fresh_state(teacher).params)
+    write_weights(path, params, teacher)
+    config = tuning(path, train={'steps': 4, 'checkpoint_every': 1, 'keep': 4})
+    with caplog.at_level('INFO', logger='absl'):
+        initial = load_initial(config)
+    assert 'tuned: the prediction of edm, for consistency' in caplog.text
+    jax.tree.map(np.testing.assert_array_equal, initial.params, params)
+    train(config, tmp_path / 'whole', source, initial)
+    train(config.replace(train={'steps': 2}), tmp_path / 'parts', source, initial)
+    train(config, tmp_path / 'parts', source, None)
+    whole, parts = (checkpoint.read(tmp_path / name) for name in ('whole', 'parts'))
+    jax.tree.map(np.testing.assert_array_equal, parts.state, whole.state)
+    assert int(whole.state.step) == 4
+    assert whole.config == config
+    assert (whole.state.params['conv_out']['kernel'] != params['conv_out']['kernel']).any()
+    stored = resolve(json.loads(json.dumps(to_dict(whole.config))))
+    assert (stored.diffusion.objective, stored.diffusion.prediction) == ('consistency', 'edm')
