@@ -151,10 +151,11 @@ LOW_RES = flags.DEFINE_string(
     'low_res',
     None,
     'For a super-resolution network: the pictures to enlarge (.npz, folder, archive, .png grid or '
-    'one picture), of the size model.low_res_size that it was trained with. Samples get the '
-    'classes of their pictures unless --class_labels is given.',
+    'one picture), of the size model.low_res_size that it was trained with. For a network trained '
+    'with data.condition=folder:PATH: pictures of any size. Samples get the classes of their '
+    'pictures unless --class_labels is given.',
 )
-# Its better name for a model of pairs (data.condition=folder:PATH), whose pictures have any size.
+# The name of the flag for models of pairs (data.condition=folder:PATH).
 flags.DEFINE_alias('condition', 'low_res')
 INIT_IMAGE = flags.DEFINE_string(
     'init_image',

@@ -85,6 +85,13 @@ def test_pictures_are_paired_by_their_paths_without_suffixes(form, tmp_path):
     np.testing.assert_array_equal(everything(both.held_out)[..., :3], everything(source.held_out))
 
 
+def test_chosen_classes_keep_their_pictures(tmp_path):
+    sets = [write(tmp_path / name, x) for name, x in (('photos', PHOTOS), ('edges', 255 - PHOTOS))]
+    source = open_images(config(*sets, classes=('b',)))
+    np.testing.assert_array_equal(everything(source), PHOTOS[2:])
+    np.testing.assert_array_equal(everything(source.pictures), 255 - PHOTOS[2:])
+
+
 def test_arrays_are_paired_by_their_order(tmp_path):
     np.savez(tmp_path / 'photos.npz', images=PHOTOS)
     np.save(tmp_path / 'depth.npy', PHOTOS[..., :2])

@@ -26,6 +26,7 @@ from jaxunet.training.conditions import SampleConditions, side_by_side
 from jaxunet.training.evaluation import read_evaluations
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+from jaxunet.training.page import sample_command
 from jaxunet.training.step_fields import relevant
 from jaxunet.weights import write_folder, write_weights
 
@@ -159,6 +160,12 @@ def test_the_path_of_the_pictures_may_change(config, tmp_path):
     other = config.replace(data={'condition': 'grey'}, model={'condition_channels': 0})
     with pytest.raises(UserError, match=r'data.condition: '):
         check_resumable(config, other, tmp_path)
+
+
+def test_the_command_that_draws_samples(config, tmp_path):
+    assert sample_command(config, tmp_path).endswith(
+        f'--checkpoint {tmp_path} --condition PICTURES'
+    )
 
 
 def test_images_without_their_pictures_do_not_train(config, tmp_path):
