@@ -116,6 +116,14 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     )
 
 
+def without_pictures(shapes: dict[str, Shape], channels: int) -> dict[str, Shape]:
+    """Returns shapes as if the first convolution did not read a picture of so many channels."""
+    if not channels or len(shapes.get(FIRST, ())) != 4:
+        return shapes
+    out, inputs, *kernel = shapes[FIRST]
+    return shapes | {FIRST: (out, inputs - channels, *kernel)}
+
+
 def settle_super_resolution(
     inferred: Inferred, known: Config | None, stated: Stated, source: str
 ) -> Inferred:

@@ -200,15 +200,6 @@ class _Known:
         return new_order
 
 
-def without_pictures(shapes: dict[str, Shape], channels: int) -> dict[str, Shape]:
-    """Returns shapes as if the first convolution did not read a picture of so many channels."""
-    first = guided_diffusion.FIRST
-    if not channels or len(shapes.get(first, ())) != 4:
-        return shapes
-    out, inputs, *kernel = shapes[first]
-    return shapes | {first: (out, inputs - channels, *kernel)}
-
-
 class StateDict(Protocol):
     """Tensors by name; see `SafetensorsFile`."""
 
@@ -243,7 +234,7 @@ def read_state(state: StateDict, given: Given, stated: Inferred | None = None) -
     own = load_metadata(path, state.metadata)
     known_config = given.config or own.config
     pictures = known_config.model.condition_channels if known_config else 0
-    inferred = stated or program.infer(without_pictures(shapes, pictures), path)
+    inferred = stated or program.infer(guided_diffusion.without_pictures(shapes, pictures), path)
     if stated and own.config is None and states_all(stated):
         own = OwnMetadata(stated_config(stated, path, {}).config)
     if isinstance(state, NetworkPickle):
