@@ -67,7 +67,7 @@ def pair(images: Source, pictures: Source) -> Source:
                 f'{FIELD}: {pictures.name}: neither set has names of files, so pictures belong to '
                 f'images by their order: expected {len(images)}, found {len(pictures)}'
             )
-        found, how = pictures, 'order'
+        ordered, how = pictures, 'order'
     elif ours is None or theirs is None:
         without, other = (images, pictures) if ours is None else (pictures, images)
         raise UserError(
@@ -75,19 +75,20 @@ def pair(images: Source, pictures: Source) -> Source:
             f'not, but {other.name} has; store both as files, or both as arrays in the same order'
         )
     else:
-        found, how = Subset(pictures, _places(images.name, pictures.name, ours, theirs)), 'name'
-    _check_shapes(images, found)
+        ordered, how = Subset(pictures, _places(images.name, pictures.name, ours, theirs)), 'name'
+    _check_shapes(images, ordered)
     _tell(f'{FIELD}: {len(images):,} images of {images.name} paired by {how} with {pictures.name}')
-    return found
+    return ordered
 
 
 def _places(
     images: str, pictures: str, ours: Sequence[str], theirs: Sequence[str]
 ) -> Int[np.ndarray, ' images']:
     """Returns the place of each image's picture, given the names of images and pictures."""
-    shorter = [_without_shared(names) for names in (ours, theirs)]
-    if not set(ours) <= set(theirs) and set(shorter[0]) <= set(shorter[1]):
-        ours, theirs = shorter
+    if not set(ours) <= set(theirs):
+        shorter = [_without_shared(names) for names in (ours, theirs)]
+        if set(shorter[0]) <= set(shorter[1]):
+            ours, theirs = shorter
     for name, names in ((images, ours), (pictures, theirs)):
         if len(set(names)) < len(names):
             again = [each for each, count in Counter(names).items() if count > 1]
@@ -123,7 +124,12 @@ def _without_shared(names: Sequence[str]) -> list[str]:
 
 
 def _check_shapes(images: Source, pictures: Source) -> None:
-    """Raises `UserError` if a few pictures have other proportions than their images."""
+    """Raises `UserError` if a few pictures have other proportions than their images.
+
+    Files that were decoded when the set was opened, at the size of the images, no longer show them.
+    """
+    if any(each.in_memory and each.names() is not None for each in (images, pictures)):
+        return
     for row in spread(len(images), LOOKED_AT).tolist():
         with contextlib.suppress(BadImage):  # reading it for training reports it
             height, width = images.stored_size(row)

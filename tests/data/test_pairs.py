@@ -149,6 +149,13 @@ def test_pictures_of_other_proportions(tmp_path):
         open_images(config(photos, edges))
 
 
+def test_proportions_that_no_longer_show(tmp_path):
+    wide = PHOTOS.repeat(2, axis=2)
+    photos, edges = write(tmp_path / 'x.tar.gz', wide), write(tmp_path / 'edges', wide)
+    source = open_images(config(photos, edges))
+    np.testing.assert_array_equal(everything(source), everything(source.pictures))
+
+
 def test_a_missing_set(tmp_path):
     photos = write(tmp_path / 'photos', PHOTOS)
     with pytest.raises(UserError, match=r'^data.condition: \S*edgs: no such file .*"edges"'):
