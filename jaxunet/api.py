@@ -341,6 +341,11 @@ def _reference(config: Config, images: object, path: str) -> Source | None:
         return open_images(config)
     if path:
         return None
+    if config.picture_path:
+        raise UserError(
+            'reference: the model draws from the pictures of its images (data.condition); expected '
+            'a path of real images, or none for its own, found arrays'
+        )
     source = source_of(images)
     if not config.model.low_res_size:
         return source

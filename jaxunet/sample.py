@@ -68,7 +68,7 @@ CHECKPOINT = flags.DEFINE_string(
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',
     16,
-    'Number of images; default: 16, or with --low_res one of each picture.',
+    'Number of images; default: 16, or with --low_res or --condition one of each picture.',
     lower_bound=1,
     upper_bound=10**9,
 )

@@ -19,7 +19,7 @@ from jaxunet.config import Config
 from jaxunet.data.source import ArraySource, Source, no_labels
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import Diffusion, make_diffusion, q_sample
-from jaxunet.model.low_res import low_res_of
+from jaxunet.model.low_res import images_of, low_res_of
 from jaxunet.model.unet import Params, UNet, build_unet
 from jaxunet.ops.backends import choose
 from jaxunet.training.session import Session
@@ -31,7 +31,7 @@ Result = TypeVar('Result')
 def synthetic_source(config: Config) -> Source:
     """Returns random images and labels, for measuring time."""
     rng = np.random.default_rng(config.seed)
-    images = rng.integers(0, 256, (SYNTHETIC_IMAGES, *config.image_shape), np.uint8)
+    images = rng.integers(0, 256, (SYNTHETIC_IMAGES, *config.loaded_shape), np.uint8)
     classes = config.model.num_classes
     labels = (
         rng.integers(0, classes, SYNTHETIC_IMAGES).astype(np.int32)
@@ -39,7 +39,7 @@ def synthetic_source(config: Config) -> Source:
         else no_labels(SYNTHETIC_IMAGES)
     )
     return ArraySource(
-        'synthetic images', images, config.image_shape, labels, tuple(map(str, range(classes)))
+        'synthetic images', images, config.loaded_shape, labels, tuple(map(str, range(classes)))
     )
 
 
@@ -159,21 +159,23 @@ def random_inputs(config: Config) -> dict[str, Array]:
     labels and dropout_keys (batch,) and low_res (batch, low_height, low_width, channels).
     """
     size = config.data.batch_size
-    shape = (size, *config.image_shape)
+    shape = (size, *config.loaded_shape)
 
     @jax.jit
     def draw(key: Array) -> dict[str, Array]:
         keys = jax.random.split(key, 5)
+        loaded = jax.random.uniform(keys[0], shape, jnp.float32, -1, 1)
+        x0 = images_of(config, loaded)
         inputs = {
-            'x0': jax.random.uniform(keys[0], shape, jnp.float32, -1, 1),
+            'x0': x0,
             't': jax.random.randint(keys[1], (size,), 0, config.diffusion.steps),
-            'noise': jax.random.normal(keys[2], shape, jnp.float32),
+            'noise': jax.random.normal(keys[2], x0.shape, jnp.float32),
         }
         if config.model.num_classes:
             inputs['labels'] = jax.random.randint(keys[3], (size,), 0, config.model.num_classes)
         if config.model.dropout:
             inputs['dropout_keys'] = jax.random.split(keys[4], size)
-        low_res = low_res_of(config, inputs['x0'])
+        low_res = low_res_of(config, loaded)
         if low_res is not None:
             inputs['low_res'] = low_res
         return inputs

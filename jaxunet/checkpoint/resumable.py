@@ -60,6 +60,8 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
         fixed += [c for c in changes if c.startswith('data.augment:')]
     elif now.augmentation_inputs:  # the layer's weights have the rule's meaning
         fixed += [c for c in changes if c.startswith('data.augment_rule:')]
+    if bool(saved.picture_path) != bool(now.picture_path):
+        fixed += [c for c in changes if c.startswith('data.condition:')]
     labels = saved.data.labels, now.data.labels
     # Runs of earlier versions took folders, which a file of labels beside them now replaces.
     if now.model.num_classes and labels != ('', 'folders'):

@@ -312,7 +312,10 @@ class Queue:
         They are decoded, too, except for random crops, which need all pixels of an image.
         """
         data = config.data
-        key = (data.path, data.labels, data.classes, config.image_shape, data.holdout, data.crop)
+        key = (
+            *(data.path, data.labels, data.classes, data.condition),
+            *(config.loaded_shape, data.holdout, data.crop),
+        )
         if key not in self._sources:
             source = self._sources[key] = open_images(config)
             if data.crop != 'random':

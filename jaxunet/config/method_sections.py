@@ -54,10 +54,12 @@ class ModelConfig:
     zero_init: bool = True
     # Recompute blocks in the backward pass instead of storing their activations.
     remat: bool = False
-    # Super-resolution and colouring: (side,) or (height, width) of a picture that the network sees,
-    # enlarged, beside the noisy image, at most as large as that; in training it is made of the
-    # image (data.condition). () = none.
+    # Super-resolution, colouring, pairs: (side,) or (height, width) of a picture that the network
+    # sees, enlarged, beside the noisy image, at most as large as that (data.condition). () = none,
+    # or with data.condition=folder:PATH chosen: the image's size.
     low_res_size: tuple[int, ...] = option((), POSITIVE, limit=2**14, since='0.2.0')
+    # Channels of that picture; 0 = those of the image, or with data.condition=folder:PATH chosen.
+    condition_channels: int = option(0, NOT_NEGATIVE, limit=1024, since='0.2.0')
     # Options of DDPM++ and NCSN++ as NVlabs/edm has them (SongUNet); names follow it where it has
     # the option. Factor on the sum of every residual and attention block: √½ there.
     skip_scale: float = option(1.0, UP_TO_ONE, since='0.2.0')

@@ -89,6 +89,8 @@ def _model(config: Config) -> Iterator[str]:
         )
     if len(m.low_res_size) > 2:
         yield f'model.low_res_size: expected (side,) or (height, width), found {m.low_res_size}'
+    if m.condition_channels and not config.picture_path:
+        yield f'model.condition_channels: {m.condition_channels} needs data.condition=folder:PATH'
     if m.label_dropout and not m.num_classes:
         yield f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0'
     yield from check_network_options(config)
@@ -218,12 +220,20 @@ def _data(config: Config) -> Iterator[str]:
         yield (
             f'data.holdout: expected a whole number of images or a share below 1, found {d.holdout}'
         )
+    if d.condition not in ('image', 'grey') and not config.picture_path:
+        hint = near_misses(d.condition, ('image', 'grey', 'folder:PATH'))
+        yield f'data.condition: expected image, grey or folder:PATH, found {d.condition!r}{hint}'
     if d.condition == 'grey' and not (
         config.model.low_res_size and config.model.image_channels == 3
     ):
         yield (
             'data.condition: grey needs a network that sees pictures (model.low_res_size) and '
             f'draws colours (model.image_channels=3, found {config.model.image_channels})'
+        )
+    if config.picture_path and config.timesteps.sampler == 'policy':
+        yield (
+            'timesteps.sampler: policy measures images without pictures of their own '
+            '(data.condition=folder:PATH); use another sampler'
         )
     if d.crop == 'random' and d.cache == 'device':
         yield (

@@ -67,8 +67,9 @@ class DataConfig:
         'edm', choices=('edm', 'earlier'), belongs_to=(('data.augment', 'edm'),), since='0.2.0'
     )
     # Picture of an image for a network with model.low_res_size. image: the image, made small |
-    # grey: its brightness, small or of the image's size, so that the network learns to colour.
-    condition: str = option('image', choices=('image', 'grey'), since='0.2.0')
+    # grey: its brightness, small or of the image's size, so that the network learns to colour |
+    # folder:PATH: the picture of the same name in another set, in any form of path.
+    condition: str = option('image', since='0.2.0')
     # Noise samples per image, of which the nearest is used (immiscible diffusion); 1 = off.
     noise_candidates: int = option(1, POSITIVE, since='0.2.0')
     # none: images keep the noise that they drew | batch: the noise of a batch is dealt out to its

@@ -81,7 +81,24 @@ class Config:
     def low_res_shape(self) -> tuple[int, int, int] | None:
         """(height, width, channels) of the picture beside the noisy image; None without one."""
         size = self.model.low_res_size
-        return (size[0], size[-1], self.model.image_channels) if size else None
+        return (size[0], size[-1], self.picture_channels) if size else None
+
+    @property
+    def picture_channels(self) -> int:
+        """Channels of the picture beside the noisy image."""
+        return self.model.condition_channels or self.model.image_channels
+
+    @property
+    def picture_path(self) -> str:
+        """The set of pictures that belong to the images by their names; '' = there is none."""
+        kind, _, path = self.data.condition.partition(':')
+        return path if kind == 'folder' else ''
+
+    @property
+    def loaded_shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of what a run loads: an image, then its own picture if any."""
+        height, width, channels = self.image_shape
+        return height, width, channels + (self.picture_channels if self.picture_path else 0)
 
     @property
     def augmentation_inputs(self) -> int:

@@ -23,7 +23,7 @@ from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
 from jaxunet.data.npz import array_shape
 from jaxunet.data.source import ArraySource, Source, spread
-from jaxunet.data.sources import compressed_tar, open_data, open_images
+from jaxunet.data.sources import compressed_tar, open_data, open_images, open_pictures
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.remote import on_disk
 
@@ -86,6 +86,16 @@ def complete(
     Raises:
       UserError: the config is invalid, or the images cannot be opened or are too small.
     """
+    return _with_pictures(_complete(values, known, start, given), known)
+
+
+def _complete(
+    values: ConfigDict | Fields,
+    known: Config | None,
+    start: Config | None,
+    given: ArraySource | None,
+) -> Config:
+    """Returns the config without the fields of its pictures; see `complete`."""
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
     if known is not None:
         raw = _with_rule(raw, known)
@@ -99,7 +109,7 @@ def complete(
         kept = with_values(raw, {path: value_at(saved, path) for path in paths})
         return _with_epochs(resolve(kept), given)
     if start is not None and 'diffusion.objective' in left_open:
-        return complete(_with_objective(raw, start), given=given)
+        return _complete(_with_objective(raw, start), None, None, given)
     # Finds other mistakes before anything is opened.
     draft = resolve(with_values(raw, choose(raw, ANY)))
     facts = look(draft, given)
@@ -109,6 +119,38 @@ def complete(
         chosen.pop('train.steps', None)
     _log(config, facts, chosen)
     return config
+
+
+def _with_pictures(config: Config, known: Config | None) -> Config:
+    """Returns the config with the size and channels of the pictures of data.condition=folder:PATH.
+
+    They are those of `known`; without it, the image's size, and the channels that a few of the
+    pictures have.
+    """
+    model = config.model
+    if not config.picture_path or (model.low_res_size and model.condition_channels):
+        return config
+    if known is not None and known.picture_path:
+        size, channels = known.model.low_res_size, known.model.condition_channels
+    else:
+        size, channels = config.data.image_size, model.condition_channels
+        channels = channels or _channels_of_pictures(config)
+    chosen = {
+        'low_res_size': model.low_res_size or size,
+        'condition_channels': model.condition_channels or channels,
+    }
+    logging.info(
+        'chosen for the pictures of data.condition: %s',
+        ', '.join(f'model.{name}={as_text(value)}' for name, value in chosen.items()),
+    )
+    return resolve(to_dict(config.replace(model=chosen)))
+
+
+def _channels_of_pictures(config: Config) -> int:
+    stored = _stored_shape(config.picture_path)
+    if stored is not None and len(stored) == 4 and stored[3] not in MODES:
+        return stored[3]
+    return 1 if _is_grey(open_pictures(config, (PROBE, PROBE, 3))) else 3
 
 
 def _with_rule(raw: Fields, known: Config) -> Fields:

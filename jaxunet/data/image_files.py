@@ -28,7 +28,7 @@ from jaxunet.data.pixels import (
     stored_peak,
 )
 from jaxunet.data.reading import PLAIN, Reading, tell_rounding
-from jaxunet.data.rules import MAGIC_BYTES, is_hidden, why_not_image
+from jaxunet.data.rules import MAGIC_BYTES, bare_name, is_hidden, why_not_image
 from jaxunet.data.source import MAX_MEMORY, Source, no_labels, of_pixels, spread
 from jaxunet.data.tables import Rows
 from jaxunet.data.tar import TarReader
@@ -123,6 +123,14 @@ class ImageFiles(Source):
         data, name = self._container.read(i), self._container.describe(i)
         return decode(data, name, self.image_shape, crop, self.reading)
 
+    def names(self) -> list[str] | None:
+        """Returns the paths of the files; see `Source.names`."""
+        container = self._container
+        if isinstance(container, Rows):
+            return None
+        paths = (container.names[i] for i in self._files.tolist())
+        return [bare_name(p.partition('/')[2] if container.sharded else p) for p in paths]
+
     def has_holes(self, index: int) -> bool:
         """Looks for pixels that are not opaque in the image file; see `Source.has_holes`."""
         i = int(self._files[index])
@@ -203,6 +211,7 @@ def decode_tar_stream(
         images[row] = pixels[i]
         pixels[i] = images[row]  # frees the separate copy
     source = of_pixels(str(path), images, reading, no_labels(len(images)), ())
+    source.file_names = [bare_name(names[i]) for i in order]
     _label(source, found, skipped)
     return source
 

@@ -24,12 +24,18 @@ NARROW = 16  # a set of 16 bits that uses less than this part of its range gets 
 CHANNELS = {1: ('grey',), 3: ('red', 'green', 'blue'), 4: ('red', 'green', 'blue', 'opacity')}
 
 
-def tell_pixels(source: Source) -> None:
+def tell_pixels(source: Source, *, may_be_dark: bool = False) -> None:
     """Logs the values of each channel, of a few images spread over a set, and its transparency.
 
     Images that are almost black, of one value or of a small part of 16 bits get a warning. Corrupt
-    ones are left out: reading them for training reports them.
+    ones are left out: reading them for training reports them. The pictures that belong to the
+    images come first, if there are any.
+
+    Args:
+      may_be_dark: no warning of almost black images, as edges and masks are.
     """
+    if source.pictures is not None:
+        tell_pixels(source.pictures, may_be_dark=True)
     images = [pixels for pixels in _of_some(source, _loaded(source)) if pixels is not None]
     if not images:
         return
@@ -46,7 +52,7 @@ def tell_pixels(source: Source) -> None:
         *(100 * black, _value(source, near)),
     )
     _tell_transparency(source)
-    if pixels.min() == pixels.max() or black > NEARLY_ALL:
+    if pixels.min() == pixels.max() or (black > NEARLY_ALL and not may_be_dark):
         logging.warning(
             '%s: the images are %s; were they stored with another range than %g to %g, or '
             'converted by another program? Look at the files before you train on them',

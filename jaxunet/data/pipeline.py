@@ -117,9 +117,12 @@ def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, '
 
 
 def decoded(source: Source) -> ArraySource:
-    """Returns the images of a source in memory; raises as `load_all` does."""
+    """Returns the images of a source, and their pictures, in memory; raises as `load_all` does."""
     images, labels = load_all(source, progress=False)
-    return of_pixels(source.name, images, source.reading, labels, source.class_names)
+    result = of_pixels(source.name, images, source.reading, labels, source.class_names)
+    if source.pictures is not None:
+        result.pictures = decoded(source.pictures)
+    return result
 
 
 class Stream(Iterator[HostBatch]):

@@ -40,6 +40,19 @@ class Reading(NamedTuple):
         """Returns the reading that a config states."""
         return cls(config.data.background, config.data.bits, config.data.range)
 
+    @classmethod
+    def of_pictures(cls, config: Config) -> Reading:
+        """Returns the reading of the pictures that a network sees beside the noisy images.
+
+        Those of a set of their own have the range of their type, and opacity if they have four
+        channels.
+        """
+        own = cls.of(config)
+        if not config.picture_path:
+            return own
+        drawn_on = 'white' if own.keeps and config.picture_channels != 4 else own.background
+        return cls(drawn_on, own.bits)
+
     @property
     def dtype(self) -> np.dtype:
         """Type of the pixels."""

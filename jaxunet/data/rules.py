@@ -119,6 +119,12 @@ def class_name(name: str) -> str:
     return unicodedata.normalize('NFC', text)
 
 
+def bare_name(path: str) -> str:
+    """Returns the path of a file in a set without its suffix, in its one form (`class_name`)."""
+    folder, slash, file = path.removeprefix('./').lstrip('/').rpartition('/')
+    return class_name(folder + slash + (file.rpartition('.')[0] or file))
+
+
 def whole_names(given: Sequence[str], known: Sequence[str]) -> list[str]:
     """Returns given names as they are spelled in `known`; unknown ones stay.
 

@@ -41,6 +41,7 @@ class Source(abc.ABC):
       reading: how stored values became the pixels that `load` returns.
       held_out: images of the same set that `data.holdout` keeps out of training; None if it
         keeps none out.
+      pictures: of data.condition=folder:PATH, one for each image, in the same order; None without.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Source(abc.ABC):
     in_memory: bool = False
     reading: Reading = PLAIN
     held_out: Source | None = None
+    pictures: Source | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -78,6 +80,10 @@ class Source(abc.ABC):
           BadImage: the image is corrupt.
         """
         return self.image_shape[:2]
+
+    def names(self) -> list[str] | None:
+        """Returns the images' paths within the set, without suffix; None if there are no names."""
+        return None
 
     def has_holes(self, index: int) -> bool:
         """Returns True if an image has pixels that are not opaque before `load` converts it.
@@ -122,6 +128,7 @@ class ArraySource(Source):
         reading: Reading | None = PLAIN,
     ) -> None:
         self.in_memory = not isinstance(images, FileArray)
+        self.file_names: list[str] | None = None  # of images that were decoded from files
         self._grey = len(images.shape) == 3
         stored = (*images.shape[1:], 1) if self._grey else images.shape[1:]
         self.reading = self._reading = reading or PLAIN
@@ -151,6 +158,10 @@ class ArraySource(Source):
         images = self._images[indices]
         images = images[..., None] if self._grey else images
         return fit(images, self.image_shape, self.name, crops, self._reading)
+
+    def names(self) -> list[str] | None:
+        """Returns `file_names`; see `Source.names`."""
+        return self.file_names
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -231,6 +242,8 @@ class Subset(Source):
             ends = np.cumsum(source.pieces.counts)
             counts = np.bincount(np.searchsorted(ends, rows, 'right'), minlength=len(ends))
             self.pieces = source.pieces._replace(counts=counts[counts > 0])
+        if source.pictures is not None:
+            self.pictures = Subset(source.pictures, rows)
         self.labels = source.labels[rows] if labels is None else labels
         self.class_names = source.class_names if class_names is None else class_names
 
@@ -241,6 +254,11 @@ class Subset(Source):
     def stored_size(self, index: int) -> tuple[int, int]:
         """Returns the size of an image of the subset; see `Source.stored_size`."""
         return self._source.stored_size(int(self._rows[index]))
+
+    def names(self) -> list[str] | None:
+        """Returns the names of the subset; see `Source.names`."""
+        names = self._source.names()
+        return None if names is None else [names[row] for row in self._rows.tolist()]
 
     def has_holes(self, index: int) -> bool:
         """Returns True if an image of the subset does; see `Source.has_holes`."""

@@ -16,6 +16,7 @@ from jaxunet.data.crop import Shape
 from jaxunet.data.holdout import hold_out
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream, report_skipped
 from jaxunet.data.npz import open_npy, open_npz
+from jaxunet.data.pairs import pair
 from jaxunet.data.parquet import ParquetRows
 from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.rules import MAGIC_BYTES, why_not_image
@@ -56,21 +57,41 @@ WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 def open_images(config: Config, given: ArraySource | None = None) -> Source:
     """Opens the training images of `config.data` in the shape and with the classes that it names.
 
-    Images that `data.holdout` keeps out of training are in `held_out` of the result.
+    Images that `data.holdout` keeps out of training are in `held_out` of the result, and those of
+    data.condition=folder:PATH in `pictures`.
 
     Args:
       given: the images in memory that `data.path` stands for; None = it is a path.
 
     Raises:
-      UserError: as `open_source`, `data.holdout` leaves no image to train on, or random crops of
-        images that are decoded only once.
+      UserError: as `open_source` and `pair`, `data.holdout` leaves no image to train on, or random
+        crops of images that are decoded only once.
     """
     if config.data.crop == 'random' and given is None and compressed_tar(config.data.path):
         raise UserError(
             f'data.crop: random cuts images anew every epoch, but {config.data.path} is a '
             'compressed tar, which is decoded once; unpack it, or use data.crop=center'
         )
-    return hold_out(open_data(config, config.image_shape, given), config.data.holdout)
+    source = open_data(config, config.image_shape, given)
+    if config.picture_path:
+        shape = (*config.image_shape[:2], config.picture_channels)
+        source.pictures = pair(source, open_pictures(config, shape))
+    return hold_out(source, config.data.holdout)
+
+
+def open_pictures(config: Config, image_shape: Shape) -> Source:
+    """Opens the set of pictures that `data.condition=folder:PATH` names, in its own order.
+
+    Raises:
+      UserError: as `open_source`, or random crops of pictures that are decoded only once.
+    """
+    path = config.picture_path
+    try:
+        if config.data.crop == 'random' and compressed_tar(path):
+            raise UserError(f'{path}: data.crop=random cannot cut a compressed tar; unpack it')
+        return open_source(path, image_shape=image_shape, reading=Reading.of_pictures(config))
+    except UserError as error:
+        raise UserError(f'data.condition: {error}') from None
 
 
 def open_data(config: Config, image_shape: Shape, given: ArraySource | None = None) -> Source:

@@ -1,6 +1,8 @@
-"""Makes and enlarges the pictures that a network for super-resolution or colouring sees.
+"""Makes and enlarges the pictures that a network sees beside the noisy images.
 
-As guided-diffusion does by PyTorch's `F.interpolate` (super_res_train.py and SuperResModel).
+They are made of the images, or with `data.condition=folder:PATH` are those of another set, whose
+channels follow those of the images in what a run loads. Their size changes by PyTorch's
+`F.interpolate`, as in guided-diffusion (super_res_train.py and SuperResModel).
 """
 
 from __future__ import annotations
@@ -17,26 +19,49 @@ BRIGHTNESS = (0.299, 0.587, 0.114)  # of red, green and blue, as Pillow converts
 
 
 def low_res_of(
-    config: Config, images: Float[Array, 'batch height width channels']
-) -> Float[Array, 'batch low_height low_width channels'] | None:
+    config: Config, loaded: Float[Array, 'batch height width channels']
+) -> Float[Array, 'batch low_height low_width low_channels'] | None:
     """Returns the pictures of images that `data.condition` names, of size `model.low_res_size`.
 
     None for a network that sees no pictures.
 
-    As `F.interpolate(mode='area')`: each pixel is the mean of all pixels that it covers, wholly or
-    in part. If the sizes do not divide, neighbours share rows or columns.
+    Args:
+      loaded: images, followed by their own pictures if they have any.
     """
     shape = config.low_res_shape
     if shape is None:
         return None
+    images = loaded
     if config.data.condition == 'grey':
         images = grey(images)
+    elif config.picture_path:
+        images = loaded[..., config.model.image_channels :]
+        if images.shape[1:] == shape:
+            return images
+    return shrunk(images, shape)
+
+
+def shrunk(
+    images: Float[Array, 'batch height width channels'], shape: tuple[int, ...]
+) -> Float[Array, 'batch low_height low_width channels']:
+    """Returns images at the size of this shape, at most their own.
+
+    As `F.interpolate(mode='area')`: each pixel is the mean of all pixels that it covers, wholly or
+    in part. If the sizes do not divide, neighbours share rows or columns.
+    """
     rows, columns = (
         area_weights(*sizes) for sizes in zip(images.shape[1:3], shape[:2], strict=True)
     )
     return jnp.einsum(
         'ih,bhwc,jw->bijc', rows, images, columns, precision=jax.lax.Precision.HIGHEST
     )
+
+
+def images_of(
+    config: Config, loaded: Float[Array, 'batch height width channels']
+) -> Float[Array, 'batch height width image_channels']:
+    """Returns loaded images without the pictures that follow them."""
+    return loaded[..., : config.model.image_channels] if config.picture_path else loaded
 
 
 def grey(images: Float[Array, 'batch height width 3']) -> Float[Array, 'batch height width 3']:
@@ -47,12 +72,18 @@ def grey(images: Float[Array, 'batch height width 3']) -> Float[Array, 'batch he
 
 
 def check_condition(config: Config) -> None:
-    """Checks that images hold more than the pictures that the network sees beside them.
+    """Checks that a network sees pictures, if there are any, that are not the images themselves.
 
     Raises:
-      UserError: each picture would be the image itself.
+      UserError: each picture would be the image itself, or the network has no place for it.
     """
     shape = config.low_res_shape
+    if config.picture_path and shape is None:
+        raise UserError(
+            f'model.low_res_size: missing beside data.condition={config.data.condition}; expected '
+            'the size of the pictures that the network sees, at most data.image_size, and '
+            'model.condition_channels'
+        )
     if shape == config.image_shape and config.data.condition == 'image':
         raise UserError(
             f'model.low_res_size: {shape[0]}x{shape[1]} is data.image_size, so the network would '

@@ -71,7 +71,7 @@ class UNet(Encoder):
         labels: Int[Array, ' batch'] | None = None,
         dropout_keys: Key[Array, ' batch'] | None = None,
         augmentation: Float[Array, 'batch inputs'] | None = None,
-        low_res: Float[Array, 'batch low_height low_width channels'] | None = None,
+        low_res: Float[Array, 'batch low_height low_width low_channels'] | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
         """Returns the float32 prediction.
 
@@ -91,7 +91,8 @@ class UNet(Encoder):
             channels.
         """
         if self.model.low_res_size and low_res is None and self.is_initializing():
-            low_res = x
+            channels = self.model.condition_channels
+            low_res = jnp.zeros((*x.shape[:3], channels), x.dtype) if channels else x
         if bool(self.model.low_res_size) != (low_res is not None):
             size = self.model.low_res_size
             raise ValueError(
@@ -115,7 +116,7 @@ class UNet(Encoder):
         labels: Int[Array, ' batch'] | None = None,
         dropout_keys: Key[Array, ' batch'] | None = None,
         augmentation: Float[Array, 'batch inputs'] | None = None,
-        low_res: Float[Array, 'batch low_height low_width channels'] | None = None,
+        low_res: Float[Array, 'batch low_height low_width low_channels'] | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
         """Calls the network with the parameters as an argument; see `__call__`."""
         arguments = (x, t, labels, dropout_keys, augmentation, low_res)

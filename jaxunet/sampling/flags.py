@@ -16,7 +16,7 @@ from jaxunet.runtime.paths import of_user
 from jaxunet.sampling.classifier_guidance import SCALE as SCALE_DEFAULT
 from jaxunet.sampling.classifier_guidance import Guide, check_guide
 from jaxunet.sampling.guidance import Weaker
-from jaxunet.sampling.low_res import LowRes, read_low_res
+from jaxunet.sampling.low_res import LowRes, missing, read_pictures
 from jaxunet.sampling.options import (
     PEERS,
     VARIANCES,
@@ -151,9 +151,12 @@ LOW_RES = flags.DEFINE_string(
     'low_res',
     None,
     'For a super-resolution network: the pictures to enlarge (.npz, folder, archive, .png grid or '
-    'one picture), of the size model.low_res_size that it was trained with. Samples get the '
-    'classes of their pictures unless --class_labels is given.',
+    'one picture), of the size model.low_res_size that it was trained with. For a network trained '
+    'with data.condition=folder:PATH: pictures of any size. Samples get the classes of their '
+    'pictures unless --class_labels is given.',
 )
+# The name of the flag for models of pairs (data.condition=folder:PATH).
+flags.DEFINE_alias('condition', 'low_res')
 INIT_IMAGE = flags.DEFINE_string(
     'init_image',
     None,
@@ -294,15 +297,15 @@ def picture(config: Config) -> Picture | None:
 
 
 def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | None:
-    """Returns the pictures to enlarge; None for a model that draws from noise alone.
+    """Returns the pictures that the model sees; None for a model that draws from noise alone.
 
     Args:
       limit: number of pictures to read, the first ones; None = all.
       classes: of the model; a count of 0 leaves out the pictures' classes.
 
     Raises:
-      UserError: a super-resolution network without pictures, another network with pictures, or
-        pictures that cannot be read or have another size.
+      UserError: the model sees pictures and there are none, or the other way round, or they cannot
+        be read or have another size.
     """
     shape = config.low_res_shape
     if shape is None:
@@ -312,18 +315,8 @@ def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | Non
             )
         return None
     if LOW_RES.value is None:
-        raise UserError(
-            f'--low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
-        )
-    colourless = config.data.condition == 'grey'
-    return read_low_res(
-        LOW_RES.value,
-        shape,
-        limit,
-        classes,
-        colourless=colourless,
-        reading=Reading.of(config),
-    )
+        raise UserError(f'--{missing(config)}')
+    return read_pictures(config, LOW_RES.value, limit, classes)
 
 
 def guide(config: Config) -> Guide | None:

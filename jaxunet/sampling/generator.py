@@ -74,7 +74,7 @@ class Inputs(NamedTuple):
 
     keys: Keys
     labels: Int[Array, ' batch']
-    low_res: Float[Array, 'batch low_height low_width channels'] | None
+    low_res: Float[Array, 'batch low_height low_width low_channels'] | None
 
 
 class Others(NamedTuple):
@@ -299,7 +299,7 @@ class Generator:
         seed: int,
         indices: Int[np.ndarray, ' samples'],
         labels: Int[np.ndarray, ' samples'] | None = None,
-        low_res: UInt[np.ndarray, 'samples low_height low_width channels'] | None = None,
+        low_res: UInt[np.ndarray, 'samples low_height low_width low_channels'] | None = None,
         progress: Callable[[float], bool] = lambda _: True,
     ) -> UInt[np.ndarray, 'samples height width channels']:
         """Draws the samples with the given indices.

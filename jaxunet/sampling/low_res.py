@@ -1,34 +1,41 @@
-"""Reads the pictures that a network enlarges or colours."""
+"""Reads the pictures that a network sees: those that it enlarges or colours, or others."""
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt, UInt32
+from jaxtyping import ArrayLike, Int, UInt, UInt32
 
+from jaxunet.config import Config
+from jaxunet.data.arrays import values_of
 from jaxunet.data.classes import Classes
 from jaxunet.data.containers import MAX_FILE_BYTES
 from jaxunet.data.crop import Shape
+from jaxunet.data.fitting import fit
+from jaxunet.data.images import from_pixels, to_pixels
 from jaxunet.data.picture import read_picture
 from jaxunet.data.pixels import BadImage, size_of
 from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.source import Source, no_labels, of_pixels
 from jaxunet.data.sources import compressed_tar, open_source
 from jaxunet.metrics.image_sets import read_grid
-from jaxunet.model.low_res import grey
+from jaxunet.model.low_res import grey, shrunk
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import read_limited
+
+Pixels = UInt[np.ndarray, 'pictures height width channels']
 
 IMAGE_FILES = ('.png', '.jpg', '.jpeg', '.webp', '.bmp')
 
 
 class LowRes(NamedTuple):
-    """n pictures to enlarge; sample i is made from picture i mod n.
+    """n pictures that a network sees; sample i is made from picture i mod n.
 
     Fields:
       pixels: as the model's, at the size that the network was trained with.
@@ -51,6 +58,97 @@ class LowRes(NamedTuple):
             for i, picture in enumerate(np.ascontiguousarray(self.pixels))
         ]
         return np.resize(np.array(found, np.uint32), samples)
+
+
+def missing(config: Config) -> str:
+    """Returns the message for a model that sees pictures and gets none; begins with the option."""
+    shape = config.low_res_shape
+    assert shape is not None
+    if config.picture_path:
+        return (
+            f'condition: missing; the model draws from pictures like those in '
+            f'{config.picture_path}, of {shape[2]} channel{"s" * (shape[2] > 1)}'
+        )
+    return f'low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
+
+
+def read_pictures(config: Config, path: str, limit: int | None, classes: Classes) -> LowRes:
+    """Reads the pictures that a model sees.
+
+    Those of a model of pairs (data.condition=folder:PATH) may have any size, and are cut and
+    resized as in training. Those of other models have the size `model.low_res_size`.
+
+    Args:
+      path, limit, classes: as for `read_low_res`.
+
+    Raises:
+      UserError: as `read_low_res`.
+    """
+    shape, reading = config.low_res_shape, Reading.of_pictures(config)
+    assert shape is not None
+    if not config.picture_path:
+        colourless = config.data.condition == 'grey'
+        return read_low_res(path, shape, limit, classes, colourless=colourless, reading=reading)
+    source = _any_size(path, (*config.image_shape[:2], shape[2]), reading)
+    rows = np.arange(min(len(source), limit or len(source)))
+    labels = _labels(path, source, rows, classes)
+    pixels = fitted(config, source.load(rows))
+    return LowRes(pixels, labels, f'{path}: {len(source)} pictures')
+
+
+def given_pictures(
+    config: Config, given: str | os.PathLike[str] | ArrayLike | None
+) -> Pixels | None:
+    """Returns the pictures that a model sees; None for a model that draws from noise alone.
+
+    Args:
+      given: a path as for `read_pictures`, or arrays (n, height, width[, channels]).
+
+    Raises:
+      UserError: the model sees pictures and there are none, or the other way round, or they cannot
+        be read or have another shape.
+    """
+    shape = config.low_res_shape
+    if shape is None:
+        if given is None:
+            return None
+        raise UserError(
+            'low_res: the model draws from noise alone (model.low_res_size=()); leave it out'
+        )
+    if given is None:
+        raise UserError(missing(config))
+    if isinstance(given, str | os.PathLike):
+        return read_pictures(config, os.fspath(given), None, Classes(0)).pixels
+    option, reading = 'condition' if config.picture_path else 'low_res', Reading.of_pictures(config)
+    pictures = values_of(given, option)
+    if not config.picture_path and pictures.shape[1:] != shape:
+        raise UserError(f'low_res: expected shape (n, {shape}), found {pictures.shape}')
+    if pictures.shape[3] != shape[2]:
+        raise UserError(
+            f'condition: expected shape (n, height, width, {shape[2]}), found {pictures.shape}'
+        )
+    whole = (*config.image_shape[:2], shape[2]) if config.picture_path else shape
+    return fitted(config, fit(pictures, whole, option, reading=reading))
+
+
+def _any_size(path: str, shape: Shape, reading: Reading) -> Source:
+    """Opens a picture or a set of pictures, to be loaded in this shape."""
+    try:
+        file = Path(on_disk(path))
+        if file.suffix.lower() in IMAGE_FILES and file.is_file():
+            pixels = read_picture(file, shape, reading)[None]
+            return of_pixels(path, pixels, reading, no_labels(1), ())
+        return open_source(path, image_shape=shape, reading=reading)
+    except UserError as error:
+        raise UserError(f'--condition: {error}') from None
+
+
+def fitted(config: Config, pixels: Pixels) -> Pixels:
+    """Returns pictures of the image's size at `model.low_res_size`."""
+    shape = config.low_res_shape
+    if shape is None or pixels.shape[1:] == shape:
+        return pixels
+    return to_pixels(shrunk(jnp.asarray(from_pixels(pixels)), shape), pixels.dtype)
 
 
 def read_low_res(
@@ -90,14 +188,20 @@ def read_low_res(
     for row in rows:
         if (found := source.stored_size(int(row))) != shape[:2]:
             raise _wrong_size(path, shape, found, f'picture {row}')
-    labels = np.zeros(0, np.int32)
-    if classes.count and source.class_names:
-        used = {i: _label(path, source.class_names[i], classes) for i in source.labels[rows]}
-        labels = np.array([used[i] for i in source.labels[rows]], np.int32)
+    labels = _labels(path, source, rows, classes)
     pixels = source.load(rows)
     if colourless:
         pixels = np.rint(np.asarray(grey(jnp.asarray(pixels, jnp.float32)))).astype(pixels.dtype)
     return LowRes(pixels, labels, f'{path}: {len(source)} pictures')
+
+
+def _labels(
+    path: str, source: Source, rows: Int[np.ndarray, ' pictures'], classes: Classes
+) -> Int[np.ndarray, ' labels']:
+    if not (classes.count and source.class_names):
+        return np.zeros(0, np.int32)
+    used = {i: _label(path, source.class_names[i], classes) for i in source.labels[rows]}
+    return np.array([used[i] for i in source.labels[rows]], np.int32)
 
 
 def _label(path: str, name: str, classes: Classes) -> int:

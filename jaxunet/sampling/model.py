@@ -30,7 +30,7 @@ from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.guidance import Weaker
-from jaxunet.sampling.low_res import read_low_res
+from jaxunet.sampling.low_res import given_pictures
 from jaxunet.sampling.options import SamplerConfig, check_can_be_guided, usual_steps
 from jaxunet.sampling.picture import Picture
 from jaxunet.weights import Stated, names_folder, write_folder, write_weights
@@ -72,7 +72,7 @@ class Model:
         t: ArrayLike,
         labels: Int[ArrayLike, ' batch'] | None = None,
         *,
-        low_res: Float[ArrayLike, 'batch low_height low_width channels'] | None = None,
+        low_res: Float[ArrayLike, 'batch low_height low_width low_channels'] | None = None,
         params: Params | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
         """Calls the network; a function that JAX can differentiate and compile.
@@ -146,6 +146,7 @@ class Model:
         mask: PathLike | ArrayLike | None = None,
         strength: float | None = None,
         low_res: PathLike | ArrayLike | None = None,
+        condition: PathLike | ArrayLike | None = None,
         batch_size: int = 64,
         progress: Progress = True,
         **options: Any,
@@ -156,7 +157,7 @@ class Model:
         rounding. A sampler is compiled at its first use and kept.
 
         Args:
-          n: number of images; None = 16, or one of each picture of `low_res`.
+          n: number of images; None = 16, or one of each picture of `low_res` or `condition`.
           seed: 0 to 2³² − 1.
           steps: sampling steps; None = the usual number of the sampler.
           sampler: ddpm, ddim, dpmpp_2m, unipc, heun or consistency; None = that of the model's
@@ -168,6 +169,8 @@ class Model:
           mask: the part of `init_image` to redraw, where it is white or True (RePaint).
           strength: with `init_image`: noise to start from, above 0 to 1 (only noise).
           low_res: pictures for a super-resolution network, as a path or arrays.
+          condition: the same argument, by the name for a model of pairs (data.condition=
+            folder:PATH), whose pictures may have any size.
           batch_size: images drawn at a time, over all devices.
           progress: show a bar, or a function of the share that is drawn, 0 to 1. Whatever it raises
             ends the drawing.
@@ -181,7 +184,10 @@ class Model:
           UserError: an option that the model or the sampler does not have, or a picture that does
             not fit.
         """
-        pictures = self._low_res(low_res)
+        if low_res is not None and condition is not None:
+            raise UserError('low_res, condition: are one argument; give one of them')
+        given = low_res if condition is None else condition
+        pictures = given_pictures(self.config, given)
         n = n if n is not None else 16 if pictures is None else len(pictures)
         if n < 1 or batch_size < 1:
             name, value = ('n', n) if n < 1 else ('batch_size', batch_size)
@@ -314,32 +320,6 @@ class Model:
             if not redraw.any():
                 raise UserError('mask: nothing to redraw: it has no white; white is redrawn')
         return Picture(pixels, redraw, strength)
-
-    def _low_res(
-        self, given: PathLike | ArrayLike | None
-    ) -> UInt[np.ndarray, 'pictures height width channels'] | None:
-        shape, reading = self.config.low_res_shape, Reading.of(self.config)
-        if shape is None:
-            if given is not None:
-                raise UserError(
-                    'low_res: the model draws from noise alone (model.low_res_size=()); leave it '
-                    'out'
-                )
-            return None
-        if given is None:
-            raise UserError(
-                f'low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
-            )
-        if _is_path(given):
-            colourless = self.config.data.condition == 'grey'
-            path = os.fspath(given)  # type: ignore[arg-type]
-            return read_low_res(
-                path, shape, None, Classes(0), colourless=colourless, reading=reading
-            ).pixels
-        pictures = values_of(given, 'low_res')
-        if pictures.shape[1:] != shape:
-            raise UserError(f'low_res: expected shape (n, {shape}), found {pictures.shape}')
-        return fit(pictures, shape, 'low_res', reading=reading)
 
 
 @guarded('the weights')

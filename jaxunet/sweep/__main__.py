@@ -255,7 +255,7 @@ def check_data(points: Sequence[Point]) -> None:
             continue
         config: Config = point.config
         data = config.data
-        images = (data.path, config.image_shape, data.labels, data.classes)
+        images = (data.path, config.loaded_shape, data.labels, data.classes, data.condition)
         if images not in seen:
             seen.add(images)
             open_images(config)

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int, Key, UInt
 from jaxunet.config import Config
 from jaxunet.diffusion.process import Diffusion, Times, draw_times, network_input, q_sample
 from jaxunet.diffusion.timesteps import Draw, State, TimestepSampler
-from jaxunet.model.low_res import low_res_of
+from jaxunet.model.low_res import images_of, low_res_of
 from jaxunet.training.augmentation import augment
 
-# image: uint8 or uint16 (batch, height, width, channels); label: int32 (batch,), -1 for none;
+# image: uint8 or uint16 (batch, height, width, channels), with data.condition=folder:PATH followed
+# by the channels of the pictures (`Config.loaded_shape`); label: int32 (batch,), -1 for none;
 # row: int32 (batch,), each sample's row in the global batch.
 Batch = dict[str, Array]
 Images = Float[Array, 'batch height width channels']
@@ -49,7 +50,7 @@ class NoisyBatch(NamedTuple):
       labels: class labels, -1 where dropped; None for an unconditional model.
       dropout_keys: one key per sample; None for a model without dropout.
       augmentation: the network's inputs for `data.augment=edm`; None without it.
-      low_res: the small versions of `x0` for a super-resolution network; None for others.
+      low_res: the pictures that the network sees, such as small versions of `x0`; None for others.
     """
 
     x0: Images
@@ -61,7 +62,7 @@ class NoisyBatch(NamedTuple):
     labels: Int[Array, ' batch'] | None
     dropout_keys: Key[Array, ' batch'] | None
     augmentation: Float[Array, 'batch inputs'] | None
-    low_res: Float[Array, 'batch low_height low_width channels'] | None
+    low_res: Float[Array, 'batch low_height low_width low_channels'] | None
 
 
 def normalise(
@@ -87,7 +88,10 @@ def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool
 
 
 def clean_images(config: Config, keys: Keys, batch: Batch) -> Images:
-    """Returns x0: the batch's images, normalised and, with `data.augment=flip`, flipped."""
+    """Returns the batch's images, normalised and, with `data.augment=flip`, flipped.
+
+    Their own pictures follow them, if there are any (`images_of`).
+    """
     x0 = normalise(batch['image'])
     if config.data.augment == 'flip':
         flip = jax.vmap(jax.random.bernoulli)(keys.flip)
@@ -98,7 +102,7 @@ def clean_images(config: Config, keys: Keys, batch: Batch) -> Images:
 def augmented_images(
     config: Config, keys: Keys, batch: Batch
 ) -> tuple[Images, Float[Array, 'batch inputs'] | None]:
-    """Returns x0 after all augmentation, and the network's inputs for `data.augment=edm`."""
+    """Returns `clean_images` after all augmentation, and the inputs for `data.augment=edm`."""
     x0 = clean_images(config, keys, batch)
     if config.data.augment == 'edm':
         return augment(x0, keys.flip, config.data.augment_probability, config.data.augment_rule)
@@ -138,7 +142,8 @@ def noise_batch(
     batch: Batch,
 ) -> NoisyBatch:
     """Draws timesteps, noise and dropped labels, and runs the forward process on the images."""
-    x0, augmentation = augmented_images(config, keys, batch)
+    loaded, augmentation = augmented_images(config, keys, batch)
+    x0 = images_of(config, loaded)
     draw = sampler.draw(sampler_state, keys.t, batch['row'], x0)
     noise = draw_noise(keys.noise, x0, config.data.noise_candidates)
     labels = None
@@ -151,5 +156,5 @@ def noise_batch(
     xt = q_sample(diffusion, x0, time, noise)
     dropout_keys = keys.dropout if config.model.dropout else None
     seen = network_input(diffusion, xt, time)
-    inputs = (labels, dropout_keys, augmentation, low_res_of(config, x0))
+    inputs = (labels, dropout_keys, augmentation, low_res_of(config, loaded))
     return NoisyBatch(x0, xt, seen, draw, time, noise, *inputs)

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float
 
 from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config
+from jaxunet.data.pairs import paired
 from jaxunet.data.source import Source
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
-from jaxunet.model.low_res import low_res_of
+from jaxunet.model.low_res import images_of, low_res_of
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import choose
 from jaxunet.training.bands import BANDS, BandBatch, BandImages, fixed_noise
@@ -85,7 +86,7 @@ class HeldOutLoss:
         self._replicated = NamedSharding(mesh, whole)
         self._images = BandImages(
             config,
-            source,
+            paired(source),
             self._diffusion.steps,
             devices=len(devices),
             placement=NamedSharding(mesh, split),
@@ -121,10 +122,12 @@ class HeldOutLoss:
         return Losses(*self._images.measure(lambda batch: compiled(placed, batch)))
 
     def _losses(self, params: Params, batch: BandBatch) -> Float[Array, ' batch']:
-        x0, noise = normalise(batch.images), fixed_noise(batch.noise_number, batch.images.shape[1:])
+        loaded = normalise(batch.images)
+        x0 = images_of(self._config, loaded)
+        noise = fixed_noise(batch.noise_number, x0.shape[1:])
         diffusion, time = self._diffusion, middle_time(self._diffusion, batch.t)
         labels = batch.labels if self._config.model.num_classes else None
-        low_res = low_res_of(self._config, x0)
+        low_res = low_res_of(self._config, loaded)
 
         def network(seen: Array, time: Array) -> Array:
             return self._model.predict(params, seen, time, labels, low_res=low_res)

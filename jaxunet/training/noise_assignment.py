@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxunet.config import Config
+from jaxunet.model.low_res import images_of
 from jaxunet.training.batch import Batch, Images, Keys, augmented_images, plain_noise, split_keys
 
 Distances = Float[Array, 'images noises']
@@ -55,8 +56,8 @@ def assigned_noise(
     rows = batch['row'].shape[0]
     devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     every = split_keys(step_key, jnp.arange(rows * devices, dtype=jnp.int32), paired=False).noise
-    images, _ = augmented_images(config, keys, batch)
-    costs = distances(images, every, rows // config.optimizer.accumulate_steps)
+    loaded, _ = augmented_images(config, keys, batch)
+    costs = distances(images_of(config, loaded), every, rows // config.optimizer.accumulate_steps)
     if axis_name is not None:
         costs = jax.lax.all_gather(costs, axis_name, tiled=True)
     return every[assign(costs)[batch['row']]]

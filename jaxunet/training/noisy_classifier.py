@@ -45,6 +45,7 @@ NEEDED: dict[str, object] = {
     'model.num_head_channels': HEAD_CHANNELS,
     'model.dropout': 0.0,
     'model.low_res_size': (),
+    'data.condition': 'image',
     'loss.weighting': 'uniform',
     'timesteps.sampler': 'uniform',
     'ema.widths': (),

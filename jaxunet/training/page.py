@@ -112,7 +112,8 @@ def sample_command(config: Config, folder: pathlib.Path) -> str:
 
     A network that enlarges or colours pictures needs some; PICTURES stands for their path.
     """
-    pictures = ' --low_res PICTURES' if config.low_res_shape else ''
+    flag = 'condition' if config.picture_path else 'low_res'
+    pictures = f' --{flag} PICTURES' if config.low_res_shape else ''
     sample = program.shown('python -m jaxunet.sample')
     return f'{sample} --checkpoint {shlex.quote(str(folder))}{pictures}'
 

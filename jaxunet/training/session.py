@@ -27,6 +27,7 @@ from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.data import pipeline
+from jaxunet.data.pairs import paired
 from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.low_res import check_condition
@@ -76,7 +77,12 @@ class Session:
         check_condition(config)
         self.kernels = choose(config.backend, config.precision)
         self.kernels.check_averages(config)
-        self.config, self.source = config, source
+        self.config, self.source = config, paired(source)
+        if self.source.image_shape != config.loaded_shape and config.picture_path:
+            raise UserError(
+                f'data.condition: expected images with pictures of {config.picture_channels} '
+                f'channels beside them, found {source.name} alone'
+            )
         self.parallel = Parallel(config, self.kernels)
         if config.parallel.shard_optimizer and not self.parallel.shards_state:
             logging.warning('parallel.shard_optimizer: has no effect on a single device')
@@ -84,7 +90,7 @@ class Session:
         logging.info('%s', self.kernels)
         self._diffusion = make_diffusion(config.diffusion)
         self._optimizer = make_optimizer(config)
-        self.resident = pipeline.choose_cache(config, source) == 'device'
+        self.resident = pipeline.choose_cache(config, self.source) == 'device'
         self._first_step = 0
         self._stream: pipeline.Stream | None = None
 
@@ -133,7 +139,7 @@ class Session:
             return
         rows = self.config.data.batch_size // jax.process_count()
         zeros = {
-            'image': np.zeros((rows, *self.config.image_shape), self.source.reading.dtype),
+            'image': np.zeros((rows, *self.config.loaded_shape), self.source.reading.dtype),
             'label': np.zeros(rows, np.int32),
         }
         self.data = self.parallel.put_batches([zeros] * self.steps_per_call)
@@ -288,7 +294,7 @@ def choose_steps_per_call(config: Config, *, resident: bool, platform: str, star
         return 1
     limit = MAX_STEPS_PER_CALL
     if not resident:
-        image = math.prod(config.image_shape) * config.data.bits // 8
+        image = math.prod(config.loaded_shape) * config.data.bits // 8
         batch = config.data.batch_size // jax.process_count() * image
         limit = min(limit, max(STREAMED_BYTES // batch, 1))
     counts = step_counts(config)

@@ -52,17 +52,23 @@ def check_workdir(config: Config, workdir: pathlib.Path) -> None:
     """Checks that a run does not write to a URL, or its sample grids between its training images.
 
     Raises:
-      UserError: the workdir is a URL, the folder `data.path`, or lies in it and is not hidden.
+      UserError: the workdir is a URL, the folder of `data.path` or of `data.condition`, or lies in
+        one of them and is not hidden.
     """
     check_local(workdir, '--workdir')
-    images = pathlib.Path(expanded(config.data.path))
-    if not config.data.path or not images.is_dir():
+    _check_outside(workdir, config.data.path, 'data.path')
+    _check_outside(workdir, config.picture_path, 'data.condition')
+
+
+def _check_outside(workdir: pathlib.Path, path: str, field: str) -> None:
+    images = pathlib.Path(expanded(path))
+    if not path or not images.is_dir():
         return
     images, folder = images.resolve(), workdir.resolve()
     if not folder.is_relative_to(images):
         return
     if not any(part.startswith('.') for part in folder.relative_to(images).parts):
         raise UserError(
-            f'--workdir: {workdir} is in {config.data.path}, the folder of data.path, so a '
+            f'--workdir: {workdir} is in {path}, the folder of {field}, so a '
             'resumed run would train on its own samples; expected a folder outside it'
         )

@@ -19,4 +19,7 @@ def relevant(config: Config) -> Fields:
             if not FACTS[prefix + name].outside_step
         }
 
-    return inside(to_dict(config), '')
+    fields = inside(to_dict(config), '')
+    if config.picture_path:
+        fields['data']['condition'] = 'folder'
+    return fields

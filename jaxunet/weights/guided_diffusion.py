@@ -22,6 +22,7 @@ from jaxunet.weights.inference import OBJECTIVES, Inferred, Shapes, Stated
 from jaxunet.weights.names import BlockNames, Entry, Shape, entries
 
 PROGRAM = 'guided-diffusion'
+FIRST = 'input_blocks.0.0.weight'
 IMAGE_CHANNELS, NUM_CLASSES = 3, 1000  # constants of its scripts
 CHANNEL_MULT = {  # by image size; used if the script's flag channel_mult is empty
     32: (1, 2, 2, 2),
@@ -53,6 +54,7 @@ FIXED = {
     'model.norm_groups': 32,
     'model.norm_eps': 1e-5,
     'model.downsample_padding': 'symmetric',
+    'model.condition_channels': 0,
     **{f'model.{name}': value for name, value in NVLABS_ONLY.items()},
 }
 FIXED_MODEL = {name.removeprefix('model.'): value for name, value in FIXED.items()}
@@ -79,7 +81,7 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """
     tensors = Shapes(shapes, source, PROGRAM)
     base = _base_channels(tensors)
-    inputs = tensors.get('input_blocks.0.0.weight', 4)[1]
+    inputs = tensors.get(FIRST, 4)[1]
     _check_is_diffusion_model(tensors)
     # Kind of resampling -> indices of the output blocks that end with it.
     upsampling = {
@@ -112,6 +114,14 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     return Inferred(
         PROGRAM, fields, attention, out == 2 * image_channels, {}, super_resolution=super_resolution
     )
+
+
+def without_pictures(shapes: dict[str, Shape], channels: int) -> dict[str, Shape]:
+    """Returns shapes as if the first convolution did not read a picture of so many channels."""
+    if not channels or len(shapes.get(FIRST, ())) != 4:
+        return shapes
+    out, inputs, *kernel = shapes[FIRST]
+    return shapes | {FIRST: (out, inputs - channels, *kernel)}
 
 
 def settle_super_resolution(

@@ -231,15 +231,17 @@ def read_state(state: StateDict, given: Given, stated: Inferred | None = None) -
     program = DIFFUSERS if stated else _program(shapes, path)
     if isinstance(state, NetworkPickle):
         program = EDM
-    inferred = stated or program.infer(shapes, path)
     own = load_metadata(path, state.metadata)
+    known_config = given.config or own.config
+    pictures = known_config.model.condition_channels if known_config else 0
+    inferred = stated or program.infer(guided_diffusion.without_pictures(shapes, pictures), path)
     if stated and own.config is None and states_all(stated):
         own = OwnMetadata(stated_config(stated, path, {}).config)
     if isinstance(state, NetworkPickle):
         own = OwnMetadata(edm.config_of(inferred, shapes, state.sigma_data, path))
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(edm.FILTER)}
-    if program is GUIDED_DIFFUSION:
-        model_at_hand = given.config or own.config or given.like
+    if program is GUIDED_DIFFUSION and not pictures:
+        model_at_hand = known_config or given.like
         inferred = guided_diffusion.settle_super_resolution(
             inferred, model_at_hand, given.stated, path
         )
