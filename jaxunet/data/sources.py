@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +71,12 @@ def open_images(config: Config, given: ArraySource | None = None) -> Source:
             'compressed tar, which is decoded once; unpack it, or use data.crop=center'
         )
     return hold_out(open_data(config, config.image_shape, given), config.data.holdout)
+
+
+def images_key(config: Config) -> tuple[Hashable, ...]:
+    """Returns a key that is equal for configs for which `open_data` returns the same images."""
+    data = config.data
+    return data.path, config.image_shape, data.labels, data.classes, Reading.of(config)
 
 
 def open_data(config: Config, image_shape: Shape, given: ArraySource | None = None) -> Source:
