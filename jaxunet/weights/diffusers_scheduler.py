@@ -68,8 +68,8 @@ def process_problems(config: Config) -> Iterator[str]:
         )
     elif diffusion.objective == 'consistency':
         yield (
-            'diffusion.objective: expected epsilon, x0, v or flow, found consistency: its sampler '
-            'is not among those that are written; write .safetensors instead'
+            'diffusion.objective: expected epsilon, x0, v or flow, found consistency, whose '
+            'sampler is not among those that are written'
         )
     elif diffusion.continuous and diffusion.learn_sigma:
         yield f'diffusion.learn_sigma: expected False with {diffusion.objective}, found True'
