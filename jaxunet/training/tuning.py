@@ -71,7 +71,12 @@ def tuned(
       UserError: there is nothing to tune, or a model that predicts neither edm nor flow.
     """
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
-    if not isinstance(raw, dict) or value_at(raw, OBJECTIVE) != 'consistency':
+    if not isinstance(raw, dict):
+        return values
+    run = known or start
+    if run and run.diffusion.objective == 'consistency' and value_at(raw, OBJECTIVE) == '':
+        raw, named = with_values(raw, {OBJECTIVE: 'consistency'}), [*named, OBJECTIVE]
+    if value_at(raw, OBJECTIVE) != 'consistency':
         return values
     free = _free(raw, named)
     if known is not None and known.diffusion.objective == 'consistency':
@@ -139,8 +144,8 @@ def _prediction(start: Config | None, init_from: object) -> str:
         raise UserError(NEEDS_WEIGHTS)
     if start is None:
         raise UserError(
-            f'init_from: {init_from}: expected the run, checkpoint or .safetensors of a model that '
-            'predicts edm or flow, found none there that says so'
+            f'init_from: {init_from}: expected the run, the checkpoint or the weights of a model '
+            'that predicts edm or flow, found none there that says so'
         )
     check_teacher(start, str(init_from))
     return start.diffusion.prediction
