@@ -16,6 +16,7 @@ from support.diffusers_folders import (
 from support.weight_cases import random_params
 
 from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.newest import config_at
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_folder
 
@@ -44,6 +45,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[tuple[s
 
 def test_a_name_of_the_hub(hub: list[tuple[str, Any]]) -> None:
     same(load_model('google/ddpm-cifar10-32').params, random_params(SMALL))
+    assert config_at('google/ddpm-cifar10-32') == SMALL
+    del hub[0]
     load_model('google/ddpm-cifar10-32@267b167')
     assert hub == [('google/ddpm-cifar10-32', None), ('google/ddpm-cifar10-32', '267b167')]
     with pytest.raises(UserError, match=r'a/b: .*cannot be downloaded .*404 Client Error'):
