@@ -43,7 +43,7 @@ from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.paths import of_user, shown_path
 from jaxunet.training.log_file import LogFile
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.loop import train
@@ -205,7 +205,10 @@ def run(config: Config) -> None:
     )
     if jax.process_index() == 0:
         held = f' and {len(source.held_out)} held out' if source.held_out else ''
-        print(f'{len(source)} images{held} from {config.data.path}; workdir {folder}', flush=True)
+        print(
+            f'{len(source)} images{held} from {shown_path(config.data.path)}; workdir {folder}',
+            flush=True,
+        )
     # A resumed run no longer needs the weights that it started from.
     resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)

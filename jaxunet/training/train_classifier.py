@@ -27,7 +27,7 @@ from jaxunet.data.look import tell_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache
-from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.paths import of_user, shown_path
 from jaxunet.training.classifier import train_classifier
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.noisy_classifier import FILE, check_trainable
@@ -61,7 +61,10 @@ def main(argv: Sequence[str]) -> None:
     check_classes(config, source)
     tell_pixels(source)
     held = f' and {len(source.held_out)} held out' if source.held_out else ''
-    print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
+    print(
+        f'{len(source)} images{held} from {shown_path(config.data.path)}; workdir {workdir}',
+        flush=True,
+    )
     print(label_table(source.class_names), flush=True)
     with write_error_ends():
         step = train_classifier(config, workdir, source, Preemption())
