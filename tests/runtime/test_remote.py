@@ -223,6 +223,10 @@ def test_a_full_cache_is_told_before_the_copy(server, cache, monkeypatch):
     [
         ('memory://none/x.zip', r'^memory://none/x\.zip: no such file or folder; check the addre'),
         ('mammoth://x', r'^mammoth://x: mammoth:// is unknown: Protocol not known: mammoth'),
+        (
+            'https://u:p@h/x-{0..9}.tar?k',
+            r'^https://h/x-\{0\.\.9\}\.tar: braces and \* name several',
+        ),
         ('dask://x', r'^dask://x: needs a package that is not installed: '),
     ],
 )
