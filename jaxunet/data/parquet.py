@@ -37,7 +37,6 @@ class ParquetRows(Rows):
 
     Args:
       path: the set, for messages.
-      how: `data.labels`, which chooses the column.
 
     Raises:
       UserError: a file cannot be read, has no column of images or others than the first one, or

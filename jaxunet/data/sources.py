@@ -50,7 +50,7 @@ DIVIDED: dict[str, Callable[[Path, Sequence[Path]], Container]] = {
     '.arrow': ArrowRows,
 }
 TABLES = ('.parquet', '.arrow')
-WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
+WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt', '.pkl')
 
 
 def open_images(config: Config, given: ArraySource | None = None) -> Source:

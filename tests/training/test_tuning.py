@@ -100,7 +100,7 @@ def test_a_resumed_run_keeps_what_was_chosen():
 
 
 def test_an_open_objective_is_that_of_a_tuned_network():
-    """Of the run to resume, or of init_from, with everything else that tuning chooses."""
+    """A run that resumes or starts from one keeps all that tuning chose."""
     first = complete(tuned(recipe('images'), None, TEACHER, TUNES))
     left_open = recipe('images', **{'diffusion.objective': ''})
     assert complete(tuned(left_open, None, first, [])) == first
