@@ -254,13 +254,13 @@ class _Thread(Caller):
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows until the thread ends."""
-        while (found := self._told.get()) is not None:
-            if isinstance(found, UserError):
+        while (row := self._told.get()) is not None:
+            if isinstance(row, UserError):
                 assert self._task is not None
                 self._task.abandon()
                 self._task = None
-                raise found
-            yield found
+                raise row
+            yield row
 
     def stop(self, error: BaseException) -> None:
         """Asks the run to stop, and waits until it has saved."""
@@ -322,13 +322,13 @@ def evaluate(
             base = to_dict(model.config) | {'seed': seed}
             config = resolve(base | {'evaluation': base['evaluation'] | changes})
             source = _reference(config, reference, path)
-            found = Evaluator(config, source, jax.local_devices()).measure(model.params)
+            results = Evaluator(config, source, jax.local_devices()).measure(model.params)
         else:
             if fields or num_samples is not None:
                 name = 'num_samples' if num_samples is not None else next(iter(fields))
                 raise UserError(f'{name}: needs a Model, which draws samples')
-            found = _compared(model, reference, metrics, features, seed)
-    return {result.label: result.value for result in found}
+            results = _compared(model, reference, metrics, features, seed)
+    return {result.label: result.value for result in results}
 
 
 def _reference(config: Config, images: object, path: str) -> Source | None:

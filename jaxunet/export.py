@@ -226,9 +226,9 @@ def copy_classifier() -> None:
             '--classifier: expected --preset or --config of the model that it guides, or '
             '--image_size; found none of them'
         )
-    found = read_classifier(path, config)
-    write_classifier(OUTPUT.value, found.params, found.config, found.classes)
-    print(f'{path}: {found.note} -> {OUTPUT.value}')
+    classifier = read_classifier(path, config)
+    write_classifier(OUTPUT.value, classifier.params, classifier.config, classifier.classes)
+    print(f'{path}: {classifier.note} -> {OUTPUT.value}')
 
 
 def load(path: str) -> Model:

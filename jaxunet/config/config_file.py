@@ -31,7 +31,7 @@ class ConfigFile(flags.ArgumentParser):
             get_config = runpy.run_path(path).get('get_config')
             if get_config is None:
                 raise UserError(f'--config: {named}: expected get_config(), found none')
-            found = get_config(*argument)
+            made = get_config(*argument)
         except UserError:
             raise
         except SystemExit as error:
@@ -41,12 +41,12 @@ class ConfigFile(flags.ArgumentParser):
             ) from None
         except Exception as error:
             raise UserError(config_error(error)) from None
-        if not isinstance(found, ConfigDict | dict):
+        if not isinstance(made, ConfigDict | dict):
             raise UserError(
                 f'--config: {named}: get_config() must return the ConfigDict of '
-                f'jaxunet.config.default_config() with fields changed, found {found!r}'
+                f'jaxunet.config.default_config() with fields changed, found {made!r}'
             )
-        return found.lock() if isinstance(found, ConfigDict) else found
+        return made.lock() if isinstance(made, ConfigDict) else made
 
     def flag_type(self) -> str:
         """Returns the name of the flag's type in --helpfull."""

@@ -50,13 +50,13 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
 
 def owners() -> dict[str, tuple[Choice, ...]]:
     """Returns the fields that belong to choices, by their paths."""
-    found = {path: facts.belongs_to for path, facts in FACTS.items() if facts.belongs_to}
+    choosers = {path: facts.belongs_to for path, facts in FACTS.items() if facts.belongs_to}
     for chooser in (path for path, facts in FACTS.items() if facts.prefixes):
         section = chooser.partition('.')[0]
         for choice in CHOICES[chooser]:
             begins = f'{section}.{choice}_'
-            found |= {path: ((chooser, choice),) for path in FACTS if path.startswith(begins)}
-    return found
+            choosers |= {path: ((chooser, choice),) for path in FACTS if path.startswith(begins)}
+    return choosers
 
 
 def _value(config: Config, path: str) -> object:

@@ -59,16 +59,16 @@ def identity(values: Fields) -> Fields:
         return bool(default == (tuple(value) if isinstance(value, list) else value))
 
     def before(fields: Fields, prefix: str) -> Fields:
-        found: Fields = {}
+        stated: Fields = {}
         for name, value in fields.items():
             path = prefix + name
             facts = FACTS.get(path, Facts())
             if isinstance(value, dict):
-                found[name] = before(value, f'{name}.')
+                stated[name] = before(value, f'{name}.')
             elif facts.was is not None and is_default(path, value):
-                found[name] = facts.was
+                stated[name] = facts.was
             elif not (facts.since and is_default(path, value)):
-                found[facts.once or name] = value
-        return found
+                stated[facts.once or name] = value
+        return stated
 
     return before(values, '')

@@ -66,12 +66,12 @@ def signal_and_noise(config: DiffusionConfig, time: T) -> tuple[T, T]:
     if config.prediction == 'edm':
         # √ᾱ = 1/√(1 + σ²) and √(1 − ᾱ) = σ/√(1 + σ²), from ln σ² so that neither overflows.
         log_variance = time * (8 / TIME_SCALE)
-        found = _sqrt_sigmoid(-log_variance), _sqrt_sigmoid(log_variance)
+        both = _sqrt_sigmoid(-log_variance), _sqrt_sigmoid(log_variance)
     else:
         t = time / TIME_SCALE
         length = ((1 - t) ** 2 + t**2) ** 0.5
-        found = (1 - t) / length, t / length
-    return cast(tuple[T, T], found)
+        both = (1 - t) / length, t / length
+    return cast(tuple[T, T], both)
 
 
 def _sqrt_sigmoid(x: Array | np.ndarray) -> Array | np.ndarray:

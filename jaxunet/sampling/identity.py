@@ -23,9 +23,9 @@ def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
     Models with timesteps keep the names that interrupted samples of earlier versions recorded.
     """
     if diffusion.continuous:
-        found = {'objective': diffusion.objective, 'edm_sigma_data': diffusion.edm_sigma_data}
+        fields = {'objective': diffusion.objective, 'edm_sigma_data': diffusion.edm_sigma_data}
         tunes = diffusion.objective == 'consistency'
-        return found | ({'consistency_of': diffusion.consistency_of} if tunes else {})
+        return fields | ({'consistency_of': diffusion.consistency_of} if tunes else {})
     return {
         'steps': diffusion.steps,
         'schedule': diffusion.schedule,

@@ -212,7 +212,7 @@ def resolve_variance(variance: str | None, diffusion: Diffusion) -> str:
 
 def _check_one_spacing(config: SamplerConfig) -> None:
     """Checks that at most one of timesteps, respacing and (steps, skip_schedule) is given."""
-    found = {
+    given = {
         'timesteps': None if config.timesteps is None else ','.join(map(str, config.timesteps)),
         'respacing': config.respacing,
     }
@@ -220,10 +220,10 @@ def _check_one_spacing(config: SamplerConfig) -> None:
         ('timesteps', ('respacing', 'steps', 'skip_schedule')),
         ('respacing', ('steps', 'skip_schedule')),
     ):
-        for other in others if found[first] is not None else ():
+        for other in others if given[first] is not None else ():
             if (value := getattr(config, other)) is not None:
                 raise UserError(
-                    f'{first}: {found[first]!r} already determines the steps, '
+                    f'{first}: {given[first]!r} already determines the steps, '
                     f'found {other}={value} beside it; leave one of them out'
                 )
 

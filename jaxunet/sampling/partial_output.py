@@ -88,12 +88,12 @@ class Parts:
             raise UserError(
                 f'{self.folder / IDENTITY}: cannot be read: {error.strerror or error}; {ADVICE}'
             ) from None
-        found = parse_json(text, str(self.folder / IDENTITY), advice=ADVICE, finite=False)
-        names = sorted(found.keys() | self.identity.keys())
+        stored = parse_json(text, str(self.folder / IDENTITY), advice=ADVICE, finite=False)
+        names = sorted(stored.keys() | self.identity.keys())
         changed = [
-            f'{plain(n)}: {shown(found.get(n))} there, {shown(self.identity.get(n))} now'
+            f'{plain(n)}: {shown(stored.get(n))} there, {shown(self.identity.get(n))} now'
             for n in names
-            if found.get(n) != self.identity.get(n)
+            if stored.get(n) != self.identity.get(n)
         ]
         if changed:
             raise UserError(

@@ -93,17 +93,17 @@ class Schedule:
     @property
     def identity(self) -> dict[str, object]:
         """Everything that determines the samples, beside the sampler, as JSON values."""
-        found: dict[str, object] = {
+        facts: dict[str, object] = {
             'init_image': _digest(self.picture.pixels),
             'strength': self.strength,
         }
         if self.picture.redraw is not None:
-            found |= {
+            facts |= {
                 'mask': _digest(self.picture.redraw),
                 'resample': self.resample,
                 'jump_length': self.jump_length,
             }
-        return found
+        return facts
 
 
 def _digest(pixels: np.ndarray) -> str:

@@ -266,7 +266,7 @@ def _step(
     diffusion, table, x = sampler.diffusion, sampler.coefficients, state.x
     kind = x.dtype if diffusion.continuous else jnp.int32
     t = jnp.full(x.shape[:1], jnp.asarray(sampler.times, kind)[k], kind)
-    found = evaluate(denoise, x, t, diffusion, sampler.config, class_gradient)
+    evaluation = evaluate(denoise, x, t, diffusion, sampler.config, class_gradient)
 
     def product(factors: np.ndarray, images: Images | None) -> list[Images]:
         """Returns [factor · images], or [] if all factors are 0, which is known at trace time."""
@@ -277,29 +277,31 @@ def _step(
         )
 
     terms = [
-        *product(table.x0, found.x0),
+        *product(table.x0, evaluation.x0),
         *product(table.state, x),
-        *product(table.noise, found.noise),
+        *product(table.noise, evaluation.noise),
         *product(table.memory, state.memory),
         *product(table.older, state.older),
     ]
     if sampler.spaced is not None:
-        terms += _learned_variance_terms(sampler.spaced, table, found, keys, k, t)
+        terms += _learned_variance_terms(sampler.spaced, table, evaluation, keys, k, t)
     else:
         if table.draw.any():
             terms += product(table.draw, _noise(keys, k + 1, x.shape[1:]))
-        if sampler.config.name == 'ddpm' and found.class_gradient is not None:
+        if sampler.config.name == 'ddpm' and evaluation.class_gradient is not None:
             assert sampler.config.variance is not None
             variances = fixed_variances(diffusion, table, sampler.config.variance)
-            terms += product(variances, found.class_gradient)
+            terms += product(variances, evaluation.class_gradient)
     older = None if state.older is None else state.memory
-    return State(functools.reduce(operator.add, terms), found.remembered(sampler.memory), older)
+    return State(
+        functools.reduce(operator.add, terms), evaluation.remembered(sampler.memory), older
+    )
 
 
 def _learned_variance_terms(
     spaced: Diffusion,
     table: Coefficients,
-    found: Evaluation,
+    evaluation: Evaluation,
     keys: Keys,
     k: Int[Array, ''],
     t: Times,
@@ -309,15 +311,15 @@ def _learned_variance_terms(
     Args:
       spaced: the process on the visited timesteps.
     """
-    assert found.variance_values is not None
+    assert evaluation.variance_values is not None
     # The place of the timestep among those visited; evaluations may repeat.
     places = np.searchsorted(np.unique(table.timesteps), table.timesteps)
     index = jnp.asarray(places, jnp.int32)[k]
-    log_variance = learned_log_variance(spaced, found.variance_values, jnp.full_like(t, index))
-    noise = _noise(keys, k + 1, found.x0.shape[1:])
+    log_variance = learned_log_variance(spaced, evaluation.variance_values, jnp.full_like(t, index))
+    noise = _noise(keys, k + 1, evaluation.x0.shape[1:])
     terms = [jnp.where(index == 0, 0, jnp.exp(0.5 * log_variance)) * noise]
-    if found.class_gradient is not None:
-        terms.append(jnp.exp(log_variance) * found.class_gradient)
+    if evaluation.class_gradient is not None:
+        terms.append(jnp.exp(log_variance) * evaluation.class_gradient)
     return terms
 
 

@@ -96,8 +96,8 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
       UserError: text of another form, more timesteps than there are, or no such k.
     """
     total = len(alphas_cumprod)
-    if (found := _ddpm_torch_subset(total, respacing)) is not None:
-        return found
+    if (subset := _ddpm_torch_subset(total, respacing)) is not None:
+        return subset
     number = respacing.removeprefix('ddim')
     if respacing != number and number.isdecimal():
         for stride in range(1, total + 1):

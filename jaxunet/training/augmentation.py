@@ -180,7 +180,7 @@ def resample(
     # One gather fetches the four neighbours of all pixels.
     index = jnp.stack([row * width + column for row in rows for column in columns], axis=-1)
     flat = images.reshape(batch, height * width, channels)
-    found = jax.vmap(lambda pixels, i: pixels[i])(flat, index)
+    gathered = jax.vmap(lambda pixels, i: pixels[i])(flat, index)
     weight = jnp.stack(
         [
             vertical * horizontal
@@ -189,7 +189,7 @@ def resample(
         ],
         axis=-1,
     )
-    return jnp.sum(found * weight[..., None], axis=-2)
+    return jnp.sum(gathered * weight[..., None], axis=-2)
 
 
 def _reflected(place: Float[Array, '*shape'], size: int) -> Int[Array, '*shape']:

@@ -68,8 +68,8 @@ class Accuracy:
     def measure(self, params: Params) -> dict[str, Scores]:
         """Returns the scores by `KINDS` of these weights."""
         placed = jax.device_put(params, self._device)
-        found = self._images.measure(lambda batch: self._program(placed, batch))
-        return {kind: Scores(*means) for kind, means in zip(KINDS, found, strict=True)}
+        results = self._images.measure(lambda batch: self._program(placed, batch))
+        return {kind: Scores(*means) for kind, means in zip(KINDS, results, strict=True)}
 
     def _scores(self, params: Params, batch: BandBatch) -> Float[Array, 'fields batch']:
         noise = fixed_noise(batch.noise_number, batch.images.shape[1:])
@@ -85,8 +85,8 @@ def columns(scores: dict[str, Scores]) -> dict[str, float]:
     """Returns the scores by the names `COLUMNS`."""
     return {
         f'{kind}_{field}_{band + 1}': float(value)
-        for kind, found in scores.items()
-        for field, values in found._asdict().items()
+        for kind, by_level in scores.items()
+        for field, values in by_level._asdict().items()
         for band, value in enumerate(values)
     }
 

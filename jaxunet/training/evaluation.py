@@ -293,8 +293,8 @@ class Evaluator:
             # The best checkpoints must not be lost because a file cannot be read at the moment.
             with contextlib.suppress(OSError):
                 rows = [row for row in read_evaluations(workdir) if row['metric'] == label]
-                found = {int(row['step']): sign * float(row['value'] or math.nan) for row in rows}
-                known.update({step: x for step, x in found.items() if math.isfinite(x)})
+                by_step = {int(row['step']): sign * float(row['value'] or math.nan) for row in rows}
+                known.update({step: x for step, x in by_step.items() if math.isfinite(x)})
             return known
 
         return scores

@@ -46,12 +46,12 @@ class Losses(NamedTuple):
     @classmethod
     def of_row(cls, row: Mapping[str, str]) -> Losses | None:
         """Returns the losses of a row of metrics.csv; None if it has none."""
-        found = [
+        losses = [
             [row.get(f'{name}_loss{suffix}') for suffix in SUFFIXES[1:]] for name in cls._fields
         ]
-        if not all(value for bands in found for value in bands):
+        if not all(value for bands in losses for value in bands):
             return None
-        return cls(*(np.array(bands, np.float64) for bands in found))
+        return cls(*(np.array(bands, np.float64) for bands in losses))
 
     def columns(self) -> dict[str, float]:
         """Returns the means over all bands and the bands, by their columns of metrics.csv."""

@@ -77,21 +77,23 @@ class StepTable:
     ) -> None:
         self.path = path
         try:
-            found = _read(path, (*columns, *optional), texts)
+            earlier = _read(path, (*columns, *optional), texts)
         except FileNotFoundError:
-            found = _Found((), [], '')
+            earlier = _FileRows((), [], '')
         except IsADirectoryError as error:
-            found = _Found((), [], f'cannot be read ({error.strerror})')
+            earlier = _FileRows((), [], f'cannot be read ({error.strerror})')
         except OSError as error:
             raise RefusedError(
                 f'{path}: cannot be read: {error.strerror or error}. It may be whole; repeat the '
                 'command once it can be read, or move it away to start another one'
             ) from None
-        kept = [name for name in optional if name in found.columns]
+        kept = [name for name in optional if name in earlier.columns]
         self._columns = tuple(dict.fromkeys((*columns, *kept)))
-        self.earlier = [row for row in found.rows if int(row['step']) <= start_step]
-        if found.problem:
-            logging.warning('%s: %s; it is moved to %s', path, found.problem, path.parent / DAMAGED)
+        self.earlier = [row for row in earlier.rows if int(row['step']) <= start_step]
+        if earlier.problem:
+            logging.warning(
+                '%s: %s; it is moved to %s', path, earlier.problem, path.parent / DAMAGED
+            )
             set_aside(path.parent, path)
         self._file = PatientFile(
             path,
@@ -123,7 +125,7 @@ class StepTable:
         return text.getvalue().encode()
 
 
-class _Found(NamedTuple):
+class _FileRows(NamedTuple):
     """The content of a table.
 
     Attributes:
@@ -138,19 +140,19 @@ class _Found(NamedTuple):
     problem: str
 
 
-def _read(path: pathlib.Path, known: Sequence[str], texts: Collection[str]) -> _Found:
+def _read(path: pathlib.Path, known: Sequence[str], texts: Collection[str]) -> _FileRows:
     check_regular(path)
     data = path.read_bytes()
     head, *lines = data.decode('utf-8', 'replace').rstrip('\r\n').split('\n')
     columns = _cells(head)
     if not set(columns) <= set(known) or 'step' not in columns:
         problem = f'has the columns {", ".join(columns)[:200]!r}' if data else ''
-        return _Found((), [], problem)
+        return _FileRows((), [], problem)
     rows = [_row(columns, line, texts) for line in lines]
     damaged = sum(row is None for row in rows)
     if rows and rows[-1] is None and not data.endswith(b'\n'):
         damaged -= 1  # cut short: the process was killed while it wrote
-    return _Found(
+    return _FileRows(
         columns,
         [dict.fromkeys(known, '') | row for row in rows if row],
         f'{damaged} rows are damaged' if damaged else '',
@@ -192,10 +194,10 @@ def read_rows(
     Columns that an older version did not have are empty. Rows that are damaged or were cut short
     are left out; a file with other columns has none.
     """
-    found = _read(path, columns, texts)
-    if found.problem:
-        logging.warning('%s: %s', path, found.problem)
-    return found.rows
+    earlier = _read(path, columns, texts)
+    if earlier.problem:
+        logging.warning('%s: %s', path, earlier.problem)
+    return earlier.rows
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, str]]:

@@ -56,10 +56,10 @@ def assigned_noise(
     devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     every = split_keys(step_key, jnp.arange(rows * devices, dtype=jnp.int32), paired=False).noise
     images, _ = augmented_images(config, keys, batch)
-    found = distances(images, every, rows // config.optimizer.accumulate_steps)
+    costs = distances(images, every, rows // config.optimizer.accumulate_steps)
     if axis_name is not None:
-        found = jax.lax.all_gather(found, axis_name, tiled=True)
-    return every[assign(found)[batch['row']]]
+        costs = jax.lax.all_gather(costs, axis_name, tiled=True)
+    return every[assign(costs)[batch['row']]]
 
 
 def distances(images: Images, keys: Key[Array, ' noises'], chunk: int) -> Distances:

@@ -125,11 +125,11 @@ def starting_state(config: Config) -> TrainState:
     path = pathlib.Path(on_disk(config.init_from))
     if path.is_dir():
         path /= FILE
-    found = read_classifier(path, config)
-    check_reusable(found.config, network_config(config), str(path))
-    leaves, fresh = flatten(found.params), flatten(state.params)
-    note = found.note
-    if found.classes != config.model.num_classes:
+    classifier = read_classifier(path, config)
+    check_reusable(classifier.config, network_config(config), str(path))
+    leaves, fresh = flatten(classifier.params), flatten(state.params)
+    note = classifier.note
+    if classifier.classes != config.model.num_classes:
         leaves |= {place: leaf for place, leaf in fresh.items() if place[:2] == LAST}
         note += f'; fresh: the layer of the {config.model.num_classes} classes here'
     logging.info('starting from %s: %s', path, note)

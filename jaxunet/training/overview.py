@@ -64,15 +64,15 @@ def runs(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def overview(folder: pathlib.Path) -> str:
     """Returns the HTML page of all runs in a folder: the last grid, step and loss of each."""
-    found = [_card(folder, run) for run in runs(folder)]
+    cards = [_card(folder, run) for run in runs(folder)]
     body = (
-        ''.join(found) or f'<p>There are no runs in {html.escape(printable(str(folder)))} yet.</p>'
+        ''.join(cards) or f'<p>There are no runs in {html.escape(printable(str(folder)))} yet.</p>'
     )
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>runs</title><style>{STYLE}</style>'
-        f'<h1>{len(found)} run{"" if len(found) == 1 else "s"}</h1><main>{body}</main></html>'
+        f'<h1>{len(cards)} run{"" if len(cards) == 1 else "s"}</h1><main>{body}</main></html>'
     )
 
 

@@ -71,22 +71,22 @@ def contents(config: Config, workdir: pathlib.Path) -> dict[str, object]:
 
 def pictures(workdir: pathlib.Path) -> list[tuple[int, str]]:
     """Returns the step and the path in the workdir of each grid of samples, in order."""
-    found = sorted((workdir / 'samples').glob('step_*.png'))
+    files = sorted((workdir / 'samples').glob('step_*.png'))
     return [
         (int(path.stem.removeprefix('step_')), f'samples/{path.name}')
-        for path in found
+        for path in files
         if path.stem.removeprefix('step_').isdecimal()
     ]
 
 
 def turns(rows: Sequence[Mapping[str, str]]) -> list[tuple[int, str]]:
     """Returns each step at which the held-out loss had turned, and what the log said there."""
-    turn, found = Turn(), []
+    turn, places = Turn(), []
     for row in rows:
         losses = Losses.of_row(row)
         if losses and (said := turn.add(losses)):
-            found.append((int(row['step']), said))
-    return found
+            places.append((int(row['step']), said))
+    return places
 
 
 def commands(config: Config, workdir: pathlib.Path, begun: str) -> dict[str, str]:
@@ -97,11 +97,11 @@ def commands(config: Config, workdir: pathlib.Path, begun: str) -> dict[str, str
     """
     folder = shlex.quote(str(workdir))
     resume = begun.split(' ', 2)[2:]
-    found = {
+    lines = {
         'export the weights': f'export --checkpoint {folder} --output model.safetensors',
         'see all runs': f'view {shlex.quote(str(workdir.parent))}',
     }
-    shown = {does: program.shown(f'python -m jaxunet.{it}') for does, it in found.items()}
+    shown = {does: program.shown(f'python -m jaxunet.{it}') for does, it in lines.items()}
     draw = f'{sample_command(config, workdir)} --num_samples 64 --output samples.png'
     first = {'resume, or go on with a larger train.steps': resume[0]} if resume else {}
     return first | {'draw 64 samples': draw} | shown
@@ -123,11 +123,11 @@ def _finite(text: str | None) -> bool:
 
 def _changed(defaults: Mapping[str, object], values: Mapping[str, object]) -> dict[str, str]:
     """Returns the fields with other values than the defaults, by their paths."""
-    found: dict[str, str] = {}
+    changed: dict[str, str] = {}
     for name, value in values.items():
         default = defaults.get(name)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
-            found |= {f'{name}.{k}': v for k, v in _changed(default, value).items()}
+            changed |= {f'{name}.{k}': v for k, v in _changed(default, value).items()}
         elif value != default:
-            found[name] = str(value)
-    return found
+            changed[name] = str(value)
+    return changed

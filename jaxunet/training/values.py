@@ -49,8 +49,8 @@ def _read(recipe: Recipe) -> Fields:
     if isinstance(recipe, Config):
         return copy.deepcopy(to_dict(recipe))
     if not isinstance(recipe, ConfigDict):
-        found = ConfigFile().parse(os.fspath(recipe))
-        recipe = found if isinstance(found, ConfigDict) else ConfigDict(found)
+        config = ConfigFile().parse(os.fspath(recipe))
+        recipe = config if isinstance(config, ConfigDict) else ConfigDict(config)
     return recipe.to_dict()
 
 
@@ -60,11 +60,11 @@ def fields_by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
     sections = {name: section for name, section in known.items() if isinstance(section, dict)}
     paths = [f'{section}.{name}' for section, names in sections.items() for name in names]
     paths += [name for name in known if name not in sections]
-    found: list[tuple[str, object]] = []
+    by_path: list[tuple[str, object]] = []
     for given, value in fields.items():
         name = RENAMED.get(given, given)
         if name in sections and isinstance(value, Mapping):
-            found += fields_by_path({f'{name}.{field}': each for field, each in value.items()})
+            by_path += fields_by_path({f'{name}.{field}': each for field, each in value.items()})
             continue
         matches = [name] if name in paths else [p for p in paths if p.endswith(f'.{name}')]
         if name in sections:
@@ -75,5 +75,5 @@ def fields_by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
         if len(matches) > 1:
             either = ' or '.join(f"**{{'{path}': {value!r}}}" for path in matches)
             raise UserError(f'{name}: several sections have it; write {either}')
-        found.append((matches[0], value))
-    return found
+        by_path.append((matches[0], value))
+    return by_path

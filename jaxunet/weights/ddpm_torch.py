@@ -93,10 +93,10 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
             f'{source}: _model.{FIRST}: a network of ddpm-torch with block_size above 1, which '
             'shuffles pixels into channels, is not supported; give one with block_size=1'
         )
-    found = Shapes(shapes, source, PROGRAM)
-    base = found.base_channels('embed.0.weight')
-    image_channels = found.get(FIRST, 4)[1]
-    out = found.get('out_conv.2.weight', 4)[0]
+    tensors = Shapes(shapes, source, PROGRAM)
+    base = tensors.base_channels('embed.0.weight')
+    image_channels = tensors.get(FIRST, 4)[1]
+    out = tensors.get('out_conv.2.weight', 4)[0]
     if out == 2 * image_channels:
         raise UserError(
             f'{source}: out_conv.2.weight: {out} output channels for {image_channels} of the image:'
@@ -118,7 +118,7 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     prefixes = [f'downsamples.level_{level}.0' for level in range(last + 1)]
     attends = [f'{prefix}.1.project_in.weight' in shapes for prefix in prefixes]
     channels = [
-        found.get(f'{prefix}{".0" * attention}.conv1.weight', 4)[0]
+        tensors.get(f'{prefix}{".0" * attention}.conv1.weight', 4)[0]
         for prefix, attention in zip(prefixes, attends, strict=True)
     ]
     if wrong := [n for n in channels if n % base]:

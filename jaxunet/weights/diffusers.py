@@ -135,21 +135,21 @@ def constants(config: Config) -> dict[str, Constant]:
     themselves. A time embedding of another period or of rescaled timesteps is a table of its values
     at the timesteps.
     """
-    model, found = config.model, {}
+    model, arrays = config.model, {}
     if needs_table(config):
         shape = config.diffusion.steps, model.base_channels
-        found['time_proj.weight'] = Constant(shape, lambda: _time_table(config))
+        arrays['time_proj.weight'] = Constant(shape, lambda: _time_table(config))
     if model.conv_resample or model.resblock_updown:
-        return found
+        return arrays
     widths = _widths(model)
     for direction, channels in (('down', widths[:-1]), ('up', widths[:0:-1])):
         for index, width in enumerate(channels):
             name = f'{direction}_blocks.{index}.{direction}samplers.0.conv'
             kernel = functools.partial(_resampling_kernel, direction, width)
             zeros = functools.partial(np.zeros, width, np.float32)
-            found[f'{name}.weight'] = Constant((width, width, 3, 3), kernel)
-            found[f'{name}.bias'] = Constant((width,), zeros)
-    return found
+            arrays[f'{name}.weight'] = Constant((width, width, 3, 3), kernel)
+            arrays[f'{name}.bias'] = Constant((width,), zeros)
+    return arrays
 
 
 def _resampling_kernel(direction: str, width: int) -> np.ndarray:
@@ -259,9 +259,9 @@ def _head_width(config: Config) -> int | None:
       UserError: blocks have heads of several widths.
     """
     heads = _heads(config)
-    found = {width // count for (_, width), count in heads.items()}
-    if len(found) == 1:
-        return found.pop()
+    widths = {width // count for (_, width), count in heads.items()}
+    if len(widths) == 1:
+        return widths.pop()
     if set(heads.values()) == {1}:
         return None
     model = config.model
@@ -269,7 +269,7 @@ def _head_width(config: Config) -> int | None:
     name = 'num_heads_upsample' if other else 'num_heads'
     raise UserError(
         f'model.{name}: expected heads of one width in every block, found {getattr(model, name)} '
-        f'heads and widths of {", ".join(map(str, sorted(found)))} channels'
+        f'heads and widths of {", ".join(map(str, sorted(widths)))} channels'
     )
 
 

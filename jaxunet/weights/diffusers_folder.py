@@ -108,8 +108,8 @@ class _State:
 
     def read(self, name: str) -> np.ndarray:
         """Returns one tensor as float32. Raises UserError: a number that is not finite."""
-        found = [file.read(full) for file, full in self._parts[name]]
-        value = found[0] if len(found) == 1 else np.concatenate(found)
+        parts = [file.read(full) for file, full in self._parts[name]]
+        value = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return value[: self._rows.get(name)]
 
     def fit(self, config: Config) -> None:
@@ -294,10 +294,10 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
                         f'{shown(name)}'
                     )
             return [folder / name for name in dict.fromkeys(names)]
-    found = sorted(path.name for path in folder.iterdir() if path.name != CONFIG)
+    there = sorted(path.name for path in folder.iterdir() if path.name != CONFIG)
     raise UserError(
         f'{folder}: expected {WEIGHTS}.safetensors or {WEIGHTS}.bin, found '
-        f'{listed(found) or "no file"}'
+        f'{listed(there) or "no file"}'
     )
 
 

@@ -77,20 +77,20 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
       UserError: a required tensor is missing or has an impossible shape, or the network is a
         classifier.
     """
-    found = Shapes(shapes, source, PROGRAM)
-    base = _base_channels(found)
-    inputs = found.get('input_blocks.0.0.weight', 4)[1]
-    _check_is_diffusion_model(found)
+    tensors = Shapes(shapes, source, PROGRAM)
+    base = _base_channels(tensors)
+    inputs = tensors.get('input_blocks.0.0.weight', 4)[1]
+    _check_is_diffusion_model(tensors)
     # Kind of resampling -> indices of the output blocks that end with it.
     upsampling = {
-        'conv_resample': _ends(found, 'conv'),
-        'resblock_updown': _ends(found, 'in_layers.0'),
+        'conv_resample': _ends(tensors, 'conv'),
+        'resblock_updown': _ends(tensors, 'in_layers.0'),
     }
-    blocks, levels = _blocks_and_levels(found, [i for ends in upsampling.values() for i in ends])
+    blocks, levels = _blocks_and_levels(tensors, [i for ends in upsampling.values() for i in ends])
     firsts = [1 + level * (blocks + 1) for level in range(levels)]
-    channels = [found.get(f'input_blocks.{i}.0.in_layers.2.weight', 4)[0] for i in firsts]
-    out = found.get('out.2.weight', 4)[0]
-    inner = found.get('input_blocks.1.0.emb_layers.1.weight', 2)[0]
+    channels = [tensors.get(f'input_blocks.{i}.0.in_layers.2.weight', 4)[0] for i in firsts]
+    out = tensors.get('out.2.weight', 4)[0]
+    inner = tensors.get('input_blocks.1.0.emb_layers.1.weight', 2)[0]
     super_resolution = 2 * out == inputs
     image_channels = out if super_resolution else inputs
     if not super_resolution and out not in (inputs, 2 * inputs):
@@ -104,7 +104,7 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
         'conv_resample': bool(upsampling['conv_resample']),
         'resblock_updown': bool(upsampling['resblock_updown']),
         'scale_shift_norm': inner == 2 * channels[0],
-        'num_classes': found.get('label_emb.weight', 2)[0] if 'label_emb.weight' in shapes else 0,
+        'num_classes': tensors.get('label_emb.weight', 2)[0] if 'label_emb.weight' in shapes else 0,
     }
     attention = tuple(
         level for level, i in enumerate(firsts) if f'input_blocks.{i}.1.qkv.weight' in shapes
@@ -150,45 +150,45 @@ def settle_super_resolution(
     return inferred
 
 
-def _check_is_diffusion_model(found: Shapes) -> None:
+def _check_is_diffusion_model(tensors: Shapes) -> None:
     """Raises UserError for a network without output blocks, such as the noisy classifier."""
-    if not any(name.startswith('output_blocks.') for name in found.by_name):
+    if not any(name.startswith('output_blocks.') for name in tensors.by_name):
         raise UserError(
-            f'{found.source}: output_blocks is missing: this is a classifier of noisy images '
+            f'{tensors.source}: output_blocks is missing: this is a classifier of noisy images '
             '(EncoderUNetModel), which draws nothing; give the diffusion model that it guides, '
             'and this one with --classifier'
-            if any(name.startswith('middle_block.') for name in found.by_name)
-            else f'{found.source}: output_blocks is missing: this is not a whole UNet'
+            if any(name.startswith('middle_block.') for name in tensors.by_name)
+            else f'{tensors.source}: output_blocks is missing: this is not a whole UNet'
         )
 
 
-def _base_channels(found: Shapes) -> int:
+def _base_channels(tensors: Shapes) -> int:
     """Returns the base channels.
 
     Our own files have wider sinusoids with `model.channel_mult_noise`.
     """
-    width, waves = found.get('time_embed.0.weight', 2)
+    width, waves = tensors.get('time_embed.0.weight', 2)
     wider = width % 4 == 0 < width < 4 * waves and waves % (width // 4) == 0
-    return width // 4 if wider else found.base_channels('time_embed.0.weight')
+    return width // 4 if wider else tensors.base_channels('time_embed.0.weight')
 
 
-def _ends(found: Shapes, layer: str) -> list[int]:
+def _ends(tensors: Shapes, layer: str) -> list[int]:
     """Returns the indices of the output blocks whose second or third module has this layer."""
     return [
         i
-        for i in range(len(found))
+        for i in range(len(tensors))
         for j in (1, 2)
-        if f'output_blocks.{i}.{j}.{layer}.weight' in found.by_name
+        if f'output_blocks.{i}.{j}.{layer}.weight' in tensors.by_name
     ]
 
 
-def _blocks_and_levels(found: Shapes, upsampled: list[int]) -> tuple[int, int]:
+def _blocks_and_levels(tensors: Shapes, upsampled: list[int]) -> tuple[int, int]:
     """Returns the residual blocks per level, and the number of levels.
 
     Args:
       upsampled: output blocks that end with an upsampling that has parameters.
     """
-    inputs, present = count_inputs(found), _input_blocks(found)
+    inputs, present = count_inputs(tensors), _input_blocks(tensors)
     # The first resampling of the output blocks comes after num_res_blocks + 1 blocks. A resampling
     # without parameters shows only as a gap in the numbers of the input blocks.
     gaps = [i - 1 for i in range(1, inputs) if i not in present]
@@ -196,29 +196,29 @@ def _blocks_and_levels(found: Shapes, upsampled: list[int]) -> tuple[int, int]:
     levels, rest = divmod(inputs, blocks + 1)
     if blocks < 1 or rest:
         raise UserError(
-            f'{found.source}: {inputs} input_blocks do not make whole levels of {blocks} '
+            f'{tensors.source}: {inputs} input_blocks do not make whole levels of {blocks} '
             'residual blocks and one resampling'
         )
     return blocks, levels
 
 
-def _input_blocks(found: Shapes) -> set[int]:
+def _input_blocks(tensors: Shapes) -> set[int]:
     """Returns the numbers of the input blocks that have parameters."""
-    matches = (re.match(r'input_blocks\.([0-9]{1,9})\.', name) for name in found.by_name)
+    matches = (re.match(r'input_blocks\.([0-9]{1,9})\.', name) for name in tensors.by_name)
     return {int(match[1]) for match in matches if match}
 
 
-def count_inputs(found: Shapes) -> int:
+def count_inputs(tensors: Shapes) -> int:
     """Returns the number of input blocks.
 
     Raises:
       UserError: the number is larger than that of the tensors.
     """
-    inputs = 1 + max(_input_blocks(found))
-    if inputs > len(found):
+    inputs = 1 + max(_input_blocks(tensors))
+    if inputs > len(tensors):
         raise UserError(
-            f'{found.source}: input_blocks.{inputs - 1}: more blocks than the file has tensors '
-            f'({len(found)})'
+            f'{tensors.source}: input_blocks.{inputs - 1}: more blocks than the file has tensors '
+            f'({len(tensors)})'
         )
     return inputs
 

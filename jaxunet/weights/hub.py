@@ -29,8 +29,8 @@ def is_name(path: str) -> bool:
 
     A name in a folder that is here is a mistyped file.
     """
-    found = NAME.fullmatch(path)
-    return bool(found) and not pathlib.Path(path).parent.exists()
+    match = NAME.fullmatch(path)
+    return bool(match) and not pathlib.Path(path).parent.exists()
 
 
 def on_this_machine(path: str | os.PathLike[str]) -> str:
@@ -54,8 +54,8 @@ def downloaded(name: str) -> str:
     Raises:
       UserError: the extra `hub` is not installed, or the hub or the model cannot be reached.
     """
-    found = NAME.fullmatch(name)
-    assert found is not None
+    match = NAME.fullmatch(name)
+    assert match is not None
     if importlib.util.find_spec(LIBRARY) is None:
         raise UserError(
             f'{name}: no such file or folder; to download a model of this name from the Hugging '
@@ -65,7 +65,7 @@ def downloaded(name: str) -> str:
 
     try:
         folder = huggingface_hub.snapshot_download(
-            found['repository'], revision=found['revision'], allow_patterns=list(FILES)
+            match['repository'], revision=match['revision'], allow_patterns=list(FILES)
         )
     except Exception as error:  # of many libraries
         raise UserError(

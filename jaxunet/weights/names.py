@@ -315,9 +315,9 @@ def check_finite(value: np.ndarray, source: str, where: Callable[[int], str]) ->
     finite = np.isfinite(value).ravel()
     if not finite.all():
         index = int(np.argmin(finite))
-        found = value.ravel()[index]
+        first = value.ravel()[index]
         raise UserError(
-            f'{source}: {where(index)} is {found}, expected finite numbers; '
+            f'{source}: {where(index)} is {first}, expected finite numbers; '
             f'{np.count_nonzero(~finite)} of {finite.size} values of this tensor are not finite, '
             'so the weights are damaged or training had diverged'
         )

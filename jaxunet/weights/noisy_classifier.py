@@ -111,26 +111,26 @@ def infer(shapes: Mapping[str, Shape], source: str, like: Config) -> tuple[Confi
     Raises:
       UserError: the file is not a classifier of such images, or its pool is not attention.
     """
-    found = Shapes(shapes, source, PROGRAM)
-    base = found.base_channels('time_embed.0.weight')
-    _check_pool(found)
-    image_channels = found.get('input_blocks.0.0.weight', 4)[1]
+    tensors = Shapes(shapes, source, PROGRAM)
+    base = tensors.base_channels('time_embed.0.weight')
+    _check_pool(tensors)
+    image_channels = tensors.get('input_blocks.0.0.weight', 4)[1]
     if image_channels != like.model.image_channels:
         raise UserError(
             f'{source}: input_blocks.0.0.weight: expected {like.model.image_channels} channels, '
             f'those of the images that the model draws, found {image_channels}'
         )
-    levels = _levels(found, like)
-    inputs = count_inputs(found)
+    levels = _levels(tensors, like)
+    inputs = count_inputs(tensors)
     blocks, rest = inputs // levels - 1, inputs % levels
     firsts = [1 + level * (blocks + 1) for level in range(levels)]
     first_convolutions = [f'input_blocks.{i}.0.in_layers.2.weight' for i in firsts]
     if blocks < 1 or rest or not all(name in shapes for name in first_convolutions):
-        _other_size(found, like, f'{inputs} input_blocks that do not make {levels} levels')
-    channels = [found.get(name, 4)[0] for name in first_convolutions]
+        _other_size(tensors, like, f'{inputs} input_blocks that do not make {levels} levels')
+    channels = [tensors.get(name, 4)[0] for name in first_convolutions]
     attends = [f'input_blocks.{i}.1.qkv.weight' in shapes for i in firsts]
     _check_heads(source, channels, attends)
-    inner = found.get('input_blocks.1.0.emb_layers.1.weight', 2)[0]
+    inner = tensors.get('input_blocks.1.0.emb_layers.1.weight', 2)[0]
     down = f'input_blocks.{blocks + 1}.0'
     fields: Fields = guided_diffusion.FIXED_MODEL | {
         'image_channels': image_channels,
@@ -156,14 +156,14 @@ def infer(shapes: Mapping[str, Shape], source: str, like: Config) -> tuple[Confi
         train={'sample_every': 0},
     )
     try:
-        return resolve(to_dict(config)), found.get('out.2.c_proj.weight', 3)[0]
+        return resolve(to_dict(config)), tensors.get('out.2.c_proj.weight', 3)[0]
     except UserError as error:
         raise UserError(f'{source}: the shapes do not make a network: {error}') from None
 
 
-def _check_pool(found: Shapes) -> None:
+def _check_pool(tensors: Shapes) -> None:
     """Raises UserError for a network that is not a classifier, or has another pool."""
-    shapes, source = found.by_name, found.source
+    shapes, source = tensors.by_name, tensors.source
     if any(name.startswith('output_blocks.') for name in shapes):
         raise UserError(
             f'{source}: output_blocks: this is a diffusion model; '
@@ -195,30 +195,30 @@ def _check_heads(source: str, channels: list[int], attends: list[bool]) -> None:
             )
 
 
-def _levels(found: Shapes, like: Config) -> int:
+def _levels(tensors: Shapes, like: Config) -> int:
     """Returns the number of levels, from the sides in pixels of the images and the lowest level."""
     height, width = like.image_shape[:2]
     if height != width:
         raise UserError(
-            f'{found.source}: a classifier takes square images, but the model draws '
+            f'{tensors.source}: a classifier takes square images, but the model draws '
             f'{height}x{width}'
         )
-    places = found.get(POSITION, 2)[1]
+    places = tensors.get(POSITION, 2)[1]
     lowest = math.isqrt(max(places - 1, 0))
     if lowest < 1 or lowest * lowest + 1 != places:
         raise UserError(
-            f'{found.source}: {POSITION}: expected one place for each pixel of a square and one '
+            f'{tensors.source}: {POSITION}: expected one place for each pixel of a square and one '
             f'for their mean, found {places}'
         )
     ratio = height // lowest
     if ratio * lowest != height or ratio & (ratio - 1):
-        _other_size(found, like, f'a lowest level of {lowest}x{lowest} pixels')
+        _other_size(tensors, like, f'a lowest level of {lowest}x{lowest} pixels')
     return ratio.bit_length()
 
 
-def _other_size(found: Shapes, like: Config, what: str) -> NoReturn:
+def _other_size(tensors: Shapes, like: Config, what: str) -> NoReturn:
     side = like.image_shape[0]
     raise UserError(
-        f'{found.source}: expected a classifier of {side}x{side} images, which the model draws, '
+        f'{tensors.source}: expected a classifier of {side}x{side} images, which the model draws, '
         f'found {what}; give the classifier of this size'
     )

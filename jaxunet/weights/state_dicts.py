@@ -185,8 +185,8 @@ class _Known:
         """
         if not self.program.orders:
             return None
-        found = self.own.new_order if self.own.new_order is not None else self.given.new_order
-        if found is None:
+        new_order = self.own.new_order if self.own.new_order is not None else self.given.new_order
+        if new_order is None:
             what = (
                 f'give {ORDER_FLAGS}'
                 if self.given.like is None
@@ -197,7 +197,7 @@ class _Known:
                 "guided-diffusion's use_new_attention_order (False in its scripts unless it is "
                 f'set): {what}'
             )
-        return found
+        return new_order
 
 
 class StateDict(Protocol):

@@ -52,7 +52,7 @@ def adam_state(file: TorchFile) -> AdamState | None:
         )
     moments: tuple[dict[str, TensorView], dict[str, TensorView]] = ({}, {})
     for i, name in enumerate(names):
-        for field, found in zip(FIELDS, moments, strict=True):
+        for field, moment in zip(FIELDS, moments, strict=True):
             view = state[i].get(field) if type(state[i]) is dict else None
             if type(view) is not TensorView or view.shape != file.shapes[name]:
                 what = f'shape {view.shape}' if type(view) is TensorView else shown(view)
@@ -61,7 +61,7 @@ def adam_state(file: TorchFile) -> AdamState | None:
                     f'{file.shapes[name]}, that of {name}, found {what}'
                 )
             file.check({f'optimizer.state[{i}].{field}': view})
-            found[name] = view
+            moment[name] = view
     steps = {file.number(state[i].get('step'), f'optimizer.state[{i}].step') for i in state}
     if len(steps) != 1 or min(steps) < 1:
         raise UserError(

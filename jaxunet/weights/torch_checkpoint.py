@@ -43,8 +43,8 @@ def choose(tree: dict[Any, Any], ema: str, source: str, *, trained: bool = False
     """
     plain = next((key for key in WEIGHTS if type(tree.get(key)) is dict), None)
     average = next((key for key in AVERAGES if type(tree.get(key)) is dict), None)
-    found = tree.get(OPTIMIZER)
-    optimizer = found if plain is not None and type(found) is dict else None
+    state = tree.get(OPTIMIZER)
+    optimizer = state if plain is not None and type(state) is dict else None
     if average is None:
         if ema:
             raise UserError(f'--ema: {source} holds one set of weights; leave the flag out')

@@ -157,7 +157,7 @@ def check_views(views: Mapping[Any, object], source: str) -> dict[str, TensorVie
       UserError: a value is not such a tensor, a tensor is larger than its storage, one storage has
         two sizes, or all tensors together are far larger than the storages.
     """
-    found: dict[str, TensorView] = {}
+    checked: dict[str, TensorView] = {}
     storages: dict[str, Storage] = {}
     total = 0
     for name, view in views.items():
@@ -187,14 +187,14 @@ def check_views(views: Mapping[Any, object], source: str) -> dict[str, TensorVie
                 f'{stored.dtype} here and {storages[stored.key].size:,} of '
                 f'{storages[stored.key].dtype} before; the file is damaged or malicious'
             )
-        found[name], total = view, total + elements
+        checked[name], total = view, total + elements
     stored_numbers = sum(storage.size for storage in storages.values())
     if total > MAX_EXPANSION * stored_numbers:
         raise UserError(
             f'{source}: the tensors have {total:,} elements, but only {stored_numbers:,} are '
             'stored; it is damaged or malicious'
         )
-    return found
+    return checked
 
 
 def _ordered_dict(items: Iterable[Any] = ()) -> dict[object, object]:

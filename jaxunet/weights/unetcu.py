@@ -145,13 +145,13 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     Raises:
       UserError: a required tensor is missing, or unet.cu has no such network.
     """
-    found = Shapes(shapes, source, PROGRAM)
+    tensors = Shapes(shapes, source, PROGRAM)
     header = Header(
         magic=MAGIC,
         batch=1,
-        channels_in=found.get('input_blocks.0.0.weight', 4)[1],
-        channels_model=found.base_channels('time_embed.0.weight'),
-        channels_out=found.get('out.2.weight', 4)[0],
+        channels_in=tensors.get('input_blocks.0.0.weight', 4)[1],
+        channels_model=tensors.base_channels('time_embed.0.weight'),
+        channels_out=tensors.get('out.2.weight', 4)[0],
         height=SIDE,
         width=SIDE,
         max_period=MAX_PERIOD,

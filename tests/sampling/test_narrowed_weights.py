@@ -9,7 +9,7 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.sampling.generator import Generator, Inputs
+from jaxunet.sampling.generator import Generator, Inputs, Others
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import sample_keys
 
@@ -44,7 +44,7 @@ def test_no_kernel_is_cast_in_the_loop(precision):
     inputs = Inputs(keys, jnp.zeros(BATCH, jnp.int32), None)
     state = jax.eval_shape(lambda: generator._initial_state(keys, None))
     params = fresh_state(config).params
-    arguments = (params, state, inputs, jnp.int32(0), jnp.int32(3), None, None)
+    arguments = (params, state, inputs, jnp.int32(0), jnp.int32(3), None, Others(None, None))
     casts = [
         looped
         for equation, looped in equations(jax.make_jaxpr(generator._segment)(*arguments).jaxpr)
