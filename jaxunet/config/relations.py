@@ -48,6 +48,7 @@ def check_relations(config: Config) -> list[str]:
     """
     sections = (
         _start,
+        _parallel,
         _model,
         _diffusion,
         check_pixels,
@@ -238,6 +239,22 @@ def _data(config: Config) -> Iterator[str]:
         yield 'data.noise_assignment: batch needs data.batch_size of 2 or more, found 1'
     if classes and len(d.classes) > classes:
         yield f'data.classes: {len(d.classes)} names for model.num_classes={classes}'
+
+
+def _parallel(config: Config) -> Iterator[str]:
+    if not config.parallel.shard_optimizer:
+        return
+    if config.optimizer.name == 'muon':
+        yield (
+            'parallel.shard_optimizer: a step of optimizer.name=muon needs whole matrices, and a '
+            'device has only a part of each; use adamw, or leave shard_optimizer out'
+        )
+    if config.train.check_replicas_every:
+        yield (
+            f'train.check_replicas_every: {config.train.check_replicas_every} has nothing to '
+            'compare, as parallel.shard_optimizer keeps each number on one device; set one of them '
+            'to its default'
+        )
 
 
 def _optimizer(config: Config) -> Iterator[str]:

@@ -17,6 +17,9 @@ class ParallelConfig:
     devices: int = option(0, NOT_NEGATIVE)  # number of devices; 0 = all
     # Lets kernels overlap where that was measured to help: `ops.backends.Kernels.overlap`.
     concurrent_kernels: bool = option(True, was=False)
+    # Each device keeps and updates its share of weights, averages and optimizer state, and gathers
+    # the weights in the compute type for every step (`jaxunet.training.sharded`).
+    shard_optimizer: bool = option(False, since='0.2.0')
 
 
 @dataclass(frozen=True)

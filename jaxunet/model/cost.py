@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jaxtyping import PyTree
 
 from jaxunet.config import Config
 from jaxunet.model.unet import Params, build_unet, init_params
+from jaxunet.ops.adamw import reference
 from jaxunet.ops.backends import Kernels, choose
 from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
@@ -97,9 +99,10 @@ def _outline(aval: Any) -> jax.ShapeDtypeStruct:
 def memory(config: Config, kernels: Kernels) -> dict[str, int]:
     """Returns the estimated bytes per device by purpose, with these kernels.
 
-    The keys are parameters, averages, optimizer, gradients and activations. Activations are those
-    that the forward pass keeps for the backward pass, as the kernels' ops do, times `HELD`; an
-    unmeasured backend takes the largest multiple.
+    The keys are parameters, averages, optimizer, gradients and activations. With
+    `parallel.shard_optimizer`, parameters are a device's part and the gathered ones. Activations
+    are those that the forward pass keeps for the backward pass, as the kernels' ops do, times
+    `HELD`; an unmeasured backend takes the largest multiple.
     """
     devices = config.parallel.devices or jax.device_count()
     share = max(config.data.batch_size // config.optimizer.accumulate_steps // devices, 1)
@@ -107,15 +110,25 @@ def memory(config: Config, kernels: Kernels) -> dict[str, int]:
         params, loss = _loss(config, batch=share, ops=kernels.ops)
         residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
     size = tree_bytes(params)
+    shared, gathered = (1, 0)
+    if config.parallel.shard_optimizer and devices > 1:
+        shared, gathered = devices, _network_bytes(config, params)
     table = HELD_CONCURRENT if kernels.overlap(config, devices) else HELD
     held = table.get(_holder(kernels), max(table.values()))
     return {
-        'parameters': size,
-        'averages': size * (len(config.ema.rates) + len(config.ema.widths)),
-        'optimizer': tree_bytes(jax.eval_shape(optax.adam(1e-3).init, params)),
+        'parameters': -(-size // shared) + gathered,
+        'averages': -(-size * (len(config.ema.rates) + len(config.ema.widths)) // shared),
+        'optimizer': -(-tree_bytes(jax.eval_shape(optax.adam(1e-3).init, params)) // shared),
         'gradients': size,
         'activations': int(held * max(tree_bytes(residuals) - size, 0)),
     }
+
+
+def _network_bytes(config: Config, params: Params) -> int:
+    """Returns the bytes of the weights in the types that the network computes with."""
+    narrow = functools.partial(reference.narrow, dtype=config.precision)
+    model = build_unet(config, XLA)
+    return tree_bytes(jax.eval_shape(lambda p: model.narrowed(p, narrow), params))
 
 
 def _holder(kernels: Kernels) -> str:

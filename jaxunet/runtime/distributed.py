@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -274,6 +274,11 @@ def wait_for_others(place: str) -> None:
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(place)
+
+
+def of_process_0(values: Sequence[bool]) -> list[bool]:
+    """Returns the values of process 0; a collective operation, which every process must call."""
+    return [bool(x) for x in multihost_utils.broadcast_one_to_all(np.array(values))]
 
 
 def _gather(value: dict[str, str]) -> list[dict[str, str]]:

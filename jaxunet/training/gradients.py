@@ -28,6 +28,7 @@ from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Join
 from jaxunet.training.all_reduce import widen
 from jaxunet.training.batch import Batch, Keys, noise_batch
+from jaxunet.training.sharded import any_sharded, gathered, parts_of
 from jaxunet.training.update import Update
 
 Scalar = Float[Array, '']
@@ -47,7 +48,8 @@ class StepParts:
       update: applies the gradients (`jaxunet.training.update`).
       transform: what the backend does to the gradient function, which it takes with the number of
         devices whose gradients are then added.
-      narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
+      narrow: casts weights to 16 bits, in one kernel if the backend has it, before they are
+        gathered; None leaves the casts to the layers.
       keeps_copies: in a loop of steps, `update` keeps the cast weights up to date.
       join: with several devices, packs gradients for the all-reduce, and `update` takes them
         packed; None = they are summed one by one.
@@ -136,28 +138,45 @@ def loss_fn(
 
 
 def copies_of(parts: StepParts, params: Params) -> Copies:
-    """Returns the weights in 16 bits that the network is called with; () = it takes `params`."""
+    """Returns the weights in 16 bits that the network is called with; () = it takes `params`.
+
+    If the weights are sharded, these are copies of the parts, to be gathered.
+    """
     if parts.narrow is None:
         return ()
     with jax.named_scope('forward'):
-        return parts.model.copies(params, parts.narrow)
+        return parts.model.copies(parts_of(params), parts.narrow)
+
+
+def network_weights(parts: StepParts, params: Params, copies: Copies) -> Params:
+    """Returns the whole weights that the network is called with.
+
+    Args:
+      params: the weights of the state.
+      copies: from `copies_of`.
+    """
+    if any_sharded(params):
+        assert parts.axis_name is not None
+        return gathered(params, copies, parts.axis_name)
+    return with_copies(params, copies)
 
 
 def gradients(
-    parts: StepParts, state: TrainState, copies: Copies, keys: Keys, batch: Batch
+    parts: StepParts, state: TrainState, params: Params, keys: Keys, batch: Batch
 ) -> Gradients:
     """Returns this device's share of the gradients, and the losses of its rows.
 
     The sum of the shares over the devices is the gradient of the whole batch. Gradients have the
-    types of the weights that the network was called with: 16 bits where `copies` has the weight,
-    else float32; those of several micro-batches are float32.
+    types of the weights; those of several micro-batches are float32.
+
+    Args:
+      params: from `network_weights`.
     """
     scale = state.loss_scale.scale
     devices = 1 if parts.axis_name is None else jax.lax.axis_size(parts.axis_name)
     if devices > 1:
         # Makes the sum over devices a mean: dividing each gradient would take a separate kernel.
         scale = scale / devices
-    params = with_copies(state.params, copies)
     differentiate: GradientFn = functools.partial(
         jax.grad(parts.loss or loss_fn, argnums=1, has_aux=True), parts
     )
@@ -174,7 +193,7 @@ def gradients(
         return Gradients(grads, loss, samples, at_once)
 
     if accumulates:
-        return accumulate(parts.config.optimizer.accumulate_steps, one, state.params, keys, batch)
+        return accumulate(parts.config.optimizer.accumulate_steps, one, params, keys, batch)
     return one(keys, batch)
 
 
@@ -200,7 +219,8 @@ def accumulate(
         with jax.named_scope('backward'):
             return jax.tree.map(jnp.add, total, (widen(found.grads), found.loss)), found.samples
 
-    zeros = (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+    start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    zeros = (start, jnp.zeros((), jnp.float32))
     total, samples = jax.lax.scan(add, zeros, jax.tree.map(split, (keys, batch)))
     with jax.named_scope('backward'):
         grads, loss = jax.tree.map(lambda x: x / count, total)

@@ -24,7 +24,7 @@ from jaxunet.config import Config
 from jaxunet.data.source import Source, in_order_of
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
-from jaxunet.runtime.distributed import agree, wait_for_others
+from jaxunet.runtime.distributed import agree, of_process_0, wait_for_others
 from jaxunet.runtime.own_types import own_types
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.calls import Calls
@@ -241,9 +241,11 @@ class Loop:
             self._check_replicas()
         if snapshot:
             self.saver.snapshot(self.step)
-        if outputs.held_out and self.outputs:
+        weights = self._weights() if outputs.held_out else None
+        if weights is not None and self.outputs:
             with self._save_on_error():
-                self.outputs.measure_held_out(self.step, self._weights())
+                self.outputs.measure_held_out(self.step, weights)
+            del weights
         self._read_metrics()  # logs this step, with its held-out loss
         if save:
             self._write_checkpoint()
@@ -291,7 +293,10 @@ class Loop:
         """
         self.clock.pause()
         self._check_replicas()
-        if not self.saved:
+        saved = self.saved
+        if self.session.parallel.together:  # files may reach the other processes later
+            (saved,) = of_process_0([saved])
+        if not saved:
             self._write_checkpoint(milestone)
 
     @property
@@ -309,13 +314,20 @@ class Loop:
         self.saver.save(self.step, self.clock.seconds, milestone)
 
     def _show(self, what: Due) -> None:
-        if self.outputs and (what.samples or what.metrics):
+        weights = self._weights() if what.samples or what.metrics else None
+        if weights is not None and self.outputs:
             with self._save_on_error():
-                self.outputs.show(self.step, what, self._weights(), self.seconds)
+                self.outputs.show(self.step, what, weights, self.seconds)
 
     def _missing(self) -> Due:
-        """Returns the outputs that an earlier process did not write at the resumed step."""
-        return self.subject.missing(self.step) if self.main and self.saved else Due()
+        """Returns the outputs that an earlier process did not write at the resumed step.
+
+        Other processes than the first return none, unless all must help to write them.
+        """
+        missing = self.subject.missing(self.step) if self.main and self.saved else Due()
+        if self.session.parallel.together:
+            return Due(*of_process_0(missing))
+        return missing
 
     def _write_missing(self) -> None:
         self.clock.pause()
@@ -357,6 +369,12 @@ class Loop:
     def _save_all(self) -> None:
         """Saves what is not saved; in a run of several processes, without asking the others."""
         self._read_metrics()
+        if self.session.parallel.together:
+            self._warn(
+                'warning: nothing more is saved: a process has only parts of the state '
+                '(parallel.shard_optimizer); the same command resumes from the last checkpoint'
+            )
+            return
         if jax.process_count() > 1 and self.config.train.check_replicas_every:
             return  # nothing is saved unchecked, and a check needs all processes
         if self.hook:
@@ -369,6 +387,12 @@ class Loop:
         saved = self.checkpoints.latest()
         self.watch.call(self.replicas.check, self.session.state, self.step, saved)
 
-    def _weights(self) -> Params:
-        """Returns the weights to measure, on this process's first device."""
-        return self.session.parallel.local(self.subject.weights(self.session.state))
+    def _weights(self) -> Params | None:
+        """Returns the weights to measure, on this process's first device.
+
+        None on a process that measures nothing and has no parts that another one needs.
+        """
+        parallel = self.session.parallel
+        if not (self.outputs or parallel.together):
+            return None
+        return parallel.local(self.subject.weights(self.session.state))

@@ -1,9 +1,10 @@
 """Data parallelism: where the arrays of a run live, and how its step is compiled.
 
-There are two modes: `jit` of a `shard_map` over a device mesh, and `pmap`. Both replicate the state
-and split the batch. The batch is split by hand rather than by XLA's partitioner, which cannot look
-into hand-written kernels. Both compile `step(state, data)`, where `data` is either a streamed batch
-for each step or the whole dataset, resident on every device, from which a step gathers its rows.
+There are two modes: `jit` of a `shard_map` over a device mesh, and `pmap`. Both split the batch,
+and replicate the state or split most of it (`jaxunet.training.sharded`). This is done by hand
+rather than by XLA's partitioner, which cannot look into hand-written kernels. Both compile
+`step(state, data)`, where `data` is either a streamed batch for each step or the whole dataset,
+resident on every device, from which a step gathers its rows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -29,8 +30,9 @@ from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.backends import Kernels
 from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
-from jaxunet.training.all_reduce import OVERLAP
 from jaxunet.training.batch import Batch
+from jaxunet.training.compiler_options import CONCURRENT, Options, compiler_options
+from jaxunet.training.sharded import Sharded, any_sharded, is_sharded, marked, part_size, rows
 from jaxunet.training.step import Metrics, TrainStep
 from jaxunet.training.step_fields import relevant
 
@@ -44,20 +46,6 @@ STOP = 'stop'
 AXIS = 'data'  # of the device mesh
 CompiledStep = Callable[[TrainState, Data], tuple[TrainState, Metrics]]
 Tree = TypeVar('Tree')  # a pytree of arrays
-
-# Compiler options of XLA. An option that XLA_FLAGS sets is not overridden.
-Options = dict[str, str | bool]
-# For several GPUs of one process: the kinds of operations that become part of a CUDA graph, which
-# are the default of XLA in this version of JAX, and COLLECTIVES. Without these, a step has a graph
-# for each part between two all-reduces. Runs of several processes keep the default, because
-# COLLECTIVES were not tried on several hosts; on one host they would save 1%.
-_GRAPHED = 'FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,COLLECTIVES'
-if jax.__version_info__ >= (0, 12):
-    _GRAPHED += ',COLLECTIVES_KERNEL'
-WHOLE_GRAPH: Options = {'xla_gpu_enable_command_buffer': _GRAPHED}
-# Kernels of a CUDA graph that do not depend on each other, such as those of a layer's two
-# gradients, run at once. XLA can then share less memory between their results.
-CONCURRENT: Options = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
 
 
 @contextlib.contextmanager
@@ -117,14 +105,16 @@ class Parallel:
     """The devices of a run: places arrays on them and compiles steps for them.
 
     Args:
-      config: `parallel.mode`, `parallel.devices` and `data.batch_size` are read. Devices are
-        counted over all processes, and the batch must divide evenly among them.
+      config: its section `parallel` and `data.batch_size` are read. Devices are counted over all
+        processes, and the batch must divide evenly among them.
       kernels: of the steps.
 
     Attributes:
       devices: of all processes.
       local_devices: of this process.
       pmap: the mode is pmap, else jit. Arrays then have an axis of devices in front.
+      shards_state: each device has a part of weights, averages and optimizer state.
+      together: all processes must call `fetch` and `local` for the state, as each has only parts.
 
     Raises:
       UserError: there are fewer devices than asked for, or the batch does not divide.
@@ -161,6 +151,8 @@ class Parallel:
         self.local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
         self.pmap = config.parallel.mode == 'pmap'
+        self.shards_state = config.parallel.shard_optimizer and count > 1
+        self.together = self.shards_state and jax.process_count() > 1
         self._whole, self._split, self._split_batches = (
             NamedSharding(self.mesh, spec)
             for spec in (PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS))
@@ -173,9 +165,16 @@ class Parallel:
         return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
     def replicate(self, tree: Tree) -> Tree:
-        """Copies host or device arrays to every device."""
+        """Copies host or device arrays to every device; splits a `TrainState` if `shards_state`."""
 
-        def put(x: np.ndarray | Array) -> Array:
+        def put(x: np.ndarray | Array | Sharded) -> Array | Sharded:
+            if isinstance(x, Sharded):
+                parts = rows(np.asarray(x.part), len(self.devices))
+                parts = parts if self.pmap else parts.reshape(-1)
+                split = jax.make_array_from_callback(
+                    parts.shape, self._split, lambda index: parts[index]
+                )
+                return Sharded(split, x.shape)
             value = np.asarray(x)
             if self.pmap:
                 return jax.make_array_from_callback(
@@ -185,7 +184,10 @@ class Parallel:
                 value.shape, self._whole, lambda index: value[index]
             )
 
-        return jax.tree.map(put, tree)
+        return jax.tree.map(put, self._marked(tree), is_leaf=is_sharded)
+
+    def _marked(self, tree: Any) -> Any:
+        return marked(tree) if self.shards_state and isinstance(tree, TrainState) else tree
 
     def replicated_shapes(self, tree: Tree) -> Tree:
         """Returns the shapes, types and shardings of the arrays that `replicate` makes of a tree.
@@ -196,21 +198,44 @@ class Parallel:
         front = (len(self.devices),) if self.pmap else ()
         sharding = self._split if self.pmap else self._whole
 
-        def shape(x: np.ndarray | Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def shape(x: np.ndarray | Array | jax.ShapeDtypeStruct | Sharded) -> Any:
+            if isinstance(x, Sharded):
+                count = len(self.devices)
+                size = part_size(x.shape, count)
+                dimensions = (count, size) if self.pmap else (count * size,)
+                struct = jax.ShapeDtypeStruct(dimensions, x.part.dtype, sharding=self._split)
+                return Sharded(struct, x.shape)
             return jax.ShapeDtypeStruct((*front, *x.shape), x.dtype, sharding=sharding)
 
-        return jax.tree.map(shape, tree)
+        return jax.tree.map(shape, self._marked(tree), is_leaf=is_sharded)
 
     def fetch(self, tree: Tree) -> Tree:
-        """Returns replicated arrays as numpy arrays, without further memory on the devices."""
-        shards = jax.device_get(self.shards(tree))
-        return jax.tree.map(lambda x: np.asarray(x[0] if self.pmap else x), shards)
+        """Returns replicated and sharded arrays as numpy arrays.
+
+        Takes no further memory on the devices, except for one whole array at a time if `together`.
+        """
+
+        def readable(x: Array | Sharded) -> Any:
+            if not isinstance(x, Sharded):
+                return x.addressable_shards[0].data
+            if self.together:
+                return Sharded(multihost_utils.process_allgather(x.part, tiled=True), x.shape)
+            return x
+
+        def whole(x: np.ndarray | Sharded) -> np.ndarray:
+            return x.whole() if isinstance(x, Sharded) else np.asarray(x[0] if self.pmap else x)
+
+        values = jax.device_get(jax.tree.map(readable, tree, is_leaf=is_sharded))
+        return jax.tree.map(whole, values, is_leaf=is_sharded)
 
     def local(self, tree: Tree) -> Tree:
-        """Returns replicated arrays as arrays of this process's first device, without a copy.
+        """Returns replicated and sharded arrays as arrays of this process's first device.
 
-        In mode pmap this compiles small programs, so no steps may be in flight (`beside_steps`).
+        Replicated ones are not copied. In mode pmap this compiles small programs, so no steps may
+        be in flight (`beside_steps`).
         """
+        if any_sharded(tree):
+            return jax.device_put(self.fetch(tree), self.local_devices[0])
         return jax.tree.map(lambda x: x[0] if self.pmap else x, self.shards(tree))
 
     def shards(self, tree: Tree) -> Tree:
@@ -293,16 +318,8 @@ class Parallel:
 
     @property
     def compiler_options(self) -> Options:
-        """`OVERLAP` and `WHOLE_GRAPH` on several GPUs, `CONCURRENT` where kernels overlap well."""
-        if self.devices[0].platform != 'gpu':
-            return {}
-        options: Options = {}
-        if len(self.devices) > 1:
-            options |= OVERLAP | (WHOLE_GRAPH if jax.process_count() == 1 else {})
-        if self.kernels.overlap(self.config, len(self.devices)):
-            options |= CONCURRENT
-        flags = os.environ.get('XLA_FLAGS', '')
-        return {name: value for name, value in options.items() if name not in flags}
+        """Options of XLA for the step."""
+        return compiler_options(self.config, self.kernels, self.devices)
 
     @property
     def concurrent(self) -> bool:
@@ -350,7 +367,10 @@ class Parallel:
                 (state, data),
             )
             return mapped.lower(*part)
-        whole_array = PartitionSpec()
+        whole_array, part = PartitionSpec(), PartitionSpec(AXIS)
+        states = jax.tree.map(
+            lambda x: part if is_sharded(x) else whole_array, state, is_leaf=is_sharded
+        )
         specs = dict.fromkeys(data, PartitionSpec(AXIS)) | dict.fromkeys(RESIDENT, whole_array)
         if steps > 1:
             specs |= dict.fromkeys(STREAMED, PartitionSpec(None, AXIS))
@@ -359,8 +379,8 @@ class Parallel:
         mapped = jax.shard_map(
             whole,
             mesh=self.mesh,
-            in_specs=(whole_array, {name: specs[name] for name in data}),
-            out_specs=(whole_array, whole_array),
+            in_specs=(states, {name: specs[name] for name in data}),
+            out_specs=(states, whole_array),
             check_vma=False,
         )
         return jax.jit(mapped, donate_argnums=0).lower(state, data)

@@ -74,15 +74,18 @@ class Saver:
 
     def snapshot(self, step: int) -> None:
         """Starts writing a snapshot of the power-function averages."""
-        if self._snapshots is None:
+        if self._snapshots is None and not self._session.parallel.together:
             return
         state = self._session.state
         averages = {name: state.ema[name] for name in self._config.ema.width_names}
         skipped, averages = self._session.parallel.fetch((state.skipped, averages))
-        self._show(self._snapshots.write(step, step - int(skipped), averages))
+        if self._snapshots is not None:
+            self._show(self._snapshots.write(step, step - int(skipped), averages))
 
     def save(self, step: int, seconds: float, milestone: float | None = None) -> None:
         """Starts writing a checkpoint, once the snapshots before it are on disk.
+
+        Every process must call it if `Parallel.together`, as it must `snapshot`.
 
         If the workdir has been moved, it is written where the workdir is now; if another is in its
         place, nothing is written. Both are errors of `check`.
@@ -92,14 +95,16 @@ class Saver:
           milestone: the training time that a hook waits for and that has just been reached.
         """
         if not self._main:
+            if self._session.parallel.together:
+                self._session.parallel.fetch(self._session.state)
             return
+        self._wait_for_snapshots()
+        state = self._session.parallel.fetch(self._session.state)
         self._failure = self._lock.why_lost()
         if self._failure and self._lock.moved_to() is None:
             self._show(self._failure)
             return
-        self._wait_for_snapshots()
         facts = dataclasses.replace(self._facts, seconds=seconds, milestone=milestone)
-        state = self._session.parallel.fetch(self._session.state)
         try:
             warning = self._checkpoints.save(step, state, self._config, facts)
         except CheckpointWriteError as error:

@@ -78,6 +78,8 @@ class Session:
         self.kernels.check_averages(config)
         self.config, self.source = config, source
         self.parallel = Parallel(config, self.kernels)
+        if config.parallel.shard_optimizer and not self.parallel.shards_state:
+            logging.warning('parallel.shard_optimizer: has no effect on a single device')
         self._model = build_unet(config, self.kernels.ops)
         logging.info('%s', self.kernels)
         self._diffusion = make_diffusion(config.diffusion)

@@ -28,6 +28,7 @@ from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet
+from jaxunet.ops.adamw import reference
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.backends import Kernels
@@ -41,8 +42,10 @@ from jaxunet.training.gradients import (
     StepParts,
     copies_of,
     gradients,
+    network_weights,
 )
 from jaxunet.training.noise_assignment import assigned_noise
+from jaxunet.training.sharded import any_sharded, scattered
 from jaxunet.training.update import make_update
 
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
@@ -97,6 +100,9 @@ def make_train_step(
     learning_rate, loss_scale, bad_steps, skipped, and spikes with `train.spike_sigmas`.
     """
     fused = kernels.update
+    # Without kernels, the layers cast, unless weights are gathered, in 16 bits.
+    plain = reference.narrow if config.parallel.shard_optimizer else None
+    cast = fused.narrow if fused else plain
     whole = None if config.optimizer.name == 'muon' else fused  # updates all weights
     parts = StepParts(
         config=config,
@@ -105,13 +111,9 @@ def make_train_step(
         weighting=make_weighting(config.loss, diffusion),
         sampler=make_sampler(config, diffusion),
         schedule=learning_rate_schedule(config),
-        update=make_update(config, optimizer, fused),
+        update=make_update(config, optimizer, fused, axis_name),
         transform=kernels.transform,
-        narrow=(
-            (lambda arrays: fused.narrow(arrays, config.precision))
-            if fused and loss is None
-            else None
-        ),
+        narrow=(lambda arrays: cast(arrays, config.precision)) if cast and loss is None else None,
         keeps_copies=loss is None and whole is not None and whole.updates_copies,
         join=whole.pack if whole else None,
         axis_name=axis_name,
@@ -126,21 +128,24 @@ def train_step(
     """Runs one training step; see `make_train_step`.
 
     Args:
-      copies: of the weights in 16 bits, which the optimizer updates; () = the step makes its own
-        and updates none.
+      copies: of the weights, or of this device's parts, in 16 bits, which the optimizer updates;
+        () = the step makes its own and updates none.
 
     Returns: the new state, its copies, and the metrics.
     """
-    weights = copies or copies_of(parts, state.params)
+    params = network_weights(parts, state.params, copies or copies_of(parts, state.params))
     with jax.named_scope('data'):
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         keys = split_keys(step_key, batch['row'], parts.sampler.paired)
         if parts.config.data.noise_assignment == 'batch':
             noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
             keys = keys._replace(noise=noise)
-    grads, minimised, samples, at_once = gradients(parts, state, weights, keys, batch)
+    grads, minimised, samples, at_once = gradients(parts, state, params, keys, batch)
     if parts.axis_name is not None:
-        grads = summed(grads, parts.axis_name, parts.join, at_once=at_once)
+        if any_sharded(state.params):
+            grads = scattered(grads, state.params, parts.axis_name)
+        else:
+            grads = summed(grads, parts.axis_name, parts.join, at_once=at_once)
         with jax.named_scope('all_reduce'):
             minimised = jax.lax.pmean(minimised, parts.axis_name)
             samples = jax.tree.map(
@@ -151,7 +156,11 @@ def train_step(
         new_state, copies, metrics = apply_gradients(parts, state, copies, grads, loss, minimised)
     if samples is not None:
         key = jax.random.fold_in(step_key, parts.config.data.batch_size)
-        new_state = learn_from_losses(parts, state, new_state, samples, keys, batch, key)
+        weights = state.params, new_state.params
+        if parts.sampler.measure is not None and any_sharded(state.params):
+            after = copies or copies_of(parts, new_state.params)
+            weights = params, network_weights(parts, new_state.params, after)
+        new_state = learn_from_losses(parts, state, new_state, weights, samples, keys, batch, key)
     return new_state, copies, metrics
 
 
@@ -178,7 +187,7 @@ def apply_gradients(
     Args:
       copies: of the weights, to update; () = none.
       grads: summed over the devices, times the loss scale; packed if there are several and
-        `parts.join` is not None.
+        `parts.join` is not None; sharded as the weights are.
       loss: the loss to log.
       minimised: the loss that the gradients belong to.
     """
@@ -226,6 +235,7 @@ def learn_from_losses(
     parts: StepParts,
     state: TrainState,
     new_state: TrainState,
+    weights: tuple[Params, Params],
     samples: SampleLosses,
     keys: Keys,
     batch: Batch,
@@ -236,6 +246,7 @@ def learn_from_losses(
     A skipped step leaves both as they were in `state`.
 
     Args:
+      weights: whole, before and after the step.
       samples: the losses of the global batch.
       keys: of this device's share `batch`.
       key: for further draws of the sampler; the same on all devices.
@@ -252,8 +263,8 @@ def learn_from_losses(
             row=batch['row'],
             x0=clean_images(config, keys, batch),
             labels=batch['label'] if config.model.num_classes else None,
-            before=state.params,
-            after=new_state.params,
+            before=weights[0],
+            after=weights[1],
             predict=lambda params, x0, xt, t, labels: parts.model.predict(
                 params, xt, t, labels, low_res=low_res_of(config, x0)
             ),

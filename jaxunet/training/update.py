@@ -26,6 +26,7 @@ from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Packed
 from jaxunet.ops.vocabulary import FusedUpdate
 from jaxunet.training.ema import ema_decay, power_share, update_average
+from jaxunet.training.sharded import whole_norm
 
 Scalar = Float[Array, '']
 
@@ -73,22 +74,31 @@ WeightUpdate = Callable[[Weights, Params | Packed, list[Scalar], Scalar, Bool[Ar
 
 
 def make_update(
-    config: Config, optimizer: optax.GradientTransformation, kernels: FusedUpdate | None
+    config: Config,
+    optimizer: optax.GradientTransformation,
+    kernels: FusedUpdate | None,
+    axis_name: str | None = None,
 ) -> Update:
-    """Returns the update by these kernels; None = by optax."""
+    """Returns the update by these kernels; None = by optax.
+
+    Args:
+      axis_name: axis of the devices, if they may have parts of the state (`Sharded`).
+    """
     if kernels is None:
-        return _optax_update(config, optimizer)
+        return _optax_update(config, optimizer, axis_name)
     muon = config.optimizer.name == 'muon'
-    return _muon_update(config, kernels) if muon else _fused_update(config, kernels)
+    return _muon_update(config, kernels) if muon else _fused_update(config, kernels, axis_name)
 
 
-def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
+def _optax_update(
+    config: Config, optimizer: optax.GradientTransformation, axis_name: str | None
+) -> Update:
     def update(
         state: TrainState, grads: Params, loss: Scalar, minimised: Scalar, copies: Copies
     ) -> Updated:
         del copies
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = whole_norm(optax.tree.norm(grads), grads, axis_name)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
         if config.optimizer.clip_norm:
@@ -102,7 +112,7 @@ def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Up
     return update
 
 
-def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
+def _fused_update(config: Config, kernels: FusedUpdate, axis_name: str | None) -> Update:
     adamw = _fused_adamw(config, kernels)
 
     def update(
@@ -112,7 +122,7 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
         minimised: Scalar,
         copies: Copies,
     ) -> Updated:
-        grad_norm = _fused_norm(kernels, state, grads)
+        grad_norm = whole_norm(_fused_norm(kernels, state, grads), grads, axis_name)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
         factor = _factor(config, state, grad_norm)

@@ -9,20 +9,25 @@ import pytest
 
 STEPS = runpy.run_path(str(pathlib.Path(__file__).parents[2] / 'tools/gpu/steps.py'))
 OLD, NEW = pathlib.Path('old'), pathlib.Path('new')
+SHARD = 'parallel.shard_optimizer=True'
 
 
 @pytest.mark.parametrize(
     ('lists', 'labels'),
     [
-        (([OLD, NEW], ['auto'], ['fastest'], [1], ['']), ['old', 'new']),
-        (([OLD], ['xla', 'cuda'], ['portable'], [2], ['']), ['xla', 'cuda']),
+        (([OLD, NEW], ['auto'], ['fastest'], [1], [''], ['']), ['old', 'new']),
+        (([OLD], ['xla', 'cuda'], ['portable'], [2], [''], ['']), ['xla', 'cuda']),
         (
-            ([OLD], ['xla', 'cuda', 'cuda'], ['fastest', 'fastest', 'ada'], [1], ['']),
+            ([OLD], ['xla', 'cuda', 'cuda'], ['fastest', 'fastest', 'ada'], [1], [''], ['']),
             ['xla fastest', 'cuda fastest', 'cuda ada'],
         ),
-        (([OLD, OLD, NEW], ['auto'], ['fastest'], [1, 2, 2], ['']), ['old 1', 'old 2', 'new 2']),
-        (([OLD], ['auto'], ['fastest'], [2], ['', 'A=1 B=2']), ['', 'A=1 B=2']),
-        (([OLD], ['auto'], ['fastest'], [1], ['']), ['old']),
+        (
+            ([OLD, OLD, NEW], ['auto'], ['fastest'], [1, 2, 2], [''], ['']),
+            ['old 1', 'old 2', 'new 2'],
+        ),
+        (([OLD], ['auto'], ['fastest'], [2], ['', 'A=1 B=2'], ['']), ['', 'A=1 B=2']),
+        (([OLD], ['auto'], ['fastest'], [1], [''], ['']), ['old']),
+        (([OLD], ['auto'], ['fastest'], [2], [''], ['', SHARD]), ['', SHARD]),
     ],
 )
 def test_sides_have_the_values_of_every_list(lists, labels):
@@ -34,19 +39,24 @@ def test_sides_have_the_values_of_every_list(lists, labels):
 
 def test_lists_of_different_lengths_are_an_error():
     with pytest.raises(SystemExit, match='--kernels: expected 1 or 3 values, found 2'):
-        STEPS['sides']([OLD], ['xla', 'auto', 'cuda'], ['fastest', 'ada'], [1], [''])
+        STEPS['sides']([OLD], ['xla', 'auto', 'cuda'], ['fastest', 'ada'], [1], [''], [''])
 
 
 @pytest.mark.parametrize('variable', ['A', '=1'])
 def test_a_variable_without_name_or_value_is_an_error(variable):
     with pytest.raises(SystemExit, match=f'--variables: expected NAME=VALUE, found {variable}'):
-        STEPS['sides']([OLD], ['auto'], ['fastest'], [1], ['', f'B=2 {variable}'])
+        STEPS['sides']([OLD], ['auto'], ['fastest'], [1], ['', f'B=2 {variable}'], [''])
+
+
+def test_a_field_without_section_is_an_error():
+    with pytest.raises(SystemExit, match=r'--fields: expected SECTION\.NAME=VALUE, found seed=1'):
+        STEPS['sides']([OLD], ['auto'], ['fastest'], [1], [''], ['seed=1'])
 
 
 def test_a_side_has_its_environment_variables(monkeypatch):
     found = {}
     monkeypatch.setattr(subprocess, 'Popen', lambda *_, env, **__: found.update(env))
-    (side,) = STEPS['sides']([OLD], ['auto'], ['ada'], [1], ['A=1=2 B=3'])
+    (side,) = STEPS['sides']([OLD], ['auto'], ['ada'], [1], ['A=1=2 B=3'], [''])
     STEPS['start'](side, 'configs/elephants64.py', None)
     assert (found['A'], found['B'], found['JAXUNET_KERNELS']) == ('1=2', '3', 'ada')
 

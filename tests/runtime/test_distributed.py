@@ -94,22 +94,29 @@ def one_process(workdir, source, devices, steps):
     return losses(workdir)
 
 
+# A process has only parts of the weights that process 0 saves and draws samples from.
+SHARDED = ['--config.parallel.shard_optimizer=True', '--config.train.sample_every=2']
+
+
 @pytest.mark.parametrize(
-    ('mode', 'data_cache', 'launcher'),
+    ('mode', 'data_cache', 'launcher', 'extra'),
     [
-        ('jit', 'stream', slurm),
-        pytest.param('pmap', 'stream', slurm, marks=pytest.mark.long),
-        pytest.param('pmap', 'device', open_mpi, marks=pytest.mark.long),
+        ('jit', 'stream', slurm, []),
+        pytest.param('pmap', 'stream', slurm, [], marks=pytest.mark.long),
+        pytest.param('pmap', 'device', open_mpi, [], marks=pytest.mark.long),
+        pytest.param('jit', 'device', slurm, SHARDED, marks=pytest.mark.long),
+        pytest.param('pmap', 'device', slurm, SHARDED, marks=pytest.mark.long),
     ],
 )
 def test_two_processes_train_as_one_and_resume_on_one(
-    mode, data_cache, launcher, tmp_path, source, one
+    mode, data_cache, launcher, extra, tmp_path, source, one
 ):
     processes = start(
         tmp_path / 'two',
         f'--config.parallel.mode={mode}',
         f'--config.data.cache={data_cache}',
         '--config.train.steps=4',
+        *extra,
         launcher=launcher,
     )
     errors = finish(processes)
@@ -179,8 +186,9 @@ SNAPSHOTS = ['--config.ema.widths=0.1,', '--config.ema.snapshot_every=2']
         pytest.param('device', [], marks=pytest.mark.long),
         pytest.param('stream', [], marks=pytest.mark.long),
         ('device', SNAPSHOTS),
+        pytest.param('device', [*SNAPSHOTS, SHARDED[0]], marks=pytest.mark.long),
     ],
-    ids=['device', 'stream', 'snapshots'],
+    ids=['device', 'stream', 'snapshots', 'sharded'],
 )
 def test_a_signal_to_one_process_saves_the_same_step_on_all(cache, extra, tmp_path, one):
     """All processes save at the end of a call, which has two steps here.

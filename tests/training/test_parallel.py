@@ -13,13 +13,8 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import choose
 from jaxunet.training.all_reduce import OVERLAP
-from jaxunet.training.parallel import (
-    CONCURRENT,
-    STOP,
-    WHOLE_GRAPH,
-    Parallel,
-    stop_asked,
-)
+from jaxunet.training.compiler_options import CONCURRENT, WHOLE_GRAPH
+from jaxunet.training.parallel import STOP, Parallel, stop_asked
 from jaxunet.training.step import make_train_step
 
 

@@ -181,7 +181,7 @@ def compile_step(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     lowered = parallel.lower(
         lambda axis: make_train_step(config, model, diffusion, optimizer, kernels, axis_name=axis),
-        state_template(config),
+        parallel.replicated_shapes(state_template(config)),
         data,
         options.steps,
     )

@@ -4,16 +4,19 @@ A drift of the machine's speed then affects all equally.
 
     python3 tools/gpu/steps.py OLD NEW [MORE ...] [--config configs/elephants64.py]
       [--batch_sizes 32,256] [--backends auto] [--kernels fastest] [--devices 1]
-      [--variables NAME=VALUE] [--precision float32] [--rounds 8] [--output rows.jsonl]
+      [--variables NAME=VALUE] [--fields SECTION.NAME=VALUE] [--precision float32] [--rounds 8]
+      [--output rows.jsonl]
     python3 tools/gpu/steps.py . --backends xla,auto,cuda --kernels fastest,fastest,portable
     python3 tools/gpu/steps.py . --devices 1,2
     python3 tools/gpu/steps.py . --devices 2 --variables ,NCCL_MAX_CTAS=8
+    python3 tools/gpu/steps.py . --devices 2 --fields ,parallel.shard_optimizer=True
 
 A side is a checkout, a backend, a value of JAXUNET_KERNELS (`--kernels`), a number of devices, each
-of which trains on `--batch_sizes` images, and environment variables, separated by spaces. Give each
-of these either one value for all sides, or one value for every side. Each checkout must be built
-(tools/gpu/build.sh). Each side has its own process, with random images; all compile at the same
-time, then one runs while the others wait. The default of `--precision` is that of the config.
+of which trains on `--batch_sizes` images, environment variables and fields of the config, both
+separated by spaces. Give each of these either one value for all sides, or one value for every side.
+Each checkout must be built (tools/gpu/build.sh). Each side has its own process, with random images;
+all compile at the same time, then one runs while the others wait. The default of `--precision` is
+that of the config.
 Prints a line for each of `--batch_sizes` with the medians and their ratios to the first side; rows
 are appended to the file of `--output`.
 """
@@ -21,6 +24,7 @@ are appended to the file of `--output`.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import pathlib
@@ -37,7 +41,7 @@ TURN_SECONDS = 0.4
 
 class Variant(NamedTuple):
     """One worker's share of the timing; `kernels` is a value of JAXUNET_KERNELS, `variables` are
-    environment variables, as NAME=VALUE, separated by spaces.
+    environment variables and `fields` those of the config, as NAME=VALUE, separated by spaces.
     """
 
     checkout: pathlib.Path
@@ -45,6 +49,7 @@ class Variant(NamedTuple):
     kernels: str
     devices: int
     variables: str
+    fields: str
 
 
 def sides(
@@ -53,11 +58,12 @@ def sides(
     kernels: list[str],
     devices: list[int],
     variables: list[str],
+    fields: list[str],
 ) -> list[Variant]:
     """Returns the sides; a list of one value is repeated.
 
     Raises:
-      SystemExit: the lists differ in length, or a variable has no name or no value.
+      SystemExit: the lists differ in length, or a variable or field has no name or no value.
     """
     lists: dict[str, list[Any]] = {
         'checkouts': checkouts,
@@ -65,15 +71,18 @@ def sides(
         '--kernels': kernels,
         '--devices': devices,
         '--variables': variables,
+        '--fields': fields,
     }
     count = max(map(len, lists.values()))
     for name, values in lists.items():
         if len(values) not in (1, count):
             sys.exit(f'{name}: expected 1 or {count} values, found {len(values)}')
         lists[name] = values * (count // len(values))
-    for variable in ' '.join(variables).split():
-        if '=' not in variable[1:]:
-            sys.exit(f'--variables: expected NAME=VALUE, found {variable}')
+    for flag, form in (('--variables', 'NAME=VALUE'), ('--fields', 'SECTION.NAME=VALUE')):
+        for pair in ' '.join(lists[flag]).split():
+            name, equals, _ = pair.partition('=')
+            if not (name and equals and form.count('.') == name.count('.')):
+                sys.exit(f'{flag}: expected {form}, found {pair}')
     return [Variant(*values) for values in zip(*lists.values(), strict=True)]
 
 
@@ -93,6 +102,7 @@ def main() -> None:
     parser.add_argument('--kernels', default=os.environ.get('JAXUNET_KERNELS') or 'fastest')
     parser.add_argument('--devices', default='1')
     parser.add_argument('--variables', default='')
+    parser.add_argument('--fields', default='')
     parser.add_argument('--precision', help='in place of that of the config')
     parser.add_argument('--rounds', type=int, default=8)
     parser.add_argument('--output', type=pathlib.Path)
@@ -109,6 +119,7 @@ def main() -> None:
         options.kernels.split(','),
         [int(count) for count in options.devices.split(',')],
         options.variables.split(','),
+        options.fields.split(','),
     )
     names = labels(timed)
     origin = provenance(timed) if options.output else {}
@@ -134,6 +145,7 @@ def main() -> None:
                     'kernels': [side.kernels for side in timed],
                     'devices_by_side': [side.devices for side in timed],
                     'variables': [side.variables for side in timed],
+                    'fields': [side.fields for side in timed],
                 }
                 with options.output.open('a') as file:
                     file.write(json.dumps(row | {'ms': times, 'medians': medians}) + '\n')
@@ -162,7 +174,7 @@ def start(side: Variant, config: str, precision: str | None) -> subprocess.Popen
     root = str(side.checkout.resolve())
     path = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))
     flags = ['--worker', '--config', config, '--backend', side.backend]
-    flags += ['--devices', str(side.devices)]
+    flags += ['--devices', str(side.devices), '--fields', side.fields]
     flags += [f'--precision={precision}'] if precision else []
     return subprocess.Popen(
         [sys.executable, str(pathlib.Path(__file__).resolve()), *flags, '.'],
@@ -228,6 +240,10 @@ def work(options: argparse.Namespace) -> None:
         config = config.replace(precision=options.precision)
     devices = int(options.devices)
     config = config.replace(parallel={'devices': devices})
+    for pair in options.fields.split():
+        path, _, value = pair.partition('=')
+        section, _, name = path.partition('.')
+        config = config.replace(**{section: {name: ast.literal_eval(value)}})
     source, state, prepared = synthetic_source(config), fresh_state(config), None
     for line in sys.stdin:
         what, number = line.split()
