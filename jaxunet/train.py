@@ -200,7 +200,7 @@ def run(config: Config) -> None:
                 map(str, saved_steps(folder))
             )
             or 'none',
-            f'images in {config.data.path}': len(source),
+            f'images in {shown_path(config.data.path)}': len(source),
         }
     )
     if jax.process_index() == 0:

@@ -24,7 +24,7 @@ from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded, is_remote, why_missing
+from jaxunet.runtime.paths import expanded, is_remote, shown_path, why_missing
 from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import check_fetched
 
@@ -67,8 +67,9 @@ def open_images(config: Config, given: ArraySource | None = None) -> Source:
     """
     if config.data.crop == 'random' and given is None and compressed_tar(config.data.path):
         raise UserError(
-            f'data.crop: random cuts images anew every epoch, but {config.data.path} is a '
-            'compressed tar, which is decoded once; unpack it, or use data.crop=center'
+            'data.crop: random cuts images anew every epoch, but '
+            f'{shown_path(config.data.path)} is a compressed tar, which is decoded once; '
+            'unpack it, or use data.crop=center'
         )
     return hold_out(open_data(config, config.image_shape, given), config.data.holdout)
 
