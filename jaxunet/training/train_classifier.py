@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> None:
     compiled_cache.enable_compilation_cache()
     workdir = pathlib.Path(WORKDIR.value)
     saved = newest_config(workdir)
-    config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
+    start = None if saved else config_at(CONFIG.value.get('init_from'))
+    config = complete(CONFIG.value, saved, start)
     check_trainable(config)
     check_used(config, earlier=[saved] if saved else [])
     # A missing backend or device is an error before anything is read or written.

@@ -12,6 +12,7 @@ from collections.abc import Collection, Set
 from absl import logging
 from ml_collections import ConfigDict
 
+from jaxunet.checkpoint.newest import config_at
 from jaxunet.config import Config, to_dict
 from jaxunet.config.consistency import FINEST, NEEDS_WEIGHTS, check_teacher, chosen_q
 from jaxunet.config.schema import FACTS, Fields
@@ -50,6 +51,24 @@ CLEARED = (
 TAKEN = ('model.', 'diffusion.', 'data.')  # those of the run of init_from, but for these fields
 HELD_OUT = 'train.holdout_every'  # needs data.holdout
 NOT_TAKEN = (OBJECTIVE, 'diffusion.consistency_', 'data.num_workers', 'data.cache')
+
+
+def start_of(values: ConfigDict | Fields, known: Config | None) -> Config | None:
+    """Returns the config of the model of `init_from`; None if it is not known, or not needed.
+
+    A run that resumes needs neither the file nor the network any more, but for the message that it
+    cannot become a run that tunes.
+
+    Args:
+      values, known: as for `tuned`.
+    """
+    raw = values.to_dict() if isinstance(values, ConfigDict) else values
+    if not isinstance(raw, dict):
+        return None
+    begins_to_tune = value_at(raw, OBJECTIVE) == 'consistency' and not (
+        known and known.diffusion.objective == 'consistency'
+    )
+    return config_at(raw.get('init_from')) if known is None or begins_to_tune else None
 
 
 def tuned(
