@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
-import contextlib
 import pathlib
 from collections.abc import Sequence
 
@@ -27,7 +26,6 @@ import numpy as np
 from absl import flags
 
 from jaxunet.checkpoint import model_flags
-from jaxunet.checkpoint.folders import find
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
@@ -37,7 +35,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import is_remote, of_user
 from jaxunet.runtime.upload import check_uploadable
 from jaxunet.runtime.whole_files import check_file, check_writable
-from jaxunet.training.evaluation import read_evaluations
+from jaxunet.training.evaluation import metrics_at
 from jaxunet.weights import (
     PROGRAMS,
     WRITTEN,
@@ -150,7 +148,7 @@ def main(argv: Sequence[str]) -> None:
             class_names=model.class_names,
             license_name=LICENSE.value,
             step=model.step,
-            metrics=measured(model),
+            metrics=metrics_at(CHECKPOINT.value, model.step),
         )
         print(f'{model.note} -> {OUTPUT.value} ({diffusers.PROGRAM})')
         return
@@ -185,22 +183,6 @@ def check_folder() -> None:
     if named := [f'--{name}' for name, flag in others.items() if flag.present]:
         raise UserError(f'{", ".join(named)}: no effect on a folder of diffusers; leave it out')
     check_new(OUTPUT.value)
-
-
-def measured(model: Model) -> list[str]:
-    """Returns the metrics that a run measured at the step of its checkpoint, a line each."""
-    run = find(CHECKPOINT.value) if CHECKPOINT.value and model.step is not None else None
-    if run is None:
-        return []
-    with contextlib.suppress(OSError):
-        return [
-            f'{row["metric"]} {float(row["value"]):.4g} of {row["num_samples"]} samples '
-            f'({row["sampler"]}, {row["evaluations"]} evaluations) against {row["num_reference"]} '
-            f'images, features {row["features"]}'
-            for row in read_evaluations(run[0])
-            if int(row['step']) == model.step and row['value']
-        ]
-    return []
 
 
 def copy_classifier() -> None:

@@ -32,9 +32,10 @@ from jaxunet.compare.statistics import (
 )
 from jaxunet.compare.step_times import COSTS, combined_costs
 from jaxunet.runtime.rows import Row
-from jaxunet.sweep.report import table
+from jaxunet.sweep import report
 
 NOTHING = 'Nothing is measured yet.'
+table = functools.partial(report.table, rule=' --- ')
 SEEDS = 3  # a mean over another number shows it in brackets
 
 

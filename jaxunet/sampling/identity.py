@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from jaxunet.checkpoint.store import checksum
-from jaxunet.config import DiffusionConfig
+from jaxunet.config import DiffusionConfig, ModelConfig
+from jaxunet.config.schema import FACTS
 from jaxunet.model.unet import Params
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.low_res import LowRes
@@ -62,9 +63,12 @@ def identity(
         more['guide'] = f'{checksum(generator.weaker.params):08x}'
     if low_res is not None:
         more['low_res'] = low_res.note
-    model = dataclasses.asdict(config.model)
-    if not config.model.low_res_size:
-        del model['low_res_size']  # interrupted samples of earlier versions lack it
+    # Interrupted samples of earlier versions lack the fields that came later.
+    model = {
+        name: value
+        for name, value in dataclasses.asdict(config.model).items()
+        if not FACTS[f'model.{name}'].since or value != getattr(ModelConfig(), name)
+    }
     sampler = dataclasses.asdict(generator.sampler.config)
     for name in LATER_OPTIONS:
         if sampler[name] is None:

@@ -110,9 +110,14 @@ def markdown(sweep: Sweep, pictures: Sequence[str], directory: pathlib.Path) -> 
     return '\n'.join([*lines, *_profiles(sweep, directory)]).rstrip() + '\n'
 
 
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    return '\n'.join(f'| {" | ".join(cells)} |' for cells in (head, ['---'] * len(head), *body))
+def table(head: Sequence[str], body: Iterable[Sequence[str]], rule: str = '---') -> str:
+    """Returns a Markdown table.
+
+    Args:
+      rule: below the head, in each column.
+    """
+    first, *rows = (f'| {" | ".join(cells)} |' for cells in (head, *body))
+    return '\n'.join([first, f'|{f"{rule}|" * len(head)}', *rows])
 
 
 def _origin(sweep: Sweep) -> list[str]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt8
 
+from jaxunet.checkpoint.folders import find
 from jaxunet.config import Config
 from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.config.samplers import evaluation_sampler
@@ -352,3 +353,24 @@ def is_evaluated(workdir: pathlib.Path, step: int) -> bool:
         return any(int(row['step']) == step for row in read_evaluations(workdir))
     except OSError:
         return False
+
+
+def metrics_at(checkpoint: str | None, step: int | None) -> list[str]:
+    """Returns the metrics that a run measured at the step of a checkpoint, a line each.
+
+    Args:
+      checkpoint: a workdir or a checkpoint in it; anything else has no metrics.
+      step: of the checkpoint; None = of none.
+    """
+    run = find(checkpoint) if checkpoint and step is not None else None
+    if run is None:
+        return []
+    with contextlib.suppress(OSError):
+        return [
+            f'{row["metric"]} {float(row["value"]):.4g} of {row["num_samples"]} samples '
+            f'({row["sampler"]}, {row["evaluations"]} evaluations) against {row["num_reference"]} '
+            f'images, features {row["features"]}'
+            for row in read_evaluations(run[0])
+            if int(row['step']) == step and row['value']
+        ]
+    return []

@@ -26,7 +26,7 @@ MISTAKES = [
     ),
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
     (['jaxunet.train', '--config=nowhere.py'], 'no file or recipe nowhere.py; recipes: '),
-    (['jaxunet.train', '--config', 'imges'], 'recipes: cifar10, digits, elephants64, imagenet64'),
+    (['jaxunet.train', '--config', 'imges'], 'recipes: cifar10, digits, edm_cifar10, elephants64'),
     (
         ['jaxunet.train', '--data.batch_size=4'],
         "Unknown command line flag 'data.batch_size'; did you mean --config.data.batch_size?",
@@ -135,7 +135,7 @@ MISTAKES = [
     (['jaxunet.sample', '--checkpoint=RUN', '--output=x.gif'], 'expected a name that ends in .png'),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--sampler=dimm'],
-        'value should be one of <ddpm|ddim|dpmpp_2m|heun>',
+        'value should be one of <ddpm|ddim|dpmpp_2m|unipc|heun',
     ),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--backend=xls'],

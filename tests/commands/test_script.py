@@ -16,6 +16,7 @@ from jaxunet import __main__ as script
 from jaxunet.config import completion
 from jaxunet.runtime import interrupt, program
 
+RECIPES = 'cifar10 digits edm_cifar10 elephants64 imagenet64 images'
 HEAVY = ('jax', 'flax', 'numpy', 'absl')
 
 
@@ -122,10 +123,10 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     [
         ("jaxunet ''", ' '.join(script.COMMANDS)),
         ('jaxunet ex', 'export'),
-        ("jaxunet train --config ''", 'cifar10 digits elephants64 imagenet64 images'),
+        ("jaxunet train --config ''", RECIPES),
         ('jaxunet train --config i', 'imagenet64 images'),
         ('jaxunet train --config = el', 'elephants64'),  # as bash splits the word
-        ('jaxunet train --config =', 'cifar10 digits elephants64 imagenet64 images'),
+        ('jaxunet train --config =', RECIPES),
         ('jaxunet train --config=el', '--config=elephants64'),  # as zsh leaves it
         ('jaxunet train --config.data.p', '--config.data.path='),
         ('jaxunet train --config.see', '--config.seed='),

@@ -15,7 +15,7 @@ FIELDS = {
 }  # fmt: skip
 MEASURED = {
     'median_ms', 'quartiles_ms', 'ratio', 'ratio_quartiles', 'images_per_second', 'mfu', 'bytes_moved', 'bandwidth_share', 'peak_bytes',  # noqa: E501
-    'lower_s', 'compile_s', 'steps_per_call', 'concurrent_kernels', 'ops', 'bytes_source', 'peak_source',  # noqa: E501
+    'lower_s', 'compile_s', 'steps_per_call', 'concurrent_kernels', 'ops', 'bytes_source', 'peak_source', 'watts', 'clock_mhz', 'mj_per_image',  # noqa: E501
 }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ import csv
 import json
 import pathlib
 import shutil
-import types
 from collections.abc import Callable
 
 import jax
@@ -31,10 +30,9 @@ from support.diffusers_folders import (
 )
 from support.weight_cases import make, random_params, torch_bytes
 
-from jaxunet import export
-from jaxunet.checkpoint.load import Model, load_initial, load_model
+from jaxunet.checkpoint.load import load_initial, load_model
 from jaxunet.runtime.errors import UserError
-from jaxunet.training.evaluation import COLUMNS
+from jaxunet.training.evaluation import COLUMNS, metrics_at
 from jaxunet.weights import read_weights, write_folder
 from jaxunet.weights.fields import network_fields
 from jaxunet.weights.model_card import model_card
@@ -226,9 +224,7 @@ def test_measured_values(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
         table.writeheader()
         for step, value in ((5, '12.345'), (10, '9.5')):
             table.writerow(row | {'step': step, 'training_seconds': 1, 'value': value})
-    monkeypatch.setattr(export, 'CHECKPOINT', types.SimpleNamespace(value=str(tmp_path)))
-    model = Model(SMALL, {}, None, '', step=10)
-    assert export.measured(model) == [
+    assert metrics_at(str(tmp_path), 10) == [
         'fid 9.5 of 50 samples (ddim, 20 evaluations) against 60 images, features inception'
     ]
-    assert export.measured(Model(SMALL, {}, None, '')) == []
+    assert metrics_at(str(tmp_path), None) == []
