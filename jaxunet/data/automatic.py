@@ -205,7 +205,7 @@ def look(config: Config, given: ArraySource | None = None) -> Facts:
 
 def _stored_shape(path: str) -> tuple[int, ...] | None:
     """Returns the shape of an array of images; None for a set of another form."""
-    if path.lower().endswith(('.npz', '.npy')):
+    if path.partition('?')[0].lower().endswith(('.npz', '.npy')):
         with contextlib.suppress(UserError):  # opening the set reports it
             return array_shape(Path(on_disk(path)))
     return None
