@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jaxunet.checkpoint.load import load_initial
-from jaxunet.checkpoint.newest import config_at, newest_config, saved_steps
+from jaxunet.checkpoint.newest import newest_config, saved_steps
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.unused import check_used
@@ -50,7 +50,7 @@ from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.preemption import Caller
 from jaxunet.training.start import check_workdir, open_checked
-from jaxunet.training.tuning import tuned
+from jaxunet.training.tuning import start_of, tuned
 from jaxunet.training.values import Recipe, chosen_values, fields_by_path
 
 __all__ = ['Model', 'Run', 'UserError', 'evaluate', 'load', 'train', 'train_rows']
@@ -193,7 +193,7 @@ def train_rows(
     with guarded('this run'), contextlib.nullcontext() if bar else hidden():
         values = chosen_values(config, fields, given)
         saved = newest_config(folder)
-        start = config_at(values.get('init_from'))
+        start = start_of(values, saved)
         named = [path for path, _ in fields_by_path(fields)]
         made = complete(tuned(values, saved, start, named), saved, start, given)
         check_used(made, earlier=[saved] if saved else [])

@@ -41,6 +41,7 @@ from jaxunet.weights import (
     WRITTEN,
     diffusers,
     extension_of,
+    hub,
     names_folder,
     read_classifier,
     unetcu,
@@ -242,6 +243,7 @@ def fresh() -> Model:
 
 def has_no_order(path: str) -> bool:
     """Returns True if the weights at this path have no order of qkv's rows by themselves."""
+    path = hub.on_this_machine(path)
     return pathlib.Path(path).is_dir() or path.lower().endswith('.bin')
 
 

@@ -206,7 +206,7 @@ def run() -> None:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
         steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
         guided = f', guided by {how.CLASSIFIER.value}: {guide.classifier.note}' if guide else ''
-        guided += f', guided by {how.GUIDE.value}: {weaker.note}' if weaker else ''
+        guided += f', guided by {weaker.note}' if weaker else ''
         print(
             f'{model.note}{guided}; {generator.sampler.config.name}, {steps} of the network, '
             f'{len(devices())} x {kind}',

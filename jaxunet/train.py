@@ -26,7 +26,7 @@ from absl import flags, logging
 from jaxunet import is_function_too
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import fit_initial, load_initial
-from jaxunet.checkpoint.newest import config_at, newest_classes, newest_config, saved_steps
+from jaxunet.checkpoint.newest import newest_classes, newest_config, saved_steps
 from jaxunet.checkpoint.optimizer import endless_warmup, rate_jump
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.config import Config, by_path, cli, to_dict
@@ -43,7 +43,7 @@ from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.paths import of_user, shown_path
 from jaxunet.training.log_file import LogFile
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.loop import train
@@ -53,7 +53,7 @@ from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
 from jaxunet.training.saving import write_error_ends
 from jaxunet.training.start import check_workdir, open_checked
-from jaxunet.training.tuning import tuned
+from jaxunet.training.tuning import start_of, tuned
 
 is_function_too(__name__)
 CONFIG = cli.define_config()
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int | None:
     log.addFilter(command.is_shown)
     logging.get_absl_logger().addHandler(log)
     saved = newest_config(workdir())
-    initial = config_at(CONFIG.value.get('init_from'))
+    initial = start_of(CONFIG.value, saved)
     values = tuned(CONFIG.value, saved, initial, cli.named_fields(CONFIG))
     config = complete(values, saved, initial)
     check_used(config, earlier=[saved] if saved else [])
@@ -200,12 +200,15 @@ def run(config: Config) -> None:
                 map(str, saved_steps(folder))
             )
             or 'none',
-            f'images in {config.data.path}': len(source),
+            f'images in {shown_path(config.data.path)}': len(source),
         }
     )
     if jax.process_index() == 0:
         held = f' and {len(source.held_out)} held out' if source.held_out else ''
-        print(f'{len(source)} images{held} from {config.data.path}; workdir {folder}', flush=True)
+        print(
+            f'{len(source)} images{held} from {shown_path(config.data.path)}; workdir {folder}',
+            flush=True,
+        )
     # A resumed run no longer needs the weights that it started from.
     resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)

@@ -1,9 +1,11 @@
 """Builds: what they compile and ask for, and what a wheel holds; CI compiles by installing."""
 
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
@@ -23,6 +25,13 @@ def backend():
 
     yield build_backend
     sys.path.remove(str(TOOLS))
+
+
+def test_the_docs_list_every_extra():
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+    rows = re.findall(r'^\| (`.*?`) \| ', (ROOT / 'docs/installing.md').read_text(), re.MULTILINE)
+    listed = sorted(name for row in rows for name in re.findall(r'`(\w+)`', row))
+    assert listed == sorted(project['optional-dependencies'])
 
 
 @pytest.fixture

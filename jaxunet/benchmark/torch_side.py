@@ -258,6 +258,8 @@ def check(config: Config, mode: str, source: Source) -> None:
             'gives each image the noise that it drew, found '
             f'data.noise_assignment={config.data.noise_assignment}; set it to none'
         )
+    if config.data.bits != 8:
+        raise UserError(f'reads pixels of 8 bits, found data.bits={config.data.bits}; set it to 8')
     if config.data.augment == 'edm':
         raise UserError('augments only by flips, found data.augment=edm')
     if config.model.low_res_size:

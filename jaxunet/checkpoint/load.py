@@ -81,9 +81,7 @@ def load_model(
       UserError: nothing at the path can be read, a needed option is neither in the file nor given,
         or an option does not apply to the file.
     """
-    path = on_disk(path)
-    if not pathlib.Path(path).exists() and hub.is_name(path):
-        path = hub.downloaded(path)
+    path = hub.on_this_machine(path)
     check_exists(path)
     if _is_run(path):
         if config is not None:

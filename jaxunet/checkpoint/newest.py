@@ -62,8 +62,8 @@ def _config_of(workdir: pathlib.Path, step: int) -> Config | None:
 def config_at(init_from: object) -> Config | None:
     """Returns the config of a workdir's newest checkpoint, one checkpoint or a file; None if none.
 
-    It takes the paths that `folders.find` takes, and a .safetensors that states its config. Like
-    `newest_config`, it does not start JAX.
+    It takes the paths that `folders.find` takes, and weights that state their config
+    (`stated_config_of`). Like `newest_config`, it does not start JAX.
 
     Args:
       init_from: the field `init_from` of a config that is not checked yet: a path, '', or anything

@@ -34,7 +34,7 @@ from jaxunet.compare.stopwatch import Limit
 from jaxunet.config import Config
 from jaxunet.data.pipeline import decoded
 from jaxunet.data.source import Source
-from jaxunet.data.sources import open_images
+from jaxunet.data.sources import images_key, open_images
 from jaxunet.metrics.table import general_label
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
@@ -312,10 +312,7 @@ class Queue:
         They are decoded, too, except for random crops, which need all pixels of an image.
         """
         data = config.data
-        key = (
-            *(data.path, data.labels, data.classes, data.condition),
-            *(config.loaded_shape, data.holdout, data.crop),
-        )
+        key = (*images_key(config), data.holdout, data.crop)
         if key not in self._sources:
             source = self._sources[key] = open_images(config)
             if data.crop != 'random':

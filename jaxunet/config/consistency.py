@@ -17,8 +17,8 @@ from jaxunet.runtime.errors import UserError
 FINEST = {'bfloat16': 64, 'float16': 256, 'float32': 256}
 MOST = 2**20  # largest q^stages
 NEEDS_WEIGHTS = (
-    'diffusion.objective: consistency tunes a trained network: set init_from to the run, '
-    'checkpoint or .safetensors of a model that predicts edm or flow'
+    'diffusion.objective: consistency tunes a trained network: set init_from to a run, a '
+    'checkpoint or the weights of a model that predicts edm or flow'
 )
 
 

@@ -363,8 +363,8 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {found}'
     if e.variance == 'learned' and not config.diffusion.learn_sigma:
         yield 'evaluation.variance: learned needs diffusion.learn_sigma'
-    if e.eta and sampler != 'ddim':
-        yield f'evaluation.eta: {e.eta} needs evaluation.sampler=ddim, found {found}'
+    if e.eta and sampler not in ('ddim', 'dpmpp_2m'):
+        yield f'evaluation.eta: {e.eta} needs evaluation.sampler=ddim or dpmpp_2m, found {found}'
     if e.guidance_scale != 1 and not (m.num_classes and m.label_dropout):
         yield (
             f'evaluation.guidance_scale: {e.guidance_scale} needs a model with classes that was '

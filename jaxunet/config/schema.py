@@ -47,8 +47,9 @@ class Config:
     backend: str = 'auto'
     # Compute type; float16 with dynamic loss scaling.
     precision: str = option('float32', choices=PRECISIONS)
-    # Initial weights: workdir, checkpoint, .bin, .pt, .safetensors or .pkl. Other classes, image
-    # size and channels are possible (see `jaxunet.checkpoint.fine_tune`).
+    # Initial weights: workdir, checkpoint, .bin, .pt, .safetensors, .pkl, folder of diffusers or
+    # OWNER/NAME of the Hugging Face hub. Other classes, image size and channels are possible (see
+    # `jaxunet.checkpoint.fine_tune`).
     init_from: str = option('', outside_step=True)
     # Order of attention's rows in an init_from file that does not state it (guided-diffusion's
     # use_new_attention_order): legacy (False) | new (True); '' = the file states it.

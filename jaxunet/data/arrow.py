@@ -17,7 +17,15 @@ from jaxunet.data.containers import Spans
 from jaxunet.data.labels import Labels
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.shards import short_names
-from jaxunet.data.tables import ERRORS, Rows, choose_columns, labels_of, library, unreadable
+from jaxunet.data.tables import (
+    ERRORS,
+    Rows,
+    check_labels_of,
+    choose_columns,
+    labels_of,
+    library,
+    unreadable,
+)
 from jaxunet.runtime.errors import UserError
 
 ABSENT = -1  # size of an image that a row lacks
@@ -66,8 +74,7 @@ class ArrowRows(Rows, Spans):
         chunks = []
         for path in self._paths if columns.label else ():
             schema, batches, _ = _batches(path)
-            if columns.label not in schema.names:
-                raise UserError(f'{path}: files of unequal columns: has no {columns.label}')
+            check_labels_of(schema, path, columns)
             chunks += [batch.column(columns.label) for batch in batches]
         return labels_of(chunks, columns, self.counts, self.shown, how)
 

@@ -30,8 +30,13 @@ from jaxunet.runtime.remote import on_disk
 OPEN = {path: facts.left_open for path, facts in FACTS.items() if facts.left_open is not None}
 # Chosen with an open field, unless they are set.
 ATTENTION, SCHEDULE = 'model.attention_resolutions', 'diffusion.schedule'
-COMPANIONS = {'model.channel_mult': ATTENTION, 'diffusion.objective': SCHEDULE}
-UNSET: dict[str, object] = {ATTENTION: (), SCHEDULE: DiffusionConfig.schedule}
+TIME_SCALE = 'diffusion.edm_time_scale'
+COMPANIONS = {'model.channel_mult': (ATTENTION,), 'diffusion.objective': (SCHEDULE, TIME_SCALE)}
+UNSET: dict[str, object] = {
+    ATTENTION: (),
+    SCHEDULE: DiffusionConfig.schedule,
+    TIME_SCALE: DiffusionConfig.edm_time_scale,
+}
 # Images below which v has better pictures than flow, which overfits sooner. Measured with 450 and
 # with 9,000 images (docs/results.md, "Recipes"); between these it is a guess.
 FEW = 1000
@@ -104,7 +109,7 @@ def _complete(
         return _with_epochs(resolve(raw), given)
     if known is not None:
         saved = to_dict(known)
-        companions = [COMPANIONS[path] for path in left_open if path in COMPANIONS]
+        companions = [other for path in left_open for other in COMPANIONS.get(path, ())]
         paths = [*left_open, *(path for path in companions if not _is_set(raw, path))]
         kept = with_values(raw, {path: value_at(saved, path) for path in paths})
         return _with_epochs(resolve(kept), given)
@@ -178,8 +183,9 @@ def _with_rule(raw: Fields, known: Config) -> Fields:
 def _with_objective(raw: Fields, start: Config) -> Fields:
     """Returns a config with the objective of a run, and its schedule unless one is set."""
     taken: dict[str, object] = {'diffusion.objective': start.diffusion.objective}
-    if not _is_set(raw, SCHEDULE):
-        taken[SCHEDULE] = start.diffusion.schedule
+    for path in (SCHEDULE, *[TIME_SCALE] * (start.diffusion.objective == 'edm')):
+        if not _is_set(raw, path):
+            taken[path] = value_at(to_dict(start), path)
     fields = ', '.join(f'{path}={value}' for path, value in taken.items())
     logging.info('as in the run of init_from: %s', fields)
     return with_values(raw, taken)
@@ -241,7 +247,7 @@ def look(config: Config, given: ArraySource | None = None) -> Facts:
 
 def _stored_shape(path: str) -> tuple[int, ...] | None:
     """Returns the shape of an array of images; None for a set of another form."""
-    if path.lower().endswith(('.npz', '.npy')):
+    if path.partition('?')[0].lower().endswith(('.npz', '.npy')):
         with contextlib.suppress(UserError):  # opening the set reports it
             return array_shape(Path(on_disk(path)))
     return None

@@ -13,6 +13,7 @@ from jaxunet.config import Config
 from jaxunet.data.rules import whole_names
 from jaxunet.data.source import Source
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
+from jaxunet.runtime.paths import shown_path
 
 MOST_LABELS = 200  # of the table in a message
 
@@ -27,7 +28,7 @@ def check_classes(config: Config, source: Source) -> None:
       UserError: images without labels, or more classes than the model has.
     """
     wanted, names = config.model.num_classes, source.class_names
-    path = config.data.path
+    path = shown_path(config.data.path)
     if not wanted:
         if len(names) > 1:
             logging.info(
@@ -117,7 +118,7 @@ def keep_classes(
         raise UserError(
             f'{workdir} holds a run with other classes; label {changed[0]}:\n'
             f'  labels 0, 1, ... of the run: {listed(saved)}\n'
-            f'  labels 0, 1, ... of {config.data.path}: {listed(now)}\n'
+            f'  labels 0, 1, ... of {shown_path(config.data.path)}: {listed(now)}\n'
             f'Give it the same names in the same order{order}, choose another --workdir, '
             f'or start from its weights with --config.init_from={workdir}'
         )

@@ -106,11 +106,12 @@ def _by_side(files: FileSet, how: str) -> Labels | None:
     beside = {suffix: found for suffix, found in beside.items() if not known.isdisjoint(found)}
     suffix, column = how or CLS, ''
     if suffix not in beside:
+        files.columns += beside
         sample = next((beside[JSON][key] for key in keys if key in beside.get(JSON, ())), None)
         if sample is None:
             return None
         first = _loaded(files, sample)
-        files.columns += [*beside, *first]
+        files.columns += first
         suffix, column = JSON, how or LABEL
         if column not in first:
             return None

@@ -20,6 +20,7 @@ from jaxunet.data.tables import (
     ERRORS,
     Columns,
     Rows,
+    check_labels_of,
     choose_columns,
     labels_of,
     library,
@@ -37,7 +38,6 @@ class ParquetRows(Rows):
 
     Args:
       path: the set, for messages.
-      how: `data.labels`, which chooses the column.
 
     Raises:
       UserError: a file cannot be read, has no column of images or others than the first one, or
@@ -105,8 +105,7 @@ class ParquetRows(Rows):
         chunks = []
         for path in self._paths if columns.label else ():
             file = _opened(path)
-            if columns.label not in file.schema_arrow.names:
-                raise UserError(f'{path}: files of unequal columns: has no {columns.label}')
+            check_labels_of(file.schema_arrow, path, columns)
             try:
                 chunks.append(file.read([columns.label]).column(0))
             except ERRORS as error:

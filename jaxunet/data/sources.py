@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded, is_remote, why_missing
+from jaxunet.runtime.paths import expanded, is_remote, shown_path, why_missing
 from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import check_fetched
 
@@ -51,7 +51,7 @@ DIVIDED: dict[str, Callable[[Path, Sequence[Path]], Container]] = {
     '.arrow': ArrowRows,
 }
 TABLES = ('.parquet', '.arrow')
-WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
+WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt', '.pkl')
 
 
 def open_images(config: Config, given: ArraySource | None = None) -> Source:
@@ -69,8 +69,9 @@ def open_images(config: Config, given: ArraySource | None = None) -> Source:
     """
     if config.data.crop == 'random' and given is None and compressed_tar(config.data.path):
         raise UserError(
-            f'data.crop: random cuts images anew every epoch, but {config.data.path} is a '
-            'compressed tar, which is decoded once; unpack it, or use data.crop=center'
+            'data.crop: random cuts images anew every epoch, but '
+            f'{shown_path(config.data.path)} is a compressed tar, which is decoded once; '
+            'unpack it, or use data.crop=center'
         )
     source = open_data(config, config.image_shape, given)
     if config.picture_path:
@@ -92,6 +93,12 @@ def open_pictures(config: Config, image_shape: Shape) -> Source:
         return open_source(path, image_shape=image_shape, reading=Reading.of_pictures(config))
     except UserError as error:
         raise UserError(f'data.condition: {error}') from None
+
+
+def images_key(config: Config) -> tuple[Hashable, ...]:
+    """Returns a key that is equal for configs with the same images and pictures beside them."""
+    data, reading = config.data, Reading.of(config)
+    return data.path, config.loaded_shape, data.labels, data.classes, data.condition, reading
 
 
 def open_data(config: Config, image_shape: Shape, given: ArraySource | None = None) -> Source:

@@ -155,10 +155,32 @@ def choose_columns(schema: typing.Any, where: str, how: str) -> Columns:
                 f'no column is named {LABEL}: data.labels=NAME takes one of '
                 f'{listed(classes or others)}'
             )
-    names = features.get(label, {}).get('names') if label in classes else None
-    if not (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
-        names = None
-    return Columns(image, label, missing, names)
+    return Columns(image, label, missing, _names_of(features, label))
+
+
+def _names_of(features: dict[str, dict[str, typing.Any]], label: str) -> list[str] | None:
+    """Returns the names of the classes of a column of the type ClassLabel; None if it has none."""
+    feature = features.get(label, {})
+    names = feature.get('names') if feature.get('_type') == 'ClassLabel' else None
+    texts = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    return names if texts else None
+
+
+def check_labels_of(schema: typing.Any, path: Path, columns: Columns) -> None:
+    """Checks that a file of a set has the labels of the first one.
+
+    Raises:
+      UserError: it lacks the column, or names the classes otherwise.
+    """
+    if columns.label not in schema.names:
+        raise UserError(f'{path}: files of unequal columns: has no {columns.label}')
+    names = _names_of(_features(schema), columns.label)
+    if names != columns.names:
+        expected, found = (listed(each or []) or 'none' for each in (columns.names, names))
+        raise UserError(
+            f'{path}: files of unequal columns: {columns.label}: expected the classes of the first '
+            f'file, {expected}, found {found}; write them alike'
+        )
 
 
 def _features(schema: typing.Any) -> dict[str, dict[str, typing.Any]]:

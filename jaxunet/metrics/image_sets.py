@@ -44,8 +44,8 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
       grid_size: (height, width) of the images in a .png grid.
 
     Raises:
-      UserError: a wrong path, images of several sizes (when loaded), or a .png that is not such a
-        grid.
+      UserError: a wrong path, images of several sizes (when loaded), an array of other than 1 or 3
+        channels, or a .png that is not such a grid.
     """
     file = Path(on_disk(path))
     if file.suffix.lower() == '.png' and file.is_file():
@@ -161,8 +161,17 @@ def _array_shape(path: Path) -> tuple[int, int, int]:
     """Returns the image shape in an .npz, .npy, .bin or .bin.gz.
 
     It is (1, 1, 3) if the file is unreadable; opening it reports why.
+
+    Raises:
+      UserError: an array of other than 1 or 3 channels.
     """
     shape = array_shape(path)
+    if shape is not None and len(shape) == 4 and shape[3] not in (1, 3):
+        opacity = '; images with opacity in a folder of PNG files are compared on white'
+        raise UserError(
+            f'{path}: expected images of 1 or 3 channels to compare, found {shape[3]}'
+            + opacity * (shape[3] == 4)
+        )
     if shape is not None and len(shape) in (3, 4) and min(shape) > 0:
         return shape[1], shape[2], 3
     with contextlib.suppress(*archives.ERRORS, OSError):

@@ -26,6 +26,11 @@ def shown_url(url: str) -> str:
     return printable(re.sub(r'//[^/@]*@', '//', url.partition('?')[0]))
 
 
+def shown_path(path: str) -> str:
+    """Returns a path for messages and for files that others may see; a URL as `shown_url`."""
+    return shown_url(path) if is_remote(path) else path
+
+
 def expanded(path: str | os.PathLike[str]) -> str:
     """Returns a path with `~` or `~NAME` at its start replaced by that home folder.
 

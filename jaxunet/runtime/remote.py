@@ -37,6 +37,7 @@ ATTEMPTS = 3  # to read a file
 FRESH_SECONDS = 60.0  # in which a process does not ask again for the version of a copy
 CONNECTIONS = 16  # files of a folder that are read at the same time
 CHUNK = 2**20  # bytes
+SEVERAL = re.compile(r'\*|\{[^{}]*(\.\.|,)[^{}]*\}')  # as in x-{00..99}.tar
 # What storages call the version of a file.
 VERSIONS = (
     *('ETag', 'etag', 'generation', 'blob_id', 'mtime', 'LastModified', 'last_modified'),
@@ -93,6 +94,11 @@ def on_disk(path: str | os.PathLike[str]) -> str:
 
 def _copy(url: str) -> Path:
     """Returns the path of a copy of this version of a URL."""
+    if SEVERAL.search(url.partition('?')[0]):
+        raise UserError(
+            f'{shown_url(url)}: braces and * name several files of this machine only; give the URL '
+            'of the folder that holds them, or copy them here'
+        )
     folder = cache_dir() / FOLDER / _digest(url)
     scheme = SCHEME.match(url)
     assert scheme is not None

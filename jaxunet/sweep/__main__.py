@@ -42,7 +42,7 @@ from absl import flags
 from jaxunet.config import Config, cli, resolve
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
-from jaxunet.data.sources import open_images
+from jaxunet.data.sources import images_key, open_images
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError, printable_lines
@@ -254,8 +254,7 @@ def check_data(points: Sequence[Point]) -> None:
         if point.problem:
             continue
         config: Config = point.config
-        data = config.data
-        images = (data.path, config.loaded_shape, data.labels, data.classes, data.condition)
+        images = images_key(config)
         if images not in seen:
             seen.add(images)
             open_images(config)

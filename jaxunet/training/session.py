@@ -35,6 +35,7 @@ from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import Kernels, choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
+from jaxunet.runtime.paths import shown_path
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
 from jaxunet.training.step import Metrics, TrainStep, make_train_step
 
@@ -133,7 +134,9 @@ class Session:
         )
         self.state = self.parallel.replicated_shapes(shapes)
         if self.resident:
-            with memory_for(f'the images in {self.config.data.path}', 'set data.cache=stream'):
+            with memory_for(
+                f'the images in {shown_path(self.config.data.path)}', 'set data.cache=stream'
+            ):
                 images, labels = pipeline.load_all(self.source, progress=progress)
                 self.data = self.parallel.replicate({'images': images, 'labels': labels})
             return

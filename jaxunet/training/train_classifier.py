@@ -27,7 +27,7 @@ from jaxunet.data.look import tell_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache
-from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.paths import of_user, shown_path
 from jaxunet.training.classifier import train_classifier
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.noisy_classifier import FILE, check_trainable
@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> None:
     compiled_cache.enable_compilation_cache()
     workdir = pathlib.Path(WORKDIR.value)
     saved = newest_config(workdir)
-    config = complete(CONFIG.value, saved, config_at(CONFIG.value.get('init_from')))
+    start = None if saved else config_at(CONFIG.value.get('init_from'))
+    config = complete(CONFIG.value, saved, start)
     check_trainable(config)
     check_used(config, earlier=[saved] if saved else [])
     # A missing backend or device is an error before anything is read or written.
@@ -61,7 +62,10 @@ def main(argv: Sequence[str]) -> None:
     check_classes(config, source)
     tell_pixels(source)
     held = f' and {len(source.held_out)} held out' if source.held_out else ''
-    print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
+    print(
+        f'{len(source)} images{held} from {shown_path(config.data.path)}; workdir {workdir}',
+        flush=True,
+    )
     print(label_table(source.class_names), flush=True)
     with write_error_ends():
         step = train_classifier(config, workdir, source, Preemption())

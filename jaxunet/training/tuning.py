@@ -12,6 +12,7 @@ from collections.abc import Collection, Set
 from absl import logging
 from ml_collections import ConfigDict
 
+from jaxunet.checkpoint.newest import config_at
 from jaxunet.config import Config, to_dict
 from jaxunet.config.consistency import FINEST, NEEDS_WEIGHTS, check_teacher, chosen_q
 from jaxunet.config.schema import FACTS, Fields
@@ -52,6 +53,24 @@ HELD_OUT = 'train.holdout_every'  # needs data.holdout
 NOT_TAKEN = (OBJECTIVE, 'diffusion.consistency_', 'data.num_workers', 'data.cache')
 
 
+def start_of(values: ConfigDict | Fields, known: Config | None) -> Config | None:
+    """Returns the config of the model of `init_from`; None if it is not known, or not needed.
+
+    A run that resumes needs neither the file nor the network any more, but for the message that it
+    cannot become a run that tunes.
+
+    Args:
+      values, known: as for `tuned`.
+    """
+    raw = values.to_dict() if isinstance(values, ConfigDict) else values
+    if not isinstance(raw, dict):
+        return None
+    begins_to_tune = value_at(raw, OBJECTIVE) == 'consistency' and not (
+        known and known.diffusion.objective == 'consistency'
+    )
+    return config_at(raw.get('init_from')) if known is None or begins_to_tune else None
+
+
 def tuned(
     values: ConfigDict | Fields,
     known: Config | None,
@@ -71,7 +90,12 @@ def tuned(
       UserError: there is nothing to tune, or a model that predicts neither edm nor flow.
     """
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
-    if not isinstance(raw, dict) or value_at(raw, OBJECTIVE) != 'consistency':
+    if not isinstance(raw, dict):
+        return values
+    run = known or start
+    if run and run.diffusion.objective == 'consistency' and value_at(raw, OBJECTIVE) == '':
+        raw, named = with_values(raw, {OBJECTIVE: 'consistency'}), [*named, OBJECTIVE]
+    if value_at(raw, OBJECTIVE) != 'consistency':
         return values
     free = _free(raw, named)
     if known is not None and known.diffusion.objective == 'consistency':
@@ -139,8 +163,8 @@ def _prediction(start: Config | None, init_from: object) -> str:
         raise UserError(NEEDS_WEIGHTS)
     if start is None:
         raise UserError(
-            f'init_from: {init_from}: expected the run, checkpoint or .safetensors of a model that '
-            'predicts edm or flow, found none there that says so'
+            f'init_from: {init_from}: expected the run, the checkpoint or the weights of a model '
+            'that predicts edm or flow, found none there that says so'
         )
     check_teacher(start, str(init_from))
     return start.diffusion.prediction

@@ -32,11 +32,9 @@ from jaxunet.weights.diffusers import (
     unet_config,
 )
 from jaxunet.weights.diffusers_config import infer
-from jaxunet.weights.diffusers_scheduler import (
-    process_fields,
-)
+from jaxunet.weights.diffusers_scheduler import process_fields
 from jaxunet.weights.fields import differences, diffusion_fields
-from jaxunet.weights.inference import Inferred
+from jaxunet.weights.inference import Inferred, stated_config, states_all
 from jaxunet.weights.names import Shape
 from jaxunet.weights.own_metadata import METADATA, load_metadata
 from jaxunet.weights.safetensors_file import SafetensorsFile
@@ -162,6 +160,25 @@ def read(path: str, given: Given, ema: str) -> Weights:
             values |= {'time_embedding_type': POSITIONAL, 'num_class_embeds': classes}
         inferred = _with_process(infer(values, str(source)), unet.folder, own, path)
         return read_state(state, given, inferred)
+
+
+def stated_config_of(path: str) -> Config | None:
+    """Returns the config of the averages in a folder; None if no scheduler states the process.
+
+    Raises:
+      UserError: as `read`.
+    """
+    _check_components(pathlib.Path(path))
+    unet = _chosen(pathlib.Path(path), '')
+    source = unet.folder / CONFIG
+    values = read_json(source, advice=ADVICE)
+    _check_class(values, str(source))
+    with contextlib.ExitStack() as stack:
+        own = load_metadata(path, _open(_weight_files(unet.folder)[0], stack).metadata).config
+    if own is not None:
+        return own
+    inferred = _with_process(infer(values, str(source)), unet.folder, None, path)
+    return stated_config(inferred, path, {}).config if states_all(inferred) else None
 
 
 def _with_process(

@@ -61,15 +61,17 @@ def process_problems(config: Config) -> Iterator[str]:
     """Yields `field: reason` for every field of the process that no scheduler has."""
     diffusion = config.diffusion
     if diffusion.objective == 'edm':
-        yield (
-            'diffusion.objective: expected epsilon, x0, v or flow, found edm: EDMEulerScheduler '
-            'gives a network ln(sigma)/4, and the network here reads 1000 times that, for which '
-            "UNet2DModel's time embedding has no factor"
+        scale = diffusion.edm_time_scale
+        yield 'diffusion.objective: expected epsilon, x0, v or flow, found edm' + (
+            ', whose scheduler is not among those that are written'
+            if scale == 1
+            else ': EDMEulerScheduler gives a network ln(sigma)/4, and the network here reads '
+            f"{scale:g} times that, for which UNet2DModel's time embedding has no factor"
         )
     elif diffusion.objective == 'consistency':
         yield (
-            'diffusion.objective: expected epsilon, x0, v or flow, found consistency: its sampler '
-            'is not among those that are written; write .safetensors instead'
+            'diffusion.objective: expected epsilon, x0, v or flow, found consistency, whose '
+            'sampler is not among those that are written'
         )
     elif diffusion.continuous and diffusion.learn_sigma:
         yield f'diffusion.learn_sigma: expected False with {diffusion.objective}, found True'

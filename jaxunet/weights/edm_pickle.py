@@ -23,11 +23,12 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
+from jaxunet.config import Config
 from jaxunet.config.network_relations import FILTERS
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.pickles import Global, Refused, Step
 from jaxunet.runtime.untrusted import shown
-from jaxunet.weights.edm import DHARIWAL, FILTER, PROGRAM, SONG
+from jaxunet.weights.edm import DHARIWAL, FILTER, PROGRAM, SONG, config_of, infer
 from jaxunet.weights.names import Shape, check_finite
 from jaxunet.weights.torch_pickle import Storage, TensorView, TorchPickle, check_views
 
@@ -210,6 +211,11 @@ class NetworkPickle:
             name: view.shape[::-1] if name == LABELS else view.shape
             for name, view in self._views.items()
         }
+
+    @property
+    def config(self) -> Config:
+        """The config of the model; raises `UserError` if the network cannot be run here."""
+        return config_of(infer(self.shapes, self.path), self.shapes, self.sigma_data, self.path)
 
     def read(self, name: str) -> np.ndarray:
         """Returns one tensor as float32.

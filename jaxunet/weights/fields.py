@@ -128,7 +128,8 @@ def needed_fields(theirs: Config, ours: Config) -> list[str]:
         value = getattr(theirs.model, field)
         if name == LEVELS:
             value = _sides(theirs, min(ours.image_shape[:2]))
-        lines.append(f'model.{field}={value} (now {getattr(ours.model, field)})')
+        if value != (now := getattr(ours.model, field)):  # else it follows from another field
+            lines.append(f'model.{field}={value} (now {now})')
     return sorted(lines)
 
 

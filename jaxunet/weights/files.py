@@ -20,7 +20,7 @@ from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import opened
 from jaxunet.runtime.whole_files import written
-from jaxunet.weights import diffusers_folder, guided_diffusion, noisy_classifier, unetcu
+from jaxunet.weights import diffusers_folder, guided_diffusion, hub, noisy_classifier, unetcu
 from jaxunet.weights.edm_pickle import NetworkPickle
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
@@ -91,16 +91,23 @@ def read_weights(
 
 
 def stated_config_of(path: str | os.PathLike[str]) -> Config | None:
-    """Returns the config that our writer stored in a .safetensors; None if there is none.
+    """Returns the config that a weight file or a folder of diffusers states; None if it does not.
+
+    Neither starts JAX nor reads weights.
 
     Raises:
       UserError: the file is missing, of another kind or damaged.
     """
-    path = expanded(path)
-    if extension_of(path) != '.safetensors':
+    path = hub.on_this_machine(path)
+    if diffusers_folder.is_folder(pathlib.Path(path)):
+        return diffusers_folder.stated_config_of(path)
+    extension = extension_of(path)
+    if extension not in ('.safetensors', '.pkl'):
         return None
     with opened(path) as file:
-        return load_metadata(str(path), SafetensorsFile(str(path), file).metadata).config
+        if extension == '.pkl':
+            return NetworkPickle(path, file).config
+        return load_metadata(path, SafetensorsFile(path, file).metadata).config
 
 
 def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pathlib
 import re
 
 from absl import logging
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import one_line
 
 NAME = re.compile(r'(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(@(?P<revision>[\w][\w./-]*))?')
@@ -29,6 +31,18 @@ def is_name(path: str) -> bool:
     """
     match = NAME.fullmatch(path)
     return bool(match) and not pathlib.Path(path).parent.exists()
+
+
+def on_this_machine(path: str | os.PathLike[str]) -> str:
+    """Returns the path here of a model that the user named: `on_disk`, or a copy from the hub.
+
+    Raises:
+      UserError: as `on_disk` and `downloaded`.
+    """
+    local = on_disk(path)
+    if not pathlib.Path(local).exists() and is_name(local):
+        return downloaded(local)
+    return local
 
 
 def downloaded(name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import listed, printable
+from jaxunet.runtime.paths import shown_path
 from jaxunet.weights.diffusers import label_rows
 from jaxunet.weights.names import parameter_shapes
 
@@ -66,7 +67,7 @@ def _code(text: str) -> str:
 def _facts(config: Config, step: int | None, class_names: Sequence[str]) -> list[str]:
     """Returns the lines on data, network and training."""
     diffusion, optimizer = config.diffusion, config.optimizer
-    name = printable(pathlib.PurePath(config.data.path).name)
+    name = printable(pathlib.PurePath(shown_path(config.data.path)).name)
     count = sum(math.prod(shape) for shape in parameter_shapes(config).values())
     process = diffusion.objective
     if not diffusion.continuous:
@@ -74,8 +75,7 @@ def _facts(config: Config, step: int | None, class_names: Sequence[str]) -> list
     if diffusion.learn_sigma:
         process += ', learned variance'
     lines = [
-        f'Data: {name or "not stated"}, {config.image_shape[2]} channels, '
-        f'augmentation {config.data.augment}',
+        f'Data: {name or "not stated"}, {_pixels(config)}, augmentation {config.data.augment}',
         f'Network: UNet of {count:,} parameters',
         f'Prediction: {process}',
     ]
@@ -89,6 +89,17 @@ def _facts(config: Config, step: int | None, class_names: Sequence[str]) -> list
             f'learning rate of {rate:g}, {weighting} loss weights, {config.precision}'
         )
     return lines
+
+
+def _pixels(config: Config) -> str:
+    """Returns what the channels of an image are, and the values that they stand for."""
+    data, text = config.data, f'{config.image_shape[2]} channels'
+    if data.background == 'keep':
+        text = 'RGBA whose colours are multiplied by their opacity (divide them to save a PNG)'
+    if data.bits > 8 or data.range:
+        low, high = data.range or (0, 2**data.bits - 1)
+        text += f' of {data.bits} bits, whose outputs -1 to 1 stand for {low:g} to {high:g}'
+    return text
 
 
 def _own_use(config: Config) -> str:

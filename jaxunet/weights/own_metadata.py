@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data.rules import class_name
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import shown_path
 from jaxunet.runtime.untrusted import parse_json, shown
 
 METADATA = 'jaxunet_config'  # key of the metadata: the config as JSON, plus these two fields
@@ -23,8 +24,13 @@ class OwnMetadata(NamedTuple):
 
 
 def dump_metadata(config: Config, *, new_order: bool, class_names: tuple[str, ...]) -> str:
-    """Returns the text to store for the key `METADATA`."""
+    """Returns the text to store for the key `METADATA`: URLs in it are without passwords."""
     names = {CLASSES: list(class_names)} if class_names else {}
+    config = config.replace(
+        init_from=shown_path(config.init_from),
+        data={'path': shown_path(config.data.path)},
+        evaluation={'reference': shown_path(config.evaluation.reference)},
+    )
     return json.dumps(to_dict(config) | {ORDER: new_order} | names)
 
 

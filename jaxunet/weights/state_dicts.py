@@ -238,7 +238,7 @@ def read_state(state: StateDict, given: Given, stated: Inferred | None = None) -
     if stated and own.config is None and states_all(stated):
         own = OwnMetadata(stated_config(stated, path, {}).config)
     if isinstance(state, NetworkPickle):
-        own = OwnMetadata(edm.config_of(inferred, shapes, state.sigma_data, path))
+        own = OwnMetadata(state.config)
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(edm.FILTER)}
     if program is GUIDED_DIFFUSION and not pictures:
         model_at_hand = known_config or given.like

@@ -188,6 +188,7 @@ def test_peers_refuse_what_they_do_not_train() -> None:
         ({'model': {'skip_scale': 0.5}}, 'does not have model.skip_scale=0.5; set it to 1.0'),
         ({'model': {'remat': True}}, 'found model.remat=True; set it to False'),
         ({'data': {'noise_assignment': 'batch'}}, 'found data.noise_assignment=batch; set it to'),
+        ({'data': {'bits': 16}}, 'reads pixels of 8 bits, found data.bits=16; set it to 8'),
         ({'model': {'low_res_size': (4,)}}, 'found model.low_res_size'),
     ):
         config = tiny_config(**changes)

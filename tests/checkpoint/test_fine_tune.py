@@ -19,6 +19,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import guided_diffusion, read_weights, write_weights
+from jaxunet.weights.fields import needed_fields
 from jaxunet.weights.names import check_tree, flatten
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures' / 'e54d28d'
@@ -198,6 +199,16 @@ def test_another_network_names_the_fields_to_set(params):
     # With the fields of the message it starts.
     wanted = {name: getattr(THERE.model, name) for name in changes}
     fitted(params, other.replace(model=wanted | {'attention_resolutions': (32,)}))
+
+
+def test_fields_that_are_equal_are_not_to_be_set():
+    """The heads of the decoder follow those of the encoder."""
+    heads = tiny_config(model={'num_heads': 1, 'num_head_channels': 0})
+    widths = tiny_config(model={'num_heads': 0, 'num_head_channels': 8})
+    assert needed_fields(heads, widths) == [
+        'model.num_head_channels=0 (now 8)',
+        'model.num_heads=1 (now 0)',
+    ]
 
 
 @pytest.mark.parametrize('own', [True, False])

@@ -142,7 +142,10 @@ MISTAKES = [
         '--backend: expected one of auto, xla, pallas, cuda, found \'xls\'; did you mean "xla"',
     ),
     (['jaxunet.sample', '--checkpoint=RUN', '--num_samples=0'], 'num_samples'),
-    (['jaxunet.sample', '--checkpoint=RUN', '--eta=0.3'], 'eta: only sampler=ddim or sampler=dpmpp_2m has it'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--eta=0.3'],
+        'eta: only sampler=ddim or sampler=dpmpp_2m has it',
+    ),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddpm', '--skip_schedule=karras'],
         '--skip_schedule: karras has no effect on 40 of 40 timesteps; leave it out, or give',

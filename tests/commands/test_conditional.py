@@ -105,7 +105,8 @@ def test_a_weaker_model_guides(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
     call(*command(folder, plain, '--num_samples=2'))
     flags = (f'--guide={weaker}', '--guidance_scale=3', '--guidance_range=0.01,50')
     out = call(*command(folder, guided, *flags, '--num_samples=2'))
-    assert f'guided by {weaker}: ' in out
+    assert f', guided by {weaker}: ' in out
+    assert out.count(str(weaker)) == 1
     assert (images(guided)['images'] != images(plain)['images']).any()
 
 

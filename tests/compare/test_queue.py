@@ -9,9 +9,11 @@ import shutil
 import time
 import types
 
+import numpy as np
 import pytest
 from PIL import Image
 from support.queues import make_queue, rows_of, small_jobs
+from support.tiny import tiny_config
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import collected, job_runner
@@ -223,6 +225,23 @@ def test_what_is_not_done_is_reported(jobs, features, tmp_path):
     assert 'no such file' in failed
     assert left_out.startswith('digits_never_seed1: left out, ')
     assert {row['seconds'] for row in rows_of(tmp_path)} == {0.05}
+
+
+def test_images_read_in_another_way_are_opened_anew(tmp_path):
+    """Methods may differ in data.background; then they do not share their images."""
+    (tmp_path / 'images').mkdir()
+    for i in range(2):
+        Image.new('RGBA', (8, 8), (0, 0, 0, 0)).save(tmp_path / 'images' / f'{i}.png')
+    queue = make_queue(tmp_path, '')
+    config = tiny_config(
+        data={'path': f'{tmp_path}/images', 'batch_size': 2}, model={'image_channels': 3}
+    )
+    white, black = (
+        queue._source(config.replace(data={'background': colour})) for colour in ('white', 'black')
+    )
+    assert (white.load(np.arange(2)) == 255).all()
+    assert (black.load(np.arange(2)) == 0).all()
+    assert queue._source(config) is white
 
 
 def test_features_that_never_appear(jobs, tmp_path, monkeypatch):

@@ -11,7 +11,9 @@ from jaxunet.config.fields import POSITIVE, Facts
 from jaxunet.config.samplers import OBJECTIVE_SAMPLERS
 from jaxunet.config.schema import FACTS
 from jaxunet.data.automatic import complete
+from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.options import SamplerConfig, resolve_options
 
 
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
@@ -153,7 +155,7 @@ WRONG = [
     ),
     (
         {'evaluation': {'sampler': 'ddpm', 'eta': 0.5}},
-        r'evaluation.eta: 0.5 needs evaluation.sampler=ddim, found ddpm',
+        r'evaluation.eta: 0.5 needs evaluation.sampler=ddim or dpmpp_2m, found ddpm',
     ),
     (
         {'model': {'num_classes': 0, 'label_dropout': 0.0}, 'evaluation': {'guidance_scale': 4.0}},
@@ -254,6 +256,14 @@ WRONG = [
         r'model.image_channels: sample grids need 1 \(grey\) or 3 \(RGB\), found 2; other channels',
     ),
 ]
+
+
+@pytest.mark.parametrize('sampler', ['ddim', 'dpmpp_2m'])
+def test_evaluations_take_eta_with_the_samplers_that_have_it(sampler):
+    evaluation = {'sampler': sampler, 'steps': 4, 'eta': 0.5}
+    config = resolve(to_dict(Config().replace(evaluation=evaluation)))
+    how = SamplerConfig(name=sampler, steps=4, eta=config.evaluation.eta)
+    assert resolve_options(how, make_diffusion(config.diffusion), 0).eta == 0.5
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,13 @@ def test_classes_that_the_model_does_not_use_are_named(monkeypatch):
     assert line.startswith('the 2 classes of herd (bull, cow) are not used; model.num_classes=2, ')
 
 
+def test_messages_hold_no_password_of_a_url():
+    config = conditional().replace(data={'path': 'https://me:secret@host/herd.zip?token=secret'})
+    with pytest.raises(UserError, match=r'but https://host/herd\.zip has no class labels') as error:
+        classes.check_classes(config, herd())
+    assert 'secret' not in str(error.value)
+
+
 def test_classes_and_the_table_of_the_model(monkeypatch):
     told = []
     monkeypatch.setattr(

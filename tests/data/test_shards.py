@@ -82,6 +82,12 @@ def test_shards_written_by_webdataset(tmp_path):
     assert opened(path, labels='n').labels.tolist() == source.labels.tolist()
 
 
+def test_the_names_that_labels_could_have(tmp_path):
+    written(tmp_path, suffixes=('cls', 'txt'))
+    with pytest.raises(UserError, match=r"no labels named 'txy'; did you mean .*one of cls, txt$"):
+        opened(tmp_path, labels='txy')
+
+
 def test_folders_inside_shards_are_classes(tmp_path):
     for shard in 'ab':
         write_tar(tmp_path / f'{shard}.tar', {'cat/1.png': PNG, 'dog/1.png': PNG})

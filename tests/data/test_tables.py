@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 
 import numpy as np
@@ -36,7 +37,7 @@ def structs(values):
 
 def write(path, columns, **how):
     """A parquet or Arrow file, in row groups or record batches of 3."""
-    table = pa.table(columns)
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
     if path.suffix == '.parquet':
         pq.write_table(table, path, **{'row_group_size': 3} | how)
         return path
@@ -185,6 +186,17 @@ def test_files_of_unequal_columns(tmp_path):
     write(tmp_path / 'b.parquet', {'image': [PNG]})
     with pytest.raises(UserError, match=r'b\.parquet: files of unequal columns: has no kind'):
         opened(tmp_path, 'kind')
+
+
+def test_files_whose_classes_have_other_names(file):
+    """Label 0 is a cat in one and a dog in the other."""
+    for stem, names in (('a', ['cat', 'dog']), ('b', ['dog', 'cat'])):
+        features = {'label': {'_type': 'ClassLabel', 'names': names}}
+        metadata = {'huggingface': json.dumps({'info': {'features': features}})}
+        table = pa.table({'image': [PNG], 'label': [0]}).replace_schema_metadata(metadata)
+        write(file.with_stem(stem), table)
+    message = r'/b\..*: label: expected the classes of the first file, cat, dog, found dog, cat;'
+    fails(file.parent, message)
 
 
 def test_damaged_files(file):

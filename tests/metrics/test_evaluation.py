@@ -20,6 +20,7 @@ from jaxunet.metrics.frechet import (
     frechet_distance,
     save_statistics,
 )
+from jaxunet.metrics.image_sets import open_images
 from jaxunet.metrics.kernel_distance import kernel_distance
 from jaxunet.metrics.precision_recall import precision_recall
 from jaxunet.metrics.sides import image_side
@@ -166,6 +167,17 @@ def test_mistakes():
     broken = tiny_network(extract=lambda images: jnp.full((len(images), 6), jnp.nan))
     with pytest.raises(UserError, match='images 0 to 15 are not finite'):
         sides(['fid'], broken)
+
+
+def test_arrays_of_other_channels_are_no_images_to_compare(tmp_path):
+    """The message names no field of a config, which such a command does not have."""
+    for channels, end in ((2, 'found 2$'), (4, 'found 4; images with opacity in a folder of PNG ')):
+        np.save(tmp_path / 'x.npy', np.zeros((2, 8, 8, channels), np.uint8))
+        with (
+            pytest.raises(UserError, match=f'x.npy: expected images of 1 or 3 channels .*, {end}'),
+            open_images(f'{tmp_path}/x.npy'),
+        ):
+            pass
 
 
 def test_too_many_features_to_keep(monkeypatch):

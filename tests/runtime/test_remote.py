@@ -23,6 +23,8 @@ from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import Checkpoints
+from jaxunet.config import to_dict
+from jaxunet.data.automatic import complete
 from jaxunet.data.picture import read_picture
 from jaxunet.data.sources import check_path, is_downloaded, open_source
 from jaxunet.metrics.features import load_features
@@ -223,6 +225,10 @@ def test_a_full_cache_is_told_before_the_copy(server, cache, monkeypatch):
     [
         ('memory://none/x.zip', r'^memory://none/x\.zip: no such file or folder; check the addre'),
         ('mammoth://x', r'^mammoth://x: mammoth:// is unknown: Protocol not known: mammoth'),
+        (
+            'https://u:p@h/x-{0..9}.tar?k',
+            r'^https://h/x-\{0\.\.9\}\.tar: braces and \* name several',
+        ),
         ('dask://x', r'^dask://x: needs a package that is not installed: '),
     ],
 )
@@ -230,6 +236,17 @@ def test_urls_that_lead_nowhere(url, message, monkeypatch):
     monkeypatch.setitem(sys.modules, 'dask', None)  # as if it were not installed
     with pytest.raises(UserError, match=message):
         on_disk(url)
+
+
+def test_the_channels_of_an_array_at_a_url_are_chosen(server):
+    file = io.BytesIO()
+    np.save(file, np.zeros((8, 8, 8, 5), np.uint8))
+    server.files['x.npy'] = file.getvalue()
+    open_fields = {'path': server.url('x.npy?key=1'), 'image_size': (8,)}
+    config = tiny_config(train={'sample_every': 0}, data=open_fields)
+    values = to_dict(config)
+    values['model']['image_channels'] = 0
+    assert complete(values).model.image_channels == 5
 
 
 def test_paths_of_this_machine_stay(tmp_path):

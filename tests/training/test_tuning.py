@@ -19,7 +19,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.loop import train
-from jaxunet.training.tuning import CHOSEN, tuned
+from jaxunet.training.tuning import CHOSEN, start_of, tuned
 from jaxunet.weights import write_weights
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -97,6 +97,31 @@ def test_a_resumed_run_keeps_what_was_chosen():
     assert gone == first.replace(precision='float32', train={'steps': 9000})
     further = complete(tuned(recipe('images'), None, first, TUNES))  # tunes a tuned network
     assert further.diffusion == first.diffusion
+
+
+def test_only_a_new_run_needs_the_model_of_init_from(tmp_path):
+    path = tmp_path / 'teacher.safetensors'
+    teacher = tuning('').replace(diffusion={'objective': 'edm', 'consistency_of': ''})
+    write_weights(path, fresh_state(teacher).params, teacher)
+    flow = recipe('images', **{'diffusion.objective': 'flow', 'init_from': str(path)})
+    tunes = recipe('images', **{'init_from': str(path)})
+    first = complete(tuned(recipe('images'), None, TEACHER, TUNES))
+    for values, known, needed in (
+        (flow, None, True),
+        (flow, teacher, False),
+        (tunes, None, True),
+        (tunes, first, False),
+        (tunes, teacher, True),  # ends with an error that lists what differs
+    ):
+        assert start_of(values, known) == (teacher if needed else None)
+
+
+def test_an_open_objective_is_that_of_a_tuned_network():
+    """A run that resumes or starts from one keeps all that tuning chose."""
+    first = complete(tuned(recipe('images'), None, TEACHER, TUNES))
+    left_open = recipe('images', **{'diffusion.objective': ''})
+    assert complete(tuned(left_open, None, first, [])) == first
+    assert complete(tuned(left_open, first, None, []), first) == first
 
 
 @pytest.mark.parametrize(

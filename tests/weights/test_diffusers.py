@@ -35,6 +35,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training.evaluation import COLUMNS, metrics_at
 from jaxunet.weights import read_weights, write_folder
 from jaxunet.weights.fields import network_fields
+from jaxunet.weights.model_card import model_card
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -82,6 +83,24 @@ def test_the_files(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(
         names['mid_block.attentions.0.to_v.weight'], kernel[:, 2 * 64 :].T
     )
+
+
+def test_a_folder_holds_no_password(tmp_path: pathlib.Path) -> None:
+    """It is meant to be published; what the pixels are follows from the fields of the data."""
+    url = 'https://me:secret@host/photos.zip?token=secret'
+    config = SMALL.replace(init_from=url, data={'path': url, 'bits': 16, 'range': (0.0, 4095.0)})
+    folder = written(tmp_path, config)
+    for file in (path for path in folder.rglob('*') if path.is_file()):
+        assert b'secret' not in file.read_bytes(), file
+    assert read_weights(folder).config.data.path == 'https://host/photos.zip'
+    card = (folder / 'README.md').read_text()
+    assert (
+        '- Data: photos.zip, 3 channels of 16 bits, whose outputs -1 to 1 stand for 0 to 4095, '
+        in card
+    )
+    keeps = {'image_channels': 4}, {'background': 'keep'}
+    card = model_card(SMALL.replace(model=keeps[0], data=keeps[1]))
+    assert 'RGBA whose colours are multiplied by their opacity' in card
 
 
 @pytest.mark.parametrize('name', ['pool', 'classes_and_sigma', 'resblock_updown', 'guided'])

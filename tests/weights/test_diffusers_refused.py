@@ -41,8 +41,12 @@ from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
         (make(low_res_size=(8,)), r'model.low_res_size: expected \(\), found \(8,\)'),
         (SMALL.replace(diffusion={'objective': 'edm'}), 'diffusion.objective: .* found edm: EDM'),
         (
+            SMALL.replace(diffusion={'objective': 'edm', 'edm_time_scale': 1.0}),
+            'diffusion.objective: .* found edm, whose scheduler is not among',
+        ),
+        (
             SMALL.replace(diffusion={'objective': 'consistency', 'consistency_of': 'flow'}),
-            'diffusion.objective: .* found consistency: ',
+            'diffusion.objective: .* found consistency, whose sampler is not among',
         ),
         (
             SMALL.replace(diffusion={'objective': 'flow'}, model={'max_period': 1000}),

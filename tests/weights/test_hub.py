@@ -8,14 +8,12 @@ import types
 from typing import Any
 
 import pytest
-from support.diffusers_folders import (
-    SMALL,
-    same,
-    written,
-)
+from support.diffusers_folders import SMALL, same, written
 from support.weight_cases import random_params
 
+from jaxunet import export
 from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.newest import config_at
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_folder
 
@@ -44,10 +42,18 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[tuple[s
 
 def test_a_name_of_the_hub(hub: list[tuple[str, Any]]) -> None:
     same(load_model('google/ddpm-cifar10-32').params, random_params(SMALL))
+    assert config_at('google/ddpm-cifar10-32') == SMALL
+    del hub[0]
     load_model('google/ddpm-cifar10-32@267b167')
     assert hub == [('google/ddpm-cifar10-32', None), ('google/ddpm-cifar10-32', '267b167')]
     with pytest.raises(UserError, match=r'a/b: .*cannot be downloaded .*404 Client Error'):
         load_model('a/b')
+
+
+def test_such_weights_have_no_order_of_their_own(hub: list[tuple[str, Any]]) -> None:
+    """So `jaxunet.export --new_attention_order` names the order to write."""
+    assert export.has_no_order('google/ddpm-cifar10-32')
+    assert hub == [('google/ddpm-cifar10-32', None)]
 
 
 def test_a_local_folder_wins(hub: list[tuple[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxunet.config import Config, by_path
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.paths import is_remote, shown_url
+from jaxunet.runtime.paths import shown_path
 from jaxunet.runtime.whole_files import replacing
 
 
@@ -38,7 +38,7 @@ class RunStart:
     def fields(self) -> dict[str, object]:
         """The fields of the config by their paths, such as data.path; URLs without passwords."""
         return {
-            path: shown_url(value) if isinstance(value, str) and is_remote(value) else value
+            path: shown_path(value) if isinstance(value, str) else value
             for path, value in by_path(self.config).items()
         }
 
