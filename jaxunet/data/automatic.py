@@ -383,8 +383,7 @@ def as_text(value: object) -> str:
 def value_at(raw: Fields, path: str) -> object:
     """Returns a field by its path; None if the config lacks it, which `resolve` reports."""
     section, name = path.split('.')
-    fields = raw.get(section)
-    return fields.get(name) if isinstance(fields, dict) else None
+    return fields.get(name) if isinstance(fields := raw.get(section), dict) else None
 
 
 def _is_set(raw: Fields, path: str) -> bool:
@@ -396,7 +395,6 @@ def _is_set(raw: Fields, path: str) -> bool:
 def with_values(raw: Fields, changes: dict[str, object]) -> Fields:
     """Returns a copy of a config with fields changed, by their paths."""
     changed = copy.deepcopy(raw)
-    for path, value in changes.items():
-        section, name = path.split('.')
+    for (section, name), value in ((path.split('.'), value) for path, value in changes.items()):
         changed[section][name] = value
     return changed

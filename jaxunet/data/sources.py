@@ -3,54 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 
 import numpy as np
 
 from jaxunet.config import Config
-from jaxunet.data import cifar10, lmdb_rows
-from jaxunet.data.arrow import ArrowRows
-from jaxunet.data.containers import Container, Folder, ZipArchive
+from jaxunet.data import cifar10
+from jaxunet.data.containers import Folder
 from jaxunet.data.crop import Shape
 from jaxunet.data.holdout import hold_out
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream, report_skipped
 from jaxunet.data.npz import open_npy, open_npz
+from jaxunet.data.open_files import EMBEDDED, FORMS, TAR, check_exists, open_container
 from jaxunet.data.pairs import pair
-from jaxunet.data.parquet import ParquetRows
 from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.rules import MAGIC_BYTES, why_not_image
-from jaxunet.data.shards import Shards, check_kind, divided, named_files
+from jaxunet.data.shards import named_files
 from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.paths import expanded, is_remote, shown_path, why_missing
+from jaxunet.runtime.paths import expanded, is_remote, shown_path
 from jaxunet.runtime.remote import on_disk
-from jaxunet.runtime.untrusted import check_fetched
 
 __all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
 
 DIGITS = Path(__file__).with_name('digits.npz')
-EMBEDDED = ('digits:', *cifar10.BATCHES)
-TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
-FORMS = (
-    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, x-{00..99}.tar, .parquet, .arrow, LMDB, '
-    '.npz, .npy, unet.cu .bin or .bin.gz, digits:, cifar10: or cifar10_test:'
-)
 OTHER_FIELDS = (
     'data.classes: ',
     'data.labels',
     'data.bits: ',
     'model.image_channels: ',
 )  # begin errors that name their field
-# Kinds of files of which a set may have several.
-DIVIDED: dict[str, Callable[[Path, Sequence[Path]], Container]] = {
-    '.tar': Shards,
-    '.parquet': ParquetRows,
-    '.arrow': ArrowRows,
-}
-TABLES = ('.parquet', '.arrow')
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt', '.pkl')
 
 
@@ -273,52 +258,6 @@ def _open(path: str, shape: Shape, labels: str, reading: Reading) -> Source:
     return _open_path(Path(on_disk(path)), shape, labels, reading)
 
 
-def open_container(path: Path) -> Container | None:
-    """Opens the image files of a folder, of archives that are read at random, or of tables.
-
-    Args:
-      path: a folder, a file, or files with braces, `*` or `?` (`jaxunet.data.shards`).
-
-    Returns None for files of any other kind.
-
-    Raises:
-      UserError: a missing or wrong file.
-    """
-    files = _complete(named_files(path))
-    if lmdb_rows.is_database(path):
-        return lmdb_rows.LmdbRows(path)
-    if path.is_dir():
-        folder = Folder(path)
-        for suffix, opener in DIVIDED.items():
-            if inside := divided(folder, suffix):
-                return opener(path, _complete(inside))
-        return folder
-    name = path.name.lower()
-    if files != [path] or name.endswith(TABLES):
-        check_kind(path, files, tuple(DIVIDED))
-        return DIVIDED[files[0].suffix.lower()](path, files)
-    if not path.is_file() or not path.stat().st_size:
-        return None
-    if name.endswith('.zip'):
-        archive = ZipArchive(path)
-        if any(name in ('images.npy', 'arr_0.npy') for name in archive.names):
-            raise UserError(
-                f'{path}: holds numpy arrays, so it is an .npz with the name of a .zip; rename it'
-            )
-        return archive
-    return TarArchive(path) if name.endswith(TAR) and not compression(path) else None
-
-
-def _complete(files: list[Path]) -> list[Path]:
-    """Returns the files; raises `UserError` if one is missing, or a pointer of Git LFS."""
-    for each in files:
-        check_exists(each)
-        if each.is_file():
-            with each.open('rb') as file:
-                check_fetched(file.read(MAGIC_BYTES), each)
-    return files
-
-
 def _open_path(path: Path, shape: Shape, labels: str, reading: Reading) -> Source:
     container = open_container(path)
     if container is not None:
@@ -343,24 +282,6 @@ def _open_path(path: Path, shape: Shape, labels: str, reading: Reading) -> Sourc
     if name.endswith('.bin.gz'):
         return open_compressed(path, shape)
     raise _unknown(path)
-
-
-def check_exists(path: Path) -> None:
-    """Raises `UserError` with similar names if there is no such file or folder."""
-    if path.exists():
-        return
-    if why := why_missing(path):
-        raise UserError(f'{path}: no such file or folder{why}')
-    parent = path
-    while not parent.exists() and parent != parent.parent:
-        missing, parent = parent, parent.parent
-    siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
-    hint = near_misses(missing.name, siblings) or near_misses(str(path), EMBEDDED)
-    where = 'the current folder' if parent == Path() else parent
-    raise UserError(
-        f'{path}: no such file or folder: {where} has no "{missing.name}"'
-        f'{hint or f"; expected {FORMS}"}'
-    )
 
 
 def _unknown(path: Path) -> UserError:

@@ -19,9 +19,10 @@ from jaxunet.data.crop import Crop, Pixels
 from jaxunet.data.image_files import ImageFiles, report_skipped
 from jaxunet.data.images import ENLARGED, GAP, TINY
 from jaxunet.data.npz import array_shape
+from jaxunet.data.open_files import TAR, open_container
 from jaxunet.data.pixels import BadImage, open_image, size_of
 from jaxunet.data.source import ArraySource, Source
-from jaxunet.data.sources import TAR, open_container, open_source
+from jaxunet.data.sources import open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
 from jaxunet.data.unetcu_bin import HEADER_BYTES, parse_header, read_header
 from jaxunet.runtime import archives
