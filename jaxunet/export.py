@@ -72,7 +72,7 @@ FORMAT = flags.DEFINE_enum(
     'format', None, [diffusers.PROGRAM], 'Format of --output; default: as its name says.'
 )
 LICENSE = flags.DEFINE_string(
-    'license', '', 'For a folder of diffusers: the licence in its model card, such as mit.'
+    'license', '', 'The licence in the model card of --format=diffusers, such as mit.'
 )
 NAMES = flags.DEFINE_enum(
     'names', None, PROGRAMS, f'Names of the weights in a .pt; default: {PROGRAM}.'
@@ -217,7 +217,7 @@ def copy_classifier() -> None:
 def load(path: str) -> Model:
     """Loads the weights of --checkpoint."""
     given = MODEL.given()
-    if has_no_order(path):
+    if hub.has_no_order(path):
         given['new_attention_order'] = None  # the flag then means the order to write
     return load_model(path, ema=EMA.value, trained=WITH_OPTIMIZER.value, **given)
 
@@ -241,12 +241,6 @@ def fresh() -> Model:
     return Model(config, params, None, f'fresh weights of seed {config.seed}')
 
 
-def has_no_order(path: str) -> bool:
-    """Returns True if the weights at this path have no order of qkv's rows by themselves."""
-    path = hub.on_this_machine(path)
-    return pathlib.Path(path).is_dir() or path.lower().endswith('.bin')
-
-
 def order(model: Model) -> bool:
     """Returns the order of qkv's rows to write, as guided-diffusion's `use_new_attention_order`.
 
@@ -261,7 +255,9 @@ def order(model: Model) -> bool:
     if OUTPUT_ORDER.value is not None:
         if is_unetcu:
             raise UserError('--output_order: unet.cu has one order only; leave it out')
-        if MODEL.order.value is not None and (INIT.value or has_no_order(str(CHECKPOINT.value))):
+        if MODEL.order.value is not None and (
+            INIT.value or hub.has_no_order(str(CHECKPOINT.value))
+        ):
             raise UserError(
                 '--new_attention_order: these weights have no order by themselves; leave it out '
                 'beside --output_order'

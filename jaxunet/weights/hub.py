@@ -74,3 +74,9 @@ def downloaded(name: str) -> str:
         ) from None
     logging.info('%s of the Hugging Face hub is in %s', name, folder)
     return folder
+
+
+def has_no_order(path: str) -> bool:
+    """Returns True if the weights at this path have no order of qkv's rows by themselves."""
+    path = on_this_machine(path)
+    return pathlib.Path(path).is_dir() or path.lower().endswith('.bin')

@@ -11,11 +11,11 @@ import pytest
 from support.diffusers_folders import SMALL, same, written
 from support.weight_cases import random_params
 
-from jaxunet import export
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.newest import config_at
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_folder
+from jaxunet.weights.hub import has_no_order
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_name_of_the_hub(hub: list[tuple[str, Any]]) -> None:
 
 def test_such_weights_have_no_order_of_their_own(hub: list[tuple[str, Any]]) -> None:
     """So `jaxunet.export --new_attention_order` names the order to write."""
-    assert export.has_no_order('google/ddpm-cifar10-32')
+    assert has_no_order('google/ddpm-cifar10-32')
     assert hub == [('google/ddpm-cifar10-32', None)]
 
 
