@@ -50,10 +50,10 @@ def own_types() -> Iterator[None]:
 def _enter() -> None:
     global _blocks  # noqa: PLW0603
     with _lock:
-        _blocks += 1
-        if _blocks == 1:
+        if not _blocks:
             _in_a_new_thread(_keep)
         _in_a_new_thread(lambda: _set(OURS))
+        _blocks += 1  # not where no thread could start: such a block has no end
 
 
 def _leave() -> None:

@@ -65,6 +65,20 @@ def test_blocks_of_threads_overlap(theirs) -> None:
         assert drawn_in_a_thread() == expected
 
 
+def test_a_block_that_cannot_begin_leaves_nothing_behind(theirs, monkeypatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = drawn()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, 'start', refuse)
+        with pytest.raises(RuntimeError, match='new thread'), own_types():
+            pass
+    with own_types():
+        assert drawn() == ('int32', 2)
+    assert drawn() == before
+
+
 def test_a_fresh_state_is_the_same(theirs) -> None:
     found = fresh_state(tiny_config())
     with own_types():
