@@ -84,7 +84,7 @@ class Meter:
 
 
 def open_gpu() -> Gpu | None:
-    """Returns the counters of JAX's first device; None if it has none or NVML cannot be read."""
+    """Returns the counters of JAX's first device; None if it lacks one or NVML cannot be read."""
     if jax.default_backend() != 'gpu':
         return None
     try:
@@ -96,13 +96,14 @@ def open_gpu() -> Gpu | None:
         handle = _handle(nvml, jax.devices()[0].local_hardware_id)
         if nvml.nvmlDeviceGetName(handle) != jax.devices()[0].device_kind:
             return None  # CUDA and NVML number different GPUs in different orders
-        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        gpu = Gpu(
+            lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle),
+            lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        )
+        gpu.energy(), gpu.clock()  # some GPUs, such as virtual ones, lack a counter
     except nvml.NVMLError:
         return None
-    return Gpu(
-        lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle),
-        lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-    )
+    return gpu
 
 
 def _handle(nvml: Any, number: int) -> Any:

@@ -142,10 +142,10 @@ def guided_range(
 ) -> Bool[np.ndarray, ' evaluations']:
     """Returns the evaluations at noise-to-signal ratios σ of limits[0] < σ ≤ limits[1]."""
     low, high = limits
-    guided = (sigmas > low) & (sigmas <= high)
-    if not guided.any():
+    within = (sigmas > low) & (sigmas <= high)
+    if not within.any():
         raise UserError(
             f'guidance_range: no evaluation lies above {low:g} and up to {high:g}; the noise '
             f'levels of this sampler are {sigmas.min():.4g} to {sigmas.max():.4g}'
         )
-    return guided
+    return within

@@ -75,6 +75,9 @@ class Nvml(types.ModuleType):
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
         return 1980 * kind
 
+    def unsupported(self, *_: int) -> int:
+        raise self.NVMLError
+
 
 @pytest.mark.parametrize(
     ('visible', 'energy'),
@@ -90,6 +93,8 @@ def test_the_gpu_of_jax(visible: str, energy: int | None, monkeypatch: pytest.Mo
     gpu = open_gpu()
     assert (gpu and gpu.energy()) == energy
     assert gpu is None or gpu.clock() == 1980
+    monkeypatch.setattr(Nvml, 'nvmlDeviceGetClockInfo', Nvml.unsupported)
+    assert open_gpu() is None
     monkeypatch.setitem(sys.modules, 'pynvml', None)  # the extra is not installed
     assert open_gpu() is None
 
