@@ -78,7 +78,7 @@ struct Pack {
   std::vector<void*> arrays;   // [tensors][2]: the tensor, its place in the packed array
 };
 
-// Read and check a call; throw Mistake where an operand, a result or an attribute is not as
+// Read and check a call; throw InvalidCall where an operand, a result or an attribute is not as
 // described above.
 SumOfSquares read_sum_of_squares(Reader& call);
 AdamW read_adamw(Reader& call);

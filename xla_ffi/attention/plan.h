@@ -31,7 +31,7 @@ struct AttentionBackward {
   void* dqkv;                    // the shape of qkv
 };
 
-// Read and check a call; throw Mistake where an operand, a result or an attribute is not as
+// Read and check a call; throw InvalidCall where an operand, a result or an attribute is not as
 // described above.
 AttentionForward read_attention_forward(Reader& call);
 AttentionBackward read_attention_backward(Reader& call);

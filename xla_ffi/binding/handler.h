@@ -13,8 +13,7 @@
 namespace jaxunet {
 
 // Runs one call of `op`: plan = read(reader), then run(plan, kernels), which returns an ffi::Error.
-// Every failure becomes an XLA error: InvalidArgument for a Mistake of the caller, Internal for all
-// others.
+// Every failure becomes an XLA error: InvalidArgument for an InvalidCall, Internal for all others.
 template <class Read, class Run>
 ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
                    const ffi::RemainingRets& results, const ffi::Dictionary& attributes, Read read,
@@ -25,8 +24,8 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
     const auto plan = read(call);
     call.finish();
     return run(plan, kernels);
-  } catch (const Mistake& mistake) {
-    return ffi::Error::InvalidArgument(mistake.what());
+  } catch (const InvalidCall& invalid) {
+    return ffi::Error::InvalidArgument(invalid.what());
   } catch (const std::exception& error) {
     return ffi::Error::Internal(std::string(op) + ": " + error.what());
   }

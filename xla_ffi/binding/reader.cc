@@ -48,7 +48,7 @@ Type kind(ffi::DataType element) {
 }
 
 void Reader::fail(const std::string& message) const {
-  throw Mistake(op_ + ": " + member_ + message);
+  throw InvalidCall(op_ + ": " + member_ + message);
 }
 
 Array Reader::next_operand(const std::string& name) {

@@ -15,8 +15,8 @@ namespace jaxunet {
 
 namespace ffi = ::xla::ffi;
 
-// A mistake of the caller, which the handler turns into an XLA error.
-struct Mistake : std::invalid_argument {
+// The caller's operands, results or attributes are wrong; the handler makes it an XLA error.
+struct InvalidCall : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
@@ -38,8 +38,8 @@ struct Array {
   Dims dims;
 };
 
-// Takes operands and results in order. Methods throw Mistake, which names the op, the array, and
-// what was expected and found.
+// Takes operands and results in order. Methods throw InvalidCall, which names the op, the array,
+// and what was expected and found.
 class Reader {
  public:
   Reader(std::string_view op, ffi::RemainingArgs operands, ffi::RemainingRets results,

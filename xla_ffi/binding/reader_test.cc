@@ -97,8 +97,8 @@ void tell(const char* op, Read read, std::vector<Tensor> operands, std::vector<T
     read(call);
     call.finish();
     std::cout << op << ": read\n";
-  } catch (const Mistake& mistake) {
-    std::cout << mistake.what() << "\n";
+  } catch (const InvalidCall& invalid) {
+    std::cout << invalid.what() << "\n";
   }
 }
 

@@ -79,7 +79,7 @@ struct NormGradient {
   Dropout dropout;
 };
 
-// Read and check a call; throw Mistake where an operand, a result or an attribute is not as
+// Read and check a call; throw InvalidCall where an operand, a result or an attribute is not as
 // described above.
 NormForward read_norm_forward(Reader& call);
 NormForward read_norm_dropout_forward(Reader& call);
