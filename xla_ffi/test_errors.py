@@ -348,13 +348,13 @@ def test_a_weight_gradient_says_which_sums_of_a_norm_do_not_fit(sums, rows, mess
 def test_a_normalisation_says_which_gradient_does_not_fit(added, operands, message):
     image, row = ((2, 3, 4, 8), jnp.float32), ((1, 16), jnp.float32)
     counts = {'parts': np.int64(2), 'added': np.int64(added), 'groups': np.int64(4)}
-    attributes = counts | {'silu': True, 'activation': False, 'samples': True}
+    flags = {'silu': True, 'rounded': False, 'activation': False, 'samples': True}
     results = [((2, 2, 16), jnp.float32), row, row, image, image]
     call = Call(
         'jaxunet_group_norm_gradient',
         [image, image, ((2, 3, 4, 16), jnp.float32), *[row] * 4, *operands],
         results,
-        attributes,
+        counts | flags,
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call()

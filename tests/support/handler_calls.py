@@ -269,7 +269,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
     def gradient(alone: bool = False) -> Call:
         """The backward call; `alone` leaves out act(z) and further gradients."""
         flags, added = (
-            {name: draw.random() < 0.5 for name in ('silu', 'activation', 'samples')},
+            {name: draw.random() < 0.5 for name in ('silu', 'rounded', 'activation', 'samples')},
             0 if alone else draw.randint(0, 2),
         )
         flags['activation'] &= not alone

@@ -7,15 +7,15 @@
 
 namespace jaxunet::cuda {
 
-// a and b of eight channels, halved: SiLU(x) = x · sigmoid(x) = h + h · tanh(h) with h = x / 2.
+// a and b of eight channels, halved, because fast_silu takes x / 2.
 //
-// PTX bounds the relative error of tanh.approx by 2^-11, so the absolute error of SiLU(x) is at
-// most |x| · 2^-12. For negative x the sum cancels: for x < -3.7 the bound exceeds 1% of the
-// result, and for x < -8.3 the result itself, which is below 0.0021 there. For normally distributed
-// x of deviation 1, the root mean square of the bound is 0.16 times that of rounding the results to
-// bfloat16, and 1.27 times that of rounding to float16 (test_activation_error.py). GroupNorm's
-// kernels use ex2 and rcp, whose errors of about 2^-22 vanish in the rounding. So the activation
-// that they recompute for the weight gradient may differ from this one by up to the bound.
+// Its absolute error is at most |x| · 2^-12. For negative x the sum cancels: for x < -3.7 the bound
+// exceeds 1% of the result, and for x < -8.3 the result itself, which is below 0.0021 there. For
+// normally distributed x of deviation 1, the root mean square of the bound is 0.16 times that of
+// rounding the results to bfloat16, and 1.27 times that of rounding to float16
+// (test_activation_error.py). GroupNorm's kernels use it in bfloat16, too. In float16 they use ex2
+// and rcp, whose errors of about 2^-22 vanish in the rounding; the activation that they recompute
+// for the weight gradient may then differ from this one by up to the bound.
 struct ActivationCoefficients {
   float a[8], b[8];
 
@@ -36,7 +36,7 @@ struct ActivationCoefficients {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float half = a[i] * wide(values.at[i]) + b[i];
-      values.at[i] = narrow<T>(inside ? half + half * fast_tanh(half) : 0.0f);
+      values.at[i] = narrow<T>(inside ? fast_silu(half) : 0.0f);
     }
   }
 };

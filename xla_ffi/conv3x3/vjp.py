@@ -168,6 +168,7 @@ def _norm_conv_backward(
         norm,
         stats,
         silu=True,
+        rounded=True,
         activation=active is None,
         added=passed,
         samples=not shared,

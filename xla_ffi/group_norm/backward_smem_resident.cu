@@ -38,9 +38,9 @@
 //     added   ----------------------------------------------->  dz, the group's terms and `added`
 //     dx      <-----------------------------------------------
 //
-// For SiLU in 16-bit types, z is kept as -log2(e) * z, the argument of ex2, and factor is scaled in
-// the same way (scale_of_z). Where the epilogue recomputes dz, it gets -ln(2) * dz, so that the
-// product factor * dz is right.
+// For SiLU in 16-bit types, z is kept as -log2(e) * z, the argument of ex2, or as z / 2, that of
+// tanh, and factor is scaled in the same way (scale_of_z). dz is divided by the same number until
+// its sums are complete, so that the product factor * dz is right.
 //
 // Shared memory: the staged chunks (Staged), stage_bytes; BackwardScratch, scratch_bytes.
 //
@@ -60,16 +60,24 @@ constexpr int kRegisters = 80;
 
 // The factor by which z, and so ChannelAffine's coefficients, are scaled.
 template <class T>
-__device__ float scale_of_z(bool silu) {
-  return sizeof(T) == 2 && silu ? -kLog2e : 1.0f;
+__device__ float scale_of_z(Act act) {
+  if (sizeof(T) == 4 || act == Act::kIdentity) return 1.0f;
+  return act == Act::kFastSilu ? 0.5f : -kLog2e;
 }
 
-// In the mainloop (kFirst), replaces dy, passed in `dz`, by dz, and writes act(z) to `active`. In
-// the epilogue, replaces it by dz / scale_of_z and writes no act(z). `norm`: scaled coefficients.
-template <class T, int V, bool kFirst>
-__device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
+// Replaces dy, passed in `dz`, by dz / scale_of_z, and writes act(z) to `active`. `norm`: scaled
+// coefficients.
+template <class T, int V>
+__device__ void differentiate(const ChannelAffine<T, V>& norm, Act act, const float (&value)[V],
                               float (&dz)[V], float (&active)[V]) {
-  if (silu) {
+  if (kFastSilu<T> && act == Act::kFastSilu) {  // with t = tanh(z / 2), sigmoid(z) = (1 + t) / 2
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float half = norm.at(value, j), t = fast_tanh(half), twice = 1.0f + t;
+      active[j] = half + half * t;
+      dz[j] *= twice + twice * (half - half * t);
+    }
+  } else if (act == Act::kSilu) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const float z = norm.at(value, j);
@@ -77,15 +85,11 @@ __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const 
         dz[j] = silu_gradient<T>(dz[j], z, &active[j]);
       } else {
         const float s = reciprocal(1.0f + power_of_two(z));
-        if constexpr (kFirst) {
-          active[j] = z * s * -kLn2;
-          dz[j] *= active[j] * (1.0f - s) + s;
-        } else {
-          dz[j] = dz[j] * s * (z * (kLn2 * kLn2 - kLn2 * kLn2 * s) - kLn2);
-        }
+        active[j] = z * s * -kLn2;
+        dz[j] = dz[j] * s * (z * (kLn2 * kLn2 - kLn2 * kLn2 * s) - kLn2);
       }
     }
-  } else if constexpr (kFirst) {
+  } else {
 #pragma unroll
     for (int j = 0; j < V; ++j) active[j] = norm.at(value, j);
   }
@@ -94,17 +98,17 @@ __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const 
 // Writes the scaled coefficients of the block's channel c to scratch memory.
 template <class T>
 __device__ void put_coefficients(const BackwardScratch& scratch, int c, const ChannelRows& rows,
-                                 bool silu) {
+                                 Act act) {
   const float factor = rows.scale * rows.inverse;
   const float shift = kUsesPivot<T> ? rows.offset : rows.offset - rows.mean * factor;
-  scratch.factor[c] = factor * scale_of_z<T>(silu);
-  scratch.shift[c] = shift * scale_of_z<T>(silu);
+  scratch.factor[c] = factor * scale_of_z<T>(act);
+  scratch.shift[c] = shift * scale_of_z<T>(act);
   scratch.mean[c] = rows.mean;
   scratch.inverse[c] = rows.inverse;
 }
 
 // Computes g.operands.sums and scratch.products from a channel's sums over all pixels: .x of dz, .y
-// of dz * value.
+// of dz * value, both divided by scale_of_z.
 template <class T>
 __device__ void finish_channel(const Backward& g, const BackwardScratch& scratch, int c,
                                float2 total) {
@@ -116,8 +120,9 @@ __device__ void finish_channel(const Backward& g, const BackwardScratch& scratch
     const int block_channels = g.tiling.channels / g.tiling.channel_blocks;
     float* const to = g.operands.sums + 2 * static_cast<int64_t>(blockIdx.z) * g.tiling.channels +
                       static_cast<int64_t>(blockIdx.y) * block_channels + c;
-    to[0] = dz_sum;
-    to[g.tiling.channels] = product_sum;
+    const float unit = scale_of_z<T>(g.operands.act);
+    to[0] = dz_sum * unit;
+    to[g.tiling.channels] = product_sum * unit;
   }
   scratch.products[0][c] = scratch.factor[c] * dz_sum;
   scratch.products[1][c] = scratch.factor[c] * product_sum;
@@ -195,8 +200,7 @@ template <class T>
 __device__ void finish_groups(const Backward& g, const BackwardScratch& scratch,
                               int block_channels) {
   const BackwardTiling& tiling = g.tiling;
-  const float share = 1.0f / (scale_of_z<T>(g.operands.silu) * static_cast<float>(tiling.group) *
-                              static_cast<float>(tiling.pixels));
+  const float share = 1.0f / (static_cast<float>(tiling.group) * static_cast<float>(tiling.pixels));
 #pragma unroll 1
   for (int c = threadIdx.x; c < block_channels; c += static_cast<int>(blockDim.x)) {
     const int group = c / tiling.group * tiling.group;
@@ -230,6 +234,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   const BackwardScratch scratch(block_channels, tiling.ranks, dynamic_smem() + tiling.stage_bytes);
   if (tiling.ranks > 1) scratch.mailbox.open(true);
   const StagedDropout<T, V, kKeep, kDrops> dropout(g, tile);
+  const Act act = kDrops ? Act::kSilu : g.operands.act;
 
   // Prologue. The coefficients of the first channels are requested before the copies.
   ChannelRows rows(g.operands, sample,
@@ -254,7 +259,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
 #pragma unroll 1
   for (int c = threadIdx.x; c < block_channels; c += threads) {
     if (c >= threads) rows = ChannelRows(g.operands, sample, first_channel + c);
-    put_coefficients<T>(scratch, c, rows, g.operands.silu);
+    put_coefficients<T>(scratch, c, rows, g.operands.act);
   }
   __syncthreads();
   ChannelAffine<T, V> norm;
@@ -286,7 +291,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
         unpack(*slot, value);
         dropout.read(staged, slot, dropped, dz);
         norm.centre(value);
-        differentiate<T, V, true>(norm, kDrops || g.operands.silu, value, dz, active);
+        differentiate(norm, act, value, dz, active);
         if constexpr (kKeep) staged.keep(slot, dz);
         slot += staged.pitch;
         if (!kDrops && g.operands.active) {
@@ -315,11 +320,6 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   // Epilogue.
   if (tile.steps > 0) {
     float constant[V], slope[V];
-    if constexpr (kKeep) {
-      const float unscale = 1.0f / scale_of_z<T>(g.operands.silu);
-#pragma unroll
-      for (int j = 0; j < V; ++j) norm.factor[j] *= unscale;
-    }
     load_floats(scratch.group_terms[0] + tile.local, constant);
     load_floats(scratch.group_terms[1] + tile.local, slope);
     // Writes dx of a step. `slot`: of those in flight, the one of its added vectors.
@@ -361,7 +361,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
           unpack(*slot, value);
           norm.centre(value);
           dropout.read(staged, slot, dropout.bits(staged, slot, first + i), dz);
-          differentiate<T, V, false>(norm, kDrops || g.operands.silu, value, dz, active);
+          differentiate(norm, act, value, dz, active);
           slot -= staged.pitch;
           write(value, dz, 0);
         }

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
       float value[V], dz[V], active[V];
       pipelines.read(g, tile, dropout, step, value, dz);
       norm.centre(value);
-      differentiate(norm, kDrops || g.operands.silu, value, dz, active);
+      differentiate(norm, kDrops ? Act::kSilu : g.operands.act, value, dz, active);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         dz_sum[j] += dz[j];
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     float value[V], dz[V], active[V];
     pipelines.read(g, tile, dropout, step, value, dz);
     norm.centre(value);
-    differentiate(norm, kDrops || g.operands.silu, value, dz, active);
+    differentiate(norm, kDrops ? Act::kSilu : g.operands.act, value, dz, active);
     Vector<T, V> out;
     if (!kDrops && g.operands.active) {
       out.from_floats(active);

@@ -127,9 +127,16 @@ __device__ ChannelAffine<T, V> affine_of(const Gradient& g, const StreamingTile&
 
 // Replaces dy, passed in `dz`, by dz, and writes act(z) to `active`.
 template <class T, int V>
-__device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
+__device__ void differentiate(const ChannelAffine<T, V>& norm, Act act, const float (&value)[V],
                               float (&dz)[V], float (&active)[V]) {
-  if (silu) {
+  if (kFastSilu<T> && act == Act::kFastSilu) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float half = 0.5f * norm.at(value, j), t = fast_tanh(half), s = 0.5f + 0.5f * t;
+      active[j] = half + half * t;
+      dz[j] *= s + active[j] * (1.0f - s);
+    }
+  } else if (act == Act::kSilu) {
 #pragma unroll
     for (int j = 0; j < V; ++j) dz[j] = silu_gradient<T>(dz[j], norm.at(value, j), &active[j]);
   } else {

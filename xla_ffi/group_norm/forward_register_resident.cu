@@ -73,14 +73,15 @@ __device__ void thread_moments(const Packed<T, V> (&x)[kPixels], int steps,
 }
 
 // Writes the statistics of a group's channels, if `writes`, and replaces their scale and offset by
-// a and b of y = act(a * (x - pivot) + b). `all`: mean minus the pivot, and m2, of the group's
-// `total` numbers.
+// a and b of y = act(a * (x - pivot) + b), scaled for silu() if that is act. `all`: mean minus the
+// pivot, and m2, of the group's `total` numbers.
 template <class T>
 __device__ void finish_group(const Forward& f, const Team& team, int group, int first_channel,
                              int64_t sample, float2 all, float total,
                              const ChannelOperands& operands, bool writes) {
   const int size = f.tiling.block.group;
   const float mean = operands.pivot_of<T>(group) + all.x, inverse = rsqrtf(all.y / total + f.eps);
+  const float unit = f.silu ? kSiluScale<T> : 1.0f;
 #pragma unroll 1
   for (int c = team.member; c < size; c += team.size) {
     const int local = group * size + c;
@@ -90,8 +91,8 @@ __device__ void finish_group(const Forward& f, const Team& team, int group, int 
       f.inverse[channel] = inverse;
     }
     const float a = operands.scale[local] * inverse;
-    operands.scale[local] = a;
-    operands.offset[local] -= all.x * a;
+    operands.scale[local] = a * unit;
+    operands.offset[local] = (operands.offset[local] - all.x * a) * unit;
   }
 }
 
@@ -159,7 +160,7 @@ __device__ void write_y(const Forward& f, const BlockThread& thread,
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const float z = value[j] * scale[j] + offset[j];
-      value[j] = kDrops || f.silu ? z * sigmoid<T>(z) : z;
+      value[j] = kDrops || f.silu ? silu<T>(z) : z;
     }
     dropout.drop(static_cast<uint32_t>(dropped >> (i * V)), value);
     Packed<T, V> out;

@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kSmemResidentThreads, 2)
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const float z = (kUsesPivot<T> ? value[j] - pivot[j] : value[j]) * scale[j] + offset[j];
-          value[j] = kDrops || f.silu ? z * sigmoid<T>(z) : z;
+          value[j] = kDrops || f.silu ? silu<T>(kSiluScale<T> * z) : z;
         }
         dropout.drop(dropped, value);
         Vector<T, V> out;

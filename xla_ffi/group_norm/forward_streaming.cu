@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     for (int j = 0; j < V; ++j) value[j] = norm.at(value, j);
     if (kDrops || f.silu) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) value[j] *= sigmoid<T>(value[j]);
+      for (int j = 0; j < V; ++j) value[j] = silu<T>(kSiluScale<T> * value[j]);
     }
     dropout.drop(dropped, value);
     Vector<T, V> out;

@@ -68,11 +68,12 @@ struct NormGradient {
   const void* dy;                     // (batch, pixels, channels), the type of x
   Rows scale, offset, mean, inverse;  // mean and inverse as the forward pass wrote them
   bool silu;
-  float* sums;                         // (batch, 2, channels): first of dz, then of dz * n
-  bool parameter_gradients;            // write dscale and doffset, too
-  float *dscale, *doffset;             // the shapes of scale and offset
-  Parts dx;                            // the parts of x
-  int added_count;                     // tensors in `added`, 0 to kMaxAdded
+  bool rounded;              // dy is a result that was rounded to its type: dz may be as inexact
+  float* sums;               // (batch, 2, channels): first of dz, then of dz * n
+  bool parameter_gradients;  // write dscale and doffset, too
+  float *dscale, *doffset;   // the shapes of scale and offset
+  Parts dx;                  // the parts of x
+  int added_count;           // tensors in `added`, 0 to kMaxAdded
   std::array<Parts, kMaxAdded> added;  // the parts of x: gradients from other readers of x
   void* active;                        // y again, for a weight gradient that reads it; or null
   // Applied to dy before it goes through act. Excludes `added` and `active`.

@@ -99,6 +99,7 @@ NormGradient read_norm_gradient(Reader& call) {
   NormGradient plan{};
   const Array x = read_image(call, plan);
   plan.silu = call.flag("silu");
+  plan.rounded = call.flag("rounded");
   read_groups(call, plan);
   plan.dy = call.operand("dy", x.element, x.dims).data;
   plan.scale = call.rows("scale", plan.batch, plan.x.total);

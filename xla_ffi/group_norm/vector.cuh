@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/special_functions.cuh"
 #include "common/types.cuh"
@@ -104,6 +105,18 @@ template <class T>
 __device__ float sigmoid(float z) {
   if constexpr (sizeof(T) == 2) return reciprocal(1.0f + power_of_two(-kLog2e * z));
   return 1.0f / (1.0f + expf(-z));
+}
+
+// SiLU, given kSiluScale * z. Rounding to bfloat16 hides most of the error of fast_silu
+// (conv3x3/activation.cuh).
+template <class T>
+constexpr bool kFastSilu = std::is_same_v<T, __nv_bfloat16>;
+template <class T>
+constexpr float kSiluScale = kFastSilu<T> ? 0.5f : 1.0f;
+template <class T>
+__device__ float silu(float scaled) {
+  if constexpr (kFastSilu<T>) return fast_silu(scaled);
+  return scaled * sigmoid<T>(scaled);
 }
 
 // float32 numbers are centred before they are summed: forward by a pivot, the first number of their

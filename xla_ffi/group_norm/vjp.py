@@ -130,6 +130,7 @@ def gradient(
     stats: Statistics,
     *,
     silu: bool,
+    rounded: bool = False,
     activation: bool = False,
     added: Sequence[Sequence[Array]] = (),
     samples: bool = True,
@@ -138,6 +139,8 @@ def gradient(
     """Returns the gradients of a normalisation, given the gradient of its result.
 
     Args:
+      rounded: dy is not exact but was rounded to its type, so dx and the sums may have errors of
+        this size as well. In bfloat16, the kernels then compute SiLU's derivative by tanh.approx.
       activation: also write act(norm(x) · scale + offset) again, from the same read of x, for a
         weight gradient to read.
       added: further gradients of every part of x, at most `MAX_COPIES`; the kernel adds them to dx.
@@ -161,7 +164,7 @@ def gradient(
         'groups': np.int64(norm.groups),
     }
     others = itertools.chain.from_iterable(added)
-    flags = {'silu': silu, 'activation': activation, 'samples': samples}
+    flags = {'silu': silu, 'rounded': rounded, 'activation': activation, 'samples': samples}
     operands = (*parts, dy, *affine, *others, *seeds)
     arrays = list(call(*operands, **counts, **flags, **rates))
     sums = arrays.pop(0)

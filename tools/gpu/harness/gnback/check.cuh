@@ -45,6 +45,7 @@ static int check_all(unsigned seed) {
       const float mean = ty == 0 && i % 4 == 0 ? 100.0f : 0.3f;
       Memory in{pool, 128u << 20, 0}, out{pool + (128u << 20), 128u << 20, 0};
       NormGradient p = make_plan(s, type, in, out, per_sample, rows);
+      p.rounded = ty == 2 && i % 2 == 0;  // then errors may be as large as those of rounding dy
       const long C = p.x.total, np = p.batch * p.pixels, bc = p.batch * C;
       const unsigned long long sd = seed + 97 * (3 * i + ty);
       auto put = [&](void* q, long n, float m, float d, int k) {
@@ -189,7 +190,7 @@ static int check_all(unsigned seed) {
         double e2[6];
         CK(measure([&] { return run_new(p, t, vector); }, e2, &h2));
         bool ok = h1 == h2;
-        const double floor32 = 2e-6;
+        const double floor32 = p.rounded ? 2e-3 : 2e-6;
         for (int k = 0; k < 6; ++k) {
           if (k / 2 == 1 && !s.active) continue;
           if (!(en[k] <= 1.3 * eo[k] + floor32)) ok = false;

@@ -132,6 +132,7 @@ static NormGradient make_plan(const Shape& s, Type type, Memory& in, Memory& out
   p.pixels = (long)s.side * s.side;
   p.groups = s.groups;
   p.silu = s.silu;
+  p.rounded = s.silu && !s.drops;  // as in training
   p.added_count = s.added;
   long C = 0;
   for (int c : s.parts) C += c;

@@ -163,11 +163,11 @@ struct Barrier {
 };
 inline void fence_barrier_init() {}
 template <class Plan>
-cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes, cudaStream_t,
-                   const Plan& plan, bool clusters = true) {
+cudaError_t launch_row_clusters(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes,
+                                cudaStream_t, const Plan& plan) {
   if (threads % 32 || threads > 512 || smem_bytes > 227 * 1024 || grid.y > 65535 || grid.z > 65535)
     emu::fail("launch limits");
-  emu::run([&] { kernel(plan); }, grid, threads, smem_bytes, clusters);
+  emu::run([&] { kernel(plan); }, grid, threads, smem_bytes, true);
   return cudaSuccess;
 }
 }  // namespace jaxunet::cuda

@@ -54,6 +54,7 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
   p.pixels = pixels;
   p.groups = groups;
   p.silu = silu;
+  p.rounded = runs % 2 == 1;
   p.added_count = added;
   long C = 0;
   for (int c : parts) C += c;

@@ -135,8 +135,8 @@ inline void cluster_wait() {
 }
 // Runs one cluster after another. The blocks along x form a cluster.
 template <class Plan>
-cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes, cudaStream_t,
-                   const Plan& plan, bool = true) {
+cudaError_t launch_row_clusters(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes,
+                                cudaStream_t, const Plan& plan) {
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y) {
       emu::Cluster c;
@@ -173,10 +173,6 @@ cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_by
       for (auto& t : all) t.join();
       for (auto& b : c.blocks) free(b->smem);
     }
-  return cudaSuccess;
-}
-template <class Plan>
-cudaError_t launch_static(void (*)(Plan), dim3, int, cudaStream_t, const Plan&) {
   return cudaSuccess;
 }
 }  // namespace jaxunet::cuda
