@@ -94,31 +94,33 @@ def steps(rows: Sequence[Row]) -> str:
 def screening(every: Sequence[Row]) -> str:
     """The short tunings, the best first: Fréchet distance by evaluations and average."""
     mine = [row for row in every if row['case'] not in (TEACHER, TUNED)]
-    groups: dict[str, dict[int, Row]] = {}
+    groups: dict[tuple[str, str], dict[int, Row]] = {}
     for row in mine:
-        groups.setdefault(row['case'], {})[row['evaluations']] = row
+        groups.setdefault((row['data'], row['case']), {})[row['evaluations']] = row
     if not groups:
         return NOTHING
     averages = list(next(iter(mine))['average_fid'])
     body = []
-    for rows in sorted(groups.values(), key=lambda rows: value('fid')(rows[2])):
+    ordered = sorted(groups.values(), key=lambda rows: (rows[2]['data'], value('fid')(rows[2])))
+    for rows in ordered:
         first = rows[2]
         body.append(
             (
-                *(f'{first["fields"][path]:g}' for path in SETTINGS.values()),
+                first['data'],
+                *(f'{first["fields"][path]:.2g}' for path in SETTINGS.values()),
                 f'{first["step"]:,}',
                 first['average'],
                 *(spread([rows[n]], value('fid')) if n in rows else '' for n in (1, 2, 4)),
                 *(markdown.number(first['average_fid'][name], 3) for name in averages),
             )
         )
-    head = (*SETTINGS, 'steps', 'average', '1 evaluation', '2', '4')
+    head = ('images', *SETTINGS, 'steps', 'average', '1 evaluation', '2', '4')
     table = markdown.table((*head, *(f'2, average {name}' for name in averages)), body)
     samples, features, seconds = (
         all_of(mine, operator.itemgetter(name)) for name in ('num_samples', 'features', 'seconds')
     )
     return (
-        f'{table}\n\n{measured_with(mine)}; {seconds} s of tuning, {samples} samples,\nfeatures '
+        f'{table}\n\n{measured_with(mine)}; {seconds} s of tuning, {samples} samples, features\n'
         f'{features}.'
     )
 

@@ -8,9 +8,10 @@ and features.npz, the classifier of objects64 (docs/results.md, "Recipes"), whic
 
 The work, in this order: teachers of cifar10 and objects64; on cifar10, short tunings that differ in
 q, the learning rate and dropout, to choose among them by the Fréchet distance in two evaluations;
-the tuning so chosen for cifar10 and objects64, with two seeds; then a teacher and a tuning of
-elephants64 and of emoji64. Each choice of a run is between two averages of the weights, by a draw
-of its own (`Job.averages`).
+on objects64, two with the chosen rate and a third of it, for all sets of its pixels; the tuning so
+chosen for cifar10 and objects64, with two seeds; then a teacher and a tuning of elephants64 and of
+emoji64. The better of two averages of the weights is measured, by a draw of its own
+(`Job.averages`).
 
 Several processes divide the work if each has its own --output beside the others'
 (tools/gpu/few_steps.sh starts them). They meet where they need each other's results. The same
@@ -57,6 +58,7 @@ SCREEN = flags.DEFINE_float('screen', 20.0, 'Seconds of a short tuning.', lower_
 IS_TINY = flags.DEFINE_bool('tiny', False, 'Digits for seconds on a CPU instead of the images.')
 
 Fields = Mapping[str, object]
+Values = tuple[int, float, float]  # q, learning rate, dropout
 ROOT = pathlib.Path(__file__).parents[3]
 # A time ends a run; nothing is drawn or saved on the way but by the queue.
 QUIET: Fields = {
@@ -198,7 +200,7 @@ FEW = tuple(
 # Seconds on a CPU: they show that the command works, and nothing about the method.
 TINY_SETS = tuple(
     Images(
-        f'digits_{objective}',
+        name,
         'configs/digits.py',
         'digits:',
         {
@@ -212,28 +214,25 @@ TINY_SETS = tuple(
         samples=64,
         features='docs/results/digits/features.npz',
     )
-    for objective, sampler in (('edm', 'dpmpp_2m:2'), ('flow', 'heun:3'), ('edm_few', 'ddim:2'))
+    for name, objective, sampler in (
+        ('digits', 'edm', 'dpmpp_2m:2'),
+        ('digits_flow', 'flow', 'heun:3'),
+        ('digits_last', 'edm', 'ddim:2'),
+    )
 )
 
 
-def screening(images: Images, work: pathlib.Path, seconds: float, rows: Sequence[Row]) -> list[Run]:
-    """Returns the short tunings: those that are always made, or after them those beside the best.
-
-    Args:
-      rows: measurements of the former; none = they are to be made.
-    """
-    short = dataclasses.replace(images, tuning=(seconds,), samples=min(images.samples, 2000))
-
-    def run(q: int, rate: float, dropout: float) -> Run:
-        fields = settings(q, rate, dropout)
-        made = short.tuning_run(work, f'q{q}-{rate:g}-d{dropout:g}', fields, 0)
-        return dataclasses.replace(made, picture=0, kept=False)
-
-    if not rows:
-        return [run(q, rate, 0.0) for rate in RATES[: 1 if IS_TINY.value else None] for q in QS]
-    q, rate, _ = best(rows)
-    other = (q, 2 * rate, 0.0) if rate == max(RATES) else (32, rate, 0.0)
-    return [run(q, rate, DROPOUT), run(*other)]
+def short(images: Images, work: pathlib.Path, values: Sequence[Values]) -> list[Run]:
+    """Returns the short tunings with these values of q, the rate and dropout."""
+    images = dataclasses.replace(images, tuning=(SCREEN.value,), samples=min(images.samples, 2000))
+    return [
+        dataclasses.replace(
+            images.tuning_run(work, f'q{q}-{rate:.2g}-d{dropout:g}', settings(q, rate, dropout), 0),
+            picture=0,
+            kept=False,
+        )
+        for q, rate, dropout in values
+    ]
 
 
 def settings(q: int, rate: float, dropout: float) -> Fields:
@@ -245,7 +244,7 @@ def settings(q: int, rate: float, dropout: float) -> Fields:
     }
 
 
-def best(rows: Sequence[Row]) -> tuple[int, float, float]:
+def best(rows: Sequence[Row]) -> Values:
     """Returns q, rate and dropout of the row with the smallest Fréchet distance."""
     row = min(rows, key=lambda row: row['values']['train']['fid'])
     return tuple(row['fields'][path] for path in settings(0, 0, 0))
@@ -259,6 +258,7 @@ class Lane:
         self.claims, self.work = self.output.parent / 'claims', self.output.parent / 'work'
         self.limit = Limit(LIMIT.value, RESERVE.value, began=BEGAN)
         self.queues: dict[str, Queue] = {}
+        self.problems: list[str] = []
         self.number = int(self.output.name) if self.output.name.isdigit() else 0
 
     def run(self, images: Sequence[Images], jobs: Sequence[Run]) -> None:
@@ -279,7 +279,7 @@ class Lane:
                     claims=str(self.claims),
                 )
             if not self.has_rows(job):
-                self.queues[path].run([job])
+                self.problems += self.queues[path].run([job])
 
     def meet(self, jobs: Sequence[Run]) -> list[Row]:
         """Waits until the jobs are done, by whichever process; returns their rows."""
@@ -309,28 +309,39 @@ class Lane:
         return sorted(self.output.parent.glob(f'*/{ROWS}'))
 
 
-def main(argv: Sequence[str]) -> None:
-    """Does the work of one process."""
+def main(argv: Sequence[str]) -> int:
+    """Does the work of one process; returns 1 if some of it is left."""
     interrupt_when_terminated()
     compiled_cache.enable_compilation_cache()
     lane = Lane()
     first, few = (TINY_SETS[:2], TINY_SETS[2:]) if IS_TINY.value else ((CIFAR10, OBJECTS64), FEW)
+    main_set, other_set = first
     teachers = [images.teacher(DATA.value) for images in first]
     lane.run(first, teachers)
     lane.meet(teachers)
-    rows: list[Row] = []
-    for _ in range(2):
-        short = screening(first[0], lane.work, SCREEN.value, rows)
-        lane.run(first, short)
-        rows = [*rows, *(row for row in lane.meet(short) if row['sampler'] == TUNED[0])]
-        if not rows:
-            return
-    fields = settings(*best(rows))
+
+    def compared(images: Images, values: Sequence[Values]) -> list[Row]:
+        jobs = short(images, lane.work, values)
+        lane.run(first, jobs)
+        return [row for row in lane.meet(jobs) if row['sampler'] == TUNED[0]]
+
+    rates = RATES[:1] if IS_TINY.value else RATES
+    rows = compared(main_set, [(q, rate, 0.0) for rate in rates for q in QS])
+    if not rows:
+        return 1
+    q, rate, _ = best(rows)
+    other = (q, 2 * rate, 0.0) if rate == max(RATES) else (32, rate, 0.0)
+    q, rate, dropout = best([*rows, *compared(main_set, [(q, rate, DROPOUT), other])])
+    rows = compared(other_set, [(q, rate, dropout), (q, rate / 3, dropout)])
+    if not rows:
+        return 1
+    fields = {images.name: settings(*best(rows)) for images in (other_set, *few)}
+    fields[main_set.name] = settings(q, rate, dropout)
     print(f'chosen: {fields}', flush=True)
 
     def tunings(sets: Sequence[Images]) -> list[Run]:
         return [
-            one.tuning_run(lane.work, 'tuned', fields, seed)
+            one.tuning_run(lane.work, 'tuned', fields[one.name], seed)
             for seed in (0, 1)
             for one in sets
             if seed in one.seeds
@@ -343,6 +354,7 @@ def main(argv: Sequence[str]) -> None:
     lane.run(few, tunings(few))
     for queue in lane.queues.values():
         queue.measurements.wait()
+    return 1 if lane.problems else 0
 
 
 if __name__ == '__main__':
