@@ -1,13 +1,30 @@
 #!/usr/bin/env bash
 # Runs docs/results/few_steps/measure.py in one process per GPU, and packs what it made.
 #   tools/gpu/few_steps.sh run DATA OUTPUT LIMIT TARGET GPU:CPUS ...   stops after LIMIT seconds; the same command goes on
-#   tools/gpu/few_steps.sh commands OUTPUT TARGET GPU                  then: rounding of the teachers, and seconds of whole commands
+#   tools/gpu/few_steps.sh commands OUTPUT TARGET GPU:SET ...          then: rounding of a set's teacher, and seconds of whole commands
 # First build the kernels (tools/gpu/build.sh). Folders are relative to the checkout; DATA as measure.py says. TARGET gets few files.
 # Example, two GPUs with 16 cores each: tools/gpu/few_steps.sh run data runs/few 540 "$OUT" 0:0-15 1:16-31
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
+
+commands() { # SET: prints the rounding in the loss of its teacher, and a row of seconds for each command of 64 samples
+  local teacher=$output/work/$1_teacher_seed0 tuned=$output/work/$1_tuned_seed0 words start began
+  timeout 120 "$python" tools/consistency_precision.py "$teacher" --q 16,64,256 2>&1 | tr '\r' '\n' | tail -n 24 || true
+  for words in "$teacher --sampler heun --steps 25" "$tuned --steps 1" "$tuned --steps 2" "$tuned --steps 4"; do
+    for start in first second; do
+      rm -f "$output/$1.png"*
+      began=$(date +%s.%N)
+      # shellcheck disable=SC2086
+      timeout 90 "$python" -m jaxunet.sample --checkpoint $words --num_samples 64 --output "$output/$1.png" >"$output/$1.txt" 2>&1 ||
+        tail -n 3 "$output/$1.txt"
+      echo "$(date +%s.%N) $began" | awk -v words="$words" -v start="$start" \
+        '{printf "{\"command\": \"python -m jaxunet.sample --checkpoint %s --num_samples 64\", \"start\": \"%s\", \"seconds\": %.2f}\n", words, start, $1 - $2}'
+    done
+  done
+}
+
 case ${1:-} in
   run)
     data=$2 output=$3 limit=$4 target=$5
@@ -36,24 +53,13 @@ PYTHON
     ;;
   commands)
     output=$2 target=$3
-    export CUDA_VISIBLE_DEVICES=$4
+    shift 3
     mkdir -p "$target"
-    for teacher in "$output"/work/*_teacher_seed0; do
-      tuned=${teacher%_teacher_seed0}_tuned_seed0
-      [ -d "$tuned" ] || continue
-      timeout 90 "$python" tools/consistency_precision.py "$teacher" --q 16,64,256 2>&1 | tr '\r' '\n' | tail -n 24 || true
-      for words in "$teacher --sampler heun --steps 25" "$tuned --steps 1" "$tuned --steps 2" "$tuned --steps 4"; do
-        for start in first second; do
-          rm -f "$output"/64.png*
-          began=$(date +%s.%N)
-          # shellcheck disable=SC2086
-          timeout 90 "$python" -m jaxunet.sample --checkpoint $words --num_samples 64 --seed "${#start}" --output "$output/64.png" >"$output/64.log" 2>&1 ||
-            tail -n 3 "$output/64.log"
-          printf '{"command": "python -m jaxunet.sample --checkpoint %s --num_samples 64", "start": "%s", "seconds": %.2f}\n' \
-            "$words" "$start" "$(echo "$(date +%s.%N) $began" | awk '{print $1 - $2}')" | tee -a "$target/commands.jsonl"
-        done
-      done
-    done | tee "$target/commands.txt"
+    for place; do
+      CUDA_VISIBLE_DEVICES=${place%%:*} commands "${place#*:}" >"$target/commands_${place#*:}.txt" 2>&1 &
+    done
+    wait
+    tail -n +1 "$target"/commands_*.txt
     ;;
   *)
     sed '1d; /^#/!Q' "$0" >&2 # the comment at the top
