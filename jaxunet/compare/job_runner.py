@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import jax
 
+from jaxunet.checkpoint.load import load_initial
+from jaxunet.checkpoint.newest import saved_steps
 from jaxunet.compare import work
 from jaxunet.compare.collected import (
     FAILED,
@@ -103,7 +105,7 @@ class Queue:
             seconds = self._fitting(lacking)
             if not lacking:
                 self._say(f'{job.name}: is done already')
-                work.remove(self.work, job)
+                self._clear(job)
             elif self._is_taken(job):
                 continue
             elif not seconds:
@@ -212,6 +214,10 @@ class Queue:
             self._watch.start('')
             self._note(job, outcome, reason)
         if not self._lacking(job):
+            self._clear(job)
+
+    def _clear(self, job: Job) -> None:
+        if not job.kept:
             work.remove(self.work, job)
 
     def _train(self, job: Job, seconds: tuple[float, ...]) -> int:
@@ -254,7 +260,9 @@ class Queue:
 
         def train_it() -> None:
             caller = Preemption(lambda: self._note(job, STOPPED, BY_SIGNAL))
-            train(config, workdir, source, hook=milestones, caller=caller)
+            begun = saved_steps(workdir)
+            initial = None if begun else load_initial(config, source.class_names)
+            train(config, workdir, source, initial, hook=milestones, caller=caller)
 
         self._say(f'{job.name}: training for {seconds[-1]:g} s')
         try:

@@ -86,6 +86,8 @@ class Job:
       batch_size: images drawn at once.
       options: options of all samplers, by the fields of `SamplerConfig`.
       picture: number of images in the grid that is saved for the first sampler; 0 = no grid.
+      all_pictures: save such a grid for every sampler, which its name then ends with.
+      kept: keep the work folder of the run once it is done, for jobs that start from its weights.
       averages: averages of the weights to choose from: rates and widths of the config, such as
         0.9999 and 0.15. At each time, the job measures the average whose samples, drawn by the
         first sampler, have the smallest Fréchet distance to the first reference with `fid`. () =
@@ -105,6 +107,8 @@ class Job:
     batch_size: int = 500
     options: Mapping[str, Any] = field(default_factory=dict)
     picture: int = 64
+    all_pictures: bool = False
+    kept: bool = False
     averages: tuple[str, ...] = ()
     choosing: int = 2000
 

@@ -142,7 +142,7 @@ class Measurements:
     def measure(
         self, checkpoint: Checkpoint, keep_on: Callable[[], bool] = lambda: True
     ) -> Iterator[rows.Row]:
-        """Yields a row for each sampler of the checkpoint's job; saves a grid from the first.
+        """Yields a row for each sampler of the checkpoint's job; saves the job's grids.
 
         Args:
           keep_on: asked while samples are drawn, and before anything else that takes long.
@@ -164,8 +164,9 @@ class Measurements:
         for text in job.samplers:
             generator = self._generators[_key(config, job, text)]
             images, seconds = self._draw(generator, checkpoint, average, range(job.samples))
-            if text == job.samplers[0] and job.picture:
-                self._save_grid(checkpoint, images)
+            if job.picture and (job.all_pictures or text == job.samplers[0]):
+                ending = f'_{text.replace(":", "")}' if job.all_pictures else ''
+                self._save_grid(checkpoint, images, ending)
             row = {
                 'case': job.case,
                 'data': job.data,
@@ -258,11 +259,14 @@ class Measurements:
         return self._references[key]
 
     def _save_grid(
-        self, checkpoint: Checkpoint, images: UInt8[np.ndarray, 'n height width channels']
+        self,
+        checkpoint: Checkpoint,
+        images: UInt8[np.ndarray, 'n height width channels'],
+        ending: str,
     ) -> None:
         job, shown = checkpoint.job, images[: checkpoint.job.picture]
         picture = grid(shown, class_columns(checkpoint.config.model.num_classes, len(shown)))
-        save_png(self._pictures / f'{job.name}_{checkpoint.seconds:g}s.png', picture)
+        save_png(self._pictures / f'{job.name}_{checkpoint.seconds:g}s{ending}.png', picture)
 
 
 def check_finite(fields: Mapping[str, object], above: str = '') -> None:

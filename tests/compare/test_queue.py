@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import math
 import shutil
 import time
@@ -18,6 +19,7 @@ from support.untrained_features import write_untrained
 
 from jaxunet.compare import collected, job_runner
 from jaxunet.compare.job_runner import summary
+from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.runtime import rows
@@ -51,7 +53,7 @@ def done(jobs, features, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=appears)
         patch.setattr(job_runner, 'time', clock)
-        seed1 = dataclasses.replace(jobs[1], seconds=(0.05,))
+        seed1 = dataclasses.replace(jobs[1], seconds=(0.05,), all_pictures=True, kept=True)
         assert make_queue(output, late).run([jobs[0], seed1]) == []
     assert waited == [[]], 'it measured before there were features, or waited twice'
     return output, [jobs[0], seed1]
@@ -64,7 +66,8 @@ def test_a_row_for_each_checkpoint_and_sampler(done):
         (job.seed, s, sampler) for job in jobs for s in job.seconds for sampler in job.samplers
     ]
     assert [(r['seed'], r['seconds'], r['sampler']) for r in found] == wanted
-    assert not list((output / 'work').iterdir()), 'runs that are done are kept'
+    kept = [path.name for path in (output / 'work').iterdir()]
+    assert kept == [jobs[1].name], 'runs that are done are kept unless they ask for it'
     for row in found:
         assert row['training_seconds'] >= row['seconds']
         assert row['step'] > 0
@@ -131,9 +134,31 @@ def test_pictures_and_logs_are_kept(done):
     output, jobs = done
     for job in jobs:
         assert (output / 'logs' / f'{job.name}.csv').read_text().startswith('step,')
-        for seconds in job.seconds:
-            with Image.open(output / 'pictures' / f'{job.name}_{seconds:g}s.png') as image:
+        each = [f'_{name.replace(":", "")}' for name in job.samplers]
+        for seconds, ending in itertools.product(job.seconds, each if job.all_pictures else ['']):
+            path = output / 'pictures' / f'{job.name}_{seconds:g}s{ending}.png'
+            with Image.open(path) as image:
                 assert image.width > 9 * 48, 'not a column a class'
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued(Job):
+    """A job that starts from the weights of another, and learns nothing."""
+
+    start: str = ''
+
+    def load_config(self, devices=1):
+        config = super().load_config(devices)
+        return config.replace(init_from=self.start, optimizer={'learning_rate': 1e-30})
+
+
+def test_a_run_starts_from_the_weights_of_one_that_was_kept(done, features, tmp_path):
+    output, (_, job) = done
+    start = str(output / 'work' / job.name)
+    further = Continued(**{**vars(job), 'case': 'further', 'start': start})
+    assert make_queue(tmp_path, features).run([further]) == []
+    values = [row['values'] for row in rows_of(output) if row['seed'] == job.seed]
+    assert [row['values'] for row in rows_of(tmp_path)] == values
 
 
 def test_the_log_has_the_loss_on_held_out_images(done):

@@ -16,7 +16,14 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
-from tools.docs import comparison_tables, fault_table, recipe_tables, sharing_table, width_tables
+from tools.docs import (
+    comparison_tables,
+    fault_table,
+    few_tables,
+    recipe_tables,
+    sharing_table,
+    width_tables,
+)
 from tools.sanitizer import sanitizer_rows
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
@@ -390,6 +397,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'sanitizer': lambda: sanitizer_rows.table(read_lines('sanitizer/rows.jsonl')),
     'where_the_time_goes': where_the_time_goes,
     **comparison_tables.TABLES,
+    **few_tables.TABLES,
     **recipe_tables.TABLES,
     'recipes_sharing': sharing_table.sharing,
     **width_tables.TABLES,

@@ -1,0 +1,81 @@
+"""Adds what tools/gpu/few_steps.sh packed to this folder, and draws a picture of each set.
+
+    python docs/results/few_steps/pictures.py FOLDER ...
+
+Rows go to rows.jsonl, where a later one replaces an earlier one of the same measurement. SET.jpg
+has 64 unpicked samples of the teacher, and in 1, 2 and 4 evaluations of the model that was tuned
+the longest. `python tools/docs/write.py` writes the tables.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import sys
+import tarfile
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw
+
+HERE = pathlib.Path(__file__).parent
+KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
+SHOWN = ('heun:25', 'consistency:1', 'consistency:2', 'consistency:4')
+QUALITY, MARGIN = 85, 22  # of the JPEG; pixels above a grid, for its caption
+
+Row = dict  # a JSON object of rows.jsonl
+
+
+def main(folders: Sequence[pathlib.Path]) -> None:
+    """Adds the folders' rows and draws the pictures."""
+    path = HERE / 'rows.jsonl'
+    files = [path] * path.exists() + [folder / 'rows.jsonl' for folder in folders]
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    found = {tuple(row[key] for key in KEYS): row for row in rows}
+    kept = [found[key] for key in sorted(found)]
+    path.write_text(''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in kept))
+    grids: dict[str, Image.Image] = {}
+    for folder in folders:
+        with tarfile.open(folder / 'pictures.tar') as archive:
+            for member in archive.getmembers():
+                if member.name.endswith('.jpg'):
+                    data = archive.extractfile(member).read()
+                    grids[pathlib.Path(member.name).stem] = Image.open(io.BytesIO(data))
+    for data in dict.fromkeys(row['data'] for row in kept):
+        panels = [panel for sampler in SHOWN if (panel := last(data, sampler, kept, grids))]
+        if len(panels) == len(SHOWN):
+            joined(panels).save(HERE / f'{data}.jpg', quality=QUALITY)
+
+
+def last(
+    data: str, sampler: str, rows: Sequence[Row], grids: dict[str, Image.Image]
+) -> tuple[str, Image.Image] | None:
+    """Returns the caption and the grid of the longest run of seed 0 that has one."""
+    mine = [
+        row
+        for row in rows
+        if (row['data'], row['sampler'], row['seed']) == (data, sampler, 0)
+        and row['case'] in ('teacher', 'tuned')
+    ]
+    for row in sorted(mine, key=lambda row: -row['seconds']):
+        case, seconds = row['case'], f'{row["seconds"]:g}'
+        if grid := grids.get(f'{data}_{case}_seed0_{seconds}s_{sampler.replace(":", "")}'):
+            evaluations = row['evaluations']
+            return f'{case}, {evaluations} evaluation{"s" * (evaluations > 1)}', grid
+    return None
+
+
+def joined(panels: Sequence[tuple[str, Image.Image]]) -> Image.Image:
+    """Returns the grids in two rows, each below its caption."""
+    width, height = panels[0][1].size
+    picture = Image.new('RGB', (2 * width + MARGIN, 2 * (height + MARGIN)), 'white')
+    draw = ImageDraw.Draw(picture)
+    for place, (caption, grid) in enumerate(panels):
+        x, y = place % 2 * (width + MARGIN), place // 2 * (height + MARGIN)
+        draw.text((x + 4, y + 5), caption, fill='black')
+        picture.paste(grid, (x, y + MARGIN))
+    return picture
+
+
+if __name__ == '__main__':
+    main([pathlib.Path(folder) for folder in sys.argv[1:]])
