@@ -21,6 +21,7 @@ Result = TypeVar('Result')
 # that the bias correction is 1.
 CONVERGED_COUNT = 1_000_000
 RATE_FIELDS = ('optimizer.', 'train.steps')  # what a learning rate depends on
+COOLDOWN = 0.25  # share of a run in which optimizer.schedule=cooldown falls
 LARGEST_RATE_CHANGE = 0.1  # between two runs at one step, as a share of the larger rate
 
 
@@ -39,14 +40,17 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     """Returns the learning rate by number of updates.
 
     It rises linearly to `optimizer.learning_rate` over `optimizer.warmup_steps`. After that it is
-    constant, or falls to 0 at `train.steps` as a cosine or a line (`optimizer.schedule`).
+    constant, or falls to 0 at `train.steps` (`optimizer.schedule`): as a cosine, as a line, or as a
+    line over the last quarter of the run (`cooldown`).
     """
-    options = config.optimizer
-    rest = max(config.train.steps - options.warmup_steps, 1)
+    options, steps = config.optimizer, config.train.steps
+    rest = max(steps - options.warmup_steps, 1)
+    falling = min(max(round(COOLDOWN * steps), 1), rest)
     after = {
         'constant': optax.constant_schedule(options.learning_rate),
         'cosine': optax.cosine_decay_schedule(options.learning_rate, rest),
         'linear': optax.linear_schedule(options.learning_rate, 0.0, rest),
+        'cooldown': optax.linear_schedule(options.learning_rate, 0.0, falling, rest - falling),
     }[options.schedule]
     if options.warmup_steps == 0:
         return _lenient(after)

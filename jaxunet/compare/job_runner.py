@@ -92,7 +92,17 @@ class Queue:
         self._watch = self.measurements.watch
 
     def run(self, jobs: Sequence[Job]) -> list[str]:
-        """Runs the jobs that lack rows; returns why jobs failed, stopped or were left out."""
+        """Runs the jobs that lack rows; returns why jobs failed, stopped or were left out.
+
+        Raises:
+          UserError: a learning rate falls over a time whose steps are unknown.
+        """
+        for job in jobs if not self.step_ms else ():
+            if job.schedule != 'constant':
+                raise UserError(
+                    f'{job.name}: optimizer.schedule: {job.schedule} falls to 0 at the step of the '
+                    f'last of the seconds, and only --step_ms says which; give it, or use constant'
+                )
         self._watch.start('waiting')
         while any(map(self._lacking, jobs)) and not self.measurements.ready():
             if self.limit.left <= 0:
@@ -225,11 +235,11 @@ class Queue:
         # Finished runs are garbage; `train` froze what was alive at its start.
         gc.unfreeze()
         gc.collect()
-        config = job.load_config(self.devices)
+        step_seconds = self.step_ms.get(job.case, 0.0) / 1e3
+        config = job.load_config(self.devices, step_seconds)
         source = self._source(config)
         self.measurements.prepare(job, config, source)
         names = job.state_names(config)
-        step_seconds = self.step_ms.get(job.case, 0.0) / 1e3
         workdir = work.prepare(self.work, job, config, step_seconds, resume=self.resume)
         left = list(seconds)
 

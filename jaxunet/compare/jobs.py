@@ -19,6 +19,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxunet.config import Config
+from jaxunet.config.relations import MAX_STEPS_PER_CALL
 from jaxunet.config.run_sections import SUITS
 from jaxunet.config.samplers import DEFAULT_STEPS, SAMPLERS
 from jaxunet.config.schema import FACTS
@@ -42,7 +43,6 @@ OVERRIDDEN = (
     'init_from_order',
     'init_from_ema',
     'parallel.devices',
-    'optimizer.schedule',
     'ema.snapshot_every',
     'train.steps',
     'train.epochs',
@@ -117,15 +117,22 @@ class Job:
         """Name of the job, used in file names and messages."""
         return f'{self.data}_{self.case}_seed{self.seed}'
 
+    @property
+    def schedule(self) -> str:
+        """The learning rate's course; that of the config file is made for its number of steps."""
+        return str(self.fields.get('optimizer.schedule', 'constant'))
+
     def sampler(self, text: str) -> SamplerConfig:
         """Returns one of the samplers with the options of the job."""
         return dataclasses.replace(parse_sampler(text), **self.options)
 
-    def load_config(self, devices: int = 1) -> Config:
+    def load_config(self, devices: int = 1, step_seconds: float = 0.0) -> Config:
         """Returns the config of the run; a time, not a number of steps, ends it (`base_config`).
 
         Args:
           devices: devices on which the run trains, data-parallel; 0 = as the config says.
+          step_seconds: seconds that the clock counts for a step. With them, a falling learning rate
+            reaches 0 at the step of the last time, and `train.steps` is that step.
 
         Raises:
           UserError: the config file does not exist, a field does not fit, or the config leaves
@@ -141,7 +148,12 @@ class Job:
             raw['seed'] = self.seed
             run = {'train': {'keep': 1, 'keep_every': 0, 'keep_best': 0}}
             parallel = {'parallel': {'devices': devices}} if devices else {}
-            return base_config(complete(raw).replace(**run, **parallel))
+            config = base_config(complete(raw).replace(**run, **parallel))
+            steps = config.train.steps
+            if step_seconds and self.schedule != 'constant':
+                together = config.train.steps_per_call or MAX_STEPS_PER_CALL
+                steps = math.ceil(self.seconds[-1] / step_seconds / together) * together
+            return config.replace(optimizer={'schedule': self.schedule}, train={'steps': steps})
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
 
@@ -165,7 +177,8 @@ class Job:
 def base_config(config: Config) -> Config:
     """Returns the config that all runs share.
 
-    Time ends a run, so nothing depends on the number of steps: the learning rate is constant.
+    Time ends a run, so nothing depends on the number of steps: the learning rate is constant, until
+    a job sets another schedule.
     Sampling, evaluation and checkpoints during training are off. All methods are measured by one
     sampler, whatever their objectives: DDIM in 50 steps where the config leaves it open.
 

@@ -97,8 +97,9 @@ class OptimizerConfig:
     eps: float = option(1e-8, POSITIVE)
     weight_decay: float = option(0.0, NOT_NEGATIVE)
     warmup_steps: int = option(100, NOT_NEGATIVE)  # optimizer steps of linear warm-up
-    # After the warm-up: cosine and linear fall to 0 at train.steps.
-    schedule: str = option('cosine', choices=('constant', 'cosine', 'linear'))
+    # After the warm-up: cosine and linear fall to 0 at train.steps; cooldown is constant, and falls
+    # to 0 as a line over the last quarter of train.steps.
+    schedule: str = option('cosine', choices=('constant', 'cosine', 'linear', 'cooldown'))
     clip_norm: float = option(1.0, NOT_NEGATIVE)  # maximum global gradient norm; 0 = no clipping
     # Parts of a batch that are computed one after another, to save memory; 1 = all at once.
     accumulate_steps: int = option(1, POSITIVE)

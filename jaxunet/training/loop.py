@@ -132,7 +132,8 @@ class Loop:
             agree({'the step to resume from': self.step})
             if failed and self.main:
                 self.checkpoints.set_aside_after(self.step)
-            if self.step >= total and (jax.process_count() > 1 or not any(self._missing())):
+            done = self.step >= total and self.hook is None  # a hook may have work left
+            if done and (jax.process_count() > 1 or not any(self._missing())):
                 self.subject.finish(begin)
                 print(how_to_go_on(config, self.workdir, self.step))
                 return self.step

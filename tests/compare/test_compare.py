@@ -288,10 +288,13 @@ def test_step_costs_take_turns():
         for name in ('uniform', 'policy')
     }
     configs['policy'] = configs['policy'].replace(timesteps={'policy_every': 3})
+    rate = {'learning_rate': 0.1, 'schedule': 'linear'}
+    configs['of another rate'] = configs['policy'].replace(optimizer=rate)
     assert step_cost.steps_of_a_turn([configs['uniform']], [1]) == 8
     found = step_cost.measure(configs, rounds=2)
     assert found['costs']['uniform']['ratio'] == 1
     assert found['costs']['policy']['ratio'] > 0
+    assert found['costs']['of another rate'] == found['costs']['policy']
     assert (found['steps'], found['rounds']) == (9, 2)
 
 

@@ -67,7 +67,8 @@ def test_two_jobs_of_one_name_are_refused(job, tmp_path):
 
 
 def test_the_committed_jobs_are_valid():
-    for part in ('all', 'twenty', 'alone', 'costs', 'rates', 'digits', 'tiny'):
+    endings = ('endings', 'endings_led', 'endings_costs', 'endings_tiny')
+    for part in ('all', 'twenty', 'alone', 'costs', 'rates', 'digits', 'tiny', *endings):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
     with pytest.raises(UserError, match='one of all, objects, minute, three, ten, images'):

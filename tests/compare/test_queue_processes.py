@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import os
 import signal
@@ -16,6 +17,7 @@ from jaxunet.compare import collected, job_runner, work
 from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.measure import Measurements
 from jaxunet.compare.stopwatch import Limit
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.parallel import Parallel
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -91,6 +93,32 @@ def test_runs_go_on_in_the_middle(job, undisturbed, measurements, tmp_path, monk
     assert not (tmp_path / 'work' / job.name).exists()
     outcomes = [r['outcome'] for r in collected.read_stretches([tmp_path / 'stretches.jsonl'])]
     assert outcomes == ['measured', 'stopped', 'stopped', 'measured', 'measured', 'trained']
+
+
+def test_a_learning_rate_falls_to_0_at_the_last_time(job, measurements, tmp_path, monkeypatch):
+    """Also if the process dies after the last step, and another one measures it."""
+    falling = {'optimizer.schedule': 'linear', 'optimizer.warmup_steps': 0, 'train.log_every': 1}
+    job = dataclasses.replace(job, fields={**job.fields, **falling}, seconds=(0.2,))
+    with pytest.raises(UserError, match=f'{job.name}: optimizer.schedule: linear falls to 0 at'):
+        make_queue(tmp_path, '').run([job])
+
+    class Died(BaseException):
+        pass
+
+    def die(self, checkpoint, keep_on):
+        raise Died
+
+    options = {'measurements': measurements, 'step_ms': STEP_MS}
+    with monkeypatch.context() as patch:
+        patch.setattr(Measurements, 'measure', die)
+        with pytest.raises(Died):
+            make_queue(tmp_path, '', **options).run([job])
+    with (tmp_path / 'logs' / f'{job.name}.csv').open() as file:
+        rates = [float(row['learning_rate']) for row in csv.DictReader(file)]
+    rate = job.load_config().optimizer.learning_rate
+    assert rates == pytest.approx([rate * (1 - n / 10) for n in range(10)])
+    assert make_queue(tmp_path, '', **options).run([job]) == []
+    assert [row['step'] for row in rows_of(tmp_path)] == [10]
 
 
 @pytest.mark.parametrize('which', [0, -1])

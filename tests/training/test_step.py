@@ -315,20 +315,39 @@ def test_ema_is_the_recurrence(bench_of):
 
 
 @pytest.mark.parametrize(
-    ('schedule', 'end'), [('constant', 1e-3), ('cosine', 0.0), ('linear', 0.0)]
+    ('schedule', 'halfway', 'end'),
+    [
+        ('constant', 1e-3, 1e-3),
+        ('cosine', 5e-4, 0.0),
+        ('linear', 5e-4, 0.0),
+        ('cooldown', 1e-3, 0.0),
+    ],
 )
-def test_learning_rate(schedule, end):
+def test_learning_rate(schedule, halfway, end):
     rate = learning_rate_schedule(
         tiny_config(optimizer={'schedule': schedule, 'warmup_steps': 10}, train={'steps': 110})
     )
     np.testing.assert_allclose(
-        [rate(0), rate(4), rate(9), rate(10), rate(110)],
-        [1e-4, 5e-4, 1e-3, 1e-3, end],
-        rtol=1e-5,
+        [rate(0), rate(4), rate(9), rate(10), rate(60), rate(110)],
+        [1e-4, 5e-4, 1e-3, 1e-3, halfway, end],
+        rtol=1e-4,
         atol=1e-9,
     )
-    if schedule != 'constant':
-        assert rate(60) == pytest.approx(5e-4, rel=1e-4)
+
+
+@pytest.mark.parametrize('warmup_steps', [0, 10, 90])
+def test_a_cooldown_takes_the_last_quarter(warmup_steps):
+    """It begins after a warm-up that reaches into that quarter."""
+    rate = learning_rate_schedule(
+        tiny_config(
+            optimizer={'schedule': 'cooldown', 'warmup_steps': warmup_steps}, train={'steps': 100}
+        )
+    )
+    begin = max(75, warmup_steps)
+    rates = [float(rate(begin)), float(rate((begin + 100) / 2)), float(rate(99)), float(rate(100))]
+    np.testing.assert_allclose(rates, [1e-3, 5e-4, 1e-3 / (100 - begin), 0.0], atol=1e-9, rtol=1e-5)
+    if warmup_steps < 75:
+        assert rate(begin - 1) == pytest.approx(1e-3)
 
 
 def test_clipping_and_moments(bench_of):

@@ -13,11 +13,15 @@
     docs/results/recipes/jobs.py:alone      seconds a sample; needs a GPU of its own, no --step_ms
     docs/results/recipes/jobs.py:costs      each objective once, for jaxunet.compare.step_cost
     docs/results/recipes/jobs.py:rates      learning rates
+    docs/results/recipes/jobs.py:endings    how a minute ends: rate, schedule, batch, AdamW or Muon
+    docs/results/recipes/jobs.py:endings_led   ... what led, with another seed
+    docs/results/recipes/jobs.py:endings_costs ... all of them once, for jaxunet.compare.step_cost
+    docs/results/recipes/jobs.py:endings_tiny  ... in seconds on a CPU
     docs/results/recipes/jobs.py:digits     images of configs/digits.py; needs features of digits
     docs/results/recipes/jobs.py:tiny       seconds on a CPU, on the embedded digits
 
 `--data` names the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. All parts
-but alone, costs, digits and tiny take the features of a classifier of objects64:
+but alone, digits, and those for costs or a CPU take the features of a classifier of objects64:
 
     python -m jaxunet.metrics.train_features --reference objects64_train.zip \\
       --test objects64_test.zip --channels 32 --seconds 25 --output features.npz
@@ -33,6 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,6 +57,38 @@ OBJECTIVES: dict[str, dict[str, object]] = {
 SAMPLERS = ('heun:25', 'dpmpp_2m:20', 'ddpm:50')
 WITHIN_20 = ('heun:10', 'ddpm:20')
 ROWS = Path(__file__).parent / 'rows.jsonl'
+RATE = 1e-4  # of batches of 32; others have RATE √(batch / 32)
+PHOTOGRAPHS = ('objects64', 'elephants64')
+WIDTHS = (0.05, 0.1, 0.15)  # of averages of which the endings choose one, beside the config's
+
+
+def _ending(schedule: str, factor: float, batch: int = 32, **fields: object) -> dict[str, object]:
+    return {
+        'optimizer.schedule': schedule,
+        'optimizer.learning_rate': factor * RATE * math.sqrt(batch / 32),
+        'data.batch_size': batch,
+        **fields,
+    }
+
+
+MUON = {'optimizer.name': 'muon'}
+# In the order in which they are worth their minutes: the recipe as it is and the likeliest winner,
+# then each other kind once, then neighbours. Only the batches and Muon change what a step costs.
+ENDINGS = {
+    'constant-1': _ending('constant', 1),
+    'linear-4': _ending('linear', 4),
+    'cooldown-4': _ending('cooldown', 4),
+    'muon-linear-4': _ending('linear', 4, **MUON),
+    'batch16-linear-4': _ending('linear', 4, 16),
+    'linear-2': _ending('linear', 2),
+    'constant-4': _ending('constant', 4),
+    'muon-linear-10': _ending('linear', 10, **MUON),
+    'batch64-linear-4': _ending('linear', 4, 64),
+    'cooldown-2': _ending('cooldown', 2),
+    'constant-2': _ending('constant', 2),
+}
+# Those that were ahead with seed 0, and what they are compared with.
+LED = ('constant-1', 'linear-4', 'cooldown-4')
 COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 
 
@@ -152,6 +189,41 @@ def elephants(
     )
 
 
+def ending(name: str, data: str, folder: str, *, seed: int = 0) -> Job:
+    """Returns a job of `ENDINGS` that ends after a minute.
+
+    Args:
+      name: one of `ENDINGS`.
+      data: one of `PHOTOGRAPHS`; `flow` learns the first, `v` the other.
+      folder: of the archives.
+    """
+    if data == 'objects64':
+        job = objects('flow', folder, seed=seed)
+    else:
+        job = elephants('v-cosine', folder, seed=seed)
+        (path,) = job.references
+        job = dataclasses.replace(job, references={path: ('train', COMPARED)})
+    return dataclasses.replace(
+        job,
+        case=name,
+        fields={**job.fields, **ENDINGS[name], 'ema.widths': WIDTHS},
+        seconds=(60,),
+        samplers=('heun:25',),
+        samples=2000,
+        averages=('0.9995', *map(str, WIDTHS)),
+        choosing=1000,
+    )
+
+
+def tiny_ending(name: str) -> Job:
+    """Returns a job of `ENDINGS` for a CPU, on the embedded digits."""
+    job = tiny('flow')
+    fields = {**job.fields, **ENDINGS[name], 'data.batch_size': 8, 'ema.widths': WIDTHS}
+    fields['optimizer.warmup_steps'] = 5
+    averages = ('0.995', *map(str, WIDTHS))
+    return dataclasses.replace(job, case=name, fields=fields, averages=averages, choosing=20)
+
+
 def digits(case: str, seed: int) -> Job:
     """Returns a job on the embedded digits: a third of the run of configs/digits.py, and all."""
     return Job(
@@ -228,6 +300,10 @@ def get_jobs(part: str, data: str) -> list[Job]:
             objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
             for r in (2e-4, 4e-4)
         ],
+        'endings': [ending(name, of, data) for name in ENDINGS for of in PHOTOGRAPHS],
+        'endings_led': [ending(name, of, data, seed=1) for name in LED for of in PHOTOGRAPHS],
+        'endings_costs': [ending(name, 'objects64', data) for name in ENDINGS],
+        'endings_tiny': [tiny_ending(name) for name in ENDINGS],
         'digits': [digits(case, seed) for seed in (0, 1) for case in ('v-cosine', 'edm', 'flow')],
         'tiny': [*(tiny(case) for case in OBJECTIVES), tiny('v-cosine', seed=1)],
     }
