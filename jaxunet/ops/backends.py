@@ -8,6 +8,8 @@ that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this tabl
     compute capability 8.x, bfloat16, float16   cuda
     every other device and precision            xla
 
+On a GPU newer than Hopper, a log line says that the portable kernels run but were not measured.
+
 For `jaxunet.ops.functional`, the precision is the type of the activation. Every op of a type that
 no kernel takes, such as float64, comes from xla.
 
@@ -131,6 +133,9 @@ def choose(backend: str, precision: str | None = None, *, here: bool = True) -> 
             bases, why = fastest, f' (measured here: {choices.path()})'
         else:
             bases = _auto(precision)
+            _tell_if_newer()
+    elif base == 'cuda' and here:
+        _tell_if_newer()
     names = {
         op: name if name != 'xla' and op in checked_ops(load_backend(name)) else 'xla'
         for op, name in bases.items()
@@ -263,4 +268,27 @@ def _runs_portable() -> bool:
         return False
     if device.kernels() is not device.Kernels.FASTEST:
         return True
-    return str(getattr(jax.devices()[0], 'compute_capability', '')).startswith('8.')
+    return _major() == 8
+
+
+def _major() -> int:
+    """Returns the first number of this GPU's compute capability; 0 if it is unknown."""
+    first = str(getattr(jax.devices()[0], 'compute_capability', '')).partition('.')[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _tell_if_newer() -> None:
+    """Logs, once, that the kernels were not measured on this GPU, if it is newer than Hopper."""
+    if device.family() is device.Target.PORTABLE and _major() > 9:
+        _newer(device.kind(), jax.devices()[0].compute_capability)
+
+
+@functools.cache
+def _newer(kind: str, capability: str) -> None:
+    logging.warning(
+        '%s (compute capability %s) is newer than the GPUs that the kernels were measured on; '
+        'backend=cuda runs the portable ones there, and %s finds the fastest backends',
+        kind,
+        capability,
+        choices.COMMAND,
+    )

@@ -1,6 +1,7 @@
 """GPU time of compiled programs: kernel times in a profiler trace.
 
-The name of the compiled module identifies a program. Every round calls all programs in a new order.
+The name of the compiled module identifies a program. A program of another library has none in a
+trace: its kernels are those after its `marker`. Every round calls all programs in a new order.
 So a drift of the clock affects all of them equally, and no program always finds its inputs in the
 cache because of the program before it.
 """
@@ -18,7 +19,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+MARKER = 'before_'
 # No CUDA graphs: they add kernels and gaps that do not belong to the op.
 COMPILER_OPTIONS = {'xla_gpu_enable_command_buffer': ''}
 
@@ -68,6 +71,15 @@ def named(
     return jax.jit(call, compiler_options=_compiler_options(), donate_argnums=donated)
 
 
+def marker(name: str) -> Callable[[], object]:
+    """Returns a function to call right before a program that JAX does not compile.
+
+    In a trace, the kernels of no module that follow are those of the program `name`.
+    """
+    program, number = named(MARKER + name, lambda x: x + 1), jnp.zeros(())
+    return lambda: jax.block_until_ready(program(number))
+
+
 @functools.cache
 def _compiler_options() -> dict[str, str] | None:
     """Returns `COMPILER_OPTIONS` if there is a GPU whose compiler knows them."""
@@ -91,9 +103,9 @@ def trace_times(
     A program whose kernels do not appear in the trace is left out.
 
     Args:
-      programs: name -> function that runs the program compiled from `named(name, ...)`. Its
-        argument is the number of the call, to choose among sets of inputs. Each function is called
-        once before the trace begins.
+      programs: name -> function that runs the program compiled from `named(name, ...)`, or calls
+        `marker(name)`, another library, and waits for it. Its argument is the number of the call,
+        to choose among sets of inputs. Each function is called once before the trace begins.
       rounds: calls of each program that are timed.
     """
     for program in programs.values():
@@ -122,6 +134,7 @@ def read_times(
         if plane.name.startswith('/device:GPU')
         for line in plane.lines
     ]
+    launched: list[tuple[float, float, str, str]] = []
     with warnings.catch_warnings():
         # Python 3.13 warns about the type of the iterator.
         warnings.simplefilter('ignore', DeprecationWarning)
@@ -129,9 +142,14 @@ def read_times(
             event for line in streams if line.name.startswith('Stream') for event in line.events
         ):
             module = next((str(value) for key, value in event.stats if key == 'hlo_module'), '')
-            name = module.split('(')[0].removeprefix('jit_')
-            if name in by_name:
-                by_name[name].append((event.start_ns, event.duration_ns / 1e3, event.name))
+            program = module.split('(')[0].removeprefix('jit_')
+            launched.append((event.start_ns, event.duration_ns / 1e3, event.name, program))
+    marked = ''
+    for start, us, kernel, program in sorted(launched):
+        if program:
+            marked = program.removeprefix(MARKER) if program.startswith(MARKER) else ''
+        if (name := program or marked) in by_name:
+            by_name[name].append((start, us, kernel))
     return {name: _times(events, calls) for name, events in by_name.items() if events}
 
 

@@ -22,7 +22,7 @@ from jaxunet.runtime.untrusted import parse_json, read_limited
 Row = dict[str, Any]
 ROOT = pathlib.Path(__file__).parents[2]
 MAX_BYTES = 2**28  # largest file of rows
-PACKAGES = ('jax', 'jaxlib', 'flax', 'torch')
+PACKAGES = ('jax', 'jaxlib', 'flax', 'torch', 'tokamax', 'nvidia-cudnn-cu13')
 
 
 def provenance() -> Row:

@@ -351,6 +351,36 @@ def test_auto_goes_by_the_compute_capability(capability, kernels, auto, monkeypa
     assert str(seam.choose('auto', 'bfloat16')) == auto
 
 
+@pytest.mark.parametrize(
+    ('capability', 'backend', 'measured', 'said'),
+    [
+        ('10.0', 'auto', None, True),
+        ('12.0', 'cuda', None, True),
+        ('12.0', 'xla', None, False),
+        ('12.0', 'auto', dict.fromkeys(seam.OPS, 'xla'), False),
+        ('9.0', 'auto', None, False),
+        ('8.9', 'cuda', None, False),
+    ],
+)
+def test_a_gpu_newer_than_those_measured_is_told(
+    capability, backend, measured, said, monkeypatch, caplog
+):
+    gpu = types.SimpleNamespace(platform='gpu', compute_capability=capability, device_kind='a GPU')
+    monkeypatch.setattr(jax, 'devices', lambda: [gpu])
+    monkeypatch.delenv(device.VARIABLE, raising=False)
+    monkeypatch.setattr(seam, '_unavailable', lambda name: None)
+    monkeypatch.setattr(seam.choices, 'read', lambda device, precision: measured)
+    seam._newer.cache_clear()
+    for _ in range(2):  # one line a process
+        seam.choose(backend, 'bfloat16')
+    line = (
+        f'a GPU (compute capability {capability}) is newer than the GPUs that the kernels were '
+        'measured on; backend=cuda runs the portable ones there, and '
+        'python -m jaxunet.benchmark --choose finds the fastest backends'
+    )
+    assert [record.getMessage() for record in caplog.records] == [line] * said
+
+
 def test_backends_mix_op_by_op(monkeypatch):
     """Each op comes from the backend that it was given, and what is missing is said under the name
     that was asked for.

@@ -61,6 +61,24 @@ def test_times_of_each_call_and_kernel() -> None:
     assert times['b'].us == pytest.approx(12)
 
 
+def test_kernels_after_a_marker_are_of_its_program() -> None:
+    """Another library's kernels have no module; the next module ends its program."""
+    events = []
+    for i in range(2):
+        events += [
+            ('jit_before_a', 'add', 100.0 * i, 1.0),
+            ('', 'gemm', 100.0 * i + 10, 5.0 + i),
+            ('', 'add', 100.0 * i + 20, 2.0),
+            ('jit_b', 'main', 100.0 * i + 30, 3.0),
+            ('', 'copy', 100.0 * i + 40, 9.0),
+        ]
+    times = timing.read_times(profile(events[::-1]), ['a', 'b'], 2)
+    assert times['a'].calls == pytest.approx((7, 8))
+    assert times['a'].kernels == pytest.approx({'gemm': 5.5, 'add': 2})
+    assert times['b'].calls == pytest.approx((3, 3))
+    assert timing.marker('a')() == 1
+
+
 def test_a_trace_that_lost_kernels_has_no_calls() -> None:
     events = [('jit_a', kernel, 10.0 * i, 1.0 + i) for i in range(3) for kernel in 'xy']
     lost = timing.read_times(profile([*events[:-1], ('jit_a', 'x', 90.0, 1.0)]), ['a'], 3)['a']

@@ -248,7 +248,7 @@ def run(cases: Sequence[Case], output: pathlib.Path, seconds: float, lanes: int)
         flops = pool.submit(script, WEIGHTS, folder, JAX_PLATFORMS='cpu')
         asked = pool.submit(origin, ROOT)
 
-        def measured(row: Row) -> None:
+        def keep(row: Row) -> None:
             """Adds the row to the file at once, in case this command is stopped."""
             measured.append(
                 asked.result()
@@ -271,7 +271,7 @@ def run(cases: Sequence[Case], output: pathlib.Path, seconds: float, lanes: int)
                 folders = Folders(shared, number)
                 for warm in (False, True):
                     row = measure(case, folders, mine, lanes, warm=warm, end=began + seconds)
-                    measured(case._asdict() | row | {'cores': len(mine), 'lanes': lanes})
+                    keep(case._asdict() | row | {'cores': len(mine), 'lanes': lanes})
                     if row['error']:
                         break
 

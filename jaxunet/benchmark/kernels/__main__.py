@@ -1,7 +1,7 @@
 """Times the Pallas and CUDA kernels beside XLA, op by op, on the shapes of our networks.
 
     python -m jaxunet.benchmark.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] \\
-      [--cases 64x64] [--seconds 120]
+      [--cases 64x64] [--peers cudnn,tokamax,pytorch] [--seconds 120]
     python -m jaxunet.benchmark.kernels --table docs/results/kernels/rows.jsonl
     python -m jaxunet.benchmark.kernels --roofline --config configs/elephants64.py \\
       [--config.section.field=value ...] [--batch_sizes 32,256]
@@ -14,6 +14,9 @@ end, a summary is printed, and a list of the cases that there was no time for. T
 whether each group of cases meets the bars of `jaxunet.benchmark.kernels.verdict`. The exit status
 is 1 if a side failed or its results differ from XLA's. Backends whose kernels cannot run here are
 skipped; one line says why.
+
+`--peers` also times other libraries in the same trace (`jaxunet.benchmark.kernels.peers`), and
+prints all times in one table.
 
 On Hopper, separate processes lower the Pallas kernels if the package flatbuffers is installed,
 which saves minutes.
@@ -31,6 +34,7 @@ import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
 import datetime
 import importlib.util
+import os
 import shlex
 import sys
 import time
@@ -41,7 +45,7 @@ from absl import flags, logging
 
 from jaxunet.benchmark.cases import parse_batch_sizes
 from jaxunet.benchmark.device import measure_rates
-from jaxunet.benchmark.kernels import lowering
+from jaxunet.benchmark.kernels import lowering, peers
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.benchmark.kernels.lowering import KINDS
@@ -71,6 +75,9 @@ DIRECTIONS = flags.DEFINE_list(
 CASES = flags.DEFINE_string(
     'cases', '', 'Regular expression that is searched for in the names of cases; default: all.'
 )
+PEERS = flags.DEFINE_list(
+    'peers', [], f'Other libraries beside the kernels: some of {", ".join(peers.PEERS)}.'
+)
 SECONDS = flags.DEFINE_float(
     'seconds', 120, 'Nothing is compiled after this; what is then missing is listed.', lower_bound=0
 )
@@ -85,7 +92,7 @@ ROOFLINE = flags.DEFINE_bool(
 )
 CONFIG = cli.define_optional_config('With --roofline, the config whose steps are measured.')
 of_user(OUTPUT, TABLE)
-OF_OPS = ('ops', 'directions', 'cases', 'seconds')  # flags that --roofline does not read
+OF_OPS = ('ops', 'directions', 'cases', 'peers', 'seconds')  # flags that --roofline does not read
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,7 +111,10 @@ def main(argv: Sequence[str]) -> int:
         return measure_roofline(output)
     if CONFIG.value is not None:
         raise UserError('--config: only --roofline measures a config; add it, or leave it out')
-    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, runnable(), DIRECTIONS.value)
+    if PEERS.value:  # PyTorch needs memory on the same GPU
+        os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+    backends = [*runnable(), *peers.backends(PEERS.value)]
+    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, backends, DIRECTIONS.value)
     try:
         target = device.target()
     except device.UnsupportedDeviceError as error:
@@ -113,10 +123,14 @@ def main(argv: Sequence[str]) -> int:
         if missing := backend.unavailable():
             logging.info('without the %s: %s', backend.title, missing)
     wanted = kernels.comparable(wanted)
+    if peers.PYTORCH in PEERS.value:
+        wanted = peers.with_pytorch(wanted)
     measured, late = measure_ops(wanted, target, output)
     failed = [row for row in measured if row['error']]
     if len(failed) < len(measured):
         print(kernel_table.summary(measured))
+        if PEERS.value:
+            print(f'\n{kernel_table.beside_peers(measured)}')
     if late:
         print(f'\nNot compiled within {SECONDS.value:g} s, {len(late)} of {len(wanted)}:')
         print('\n'.join(f'  {measurement.name}' for measurement in late))

@@ -16,7 +16,7 @@ from absl import logging
 from jaxtyping import PyTree
 
 from jaxunet.benchmark.cases import check_names, parse_batch_sizes
-from jaxunet.benchmark.kernels import lowering
+from jaxunet.benchmark.kernels import lowering, peers
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.benchmark.kernels.lowering import KINDS
 from jaxunet.runtime import gpu_time as timing
@@ -47,12 +47,14 @@ class Built(NamedTuple):
       lower_s: processor seconds of tracing and lowering in this thread.
       compile_s: seconds of compiling.
       temp_bytes: temporary device memory of the program.
+
+    They are zero for PyTorch, and rows have them only of XLA and the kernels.
     """
 
     run: ArrayFunction
-    lower_s: float
-    compile_s: float
-    temp_bytes: int
+    lower_s: float = 0.0
+    compile_s: float = 0.0
+    temp_bytes: int = 0
 
 
 def select(
@@ -137,17 +139,20 @@ def measure(
             if m.batch != batch:
                 inputs.clear()
                 batch = m.batch
-            ready = {side: b for side, b in built[name].items() if isinstance(b, Built)}
-            if len(ready) < len(m.sides):
+            sides = built[name]
+            ours = [b for side, b in sides.items() if side not in peers.PEERS]
+            if not all(isinstance(b, Built) for b in ours):
                 continue
             try:
-                exact, *rest = (b.run(inputs.of(m, 0)) for b in ready.values())
-                differences[name] = max(difference(exact, output) for output in rest)
+                exact, *rest = (b.run(inputs.of(m, 0)) for b in ours if isinstance(b, Built))
+                differences[name] = max((difference(exact, output) for output in rest), default=0.0)
             except Exception as error:  # a side that fails must not end the others
                 built[name] = dict.fromkeys(m.sides, error)
                 continue
-            for side, b in ready.items():
-                programs[f'{name}_{side}'] = functools.partial(_call, b.run, inputs, m)
+            check_peers(sides, exact, inputs.of(m, 0))
+            for side, b in sides.items():
+                if isinstance(b, Built):
+                    programs[f'{name}_{side}'] = functools.partial(_call, b.run, inputs, m)
         times = trace(programs, rounds=ROUNDS) if programs else {}
         logging.info(
             '%d of %d: timed %d programs in %.1f s',
@@ -157,12 +162,42 @@ def measure(
             time.monotonic() - began,
         )
         for name, m in group.items():
-            sides = built[name]
+            seen = {side: times.get(f'{name}_{side}') for side in built[name]}
+            sides = without_failed_peers(m, built[name], seen)
             if None in sides.values() and not _failed(sides):
                 yield m
             else:
-                seen = {side: times.get(f'{name}_{side}') for side in sides}
                 yield to_row(m, sides, seen, differences.get(name))
+
+
+def check_peers(sides: dict[str, Built | Exception | None], exact: PyTree, inputs: Arrays) -> None:
+    """Replaces the peers that fail, or compute something else than XLA, by an exception."""
+    for side, b in sides.items():
+        if side in peers.PEERS and isinstance(b, Built):
+            try:
+                off = difference(exact, peers.fetched(side, b.run(inputs)))
+                if off > ALLOWED:
+                    raise ValueError(f'its results differ by {off:.2g} of the largest number')
+            except Exception as error:
+                sides[side] = error
+
+
+def without_failed_peers(
+    m: Measurement,
+    sides: Mapping[str, Built | Exception | None],
+    times: Mapping[str, timing.Times | None],
+) -> dict[str, Built | Exception | None]:
+    """Returns the sides without the peers that failed or have no times; the log says why."""
+    kept = dict(sides)
+    for side, b in sides.items():
+        seen = times[side]
+        if side not in peers.PEERS or b is None:
+            continue
+        if isinstance(b, Exception) or seen is None or not seen.calls:
+            why = b if isinstance(b, Exception) else 'the trace lost its kernels'
+            logging.warning('%s: without %s: %s', m.name, side, why)
+            del kept[side]
+    return kept
 
 
 def _failed(sides: Mapping[str, object]) -> bool:
@@ -227,6 +262,8 @@ def compiled(name: str, function: ArrayFunction, m: Measurement) -> Built:
         updated = {n: v for n, v in inputs.items() if n in m.updated}
         return updated, {n: v for n, v in inputs.items() if n not in m.updated}
 
+    if isinstance(function, peers.Foreign):
+        return Built(function.named(name))
     began = time.thread_time()
     if m.updated:
         lowered = timing.named(name, apart, donated=(0,)).lower(*split(m.inputs))
@@ -294,6 +331,8 @@ def to_row(
         row[f'us_{side}'] = round(seen.us, 3)
         row[f'us_{side}_quartiles'] = [round(us, 3) for us in seen.quartiles]
         row[f'kernels_{side}'] = {kernel: round(us, 3) for kernel, us in seen.kernels.items()}
+        if side in peers.PEERS:
+            continue
         row |= {
             f'lower_s_{side}': round(b.lower_s, 3),
             f'compile_s_{side}': round(b.compile_s, 3),

@@ -6,6 +6,7 @@ import collections
 import statistics
 from collections.abc import Iterable, Sequence
 
+from jaxunet.benchmark.kernels.peers import PEERS
 from jaxunet.benchmark.kernels.verdict import RATES, verdict
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
@@ -14,6 +15,15 @@ from jaxunet.runtime.untrusted import NUMBER, check_fields
 # Our backends in rows, and their titles. The first has plain field names (ratio, tflops, gbps); all
 # others, also backends of other packages, have their name as a suffix.
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
+# Columns of the table beside other libraries.
+TIMED = {
+    'cuda': 'CUDA kernels',
+    'pallas': 'Pallas kernels',
+    'xla': 'XLA',
+    'cudnn': 'cuDNN',
+    'tokamax': 'tokamax',
+    'pytorch': 'PyTorch',
+}
 HEAD = (
     'op',
     'direction',
@@ -65,14 +75,20 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def suffixes(row: Row) -> dict[str, str]:
-    """Returns the backends of a row and the suffix of their fields ratio, tflops and gbps."""
+    """Returns the backends of a row and the suffix of their fields ratio, tflops and gbps.
+
+    Other libraries (`jaxunet.benchmark.kernels.peers`) are no backends.
+    """
     timed = [
         name.removeprefix('us_')
         for name in row
         if name.startswith('us_') and not name.endswith('_quartiles')
     ]
     first = next(iter(KERNELS))
-    sides = [side for side in dict.fromkeys([*KERNELS, *timed]) if side in timed and side != 'xla']
+    others = {'xla', *PEERS}
+    sides = [
+        side for side in dict.fromkeys([*KERNELS, *timed]) if side in timed and side not in others
+    ]
     return {side: '' if side == first else f'_{side}' for side in sides}
 
 
@@ -156,6 +172,37 @@ def tables(rows: Iterable[Row]) -> str:
             ),
         )
     return '\n'.join(lines)
+
+
+def beside_peers(rows: Iterable[Row]) -> str:
+    """Returns Markdown: the times of every case in µs, of our kernels, XLA and other libraries.
+
+    The last column is the least time of the others over that of our fastest kernels.
+    """
+    rows = latest(rows)
+    sides = [side for side in TIMED if any(f'us_{side}' in row for row in rows)]
+    body = []
+    for row in rows:
+        times = {side: row[f'us_{side}'] for side in sides if f'us_{side}' in row}
+        ours = [us for side, us in times.items() if side in KERNELS]
+        others = [us for side, us in times.items() if side not in KERNELS]
+        body.append(
+            (
+                *(f'`{row["op"]}`', row['direction'], row['case'], row['batch']),
+                *(f'{times[side]:.1f}' if side in times else '–' for side in sides),
+                f'{min(others) / min(ours):.2f}' if ours else '–',
+            )
+        )
+    head = ('op', 'direction', 'case', 'batch', *(f'{TIMED[side]}, µs' for side in sides))
+    told = [
+        ', '.join(dict.fromkeys(str(row[name]) for row in rows))
+        for name in ('device', 'dtype', 'git')
+    ]
+    versions = ', '.join(
+        f'{name} {version}' for name, version in rows[-1]['versions'].items() if version
+    )
+    lines = _table((*head, 'best other / best of ours'), body)
+    return '\n'.join([*lines, '', f'{told[0]}, {told[1]}, {versions}, commit {told[2]}.'])
 
 
 def _cells(row: Row | None) -> tuple[str, ...]:
