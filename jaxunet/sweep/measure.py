@@ -84,8 +84,6 @@ def measure(task: Task) -> Row:
         _check_workers(task, session)
         session.load(fresh_state(config.replace(model={'zero_init': False})))
         row = _compile(session, jit=task.jit)
-        if task.compile_only:
-            return row
         unit = session.steps_per_call
         warmup = task.warmup if session.resident else max(task.warmup, _read_ahead(config))
         warmup_calls, timed_calls = -(-warmup // unit), -(-task.steps // unit)
