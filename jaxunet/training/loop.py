@@ -294,7 +294,7 @@ class Loop:
         self.clock.pause()
         self._check_replicas()
         saved = self.saved
-        if self.session.parallel.together:  # files may reach the other processes later
+        if self.session.parallel.fetch_is_collective:  # files may reach the other processes later
             (saved,) = of_process_0([saved])
         if not saved:
             self._write_checkpoint(milestone)
@@ -325,7 +325,7 @@ class Loop:
         Other processes than the first return none, unless all must help to write them.
         """
         missing = self.subject.missing(self.step) if self.main and self.saved else Due()
-        if self.session.parallel.together:
+        if self.session.parallel.fetch_is_collective:
             return Due(*of_process_0(missing))
         return missing
 
@@ -369,7 +369,7 @@ class Loop:
     def _save_all(self) -> None:
         """Saves what is not saved; in a run of several processes, without asking the others."""
         self._read_metrics()
-        if self.session.parallel.together:
+        if self.session.parallel.fetch_is_collective:
             self._warn(
                 'warning: nothing more is saved: a process has only parts of the state '
                 '(parallel.shard_optimizer); the same command resumes from the last checkpoint'
@@ -393,6 +393,6 @@ class Loop:
         None on a process that measures nothing and has no parts that another one needs.
         """
         parallel = self.session.parallel
-        if not (self.outputs or parallel.together):
+        if not (self.outputs or parallel.fetch_is_collective):
             return None
         return parallel.local(self.subject.weights(self.session.state))

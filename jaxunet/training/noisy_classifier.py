@@ -148,7 +148,7 @@ def make_loss(network: NoisyClassifier) -> LossFn:
                 parts.config, parts.diffusion, parts.sampler, state.timesteps, keys, batch
             )
         with jax.named_scope('forward'):
-            logits = network.predict(params, noisy.seen, noisy.time)
+            logits = network.predict(params, noisy.model_input, noisy.time)
             loss = -jnp.mean(log_probability(logits, batch['label']))
         return loss * scale, (loss, None)
 
