@@ -22,7 +22,6 @@ from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.initializers import Traced
 from jaxunet.model.unet import Params, build_unet, init_params
-from jaxunet.ops.references import XLA
 from jaxunet.runtime.own_types import own_types
 
 LOSS_SCALE_START = 2.0**15
@@ -199,7 +198,7 @@ def state_config(config: Config) -> Config:
 def draw_state(config: Config) -> TrainState:
     """Draws the state before step 0 from `config.seed`; to be traced by JAX."""
     # Parameters do not depend on the backend, and this machine may lack the config's backend.
-    model = build_unet(config, XLA)
+    model = build_unet(config)
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     params = init_params(model, config, init_key)
     return state_before_training(
