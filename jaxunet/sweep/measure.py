@@ -27,7 +27,7 @@ import numpy as np
 from absl import logging
 
 from jaxunet.benchmark.jax_side import timed_compile
-from jaxunet.checkpoint.state import TrainState, fresh_state
+from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import PRECISIONS, Config, resolve
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_images
@@ -55,9 +55,6 @@ MIN_CALLS = 5  # calls that are timed even beyond the time limit
 def measure(task: Task) -> Row:
     """Compiles and runs the training step of a config.
 
-    The last layers start with random weights. In training they start at zero, but with zeros a GPU
-    draws less power than with a trained network, so its clock would be higher.
-
     Returns a row with
       lower_s, compile_s: seconds. With jit off, the rest of the first step, and compiling all the
         small programs in it.
@@ -82,7 +79,7 @@ def measure(task: Task) -> Row:
     compiled_cache.enable_compilation_cache()
     with Session(config, open_images(config)) as session:
         _check_workers(task, session)
-        session.load(fresh_state(config.replace(model={'zero_init': False})))
+        session.load_random()
         row = _compile(session, jit=task.jit)
         unit = session.steps_per_call
         warmup = task.warmup if session.resident else max(task.warmup, _read_ahead(config))
