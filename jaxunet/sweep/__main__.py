@@ -43,11 +43,11 @@ from jaxunet.config import Config, cli, resolve
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.sources import images_key, open_images
-from jaxunet.profile.report import check_plots
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.sweep import folder, parts, report, runner
