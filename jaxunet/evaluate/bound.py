@@ -16,8 +16,8 @@ from jaxunet.data.reading import Reading
 from jaxunet.data.source import Selection, Source, in_order_of
 from jaxunet.data.sources import open_images, open_source
 from jaxunet.diffusion.process import make_diffusion
+from jaxunet.evaluate.variational_bound import Likelihood, Terms, check_has_bound
 from jaxunet.metrics.evaluation import Result
-from jaxunet.metrics.likelihood import Likelihood, Terms, check_has_bound
 from jaxunet.metrics.sides import check_count, drawn_rows
 from jaxunet.metrics.table import Protocol
 from jaxunet.runtime.errors import UserError
