@@ -198,7 +198,7 @@ def train_rows(
         made = complete(tuned(values, saved, start, named), saved, start, given)
         check_used(made, earlier=[saved] if saved else [])
         check_workdir(made, folder)
-        source = open_checked(made, given)
+        source, _ = open_checked(made, given)
         initial = None if saved_steps(folder) else load_initial(made, source.class_names)
     caller = _Thread()
     try:

@@ -38,7 +38,6 @@ from jaxunet.data.look import tell_pixels
 from jaxunet.data.source import in_order_of
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
@@ -186,8 +185,7 @@ def run(config: Config) -> None:
     devices.wait()
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
-    source = open_checked(config)
-    kernels = choose(config.backend, config.precision)
+    source, kernels = open_checked(config)
     folder = workdir()
     distributed.agree(
         by_path(config)

@@ -22,14 +22,11 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
 from jaxunet.benchmark.jax_side import timed_compile
-from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import PRECISIONS, Config, resolve
-from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
 from jaxunet.ops.backends import measured
@@ -42,9 +39,10 @@ from jaxunet.runtime.subprocesses import OUT_OF_MEMORY
 from jaxunet.sweep.points import WORKERS
 from jaxunet.sweep.row import ERROR, OK
 from jaxunet.sweep.runner import Task
-from jaxunet.training.parallel import CompiledStep, Data
+from jaxunet.training.eager import eager
+from jaxunet.training.parallel import Data
 from jaxunet.training.session import Session
-from jaxunet.training.step import Metrics, TrainStep
+from jaxunet.training.step import Metrics
 
 # The timed steps are split into this many windows. The point's rate is the median over windows, so
 # that one hiccup of the machine does not change it.
@@ -165,25 +163,6 @@ class Programs:
         `jaxunet.runtime.compiled_cache`.
         """
         return self.hits == self.made
-
-
-def eager(step: TrainStep, config: Config) -> CompiledStep:
-    """Returns the training step without `jax.jit`, on one device.
-
-    Every JAX operation is then a separate program.
-    """
-
-    def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
-        size = config.data.batch_size
-        row = jnp.arange(size, dtype=jnp.int32)
-        if 'image' in data:
-            return step(state, {**data, 'row': row})
-        index = batch_indices(state.step, size, data['images'].shape[0], config.seed)
-        return step(
-            state, {'image': data['images'][index], 'label': data['labels'][index], 'row': row}
-        )
-
-    return whole
 
 
 def run(
