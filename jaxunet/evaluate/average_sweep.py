@@ -16,7 +16,7 @@ from jaxunet.checkpoint.averages import pick_several, width_of
 from jaxunet.checkpoint.load import check_exists
 from jaxunet.config import resolve, to_dict
 from jaxunet.config.schema import Fields
-from jaxunet.data.source import in_order_of
+from jaxunet.data.source import with_class_order
 from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result
 from jaxunet.runtime.errors import UserError
@@ -78,7 +78,7 @@ def measure_averages(
     needs_images = not config.evaluation.reference or config.model.low_res_size
     source = None
     if needs_images:
-        source = in_order_of(open_images(config), restored.facts.class_names)
+        source = with_class_order(open_images(config), restored.facts.class_names)
     evaluator = Evaluator(config, source, jax.local_devices())
     first_rate = str(config.ema.rates[0])
     step, seconds = int(restored.state.step), restored.facts.seconds

@@ -21,7 +21,7 @@ from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.newest import newest_classes
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
-from jaxunet.data.source import Source, in_order_of
+from jaxunet.data.source import Source, with_class_order
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, of_process_0, wait_for_others
@@ -32,7 +32,7 @@ from jaxunet.training.clock import Clock, due
 from jaxunet.training.parallel import stop_asked
 from jaxunet.training.preemption import Caller
 from jaxunet.training.replicas import Replicas
-from jaxunet.training.resume import StartingPoint, how_to_go_on, keep_images
+from jaxunet.training.resume import StartingPoint, how_to_go_on, with_image_count
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.stalls import StallWatch
@@ -68,7 +68,7 @@ def train(
     """
     if hook and jax.process_count() > 1:
         raise ValueError('hook: expected a run of one process, found several')
-    source = in_order_of(source, newest_classes(workdir))
+    source = with_class_order(source, newest_classes(workdir))
     with opened(workdir) as lock, caller or Caller() as preemption:
         return with_rollbacks(
             lambda failed: Loop(
@@ -127,7 +127,7 @@ class Loop:
         config, total = self.config, self.config.train.steps
         with contextlib.ExitStack() as stack:
             stack.callback(quietly, 'checkpoints', self.checkpoints.close)
-            begin = keep_images(self.subject.start(failed), self.subject.source)
+            begin = with_image_count(self.subject.start(failed), self.subject.source)
             self.step, self.facts, self.rollbacks = begin.step, begin.facts, begin.facts.rollbacks
             agree({'the step to resume from': self.step})
             if failed and self.main:

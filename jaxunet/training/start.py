@@ -10,7 +10,7 @@ from absl import logging
 from jaxunet.checkpoint.optimizer import endless_warmup
 from jaxunet.config import Config
 from jaxunet.data.classes import check_classes
-from jaxunet.data.look import tell_pixels
+from jaxunet.data.look import log_pixels
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
@@ -44,7 +44,7 @@ def open_checked(config: Config, given: ArraySource | None = None) -> tuple[Sour
     source = open_images(config, given)
     check_classes(config, source)
     if jax.process_index() == 0:
-        tell_pixels(source)
+        log_pixels(source)
     return source, kernels
 
 
