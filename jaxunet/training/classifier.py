@@ -21,8 +21,8 @@ from jaxunet.config import Config
 from jaxunet.data.source import Source, with_class_order
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.jax_settings import fixed_jax_settings
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.own_types import own_types
 from jaxunet.training.classifier_accuracy import COLUMNS, KINDS, Accuracy, columns, sentence
 from jaxunet.training.clock import due
 from jaxunet.training.loggers.interface import RunStart
@@ -52,7 +52,7 @@ ACCURACY_MEMORY = (
 LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_steps')
 
 
-@own_types()
+@fixed_jax_settings()
 def train_classifier(
     config: Config, workdir: pathlib.Path, source: Source, caller: Caller | None = None
 ) -> int:

@@ -25,7 +25,7 @@ from jaxunet.data.source import Source, with_class_order
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, of_process_0, wait_for_others
-from jaxunet.runtime.own_types import own_types
+from jaxunet.runtime.jax_settings import fixed_jax_settings
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.calls import Calls
 from jaxunet.training.clock import Clock, due
@@ -41,7 +41,7 @@ from jaxunet.training.unet import UNetSubject
 from jaxunet.training.workdir import Lock, opened
 
 
-@own_types()
+@fixed_jax_settings()
 def train(
     config: Config,
     workdir: pathlib.Path,

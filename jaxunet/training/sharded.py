@@ -103,8 +103,8 @@ def gathered(params: Params, copies: Copies, axis_name: str) -> Params:
         return elements[: int(np.prod(leaf.shape))].reshape(leaf.shape)
 
     with jax.named_scope('all_reduce'):
-        found = map(whole, leaves, copies or [None] * len(leaves))
-        return jax.tree.unflatten(structure, found)
+        arrays = map(whole, leaves, copies or [None] * len(leaves))
+        return jax.tree.unflatten(structure, arrays)
 
 
 def scattered(grads: Params, params: Params, axis_name: str) -> Params:
