@@ -50,7 +50,7 @@ from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.preemption import Caller
 from jaxunet.training.start import check_workdir, open_checked
-from jaxunet.training.tuning import start_of, tuned
+from jaxunet.training.tuning import for_tuning, init_from_config
 from jaxunet.training.values import Recipe, chosen_values, fields_by_path
 
 __all__ = ['Model', 'Run', 'UserError', 'evaluate', 'load', 'train', 'train_rows']
@@ -193,12 +193,12 @@ def train_rows(
     with guarded('this run'), contextlib.nullcontext() if bar else hidden():
         values = chosen_values(config, fields, given)
         saved = newest_config(folder)
-        start = start_of(values, saved)
+        start = init_from_config(values, saved)
         named = [path for path, _ in fields_by_path(fields)]
-        made = complete(tuned(values, saved, start, named), saved, start, given)
+        made = complete(for_tuning(values, saved, start, named), saved, start, given)
         check_used(made, earlier=[saved] if saved else [])
         check_workdir(made, folder)
-        source = open_checked(made, given)
+        source, _ = open_checked(made, given)
         initial = None if saved_steps(folder) else load_initial(made, source.class_names)
     caller = _Thread()
     try:

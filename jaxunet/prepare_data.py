@@ -31,7 +31,7 @@ from jaxunet.config import Config
 from jaxunet.config.relations import check_pixels
 from jaxunet.data.crop import Pixels, Shape
 from jaxunet.data.images import plain_colours
-from jaxunet.data.look import tell_pixels
+from jaxunet.data.look import log_pixels
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.source import Source
@@ -195,7 +195,7 @@ def prepare(
             written(target, '--output') as partial,
             _opened(path, image_shape, labels, classes, target.parent, reading) as source,
         ):
-            tell_pixels(source)
+            log_pixels(source)
             write = _write_bin if target.suffix == '.bin' else _write_npz
             counts = write(source, partial)
             left_out = [*source.skipped, *counts.bad]

@@ -39,6 +39,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from absl import flags, logging
+from jaxtyping import PyTree
 
 from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
@@ -47,7 +48,6 @@ from jaxunet.config import PRECISIONS, Config, split_backend
 from jaxunet.data.classes import Classes, label_table
 from jaxunet.data.images import check_output, class_columns, save_images
 from jaxunet.data.reading import Reading
-from jaxunet.model.unet import Params
 from jaxunet.runtime import command, compiled_cache, distributed
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
@@ -276,7 +276,7 @@ def resume(parts: Parts) -> None:
 
 def draw(
     generator: Generator,
-    params: Params,
+    params: PyTree,
     parts: Parts,
     labels: np.ndarray | None,
     low_res: LowRes | None,

@@ -34,11 +34,10 @@ from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes, keep_classes, label_table
-from jaxunet.data.look import tell_pixels
-from jaxunet.data.source import in_order_of
+from jaxunet.data.look import log_pixels
+from jaxunet.data.source import with_class_order
 from jaxunet.data.sources import check_path, is_downloaded, open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
@@ -53,7 +52,7 @@ from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
 from jaxunet.training.saving import write_error_ends
 from jaxunet.training.start import check_workdir, open_checked
-from jaxunet.training.tuning import start_of, tuned
+from jaxunet.training.tuning import for_tuning, init_from_config
 
 is_function_too(__name__)
 CONFIG = cli.define_config()
@@ -125,9 +124,9 @@ def main(argv: Sequence[str]) -> int | None:
     log.addFilter(command.is_shown)
     logging.get_absl_logger().addHandler(log)
     saved = newest_config(workdir())
-    initial = start_of(CONFIG.value, saved)
-    values = tuned(CONFIG.value, saved, initial, cli.named_fields(CONFIG))
-    config = complete(values, saved, initial)
+    start_config = init_from_config(CONFIG.value, saved)
+    values = for_tuning(CONFIG.value, saved, start_config, cli.named_fields(CONFIG))
+    config = complete(values, saved, start_config)
     check_used(config, earlier=[saved] if saved else [])
     check_workdir(config, workdir())
     if DRY_RUN.value:
@@ -186,8 +185,7 @@ def run(config: Config) -> None:
     devices.wait()
     if FEWER_DEVICES.value:
         config = on_fewer_devices(config)
-    source = open_checked(config)
-    kernels = choose(config.backend, config.precision)
+    source, kernels = open_checked(config)
     folder = workdir()
     distributed.agree(
         by_path(config)
@@ -255,9 +253,9 @@ def dry_run(config: Config, saved: Config | None) -> None:
         return
     if not is_downloaded(config.data.path):
         saved_names = newest_classes(workdir())
-        source = in_order_of(open_images(config), saved_names)
+        source = with_class_order(open_images(config), saved_names)
         check_classes(config, source)
-        tell_pixels(source)
+        log_pixels(source)
         if config.model.num_classes:
             print(label_table(keep_classes(saved_names, source.class_names, config, workdir())))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxunet.data.rules import class_name
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.untrusted import read_json
 
 CHECKSUM = 'meta_checksum'

@@ -22,8 +22,7 @@ from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.initializers import Traced
 from jaxunet.model.unet import Params, build_unet, init_params
-from jaxunet.ops.references import XLA
-from jaxunet.runtime.own_types import own_types
+from jaxunet.runtime.jax_settings import fixed_jax_settings
 
 LOSS_SCALE_START = 2.0**15
 LOSS_SCALE_MAX = 2.0**24
@@ -141,7 +140,7 @@ def start_methods(config: Config) -> tuple[PyTree, PyTree]:
     return make_weighting(config.loss, diffusion).init(), make_sampler(config, diffusion).init()
 
 
-@own_types()
+@fixed_jax_settings()
 def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     """Returns the state before step 0 as numpy arrays, drawn from `config.seed`.
 
@@ -199,7 +198,7 @@ def state_config(config: Config) -> Config:
 def draw_state(config: Config) -> TrainState:
     """Draws the state before step 0 from `config.seed`; to be traced by JAX."""
     # Parameters do not depend on the backend, and this machine may lack the config's backend.
-    model = build_unet(config, XLA)
+    model = build_unet(config)
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     params = init_params(model, config, init_key)
     return state_before_training(
@@ -207,7 +206,7 @@ def draw_state(config: Config) -> TrainState:
     )
 
 
-@own_types()
+@fixed_jax_settings()
 def state_from_weights(
     config: Config, params: Params, moments: tuple[Params, Params] | None
 ) -> TrainState:

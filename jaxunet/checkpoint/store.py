@@ -37,7 +37,7 @@ from jaxunet.checkpoint.writer import Writer, read_state, to_disk
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError, listed
-from jaxunet.runtime.own_types import own_types
+from jaxunet.runtime.jax_settings import fixed_jax_settings
 from jaxunet.runtime.remote import on_disk
 
 UNET = 'UNet'  # the network of checkpoints that name none
@@ -63,7 +63,7 @@ class Restored:
     facts: RunFacts
 
 
-@own_types()
+@fixed_jax_settings()
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
     return traced(draw, state_config(config)).shapes

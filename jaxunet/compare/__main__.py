@@ -47,11 +47,11 @@ from jaxunet.compare.methods import FORM, METHODS, numbers_by_method, parse_meth
 from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
-from jaxunet.profile.report import check_plots
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.plots import check_plots
 from jaxunet.sweep.runner import probe
 from jaxunet.training.workdir import opened
 

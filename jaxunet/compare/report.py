@@ -14,7 +14,7 @@ from jaxunet.compare import tables
 from jaxunet.compare.comparison import Comparison
 from jaxunet.compare.statistics import Metric, mean_over
 from jaxunet.compare.tables import Results
-from jaxunet.profile.report import check_plots
+from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.whole_files import written
 
 # Of comparisons whose files name no protocol.

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from jaxunet.config.relations import check_relations
 from jaxunet.config.schema import FACTS, OPS, Config, Fields, to_dict
-from jaxunet.config.versions import as_now
+from jaxunet.config.versions import with_current_names
 from jaxunet.runtime.errors import UserError, itemized, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
 from jaxunet.runtime.untrusted import plain, shown
@@ -113,7 +113,7 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
         return section()
     hints: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cast(Any, section))}
     known = set(hints)
-    values = as_now(values, prefix)
+    values = with_current_names(values, prefix)
     for name in sorted(set(values) - known):
         problems.append(f'{prefix}{plain(name)}: unknown field{near_misses(name, known)}')
     built: Fields = {}

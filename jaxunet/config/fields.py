@@ -46,8 +46,8 @@ class Facts:
       counts_steps: it must be a multiple of `train.steps_per_call`.
       outside_step: the compiled step does not depend on the field, or on any of the section.
       since: the version that brought the field; '' = 0.1.0.
-      once: its name in version 0.1.0; '' = the same.
-      was: what its default stood for in version 0.1.0; None = the same.
+      first_name: its name in version 0.1.0; '' = the same.
+      first_default: what its default stood for in version 0.1.0; None = the same.
     """
 
     range: Range = ANY
@@ -59,8 +59,8 @@ class Facts:
     counts_steps: bool = False
     outside_step: bool = False
     since: str = ''
-    once: str = ''
-    was: object = None
+    first_name: str = ''
+    first_default: object = None
 
     def problem(self, value: object) -> str | None:
         """Returns what was expected instead of a value of the field's type; None if it is valid."""

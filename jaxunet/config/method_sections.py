@@ -105,7 +105,7 @@ class DiffusionConfig:
         choices=('epsilon', 'x0', 'v', 'edm', 'flow', 'consistency'),
         prefixes=True,
         left_open='',
-        once='prediction',
+        first_name='prediction',
     )
     # T: number of timesteps, or of slices of equal probability for continuous noise levels.
     steps: int = option(1000, POSITIVE, limit=10**6)

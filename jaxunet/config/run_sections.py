@@ -16,7 +16,7 @@ class ParallelConfig:
     mode: str = option('jit', choices=('jit', 'pmap'))
     devices: int = option(0, NOT_NEGATIVE)  # number of devices; 0 = all
     # Lets kernels overlap where that was measured to help: `ops.backends.Kernels.overlap`.
-    concurrent_kernels: bool = option(True, was=False)
+    concurrent_kernels: bool = option(True, first_default=False)
     # Each device keeps and updates its share of weights, averages and optimizer state, and gathers
     # the weights in the compute type for every step (`jaxunet.training.sharded`).
     shard_optimizer: bool = option(False, since='0.2.0')
@@ -146,7 +146,7 @@ class TrainConfig:
     sample_count: int = option(60, POSITIVE, limit=2**16, outside_step=True)
     # Sampling steps of a sample grid, with the objective's sampler. 0 = the sampler's own number,
     # or 50 of DDPM for the objectives epsilon and x0.
-    sample_steps: int = option(0, NOT_NEGATIVE, outside_step=True, was=50)
+    sample_steps: int = option(0, NOT_NEGATIVE, outside_step=True, first_default=50)
     # Steps between evaluations (see `evaluation`); also evaluates after the last step. 0 = never.
     evaluate_every: int = option(0, NOT_NEGATIVE, counts_steps=True, outside_step=True)
     # Steps between measurements of the loss on the images of data.holdout and on as many training
@@ -187,11 +187,11 @@ class EvaluationConfig:
     # Samples drawn at a time, over all devices.
     batch_size: int = option(256, POSITIVE, limit=2**20)
     # '' = that of the sample grids, which suits the objective.
-    sampler: str = option('', choices=('', *NAMES), was='ddim')
+    sampler: str = option('', choices=('', *NAMES), first_default='ddim')
     # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 2 of consistency,
     # 20 of the others; 0 = every timestep (diffusion.steps), or for objectives that have none, the
     # same but 250 of ddpm.
-    steps: int = option(SUITS, Range(f'{SUITS} or more', lambda v: v >= SUITS), was=50)
+    steps: int = option(SUITS, Range(f'{SUITS} or more', lambda v: v >= SUITS), first_default=50)
     # For sampler=ddpm; '' = learned if the model has it, else fixed_small.
     variance: str = option('', choices=('', 'fixed_small', 'fixed_large', 'learned'))
     # For sampler=ddim and dpmpp_2m: 0 = deterministic, 1 = as much noise as ddpm, or as the SDE.

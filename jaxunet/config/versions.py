@@ -9,7 +9,9 @@ from jaxunet.config.schema import FACTS, Config, Fields
 
 # Earlier names of fields, still read from checkpoints and .safetensors files: old -> new.
 RENAMED = {
-    f'{path.rpartition(".")[0]}.{facts.once}': path for path, facts in FACTS.items() if facts.once
+    f'{path.rpartition(".")[0]}.{facts.first_name}': path
+    for path, facts in FACTS.items()
+    if facts.first_name
 }
 # Fields of the section data that every version stores.
 FIRST_DATA = {
@@ -21,7 +23,7 @@ FIRST_DATA = {
 OPAQUE = (':', '.npz', '.bin', '.bin.gz')
 
 
-def as_now(values: Fields, prefix: str) -> Fields:
+def with_current_names(values: Fields, prefix: str) -> Fields:
     """Returns the fields of a section, of any version, with their names and meaning of now.
 
     Args:
@@ -65,10 +67,10 @@ def identity(values: Fields) -> Fields:
             facts = FACTS.get(path, Facts())
             if isinstance(value, dict):
                 stated[name] = before(value, f'{name}.')
-            elif facts.was is not None and is_default(path, value):
-                stated[name] = facts.was
+            elif facts.first_default is not None and is_default(path, value):
+                stated[name] = facts.first_default
             elif not (facts.since and is_default(path, value)):
-                stated[facts.once or name] = value
+                stated[facts.first_name or name] = value
         return stated
 
     return before(values, '')

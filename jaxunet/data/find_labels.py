@@ -19,8 +19,9 @@ from jaxunet.data.labels import (
     checked,
     numbered,
 )
-from jaxunet.data.rules import class_name, class_order, find_classes
+from jaxunet.data.rules import class_order, find_classes
 from jaxunet.data.source import no_labels
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
 from jaxunet.runtime.untrusted import parse_json
 

@@ -24,7 +24,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxunet.data.npz import check_labels
-from jaxunet.data.rules import LABEL_FILES, class_name, class_order
+from jaxunet.data.rules import LABEL_FILES, class_order
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import MAX_JSON, shown
 

@@ -24,7 +24,7 @@ NARROW = 16  # a set of 16 bits that uses less than this part of its range gets 
 CHANNELS = {1: ('grey',), 3: ('red', 'green', 'blue'), 4: ('red', 'green', 'blue', 'opacity')}
 
 
-def tell_pixels(source: Source, *, may_be_dark: bool = False) -> None:
+def log_pixels(source: Source, *, may_be_dark: bool = False) -> None:
     """Logs the values of each channel, of a few images spread over a set, and its transparency.
 
     Images that are almost black, of one value or of a small part of 16 bits get a warning. Corrupt
@@ -35,7 +35,7 @@ def tell_pixels(source: Source, *, may_be_dark: bool = False) -> None:
       may_be_dark: no warning of almost black images, as edges and masks are.
     """
     if source.pictures is not None:
-        tell_pixels(source.pictures, may_be_dark=True)
+        log_pixels(source.pictures, may_be_dark=True)
     images = [pixels for pixels in _of_some(source, _loaded(source)) if pixels is not None]
     if not images:
         return

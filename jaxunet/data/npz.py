@@ -19,9 +19,9 @@ import numpy as np
 from jaxunet.data.crop import Shape
 from jaxunet.data.fitting import MAX_FLAT
 from jaxunet.data.reading import PLAIN, Reading
-from jaxunet.data.rules import class_name
 from jaxunet.data.source import MAX_MEMORY, ArraySource, FileArray, no_labels
 from jaxunet.runtime import archives
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, near_misses
 from jaxunet.runtime.untrusted import one_line, plain
 

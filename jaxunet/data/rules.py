@@ -7,17 +7,15 @@ do not count. A class is a top-level folder, if every image lies in one.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import posixpath
 import re
-import unicodedata
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 import numpy as np
 from jaxtyping import Int
 
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import listed, printable
 from jaxunet.runtime.untrusted import LFS_POINTER, UNFETCHED
 
@@ -105,18 +103,6 @@ def is_hidden(name: str) -> bool:
         SYSTEM_FOLDERS.fullmatch(part) or (part.startswith('.') and part not in ('.', '..'))
         for part in name.split('/')
     )
-
-
-def class_name(name: str) -> str:
-    """Returns the name of a class in its one form: text that any locale and system can give again.
-
-    Python reads the bytes of a folder's name or an argument by the locale, and macOS writes accents
-    as letters of their own (NFD).
-    """
-    with contextlib.suppress(UnicodeError):
-        name = os.fsencode(name).decode()
-    text = name.encode('utf-8', 'backslashreplace').decode()  # bytes that are no text stay visible
-    return unicodedata.normalize('NFC', text)
 
 
 def bare_name(path: str) -> str:

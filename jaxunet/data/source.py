@@ -306,7 +306,7 @@ class Selection(Subset):
         super().__init__(source, rows, labels[rows], classes)
 
 
-def in_order_of(source: Source, names: tuple[str, ...]) -> Source:
+def with_class_order(source: Source, names: tuple[str, ...]) -> Source:
     """Returns a source with the labels of an earlier run, which sorted numbers as text.
 
     Args:
@@ -321,5 +321,5 @@ def in_order_of(source: Source, names: tuple[str, ...]) -> Source:
     table = np.array([*(names.index(name) for name in now), -1], np.int32)
     result = Subset(source, np.arange(len(source)), table[source.labels], names)
     if source.held_out is not None:
-        result.held_out = in_order_of(source.held_out, names)
+        result.held_out = with_class_order(source.held_out, names)
     return result

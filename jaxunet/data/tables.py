@@ -20,8 +20,9 @@ from jaxunet.data.labels import FOLDERS, LABEL, NAMES, Labels, checked, numbered
 from jaxunet.data.npz import check_labels
 from jaxunet.data.order import Pieces
 from jaxunet.data.pixels import BadImage
-from jaxunet.data.rules import class_name, why_not_image
+from jaxunet.data.rules import why_not_image
 from jaxunet.data.source import no_labels, spread
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
 from jaxunet.runtime.untrusted import one_line
 

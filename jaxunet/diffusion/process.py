@@ -35,7 +35,6 @@ from jaxtyping import Array, Float, Float32, Float64, Int, Key, Real
 
 from jaxunet.config import CHOICES, DiffusionConfig
 from jaxunet.diffusion.levels import middle_times, signal_and_noise, time_of_quantile
-from jaxunet.ops.activation import at_least_float32
 from jaxunet.runtime.errors import UserError, near_misses
 
 Images = Float[Array, 'batch height width channels']
@@ -262,7 +261,7 @@ def split_output(
             f'network output: expected {expected} channels for {channels} image channels with '
             f'learn_sigma={diffusion.learn_sigma}, found {output.shape[-1]}'
         )
-    output = output.astype(at_least_float32(output.dtype))
+    output = output.astype(jnp.promote_types(output.dtype, jnp.float32))
     return output[..., :channels], output[..., channels:] if diffusion.learn_sigma else None
 
 

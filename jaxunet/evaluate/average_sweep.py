@@ -5,7 +5,6 @@ The section `evaluation` of the run's config sets how; options can replace its f
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from jaxunet.checkpoint.averages import pick_several, width_of
 from jaxunet.checkpoint.load import check_exists
 from jaxunet.config import resolve, to_dict
 from jaxunet.config.schema import Fields
-from jaxunet.data.source import in_order_of
+from jaxunet.data.source import with_class_order
 from jaxunet.data.sources import open_images
 from jaxunet.metrics.evaluation import Result
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
@@ -78,7 +78,7 @@ def measure_averages(
     needs_images = not config.evaluation.reference or config.model.low_res_size
     source = None
     if needs_images:
-        source = in_order_of(open_images(config), restored.facts.class_names)
+        source = with_class_order(open_images(config), restored.facts.class_names)
     evaluator = Evaluator(config, source, jax.local_devices())
     first_rate = str(config.ema.rates[0])
     step, seconds = int(restored.state.step), restored.facts.seconds
@@ -105,11 +105,7 @@ def check_plot(path: str, averages: Sequence[str]) -> None:
         raise UserError(f'--plot: expected a name that ends in .png, found {path!r}')
     if len(averages) < 2:
         raise UserError('--plot: needs several averages to compare, such as --ema=0.05,0.10,0.15')
-    if importlib.util.find_spec('matplotlib') is None:
-        raise UserError(
-            '--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or '
-            'leave the flag out'
-        )
+    check_plots('leave the flag out')
 
 
 def plot(measured: Sequence[AverageMetrics], path: pathlib.Path) -> None:

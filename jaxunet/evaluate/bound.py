@@ -13,11 +13,11 @@ from jaxtyping import Int
 
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.data.reading import Reading
-from jaxunet.data.source import Selection, Source, in_order_of
+from jaxunet.data.source import Selection, Source, with_class_order
 from jaxunet.data.sources import open_images, open_source
 from jaxunet.diffusion.process import make_diffusion
+from jaxunet.evaluate.variational_bound import Likelihood, Terms, check_has_bound
 from jaxunet.metrics.evaluation import Result
-from jaxunet.metrics.likelihood import Likelihood, Terms, check_has_bound
 from jaxunet.metrics.sides import check_count, drawn_rows
 from jaxunet.metrics.table import Protocol
 from jaxunet.runtime.errors import UserError
@@ -182,7 +182,7 @@ def _images(path: str, model: Model, reference: str) -> Source:
         if config.model.num_classes and source.class_names and classes:
             source = Selection(source, classes, '--reference')
     else:
-        source = in_order_of(open_images(config), model.class_names)
+        source = with_class_order(open_images(config), model.class_names)
         source = source.held_out or source
     expected, found = config.model.num_classes, len(source.class_names)
     if expected and (source.labels.min() < 0 or source.labels.max() >= expected):

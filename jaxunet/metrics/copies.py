@@ -164,7 +164,7 @@ class _Search:
         """Returns d(x, y) / s(y) for the nearest y of each x.
 
         Args:
-          found: the neighbours of x, y first.
+          neighbours: those of x, y first.
           query: index of x if it is itself a training image, which s(y) then leaves out; otherwise
             −1.
         """

@@ -122,18 +122,18 @@ class Block(nn.Module):
         return Norm(scale, offset, self.model.groups(channels), self.model.norm_eps)
 
 
-class Shifts(NamedTuple):
+class Projected(NamedTuple):
     """The parts of a residual block that a network computes for all of its blocks at once.
 
     Fields:
-      embedded: the projection of the embedding; without `scale_shift_norm`, it includes the bias of
-        the first convolution.
-      second: the sum of the biases of the second convolution and of the shortcut; None = no
+      embedding: of time and class, projected for this block; without `scale_shift_norm`, it
+        includes the bias of the first convolution.
+      bias_2: the sum of the biases of the second convolution and of the shortcut; None = no
         shortcut.
     """
 
-    embedded: Float[Array, 'batch projected']
-    second: Float[Array, '1 features'] | None
+    embedding: Float[Array, 'batch projected']
+    bias_2: Float[Array, '1 features'] | None
 
 
 class ResBlock(Block):
@@ -162,14 +162,14 @@ class ResBlock(Block):
         x: Activation,
         embedding: Float[Array, 'batch width'],
         dropout_seeds: UInt32[Array, 'batch 2'] | None,
-        shifts: Shifts | None = None,
+        projected: Projected | None = None,
     ) -> WithInput[Activation]:
         """Returns the block's result, and with `skip` one copy of x.
 
         Args:
           embedding: the embedding of time and class.
           dropout_seeds: from `jaxunet.model.dropout.dropout_seeds`; None = no dropout.
-          shifts: this block's; None during initialization, when the block creates their parameters.
+          projected: this block's; None during initialization, when the block makes the parameters.
         """
         channels, features = x.channels, self.features
         norm_1 = self.norm('norm_1', channels)
@@ -182,24 +182,24 @@ class ResBlock(Block):
         shortcut, bias = None, None
         if channels != features or (self.resample and self.model.resample_proj):
             shortcut, bias = self.kernel('shortcut', channels, features, scale=factor)
-        if shifts is None:
+        if projected is None:
             width = 2 * features if self.model.scale_shift_norm else features
             embedded = self.dense('embed', width)(jax.nn.silu(embedding)).astype(jnp.float32)
             if not self.model.scale_shift_norm:
                 embedded = embedded + shift_1
             biases = None if bias is None else scaled(shift_2 + bias, 1 / factor)
-            shifts = Shifts(embedded, biases)
+            projected = Projected(embedded, biases)
         if self.model.scale_shift_norm:
-            scale, offset = jnp.split(shifts.embedded, 2, axis=-1)
+            scale, offset = jnp.split(projected.embedding, 2, axis=-1)
             norm_2 = dataclasses.replace(
                 norm_2,
                 scale=norm_2.scale * (1 + scale),
                 offset=norm_2.offset * (1 + scale) + offset,
             )
         else:
-            shift_1 = shifts.embedded
-        if shifts.second is not None:
-            shift_2 = scaled(shifts.second, factor)
+            shift_1 = projected.embedding
+        if projected.bias_2 is not None:
+            shift_2 = scaled(projected.bias_2, factor)
         first = Convolution(image=x, norm=norm_1, kernel=kernel_1, shift=shift_1)
         h, x, skip = _first_half(self, first)
         if shortcut is None:

@@ -127,7 +127,7 @@ def memory(config: Config, kernels: Kernels) -> dict[str, int]:
 def _network_bytes(config: Config, params: Params) -> int:
     """Returns the bytes of the weights in the types that the network computes with."""
     narrow = functools.partial(reference.narrow, dtype=config.precision)
-    model = build_unet(config, XLA)
+    model = build_unet(config)
     return tree_bytes(jax.eval_shape(lambda p: model.narrowed(p, narrow), params))
 
 
@@ -192,7 +192,7 @@ def _snapshots(config: Config) -> str:
 
 def param_shapes(config: Config) -> Params:
     """Returns the shapes of the UNet's parameters."""
-    return jax.eval_shape(lambda: init_params(build_unet(config, XLA), config, jax.random.key(0)))
+    return jax.eval_shape(lambda: init_params(build_unet(config), config, jax.random.key(0)))
 
 
 def forward_pass(

@@ -18,10 +18,10 @@ from jaxunet.config import ModelConfig
 from jaxunet.model.blocks import (
     AttentionBlock,
     Block,
+    Projected,
     Resample,
     ResBlock,
     ResidualEncoding,
-    Shifts,
     parameter,
 )
 from jaxunet.model.dropout import dropout_seeds
@@ -184,8 +184,8 @@ class Encoder(Block):
         )
         return embedding + label_embedding(table.embedding, labels)
 
-    def _project(self, embedding: Float[Array, 'batch width']) -> dict[str, Shifts]:
-        """Returns the shifts of each residual block by the block's name.
+    def _project(self, embedding: Float[Array, 'batch width']) -> dict[str, Projected]:
+        """Returns the parts of each residual block by the block's name.
 
         The result is empty during initialization, when the blocks create their parameters.
         """
@@ -206,7 +206,7 @@ class Encoder(Block):
             active = jax.nn.silu(embedding).astype(self.dtype)
             results = iter(self.ops.project(active, layers))
         return {
-            name: Shifts(next(results), next(results) if 'shortcut' in block else None)
+            name: Projected(next(results), next(results) if 'shortcut' in block else None)
             for name, block in blocks.items()
         }
 
@@ -259,11 +259,11 @@ def make_layers(
     remat = nn.remat if remats else lambda block: block
     fields: dict[str, Any] = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}
     res_block = functools.partial(remat(ResBlock), **fields)
-    shifts = network._project(embedding)
+    projected = network._project(embedding)
     attention = functools.partial(remat(AttentionBlock), **fields)
 
     def res(name: str, x: Activation, **options: int | bool | str) -> WithInput[Activation]:
-        return res_block(name=name, **options)(x, embedding, seeds, shifts.get(name))
+        return res_block(name=name, **options)(x, embedding, seeds, projected.get(name))
 
     def attend(name: str, h: Activation, num_heads: int) -> Activation:
         return attention(num_heads=num_heads, name=name)(h)

@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Int, PyTree, Real
 from jaxunet.config import Config
 from jaxunet.model.blocks import Block, parameter
 from jaxunet.model.encoder import Encoder, encode, make_layers
+from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 
 
-def build_classifier(config: Config, classes: int, ops: Ops) -> NoisyClassifier:
+def build_classifier(config: Config, classes: int, ops: Ops = XLA) -> NoisyClassifier:
     """Returns the classifier that a config describes, computing in `config.precision`.
 
     Args:

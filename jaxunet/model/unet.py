@@ -29,12 +29,13 @@ from jaxunet.model.encoder import (
 from jaxunet.model.low_res import enlarged
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Convolution
+from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 
 Params: TypeAlias = PyTree  # the nested dict of the UNet's float32 arrays
 
 
-def build_unet(config: Config, ops: Ops) -> UNet:
+def build_unet(config: Config, ops: Ops = XLA) -> UNet:
     """Returns the UNet that a config describes, computing in `config.precision` on these ops."""
     return UNet(
         model=config.model,

@@ -53,6 +53,7 @@ from jaxunet.profile.summary import Summary, summarise
 from jaxunet.runtime import command, compiled_cache, rows
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.whole_files import check_file, written
 from jaxunet.training.parallel import Parallel
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
     configs = {name: resolve(to_dict(config.replace(backend=name))) for name in names}
     # Find every mistake before anything runs.
     if PLOT.value:
-        report.check_plots()
+        check_plots()
     tables = (
         [(str(COMPARE.value), report.read_csv(pathlib.Path(COMPARE.value)))]
         if COMPARE.value

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.profile.events import Trace, read_trace
@@ -70,14 +69,11 @@ class Steps:
                 'train.steps_per_call: a profile is of steps one by one, found '
                 f'{config.train.steps_per_call}; set it to 0 or 1'
             )
-        # Random last layers, because with layers of zeros a GPU draws less power than with a
-        # trained network. Endless steps, because a profile may need more than a short run has.
-        # steps_per_call is 1, because 0 may choose more.
-        config = config.replace(
-            model={'zero_init': False}, train={'steps': 10**9, 'steps_per_call': 1}
-        )
+        # Endless steps, because a profile may need more than a short run has. steps_per_call is 1,
+        # because 0 may choose more.
+        config = config.replace(train={'steps': 10**9, 'steps_per_call': 1})
         self._session = Session(config, source)
-        self._session.load(fresh_state(config))
+        self._session.load_random()
         self._session.open_stream()
         began = time.perf_counter()
         self._compiled = self._session.compile()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import pathlib
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from jaxunet.profile.events import COPY
 from jaxunet.profile.phases import PHASES
 from jaxunet.profile.summary import DEVICE, HOST, Row, Summary
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.whole_files import written
 
 if TYPE_CHECKING:  # matplotlib is optional
@@ -185,15 +185,6 @@ def read_csv(path: pathlib.Path) -> list[Row]:
         raise UserError(f'{path}: cannot be read: {error}') from None
     except (TypeError, ValueError, csv.Error) as error:
         raise UserError(f'{path}: a row is damaged ({error}); profile again') from None
-
-
-def check_plots() -> None:
-    """Raises UserError unless charts can be drawn."""
-    if importlib.util.find_spec('matplotlib') is None:
-        raise UserError(
-            '--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or '
-            'pass --noplot'
-        )
 
 
 class Chart(NamedTuple):

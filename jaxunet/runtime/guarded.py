@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 from jaxunet.runtime.file_errors import explained
+from jaxunet.runtime.jax_settings import fixed_jax_settings
 from jaxunet.runtime.no_device import needs_device
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.own_types import own_types
 
 MORE_MEMORY = 'lower its batch size, or use a device or a machine with more memory'
 
@@ -22,5 +22,5 @@ def guarded(what: str) -> Iterator[None]:
     Args:
       what: needs the memory, for the message.
     """
-    with own_types(), needs_device(), memory_for(what, MORE_MEMORY), explained():
+    with fixed_jax_settings(), needs_device(), memory_for(what, MORE_MEMORY), explained():
         yield

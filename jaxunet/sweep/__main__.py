@@ -43,11 +43,11 @@ from jaxunet.config import Config, cli, resolve
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.sources import images_key, open_images
-from jaxunet.profile.report import check_plots
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.paths import of_user
+from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import check_file
 from jaxunet.sweep import folder, parts, report, runner
@@ -87,14 +87,6 @@ TIMEOUT = flags.DEFINE_float(
     'timeout', 900.0, 'Seconds after which the process of a point is killed.', lower_bound=0.1
 )
 RETRY_FAILED = flags.DEFINE_bool('retry_failed', False, 'Run failed points again.')
-COMPILE_JOBS = flags.DEFINE_integer(
-    'compile_jobs',
-    0,
-    'Compile all points into the compilation cache first, this many at a time; their compile times '
-    'then show as cached. On a GPU the compiler chooses kernels by timing them, and simultaneous '
-    'compilations disturb these timings: leave this at 0 for reliable numbers.',
-    lower_bound=0,
-)
 SIDE_BY_SIDE = flags.DEFINE_bool(
     'side_by_side',
     False,
@@ -204,7 +196,6 @@ def checked(
         warmup=WARMUP.value or (preset or runner.Options).warmup,
         max_seconds=MAX_SECONDS.value,
         timeout=TIMEOUT.value,
-        compile_jobs=COMPILE_JOBS.value,
         retry_failed=RETRY_FAILED.value,
         side_by_side=SIDE_BY_SIDE.value,
         tool=preset.tool if preset else runner.STEP,

@@ -22,14 +22,11 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
 from jaxunet.benchmark.jax_side import timed_compile
-from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import PRECISIONS, Config, resolve
-from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
 from jaxunet.ops.backends import measured
@@ -42,9 +39,10 @@ from jaxunet.runtime.subprocesses import OUT_OF_MEMORY
 from jaxunet.sweep.points import WORKERS
 from jaxunet.sweep.row import ERROR, OK
 from jaxunet.sweep.runner import Task
-from jaxunet.training.parallel import CompiledStep, Data
+from jaxunet.training.eager import eager
+from jaxunet.training.parallel import Data
 from jaxunet.training.session import Session
-from jaxunet.training.step import Metrics, TrainStep
+from jaxunet.training.step import Metrics
 
 # The timed steps are split into this many windows. The point's rate is the median over windows, so
 # that one hiccup of the machine does not change it.
@@ -54,9 +52,6 @@ MIN_CALLS = 5  # calls that are timed even beyond the time limit
 
 def measure(task: Task) -> Row:
     """Compiles and runs the training step of a config.
-
-    The last layers start with random weights. In training they start at zero, but with zeros a GPU
-    draws less power than with a trained network, so its clock would be higher.
 
     Returns a row with
       lower_s, compile_s: seconds. With jit off, the rest of the first step, and compiling all the
@@ -82,10 +77,8 @@ def measure(task: Task) -> Row:
     compiled_cache.enable_compilation_cache()
     with Session(config, open_images(config)) as session:
         _check_workers(task, session)
-        session.load(fresh_state(config.replace(model={'zero_init': False})))
+        session.load_random()
         row = _compile(session, jit=task.jit)
-        if task.compile_only:
-            return row
         unit = session.steps_per_call
         warmup = task.warmup if session.resident else max(task.warmup, _read_ahead(config))
         warmup_calls, timed_calls = -(-warmup // unit), -(-task.steps // unit)
@@ -170,25 +163,6 @@ class Programs:
         `jaxunet.runtime.compiled_cache`.
         """
         return self.hits == self.made
-
-
-def eager(step: TrainStep, config: Config) -> CompiledStep:
-    """Returns the training step without `jax.jit`, on one device.
-
-    Every JAX operation is then a separate program.
-    """
-
-    def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
-        size = config.data.batch_size
-        row = jnp.arange(size, dtype=jnp.int32)
-        if 'image' in data:
-            return step(state, {**data, 'row': row})
-        index = batch_indices(state.step, size, data['images'].shape[0], config.seed)
-        return step(
-            state, {'image': data['images'][index], 'label': data['labels'][index], 'row': row}
-        )
-
-    return whole
 
 
 def run(

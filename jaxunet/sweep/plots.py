@@ -7,8 +7,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxunet.profile.report import Chart, check_plots, read_csv
+from jaxunet.profile.report import Chart, read_csv
 from jaxunet.profile.report import plot as plot_operations
+from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep.points import Axis, show

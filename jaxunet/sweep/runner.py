@@ -49,7 +49,6 @@ class Options:
       warmup: steps before them.
       max_seconds: time limit of the timed steps.
       timeout: seconds after which the process of a point is killed.
-      compile_jobs: points to compile ahead at the same time; 0: none.
       retry_failed: run points again that failed before.
       tool: `STEP` or `PROFILE`.
       side_by_side: points that need only some of the GPUs share the machine.
@@ -59,7 +58,6 @@ class Options:
     warmup: int = 10
     max_seconds: float = 60.0
     timeout: float = 900.0
-    compile_jobs: int = 0
     retry_failed: bool = False
     tool: str = STEP
     side_by_side: bool = False
@@ -76,7 +74,6 @@ class Task:
       steps: steps to time.
       warmup: steps before them; a stream of batches runs at least as many as it reads ahead.
       max_seconds: time limit of the timed steps, a few of which always run.
-      compile_only: fill the compilation cache and measure nothing.
     """
 
     config: Fields
@@ -85,7 +82,6 @@ class Task:
     steps: int
     warmup: int
     max_seconds: float
-    compile_only: bool = False
 
 
 def latest_rows(directory: pathlib.Path) -> dict[str, Row]:
@@ -189,7 +185,7 @@ def summary(row: Row) -> str:
     )
 
 
-def _command(point: Point, options: Options, *, compile_only: bool = False) -> list[str]:
+def _command(point: Point, options: Options) -> list[str]:
     task = Task(
         point.raw,
         point.jit,
@@ -197,7 +193,6 @@ def _command(point: Point, options: Options, *, compile_only: bool = False) -> l
         options.steps,
         options.warmup,
         options.max_seconds,
-        compile_only,
     )
     return [sys.executable, '-m', MEASURE, json.dumps(dataclasses.asdict(task))]
 
@@ -261,8 +256,6 @@ class Runner:
             hint = f' ({failed} of them failed; --retry_failed runs those again)' if failed else ''
             done = f'{len(points) - len(todo)} of {len(points)} points are done{hint}'
             self.say(f'{done}: {self.directory / RESULTS}')
-        if self.options.compile_jobs:
-            self._compile([points[i] for i in todo if points[i].jit and not points[i].problem])
         writing = threading.Lock()
 
         def work(i: int, gpus: Sequence[str]) -> None:
@@ -353,27 +346,3 @@ class Runner:
             'profile': str(table.relative_to(self.directory)),
         }
         return processes.Answer(row)
-
-    def _compile(self, points: Sequence[Point]) -> None:
-        """Fills the compilation cache, several points at a time.
-
-        A failure is not reported here: it occurs again when the point is measured.
-        """
-        jobs = self.options.compile_jobs
-        self.say(f'compiling {len(points)} points, {jobs} at a time ...')
-        began = time.perf_counter()
-
-        def work(number: int) -> None:
-            point = points[number]
-            # The processes share the device, so none may reserve all of its memory.
-            env = environment(point, self.machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-            processes.answer(
-                _command(point, self.options, compile_only=True),
-                env,
-                self.options.timeout,
-                self.directory / 'logs' / f'compile_{number}.log',
-            )
-
-        with processes.pool(jobs) as threads:
-            list(threads.map(work, range(len(points))))
-        self.say(f'compiled in {time.perf_counter() - began:.1f} s')

@@ -31,13 +31,15 @@ OVERLAP: dict[str, str | bool] = {
 }
 
 
-def summed(grads: Params, axis_name: str, join: Join | None, *, at_once: bool) -> Params | Packed:
+def summed(
+    grads: Params, axis_name: str, join: Join | None, *, simultaneous: bool
+) -> Params | Packed:
     """Returns the sum of gradients over the devices; if there are several, in float32.
 
     Several devices pack the gradients by `join`, unless it is None. Each gradient is cast, or each
     array packed, on its own, so that the first can be summed while others are still computed.
-    Gradients that are known `at_once` are packed in one array, and summed while those at the
-    network's input are computed.
+    If most gradients are `simultaneous` (`Gradients`), they are packed in one array, and summed
+    while those at the network's input are computed.
     """
     single = jax.lax.axis_size(axis_name) == 1
     if single or join is None:
@@ -45,10 +47,10 @@ def summed(grads: Params, axis_name: str, join: Join | None, *, at_once: bool) -
         with jax.named_scope('all_reduce'):
             return jax.lax.psum(grads, axis_name)
     with jax.named_scope('backward'):
-        full = None if at_once else FULL
+        full = None if simultaneous else FULL
         packed = pack(grads, computed_last(grads), join, full)
     with jax.named_scope('all_reduce'):
-        if not at_once:
+        if not simultaneous:
             return jax.lax.psum(packed, axis_name)
         return _summed_in_order(packed, axis_name)
 

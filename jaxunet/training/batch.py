@@ -30,7 +30,7 @@ Images = Float[Array, 'batch height width channels']
 class Keys(NamedTuple):
     """Random keys of the samples of a batch, one field for each thing that is drawn."""
 
-    flip: Key[Array, ' batch']  # and the other augmentation
+    augmentation: Key[Array, ' batch']  # flips, too
     t: Key[Array, ' batch']
     noise: Key[Array, ' batch']
     label: Key[Array, ' batch']
@@ -43,7 +43,7 @@ class NoisyBatch(NamedTuple):
     Attributes:
       x0: clean images in [-1, 1].
       xt: the images at timestep t of the forward process.
-      seen: the network's input, `xt` scaled as the objective requires.
+      model_input: `xt` scaled as the objective requires.
       draw: the timesteps and their importance weights.
       time: what the network's time embedding reads: the timesteps, or times drawn within them.
       noise: the Gaussian noise in `xt`.
@@ -55,7 +55,7 @@ class NoisyBatch(NamedTuple):
 
     x0: Images
     xt: Images
-    seen: Images
+    model_input: Images
     draw: Draw
     time: Times
     noise: Images
@@ -94,7 +94,7 @@ def clean_images(config: Config, keys: Keys, batch: Batch) -> Images:
     """
     x0 = normalise(batch['image'])
     if config.data.augment == 'flip':
-        flip = jax.vmap(jax.random.bernoulli)(keys.flip)
+        flip = jax.vmap(jax.random.bernoulli)(keys.augmentation)
         x0 = jnp.where(flip[:, None, None, None], x0[:, :, ::-1, :], x0)
     return x0
 
@@ -105,7 +105,8 @@ def augmented_images(
     """Returns `clean_images` after all augmentation, and the inputs for `data.augment=edm`."""
     x0 = clean_images(config, keys, batch)
     if config.data.augment == 'edm':
-        return augment(x0, keys.flip, config.data.augment_probability, config.data.augment_rule)
+        probability, rule = config.data.augment_probability, config.data.augment_rule
+        return augment(x0, keys.augmentation, probability, rule)
     return x0, None
 
 
@@ -155,6 +156,6 @@ def noise_batch(
     time = draw_times(diffusion, draw.t, keys.t)
     xt = q_sample(diffusion, x0, time, noise)
     dropout_keys = keys.dropout if config.model.dropout else None
-    seen = network_input(diffusion, xt, time)
+    model_input = network_input(diffusion, xt, time)
     inputs = (labels, dropout_keys, augmentation, low_res_of(config, loaded))
-    return NoisyBatch(x0, xt, seen, draw, time, noise, *inputs)
+    return NoisyBatch(x0, xt, model_input, draw, time, noise, *inputs)

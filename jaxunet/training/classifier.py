@@ -18,11 +18,11 @@ from jaxunet.checkpoint.resumable import FIXED_FIELDS, fixed_changes, other_run
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.checkpoint.store import Checkpoints
 from jaxunet.config import Config
-from jaxunet.data.source import Source, in_order_of
+from jaxunet.data.source import Source, with_class_order
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.jax_settings import fixed_jax_settings
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.own_types import own_types
 from jaxunet.training.classifier_accuracy import COLUMNS, KINDS, Accuracy, columns, sentence
 from jaxunet.training.clock import due
 from jaxunet.training.loggers.interface import RunStart
@@ -37,7 +37,7 @@ from jaxunet.training.noisy_classifier import (
     starting_state,
 )
 from jaxunet.training.preemption import Caller
-from jaxunet.training.resume import StartingPoint, adapted, tell_labels
+from jaxunet.training.resume import StartingPoint, adapted, log_labels
 from jaxunet.training.rollback import TooManySkippedError
 from jaxunet.training.step import Metrics
 from jaxunet.training.subject import Due, Outputs, Subject
@@ -52,7 +52,7 @@ ACCURACY_MEMORY = (
 LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_steps')
 
 
-@own_types()
+@fixed_jax_settings()
 def train_classifier(
     config: Config, workdir: pathlib.Path, source: Source, caller: Caller | None = None
 ) -> int:
@@ -73,7 +73,7 @@ def train_classifier(
         in a row were not finite, or classifier.pt or the last checkpoint could not be written.
       OutOfMemoryError: as `jaxunet.training.loop.train`.
     """
-    source = in_order_of(source, newest_classes(workdir))
+    source = with_class_order(source, newest_classes(workdir))
     with opened(workdir) as lock, caller or Caller() as preemption:
         return Loop(ClassifierSubject(config, workdir, source), lock, preemption).run()
 
@@ -103,7 +103,7 @@ class ClassifierSubject(Subject):
         """
         config, names = self.config, self.source.class_names
         restored, facts = self.checkpoints.restore(), RunFacts(class_names=names)
-        tell_labels(config, names)
+        log_labels(config, names)
         if restored is None:
             if config.init_from:
                 return StartingPoint.of(starting_state(config), facts)

@@ -93,14 +93,14 @@ class Gradients(NamedTuple):
       grads: the gradients, times the loss scale.
       loss: the mean loss that is minimised.
       samples: the losses by sample; None if nothing learns from them.
-      at_once: most gradients become known at the same time, because calls are merged, or after a
-        loop of micro-batches.
+      simultaneous: True if most gradients become known at the same time, because calls are merged,
+        or after a loop of micro-batches.
     """
 
     grads: Params
     loss: Scalar
     samples: SampleLosses | None
-    at_once: bool
+    simultaneous: bool
 
 
 def loss_fn(
@@ -120,7 +120,7 @@ def loss_fn(
     with jax.named_scope('forward'):
         output = parts.model.predict(
             params,
-            noisy.seen,
+            noisy.model_input,
             noisy.time,
             noisy.labels,
             noisy.dropout_keys,
@@ -186,11 +186,11 @@ def gradients(
     differentiate = parts.transform(alone, 1 if accumulates else devices)
     # Calls of float32 layers, and those inside `jax.checkpoint`, are not merged.
     narrow = jnp.dtype(parts.config.precision).itemsize == 2 and not parts.config.model.remat
-    at_once = narrow and differentiate is not alone
+    simultaneous = narrow and differentiate is not alone
 
     def one(keys: Keys, batch: Batch) -> Gradients:
         grads, (loss, samples) = differentiate(params, state, keys, batch, scale)
-        return Gradients(grads, loss, samples, at_once)
+        return Gradients(grads, loss, samples, simultaneous)
 
     if accumulates:
         return accumulate(parts.config.optimizer.accumulate_steps, one, params, keys, batch)
@@ -215,9 +215,9 @@ def accumulate(
     def add(
         total: tuple[Params, Scalar], micro: tuple[Keys, Batch]
     ) -> tuple[tuple[Params, Scalar], SampleLosses | None]:
-        found = gradients_of(*micro)
+        one = gradients_of(*micro)
         with jax.named_scope('backward'):
-            return jax.tree.map(jnp.add, total, (widen(found.grads), found.loss)), found.samples
+            return jax.tree.map(jnp.add, total, (widen(one.grads), one.loss)), one.samples
 
     start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
     zeros = (start, jnp.zeros((), jnp.float32))
@@ -225,4 +225,4 @@ def accumulate(
     with jax.named_scope('backward'):
         grads, loss = jax.tree.map(lambda x: x / count, total)
     samples = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1), samples)
-    return Gradients(grads, loss, samples, at_once=True)
+    return Gradients(grads, loss, samples, simultaneous=True)

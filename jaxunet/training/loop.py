@@ -21,18 +21,18 @@ from jaxunet.checkpoint.meta import RunFacts
 from jaxunet.checkpoint.newest import newest_classes
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
-from jaxunet.data.source import Source, in_order_of
+from jaxunet.data.source import Source, with_class_order
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, of_process_0, wait_for_others
-from jaxunet.runtime.own_types import own_types
+from jaxunet.runtime.jax_settings import fixed_jax_settings
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.calls import Calls
 from jaxunet.training.clock import Clock, due
 from jaxunet.training.parallel import stop_asked
 from jaxunet.training.preemption import Caller
 from jaxunet.training.replicas import Replicas
-from jaxunet.training.resume import StartingPoint, how_to_go_on, keep_images
+from jaxunet.training.resume import StartingPoint, how_to_go_on, with_image_count
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.saving import Saver, save_on_error
 from jaxunet.training.stalls import StallWatch
@@ -41,7 +41,7 @@ from jaxunet.training.unet import UNetSubject
 from jaxunet.training.workdir import Lock, opened
 
 
-@own_types()
+@fixed_jax_settings()
 def train(
     config: Config,
     workdir: pathlib.Path,
@@ -68,7 +68,7 @@ def train(
     """
     if hook and jax.process_count() > 1:
         raise ValueError('hook: expected a run of one process, found several')
-    source = in_order_of(source, newest_classes(workdir))
+    source = with_class_order(source, newest_classes(workdir))
     with opened(workdir) as lock, caller or Caller() as preemption:
         return with_rollbacks(
             lambda failed: Loop(
@@ -127,7 +127,7 @@ class Loop:
         config, total = self.config, self.config.train.steps
         with contextlib.ExitStack() as stack:
             stack.callback(quietly, 'checkpoints', self.checkpoints.close)
-            begin = keep_images(self.subject.start(failed), self.subject.source)
+            begin = with_image_count(self.subject.start(failed), self.subject.source)
             self.step, self.facts, self.rollbacks = begin.step, begin.facts, begin.facts.rollbacks
             agree({'the step to resume from': self.step})
             if failed and self.main:
@@ -295,7 +295,7 @@ class Loop:
         self.clock.pause()
         self._check_replicas()
         saved = self.saved
-        if self.session.parallel.together:  # files may reach the other processes later
+        if self.session.parallel.fetch_is_collective:  # files may reach the other processes later
             (saved,) = of_process_0([saved])
         if not saved:
             self._write_checkpoint(milestone)
@@ -326,7 +326,7 @@ class Loop:
         Other processes than the first return none, unless all must help to write them.
         """
         missing = self.subject.missing(self.step) if self.main and self.saved else Due()
-        if self.session.parallel.together:
+        if self.session.parallel.fetch_is_collective:
             return Due(*of_process_0(missing))
         return missing
 
@@ -370,7 +370,7 @@ class Loop:
     def _save_all(self) -> None:
         """Saves what is not saved; in a run of several processes, without asking the others."""
         self._read_metrics()
-        if self.session.parallel.together:
+        if self.session.parallel.fetch_is_collective:
             self._warn(
                 'warning: nothing more is saved: a process has only parts of the state '
                 '(parallel.shard_optimizer); the same command resumes from the last checkpoint'
@@ -394,6 +394,6 @@ class Loop:
         None on a process that measures nothing and has no parts that another one needs.
         """
         parallel = self.session.parallel
-        if not (self.outputs or parallel.together):
+        if not (self.outputs or parallel.fetch_is_collective):
             return None
         return parallel.local(self.subject.weights(self.session.state))

@@ -98,7 +98,7 @@ def network_config(config: Config) -> Config:
     return config.replace(model={'num_classes': 0, 'label_dropout': 0.0})
 
 
-def make_network(config: Config, ops: Ops) -> NoisyClassifier:
+def make_network(config: Config, ops: Ops = XLA) -> NoisyClassifier:
     """Returns the classifier of `model.num_classes` classes."""
     return build_classifier(network_config(config), config.model.num_classes, ops)
 
@@ -107,7 +107,7 @@ def draw_state(config: Config) -> TrainState:
     """Draws the state before step 0 from `config.seed`; to be traced by JAX."""
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     image = jnp.zeros((1, *config.image_shape), jnp.float32)
-    network = make_network(config, XLA)
+    network = make_network(config)
     params = network.init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
     state = state_before_training(
         config, make_optimizer(config), params, jax.random.key_data(run_key)
@@ -148,7 +148,7 @@ def make_loss(network: NoisyClassifier) -> LossFn:
                 parts.config, parts.diffusion, parts.sampler, state.timesteps, keys, batch
             )
         with jax.named_scope('forward'):
-            logits = network.predict(params, noisy.seen, noisy.time)
+            logits = network.predict(params, noisy.model_input, noisy.time)
             loss = -jnp.mean(log_probability(logits, batch['label']))
         return loss * scale, (loss, None)
 

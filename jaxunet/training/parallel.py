@@ -32,7 +32,7 @@ from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.batch import Batch
 from jaxunet.training.compiler_options import CONCURRENT, Options, compiler_options
-from jaxunet.training.sharded import Sharded, any_sharded, is_sharded, marked, part_size, rows
+from jaxunet.training.sharded import Sharded, any_sharded, as_parts, is_sharded, marked, part_size
 from jaxunet.training.step import Metrics, TrainStep
 from jaxunet.training.step_fields import relevant
 
@@ -114,7 +114,7 @@ class Parallel:
       local_devices: of this process.
       pmap: the mode is pmap, else jit. Arrays then have an axis of devices in front.
       shards_state: each device has a part of weights, averages and optimizer state.
-      together: all processes must call `fetch` and `local` for the state, as each has only parts.
+      fetch_is_collective: all processes must call `fetch` and `local` for the state of a step.
 
     Raises:
       UserError: there are fewer devices than asked for, or the batch does not divide.
@@ -152,7 +152,7 @@ class Parallel:
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
         self.pmap = config.parallel.mode == 'pmap'
         self.shards_state = config.parallel.shard_optimizer and count > 1
-        self.together = self.shards_state and jax.process_count() > 1
+        self.fetch_is_collective = self.shards_state and jax.process_count() > 1
         self._whole, self._split, self._split_batches = (
             NamedSharding(self.mesh, spec)
             for spec in (PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS))
@@ -169,7 +169,7 @@ class Parallel:
 
         def put(x: np.ndarray | Array | Sharded) -> Array | Sharded:
             if isinstance(x, Sharded):
-                parts = rows(np.asarray(x.part), len(self.devices))
+                parts = as_parts(np.asarray(x.part), len(self.devices))
                 parts = parts if self.pmap else parts.reshape(-1)
                 split = jax.make_array_from_callback(
                     parts.shape, self._split, lambda index: parts[index]
@@ -212,13 +212,13 @@ class Parallel:
     def fetch(self, tree: Tree) -> Tree:
         """Returns replicated and sharded arrays as numpy arrays.
 
-        Takes no further memory on the devices, except for one whole array at a time if `together`.
+        Takes no further memory on the devices; if `fetch_is_collective`, one whole array at a time.
         """
 
         def readable(x: Array | Sharded) -> Any:
             if not isinstance(x, Sharded):
                 return x.addressable_shards[0].data
-            if self.together:
+            if self.fetch_is_collective:
                 return Sharded(multihost_utils.process_allgather(x.part, tiled=True), x.shape)
             return x
 
@@ -341,14 +341,14 @@ class Parallel:
 
         def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
             if steps == 1:
-                state, metrics = step(state, self._rows(state, data))
+                state, metrics = step(state, self._local_batch(state, data))
                 return state, with_stop(metrics, data)
 
             def one(
                 carry: tuple[TrainState, Copies], batch: Data
             ) -> tuple[tuple[TrainState, Copies], Metrics]:
                 state, copies = carry
-                rows = self._rows(state, data | batch)
+                rows = self._local_batch(state, data | batch)
                 state, copies, metrics = step.advance(state, copies, rows)
                 return (state, copies), metrics
 
@@ -385,7 +385,7 @@ class Parallel:
         )
         return jax.jit(mapped, donate_argnums=0).lower(state, data)
 
-    def _rows(self, state: TrainState, data: Data) -> Batch:
+    def _local_batch(self, state: TrainState, data: Data) -> Batch:
         """Returns this device's share of the batch, with each sample's row in the global batch."""
         size = self.config.data.batch_size
         share = size // len(self.devices)

@@ -67,13 +67,13 @@ class Replicas:
             {'params': state.params, 'ema': state.ema, 'opt_state': state.opt_state}
         )
         result = self._checksums([leaf for _, leaf in leaves])
-        found = np.asarray(result.addressable_shards[0].data)
-        rows = [row.tobytes() for row in found]
+        checksums = np.asarray(result.addressable_shards[0].data)
+        rows = [row.tobytes() for row in checksums]
         common, count = collections.Counter(rows).most_common(1)[0]
         if count == len(rows):
             return
         others = [n for n, row in enumerate(rows) if row != common]
-        differ = np.any(found[others] != found[rows.index(common)], axis=0)
+        differ = np.any(checksums[others] != checksums[rows.index(common)], axis=0)
         names = [jax.tree_util.keystr(path) for path, _ in leaves]
         first = names[int(np.argmax(differ))]
         if 2 * count > len(rows):

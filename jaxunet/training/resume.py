@@ -87,14 +87,14 @@ def starting_point(
     names = class_names if config.model.num_classes else ()
     restored = last_good(checkpoints, failed) if failed else checkpoints.restore()
     if restored is None:
-        tell_labels(config, names)
+        log_labels(config, names)
         facts = RunFacts(class_names=names)
         if initial is None:
             return StartingPoint.fresh(config, facts)
         return StartingPoint.of(initial, facts)
     changes = check_resumable(restored.config, config, workdir)
     names = keep_classes(restored.facts.class_names, names, config, workdir)
-    tell_labels(config, names)
+    log_labels(config, names)
     logging.info(
         'resuming %s at step %d%s',
         workdir,
@@ -107,13 +107,13 @@ def starting_point(
     return StartingPoint.of(adapted(restored, config), facts)
 
 
-def tell_labels(config: Config, names: tuple[str, ...]) -> None:
+def log_labels(config: Config, names: tuple[str, ...]) -> None:
     """Logs the class of each label of a conditional run, on process 0."""
     if config.model.num_classes and jax.process_index() == 0:
         logging.info('%s', label_table(names))
 
 
-def keep_images(begin: StartingPoint, source: Source) -> StartingPoint:
+def with_image_count(begin: StartingPoint, source: Source) -> StartingPoint:
     """Returns the starting point with the number of images that the run began with.
 
     Warns if the number has changed since, because the choice of held-out images depends on it.

@@ -74,7 +74,7 @@ class Saver:
 
     def snapshot(self, step: int) -> None:
         """Starts writing a snapshot of the power-function averages."""
-        if self._snapshots is None and not self._session.parallel.together:
+        if self._snapshots is None and not self._session.parallel.fetch_is_collective:
             return
         state = self._session.state
         averages = {name: state.ema[name] for name in self._config.ema.width_names}
@@ -85,7 +85,7 @@ class Saver:
     def save(self, step: int, seconds: float, milestone: float | None = None) -> None:
         """Starts writing a checkpoint, once the snapshots before it are on disk.
 
-        Every process must call it if `Parallel.together`, as it must `snapshot`.
+        Every process must call it if `Parallel.fetch_is_collective`, as it must `snapshot`.
 
         If the workdir has been moved, it is written where the workdir is now; if another is in its
         place, nothing is written. Both are errors of `check`.
@@ -95,7 +95,7 @@ class Saver:
           milestone: the training time that a hook waits for and that has just been reached.
         """
         if not self._main:
-            if self._session.parallel.together:
+            if self._session.parallel.fetch_is_collective:
                 self._session.parallel.fetch(self._session.state)
             return
         self._wait_for_snapshots()

@@ -23,7 +23,7 @@ import numpy as np
 from absl import logging
 
 from jaxunet.checkpoint.optimizer import make_optimizer
-from jaxunet.checkpoint.state import TrainState
+from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import Config
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.data import pipeline
@@ -112,6 +112,17 @@ class Session:
         """
         self.expect(state, int(state.step), progress=progress)
         self.put(state)
+
+    def load_random(self) -> None:
+        """Loads a fresh state with random last layers, to time steps.
+
+        In training they start at zero, but with zeros a GPU draws less power than with a trained
+        network, so its clock would be higher.
+
+        Raises:
+          UserError: as `load`.
+        """
+        self.load(fresh_state(self.config.replace(model={'zero_init': False})))
 
     def expect(self, shapes: TrainState, step: int, *, progress: bool = False) -> None:
         """Gets ready for a state, and puts the images on the devices if they are resident.

@@ -74,7 +74,7 @@ def part_size(shape: tuple[int, ...], devices: int) -> int:
     return -(-int(np.prod(shape)) // devices)
 
 
-def rows(x: np.ndarray, devices: int) -> np.ndarray:
+def as_parts(x: np.ndarray, devices: int) -> np.ndarray:
     """Returns the parts of a whole array, one row per device."""
     size = part_size(x.shape, devices)
     return np.pad(x.reshape(-1), (0, devices * size - x.size)).reshape(devices, size)
@@ -103,8 +103,8 @@ def gathered(params: Params, copies: Copies, axis_name: str) -> Params:
         return elements[: int(np.prod(leaf.shape))].reshape(leaf.shape)
 
     with jax.named_scope('all_reduce'):
-        found = map(whole, leaves, copies or [None] * len(leaves))
-        return jax.tree.unflatten(structure, found)
+        arrays = map(whole, leaves, copies or [None] * len(leaves))
+        return jax.tree.unflatten(structure, arrays)
 
 
 def scattered(grads: Params, params: Params, axis_name: str) -> Params:

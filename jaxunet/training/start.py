@@ -10,11 +10,11 @@ from absl import logging
 from jaxunet.checkpoint.optimizer import endless_warmup
 from jaxunet.config import Config
 from jaxunet.data.classes import check_classes
-from jaxunet.data.look import tell_pixels
+from jaxunet.data.look import log_pixels
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import choose
+from jaxunet.ops.backends import Kernels, choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import warn_of_small_limit
 from jaxunet.runtime.paths import check_local, expanded
@@ -22,8 +22,8 @@ from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.parallel import Parallel
 
 
-def open_checked(config: Config, given: ArraySource | None = None) -> Source:
-    """Returns the images of a run; warns of a config that is unlikely to be meant.
+def open_checked(config: Config, given: ArraySource | None = None) -> tuple[Source, Kernels]:
+    """Returns the images and kernels of a run; warns of a config that is unlikely to be meant.
 
     Args:
       given: as for `jaxunet.data.sources.open_images`.
@@ -44,8 +44,8 @@ def open_checked(config: Config, given: ArraySource | None = None) -> Source:
     source = open_images(config, given)
     check_classes(config, source)
     if jax.process_index() == 0:
-        tell_pixels(source)
-    return source
+        log_pixels(source)
+    return source, kernels
 
 
 def check_workdir(config: Config, workdir: pathlib.Path) -> None:

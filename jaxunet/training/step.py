@@ -100,10 +100,11 @@ def make_train_step(
     learning_rate, loss_scale, bad_steps, skipped, and spikes with `train.spike_sigmas`.
     """
     fused = kernels.update
-    # Without kernels, the layers cast, unless weights are gathered, in 16 bits.
-    plain = reference.narrow if config.parallel.shard_optimizer else None
-    cast = fused.narrow if fused else plain
-    whole = None if config.optimizer.name == 'muon' else fused  # updates all weights
+    # Without kernels, the layers cast; but sharded weights are cast before they are gathered.
+    narrow_sharded = reference.narrow if config.parallel.shard_optimizer else None
+    narrow = fused.narrow if fused else narrow_sharded
+    # With Muon, the kernels update only the weights that are no matrices.
+    updates_all = None if config.optimizer.name == 'muon' else fused
     parts = StepParts(
         config=config,
         model=model,
@@ -113,9 +114,9 @@ def make_train_step(
         schedule=learning_rate_schedule(config),
         update=make_update(config, optimizer, fused, axis_name),
         transform=kernels.transform,
-        narrow=(lambda arrays: cast(arrays, config.precision)) if cast and loss is None else None,
-        keeps_copies=loss is None and whole is not None and whole.updates_copies,
-        join=whole.pack if whole else None,
+        narrow=(lambda arrays: narrow(arrays, config.precision)) if narrow and not loss else None,
+        keeps_copies=loss is None and updates_all is not None and updates_all.updates_copies,
+        join=updates_all.pack if updates_all else None,
         axis_name=axis_name,
         loss=loss or (consistency.loss_fn if diffusion.objective == 'consistency' else None),
     )
@@ -140,12 +141,12 @@ def train_step(
         if parts.config.data.noise_assignment == 'batch':
             noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
             keys = keys._replace(noise=noise)
-    grads, minimised, samples, at_once = gradients(parts, state, params, keys, batch)
+    grads, minimised, samples, simultaneous = gradients(parts, state, params, keys, batch)
     if parts.axis_name is not None:
         if any_sharded(state.params):
             grads = scattered(grads, state.params, parts.axis_name)
         else:
-            grads = summed(grads, parts.axis_name, parts.join, at_once=at_once)
+            grads = summed(grads, parts.axis_name, parts.join, simultaneous=simultaneous)
         with jax.named_scope('all_reduce'):
             minimised = jax.lax.pmean(minimised, parts.axis_name)
             samples = jax.tree.map(

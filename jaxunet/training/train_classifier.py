@@ -23,7 +23,7 @@ from jaxunet.config import cli
 from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes, label_table
-from jaxunet.data.look import tell_pixels
+from jaxunet.data.look import log_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
     make_loggers(config.train.loggers)
     source = open_images(config)
     check_classes(config, source)
-    tell_pixels(source)
+    log_pixels(source)
     held = f' and {len(source.held_out)} held out' if source.held_out else ''
     print(
         f'{len(source)} images{held} from {shown_path(config.data.path)}; workdir {workdir}',

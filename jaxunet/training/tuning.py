@@ -53,14 +53,14 @@ HELD_OUT = 'train.holdout_every'  # needs data.holdout
 NOT_TAKEN = (OBJECTIVE, 'diffusion.consistency_', 'data.num_workers', 'data.cache')
 
 
-def start_of(values: ConfigDict | Fields, known: Config | None) -> Config | None:
+def init_from_config(values: ConfigDict | Fields, known: Config | None) -> Config | None:
     """Returns the config of the model of `init_from`; None if it is not known, or not needed.
 
     A run that resumes needs neither the file nor the network any more, but for the message that it
     cannot become a run that tunes.
 
     Args:
-      values, known: as for `tuned`.
+      values, known: as for `for_tuning`.
     """
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
     if not isinstance(raw, dict):
@@ -71,7 +71,7 @@ def start_of(values: ConfigDict | Fields, known: Config | None) -> Config | None
     return config_at(raw.get('init_from')) if known is None or begins_to_tune else None
 
 
-def tuned(
+def for_tuning(
     values: ConfigDict | Fields,
     known: Config | None,
     start: Config | None,

@@ -125,7 +125,7 @@ def _fused_update(config: Config, kernels: FusedUpdate, axis_name: str | None) -
         grad_norm = whole_norm(_fused_norm(kernels, state, grads), grads, axis_name)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
-        factor = _factor(config, state, grad_norm)
+        factor = _gradient_factor(config, state, grad_norm)
         weights = Weights(state.params, state.opt_state, state.ema, copies)
         return Updated(
             *adamw(weights, grads, _shares(config, state), factor, taken), grad_norm, finite, taken
@@ -144,13 +144,13 @@ def _muon_update(config: Config, kernels: FusedUpdate) -> Update:
         grad_norm = _fused_norm(kernels, state, grads)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
-        shares, factor = _shares(config, state), _factor(config, state, grad_norm)
+        shares, factor = _shares(config, state), _gradient_factor(config, state, grad_norm)
         states = state.opt_state.inner_states
         new = {}
-        for label, rule in ((MUON, muon), (ADAM, adamw)):
+        for label, update_part in ((MUON, muon), (ADAM, adamw)):
             averages = {name: part(label, average) for name, average in state.ema.items()}
             weights = Weights(part(label, state.params), states[label].inner_state, averages)
-            new[label] = rule(weights, part(label, grads), shares, factor, taken)
+            new[label] = update_part(weights, part(label, grads), shares, factor, taken)
         inner = {label: states[label]._replace(inner_state=new[label].opt_state) for label in new}
         return Updated(
             join(new[MUON].params, new[ADAM].params),
@@ -250,7 +250,7 @@ def _fused_norm(kernels: FusedUpdate, state: TrainState, grads: Params | Packed)
     return jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale
 
 
-def _factor(config: Config, state: TrainState, grad_norm: Scalar) -> Scalar:
+def _gradient_factor(config: Config, state: TrainState, grad_norm: Scalar) -> Scalar:
     """Returns the factor that clips gradients and removes their loss scale."""
     clip = config.optimizer.clip_norm
     factor = _clip_factor(config, grad_norm) if clip else jnp.ones((), jnp.float32)

@@ -50,8 +50,8 @@ class Lock:
             return ''
         held = os.fstat(self._file.fileno())
         try:
-            found = os.stat(self._workdir / FILE)
-            if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+            there = os.stat(self._workdir / FILE)
+            if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
                 return ''
         except (FileNotFoundError, NotADirectoryError):
             if removed(self._file.fileno()):

@@ -21,7 +21,6 @@ from jaxtyping import PyTree
 from jaxunet.config import Config
 from jaxunet.model.encoder import AUGMENTATION, FREQUENCIES, Encoder
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError, itemized
 
 Path = tuple[str, ...]
@@ -92,7 +91,7 @@ def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
       UserError: the config describes no valid network (a head width that does not divide the
         channels).
     """
-    unet = build_unet(config, XLA).clone(time_scale=1.0, dtype=jnp.float32)
+    unet = build_unet(config).clone(time_scale=1.0, dtype=jnp.float32)
     factor = 2 ** (len(config.model.channel_mult) - 1)
     labels = [jax.ShapeDtypeStruct((1,), jnp.int32)] if config.model.num_classes else []
     return shapes_of(unet, factor, *labels)

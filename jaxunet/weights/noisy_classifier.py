@@ -20,7 +20,6 @@ import numpy as np
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.model.noisy_classifier import build_classifier
-from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import guided_diffusion
 from jaxunet.weights.guided_diffusion import PROGRAM, count_inputs, multiplier
@@ -90,7 +89,7 @@ def read(state: TorchFile | SafetensorsFile, like: Config) -> Classifier:
 
 def table(config: Config, classes: int) -> list[Entry]:
     """Returns the tensors of a classifier's state dict, in its order."""
-    network = build_classifier(config, classes, XLA)
+    network = build_classifier(config, classes)
     network = network.clone(time_scale=1.0, dtype=jnp.dtype(jnp.float32))  # shapes lack both
     return entries_of(shapes_of(network, network.side), config, NAMES, _modules)
 

@@ -6,7 +6,7 @@ import json
 from typing import NamedTuple
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.data.rules import class_name
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import shown_path
 from jaxunet.runtime.untrusted import parse_json, shown

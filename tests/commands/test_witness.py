@@ -1,9 +1,9 @@
 """Files that earlier commits wrote are read, continued and sampled as those commits did it, by the
 public commands alone.
 
-`tools/fixtures/COMMIT.py` wrote the files and what is expected of them; `commands.json` beside them
-has the flags. The numbers come from the same programs, but another processor may round otherwise:
-hence the tolerances.
+The commands of COMMIT wrote the files of tests/fixtures/COMMIT and what is expected of them, with
+the flags of `commands.json` beside them. The numbers come from the same programs, but another
+processor may round otherwise: hence the tolerances.
 """
 
 from __future__ import annotations

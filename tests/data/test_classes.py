@@ -15,7 +15,7 @@ from jaxunet.checkpoint.newest import newest_classes
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data import classes
-from jaxunet.data.source import ArraySource, Subset, in_order_of
+from jaxunet.data.source import ArraySource, Subset, with_class_order
 from jaxunet.runtime.errors import UserError
 from jaxunet.training import resume
 from jaxunet.training.loop import train
@@ -111,13 +111,13 @@ def test_the_labels_of_an_old_run():
     old = tuple(sorted(now))
     source = herd(*now)
     source.held_out = Subset(source, np.arange(4))
-    kept = in_order_of(source, old)
+    kept = with_class_order(source, old)
     assert kept.class_names == kept.held_out.class_names == old
     for one, before in ((kept, source), (kept.held_out, source.held_out)):
         assert [old[i] for i in one.labels] == [now[i] for i in before.labels]
     np.testing.assert_array_equal(kept.load(np.arange(16)), source.load(np.arange(16)))
     for names in ((), now, old[::-1], ('a', 'b')):
-        assert in_order_of(source, names) is source
+        assert with_class_order(source, names) is source
 
 
 def test_the_table_shows_every_label():

@@ -22,7 +22,7 @@ def told(monkeypatch):
 def test_the_range_and_the_share_near_black(told):
     pixels = np.full((200, 8, 8, 1), 100, np.uint8)
     pixels[:, :2], pixels[:, 7] = 15, 250
-    look.tell_pixels(ArraySource('herd', pixels, (8, 8, 1)))
+    look.log_pixels(ArraySource('herd', pixels, (8, 8, 1)))
     assert told == [
         'herd: pixels of 64 of 200 images, 8x8x1: 15 to 250, mean 97.5; 25% near black (below 16)'
     ]
@@ -34,11 +34,11 @@ def test_the_range_and_the_share_near_black(told):
 def test_images_that_are_black_or_empty_get_a_warning(value, what, told):
     pixels = np.full((20, 8, 8, 1), value, np.uint8)
     pixels[0, 0, 0] += value == 15
-    look.tell_pixels(ArraySource('herd', pixels, (8, 8, 1)))
+    look.log_pixels(ArraySource('herd', pixels, (8, 8, 1)))
     assert f'herd: the images are {what}; ' in told[1]
 
 
 def test_corrupt_images_are_left_out(told, tmp_path):
     path = put(tmp_path, {'a.png': b'\x89PNG\r\n\x1a\n'}, 'folder')
-    look.tell_pixels(open_source(str(path), image_shape=(8, 8, 3)))
+    look.log_pixels(open_source(str(path), image_shape=(8, 8, 3)))
     assert not told

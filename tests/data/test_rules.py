@@ -27,9 +27,10 @@ from support.tiny import tiny_config
 
 from jaxunet.data import classes
 from jaxunet.data.pixels import decode, size_of
-from jaxunet.data.rules import class_name, find_classes, whole_names, why_not_image
+from jaxunet.data.rules import find_classes, whole_names, why_not_image
 from jaxunet.data.sources import open_source
 from jaxunet.metrics import image_sets
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError
 
 FORMS = ('folder', 'zip', 'tar', 'tar.gz')

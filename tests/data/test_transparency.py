@@ -167,7 +167,7 @@ def test_the_log_counts_transparent_images(tmp_path, monkeypatch):
     ):
         told.clear()
         shape = (SIDE, SIDE, 4 if background == 'keep' else 3)
-        look.tell_pixels(open_source(path, image_shape=shape, reading=Reading(background)))
+        look.log_pixels(open_source(path, image_shape=shape, reading=Reading(background)))
         assert told[1] == (
             f'{path}: 1 of 3 images are transparent in places; {what} '
             f'(data.background={background})'

@@ -283,7 +283,7 @@ def test_the_log_of_what_was_read(monkeypatch, tmp_path):
     values[:, 0, :, 0], values[:, 1:3, :, 1], values[..., 2] = 0, 4095, 300
     np.save(tmp_path / 'x.npy', values)
     path = str(tmp_path / 'x.npy')
-    look.tell_pixels(open_source(path, image_shape=(8, 8, 3), reading=TWELVE))
+    look.log_pixels(open_source(path, image_shape=(8, 8, 3), reading=TWELVE))
     assert told == [
         f'{path}: pixels of 4 of 4 images, 8x8x3: red 0 to 1000, mean 875, 12.5% at 0; '
         'green 1000 to 4095, mean 1774, 25.0% at 4095; blue 300 to 300, mean 300; '
@@ -291,14 +291,14 @@ def test_the_log_of_what_was_read(monkeypatch, tmp_path):
     ]
     told.clear()
     np.save(tmp_path / 'x.npy', np.clip(values, 9, 2047))
-    look.tell_pixels(open_source(path, image_shape=(8, 8, 3), reading=WIDE))
+    look.log_pixels(open_source(path, image_shape=(8, 8, 3), reading=WIDE))
     assert told[-1] == (
         f'{path}: the values 9 to 2047 are less than 1/16 of the range; data.range=0,2047 would '
         'spread them over all of it'
     )
     told.clear()
     np.save(tmp_path / 'x.npy', random_values(0, (4, 8, 8, 7)))
-    look.tell_pixels(open_source(path, image_shape=(8, 8, 7), reading=WIDE))
+    look.log_pixels(open_source(path, image_shape=(8, 8, 7), reading=WIDE))
     assert ': 7 channels, ' in told[0]
 
 

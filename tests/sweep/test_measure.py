@@ -12,6 +12,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import to_dict
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import measure, runner
+from jaxunet.training.eager import eager
 
 
 def test_memory_errors_are_told_apart(monkeypatch):
@@ -109,7 +110,7 @@ def test_the_eager_step_sees_the_batches_that_training_sees():
         for cache in ('device', 'stream')
     )
     calls = []
-    step = measure.eager(lambda state, batch: (calls.append(state.step), ({}, batch))[1], config)
+    step = eager(lambda state, batch: (calls.append(state.step), ({}, batch))[1], config)
     resident.load(fresh_state(config))
     with streaming:
         streaming.load(fresh_state(config))

@@ -102,7 +102,7 @@ def test_several_devices_sum_most_gradients_before_the_last_call(
 
 
 @pytest.mark.parametrize(
-    ('changes', 'at_once'),
+    ('changes', 'simultaneous'),
     [
         ({}, True),
         ({'precision': 'float32'}, False),
@@ -111,13 +111,13 @@ def test_several_devices_sum_most_gradients_before_the_last_call(
     ],
 )
 def test_gradients_that_become_known_one_by_one_fill_several_arrays(
-    changes: dict[str, object], at_once: bool, source: Source, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, object], simultaneous: bool, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(all_reduce, 'FULL', 1000)
     with on_hopper(monkeypatch):
         lowered = Bench(config(parallel={'devices': 2}, **changes), source, shared=False).lowered
     sums = lowered.as_text().count('stablehlo.all_reduce')
-    assert sums == 3 if at_once else sums > 5
+    assert sums == 3 if simultaneous else sums > 5
 
 
 @pytest.mark.parametrize('name', ['elephants64', 'cifar10'])

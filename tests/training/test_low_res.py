@@ -79,7 +79,7 @@ def test_the_loss_sees_the_small_version_of_the_flipped_image(monkeypatch):
     )(params)
 
     noisy = noise_batch(config, diffusion, parts.sampler, state.timesteps, keys, batch)
-    x0, x, noise = (np.asarray(x, np.float64) for x in (noisy.x0, noisy.seen, noisy.noise))
+    x0, x, noise = (np.asarray(x, np.float64) for x in (noisy.x0, noisy.model_input, noisy.noise))
     flipped = (np.abs(x0 - (image / 127.5 - 1)) > 1e-6).any(axis=(1, 2, 3))
     assert 0 < flipped.sum() < 8
     seen = np.stack([bilinear(mean_of_blocks(x), 8) for x in x0])

@@ -19,7 +19,7 @@ from jaxunet.config.unused import check_used
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.loop import train
-from jaxunet.training.tuning import CHOSEN, start_of, tuned
+from jaxunet.training.tuning import CHOSEN, for_tuning, init_from_config
 from jaxunet.weights import write_weights
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -43,7 +43,7 @@ def recipe(name, **changes):
 def test_any_recipe_takes_the_network_and_the_images_of_the_teacher(caplog):
     for name, q in (('images', 64), ('cifar10', 64), ('digits', 256)):
         with caplog.at_level('INFO', logger='absl'):
-            config = complete(tuned(recipe(name), None, TEACHER, TUNES))
+            config = complete(for_tuning(recipe(name), None, TEACHER, TUNES))
         assert config.model == TEACHER.replace(model={'dropout': 0.2}).model
         assert (config.data, config.train.holdout_every) == (TEACHER.data, 0)
         d = config.diffusion
@@ -71,7 +71,7 @@ def test_named_fields_keep_their_values():
         'diffusion.consistency_stages': 3,
         'optimizer.clip_norm': 1.0,
     }
-    config = complete(tuned(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
+    config = complete(for_tuning(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
     assert (config.train.steps, config.model.dropout, config.data.path) == (100, 0.0, 'others')
     assert (config.optimizer.clip_norm, config.optimizer.warmup_steps) == (1.0, 0)
     assert config.diffusion.consistency_q == 4  # 4³ = 64
@@ -79,7 +79,7 @@ def test_named_fields_keep_their_values():
 
 def test_a_config_file_that_tunes_keeps_what_it_sets():
     """Its fields differ from the defaults; the command line names none of them."""
-    config = complete(tuned(recipe('elephants64'), None, TEACHER, ['train.log_every']))
+    config = complete(for_tuning(recipe('elephants64'), None, TEACHER, ['train.log_every']))
     assert (config.train.steps, config.optimizer.warmup_steps) == (40_000, 500)
     assert config.ema.rates == (0.9995,)
     assert (config.optimizer.clip_norm, config.diffusion.flow_std) == (0.0, 2.0)
@@ -87,15 +87,15 @@ def test_a_config_file_that_tunes_keeps_what_it_sets():
 
 def test_other_objectives_are_left_alone():
     raw = recipe('cifar10', **{'diffusion.objective': 'flow'})
-    assert tuned(raw, None, TEACHER, ['diffusion.objective']) is raw
+    assert for_tuning(raw, None, TEACHER, ['diffusion.objective']) is raw
 
 
 def test_a_resumed_run_keeps_what_was_chosen():
-    first = complete(tuned(recipe('images'), None, TEACHER, TUNES))
+    first = complete(for_tuning(recipe('images'), None, TEACHER, TUNES))
     again = recipe('images', precision='float32', **{'train.steps': 9000})
-    gone = complete(tuned(again, first, None, [*TUNES, 'train.steps']), first)
+    gone = complete(for_tuning(again, first, None, [*TUNES, 'train.steps']), first)
     assert gone == first.replace(precision='float32', train={'steps': 9000})
-    further = complete(tuned(recipe('images'), None, first, TUNES))  # tunes a tuned network
+    further = complete(for_tuning(recipe('images'), None, first, TUNES))  # tunes a tuned network
     assert further.diffusion == first.diffusion
 
 
@@ -105,7 +105,7 @@ def test_only_a_new_run_needs_the_model_of_init_from(tmp_path):
     write_weights(path, fresh_state(teacher).params, teacher)
     flow = recipe('images', **{'diffusion.objective': 'flow', 'init_from': str(path)})
     tunes = recipe('images', **{'init_from': str(path)})
-    first = complete(tuned(recipe('images'), None, TEACHER, TUNES))
+    first = complete(for_tuning(recipe('images'), None, TEACHER, TUNES))
     for values, known, needed in (
         (flow, None, True),
         (flow, teacher, False),
@@ -113,15 +113,15 @@ def test_only_a_new_run_needs_the_model_of_init_from(tmp_path):
         (tunes, first, False),
         (tunes, teacher, True),  # ends with an error that lists what differs
     ):
-        assert start_of(values, known) == (teacher if needed else None)
+        assert init_from_config(values, known) == (teacher if needed else None)
 
 
 def test_an_open_objective_is_that_of_a_tuned_network():
     """A run that resumes or starts from one keeps all that tuning chose."""
-    first = complete(tuned(recipe('images'), None, TEACHER, TUNES))
+    first = complete(for_tuning(recipe('images'), None, TEACHER, TUNES))
     left_open = recipe('images', **{'diffusion.objective': ''})
-    assert complete(tuned(left_open, None, first, [])) == first
-    assert complete(tuned(left_open, first, None, []), first) == first
+    assert complete(for_tuning(left_open, None, first, [])) == first
+    assert complete(for_tuning(left_open, first, None, []), first) == first
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_open_objective_is_that_of_a_tuned_network():
 )
 def test_nothing_to_tune_is_one_line(start, changes, message):
     with pytest.raises(UserError, match=message) as error:
-        tuned(recipe('images', **changes), None, start, TUNES)
+        for_tuning(recipe('images', **changes), None, start, TUNES)
     assert '\n' not in str(error.value)
 
 

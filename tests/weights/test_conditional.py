@@ -31,7 +31,7 @@ from support.weight_cases import safetensors_bytes, torch_bytes
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, q_sample
-from jaxunet.metrics.likelihood import check_has_bound
+from jaxunet.evaluate.variational_bound import check_has_bound
 from jaxunet.model.low_res import check_condition, enlarged
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import build_unet

@@ -109,7 +109,7 @@ def to_rows(case: Row, measured: StepKernels, busy_ms: float, step_ms: float) ->
 
     Args:
       case: the fields that all rows share.
-      found: the kernels of the step.
+      measured: the kernels of the step.
       busy_ms: time in which any kernel ran, per step.
       step_ms: wall time of a step.
     """

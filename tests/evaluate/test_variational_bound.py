@@ -36,8 +36,8 @@ from jaxunet.evaluate.bound import (
     measure_likelihood,
     save_terms,
 )
+from jaxunet.evaluate.variational_bound import Likelihood, Terms, check_has_bound
 from jaxunet.metrics.evaluation import Result
-from jaxunet.metrics.likelihood import Likelihood, Terms, check_has_bound
 from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError

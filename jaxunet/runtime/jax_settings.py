@@ -33,7 +33,7 @@ _before: dict[str, Any] = {}  # settings of the process, while there are blocks
 
 
 @contextlib.contextmanager
-def own_types() -> Iterator[None]:
+def fixed_jax_settings() -> Iterator[None]:
     """Sets `OURS` for all threads during the block; also a decorator.
 
     Threads may have blocks at once; the last to end restores what was set before the first.

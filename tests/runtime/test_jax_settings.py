@@ -12,7 +12,7 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import checksum, read
 from jaxunet.data.sources import open_source
-from jaxunet.runtime.own_types import own_types
+from jaxunet.runtime.jax_settings import fixed_jax_settings
 from jaxunet.training.loop import train
 
 
@@ -47,14 +47,14 @@ def theirs(request, monkeypatch):
 def test_ours_hold_in_all_threads(theirs) -> None:
     before = drawn()
     assert before == ('int64', 4)
-    with own_types():
+    with fixed_jax_settings():
         assert [drawn(), *drawn_in_a_thread()] == [('int32', 2)] * 2
     assert drawn() == before
 
 
 def test_blocks_of_threads_overlap(theirs) -> None:
     """The first to end must not restore what the process had: the other still needs ours."""
-    first, second = own_types(), own_types()
+    first, second = fixed_jax_settings(), fixed_jax_settings()
     before = drawn_in_a_thread()
     threads = [threading.Thread(target=block.__enter__) for block in (first, second)]
     for thread in threads:
@@ -72,16 +72,16 @@ def test_a_block_that_cannot_begin_leaves_nothing_behind(theirs, monkeypatch) ->
     before = drawn()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, 'start', refuse)
-        with pytest.raises(RuntimeError, match='new thread'), own_types():
+        with pytest.raises(RuntimeError, match='new thread'), fixed_jax_settings():
             pass
-    with own_types():
+    with fixed_jax_settings():
         assert drawn() == ('int32', 2)
     assert drawn() == before
 
 
 def test_a_fresh_state_is_the_same(theirs) -> None:
     found = fresh_state(tiny_config())
-    with own_types():
+    with fixed_jax_settings():
         assert checksum(found) == checksum(fresh_state(tiny_config()))
     assert found.rng.shape == (2,)
 
