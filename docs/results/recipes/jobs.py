@@ -300,7 +300,7 @@ def get_jobs(part: str, data: str) -> list[Job]:
             objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
             for r in (2e-4, 4e-4)
         ],
-        'endings': [ending(name, of, data) for name in ENDINGS for of in PHOTOGRAPHS],
+        'endings': [ending(name, of, data) for of in PHOTOGRAPHS for name in ENDINGS],
         'endings_led': [ending(name, of, data, seed=1) for name in LED for of in PHOTOGRAPHS],
         'endings_costs': [ending(name, 'objects64', data) for name in ENDINGS],
         'endings_tiny': [tiny_ending(name) for name in ENDINGS],
