@@ -147,8 +147,8 @@ class Continued(Job):
 
     start: str = ''
 
-    def load_config(self, devices=1):
-        config = super().load_config(devices)
+    def load_config(self, devices=1, step_seconds=0.0):
+        config = super().load_config(devices, step_seconds)
         return config.replace(init_from=self.start, optimizer={'learning_rate': 1e-30})
 
 

@@ -80,7 +80,7 @@ QS, RATES, DROPOUT = (16, 64), (1e-3, 3e-4, 1e-4), 0.2
 class Run(Job):
     """A job with the choices of `jaxunet.train`; it may start from trained weights."""
 
-    def load_config(self, devices: int = 1) -> Config:
+    def load_config(self, devices: int = 1, step_seconds: float = 0.0) -> Config:
         """Returns the config of the run, which never ends by its steps."""
         fields = {**QUIET, **self.fields, 'seed': self.seed}
         values = chosen_values(self.config, fields, None)
