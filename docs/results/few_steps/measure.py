@@ -43,7 +43,7 @@ from jaxunet.data.automatic import complete
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.runtime.rows import Row, read
-from jaxunet.training.tuning import start_of, tuned
+from jaxunet.training.tuning import for_tuning, init_from_config
 from jaxunet.training.values import chosen_values, fields_by_path
 
 DATA = flags.DEFINE_string('data', '.', 'Folder of the archives and of features.npz.')
@@ -84,9 +84,9 @@ class Run(Job):
         """Returns the config of the run, which never ends by its steps."""
         fields = {**QUIET, **self.fields, 'seed': self.seed}
         values = chosen_values(self.config, fields, None)
-        start = start_of(values, None)
+        start = init_from_config(values, None)
         named = [path for path, _ in fields_by_path(fields)]
-        return complete(tuned(values, None, start, named), None, start)
+        return complete(for_tuning(values, None, start, named), None, start)
 
 
 @dataclasses.dataclass(frozen=True)
