@@ -49,6 +49,7 @@ from jaxunet.data.classes import Classes, label_table
 from jaxunet.data.images import check_output, class_columns, save_images
 from jaxunet.data.reading import Reading
 from jaxunet.runtime import command, compiled_cache, distributed
+from jaxunet.runtime.background import Background
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
@@ -172,7 +173,9 @@ def main(argv: Sequence[str]) -> None:
 def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
     compiled_cache.enable_compilation_cache()
+    starting = Background(jax.devices)  # a GPU takes seconds to start
     model, config = load()
+    starting.wait()
     check_output(OUTPUT.value, config.model.image_channels, Reading.of(config))
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
     guide = how.guide(config)

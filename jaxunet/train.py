@@ -29,6 +29,7 @@ from jaxunet.checkpoint.load import fit_initial, load_initial
 from jaxunet.checkpoint.newest import newest_classes, newest_config, saved_steps
 from jaxunet.checkpoint.optimizer import endless_warmup, rate_jump
 from jaxunet.checkpoint.resumable import check_resumable
+from jaxunet.checkpoint.writer import orbax
 from jaxunet.config import Config, by_path, cli, to_dict
 from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.config.unused import check_used
@@ -179,8 +180,9 @@ def supervise() -> int:
 def run(config: Config) -> None:
     """Trains, as this process's part of the run."""
     compiled_cache.enable_compilation_cache()
-    # A GPU takes seconds to start. Meanwhile Python makes a trace that every run needs.
+    # A GPU takes seconds to start. Meanwhile Python does what every run needs.
     devices = Background(jax.devices)
+    orbax()
     checkpoint.state_template(config)
     devices.wait()
     if FEWER_DEVICES.value:

@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxunet.checkpoint.state import TrainState
+from jaxunet.checkpoint.writer import orbax
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError
 
@@ -56,7 +56,7 @@ def check_method_states(
     Raises:
       OtherVersionError: a state has other leaves.
     """
-    saved = ocp.PyTreeCheckpointHandler().metadata(folder / 'state').tree
+    saved = orbax().PyTreeCheckpointHandler().metadata(folder / 'state').tree
     methods = {
         'weighting': f'loss.weighting={config.loss.weighting}',
         'timesteps': f'timesteps.sampler={config.timesteps.sampler}',

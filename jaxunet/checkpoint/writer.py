@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jaxunet.checkpoint.folders import FOLDER
 from jaxunet.checkpoint.state import TrainState
@@ -28,14 +27,21 @@ from jaxunet.runtime.plain_path import plain_path, removed
 WRITE_SECONDS = 5 * 10**9
 
 
-def alone() -> ocp.options.MultiprocessingOptions:
-    """Returns options with which each process reads by itself, and only process 0 writes.
+def orbax() -> Any:
+    """Returns the module `orbax.checkpoint`, which is slow to import: not all starts need it."""
+    import orbax.checkpoint  # noqa: PLC0415
+
+    return orbax.checkpoint
+
+
+def alone() -> Any:
+    """Returns orbax's options with which each process reads by itself, and only process 0 writes.
 
     If orbax coordinated the processes, the others would wait forever for a process whose disk is
     full.
     """
     me = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
+    return orbax().options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'process{me}'
     )
 
@@ -50,6 +56,7 @@ def read_state(
       shapes: the state, or its shapes and types.
       fields: names of the fields that are stored; the others get their defaults. None = all.
     """
+    ocp = orbax()
     names = [f.name for f in dataclasses.fields(shapes)] if fields is None else fields
     template = {name: getattr(shapes, name) for name in names}
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
@@ -113,6 +120,7 @@ class Writer:
             ) from None
         self.place = plain_path(workdir, self._descriptor)
         self._pool = ThreadPoolExecutor(1, 'checkpoints')
+        ocp = orbax()
         options = ocp.AsyncOptions(timeout_secs=WRITE_SECONDS)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
@@ -152,6 +160,7 @@ class Writer:
                 ONE_AT_A_TIME.release()
             then()
 
+        ocp = orbax()
         arguments = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
         )

@@ -76,6 +76,7 @@ def run(main: Main, *, arguments: bool = False) -> None:
     let_printing_fail()
     sys.unraisablehook = _tell_of_unraisable
     gc.freeze()  # otherwise Python spends 0.4 s at exit on all imported objects
+    gc.enable()
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
     handler.addFilter(is_shown)

@@ -108,8 +108,11 @@ def shapes_of(network: Encoder, side: int, *labels: jax.ShapeDtypeStruct) -> Map
     image = jax.ShapeDtypeStruct((1, side, side, network.model.image_channels), jnp.float32)
     time = jax.ShapeDtypeStruct((1,), jnp.int32)
     with jax.enable_x64(False):  # float32 even where a caller enabled float64
-        tree = jax.eval_shape(network.init, jax.random.key(0), image, time, *labels)['params']
-    return {path: tuple(leaf.shape) for path, leaf in flatten(tree).items()}
+        # The key too is only traced: making one would start the devices.
+        made = jax.eval_shape(
+            lambda *inputs: network.init(jax.random.key(0), *inputs), image, time, *labels
+        )
+    return {path: tuple(leaf.shape) for path, leaf in flatten(made['params']).items()}
 
 
 def flatten(tree: Mapping[str, object], prefix: Path = ()) -> Leaves:

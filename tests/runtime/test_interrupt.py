@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import signal
 import subprocess
@@ -55,6 +56,18 @@ def test_other_programs_keep_their_handler(monkeypatch):
         monkeypatch.setitem(sys.modules, '__main__', started)
         interrupt.quiet_while_importing()
         assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_garbage_is_not_collected_before_a_command_runs(monkeypatch):
+    started = SimpleNamespace(__spec__=SimpleNamespace(name='jaxunet.train'), __doc__='')
+    monkeypatch.setattr(interrupt, 'end_quietly', lambda: None)
+    monkeypatch.setattr(command.app, 'run', lambda *_, **__: None)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, '__main__', started)
+        interrupt.quiet_while_importing()
+        assert not gc.isenabled()
+        command.run(lambda _: None)
+    assert gc.isenabled()
 
 
 class Ended(BaseException):
