@@ -22,7 +22,7 @@ from jaxunet.checkpoint.folders import find
 from jaxunet.checkpoint.optimizer import get_moments
 from jaxunet.checkpoint.state import TrainState, state_from_weights
 from jaxunet.config import Config
-from jaxunet.config.consistency import NEEDS_WEIGHTS, check_teacher
+from jaxunet.config.consistency import NEEDS_WEIGHTS, check_guiding, check_teacher
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import why_missing
@@ -210,6 +210,7 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
         raise UserError(str(error).replace('--ema', 'init_from_ema')) from None
     if config.diffusion.objective == 'consistency':
         check_teacher(model.config, config.init_from, config.diffusion.consistency_of)
+        check_guiding(model.config, config)
     fitted = fit(
         model.params,
         Network(model.config, model.class_names),
@@ -217,6 +218,11 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
         config.init_from,
     )
     check_tree(fitted.params, config)
+    if config.diffusion.folds_guidance and not fitted.complete:
+        raise UserError(
+            f'init_from: {config.init_from}: diffusion.consistency_guidance needs all weights of '
+            f'the model as they are, found {"; ".join(fitted.report)}'
+        )
     # The moments of a run belong to the weights it trained, not to their averages.
     averaged = _is_run(on_disk(config.init_from)) and config.init_from_ema != 'none'
     has_moments = model.moments is not None and not averaged

@@ -77,6 +77,8 @@ class TrainState:
       weighting: state of `loss.weighting`; () if it has none.
       timesteps: state of `timesteps.sampler`; () if it has none.
       recent_norms: the norms for `train.spike_sigmas`; () if it is 0.
+      teacher: the weights at step 0, which guide (`diffusion.consistency_guidance`); () without.
+        In float32, as a run may resume in any precision.
     """
 
     step: Int[Array, '']
@@ -92,6 +94,7 @@ class TrainState:
     weighting: PyTree = ()
     timesteps: PyTree = ()
     recent_norms: RecentNorms | tuple[()] = ()
+    teacher: Params = ()
 
 
 Draw = Callable[[Config], TrainState]  # the state before step 0 of a config
@@ -126,6 +129,7 @@ def state_before_training(
         weighting=weighting,
         timesteps=timesteps,
         recent_norms=start_norms(config),
+        teacher=jax.tree.map(jnp.copy, params) if config.diffusion.folds_guidance else (),
     )
 
 

@@ -362,6 +362,8 @@ def _stored_fields(template: TrainState, config: Fields) -> list[str]:
     missing = set() if 'timesteps' in config else {'weighting', 'timesteps'}
     if 'spike_sigmas' not in config.get('train', {}):
         missing.add('recent_norms')
+    if 'consistency_guidance' not in config.get('diffusion', {}):
+        missing.add('teacher')
     return [f.name for f in dataclasses.fields(template) if f.name not in missing]
 
 

@@ -52,16 +52,45 @@ def check_teacher(config: Config, path: str, of: str = '') -> None:
         )
 
 
-def check_guidance(scale: float, option: str) -> None:
+def check_guiding(teacher: Config, config: Config) -> None:
+    """Checks that the guidance of a network can be folded into a run, and that none is lost.
+
+    Args:
+      teacher: config of the model of `init_from`.
+      config: of the run that tunes it.
+
+    Raises:
+      UserError: the network has no prediction without a class, or was tuned already.
+    """
+    scale, folded = (c.diffusion.consistency_guidance for c in (config, teacher))
+    if teacher.diffusion.objective == 'consistency' and (scale, folded) != (1, 1):
+        found = f' with guidance {folded:g}' if folded != 1 else ''
+        raise UserError(
+            f'init_from: {config.init_from}: guidance is folded in with the predictions of an edm '
+            f'or flow model, found a consistency model{found}; start from the model that it was '
+            'tuned from, or resume its run with a larger train.steps'
+        )
+    if scale != 1 and not (teacher.model.num_classes and teacher.model.label_dropout):
+        raise UserError(
+            f'init_from: {config.init_from}: diffusion.consistency_guidance={scale:g} needs a '
+            'model of classes that was also trained without them (model.label_dropout > 0)'
+        )
+
+
+def check_guidance(scale: float, option: str, folded: float) -> None:
     """Raises `UserError` for a scale of classifier-free guidance other than 0 and 1.
 
     Args:
       option: the option that gave the scale.
+      folded: the scale that the model was tuned with, `diffusion.consistency_guidance`.
     """
     if scale not in (0, 1):
+        reason = 'guidance follows the direction of small steps, and a consistency model jumps'
+        if folded != 1:
+            reason = f'guidance {folded:g} is folded into this consistency model, which jumps'
         raise UserError(
-            f'{option}: guidance follows the direction of small steps, and a consistency model '
-            f'jumps to the image; expected 1, or 0 to ignore the class, found {scale:g}'
+            f'{option}: {reason} to the image; expected 1, or 0 to ignore the class, found '
+            f'{scale:g}'
         )
 
 
@@ -78,6 +107,11 @@ def consistency_problems(config: Config) -> Iterator[str]:
         yield (
             f'diffusion.consistency_stages: expected q^stages of at most {MOST}, found '
             f'{q}^{stages}; lower diffusion.consistency_q'
+        )
+    if d.folds_guidance and not config.model.num_classes:
+        yield (
+            f'diffusion.consistency_guidance: {d.consistency_guidance:g} needs classes '
+            '(model.num_classes > 0)'
         )
     for path, value in (
         ('timesteps.sampler', config.timesteps.sampler),
@@ -102,6 +136,6 @@ def consistency_problems(config: Config) -> Iterator[str]:
             'consistency has fixed; leave it out'
         )
     try:
-        check_guidance(e.guidance_scale, 'evaluation.guidance_scale')
+        check_guidance(e.guidance_scale, 'evaluation.guidance_scale', d.consistency_guidance)
     except UserError as error:
         yield str(error)

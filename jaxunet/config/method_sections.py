@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, Range, option
 from jaxunet.runtime import dropout_rate
 
+FROM_ONE = Range('1 or more', lambda v: v >= 1)
 UP_TO_ONE = Range('more than 0 and at most 1', lambda v: 0 < v <= 1)
 
 
@@ -133,6 +134,9 @@ class DiffusionConfig:
     consistency_stages: int = option(1, POSITIVE, limit=16, since='0.2.0')
     # c of the loss √(‖·‖² + c²) - c; 0 = the norm itself
     consistency_c: float = option(0.0, NOT_NEGATIVE, since='0.2.0')
+    # w: samples of a class come out as from the network of init_from with this guidance scale
+    # (classifier-free); 1 = none.
+    consistency_guidance: float = option(1.0, FROM_ONE, since='0.2.0')
     learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
     # Weight of the variational bound in the hybrid loss; with kl_loss, the loss is the bound alone.
     vlb_weight: float = option(
@@ -150,6 +154,11 @@ class DiffusionConfig:
     def prediction(self) -> str:
         """The network's prediction: epsilon, x0, v, edm or flow."""
         return self.consistency_of if self.objective == 'consistency' else self.objective
+
+    @property
+    def folds_guidance(self) -> bool:
+        """True if the network is tuned towards the guided predictions of the one it was."""
+        return self.objective == 'consistency' and self.consistency_guidance != 1
 
     @property
     def continuous(self) -> bool:

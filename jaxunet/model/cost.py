@@ -99,10 +99,10 @@ def _outline(aval: Any) -> jax.ShapeDtypeStruct:
 def memory(config: Config, kernels: Kernels) -> dict[str, int]:
     """Returns the estimated bytes per device by purpose, with these kernels.
 
-    The keys are parameters, averages, optimizer, gradients and activations. With
-    `parallel.shard_optimizer`, parameters are a device's part and the gathered ones. Activations
-    are those that the forward pass keeps for the backward pass, as the kernels' ops do, times
-    `HELD`; an unmeasured backend takes the largest multiple.
+    The keys are parameters (also those of a teacher), averages, optimizer, gradients and
+    activations. With `parallel.shard_optimizer`, parameters are a device's part and the gathered
+    ones. Activations are those that the forward pass keeps for the backward pass, as the kernels'
+    ops do, times `HELD`; an unmeasured backend takes the largest multiple.
     """
     devices = config.parallel.devices or jax.device_count()
     share = max(config.data.batch_size // config.optimizer.accumulate_steps // devices, 1)
@@ -116,7 +116,7 @@ def memory(config: Config, kernels: Kernels) -> dict[str, int]:
     table = HELD_CONCURRENT if kernels.overlap(config, devices) else HELD
     held = table.get(_holder(kernels), max(table.values()))
     return {
-        'parameters': -(-size // shared) + gathered,
+        'parameters': (1 + config.diffusion.folds_guidance) * (-(-size // shared) + gathered),
         'averages': -(-size * (len(config.ema.rates) + len(config.ema.widths)) // shared),
         'optimizer': -(-tree_bytes(jax.eval_shape(optax.adam(1e-3).init, params)) // shared),
         'gradients': size,
@@ -151,8 +151,10 @@ def summary(config: Config) -> str:
     kernels = choose(config.backend, config.precision, here=False)
     parts = memory(config, kernels)
     gib = ', '.join(f'{name} {value / 2**30:.2f}' for name, value in parts.items())
-    # The backward pass takes twice as many, and the target of consistency one pass more.
-    step = (4 if config.diffusion.objective == 'consistency' else 3) * forward
+    # The backward pass takes twice as many, the target of consistency one pass more, and guidance
+    # that is folded in another.
+    diffusion = config.diffusion
+    step = (3 + (diffusion.objective == 'consistency') + diffusion.folds_guidance) * forward
     return (
         f'parameters: {parameter_count(config):,}\n'
         f'GFLOPs per image: {forward:.2f} forward, about {step:.2f} per training step\n'

@@ -276,7 +276,8 @@ def _check_consistency(config: SamplerConfig, name: str, diffusion: Diffusion) -
             f'skip_schedule: {config.skip_schedule} spaces noise levels, which '
             'sampler=consistency has fixed; leave it out'
         )
-    check_guidance(config.guidance_scale, 'guidance_scale')
+    folded = diffusion.config.consistency_guidance
+    check_guidance(config.guidance_scale, 'guidance_scale', folded)
 
 
 def _check_sampler(config: SamplerConfig, name: str) -> None:

@@ -11,12 +11,22 @@ in stage k = 0, 1, ... of the run. Levels are noise-to-signal ratios σ = √((1
 σ = t/(1 − t), and D is EDM's denoiser of the network, or x_0 = x − t v of flow. ln σ is normal in
 training for both (`jaxunet.diffusion.levels`).
 
-Source: easy consistency tuning (ECT), Geng et al. 2024, arXiv 2406.14548.
+With guidance w (`diffusion.consistency_guidance`), the path goes on from x_t to another image:
+
+    y_w = w y + (1 − w) D_teacher(x_t, t | no class),   x_r = x_t + (r − t) (x_t − y_w)/t,
+
+and the target is y_w where r = 0. The mean of y over the images that may be under x_t is the
+prediction with a class, so that of x_r is Euler's step from t to r of guided sampling. The teacher
+is the network before tuning. Samples whose class is dropped have w = 1.
+
+Sources: easy consistency tuning (ECT), Geng et al. 2024, arXiv 2406.14548; a guided velocity from
+one sample of the data, Geng et al. 2025 (MeanFlow), arXiv 2505.13447, section 4.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +57,18 @@ PerSample = Float[Array, ' batch']
 Network = Callable[[Images, Times], Output]  # (network's input, time) -> the network's output
 
 
+class Guidance(NamedTuple):
+    """The prediction and the scale that guide the targets.
+
+    Fields:
+      teacher: the network before tuning, without class and dropout.
+      scale: w of each sample.
+    """
+
+    teacher: Network
+    scale: PerSample
+
+
 def loss_fn(
     parts: StepParts, params: Params, state: TrainState, keys: Keys, batch: Batch, scale: Scalar
 ) -> tuple[Scalar, tuple[Scalar, None]]:
@@ -59,6 +81,10 @@ def loss_fn(
         inputs = noisy.labels, noisy.dropout_keys, noisy.augmentation, noisy.low_res
         return lambda seen, time: parts.model.predict(weights, seen, time, *inputs)
 
+    def teacher(seen: Images, time: Times) -> Output:
+        inputs = None, None, noisy.augmentation, noisy.low_res
+        return parts.model.predict(state.teacher, seen, time, *inputs)
+
     with jax.named_scope('forward'):
         losses = consistency_losses(
             parts.diffusion,
@@ -68,6 +94,7 @@ def loss_fn(
             noisy.noise,
             noisy.time,
             decay=decay_at(config, state.step),
+            guidance=guidance_of(config, teacher, noisy.labels),
         )
         loss = jnp.mean(losses)
         return loss * scale, (loss, None)
@@ -101,6 +128,7 @@ def consistency_losses(
     time: Times,
     *,
     decay: float | Scalar,
+    guidance: Guidance | None = None,
 ) -> PerSample:
     """Returns the loss of each sample, of shape (batch,); the equations are the module's.
 
@@ -110,20 +138,44 @@ def consistency_losses(
       frozen: the same network with the same dropout, for the target.
       time: of the levels t, as the network reads them.
       decay: 1/q^(k+1).
+      guidance: None = none.
     """
     signal, noise_level = signal_and_noise(diffusion.config, time)
-    lower, gap = earlier_level(noise_level / signal, decay)
+    sigma = noise_level / signal
+    lower, gap = earlier_level(sigma, decay)
     reaches = lower > 0
     # The network is never called at level 0, of which edm has no finite time.
     lower_time = time_of_sigma(diffusion.config, jnp.where(reaches, lower, 1))
-    target = denoised(diffusion, frozen, x0, noise, lower_time)
-    target = jax.lax.stop_gradient(jnp.where(reaches[:, None, None, None], target, x0))
+    image, direction = x0, noise  # the path to r: image + σ direction
+    if guidance is not None:
+        image = guided_image(diffusion, guidance, x0, noise, time)
+        direction = noise + (x0 - image) / sigma[:, None, None, None]
+    target = denoised(diffusion, frozen, image, direction, lower_time)
+    target = jax.lax.stop_gradient(jnp.where(reaches[:, None, None, None], target, image))
     difference = denoised(diffusion, network, x0, noise, time) - target
     c = diffusion.config.consistency_c
     square = jnp.sum(jnp.square(difference), axis=(1, 2, 3)) + c**2
     # The square root has no derivative at 0.
     norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
     return (norm - c) / gap
+
+
+def guidance_of(
+    config: Config, teacher: Network, labels: Int[Array, ' batch'] | None
+) -> Guidance | None:
+    """Returns the guidance of samples with these labels, negative where dropped; None without."""
+    if labels is None or not config.diffusion.folds_guidance:
+        return None
+    return Guidance(teacher, jnp.where(labels < 0, 1, config.diffusion.consistency_guidance))
+
+
+def guided_image(
+    diffusion: Diffusion, guidance: Guidance, x0: Images, noise: Images, time: Times
+) -> Images:
+    """Returns y_w of the images x_0 = y."""
+    scale = guidance.scale[:, None, None, None]
+    free = denoised(diffusion, guidance.teacher, x0, noise, time)
+    return scale * x0 + (1 - scale) * free
 
 
 def denoised(

@@ -26,7 +26,7 @@ from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import choose
 from jaxunet.training.bands import BANDS, BandBatch, BandImages, fixed_noise
 from jaxunet.training.batch import normalise
-from jaxunet.training.consistency import consistency_losses, decays
+from jaxunet.training.consistency import consistency_losses, decays, guidance_of
 
 # `Turn` reports after every `RISES` rises of the held-out loss in a row, if the loss has grown by
 # the share `RISE` or more since before the first of them.
@@ -73,12 +73,20 @@ class HeldOutLoss:
     Args:
       source: the training images, with `held_out` images.
       devices: of this process; they share the images.
+      teacher: the weights that guide, numpy arrays; () without `diffusion.consistency_guidance`.
 
     Raises:
       ValueError: the source holds no images out.
     """
 
-    def __init__(self, config: Config, source: Source, devices: Sequence[jax.Device]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: Source,
+        devices: Sequence[jax.Device],
+        teacher: Params = (),
+    ) -> None:
+        self._teacher = teacher
         self._config, self._diffusion = config, make_diffusion(config.diffusion)
         self._model = build_unet(config, choose(config.backend, config.precision).ops)
         mesh = Mesh(np.array(devices), ('data',))
@@ -93,7 +101,11 @@ class HeldOutLoss:
         )
         # shard_map instead of automatic partitioning: XLA cannot partition hand-written kernels.
         mapped = jax.shard_map(
-            self._losses, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False
+            self._losses,
+            mesh=mesh,
+            in_specs=(whole, whole, split),
+            out_specs=split,
+            check_vma=False,
         )
         self._program = jax.jit(mapped)
         self._compiled: jax.stages.Compiled | None = None
@@ -105,11 +117,12 @@ class HeldOutLoss:
           UserError: an image is corrupt.
         """
         self._images.load()
-        params = jax.tree.map(
+        state = state_template(self._config)
+        weights = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated),
-            state_template(self._config).params,
+            (state.params, state.teacher),
         )
-        self._compiled = self._program.lower(params, self._images.first_batch()).compile()
+        self._compiled = self._program.lower(*weights, self._images.first_batch()).compile()
         return self
 
     def measure(self, params: Params) -> Losses:
@@ -118,10 +131,10 @@ class HeldOutLoss:
             self.compile()
         compiled = self._compiled
         assert compiled is not None
-        placed = jax.device_put(params, self._replicated)
-        return Losses(*self._images.measure(lambda batch: compiled(placed, batch)))
+        placed = jax.device_put((params, self._teacher), self._replicated)
+        return Losses(*self._images.measure(lambda batch: compiled(*placed, batch)))
 
-    def _losses(self, params: Params, batch: BandBatch) -> Float[Array, ' batch']:
+    def _losses(self, params: Params, teacher: Params, batch: BandBatch) -> Float[Array, ' batch']:
         loaded = normalise(batch.images)
         x0 = images_of(self._config, loaded)
         noise = fixed_noise(batch.noise_number, x0.shape[1:])
@@ -132,9 +145,15 @@ class HeldOutLoss:
         def network(seen: Array, time: Array) -> Array:
             return self._model.predict(params, seen, time, labels, low_res=low_res)
 
+        def unlabelled(seen: Array, time: Array) -> Array:
+            return self._model.predict(teacher, seen, time, low_res=low_res)
+
         if diffusion.objective == 'consistency':
             last = float(decays(self._config)[-1])
-            return consistency_losses(diffusion, network, network, x0, noise, time, decay=last)
+            guidance = guidance_of(self._config, unlabelled, labels)
+            return consistency_losses(
+                diffusion, network, network, x0, noise, time, decay=last, guidance=guidance
+            )
         xt = q_sample(diffusion, x0, time, noise)
         output = network(network_input(diffusion, xt, time), time)
         return per_sample_loss(diffusion, output, x0, xt, time, noise)

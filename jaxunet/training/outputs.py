@@ -57,6 +57,7 @@ class UNetOutputs(Outputs):
       start: the step that the run starts from; later rows of its log files are dropped.
       rollbacks: number of times that the run has gone back to an earlier checkpoint.
       devices: of this process. All measure the held-out loss; the first draws the sample grids.
+      teacher: as for `HeldOutLoss`.
       evaluator: computes the metrics of samples; None if `train.evaluate_every` is 0.
       bar: the progress bar, above which messages are printed.
       keep_on: returns False once the run was asked to stop, which ends sampling early.
@@ -72,6 +73,7 @@ class UNetOutputs(Outputs):
         *,
         rollbacks: int,
         devices: Sequence[jax.Device],
+        teacher: Params,
         evaluator: Evaluator | None,
         bar: tqdm,
         keep_on: Callable[[], bool],
@@ -99,7 +101,7 @@ class UNetOutputs(Outputs):
         ]
         self._generator: Background[Generator] | None = None
         self._held_out = (
-            HeldOutLoss(config, source, devices) if config.train.holdout_every else None
+            HeldOutLoss(config, source, devices, teacher) if config.train.holdout_every else None
         )
         self._turn = Turn()
         for row in self._logs.earlier:

@@ -64,7 +64,7 @@ class Replicas:
             return
         devices = self._parallel.devices
         leaves = jax.tree.leaves_with_path(
-            {'params': state.params, 'ema': state.ema, 'opt_state': state.opt_state}
+            {name: getattr(state, name) for name in ('params', 'ema', 'opt_state', 'teacher')}
         )
         result = self._checksums([leaf for _, leaf in leaves])
         checksums = np.asarray(result.addressable_shards[0].data)

@@ -65,7 +65,7 @@ def marked(state: TrainState) -> TrainState:
     def mark(x: Array | jax.ShapeDtypeStruct) -> object:
         return Sharded(x, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else x  # not counters
 
-    divided = {name: getattr(state, name) for name in ('params', 'ema', 'opt_state')}
+    divided = {name: getattr(state, name) for name in ('params', 'ema', 'opt_state', 'teacher')}
     return dataclasses.replace(state, **jax.tree.map(mark, divided))
 
 

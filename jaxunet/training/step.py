@@ -141,7 +141,11 @@ def train_step(
         if parts.config.data.noise_assignment == 'batch':
             noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
             keys = keys._replace(noise=noise)
-    grads, minimised, samples, simultaneous = gradients(parts, state, params, keys, batch)
+    seen = state
+    if parts.diffusion.config.folds_guidance:
+        teacher = network_weights(parts, state.teacher, copies_of(parts, state.teacher))
+        seen = dataclasses.replace(state, teacher=teacher)
+    grads, minimised, samples, simultaneous = gradients(parts, seen, params, keys, batch)
     if parts.axis_name is not None:
         if any_sharded(state.params):
             grads = scattered(grads, state.params, parts.axis_name)

@@ -82,6 +82,7 @@ class UNetSubject(Subject):
             begin.step,
             rollbacks=begin.facts.rollbacks,
             devices=self.session.parallel.local_devices,
+            teacher=begin.state().teacher if self.config.diffusion.folds_guidance else (),
             evaluator=self._evaluator,
             bar=bar,
             keep_on=lambda: not caller.requested,

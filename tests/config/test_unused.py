@@ -26,7 +26,7 @@ def test_every_field_belongs_to_a_choice(section, chooser, fields):
 def test_fields_of_an_objective():
     names = {path.partition('.')[2] for path in owners() if path.startswith('diffusion.')}
     objectives = {'edm_mean', 'edm_std', 'edm_sigma_data', 'flow_mean', 'flow_std'}
-    consistency = {f'consistency_{name}' for name in ('of', 'q', 'stages', 'c')}
+    consistency = {f'consistency_{name}' for name in ('of', 'q', 'stages', 'c', 'guidance')}
     assert names == {*objectives, *consistency, 'edm_time_scale', 'vlb_weight'}
 
 

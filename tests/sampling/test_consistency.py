@@ -122,9 +122,24 @@ def test_options_without_a_meaning_are_refused(options, message):
     assert '\n' not in str(error.value)
 
 
+def test_other_guidance_than_the_folded_is_refused():
+    config = DiffusionConfig(
+        objective='consistency', consistency_of='flow', consistency_guidance=1.5
+    )
+    guided, message = d.make_diffusion(config), 'guidance_scale: guidance 1.5 is folded into .*'
+    with pytest.raises(UserError, match=f'{message}expected 1, or 0 .*, found 2') as error:
+        s.make_sampler(SamplerConfig(guidance_scale=2.0), guided, num_classes=3)
+    assert '\n' not in str(error.value)
+    s.make_sampler(SamplerConfig(guidance_scale=0.0), guided, num_classes=3)  # without a class
+
+
 def test_a_model_in_a_file_keeps_its_objective_and_draws_in_two_evaluations(tmp_path):
     config = tiny_config(
-        diffusion={'objective': 'consistency', 'consistency_of': 'flow', 'consistency_q': 4}
+        diffusion={
+            'objective': 'consistency',
+            'consistency_of': 'flow',
+            'consistency_guidance': 1.5,
+        }
     )
     params = jax.tree.map(np.asarray, fresh_state(config).params)
     model = Model(Weights(config, params, None, 'fresh'), config)

@@ -20,7 +20,7 @@ from jaxunet.diffusion.process import make_diffusion, middle_time, network_input
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.references import XLA
 from jaxunet.training.bands import BANDS, SEED
-from jaxunet.training.consistency import consistency_losses
+from jaxunet.training.consistency import Guidance, consistency_losses
 from jaxunet.training.held_out import COLUMNS, HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -46,15 +46,21 @@ def digits():
     return hold_out(some, 11)
 
 
-@pytest.mark.parametrize('objective', ['epsilon', 'edm', 'consistency'])
+@pytest.mark.parametrize('objective', ['epsilon', 'edm', 'consistency', 'guided'])
 def test_values(objective, digits):
     """One image, noise level and noise after the other; on one device and on two."""
     stages = {'consistency_of': 'edm', 'consistency_q': 4, 'consistency_stages': 2}
+    guided = objective == 'guided'
+    if guided:
+        objective, stages = 'consistency', stages | {'consistency_guidance': 2.0}
     more = stages if objective == 'consistency' else {}
     config = tiny_config(diffusion={'objective': objective} | more)
     params = jax.tree.map(jnp.asarray, randomised(config))
-    found = HeldOutLoss(config, digits, jax.local_devices()[:1]).measure(params)
-    again = HeldOutLoss(config, digits, jax.local_devices()[:2]).measure(params)
+    teacher = jax.tree.map(lambda x: x * 0.9, params) if guided else ()
+    found, again = (
+        HeldOutLoss(config, digits, jax.local_devices()[:devices], teacher).measure(params)
+        for devices in (1, 2)
+    )
     np.testing.assert_allclose(found, again, rtol=1e-5)
     diffusion, model = make_diffusion(config.diffusion), build_unet(config, XLA)
 
@@ -69,8 +75,17 @@ def test_values(objective, digits):
             return model.predict(params, seen, time, label[None])
 
         if objective == 'consistency':  # in the last stage
-            each = consistency_losses(diffusion, network, network, x0, noise, time, decay=4**-2)
-            return each[0]
+            scale = Guidance(lambda *seen: model.predict(teacher, *seen), jnp.full(1, 2.0))
+            return consistency_losses(
+                diffusion,
+                network,
+                network,
+                x0,
+                noise,
+                time,
+                decay=4**-2,
+                guidance=scale if guided else None,
+            )[0]
         xt = q_sample(diffusion, x0, time, noise)
         output = network(network_input(diffusion, xt, time), time)
         return per_sample_loss(diffusion, output, x0, xt, time, noise)[0]
