@@ -11,7 +11,7 @@ import pytest
 from support.tiny import TINY
 
 import jaxunet
-from jaxunet.api import train, train_rows
+from jaxunet.api import _Thread, train, train_rows
 from jaxunet.checkpoint.newest import newest_config, saved_steps
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.background import Background
@@ -134,18 +134,27 @@ def test_ctrl_c_saves_and_arrives(stage, tmp_path, monkeypatch, capfd):
     Before the step is compiled there is nothing to save, and the run ends without compiling it.
     """
     place, name = STAGES[stage]
-    function, arrived = getattr(place, name), threading.Event()
+    function, arrived = getattr(place, name), []
+    stop, stopped = _Thread.stop, threading.Event()
 
     def interrupted(*arguments, **named):
-        if not arrived.is_set():
-            arrived.set()
-            os.kill(os.getpid(), signal.SIGINT)
+        if not arrived:
+            # Linux may hand a signal to this process to any of its threads.
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            arrived.append(stopped.wait(60))
         return function(*arguments, **named)
 
+    def stopping(self, error):
+        self.requested = True
+        stopped.set()
+        stop(self, error)
+
     monkeypatch.setattr(place, name, interrupted)
+    monkeypatch.setattr(_Thread, 'stop', stopping)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         tiny(tmp_path, steps=4)
+    assert arrived == [True]
     assert signal.getsignal(signal.SIGINT) is handler
     assert bool(saved_steps(tmp_path)) is (stage != 'loading')
     assert 'interrupted: finishing the steps' in capfd.readouterr().err
