@@ -4,6 +4,7 @@ The functions of `jaxunet.api` are attributes of this package. They are imported
 so that `import jaxunet` alone is quick and starts nothing.
 """
 
+import importlib
 import sys
 import types
 from typing import TYPE_CHECKING
@@ -18,9 +19,21 @@ __all__ = ['Model', 'Run', 'UserError', 'evaluate', 'load', 'train', 'train_rows
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    from jaxunet import api  # noqa: PLC0415 (it imports jax)
+    return getattr(_api(), name)
 
-    return getattr(api, name)
+
+def _api() -> types.ModuleType:
+    """Returns `jaxunet.api`, imported at its first use.
+
+    A thread imports it, because Ctrl-C, which comes to the main thread, would leave JAX half
+    imported, and Python cannot import the rest later.
+    """
+    if imported := globals().get('api'):  # the import system sets it once all is imported
+        return imported
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 (import jaxunet is quick)
+
+    with ThreadPoolExecutor(1) as thread:  # its end waits for the import, even after Ctrl-C
+        return thread.submit(importlib.import_module, f'{__name__}.api').result()
 
 
 def __dir__() -> list[str]:
@@ -34,9 +47,7 @@ class _Command(types.ModuleType):
     """
 
     def __call__(self, *args: object, **options: object) -> object:
-        from jaxunet import api  # noqa: PLC0415
-
-        return getattr(api, self.__name__.rpartition('.')[2])(*args, **options)
+        return getattr(_api(), self.__name__.rpartition('.')[2])(*args, **options)
 
 
 def is_function_too(module: str) -> None:

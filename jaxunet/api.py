@@ -38,7 +38,7 @@ from jaxunet.metrics.evaluation import Result, check_metrics, compute
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
 from jaxunet.metrics.table import ImageSummary, check_reference, with_reference
-from jaxunet.runtime.background import Background
+from jaxunet.runtime.background import WAIT_SECONDS, Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.paths import expanded
@@ -254,13 +254,22 @@ class _Thread(Caller):
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows until the thread ends."""
-        while (row := self._told.get()) is not None:
+        while (row := self._next()) is not None:
             if isinstance(row, UserError):
                 assert self._task is not None
                 self._task.abandon()
                 self._task = None
                 raise row
             yield row
+
+    def _next(self) -> Row | UserError | None:
+        """Waits for what is told, in parts: Linux may hand Ctrl-C to a thread of JAX's.
+
+        That does not wake this thread, which alone raises KeyboardInterrupt.
+        """
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._told.get(timeout=WAIT_SECONDS)
 
     def stop(self, error: BaseException) -> None:
         """Asks the run to stop, and waits until it has saved."""

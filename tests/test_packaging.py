@@ -273,13 +273,13 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path):
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob('*')
-        if path.suffix in ('.py', '.npz', '.jsonl', '.json', '.html')
+        if path.suffix in ('.py', '.npz', '.jsonl', '.json', '.html', '.typed')
         and path.parent.name != 'build_tools'
         and path.name != 'parity_test.py'
         and not path.name.startswith('test_')
     }
     assert any(name.endswith('.npz') for name in wanted)
-    assert 'pallas_kernels/tiles/nvidia_h200.jsonl' in wanted
+    assert {'pallas_kernels/tiles/nvidia_h200.jsonl', 'jaxunet/py.typed'} <= wanted
     assert wanted == set(names)
     assert {name.split('/')[0] for name in names} == set(packages)
     sources = ('.cu', '.cuh', '.cc', '.h', '.txt')

@@ -32,6 +32,11 @@ HELD = {'xla': 0.42, 'pallas': 2.8, 'cuda': 2.1}
 # The same where kernels overlap (`Kernels.overlap`).
 HELD_CONCURRENT = {'xla': 0.56, 'pallas': 5.0, 'cuda': 2.2}
 LONG_ON_A_CPU = 2e11  # work of a run (`warn_if_long_on_a_cpu`)
+# The settings of docs/training.md#on-a-cpu, which a wheel does not have.
+FOR_A_CPU = (
+    '--config.precision=float32 --config.data.image_size=32 --config.data.batch_size=16 '
+    '--config.model.base_channels=32 --config.model.num_res_blocks=1 --config.train.steps=2000'
+)
 
 
 def tree_bytes(tree: PyTree) -> int:
@@ -175,11 +180,12 @@ def warn_if_long_on_a_cpu(config: Config) -> None:
     if jax.default_backend() == 'cpu' and work > LONG_ON_A_CPU:
         logging.warning(
             'JAX finds no GPU here, and this run is long for a CPU: %s steps of %d images of '
-            '%dx%d; docs/training.md#on-a-cpu has settings for one',
+            '%dx%d. For a CPU, add %s',
             f'{config.train.steps:,}',
             config.data.batch_size,
             height,
             width,
+            FOR_A_CPU,
         )
 
 

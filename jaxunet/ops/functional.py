@@ -113,7 +113,8 @@ def group_norm(
     """norm(x) · scale + offset, then SiLU if `silu`, then dropout.
 
     Args:
-      scale, offset: (channels,), or (batch, channels) for a scale-shift norm.
+      scale: (channels,), or (batch, channels) for a scale-shift norm.
+      offset: as `scale`.
       groups: divides the channels.
       eps: added to the variance.
       dropout: its seeds are two random words per sample, uint32; None = no dropout.

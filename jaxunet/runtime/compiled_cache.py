@@ -11,7 +11,6 @@ file that belongs to another user, or that others can write to, is not used.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -38,21 +37,20 @@ def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`.
 
     Programs that compile faster than JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS (default 0.5 s) are
-    not kept. Warns and keeps none if there is no folder, or if others can write to it
-    (`jaxunet.runtime.ownership`).
+    not kept. Warns and keeps none if there is no folder, if it cannot be made, or if others can
+    write to it (`jaxunet.runtime.ownership`).
     """
     try:
         folder = expanded(os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla'))
-    except UserError as error:
+        if '://' not in folder:
+            pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (UserError, OSError) as error:
         logging.warning('compiled programs are not kept: %s', error)
         jax.config.update('jax_enable_compilation_cache', False)
         return
-    if '://' not in folder:
-        with contextlib.suppress(OSError):  # JAX warns of a folder that cannot be written
-            pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not ownership.usable(folder):
-            jax.config.update('jax_enable_compilation_cache', False)
-            return
+    if '://' not in folder and not ownership.usable(folder):
+        jax.config.update('jax_enable_compilation_cache', False)
+        return
     jax.config.update('jax_compilation_cache_dir', folder)
     if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)

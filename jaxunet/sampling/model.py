@@ -345,7 +345,8 @@ def load(
       preset: name of the published model that a weight file is (docs/weights.md).
       config: the model of a weight file that does not describe it.
       new_attention_order: guided-diffusion's option, for a file that does not state it.
-      backend, precision: as the fields of a config; None = those of the model.
+      backend: as the field of a config; None = that of the model.
+      precision: as `backend`.
       stated: what a weight file leaves open, as the flags of `jaxunet.sample`: image_size,
         num_heads, schedule, diffusion_steps, objective, ...
 

@@ -315,8 +315,7 @@ def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
         for label, row in zip(labels, traced, strict=True)
     ]
     links = ', '.join(
-        f'[{label}]({pathlib.PurePath(row["profile"]).parent})'
-        for label, row in zip(labels, traced, strict=True)
+        f'[{label}]({row["profile"]})' for label, row in zip(labels, traced, strict=True)
     )
     return [
         *lines,
@@ -327,5 +326,5 @@ def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
         side_by_side(tables, plots.TOP),
         '```',
         '',
-        f'Whole tables and traces: {links}.',
+        f'Whole tables, beside their traces: {links}.',
     ]

@@ -114,8 +114,11 @@ class UNetOutputs(Outputs):
             open_logs(workdir)
 
     def close(self) -> None:
-        """Tries once more to write the rows that a full disk refused."""
+        """Tries once more to write rows that a full disk refused; brings the page up to date."""
         self._logs.close(self._evaluations)
+        if (self._workdir / PAGE).exists():
+            with self._attempts.attempt(PAGE):
+                write_page(self._config, self._workdir)
         if self._table:
             self._table.close()
 

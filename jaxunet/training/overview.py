@@ -24,7 +24,7 @@ STYLE = """
 body { margin: 0 auto; max-width: 1240px; padding: 20px 16px; font: 15px/1.5 system-ui, sans-serif;
   background: #fbfaf8; color: #1f2328; }
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(240px, 100%), 1fr));
-  gap: 16px; }
+  gap: 16px; align-items: start; }
 a { color: inherit; text-decoration: none; background: #fff; border: 1px solid #e3e0da;
   border-radius: 8px; padding: 10px; overflow-wrap: anywhere; }
 img { width: 100%; display: block; margin-bottom: 8px; }
@@ -82,7 +82,8 @@ def _card(folder: pathlib.Path, run: pathlib.Path) -> str:
     rows = read_metrics(run / METRICS) if (run / METRICS).is_file() else []
     grids = pictures(run)
     image = f'<img src="/{base}{grids[-1][1]}" alt="last samples" loading="lazy">' if grids else ''
-    said = f'step {int(rows[-1]["step"]):,}, loss {rows[-1]["loss"]}' if rows else 'no steps yet'
+    last = rows[-1] if rows else {}
+    said = f'step {int(last["step"]):,}, loss {float(last["loss"]):.4g}' if last else 'no steps yet'
     # A run has a page from its first grid on.
     link = f' href="/{base}{PAGE}"' if (run / PAGE).is_file() else ''
     shown = html.escape(printable(run.name if name == '.' else name))

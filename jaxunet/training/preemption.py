@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 
@@ -19,6 +20,8 @@ from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import end
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED, handled, terminating
+
+ONE_REQUEST = 0.5  # seconds; `timeout`, and what passes signals on, send Ctrl-C twice at once
 
 
 class Caller:
@@ -50,7 +53,8 @@ class Caller:
 class Preemption(Caller):
     """The command that runs a run, and catches signals.
 
-    It catches them while its block runs. A SIGINT after another signal ends the process.
+    It catches them while its block runs. A SIGINT after another signal ends the process, unless
+    both come at once.
 
     Python runs signal handlers only between bytecodes, and compiling a step can delay them by a
     minute. So a thread, woken by Python's C handler, ends the process at once if it need not finish
@@ -94,7 +98,7 @@ class Preemption(Caller):
         self.requested = True
 
     def _watch(self) -> None:
-        asked, signals = False, {signal.SIGINT, *terminating()}
+        asked, signals = 0.0, {signal.SIGINT, *terminating()}
         while data := os.read(self._reader, 1):
             if data[0] not in signals:
                 continue
@@ -109,7 +113,7 @@ class Preemption(Caller):
                 else:
                     quietly('the interrupted run', self._interrupted)
                     end(INTERRUPTED)
-            if asked and data[0] == signal.SIGINT:
+            if asked and data[0] == signal.SIGINT and time.monotonic() - asked > ONE_REQUEST:
                 _say(f'{name} again: ended without saving; the last checkpoint is kept.')
                 end(INTERRUPTED)
             if not asked:
@@ -117,7 +121,7 @@ class Preemption(Caller):
                     f'{name}: finishing the steps that have begun, then saving; '
                     'a further Ctrl-C ends at once without saving.'
                 )
-            asked = True
+                asked = time.monotonic()
         os.close(self._reader)
 
 

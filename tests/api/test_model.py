@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +201,23 @@ def test_importing_is_quick_and_starts_nothing():
     seconds, *others = found.stdout.split()
     assert float(seconds) < 0.3
     assert others == ['True', 'False', 'False', 'False', 'True']
+
+
+def test_ctrl_c_while_importing_leaves_nothing_half_imported(monkeypatch):
+    """The import goes on in its thread, as Python could not import the rest of JAX later."""
+    imported, whole = importlib.import_module, threading.Event()
+
+    def interrupted(name):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        imported(name)
+        whole.set()
+
+    monkeypatch.delattr(jaxunet, 'api')
+    monkeypatch.setattr(importlib, 'import_module', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _ = jaxunet.train
+    assert whole.wait(60)
 
 
 def test_the_names_of_commands_are_functions_too():

@@ -11,10 +11,11 @@ import pytest
 from support.tiny import TINY
 
 import jaxunet
-from jaxunet.api import train, train_rows
+from jaxunet.api import _Thread, train, train_rows
 from jaxunet.checkpoint.newest import newest_config, saved_steps
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.background import Background
+from jaxunet.training.page import FILE as PAGE
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.saving import Saver
 from jaxunet.training.session import Session
@@ -87,8 +88,10 @@ def test_a_callback_may_end_a_run(tmp_path):
         thread.append(threading.current_thread())
         return row['step'] < 2
 
+    (tmp_path / PAGE).write_text('as of the last grid of samples')
     run = tiny(tmp_path, steps=10_000, progress=progress)
     assert 2 <= run.step < 10_000
+    assert f'"step": {run.metrics["step"][-1]:.0f}' in (tmp_path / PAGE).read_text()
     assert saved_steps(tmp_path)[0] == run.step
     assert set(thread) == {threading.current_thread()}
 
@@ -117,6 +120,7 @@ def test_a_run_that_stops_and_cannot_be_saved_says_so(tmp_path, monkeypatch):
 
 
 STAGES = {
+    'loading': (Session, 'expect'),
     'compiling': (Parallel, 'compile'),
     'the first step': (Session, 'call'),
     'saving': (Saver, 'save'),
@@ -125,22 +129,34 @@ STAGES = {
 
 @pytest.mark.parametrize('stage', STAGES)
 def test_ctrl_c_saves_and_arrives(stage, tmp_path, monkeypatch, capfd):
-    """The signal of a terminal, at each stage; the same call goes on."""
+    """The signal of a terminal, at each stage; the same call goes on.
+
+    Before the step is compiled there is nothing to save, and the run ends without compiling it.
+    """
     place, name = STAGES[stage]
-    function, arrived = getattr(place, name), threading.Event()
+    function, arrived = getattr(place, name), []
+    stop, stopped = _Thread.stop, threading.Event()
 
     def interrupted(*arguments, **named):
-        if not arrived.is_set():
-            arrived.set()
-            os.kill(os.getpid(), signal.SIGINT)
+        if not arrived:
+            # Linux may hand a signal to this process to any of its threads.
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            arrived.append(stopped.wait(60))
         return function(*arguments, **named)
 
+    def stopping(self, error):
+        self.requested = True
+        stopped.set()
+        stop(self, error)
+
     monkeypatch.setattr(place, name, interrupted)
+    monkeypatch.setattr(_Thread, 'stop', stopping)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         tiny(tmp_path, steps=4)
+    assert arrived == [True]
     assert signal.getsignal(signal.SIGINT) is handler
-    assert saved_steps(tmp_path)
+    assert bool(saved_steps(tmp_path)) is (stage != 'loading')
     assert 'interrupted: finishing the steps' in capfd.readouterr().err
     assert tiny(tmp_path, steps=4).step == 4
 

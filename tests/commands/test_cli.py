@@ -11,12 +11,13 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from support.commands import call, call_each
+from support.commands import ROOT, call, call_each
 from support.data_files import encoded, put, random_pixels
 from support.tiny import flags
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_model
+from jaxunet.model.cost import FOR_A_CPU
 from jaxunet.runtime.progress import LOG_SECONDS, progress_bar
 from jaxunet.training.logs import read_metrics
 
@@ -251,6 +252,9 @@ def test_dry_run_tells_of_classes_and_of_a_long_run_on_a_cpu(tmp_path):
     assert 'the 2 classes of' in unused
     assert 'are not used; model.num_classes=2' in unused
     assert 'this run is long for a CPU' in unused
+    assert f'For a CPU, add {FOR_A_CPU}\n' in unused
+    docs = (ROOT / 'docs' / 'training.md').read_text()
+    assert all(flag in docs for flag in FOR_A_CPU.split())
     assert f'error: model.num_classes: 1, but {folder} has 2 classes' in few
 
 

@@ -17,7 +17,7 @@ def folder(tmp_path):
     first, second = tmp_path / 'a', tmp_path / 'group' / 'b <i>'
     for run in (first, second):
         (run / 'samples').mkdir(parents=True)
-        (run / 'metrics.csv').write_text('step,loss\n7,0.5\n')
+        (run / 'metrics.csv').write_text('step,loss\n7,0.512345678\n')
     (first / 'index.html').write_text('<title>a</title>')
     (first / 'samples' / 'step_0000007.png').write_bytes(b'png')
     (first / 'secret.txt').write_text('secret')
@@ -51,7 +51,7 @@ def test_all_runs_are_found(folder):
     page = overview(folder)
     assert '2 runs' in page
     assert 'b &lt;i&gt;' in page
-    assert 'step 7, loss 0.5' in page
+    assert 'step 7, loss 0.5123<' in page
 
 
 @pytest.mark.parametrize(

@@ -313,21 +313,32 @@ def test_a_file_that_others_can_write_to_is_not_read(cache, caplog):
     assert 'cannot be loaded (PermissionError: others can write to it (mode 0620)' in caplog.text
 
 
-def test_a_cache_of_another_user_is_not_enabled(tmp_path, monkeypatch, caplog):
-    before = {
-        name: getattr(jax.config, name)
-        for name in ('jax_enable_compilation_cache', 'jax_compilation_cache_dir')
-    }
+@pytest.fixture
+def settings():
+    """Restores JAX's settings of its cache."""
+    names = ('jax_enable_compilation_cache', 'jax_compilation_cache_dir')
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_cache_that_cannot_be_made_is_not_enabled(settings, tmp_path, monkeypatch, caplog):
+    """As on a read-only disk, where JAX would warn of each program in several lines."""
+    (tmp_path / 'file').touch()
+    monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'file' / 'new'))
+    executables.enable_compilation_cache()
+    assert not jax.config.jax_enable_compilation_cache
+    assert 'compiled programs are not kept: [Errno 20] Not a directory: ' in caplog.text
+
+
+def test_a_cache_of_another_user_is_not_enabled(settings, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'new'))
-    try:
-        executables.enable_compilation_cache()
-        assert (tmp_path / 'new').stat().st_mode & 0o777 == 0o700
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'new')
-        monkeypatch.setattr(ownership.os, 'geteuid', lambda: 12345)
-        executables.enable_compilation_cache()
-        assert not jax.config.jax_enable_compilation_cache
-        assert 'it belongs to user' in caplog.text
-        assert 'not to 12345' in caplog.text
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
+    executables.enable_compilation_cache()
+    assert (tmp_path / 'new').stat().st_mode & 0o777 == 0o700
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'new')
+    monkeypatch.setattr(ownership.os, 'geteuid', lambda: 12345)
+    executables.enable_compilation_cache()
+    assert not jax.config.jax_enable_compilation_cache
+    assert 'it belongs to user' in caplog.text
+    assert 'not to 12345' in caplog.text

@@ -89,6 +89,7 @@ def test_a_browser_shows_the_run(run):
     assert shown.count('<polyline') == 5  # loss, held out, seen, images per second, learning rate
     assert 'src="samples/step_0000020.png"' in shown
     assert 'held-out loss has risen 3 times in a row' in shown
+    assert '<span>--checkpoint</span>' in shown  # no line ends after its hyphens
 
 
 def test_the_log_of_a_run(tmp_path):
