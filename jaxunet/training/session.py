@@ -36,6 +36,7 @@ from jaxunet.ops.backends import Kernels, choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import shown_path
+from jaxunet.training.gradients import LossFn
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
 from jaxunet.training.step import Metrics, TrainStep, make_train_step
 
@@ -73,6 +74,7 @@ class Session:
     state: TrainState
     data: Data
     step: CompiledStep
+    _loss: LossFn | None = None  # of another network than `_model`
 
     def __init__(self, config: Config, source: Source) -> None:
         check_condition(config)
@@ -189,6 +191,7 @@ class Session:
             self._optimizer,
             self.kernels,
             axis_name=axis_name,
+            loss=self._loss,
         )
 
     @memory_for(*STEP_MEMORY)
