@@ -27,7 +27,7 @@ from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import Config
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.data import pipeline
-from jaxunet.data.pairs import paired
+from jaxunet.data.pairs import with_pictures
 from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.low_res import check_condition
@@ -80,7 +80,7 @@ class Session:
         check_condition(config)
         self.kernels = choose(config.backend, config.precision)
         self.kernels.check_averages(config)
-        self.config, self.source = config, paired(source)
+        self.config, self.source = config, with_pictures(source)
         if self.source.image_shape != config.loaded_shape and config.picture_path:
             raise UserError(
                 f'data.condition: expected images with pictures of {config.picture_channels} '
