@@ -38,11 +38,6 @@ Pixels = Shaped[np.ndarray, '...']
 Labels = Integer[np.ndarray, ' labels']
 
 
-def to_uint8(images: ArrayLike, *, truncate: bool = False) -> UInt8[np.ndarray, '*shape']:
-    """Converts images in [−1, 1] to 8-bit pixels; see `to_pixels`."""
-    return to_pixels(images, np.dtype(np.uint8), truncate=truncate)
-
-
 def to_pixels(
     images: ArrayLike, dtype: np.dtype, *, truncate: bool = False
 ) -> UInt[np.ndarray, '*shape']:

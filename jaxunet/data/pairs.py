@@ -39,7 +39,7 @@ class Paired(Source):
         self.image_shape = (*images.image_shape[:2], channels)
         self.pieces, self.reading = images.pieces, images.reading
         self.in_memory = images.in_memory and self._pictures.in_memory
-        self.held_out = None if images.held_out is None else paired(images.held_out)
+        self.held_out = None if images.held_out is None else with_pictures(images.held_out)
 
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Loads images and pictures; see `Source.load`."""
@@ -47,7 +47,7 @@ class Paired(Source):
         return np.concatenate(both, axis=-1)
 
 
-def paired(source: Source) -> Source:
+def with_pictures(source: Source) -> Source:
     """Returns images with their pictures as further channels; `source` if they have none."""
     return source if source.pictures is None else Paired(source)
 

@@ -261,7 +261,7 @@ def split_output(
             f'network output: expected {expected} channels for {channels} image channels with '
             f'learn_sigma={diffusion.learn_sigma}, found {output.shape[-1]}'
         )
-    output = output.astype(jnp.promote_types(output.dtype, jnp.float32))
+    output = output.astype(np.promote_types(output.dtype, np.float32))
     return output[..., :channels], output[..., channels:] if diffusion.learn_sigma else None
 
 

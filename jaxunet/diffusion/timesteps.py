@@ -79,7 +79,7 @@ class TimestepSampler(NamedTuple):
         batch, and the clean images.
       update: returns the next state from the state and the timesteps, losses and loss weights of
         the global batch, in row order.
-      paired: rows 2j and 2j + 1 need the same key.
+      keys_in_pairs: rows 2j and 2j + 1 need the same key.
       measure: returns the next state from the state and the optimizer step just taken; None if the
         sampler does not need it.
     """
@@ -87,7 +87,7 @@ class TimestepSampler(NamedTuple):
     init: Callable[[], State]
     draw: Callable[[State, Key[Array, ' batch'], Steps, Array], Draw]
     update: Callable[[State, Steps, PerSample, PerSample], State]
-    paired: bool = False
+    keys_in_pairs: bool = False
     measure: Measure | None = None
 
 
@@ -232,7 +232,7 @@ def _speed(config: TimestepsConfig, diffusion: Diffusion) -> TimestepSampler:
         t = jnp.where(row % 2 == 1, jnp.asarray(dual, jnp.int32)[t], t)
         return Draw(t, jnp.asarray(importance)[t], jnp.ones(t.shape, jnp.float32))
 
-    return TimestepSampler(lambda: (), draw, _keep, paired=True)
+    return TimestepSampler(lambda: (), draw, _keep, keys_in_pairs=True)
 
 
 class GradientNorms(NamedTuple):

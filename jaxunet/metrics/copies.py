@@ -110,35 +110,25 @@ def find_copies(
     return Copies(neighbours, ratio, float((baseline < THRESHOLD).mean()))
 
 
-def nearest(
-    queries: Vectors,
-    training: Training,
-    k: int,
-    *,
-    mirror: Mirror | None = None,
-    block: int = BLOCK,
-) -> Neighbours:
-    """Returns the k nearest training images of each query, each image once.
-
-    They are found by float32 products on the device; their distances are then computed in float64
-    as sums of squared differences, so that equal images have the distance 0.
-
-    Args:
-      mirror: also compares the mirrored queries; an image counts with the smaller distance.
-    """
-    return _Search(training, mirror, block).nearest(queries, k)
-
-
 @dataclass(frozen=True)
 class _Search:
-    """Searches for neighbours among training images; fields are the arguments of `nearest`."""
+    """Searches for neighbours among training images.
+
+    Fields:
+      mirror: also compares the mirrored queries; an image counts with the smaller distance.
+      block: see `fold_pairs`.
+    """
 
     training: Training
     mirror: Mirror | None
     block: int
 
     def nearest(self, queries: Vectors, k: int) -> Neighbours:
-        """Returns the k nearest training images of each query; see the function `nearest`."""
+        """Returns the k nearest training images of each query, each image once.
+
+        They are found by float32 products on the device; their distances are then computed in
+        float64 as sums of squared differences, so that equal images have the distance 0.
+        """
         variants = [queries] if self.mirror is None else [queries, self.mirror(queries)]
         indices = [self._candidates(variant, k) for variant in variants]
         index = np.concatenate(indices, axis=1)

@@ -11,7 +11,6 @@ import numpy as np
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.inception import Parameters, torch_shapes
 from jaxunet.metrics.torch_legacy import START, read_legacy
-from jaxunet.metrics.torch_script import is_torch_script, read_torch_script
 from jaxunet.runtime.download import cached
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import cache_dir
@@ -34,8 +33,7 @@ def read_parameters(path: Path) -> Parameters:
     """Reads a state dict of FID's Inception; nothing in the file is executed.
 
     Args:
-      path: .pth or .pt (`torch.save`, old or new format, or `torch.jit.save`), .npz or
-        .safetensors.
+      path: .pth or .pt (`torch.save`, old or new format), .npz or .safetensors.
 
     Raises:
       UserError: the file is damaged or of another kind, or has the weights of another network; the
@@ -135,8 +133,6 @@ def _read_state(path: Path) -> dict[str, np.ndarray]:
             if file.read(2) == START:
                 return read_legacy(str(path), file)
             file.seek(0)
-            if is_torch_script(file):
-                return read_torch_script(str(path), file)
             with TorchFile(str(path), file) as state:
                 return {name: state.read(name) for name in state.shapes}
     except OSError as error:

@@ -72,11 +72,11 @@ def normalise(
     return image.astype(jnp.float32) / (jnp.iinfo(image.dtype).max / 2) - 1
 
 
-def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool) -> Keys:
+def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], in_pairs: bool) -> Keys:
     """Returns the keys of the samples in these rows of the global batch.
 
     Args:
-      paired: rows 2j and 2j + 1 share the key that draws the timestep.
+      in_pairs: rows 2j and 2j + 1 share the key that draws the timestep.
     """
 
     def split(row: Array) -> Array:
@@ -84,7 +84,7 @@ def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool
         return jax.vmap(lambda k: jax.random.split(k, 5), out_axes=1)(keys)
 
     keys = Keys(*split(row))
-    return keys._replace(t=split(row - row % 2)[1]) if paired else keys
+    return keys._replace(t=split(row - row % 2)[1]) if in_pairs else keys
 
 
 def clean_images(config: Config, keys: Keys, batch: Batch) -> Images:

@@ -10,7 +10,7 @@ from jaxtyping import Int, UInt
 
 from jaxunet.config import Config
 from jaxunet.data.images import plain_colours, to_pixels
-from jaxunet.data.pairs import paired
+from jaxunet.data.pairs import with_pictures
 from jaxunet.data.source import Source
 from jaxunet.model.low_res import enlarged, low_res_of
 from jaxunet.runtime.errors import UserError
@@ -51,7 +51,7 @@ class SampleConditions:
 
     def __init__(self, config: Config, source: Source | None, samples: int) -> None:
         self._config, self._samples = config, samples
-        self._source = None if source is None else paired(source.held_out or source)
+        self._source = None if source is None else with_pictures(source.held_out or source)
         if config.picture_path and source is not None and source.pictures is None:
             raise UserError(
                 f'data.condition: the network draws from the pictures of images, and {source.name} '

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config
-from jaxunet.data.pairs import paired
+from jaxunet.data.pairs import with_pictures
 from jaxunet.data.source import Source
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
@@ -94,7 +94,7 @@ class HeldOutLoss:
         self._replicated = NamedSharding(mesh, whole)
         self._images = BandImages(
             config,
-            paired(source),
+            with_pictures(source),
             self._diffusion.steps,
             devices=len(devices),
             placement=NamedSharding(mesh, split),

@@ -1,8 +1,9 @@
 """The training loop: runs steps, and schedules logging, sampling, evaluating, saving and stopping.
 
-The `Subject` says what is trained: its `Session` runs the steps, and its `Outputs` and a `Saver`
-write the results. So that the device rarely waits for Python, `Session.calls_ahead` calls are
-queued before the metrics of the oldest are read.
+`Loop.run` finds where the run starts, compiles the step while a fresh state is drawn, and calls it
+until the last step or until it is asked to stop; between calls it does what is due. The `Subject`
+says what is trained: its `Session` runs the steps, its `Outputs` and a `Saver` write the results.
+`Session.calls_ahead` calls are queued before the oldest is read, so the device rarely waits.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def assigned_noise(
     """
     rows = batch['row'].shape[0]
     devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-    every = split_keys(step_key, jnp.arange(rows * devices, dtype=jnp.int32), paired=False).noise
+    every = split_keys(step_key, jnp.arange(rows * devices, dtype=jnp.int32), in_pairs=False).noise
     loaded, _ = augmented_images(config, keys, batch)
     costs = distances(images_of(config, loaded), every, rows // config.optimizer.accumulate_steps)
     if axis_name is not None:

@@ -30,7 +30,6 @@ from jaxunet.runtime.remote import on_disk
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.gradients import LossFn, StepParts
 from jaxunet.training.session import Session
-from jaxunet.training.step import TrainStep, make_train_step
 from jaxunet.weights import read_classifier
 from jaxunet.weights.fields import check_reusable
 from jaxunet.weights.guided_diffusion import FIXED
@@ -165,15 +164,4 @@ class ClassifierSession(Session):
     def __init__(self, config: Config, source: Source) -> None:
         super().__init__(network_config(config), source)
         self.network = make_network(config, self.kernels.ops)
-
-    def make_step(self, axis_name: str | None) -> TrainStep:
-        """Returns the training step, not compiled; `axis_name` as in `make_train_step`."""
-        return make_train_step(
-            self.config,
-            self._model,
-            self._diffusion,
-            self._optimizer,
-            self.kernels,
-            axis_name=axis_name,
-            loss=make_loss(self.network),
-        )
+        self._loss = make_loss(self.network)

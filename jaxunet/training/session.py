@@ -27,7 +27,7 @@ from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import Config
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.data import pipeline
-from jaxunet.data.pairs import paired
+from jaxunet.data.pairs import with_pictures
 from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.low_res import check_condition
@@ -36,6 +36,7 @@ from jaxunet.ops.backends import Kernels, choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import shown_path
+from jaxunet.training.gradients import LossFn
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
 from jaxunet.training.step import Metrics, TrainStep, make_train_step
 
@@ -73,12 +74,13 @@ class Session:
     state: TrainState
     data: Data
     step: CompiledStep
+    _loss: LossFn | None = None  # of another network than `_model`
 
     def __init__(self, config: Config, source: Source) -> None:
         check_condition(config)
         self.kernels = choose(config.backend, config.precision)
         self.kernels.check_averages(config)
-        self.config, self.source = config, paired(source)
+        self.config, self.source = config, with_pictures(source)
         if self.source.image_shape != config.loaded_shape and config.picture_path:
             raise UserError(
                 f'data.condition: expected images with pictures of {config.picture_channels} '
@@ -189,6 +191,7 @@ class Session:
             self._optimizer,
             self.kernels,
             axis_name=axis_name,
+            loss=self._loss,
         )
 
     @memory_for(*STEP_MEMORY)

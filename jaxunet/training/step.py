@@ -1,8 +1,10 @@
 """The training step: a pure function from state and batch to new state and metrics.
 
-`jaxunet.training.gradients` computes the gradients and says what a step minimises. The states of
-the loss weighting and of the timestep sampler are updated with the losses of the whole batch,
-gathered from all devices, and are therefore the same on every device.
+`train_step` in order: the weights that the network computes with; the random keys of the samples;
+the gradients of what the step minimises (`jaxunet.training.gradients`); their sum over the devices
+(`all_reduce`, or `sharded`); the update of weights and averages (`jaxunet.training.update`). At
+last, the loss weighting and the timestep sampler learn from the losses of the whole batch, which
+are gathered from all devices, so their states are the same on every device.
 
 `jaxunet.profile` recognises the phases of a step by its named scopes: data, forward (its
 derivative counts as backward), backward, all_reduce, optimizer and ema.
@@ -137,7 +139,7 @@ def train_step(
     params = network_weights(parts, state.params, copies or copies_of(parts, state.params))
     with jax.named_scope('data'):
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-        keys = split_keys(step_key, batch['row'], parts.sampler.paired)
+        keys = split_keys(step_key, batch['row'], parts.sampler.keys_in_pairs)
         if parts.config.data.noise_assignment == 'batch':
             noise = assigned_noise(parts.config, step_key, keys, batch, parts.axis_name)
             keys = keys._replace(noise=noise)

@@ -19,36 +19,40 @@ def pixels(count=5, height=40, width=36, channels=3, seed=0):
     )
 
 
+def to_uint8(images, **options):
+    return im.to_pixels(images, np.dtype(np.uint8), **options)
+
+
 def leftovers(folder):
     return [path.name for path in folder.iterdir() if 'partial' in path.name]
 
 
-def test_to_uint8_inverts_the_loading_of_every_pixel_value():
+def test_to_pixels_inverts_the_loading_of_every_pixel_value():
     values = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(
-        im.to_uint8(values.astype(np.float32) / np.float32(127.5) - 1), values
+        to_uint8(values.astype(np.float32) / np.float32(127.5) - 1), values
     )
 
 
-def test_to_uint8_rounds_and_clips():
+def test_to_pixels_rounds_and_clips():
     x = jnp.asarray(
         [-np.inf, -5, -1.004, -1, 1, 1.004, 1.01, 9, np.inf, 0.4 / 127.5 - 1, 0.6 / 127.5 - 1],
         jnp.float32,
     )
-    np.testing.assert_array_equal(im.to_uint8(x), [0, 0, 0, 0, 255, 255, 255, 255, 255, 0, 1])
-    assert im.to_uint8(jnp.ones((2, 3), jnp.bfloat16)).tolist() == [[255] * 3] * 2
+    np.testing.assert_array_equal(to_uint8(x), [0, 0, 0, 0, 255, 255, 255, 255, 255, 0, 1])
+    assert to_uint8(jnp.ones((2, 3), jnp.bfloat16)).tolist() == [[255] * 3] * 2
 
 
-def test_to_uint8_truncates_as_guided_diffusion():
+def test_to_pixels_truncates_as_guided_diffusion():
     x = np.random.default_rng(0).uniform(-1.2, 1.2, 1000).astype(np.float32)
     expected = ((x + 1) * np.float32(127.5)).clip(0, 255).astype(np.uint8)
-    np.testing.assert_array_equal(im.to_uint8(x, truncate=True), expected)
-    assert (im.to_uint8(x) != expected).any()
+    np.testing.assert_array_equal(to_uint8(x, truncate=True), expected)
+    assert (to_uint8(x) != expected).any()
 
 
-def test_to_uint8_refuses_nan():
+def test_to_pixels_refuses_nan():
     with pytest.raises(UserError, match=r'25.00% of the pixels are NaN'):
-        im.to_uint8(np.array([0, np.nan, 1, 1], np.float32))
+        to_uint8(np.array([0, np.nan, 1, 1], np.float32))
 
 
 def test_grid_places_every_image():

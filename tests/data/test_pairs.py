@@ -17,7 +17,7 @@ from support.tiny import tiny_config
 from jaxunet.config import resolve, to_dict
 from jaxunet.data import pipeline
 from jaxunet.data.automatic import complete
-from jaxunet.data.pairs import paired
+from jaxunet.data.pairs import with_pictures
 from jaxunet.data.sources import open_images
 from jaxunet.model.low_res import images_of, low_res_of
 from jaxunet.runtime.errors import UserError
@@ -77,11 +77,11 @@ def test_pictures_are_paired_by_their_paths_without_suffixes(form, tmp_path):
     source = open_images(config(photos, tmp_path / form, holdout=2))
     for part in (source, source.held_out):
         np.testing.assert_array_equal(everything(part.pictures), 255 - everything(part))
-        both = everything(paired(part))
+        both = everything(with_pictures(part))
         np.testing.assert_array_equal(both[..., 3:], 255 - both[..., :3])
     assert len(source) == 3
-    both = pickle.loads(pickle.dumps(paired(source)))
-    np.testing.assert_array_equal(everything(both), everything(paired(source)))
+    both = pickle.loads(pickle.dumps(with_pictures(source)))
+    np.testing.assert_array_equal(everything(both), everything(with_pictures(source)))
     np.testing.assert_array_equal(everything(both.held_out)[..., :3], everything(source.held_out))
 
 
@@ -168,7 +168,7 @@ def test_images_and_pictures_are_cut_and_moved_alike(augment, tmp_path):
     photos = np.kron(PHOTOS, np.ones((1, 3, 3, 1), np.uint8))
     paths = [write(tmp_path / f'{i}', x) for i, x in enumerate((photos, 255 - photos))]
     found = config(*paths, crop='random', crop_least=0.4, augment=augment, batch_size=16)
-    source = paired(open_images(found))
+    source = with_pictures(open_images(found))
     with pipeline.stream(source, found, 3, slice(0, 16)) as stream:
         image = next(stream)['image']
     assert np.abs(image[..., 3:].astype(int) - (255 - image[..., :3].astype(int))).max() <= 1

@@ -35,7 +35,7 @@ def sampler_of(name, steps=STEPS, schedule='linear', **fields):
 
 def draws(sampler, state, count=20_000):
     keys = jax.random.split(jax.random.key(1), count)
-    if sampler.paired:
+    if sampler.keys_in_pairs:
         keys = jnp.repeat(keys[::2], 2)
     return jax.jit(sampler.draw)(
         state, keys, jnp.arange(count, dtype=jnp.int32), jnp.zeros((count, 1, 1, 1), jnp.float32)
@@ -78,7 +78,7 @@ def test_speed_code_is_that_of_its_authors(schedule, switch):
     assert dual[0] == GOLDEN[f'speed_middle_{schedule}']
     assert np.argmax(p < (p.max() + p.min()) / 2) == switch
     sampler = make_sampler(Config(timesteps=config), make_diffusion(DiffusionConfig()))
-    assert sampler.paired
+    assert sampler.keys_in_pairs
 
 
 def history_of(moments, length=10):

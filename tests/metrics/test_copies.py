@@ -13,10 +13,11 @@ from jaxunet.data.holdout import hold_out
 from jaxunet.data.images import GAP, save_images
 from jaxunet.data.sources import open_source
 from jaxunet.metrics import copies
-from jaxunet.metrics.copies import find_copies, nearest
+from jaxunet.metrics.copies import find_copies
 from jaxunet.metrics.evaluation import compute
 from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.nearest import TABLE_COLUMNS, compare, write
+from jaxunet.metrics.pairwise import BLOCK
 from jaxunet.metrics.table import ImageSummary
 from jaxunet.runtime.errors import UserError
 
@@ -97,7 +98,7 @@ def test_the_test_has_no_scale_and_does_not_depend_on_blocks(monkeypatch):
 
 def test_nearest_is_that_of_all_distances(digits):
     training, held_out = digits
-    found = nearest(flat(held_out), flat(training), 3, mirror=mirror)
+    found = copies._Search(flat(training), mirror, BLOCK).nearest(flat(held_out), 3)
     a = flat(held_out).astype(float) / 255
     b, flipped = (flat(x).astype(float) / 255 for x in (training, training[:, :, ::-1]))
     plain, turned = (np.sqrt(((a[:, None] - x[None]) ** 2).sum(2)) for x in (b, flipped))

@@ -12,7 +12,7 @@ from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import DiffusionConfig
-from jaxunet.data.images import to_uint8
+from jaxunet.data.images import to_pixels
 from jaxunet.diffusion import objectives
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
@@ -175,7 +175,9 @@ def test_what_is_redrawn_follows_what_is_kept(objective, options, resample):
         picture = p.Picture(PICTURE, REDRAW, resample=times, jump_length=1)
         samples = draw(picture, objective, count=800, **options)
         kept = samples[:, ~REDRAW[0]]
-        np.testing.assert_array_equal(to_uint8(kept)[7], PICTURE.ravel()[~REDRAW[0]])
+        np.testing.assert_array_equal(
+            to_pixels(kept, np.dtype(np.uint8))[7], PICTURE.ravel()[~REDRAW[0]]
+        )
         assert (kept == kept[0]).all()
         found[times] = deviations(samples[:, REDRAW[0]], *conditional())
     assert found[1][0] > 0.4
@@ -193,7 +195,7 @@ def test_kept_pixels_are_exact_for_every_value():
     keys = s.sample_keys(0, [0])
     x = jnp.full((1, 16, 16, 1), 0.3)
     last = p.after_evaluation(x, keys, schedule, canvas, jnp.asarray(1))
-    np.testing.assert_array_equal(to_uint8(last)[0][~redraw], pixels[~redraw])
+    np.testing.assert_array_equal(to_pixels(last, np.dtype(np.uint8))[0][~redraw], pixels[~redraw])
     assert last[0, 0, 0, 0] == x[0, 0, 0, 0]
 
 

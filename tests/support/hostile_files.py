@@ -13,10 +13,8 @@ import numpy as np
 
 from support.data_files import encoded, python2_batch, random_pixels
 from support.readers import (
-    FIXTURES,
     classifier_parts,
     npz,
-    unzipped,
 )
 from support.readers import lines as joined_lines
 from support.result_files import profile_csv, results, sweep_parts
@@ -59,15 +57,6 @@ def nested(levels: int = 60) -> bytes:
     """Opcodes that push a tuple of tuples with 2 ** levels leaves."""
     keys = range(100, 100 + levels)
     return b')' + b''.join(b'q%ch%c\x86' % (key, key) for key in keys)
-
-
-def module(levels: int) -> bytes:
-    """Opcodes that push a TorchScript module with 2 ** levels paths to its innermost one."""
-    new, names = b'c__torch__\nM\n)\x81', [b'X\1\0\0\0' + name for name in (b'a', b'b')]
-    if not levels:
-        return new + b'q\0'
-    inside = names[0] + module(levels - 1) + names[1] + b'h%c' % (levels - 1)
-    return new + b'q%c}(' % levels + inside + b'ub'
 
 
 def torch_file(pickle: bytes) -> bytes:
@@ -116,7 +105,6 @@ def shape_with(shape: bytes) -> bytes:
 ZEROS = np.zeros(2**23, np.uint8)  # 8 MiB, which deflate compresses a thousandfold
 MU = {'mu': np.zeros(2), 'sigma': np.eye(2)}
 TENSOR = {'dtype': 'F32', 'shape': [1], 'data_offsets': [0, 4]}
-SCRIPT = FIXTURES / 'torch_jit_save.pt'
 
 # Reader, file, expected message. Files that are large or slow to make are made only when tried.
 Hostile = tuple[str, Callable[[], bytes], str]
@@ -151,16 +139,6 @@ HOSTILE: dict[str, Hostile] = {
         'torch file',
         lambda: torch_file(b'\x80\x02' + nested() + b'Q.'),
         'expected a reference to a storage',
-    ),
-    'shared modules': (
-        'torch script',
-        lambda: archive(
-            {
-                name: b'\x80\x02' + module(30) + b'.' if name.endswith('/data.pkl') else data
-                for name, data in unzipped(SCRIPT).items()
-            }
-        ),
-        'expected at most .* attributes',
     ),
     'CIFAR key of nested tuples': (
         'cifar10',

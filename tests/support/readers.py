@@ -38,7 +38,6 @@ from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.frechet import is_statistics, load_statistics
 from jaxunet.metrics.image_sets import open_images, read_grid
 from jaxunet.metrics.torch_legacy import read_legacy
-from jaxunet.metrics.torch_script import read_torch_script
 from jaxunet.prepare_data import prepare
 from jaxunet.profile import report as profile_report
 from jaxunet.runtime import rows
@@ -108,11 +107,6 @@ def alone(contents: Contents) -> bytes:
 
 def deflated(contents: Contents) -> bytes:
     return archive(contents, zipfile.ZIP_DEFLATED)
-
-
-def unzipped(path: pathlib.Path) -> Contents:
-    with zipfile.ZipFile(path) as file:
-        return {name: file.read(name) for name in file.namelist()}
 
 
 def npz(**arrays: object) -> Contents:
@@ -393,12 +387,6 @@ READERS = {
     'pt': Reader('x.pt', lambda: unzipped_bytes(weights('.pt')), archive, read_weights),
     'torch file': Reader('x.pt', torch_parts, archive, read_torch),
     'torch optimizer': Reader('x.pt', optimizer_parts, archive, read_optimizer),
-    'torch script': Reader(
-        'x.pt',
-        lambda: unzipped(FIXTURES / 'torch_jit_save.pt'),
-        archive,
-        read_with_file(read_torch_script),
-    ),
     'legacy torch': Reader('x.pth', legacy, joined, read_with_file(read_legacy)),
     'statistics': Reader(
         'x.npz',

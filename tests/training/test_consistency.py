@@ -206,7 +206,7 @@ def test_both_passes_drop_the_same(source):
             make_optimizer(config),
             kernels,
         )
-        keys = split_keys(jax.random.key(0), batch['row'], paired=False)
+        keys = split_keys(jax.random.key(0), batch['row'], in_pairs=False)
         _, (loss, _) = consistency.loss_fn(
             step.parts, state.params, state, keys, batch, jnp.ones(())
         )

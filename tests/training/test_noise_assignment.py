@@ -100,7 +100,7 @@ def batch_of(digits, rows):
 def test_rows_exchange_their_noise_and_come_nearer(augment, digits):
     config = config_of().replace(data={'augment': augment})
     step_key, rows = jax.random.key(5), jnp.arange(16, dtype=jnp.int32)
-    keys = split_keys(step_key, rows, paired=False)
+    keys = split_keys(step_key, rows, in_pairs=False)
     batch = batch_of(digits, rows)
     given = jax.jit(lambda k: assigned_noise(config, step_key, k, batch, None))(keys)
     before, after = (np.asarray(jax.random.key_data(k)) for k in (keys.noise, given))
@@ -121,7 +121,7 @@ def test_devices_and_micro_batches_share_one_assignment(accumulate_steps, digits
     step_key, rows = jax.random.key(6), jnp.arange(16, dtype=jnp.int32)
 
     def share(rows, axis_name=None):
-        keys = split_keys(step_key, rows, paired=False)
+        keys = split_keys(step_key, rows, in_pairs=False)
         return jax.random.key_data(
             assigned_noise(config, step_key, keys, batch_of(digits, rows), axis_name)
         )
@@ -156,7 +156,7 @@ def test_the_first_loss_of_flow_is_the_assigned_distance(spread, digits, source)
     rng = bench.parallel.fetch(bench.state).rng
     step_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(rng)), 0)
     rows = jnp.arange(16, dtype=jnp.int32)
-    batch, keys = batch_of(digits, rows), split_keys(step_key, rows, paired=False)
+    batch, keys = batch_of(digits, rows), split_keys(step_key, rows, in_pairs=False)
     given = assigned_noise(config_of(), step_key, keys, batch, None)
     near, far = (
         np.square(distances(normalise(batch['image']), k, 16).diagonal()).mean() / 64

@@ -17,7 +17,7 @@ from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import checksum, read
 from jaxunet.data.images import grid
-from jaxunet.data.pairs import paired
+from jaxunet.data.pairs import with_pictures
 from jaxunet.data.source import ArraySource
 from jaxunet.data.sources import open_images
 from jaxunet.runtime.errors import UserError
@@ -51,7 +51,7 @@ def test_the_loss_falls_where_the_picture_says_what_the_image_is(tmp_path):
     losses = {}
     for name, shown in (('same', pictures), ('others', np.roll(pictures, 500, axis=0))):
         config = of_arrays(tmp_path, name, shown, **changes)
-        losses[name] = np.mean(Bench(config, paired(open_images(config))).losses(60)[-20:])
+        losses[name] = np.mean(Bench(config, with_pictures(open_images(config))).losses(60)[-20:])
     assert losses['same'] < 0.6 * losses['others']
 
 
@@ -179,7 +179,7 @@ def test_images_without_their_pictures_do_not_train(config, tmp_path):
 @pytest.mark.long
 def test_losses_do_not_depend_on_how_a_batch_is_spread(config):
     spread = {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}}
-    source = paired(open_images(config))
+    source = with_pictures(open_images(config))
     one, several = (Bench(config.replace(**c), source).losses() for c in ({}, spread))
     np.testing.assert_allclose(several, one, rtol=1e-4)
 
