@@ -43,7 +43,8 @@ struct GradientOperands {
 };
 
 inline GradientOperands operands_of(const NormGradient& plan) {
-  const bool fast = plan.rounded && plan.type == Type::kBfloat16;
+  // The kernels with dropout have code for kSilu only.
+  const bool fast = plan.rounded && plan.type == Type::kBfloat16 && !plan.dropout.seeds;
   return {tensor_parts(plan.x),
           tensor_parts(plan.dx),
           {tensor_parts(plan.added[0]), tensor_parts(plan.added[1])},
