@@ -1,7 +1,7 @@
 // SiLU(a · x + b) of eight channels in registers.
 #pragma once
 
-#include "common/special_functions.cuh"
+#include "common/fast_silu.cuh"
 #include "common/types.cuh"
 #include "conv3x3/plan.h"
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/fast_silu.cuh"
 #include "common/special_functions.cuh"
 #include "common/types.cuh"
 #include "instructions.cuh"

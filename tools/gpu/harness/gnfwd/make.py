@@ -14,7 +14,6 @@ namespace jaxunet::cuda {
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 inline float power_of_two(float x) { return exp2f(x); }
 inline float fast_tanh(float x) { return tanhf(x); }
-inline float fast_silu(float half) { return half + half * fast_tanh(half); }
 inline float reciprocal(float x) { return 1 / x; }
 }  // namespace jaxunet::cuda
 """
