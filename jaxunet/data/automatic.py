@@ -43,9 +43,18 @@ FEW = 1000
 LARGEST = 128  # pixels a side up to which images that share one size keep it
 USUAL = 64  # pixels a side of the others, unless they are smaller
 SMALLEST = 8
-ATTENDED = 16  # attention at levels of at most this many pixels
-# Channels of the levels, from full resolution down, as multiples of model.base_channels.
-LADDERS = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 1, 2, 3, 4)}
+# Attention at levels of at most this many pixels: of images up to `USUAL` pixels at all of them, of
+# larger ones at the lowest two levels, if these have at most twice as many.
+ATTENDED = 16
+# Channels of the levels, from full resolution down, as multiples of model.base_channels. From 5
+# levels on as in guided-diffusion for 128, 256 and 512 pixels.
+LADDERS = {
+    **{1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 1, 2, 3, 4)},
+    **{6: (1, 1, 2, 2, 4, 4), 7: (1, 1, 1, 2, 2, 4, 4)},
+}
+# Usual batches by the largest side of square images: with XLA, a step at 256 or 512 pixels is
+# estimated to take 13 or 23 GiB.
+BATCHES = {32: 128, 128: 32, 256: 16, math.inf: 8}
 SIZES = 256  # images whose sizes are looked at
 PIXELS = 16  # images whose pixels are looked at; `SIZES` where these have no colours
 PROBE = 32  # pixels a side at which the pixels are looked at
@@ -285,8 +294,7 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     }
     chosen = {path: v for path, v in choices.items() if value_at(raw, path) == OPEN[path]}
     if 'model.channel_mult' in chosen and not _is_set(raw, ATTENTION):
-        sides = [min(height, width) >> level for level in range(levels)]
-        chosen[ATTENTION] = tuple(side for side in sides if side <= ATTENDED)
+        chosen[ATTENTION] = _attended(min(height, width), levels)
     if chosen.get('diffusion.objective') == 'v' and not _is_set(raw, SCHEDULE):
         chosen[SCHEDULE] = 'cosine'
     return chosen
@@ -327,8 +335,16 @@ def _levels(height: int, width: int) -> int:
     return levels
 
 
+def _attended(side: int, levels: int) -> tuple[int, ...]:
+    """Returns the sides of the levels with attention; see `ATTENDED`."""
+    sides = [side >> level for level in range(levels)]
+    if side > USUAL:
+        return tuple(s for s in sides[-2:] if s <= 2 * ATTENDED)
+    return tuple(s for s in sides if s <= ATTENDED)
+
+
 def _batch_size(pixels: int, count: int) -> int:
-    usual = 32 if pixels > 32 * 32 else 128
+    usual = next(batch for side, batch in BATCHES.items() if pixels <= side * side)
     return min(usual, 2 ** int(math.log2(count)))  # a power of 2, which devices divide
 
 
