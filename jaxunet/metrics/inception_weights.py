@@ -41,7 +41,7 @@ def read_parameters(path: Path) -> Parameters:
       UserError: the file is damaged or of another kind, or has the weights of another network; the
         message names the tensor.
     """
-    return from_state(_read_state(path), str(path))
+    return from_state(read_state(path), str(path))
 
 
 def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
@@ -55,16 +55,36 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
       UserError: a tensor is missing, unknown, of a wrong shape or not finite, or has negative
         variances.
     """
-    shapes = torch_shapes()
+    described = f"FID's Inception-v3 under pytorch-fid's names ({FILE})"
+    weights = checked(state, torch_shapes(), name, described)
+    turned = {k: v.transpose(2, 3, 1, 0) if v.ndim == 4 else v.T for k, v in weights.items()}
+    return {k: jnp.asarray(np.ascontiguousarray(v, np.float32)) for k, v in turned.items()}
+
+
+def checked(
+    state: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    name: str,
+    described: str,
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a state dict that a network has, in the order of `shapes`.
+
+    Args:
+      shapes: names and shapes of all of them.
+      name: name of the file; error messages begin with it.
+      described: the network and the origin of the names, for messages.
+
+    Raises:
+      UserError: as `from_state`.
+    """
     weights = {key: value for key, value in state.items() if not key.endswith(IGNORED)}
     missing, extra = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or extra:
         raise UserError(
-            f"{name}: expected the {len(shapes)} tensors of FID's Inception-v3 under pytorch-fid's "
-            f'names ({FILE}); {len(missing)} are missing ({", ".join(missing[:3])}) and '
-            f'{len(extra)} unknown ({", ".join(map(one_line, extra[:3]))})'
+            f'{name}: expected the {len(shapes)} tensors of {described}; {len(missing)} are '
+            f'missing ({", ".join(missing[:3])}) and {len(extra)} unknown '
+            f'({", ".join(map(one_line, extra[:3]))})'
         )
-    params = {}
     for key, shape in shapes.items():
         value = weights[key]
         if value.shape != shape:
@@ -79,9 +99,7 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
                 f'{name}: {key}: expected variances of 0 or more, found {value.min()}; '
                 'the file is damaged'
             )
-        turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
-        params[key] = jnp.asarray(np.ascontiguousarray(turned, np.float32))
-    return params
+    return {key: weights[key] for key in shapes}
 
 
 def find_or_download(features: str = 'inception') -> Path:
@@ -114,7 +132,8 @@ def find_or_download(features: str = 'inception') -> Path:
     )
 
 
-def _read_state(path: Path) -> dict[str, np.ndarray]:
+def read_state(path: Path) -> dict[str, np.ndarray]:
+    """Reads the tensors of a file, by their names; see `read_parameters`."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(
             f'{path}: expected a file of features that ends in {", ".join(SUFFIXES)}, '
