@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import statistics
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from jaxunet.config.schema import FACTS, DiffusionConfig, Fields
 from jaxunet.data.fitting import MODES
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
+from jaxunet.data.ladders import LADDERS, USUAL, attended, batch_size, image_size, levels_of
 from jaxunet.data.npz import array_shape
 from jaxunet.data.source import ArraySource, Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images, open_pictures
@@ -40,21 +40,6 @@ UNSET: dict[str, object] = {
 # Images below which v has better pictures than flow, which overfits sooner. Measured with 450 and
 # with 9,000 images (docs/results.md, "Recipes"); between these it is a guess.
 FEW = 1000
-LARGEST = 128  # pixels a side up to which images that share one size keep it
-USUAL = 64  # pixels a side of the others, unless they are smaller
-SMALLEST = 8
-# Attention at levels of at most this many pixels: of images up to `USUAL` pixels at all of them, of
-# larger ones at the lowest two levels, if these have at most twice as many.
-ATTENDED = 16
-# Channels of the levels, from full resolution down, as multiples of model.base_channels. From 5
-# levels on as in guided-diffusion for 128, 256 and 512 pixels.
-LADDERS = {
-    **{1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 1, 2, 3, 4)},
-    **{6: (1, 1, 2, 2, 4, 4), 7: (1, 1, 1, 2, 2, 4, 4)},
-}
-# Usual batches by the largest side of square images: with XLA, a step at 256 or 512 pixels is
-# estimated to take 13 or 23 GiB.
-BATCHES = {32: 128, 128: 32, 256: 16, math.inf: 8}
 SIZES = 256  # images whose sizes are looked at
 PIXELS = 16  # images whose pixels are looked at; `SIZES` where these have no colours
 PROBE = 32  # pixels a side at which the pixels are looked at
@@ -272,16 +257,16 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     Raises:
       UserError: the images are too small.
     """
-    size = value_at(raw, 'data.image_size') or _image_size(facts.sizes)
+    size = value_at(raw, 'data.image_size') or image_size(facts.sizes)
     batch = value_at(raw, 'data.batch_size')
     found = facts.channels or (1 if facts.grey else 3)
     channels = 4 if value_at(raw, 'data.background') == 'keep' else found
     if not (isinstance(size, tuple | list) and all(type(side) is int for side in size)):
         size = (USUAL,)  # `resolve` reports the value of the config
     height, width = size[0], size[-1]
-    levels = _levels(height, width)
+    levels = levels_of(height, width)
     if type(batch) is not int or batch < 1:
-        batch = _batch_size(height * width, facts.images)
+        batch = batch_size(height * width, facts.images)
     choices: dict[str, object] = {
         'data.image_size': tuple(size),
         'model.image_channels': channels,
@@ -294,58 +279,10 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     }
     chosen = {path: v for path, v in choices.items() if value_at(raw, path) == OPEN[path]}
     if 'model.channel_mult' in chosen and not _is_set(raw, ATTENTION):
-        chosen[ATTENTION] = _attended(min(height, width), levels)
+        chosen[ATTENTION] = attended(min(height, width), levels)
     if chosen.get('diffusion.objective') == 'v' and not _is_set(raw, SCHEDULE):
         chosen[SCHEDULE] = 'cosine'
     return chosen
-
-
-def _image_size(sizes: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Returns the size of images to train on, (side,) or (height, width).
-
-    Images that share one size of at most `LARGEST` pixels a side keep it. Others are cut to a
-    square, whose side is the median of their shorter sides, at most `USUAL` pixels. Sides are
-    multiples of 8, or of 4 below 32 pixels.
-    """
-    if len(set(sizes)) == 1 and max(sizes[0]) <= LARGEST:
-        found = sizes[0]
-    else:
-        side = min(USUAL, int(statistics.median(min(size) for size in sizes)))
-        found = side, side
-    if min(found) < SMALLEST:
-        raise UserError(
-            f'data.path: the images have {found[0]}x{found[1]} pixels; expected {SMALLEST} a side '
-            'or more. Set data.image_size to enlarge them'
-        )
-    multiple = 8 if min(found) >= 32 else 4
-    height, width = (side // multiple * multiple for side in found)
-    return (height,) if height == width else (height, width)
-
-
-def _levels(height: int, width: int) -> int:
-    """Returns the number of levels: halving ends at a shorter side of 8, or 4 of small images."""
-    least = 8 if min(height, width) >= 32 else 4
-    levels = 1
-    while (
-        levels < max(LADDERS)
-        and height % 2**levels == width % 2**levels == 0
-        and min(height, width) >> levels >= least
-    ):
-        levels += 1
-    return levels
-
-
-def _attended(side: int, levels: int) -> tuple[int, ...]:
-    """Returns the sides of the levels with attention; see `ATTENDED`."""
-    sides = [side >> level for level in range(levels)]
-    if side > USUAL:
-        return tuple(s for s in sides[-2:] if s <= 2 * ATTENDED)
-    return tuple(s for s in sides if s <= ATTENDED)
-
-
-def _batch_size(pixels: int, count: int) -> int:
-    usual = next(batch for side, batch in BATCHES.items() if pixels <= side * side)
-    return min(usual, 2 ** int(math.log2(count)))  # a power of 2, which devices divide
 
 
 def _learning_rate(batch: int) -> float:
