@@ -45,6 +45,7 @@ from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.progress import hidden
 from jaxunet.sampling.model import Model, load
 from jaxunet.training import loop
+from jaxunet.training.budget import check_named, fitted
 from jaxunet.training.evaluation import FEATURE_BATCH, Colour, Evaluator
 from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
@@ -196,6 +197,7 @@ def train_rows(
         start = start_of(values, saved)
         named = [path for path, _ in fields_by_path(fields)]
         made = complete(tuned(values, saved, start, named), saved, start, given)
+        check_named(made, named)
         check_used(made, earlier=[saved] if saved else [])
         check_workdir(made, folder)
         source = open_checked(made, given)
@@ -236,7 +238,8 @@ class _Thread(Caller):
         def work() -> int:
             try:
                 with guarded('this run'), contextlib.nullcontext() if bar else hidden():
-                    return loop.train(config, workdir, source, initial, caller=self)
+                    fits = fitted(config, workdir, source)
+                    return loop.train(fits, workdir, source, initial, caller=self)
             finally:
                 gc.unfreeze()  # the loop froze what existed; a program may drop it
                 self._told.put(None)

@@ -44,6 +44,7 @@ from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import of_user, shown_path
+from jaxunet.training.budget import check_named, fitted
 from jaxunet.training.log_file import LogFile
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.loop import train
@@ -128,6 +129,7 @@ def main(argv: Sequence[str]) -> int | None:
     initial = start_of(CONFIG.value, saved)
     values = tuned(CONFIG.value, saved, initial, cli.named_fields(CONFIG))
     config = complete(values, saved, initial)
+    check_named(config, cli.named_fields(CONFIG))
     check_used(config, earlier=[saved] if saved else [])
     check_workdir(config, workdir())
     if DRY_RUN.value:
@@ -212,6 +214,7 @@ def run(config: Config) -> None:
     # A resumed run no longer needs the weights that it started from.
     resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)
+    config = fitted(config, folder, source)
     with write_error_ends():
         reached = train(config, folder, source, initial, caller=Preemption())
     if reached >= config.train.steps and jax.process_index() == 0:
@@ -240,6 +243,11 @@ def dry_run(config: Config, saved: Config | None) -> None:
         print(f'resumes the run in {workdir()}, with its choices of fields; changed: {changes}')
         if warning := rate_jump(saved, config, saved_steps(workdir())[0]):
             print(warning)
+    if config.train.minutes and saved is None:
+        print(
+            f'train.minutes={config.train.minutes:g}: a run times its step first, and takes as '
+            'many steps as fit, in place of train.steps'
+        )
     grids, evaluations = grid_sampler(config), evaluation_sampler(config)
     print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
     if config.init_from:

@@ -85,7 +85,8 @@ def complete(
     Raises:
       UserError: the config is invalid, or the images cannot be opened or are too small.
     """
-    return _with_pictures(_complete(values, known, start, given), known)
+    config = _with_pictures(_complete(values, known, start, given), known)
+    return _with_minutes(config, known) if known and config.train.minutes else config
 
 
 def _complete(
@@ -114,7 +115,7 @@ def _complete(
     facts = look(draft, given)
     chosen = choose(raw, facts)
     config = _with_epochs(resolve(with_values(raw, chosen)), given)
-    if config.train.epochs:
+    if config.train.epochs or config.train.minutes:
         chosen.pop('train.steps', None)
     _log(config, facts, chosen)
     return config
@@ -204,15 +205,42 @@ def _with_epochs(config: Config, given: ArraySource | None) -> Config:
 def epoch_steps(config: Config, images: int) -> int:
     """Returns the least number of steps that show each of `images` images `train.epochs` times.
 
-    It is rounded up to a multiple of `train.steps_per_call`; where that is chosen, of the largest
-    number up to `MAX_STEPS_PER_CALL` that divides the other step counts.
+    It is rounded up to a multiple of `steps_of_calls`.
     """
     steps = math.ceil(config.train.epochs * images / config.data.batch_size)
+    calls = steps_of_calls(config)
+    return max(-(-steps // calls), 1) * calls
+
+
+def steps_of_calls(config: Config) -> int:
+    """Returns what a number of steps that is chosen must be a multiple of.
+
+    It is `train.steps_per_call`; where that is left to choose, the largest number up to
+    `MAX_STEPS_PER_CALL` that divides the other step counts.
+    """
     others = math.gcd(*(n for name, n in step_counts(config).items() if name != 'train.steps'))
-    calls = config.train.steps_per_call or max(
+    return config.train.steps_per_call or max(
         n for n in range(1, MAX_STEPS_PER_CALL + 1) if others % n == 0
     )
-    return max(-(-steps // calls), 1) * calls
+
+
+def steps_within(config: Config, step_seconds: float) -> int:
+    """Returns the number of steps that fit into `train.minutes`; at least one call's."""
+    calls = steps_of_calls(config)
+    return max(int(60 * config.train.minutes / step_seconds) // calls, 1) * calls
+
+
+def _with_minutes(config: Config, known: Config) -> Config:
+    """Returns the config of a resumed run with a budget, whose step was timed when it began."""
+    before, steps = known.train.minutes, known.train.steps
+    if not before:
+        raise UserError(
+            f'train.minutes: the run began with train.steps={steps} and without a budget, so its '
+            'step was not timed; set train.steps'
+        )
+    if config.train.minutes != before:
+        steps = steps_within(config, 60 * before / steps)
+    return resolve(to_dict(config.replace(train={'steps': steps})))
 
 
 def look(config: Config, given: ArraySource | None = None) -> Facts:
