@@ -30,20 +30,6 @@ MAX_BYTES = 2**29  # far above the published file's 96 MB
 IGNORED = 'num_batches_tracked'  # torch's counter of training steps, in some files
 
 
-def read_parameters(path: Path) -> Parameters:
-    """Reads a state dict of FID's Inception; nothing in the file is executed.
-
-    Args:
-      path: .pth or .pt (`torch.save`, old or new format, or `torch.jit.save`), .npz or
-        .safetensors.
-
-    Raises:
-      UserError: the file is damaged or of another kind, or has the weights of another network; the
-        message names the tensor.
-    """
-    return from_state(read_state(path), str(path))
-
-
 def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
     """Checks a state dict against the network and converts it to our layouts, float32.
 
@@ -133,7 +119,15 @@ def find_or_download(features: str = 'inception') -> Path:
 
 
 def read_state(path: Path) -> dict[str, np.ndarray]:
-    """Reads the tensors of a file, by their names; see `read_parameters`."""
+    """Returns the tensors of a state dict by their names; nothing in the file is executed.
+
+    Args:
+      path: .pth or .pt (`torch.save`, old or new format, or `torch.jit.save`), .npz or
+        .safetensors.
+
+    Raises:
+      UserError: the file is damaged or of another kind.
+    """
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(
             f'{path}: expected a file of features that ends in {", ".join(SUFFIXES)}, '

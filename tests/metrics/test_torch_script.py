@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.inception_case import random_state
 
-from jaxunet.metrics.inception_weights import from_state, read_parameters
+from jaxunet.metrics.inception_weights import from_state, read_state
 from jaxunet.metrics.torch_script import is_torch_script, read_torch_script
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.torch_file import write_torch
@@ -74,12 +74,12 @@ def test_an_archive_of_torch_itself():
 def test_inceptions_weights_in_one(tmp_path):
     state = random_state()
     expected = from_state(state, 'random')
-    found = read_parameters(script(tmp_path / 'w.pt', state))
+    found = from_state(read_state(script(tmp_path / 'w.pt', state)), 'w')
     assert found.keys() == expected.keys()
     for key in ('Conv2d_1a_3x3.conv.weight', 'Mixed_7c.branch_pool.bn.running_var', 'fc.weight'):
         np.testing.assert_array_equal(found[key], expected[key])
     with pytest.raises(UserError, match='expected the 472 tensors'):
-        read_parameters(script(tmp_path / 'other.pt', SMALL))
+        from_state(read_state(script(tmp_path / 'other.pt', SMALL)), 'other.pt')
 
 
 def test_a_state_dict_is_none(tmp_path):
