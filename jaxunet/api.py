@@ -197,8 +197,8 @@ def train_rows(
         start = start_of(values, saved)
         named = [path for path, _ in fields_by_path(fields)]
         made = complete(tuned(values, saved, start, named), saved, start, given)
-        check_named(made, named)
         check_used(made, earlier=[saved] if saved else [])
+        check_named(made, named)
         check_workdir(made, folder)
         source = open_checked(made, given)
         initial = None if saved_steps(folder) else load_initial(made, source.class_names)

@@ -129,9 +129,9 @@ def main(argv: Sequence[str]) -> int | None:
     initial = start_of(CONFIG.value, saved)
     values = tuned(CONFIG.value, saved, initial, cli.named_fields(CONFIG))
     config = complete(values, saved, initial)
-    check_named(config, cli.named_fields(CONFIG))
     check_used(config, earlier=[saved] if saved else [])
     check_workdir(config, workdir())
+    check_named(config, cli.named_fields(CONFIG))
     if DRY_RUN.value:
         dry_run(config, saved)
         return None
