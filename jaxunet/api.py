@@ -45,7 +45,7 @@ from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.progress import hidden
 from jaxunet.sampling.model import Model, load
 from jaxunet.training import loop
-from jaxunet.training.budget import check_named, fitted
+from jaxunet.training.budget import check_named
 from jaxunet.training.evaluation import FEATURE_BATCH, Colour, Evaluator
 from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
@@ -238,8 +238,7 @@ class _Thread(Caller):
         def work() -> int:
             try:
                 with guarded('this run'), contextlib.nullcontext() if bar else hidden():
-                    fits = fitted(config, workdir, source)
-                    return loop.train(fits, workdir, source, initial, caller=self)
+                    return loop.train(config, workdir, source, initial, caller=self)
             finally:
                 gc.unfreeze()  # the loop froze what existed; a program may drop it
                 self._told.put(None)

@@ -44,7 +44,7 @@ from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import of_user, shown_path
-from jaxunet.training.budget import check_named, fitted
+from jaxunet.training.budget import check_named
 from jaxunet.training.log_file import LogFile
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.loop import train
@@ -214,10 +214,10 @@ def run(config: Config) -> None:
     # A resumed run no longer needs the weights that it started from.
     resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)
-    config = fitted(config, folder, source)
     with write_error_ends():
         reached = train(config, folder, source, initial, caller=Preemption())
-    if reached >= config.train.steps and jax.process_index() == 0:
+    trained = newest_config(folder) or config  # whose steps may follow from a budget
+    if reached >= trained.train.steps and jax.process_index() == 0:
         print(f'samples of the trained model: {sample_command(config, folder)}', flush=True)
 
 
