@@ -45,6 +45,7 @@ from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.progress import hidden
 from jaxunet.sampling.model import Model, load
 from jaxunet.training import loop
+from jaxunet.training.budget import check_named
 from jaxunet.training.evaluation import FEATURE_BATCH, Colour, Evaluator
 from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
@@ -197,6 +198,7 @@ def train_rows(
         named = [path for path, _ in fields_by_path(fields)]
         made = complete(for_tuning(values, saved, start, named), saved, start, given)
         check_used(made, earlier=[saved] if saved else [])
+        check_named(made, named)
         check_workdir(made, folder)
         source, _ = open_checked(made, given)
         initial = None if saved_steps(folder) else load_initial(made, source.class_names)

@@ -44,6 +44,7 @@ from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import of_user, shown_path
+from jaxunet.training.budget import check_named
 from jaxunet.training.log_file import LogFile
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.loop import train
@@ -130,6 +131,7 @@ def main(argv: Sequence[str]) -> int | None:
     config = complete(values, saved, start_config)
     check_used(config, earlier=[saved] if saved else [])
     check_workdir(config, workdir())
+    check_named(config, cli.named_fields(CONFIG))
     if DRY_RUN.value:
         dry_run(config, saved)
         return None
@@ -214,7 +216,8 @@ def run(config: Config) -> None:
     initial = None if resumes else load_initial(config, source.class_names)
     with write_error_ends():
         reached = train(config, folder, source, initial, caller=Preemption())
-    if reached >= config.train.steps and jax.process_index() == 0:
+    trained = newest_config(folder) or config  # whose steps may follow from a budget
+    if reached >= trained.train.steps and jax.process_index() == 0:
         print(f'samples of the trained model: {sample_command(config, folder)}', flush=True)
 
 
@@ -240,6 +243,11 @@ def dry_run(config: Config, saved: Config | None) -> None:
         print(f'resumes the run in {workdir()}, with its choices of fields; changed: {changes}')
         if warning := rate_jump(saved, config, saved_steps(workdir())[0]):
             print(warning)
+    if config.train.minutes and saved is None:
+        print(
+            f'train.minutes={config.train.minutes:g}: a run times its step first, and takes as '
+            'many steps as fit, in place of train.steps'
+        )
     grids, evaluations = grid_sampler(config), evaluation_sampler(config)
     print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
     if config.init_from:

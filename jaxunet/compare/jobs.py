@@ -46,6 +46,7 @@ OVERRIDDEN = (
     'ema.snapshot_every',
     'train.steps',
     'train.epochs',
+    'train.minutes',
     'train.checkpoint_every',
     'train.sample_every',
     'train.evaluate_every',

@@ -309,6 +309,11 @@ def _train(config: Config) -> Iterator[str]:
             f'model.image_channels: sample grids need 1 (grey) or 3 (RGB), found {channels}; other '
             'channels, which only .npz, .npy and .bin have, need train.sample_every=0'
         )
+    if t.minutes and t.epochs:
+        yield (
+            f'train.minutes: {t.minutes:g} and train.epochs={t.epochs:g} both set the length of '
+            'the run; leave one out'
+        )
     if len(set(t.loggers)) < len(t.loggers):
         yield f'train.loggers: expected each once, found {", ".join(t.loggers)}'
     if t.holdout_every and not config.data.holdout:
@@ -322,7 +327,7 @@ def _train(config: Config) -> Iterator[str]:
             f'({t.log_every})'
         )
     for name, count in step_counts(config).items() if t.steps_per_call else ():
-        if count % t.steps_per_call and not (name == 'train.steps' and t.epochs):
+        if count % t.steps_per_call and not (name == 'train.steps' and (t.epochs or t.minutes)):
             yield (
                 f'{name}: {count} is not a multiple of train.steps_per_call ({t.steps_per_call})'
             )

@@ -133,6 +133,9 @@ class TrainConfig:
     steps: int = option(1200, POSITIVE, left_open=0, counts_steps=True)  # 0 = chosen
     # Length in passes over the training images; 0 = `steps` sets the length.
     epochs: float = option(0.0, NOT_NEGATIVE, outside_step=True, since='0.2.0')
+    # Length as minutes of training steps, whose number follows from their time, measured before the
+    # first one (`jaxunet.training.budget`); 0 = `steps` or `epochs` sets the length.
+    minutes: float = option(0.0, NOT_NEGATIVE, outside_step=True, since='0.2.0')
     # Optimizer steps per compiled call; larger values reduce host overhead. The other counts must
     # be multiples of it. 0 = chosen automatically.
     steps_per_call: int = option(1, NOT_NEGATIVE, outside_step=True)

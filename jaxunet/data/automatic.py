@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import statistics
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from jaxunet.config.schema import FACTS, DiffusionConfig, Fields
 from jaxunet.data.fitting import MODES
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
+from jaxunet.data.ladders import LADDERS, USUAL, attended, batch_size, image_size, levels_of
 from jaxunet.data.npz import array_shape
 from jaxunet.data.source import ArraySource, Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images, open_pictures
@@ -40,12 +40,6 @@ UNSET: dict[str, object] = {
 # Images below which v has better pictures than flow, which overfits sooner. Measured with 450 and
 # with 9,000 images (docs/results.md, "Recipes"); between these it is a guess.
 FEW = 1000
-LARGEST = 128  # pixels a side up to which images that share one size keep it
-USUAL = 64  # pixels a side of the others, unless they are smaller
-SMALLEST = 8
-ATTENDED = 16  # attention at levels of at most this many pixels
-# Channels of the levels, from full resolution down, as multiples of model.base_channels.
-LADDERS = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 1, 2, 3, 4)}
 SIZES = 256  # images whose sizes are looked at
 PIXELS = 16  # images whose pixels are looked at; `SIZES` where these have no colours
 PROBE = 32  # pixels a side at which the pixels are looked at
@@ -91,7 +85,8 @@ def complete(
     Raises:
       UserError: the config is invalid, or the images cannot be opened or are too small.
     """
-    return _with_pictures(_complete(values, known, start, given), known)
+    config = _with_pictures(_complete(values, known, start, given), known)
+    return _with_minutes(config, known) if known and config.train.minutes else config
 
 
 def _complete(
@@ -120,7 +115,7 @@ def _complete(
     facts = look(draft, given)
     chosen = choose(raw, facts)
     config = _with_epochs(resolve(with_values(raw, chosen)), given)
-    if config.train.epochs:
+    if config.train.epochs or config.train.minutes:
         chosen.pop('train.steps', None)
     _log(config, facts, chosen)
     return config
@@ -210,15 +205,42 @@ def _with_epochs(config: Config, given: ArraySource | None) -> Config:
 def epoch_steps(config: Config, images: int) -> int:
     """Returns the least number of steps that show each of `images` images `train.epochs` times.
 
-    It is rounded up to a multiple of `train.steps_per_call`; where that is chosen, of the largest
-    number up to `MAX_STEPS_PER_CALL` that divides the other step counts.
+    It is rounded up to a multiple of `steps_of_calls`.
     """
     steps = math.ceil(config.train.epochs * images / config.data.batch_size)
+    calls = steps_of_calls(config)
+    return max(-(-steps // calls), 1) * calls
+
+
+def steps_of_calls(config: Config) -> int:
+    """Returns what a number of steps that is chosen must be a multiple of.
+
+    It is `train.steps_per_call`; where that is left to choose, the largest number up to
+    `MAX_STEPS_PER_CALL` that divides the other step counts.
+    """
     others = math.gcd(*(n for name, n in step_counts(config).items() if name != 'train.steps'))
-    calls = config.train.steps_per_call or max(
+    return config.train.steps_per_call or max(
         n for n in range(1, MAX_STEPS_PER_CALL + 1) if others % n == 0
     )
-    return max(-(-steps // calls), 1) * calls
+
+
+def steps_within(config: Config, step_seconds: float) -> int:
+    """Returns the number of steps that fit into `train.minutes`; at least one call's."""
+    calls = steps_of_calls(config)
+    return max(int(60 * config.train.minutes / step_seconds) // calls, 1) * calls
+
+
+def _with_minutes(config: Config, known: Config) -> Config:
+    """Returns the config of a resumed run with a budget, whose step was timed when it began."""
+    before, steps = known.train.minutes, known.train.steps
+    if not before:
+        raise UserError(
+            f'train.minutes: the run began with train.steps={steps} and without a budget, so its '
+            'step was not timed; set train.steps'
+        )
+    if config.train.minutes != before:
+        steps = steps_within(config, 60 * before / steps)
+    return resolve(to_dict(config.replace(train={'steps': steps})))
 
 
 def look(config: Config, given: ArraySource | None = None) -> Facts:
@@ -263,16 +285,16 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     Raises:
       UserError: the images are too small.
     """
-    size = value_at(raw, 'data.image_size') or _image_size(facts.sizes)
+    size = value_at(raw, 'data.image_size') or image_size(facts.sizes)
     batch = value_at(raw, 'data.batch_size')
     found = facts.channels or (1 if facts.grey else 3)
     channels = 4 if value_at(raw, 'data.background') == 'keep' else found
     if not (isinstance(size, tuple | list) and all(type(side) is int for side in size)):
         size = (USUAL,)  # `resolve` reports the value of the config
     height, width = size[0], size[-1]
-    levels = _levels(height, width)
+    levels = levels_of(height, width)
     if type(batch) is not int or batch < 1:
-        batch = _batch_size(height * width, facts.images)
+        batch = batch_size(height * width, facts.images)
     choices: dict[str, object] = {
         'data.image_size': tuple(size),
         'model.image_channels': channels,
@@ -285,51 +307,10 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     }
     chosen = {path: v for path, v in choices.items() if value_at(raw, path) == OPEN[path]}
     if 'model.channel_mult' in chosen and not _is_set(raw, ATTENTION):
-        sides = [min(height, width) >> level for level in range(levels)]
-        chosen[ATTENTION] = tuple(side for side in sides if side <= ATTENDED)
+        chosen[ATTENTION] = attended(min(height, width), levels)
     if chosen.get('diffusion.objective') == 'v' and not _is_set(raw, SCHEDULE):
         chosen[SCHEDULE] = 'cosine'
     return chosen
-
-
-def _image_size(sizes: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Returns the size of images to train on, (side,) or (height, width).
-
-    Images that share one size of at most `LARGEST` pixels a side keep it. Others are cut to a
-    square, whose side is the median of their shorter sides, at most `USUAL` pixels. Sides are
-    multiples of 8, or of 4 below 32 pixels.
-    """
-    if len(set(sizes)) == 1 and max(sizes[0]) <= LARGEST:
-        found = sizes[0]
-    else:
-        side = min(USUAL, int(statistics.median(min(size) for size in sizes)))
-        found = side, side
-    if min(found) < SMALLEST:
-        raise UserError(
-            f'data.path: the images have {found[0]}x{found[1]} pixels; expected {SMALLEST} a side '
-            'or more. Set data.image_size to enlarge them'
-        )
-    multiple = 8 if min(found) >= 32 else 4
-    height, width = (side // multiple * multiple for side in found)
-    return (height,) if height == width else (height, width)
-
-
-def _levels(height: int, width: int) -> int:
-    """Returns the number of levels: halving ends at a shorter side of 8, or 4 of small images."""
-    least = 8 if min(height, width) >= 32 else 4
-    levels = 1
-    while (
-        levels < max(LADDERS)
-        and height % 2**levels == width % 2**levels == 0
-        and min(height, width) >> levels >= least
-    ):
-        levels += 1
-    return levels
-
-
-def _batch_size(pixels: int, count: int) -> int:
-    usual = 32 if pixels > 32 * 32 else 128
-    return min(usual, 2 ** int(math.log2(count)))  # a power of 2, which devices divide
 
 
 def _learning_rate(batch: int) -> float:

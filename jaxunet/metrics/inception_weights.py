@@ -29,19 +29,6 @@ MAX_BYTES = 2**29  # far above the published file's 96 MB
 IGNORED = 'num_batches_tracked'  # torch's counter of training steps, in some files
 
 
-def read_parameters(path: Path) -> Parameters:
-    """Reads a state dict of FID's Inception; nothing in the file is executed.
-
-    Args:
-      path: .pth or .pt (`torch.save`, old or new format), .npz or .safetensors.
-
-    Raises:
-      UserError: the file is damaged or of another kind, or has the weights of another network; the
-        message names the tensor.
-    """
-    return from_state(_read_state(path), str(path))
-
-
 def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
     """Checks a state dict against the network and converts it to our layouts, float32.
 
@@ -53,16 +40,36 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
       UserError: a tensor is missing, unknown, of a wrong shape or not finite, or has negative
         variances.
     """
-    shapes = torch_shapes()
+    described = f"FID's Inception-v3 under pytorch-fid's names ({FILE})"
+    weights = checked(state, torch_shapes(), name, described)
+    turned = {k: v.transpose(2, 3, 1, 0) if v.ndim == 4 else v.T for k, v in weights.items()}
+    return {k: jnp.asarray(np.ascontiguousarray(v, np.float32)) for k, v in turned.items()}
+
+
+def checked(
+    state: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    name: str,
+    described: str,
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a state dict that a network has, in the order of `shapes`.
+
+    Args:
+      shapes: names and shapes of all of them.
+      name: name of the file; error messages begin with it.
+      described: the network and the origin of the names, for messages.
+
+    Raises:
+      UserError: as `from_state`.
+    """
     weights = {key: value for key, value in state.items() if not key.endswith(IGNORED)}
     missing, extra = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or extra:
         raise UserError(
-            f"{name}: expected the {len(shapes)} tensors of FID's Inception-v3 under pytorch-fid's "
-            f'names ({FILE}); {len(missing)} are missing ({", ".join(missing[:3])}) and '
-            f'{len(extra)} unknown ({", ".join(map(one_line, extra[:3]))})'
+            f'{name}: expected the {len(shapes)} tensors of {described}; {len(missing)} are '
+            f'missing ({", ".join(missing[:3])}) and {len(extra)} unknown '
+            f'({", ".join(map(one_line, extra[:3]))})'
         )
-    params = {}
     for key, shape in shapes.items():
         value = weights[key]
         if value.shape != shape:
@@ -77,9 +84,7 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
                 f'{name}: {key}: expected variances of 0 or more, found {value.min()}; '
                 'the file is damaged'
             )
-        turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
-        params[key] = jnp.asarray(np.ascontiguousarray(turned, np.float32))
-    return params
+    return {key: weights[key] for key in shapes}
 
 
 def find_or_download(features: str = 'inception') -> Path:
@@ -112,7 +117,16 @@ def find_or_download(features: str = 'inception') -> Path:
     )
 
 
-def _read_state(path: Path) -> dict[str, np.ndarray]:
+def read_state(path: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a state dict by their names; nothing in the file is executed.
+
+    Args:
+      path: .pth or .pt (`torch.save`, old or new format, or `torch.jit.save`), .npz or
+        .safetensors.
+
+    Raises:
+      UserError: the file is damaged or of another kind.
+    """
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(
             f'{path}: expected a file of features that ends in {", ".join(SUFFIXES)}, '

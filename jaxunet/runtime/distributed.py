@@ -281,6 +281,16 @@ def of_process_0(values: Sequence[bool]) -> list[bool]:
     return [bool(x) for x in multihost_utils.broadcast_one_to_all(np.array(values))]
 
 
+def number_of_process_0(value: float) -> float:
+    """Returns the number of process 0, as float32 if there are several processes.
+
+    A collective operation, which every process must call.
+    """
+    if jax.process_count() == 1:
+        return value
+    return float(multihost_utils.broadcast_one_to_all(np.array(value, np.float32)))
+
+
 def _gather(value: dict[str, str]) -> list[dict[str, str]]:
     """Returns the value of every process, by process index."""
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -28,6 +28,7 @@ from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree, of_process_0, wait_for_others
 from jaxunet.runtime.jax_settings import fixed_jax_settings
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.training.budget import fitted
 from jaxunet.training.calls import Calls
 from jaxunet.training.clock import Clock, due
 from jaxunet.training.parallel import stop_asked
@@ -51,7 +52,7 @@ def train(
     hook: Hook | None = None,
     caller: Caller | None = None,
 ) -> int:
-    """Trains until `train.steps`, or until the caller asks it to stop.
+    """Trains until `train.steps`, or for `train.minutes`, or until the caller asks it to stop.
 
     Args:
       workdir: gets checkpoints, logs and samples. A run that it holds is resumed.
@@ -71,16 +72,17 @@ def train(
         raise ValueError('hook: expected a run of one process, found several')
     source = with_class_order(source, newest_classes(workdir))
     with opened(workdir) as lock, caller or Caller() as preemption:
-        return with_rollbacks(
-            lambda failed: Loop(
-                UNetSubject(config, workdir, source, initial), lock, preemption, hook
-            ).run(failed),
-            limit=0 if hook else config.train.rollbacks,
-        )
+        config = config if hook else fitted(config, workdir, source)
+
+        def run(failed: TooManySkippedError | None) -> int:
+            subject = UNetSubject(config, workdir, source, initial)
+            return Loop(subject, lock, preemption, hook).run(failed)
+
+        return with_rollbacks(run, limit=0 if hook else config.train.rollbacks)
 
 
 class Hook(Protocol):
-    """Ends a run and saves it, in place of the loop: for a command that looks into its runs."""
+    """Ends a run, even one that has no steps left, and saves it, in place of the loop."""
 
     def between(self, run: Loop) -> bool:
         """Called before the first call of the step and after each; False ends the run."""
@@ -116,7 +118,7 @@ class Loop:
     ) -> None:
         self.subject, self.config, self.workdir = subject, subject.config, subject.workdir
         self.lock, self.preemption, self.hook = lock, preemption, hook
-        self.main = jax.process_index() == 0
+        self.main, self.alone = jax.process_index() == 0, jax.process_count() == 1
         self.session, self.checkpoints = subject.session, subject.checkpoints
         self.replicas = Replicas(self.config, self.session.parallel)
         self.outputs: Outputs | None = None
@@ -133,8 +135,7 @@ class Loop:
             agree({'the step to resume from': self.step})
             if failed and self.main:
                 self.checkpoints.set_aside_after(self.step)
-            done = self.step >= total and self.hook is None  # a hook may have work left
-            if done and (jax.process_count() > 1 or not any(self._missing())):
+            if not self.hook and self.step >= total and not (self.alone and any(self._missing())):
                 self.subject.finish(begin)
                 print(how_to_go_on(config, self.workdir, self.step))
                 return self.step
@@ -215,7 +216,7 @@ class Loop:
     def _goes_on(self) -> bool:
         if self.hook:
             return self.hook.between(self)
-        return not (self.asked if jax.process_count() == 1 else self.stop)
+        return not (self.asked if self.alone else self.stop)
 
     def _call(self) -> None:
         """Queues the next call of the compiled step, and reads the metrics of an earlier one."""
@@ -379,7 +380,7 @@ class Loop:
                 '(parallel.shard_optimizer); the same command resumes from the last checkpoint'
             )
             return
-        if jax.process_count() > 1 and self.config.train.check_replicas_every:
+        if not self.alone and self.config.train.check_replicas_every:
             return  # nothing is saved unchecked, and a check needs all processes
         if self.hook:
             self.hook.save(self)

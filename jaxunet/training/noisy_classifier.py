@@ -48,6 +48,7 @@ NEEDED: dict[str, object] = {
     'loss.weighting': 'uniform',
     'timesteps.sampler': 'uniform',
     'ema.widths': (),
+    'train.minutes': 0.0,
     'train.rollbacks': 0,
     'train.evaluate_every': 0,
     'train.check_replicas_every': 0,

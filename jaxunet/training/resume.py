@@ -139,6 +139,8 @@ def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:
     field, now = 'steps', f'{config.train.steps}'
     if config.train.epochs:
         field, now = 'epochs', f'{config.train.epochs:g}'
+    elif config.train.minutes:
+        field, now = 'minutes', f'{config.train.minutes:g}'
     return (
         f'{workdir} has already trained {step} steps. To go on, raise --config.train.{field} '
         f'(now {now}); to start over, choose another --workdir.'

@@ -44,6 +44,7 @@ CLEARED = (
     'loss.',
     'timesteps.',
     'train.epochs',
+    'train.minutes',
     'train.sample_steps',
     *(f'evaluation.{name}' for name in ('sampler', 'steps', 'variance', 'eta', 'skip_schedule')),
     'evaluation.guidance_scale',

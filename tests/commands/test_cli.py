@@ -183,6 +183,21 @@ def test_dry_run(tmp_path):
     assert re.search(r'memory per device, GiB: \d+\.\d\d estimated with xla \(', out)
 
 
+def test_a_budget_of_time(tmp_path):
+    """A dry run times nothing; a number of steps beside the budget is refused."""
+    budget = ['--config.train.minutes=3', '--dry_run', f'--workdir={tmp_path / "run"}']
+    dry, both = call_each(
+        [
+            ['jaxunet.train', *budget],
+            ['jaxunet.train', *budget, '--config.train.steps=40'],
+        ],
+        tmp_path,
+    )
+    assert 'train.minutes=3: a run times its step first, and takes as many steps as fit' in dry[1]
+    assert (both[0], dry[0]) == (2, 0)
+    assert 'train.minutes: the budget of 3 minutes sets the number of steps; leave' in both[2]
+
+
 def test_dry_run_checks_what_the_run_starts_from(run, tmp_path):
     """The line of `--dry_run`; without images, it says that names of classes are not compared."""
     dry = ['jaxunet.train', '--dry_run', *SMALL, f'--config.init_from={run}']

@@ -13,7 +13,7 @@ from support.tiny import tiny_config
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data import automatic
-from jaxunet.data.automatic import OPEN, Facts, choose, complete
+from jaxunet.data.automatic import OPEN, Facts, choose, complete, with_values
 from jaxunet.data.sources import open_images
 from jaxunet.runtime.errors import UserError
 
@@ -43,7 +43,7 @@ def photos(tmp_path, sizes, form='folder'):
         ([(48, 64)] * 2, (48, 64), (1, 2, 3), (12,)),
         ([(128, 128)] * 2, (128,), (1, 1, 2, 3, 4), (16, 8)),
         ([(129, 129)] * 2, (64,), (1, 2, 3, 4), (16, 8)),
-        ([(100, 100)] * 2, (96,), (1, 2, 3, 4), (12,)),
+        ([(100, 100)] * 2, (96,), (1, 2, 3, 4), (24, 12)),
         ([(32, 32)] * 2, (32,), (1, 2, 3), (16, 8)),
         ([(28, 28)] * 2, (28,), (1, 2, 3), (14, 7)),
         ([(8, 8)] * 2, (8,), (1, 2), (8, 4)),
@@ -59,6 +59,26 @@ def test_the_size_and_the_network_follow_the_images(sizes, size, mult, attention
         section, name = path.split('.')
         raw[section][name] = value
     resolve(raw)  # such a network exists
+
+
+@pytest.mark.parametrize(
+    ('size', 'mult', 'attention', 'batch'),
+    [
+        ((256,), (1, 1, 2, 2, 4, 4), (16, 8), 16),
+        ((512,), (1, 1, 1, 2, 2, 4, 4), (16, 8), 8),
+        ((256, 512), (1, 1, 2, 2, 4, 4), (16, 8), 8),
+        ((192,), (1, 1, 2, 3, 4), (24, 12), 16),
+        ((200,), (1, 2, 3, 4), (25,), 16),  # odd sides end the ladder; 50 pixels are too many
+    ],
+)
+def test_large_images_have_attention_at_the_lowest_two_levels(size, mult, attention, batch):
+    raw = load(IMAGES).to_dict()
+    raw['data']['image_size'] = size
+    chosen = choose(raw, Facts(1000, [(900, 800)], False))
+    assert chosen['model.channel_mult'] == mult
+    assert chosen['model.attention_resolutions'] == attention
+    assert chosen['data.batch_size'] == batch
+    resolve(with_values(raw, chosen))  # such a network exists
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from support.inception_case import COLUMNS, GOLDEN, images, of_pytorch_fid, random_state, summary
 
 from jaxunet.metrics import features, inception, inception_weights
-from jaxunet.metrics.inception_weights import from_state, read_parameters
+from jaxunet.metrics.inception_weights import from_state, read_state
 from jaxunet.metrics.torch_legacy import MAGIC, read_legacy
 from jaxunet.runtime import download, paths
 from jaxunet.runtime.errors import UserError
@@ -223,7 +223,7 @@ def test_weights_as_npz_and_as_torch_file(state, tmp_path):
     with (tmp_path / 'w.pth').open('wb') as file:
         write_torch(file, state, {})
     for name in ('w.npz', 'w.pth'):
-        found = read_parameters(tmp_path / name)
+        found = from_state(read_state(tmp_path / name), name)
         assert found.keys() == expected.keys()
         for key in (
             'Conv2d_1a_3x3.conv.weight',
@@ -249,11 +249,11 @@ def test_weights_of_another_network(state, tmp_path):
         from_state(state | {'Conv2d_1a_3x3.bn.running_var': np.full(32, -1, np.float32)}, 'w')
     (tmp_path / 'w.npz').write_bytes(b'nothing')
     with pytest.raises(UserError, match=r'not a readable \.npz file'):
-        read_parameters(tmp_path / 'w.npz')
+        read_state(tmp_path / 'w.npz')
     with pytest.raises(
         UserError, match=r"ends in \.pth, \.pt, \.npz, \.safetensors, found '\.bin'"
     ):
-        read_parameters(tmp_path / 'w.bin')
+        read_state(tmp_path / 'w.bin')
 
 
 def test_download_is_kept_and_checked(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from support.tiny import flags, tiny_config
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import USER_ERROR
+from jaxunet.training import budget
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 
@@ -131,6 +132,20 @@ def test_two_processes_train_as_one_and_resume_on_one(
     np.testing.assert_allclose(
         one_process(tmp_path / 'two', source, devices=2, steps=6), one, rtol=1e-4
     )
+
+
+def test_processes_agree_on_the_steps_of_a_budget(tmp_path, monkeypatch):
+    """Each times its step; process 0's time counts."""
+    monkeypatch.setattr(budget, 'TIMED_SECONDS', 0.1)
+    without = [flag for flag in TRAIN if not flag.startswith('--config.train.steps=')]
+    monkeypatch.setattr(sys.modules[__name__], 'TRAIN', without)
+    processes = start(tmp_path, '--config.train.minutes=0.001', '--config.train.steps_per_call=1')
+    errors = finish(processes)
+    assert [process.returncode for process in processes] == [0, 0], errors
+    numbers = [re.search(r'train\.minutes=0\.001: ([0-9,]+) steps of', e)[1] for e in errors]
+    assert numbers[0] == numbers[1]
+    assert checkpoint.read(tmp_path).config.train.steps == last_step(tmp_path)
+    assert f'{last_step(tmp_path):,}' == numbers[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Chooses the size of images, the levels of their network and the batch, by the images' sizes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from jaxunet.runtime.errors import UserError
+
+LARGEST = 128  # pixels a side up to which images that share one size keep it
+USUAL = 64  # pixels a side of the others, unless they are smaller
+SMALLEST = 8
+# Attention at levels of at most this many pixels: of images up to `USUAL` pixels at all of them, of
+# larger ones at the lowest two levels, if these have at most twice as many.
+ATTENDED = 16
+# Channels of the levels, from full resolution down, as multiples of model.base_channels. From 5
+# levels on as in guided-diffusion for 128, 256 and 512 pixels.
+LADDERS = {
+    **{1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 1, 2, 3, 4)},
+    **{6: (1, 1, 2, 2, 4, 4), 7: (1, 1, 1, 2, 2, 4, 4)},
+}
+# Usual batches by the largest side of square images: with XLA, a step at 256 or 512 pixels is
+# estimated to take 13 or 23 GiB.
+BATCHES = {32: 128, 128: 32, 256: 16, math.inf: 8}
+
+
+def image_size(sizes: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Returns the size of images to train on, (side,) or (height, width).
+
+    Images that share one size of at most `LARGEST` pixels a side keep it. Others are cut to a
+    square, whose side is the median of their shorter sides, at most `USUAL` pixels. Sides are
+    multiples of 8, or of 4 below 32 pixels.
+    """
+    if len(set(sizes)) == 1 and max(sizes[0]) <= LARGEST:
+        found = sizes[0]
+    else:
+        side = min(USUAL, int(statistics.median(min(size) for size in sizes)))
+        found = side, side
+    if min(found) < SMALLEST:
+        raise UserError(
+            f'data.path: the images have {found[0]}x{found[1]} pixels; expected {SMALLEST} a side '
+            'or more. Set data.image_size to enlarge them'
+        )
+    multiple = 8 if min(found) >= 32 else 4
+    height, width = (side // multiple * multiple for side in found)
+    return (height,) if height == width else (height, width)
+
+
+def levels_of(height: int, width: int) -> int:
+    """Returns the number of levels: halving ends at a shorter side of 8, or 4 of small images."""
+    least = 8 if min(height, width) >= 32 else 4
+    levels = 1
+    while (
+        levels < max(LADDERS)
+        and height % 2**levels == width % 2**levels == 0
+        and min(height, width) >> levels >= least
+    ):
+        levels += 1
+    return levels
+
+
+def attended(side: int, levels: int) -> tuple[int, ...]:
+    """Returns the sides of the levels with attention; see `ATTENDED`."""
+    sides = [side >> level for level in range(levels)]
+    if side > USUAL:
+        return tuple(s for s in sides[-2:] if s <= 2 * ATTENDED)
+    return tuple(s for s in sides if s <= ATTENDED)
+
+
+def batch_size(pixels: int, count: int) -> int:
+    """Returns the usual batch for images of so many pixels; fewer if there are fewer images."""
+    usual = next(batch for side, batch in BATCHES.items() if pixels <= side * side)
+    return min(usual, 2 ** int(math.log2(count)))  # a power of 2, which devices divide

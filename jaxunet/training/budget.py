@@ -1,0 +1,103 @@
+"""Fits the number of steps of a run to a time budget (`train.minutes`).
+
+Before a new run, its step is timed on its devices, with weights that are then dropped. The budget
+counts training steps: compiling, sample grids, evaluations and checkpoints come on top. The number
+of steps is then fixed, and saved with the config, so that a resumed run ends at the same step, and
+a learning rate that falls to 0 at `train.steps` does so at the end of the budget.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import pathlib
+import time
+from collections.abc import Collection
+
+import jax
+from absl import logging
+
+from jaxunet.checkpoint.newest import saved_steps
+from jaxunet.checkpoint.optimizer import endless_warmup
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import Config
+from jaxunet.data.automatic import steps_within
+from jaxunet.data.source import Source
+from jaxunet.runtime.distributed import number_of_process_0
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.session import Session
+
+WARM_UP = 2  # calls that are not timed
+TIMED_SECONDS = 3.0
+ENDLESS = 10**9  # steps for which a stream of batches is opened
+
+
+def check_named(config: Config, named: Collection[str]) -> None:
+    """Checks that a budget and a number of steps are not asked for at once.
+
+    Args:
+      named: paths of the fields that the command line or the caller set.
+
+    Raises:
+      UserError: both are.
+    """
+    if config.train.minutes and 'train.steps' in named:
+        raise UserError(
+            f'train.minutes: the budget of {config.train.minutes:g} minutes sets the number of '
+            'steps; leave train.steps out'
+        )
+
+
+def fitted(config: Config, workdir: pathlib.Path, source: Source) -> Config:
+    """Returns the config of a run with the steps that fit into its budget, if it has one.
+
+    A collective operation: all processes of a run get the number of process 0. A run that resumes
+    keeps its number (`jaxunet.data.automatic.complete`).
+
+    Raises:
+      UserError: as `Session`.
+    """
+    if not config.train.minutes or saved_steps(workdir):
+        return config
+    seconds = step_seconds(config, source)
+    config = config.replace(train={'steps': steps_within(config, seconds)})
+    logging.info(
+        'train.minutes=%g: %s steps of %.3g ms, as timed on these devices; compiling, samples and '
+        'checkpoints come on top',
+        config.train.minutes,
+        f'{config.train.steps:,}',
+        1e3 * seconds,
+    )
+    if warning := endless_warmup(config):
+        logging.warning('%s', warning)
+    return config
+
+
+def step_seconds(config: Config, source: Source) -> float:
+    """Returns the seconds of a training step, as process 0 times it."""
+    # The rate does not change the time, and a constant one gives a program that the cache of
+    # compiled steps may have, whatever the number of steps. Last layers of zeros, of which a GPU
+    # draws less power, would be faster than those of a trained network.
+    same = config.replace(optimizer={'schedule': 'constant'})
+    with Session(same, source) as session:
+        session.load(fresh_state(same.replace(model={'zero_init': False})))
+        session.open_stream(end=ENDLESS)
+        session.compile(cache=True)
+        _timed(session, WARM_UP)
+        calls = math.ceil(TIMED_SECONDS / _timed(session, 1))
+        calls = max(int(number_of_process_0(calls)), 1)
+        seconds = _timed(session, calls) / (calls * session.steps_per_call)
+    del session
+    gc.collect()  # the state of the run needs its memory
+    return number_of_process_0(seconds)
+
+
+def _timed(session: Session, calls: int) -> float:
+    """Returns the seconds that so many calls take."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        metrics = session.call(session.next_data())
+        if session.calls_ahead == 1:
+            jax.block_until_ready(metrics)
+    jax.block_until_ready((session.state, metrics))
+    return time.perf_counter() - began

@@ -1,0 +1,106 @@
+"""`train.minutes`: the steps that fit into a time budget, and runs that resume within it."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.newest import newest_config
+from jaxunet.checkpoint.optimizer import learning_rate_schedule
+from jaxunet.config import resolve, to_dict
+from jaxunet.data.automatic import complete, steps_within
+from jaxunet.data.sources import open_images
+from jaxunet.runtime.errors import UserError
+from jaxunet.training import budget
+from jaxunet.training.budget import check_named, step_seconds
+from jaxunet.training.loop import train
+from jaxunet.training.preemption import Caller
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
+
+@pytest.fixture(scope='module')
+def source():
+    return open_images(tiny_config())
+
+
+def config_of(minutes, **train):
+    falling = {'warmup_steps': 0, 'schedule': 'linear'}
+    return tiny_config(optimizer=falling, train={'steps_per_call': 1, 'minutes': minutes, **train})
+
+
+@pytest.mark.parametrize(
+    ('minutes', 'seconds', 'calls', 'every', 'steps'),
+    [
+        (3.0, 0.0043, 0, 100, 41_860),  # calls of up to 20 steps, which divide the other counts
+        (3.0, 0.0043, 1, 100, 41_860),
+        (3.0, 0.0043, 8, 80, 41_856),
+        (1.0, 0.007, 1, 100, 8571),
+        (0.001, 5.0, 4, 100, 4),  # at least one call
+    ],
+)
+def test_the_steps_that_fit(minutes, seconds, calls, every, steps):
+    counts = dict.fromkeys(('log_every', 'checkpoint_every'), every)
+    config = config_of(minutes, steps=80, **counts | {'steps_per_call': calls})
+    assert steps_within(config, seconds) == steps
+
+
+def test_a_step_is_timed(source, monkeypatch):
+    monkeypatch.setattr(budget, 'TIMED_SECONDS', 0.2)
+    calls, timed = [], budget._timed
+
+    def spy(session, count):
+        calls.append((count, timed(session, count)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(budget, '_timed', spy)
+    found = step_seconds(config_of(1.0), source)
+    (warm, _), (once, one), (many, whole) = calls
+    assert (warm, once) == (budget.WARM_UP, 1)
+    assert many == max(int(np.ceil(0.2 / one)), 1)
+    assert found == whole / many > 0
+
+
+class Stops(Caller):
+    """Stops a run after its fourth step, at the latest after the next."""
+
+    def logged(self, row):
+        self.requested |= row['step'] >= 4
+
+
+def test_a_run_ends_with_its_budget_and_resumes_bit_for_bit(source, tmp_path, monkeypatch, caplog):
+    seconds = iter([0.005, 0.005])
+    monkeypatch.setattr(budget, 'step_seconds', lambda *_: next(seconds))
+    values = to_dict(config_of(0.001))
+    with caplog.at_level('INFO', logger='absl'):
+        assert train(complete(values), tmp_path / 'whole', source) == 12
+    assert 'train.minutes=0.001: 12 steps of 5 ms' in caplog.text
+    assert 4 <= train(complete(values), tmp_path / 'parts', source, caller=Stops()) < 12
+    again = complete(values, newest_config(tmp_path / 'parts'))
+    assert again.train.steps == 12
+    assert learning_rate_schedule(again)(12) == 0
+    assert train(again, tmp_path / 'parts', source) == 12  # times no step
+    whole, parts = (checkpoint.read(tmp_path / name) for name in ('whole', 'parts'))
+    jax.tree.map(np.testing.assert_array_equal, parts.state, whole.state)
+    assert (whole.config.train.steps, whole.config.train.minutes) == (12, 0.001)
+
+
+def test_another_budget_of_a_run_counts_the_time_of_its_first_step():
+    saved = config_of(3.0, steps=1200)
+    assert complete(to_dict(config_of(3.0)), saved).train.steps == 1200
+    assert complete(to_dict(config_of(4.5)), saved).train.steps == 1800
+    assert complete(to_dict(config_of(0.0, steps=7)), saved).train.steps == 7
+    with pytest.raises(UserError, match=r'began with train\.steps=6 and without a budget'):
+        complete(to_dict(config_of(3.0)), config_of(0.0))
+
+
+def test_two_lengths_are_refused():
+    check_named(config_of(0.0), ['train.steps'])
+    check_named(config_of(1.0), ['train.log_every'])
+    with pytest.raises(UserError, match=r'budget of 1 minutes sets .* leave train\.steps out'):
+        check_named(config_of(1.0), ['train.log_every', 'train.steps'])
+    with pytest.raises(UserError, match=r'train\.minutes: 1 and train\.epochs=2 both set'):
+        resolve(to_dict(config_of(1.0, epochs=2.0)))
