@@ -30,8 +30,6 @@ from __future__ import annotations
 
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
-import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -183,7 +181,7 @@ def run() -> None:
     of_pictures = classes if CLASS_LABELS.value is None else 0
     low_res = how.low_res(config, limit, Classes(of_pictures, model.class_names))
     count = len(low_res.pixels) if low_res and limit is None else NUM_SAMPLES.value
-    check_memory(count, config)
+    how.check_memory(count, config)
     how.check_guidance(config)
     weaker = how.weaker()
     chosen = chosen_classes(Classes(classes, model.class_names))
@@ -246,18 +244,6 @@ def load() -> tuple[Model, Config]:
     model = load_model(CHECKPOINT.value, ema=EMA.value, **MODEL.given())
     changes = {'backend': BACKEND.value, 'precision': PRECISION.value}
     return model, model.config.replace(**{k: v for k, v in changes.items() if v is not None})
-
-
-def check_memory(count: int, config: Config) -> None:
-    """Raises `UserError` if the samples exceed this machine's memory, where they are collected."""
-    needed = count * math.prod(config.image_shape) * config.data.bits // 8
-    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    if needed > memory:
-        raise UserError(
-            f'--num_samples: {count} images of {"x".join(map(str, config.image_shape))} take '
-            f'{needed / 2**30:,.1f} GiB, more than the {memory / 2**30:,.1f} GiB of memory of this '
-            'machine; draw fewer at a time, with other seeds (--seed) and outputs'
-        )
 
 
 def resume(parts: Parts) -> None:

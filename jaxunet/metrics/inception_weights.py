@@ -121,8 +121,7 @@ def read_state(path: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a state dict by their names; nothing in the file is executed.
 
     Args:
-      path: .pth or .pt (`torch.save`, old or new format, or `torch.jit.save`), .npz or
-        .safetensors.
+      path: .pth or .pt (`torch.save`, old or new format), .npz or .safetensors.
 
     Raises:
       UserError: the file is damaged or of another kind.

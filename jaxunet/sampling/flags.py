@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+
 from absl import flags
 
 from jaxunet.checkpoint.load import load_model
@@ -346,3 +349,15 @@ def check_guidance(config: Config) -> None:
     """Raises `UserError` if --guidance_scale needs an unconditional model that was not trained."""
     if GUIDE.value is None:
         check_can_be_guided(config, GUIDANCE_SCALE.value, '--guidance_scale')
+
+
+def check_memory(count: int, config: Config) -> None:
+    """Raises `UserError` if the samples exceed this machine's memory, where they are collected."""
+    needed = count * math.prod(config.image_shape) * config.data.bits // 8
+    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if needed > memory:
+        raise UserError(
+            f'--num_samples: {count} images of {"x".join(map(str, config.image_shape))} take '
+            f'{needed / 2**30:,.1f} GiB, more than the {memory / 2**30:,.1f} GiB of memory of this '
+            'machine; draw fewer at a time, with other seeds (--seed) and outputs'
+        )

@@ -214,9 +214,8 @@ class Loop:
         self.saver.wait()
 
     def _goes_on(self) -> bool:
-        if self.hook:
-            return self.hook.between(self)
-        return not (self.asked if self.alone else self.stop)
+        stop = self.asked if self.alone else self.stop
+        return self.hook.between(self) if self.hook else not stop
 
     def _call(self) -> None:
         """Queues the next call of the compiled step, and reads the metrics of an earlier one."""
@@ -264,8 +263,6 @@ class Loop:
             with self._save_on_error():
                 self.watch.wait(self.calls.newest.metrics)
         self.clock.pause()
-
-    # For hooks.
 
     @property
     def asked(self) -> bool:

@@ -1,4 +1,4 @@
-"""What commands do while a GPU starts."""
+"""Commands work while a GPU starts."""
 
 from __future__ import annotations
 

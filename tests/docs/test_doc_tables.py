@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.docs.doc_tables import BATCHES, SIDES, newest_steps, steps_per_call
+from tools.docs.step_table import BATCHES, NEEDED, SIDES, newest_steps, steps_per_call
 
 ROWS = {
     ('pytorch-best', 32): {},
@@ -42,20 +42,15 @@ def measured(git, time, sides=SIDES, **fields):
     return [{**of, 'backend': s, 'batch_size': b, **fields} for s in sides for b in BATCHES]
 
 
-def test_the_rows_of_steps_are_of_one_commit_where_one_has_them_all():
-    one, older = measured('one', '2'), measured('older', '1')
+def test_the_rows_of_steps_are_of_the_newest_commit_that_has_those_needed():
+    needed, older = measured('needed', '2', NEEDED), measured('older', '1')
     part = measured('part', '3', ['auto', 'xla'], steps_per_call=20)
-    for rows in ([*older, *one, *part], [*one, *older, *part]):
+    one_batch = measured('needed', '2', ['pallas'])[:1]
+    for rows in ([*older, *needed, *one_batch, *part], [*needed, *one_batch, *part, *older]):
         found = newest_steps(rows)
-        assert {row['git'] for row in found.values()} == {'one'}
-        assert len(found) == len(SIDES) * len(BATCHES)
-
-
-def test_without_such_a_commit_the_newest_rows_are_shown():
-    rows = [*measured('first', '1', list(SIDES)[:-1]), *measured('last', '2', ['auto', 'xla'])]
-    found = newest_steps(rows)
-    assert {found['auto', 32]['git'], found['xla', 256]['git']} == {'last'}
-    assert found['pallas', 32]['git'] == 'first'
+        assert {row['git'] for row in found.values()} == {'needed'}
+        assert found.keys() == {(side, batch) for side in NEEDED for batch in BATCHES}
+    assert len(newest_steps(older)) == len(SIDES) * len(BATCHES)
 
 
 def test_rows_with_more_steps_per_call_are_shown_and_overlap_only_of_auto():

@@ -14,7 +14,7 @@ from tools.gpu import auto
 
 @pytest.mark.parametrize('precision', auto.SIDES)
 def test_auto_is_a_side_of_each_set_of_kernels(precision: str, monkeypatch) -> None:
-    """Where its table takes XLA, XLA's side stands for it; every other choice is another."""
+    """XLA's side stands for `auto` where its table takes XLA; every other choice is another."""
     monkeypatch.setattr(backends, '_unavailable', lambda name: None)
     monkeypatch.setattr(backends.choices, 'read', lambda device, precision: None)
     for kernels, sides in auto.SIDES[precision].items():

@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from support import golden as trajectories
 from support import markdown
@@ -22,6 +22,7 @@ from tools.docs import (
     few_tables,
     recipe_tables,
     sharing_table,
+    step_table,
     width_tables,
 )
 from tools.sanitizer import sanitizer_rows
@@ -34,101 +35,12 @@ WEIGHTS = {  # the files of tools/gpu/starts.py
     'model.safetensors': '`.safetensors`',
     'workdir': 'a run',
 }
-# Side in the rows -> its name in the README's table.
-SIDES = {
-    'pytorch-eager': 'PyTorch, eager',
-    'pytorch-compiled': 'PyTorch, `torch.compile`',
-    'pytorch-best': 'PyTorch, `torch.compile`, whole step in one CUDA graph',
-    'xla': 'jaxunet `backend=xla` (plain JAX)',
-    'pallas': 'jaxunet `backend=pallas`',
-    'auto': 'jaxunet `backend=auto`',
-}
-BATCHES = (32, 256)
 SLOW = 0.9
 
 
 def read_lines(path: str) -> list[Row]:
     """The rows of a JSON-lines file under docs/results."""
     return [json.loads(line) for line in (RESULTS / path).read_text().splitlines()]
-
-
-def step_summary() -> str:
-    """Milliseconds of a training step of elephants64 by side, and how they were measured."""
-    chosen = newest_steps(read_lines('step/rows.jsonl'))
-    body = []
-    for side, shown in SIDES.items():
-        rows = [chosen[side, batch] for batch in BATCHES]
-        ops = ''
-        if side == 'auto':
-            mixed = 'attention=pallas' in rows[-1]['ops']
-            ops = f' (CUDA kernels{", attention in Pallas" * mixed})'
-        times = [f'{row["median_ms"]:.1f} ms' for row in rows]
-        rate, memory = rows[-1]['images_per_second'], rows[-1]['peak_bytes'] / 2**30
-        body.append([shown + ops, *times, f'{rate:,.0f}', f'{memory:.1f} GiB'])
-    used = list(chosen.values())
-    versions = {name: used[-1]['versions'][name] for name in ('jax', 'torch')}
-    commits = list(dict.fromkeys(str(row['git']) for row in used))
-    head = [
-        'a whole training step',
-        *(f'batch {batch}' for batch in BATCHES),
-        f'images/s at {BATCHES[-1]}',
-        f'memory at {BATCHES[-1]}',
-    ]
-    return (
-        f'{markdown.table(head, body)}\n\n'
-        f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, '
-        f'torch {versions["torch"]}; commit{"s" * (len(commits) > 1)} {", ".join(commits)}.\n'
-        f'{steps_per_call(chosen)}'
-    )
-
-
-def newest_steps(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
-    """Returns the rows of README's table, by side and batch.
-
-    They are of the newest commit that has rows of all sides and batches. Without such a commit,
-    they are the newest rows, of several commits. Rows with several steps per call come before those
-    with one. Rows with concurrent kernels are left out, except for `auto`, which uses them by
-    default where they help.
-    """
-    by_commit: dict[str, dict[tuple[str, int], Row]] = {}
-    newest: dict[tuple[str, int], Row] = {}
-    for row in rows:
-        key = row['backend'], row['batch_size']
-        if (
-            (row['config'], row['direction'], row['error']) == ('elephants64', 'step', None)
-            and (row['backend'] == 'auto' or not row.get('concurrent_kernels', False))
-            and row['backend'] in SIDES
-            and row['batch_size'] in BATCHES
-        ):
-            for rows_by_key in (newest, by_commit.setdefault(str(row['git']), {})):
-                known = rows_by_key.get(key, row)
-                if row.get('steps_per_call', 1) >= known.get('steps_per_call', 1):
-                    rows_by_key[key] = row
-    whole = [
-        rows_by_key for rows_by_key in by_commit.values() if rows_by_key.keys() == newest.keys()
-    ]
-    return max(whole, key=lambda r: max(row['time'] for row in r.values()), default=newest)
-
-
-def steps_per_call(chosen: Mapping[tuple[str, int], Row]) -> str:
-    """Returns a sentence that says how many steps per call jaxunet's rows ran.
-
-    Args:
-      chosen: rows by side and batch.
-    """
-    by_number: dict[int, list[str]] = {}
-    for (side, batch), row in sorted(chosen.items()):
-        if not side.startswith('pytorch'):
-            ran = by_number.setdefault(row.get('steps_per_call', 1), [])
-            ran.append(f'`{side}` at batch {batch}')
-    usual = max(by_number)
-    text = f'jaxunet ran {usual} step{"s" * (usual > 1)} per call'
-    others = [
-        f'{" and ".join(ran)}, which ran {number} per call'
-        for number, ran in by_number.items()
-        if number != usual
-    ]
-    return f'{text}, except {"; and ".join(others)}.' if others else f'{text}.'
 
 
 def steps() -> str:
@@ -323,7 +235,7 @@ def golden() -> str:
 def where_the_time_goes() -> str:
     """GPU milliseconds of a step of elephants64 by class of kernel, beside their floors."""
     by_class = {(row['class'], row['batch_size']): row for row in totals('budget/rows.jsonl')}
-    small, large = BATCHES
+    small, large = step_table.BATCHES
     names = sorted(
         (name for name, batch in by_class if batch == large and name != 'step'),
         key=lambda name: -by_class[name, large]['ms'],
@@ -331,12 +243,12 @@ def where_the_time_goes() -> str:
     body = []
     for name in [*names, 'step']:
         cells = [f'{by_class[name, small]["launches"]:.0f}']
-        for batch in BATCHES:
+        for batch in step_table.BATCHES:
             row = by_class[name, batch]
             cells += [f'{row["floor_ms"]:.2f}', f'{row["ms"]:.2f}']
         body.append(['all kernels' if name == 'step' else name, *cells])
     head = ['kernels', f'launches, batch {small}']
-    for batch in BATCHES:
+    for batch in step_table.BATCHES:
         head += [f'floor ms, batch {batch}', f'ms, batch {batch}']
     row = by_class['step', large]
     return (
@@ -383,7 +295,7 @@ def presets() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    'step_summary': step_summary,
+    'step_summary': step_table.step_summary,
     'steps': steps,
     'portable_steps': portable_steps,
     'kernels': kernels,
