@@ -20,6 +20,8 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training import resume
 from jaxunet.training.loop import train
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 
 def conditional(steps=6, number=2):
     return tiny_config(

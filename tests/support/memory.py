@@ -13,8 +13,6 @@ def drop_compiled_programs() -> None:
     """Frees compiled programs that no test holds; the cache on disk keeps them."""
     STEPS.clear()
     jax.clear_caches()
-    gc.unfreeze()  # frozen objects, such as compiled programs, can then be collected
-    gc.collect()
-    gc.freeze()
+    gc.collect()  # not what conftest.py froze: modules and tests, which take most of the time
     if sys.platform == 'linux':
         getattr(ctypes.CDLL(None), 'malloc_trim', lambda _: 0)(0)  # glibc keeps freed memory

@@ -1,4 +1,4 @@
-"""Inputs for the networks of other programs, made as in `fixtures/peers_golden.py`."""
+"""Inputs for the networks of other programs, made as in `tools/fixtures/peers_golden.py`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from jaxunet.training.loggers.installed import GROUP
 from jaxunet.training.loggers.interface import RunStart
 from jaxunet.training.loggers.logs import Logs
 from jaxunet.training.logs import COLUMNS, read_metrics
-from jaxunet.training.loop import train
 
 TOY = """
 from jaxunet.training.loggers.interface import Logger
@@ -99,13 +98,22 @@ def test_a_logger_that_cannot_log_ends_the_run_before_it_begins(
         tiny_config(train={'loggers': ('csv', 'csv')})
 
 
+@pytest.fixture(scope='module')
+def images():
+    return open_source('digits:', image_shape=(8, 8, 1)).load(np.arange(64))
+
+
+def train_on(images, workdir, *loggers, steps, **changes):
+    """A run of few steps on one device; all share a program."""
+    fields = TINY | {'train': TINY['train'] | changes, 'parallel': {'devices': 1}}
+    jaxunet.train(images, workdir=workdir, steps=steps, loggers=loggers, progress=False, **fields)
+
+
 @pytest.mark.usefixtures('shared_steps')
-def test_a_third_party_gets_everything_that_a_run_logs(toy, tmp_path):
-    images = open_source('digits:', image_shape=(8, 8, 1)).load(np.arange(64))
-    fields = TINY | {'parallel': {'devices': 1}, 'progress': False, 'loggers': ('csv', 'toy')}
-    fields['train'] = TINY['train'] | {'sample_every': 2, 'checkpoint_every': 2, 'holdout_every': 2}
+def test_a_third_party_gets_everything_that_a_run_logs(toy, tmp_path, images):
+    every = dict.fromkeys(('sample_every', 'checkpoint_every', 'holdout_every'), 2)
     for steps in (2, 4):
-        jaxunet.train(images, workdir=tmp_path, steps=steps, **fields)
+        train_on(images, tmp_path, 'csv', 'toy', steps=steps, **every)
     kinds = [call[0] for call in toy.CALLS]
     part = ['start', 'metrics', 'metrics', 'image', 'close']
     assert kinds == part * 2
@@ -123,9 +131,8 @@ def test_a_third_party_gets_everything_that_a_run_logs(toy, tmp_path):
 
 
 @pytest.mark.usefixtures('shared_steps')
-def test_a_run_without_loggers(tmp_path, source):
-    config = tiny_config(parallel={'devices': 1}, train={'steps': 2, 'loggers': ()})
-    assert train(config, tmp_path, source) == 2
+def test_a_run_without_loggers(tmp_path, images):
+    train_on(images, tmp_path, steps=2, holdout_every=2)
     assert not {'metrics.csv', 'tensorboard'} & {path.name for path in tmp_path.iterdir()}
     assert jaxunet.api.Run(tmp_path, 2).metrics == {}
 

@@ -107,7 +107,7 @@ def test_the_cuda_backend_trains_alike(mode, source, one_device):
     np.testing.assert_allclose(Bench(config, source).losses(), one_device, rtol=1e-4)
 
 
-ONE_OR_FOUR = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ('mode', 'devices'),
     [
         ('jit', 1),
@@ -115,9 +115,6 @@ ONE_OR_FOUR = pytest.mark.parametrize(
         pytest.param('pmap', 4, marks=pytest.mark.long),
     ],
 )
-
-
-@ONE_OR_FOUR
 def test_streamed_batches_give_the_losses_of_the_resident_dataset(
     mode, devices, source, bench_of, one_device
 ):
@@ -128,33 +125,32 @@ def test_streamed_batches_give_the_losses_of_the_resident_dataset(
     np.testing.assert_allclose(bench.losses(batches=batches), one_device, rtol=1e-4)
 
 
-@ONE_OR_FOUR
-def test_steps_of_one_call_are_those_of_several(mode, devices, bench_of):
+@pytest.mark.parametrize(
+    ('mode', 'devices', 'streams'),
+    [
+        ('jit', 1, False),  # those of a stream are in the test below
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ('jit', 1, True),
+                *((mode, 4, streams) for mode in ('jit', 'pmap') for streams in (False, True)),
+            )
+        ),
+    ],
+)
+def test_steps_of_one_call_are_those_of_several(mode, devices, streams, source, bench_of):
     bench = bench_of(mode, devices)
     losses, singly = bench.losses(count=3), bench.parallel.fetch(bench.state)
     bench.restart()
-    three = bench.parallel.compile(bench.make, bench.state, bench.resident, steps=3, cache=True)
-    bench.state, metrics = three(bench.state, bench.resident)
-    metrics, at_once = bench.parallel.fetch(metrics), bench.parallel.fetch(bench.state)
-    assert {value.shape for value in metrics.values()} == {(3,)}
-    np.testing.assert_allclose(
-        np.stack([metrics['step_loss'], metrics['grad_norm']], axis=1).ravel(), losses, rtol=1e-5
-    )
-    for one, other in zip(*map(jax.tree.leaves, (singly, at_once)), strict=True):
-        np.testing.assert_allclose(np.float64(other), np.float64(one), rtol=0, atol=1e-5)
-
-
-@ONE_OR_FOUR
-def test_a_call_takes_the_streamed_batches_of_its_steps(mode, devices, source, bench_of):
-    bench = bench_of(mode, devices)
-    losses, singly = bench.losses(count=3), bench.parallel.fetch(bench.state)
-    bench.restart()
-    stream = pipeline.stream(source, bench.config, 0, bench.parallel.local_rows)
-    data = bench.parallel.put_batches([next(stream) for _ in range(3)])
-    stream.close()
-    three = bench.parallel.compile(bench.make, bench.state, data, steps=3)
+    data = bench.resident
+    if streams:
+        stream = pipeline.stream(source, bench.config, 0, bench.parallel.local_rows)
+        data = bench.parallel.put_batches([next(stream) for _ in range(3)])
+        stream.close()
+    three = bench.parallel.compile(bench.make, bench.state, data, steps=3, cache=True)
     bench.state, metrics = three(bench.state, data)
     metrics, at_once = bench.parallel.fetch(metrics), bench.parallel.fetch(bench.state)
+    assert {value.shape for value in metrics.values()} == {(3,)}
     np.testing.assert_allclose(
         np.stack([metrics['step_loss'], metrics['grad_norm']], axis=1).ravel(), losses, rtol=1e-5
     )

@@ -91,7 +91,7 @@ def _imports(text: str, name: str) -> frozenset[str]:
 def _module_files(module: str, root: pathlib.Path) -> Iterator[str]:
     """Yields the files of the project that run when a dotted name is imported."""
     parts = module.split('.')
-    for base in (root, root / 'tests', root / 'tests/fixtures'):  # as pytest's pythonpath
+    for base in (root, root / 'tests', root / 'tools/fixtures'):  # as pytest's pythonpath
         for end in range(1, len(parts) + 1):
             path = base.joinpath(*parts[:end])
             yield from _names(
