@@ -82,6 +82,11 @@ def test_what_is_left_to_xla() -> None:
         re.findall(r'jaxunet_group_norm_gradient.*?samples = (\w+)', text)
     )
     assert samples == {'false': fused, 'true': attentions}
+    # Only before a convolution is the gradient of a norm's result rounded when it arrives.
+    rounded = collections.Counter(
+        re.findall(r'jaxunet_group_norm_gradient.*?rounded = (\w+)', text)
+    )
+    assert rounded == {'true': fused, 'false': attentions}
     # A norm's gradient kernel also adds the gradients of a residual and a skip connection. XLA adds
     # them if the image is halved next.
     halved = len(resolved.model.channel_mult) - 1

@@ -145,9 +145,10 @@ def test_table_beside_peers() -> None:
         common | ours | {'op': 'attention', 'case': 'a', 'us_cudnn': 15.04, 'us_pytorch': 20.0},
         common | ours | {'op': 'adamw', 'case': 'b'},
     ]
+    plugin = dict(us_other=5.0, ratio_other=6.0, tflops_other=1.0, gbps_other=1.0)
     assert kernel_table.beside_peers(found).splitlines() == [
         '| op | direction | case | batch | CUDA kernels, µs | XLA, µs | cuDNN, µs | PyTorch, µs | '
-        'best other / best of ours |',
+        'best other / best backend |',
         '| --- | --- | --- | --- | --- | --- | --- | --- | --- |',
         '| `attention` | forward | a | 64 | 10.0 | 30.0 | 15.0 | 20.0 | 1.50 |',
         '| `adamw` | forward | b | 64 | 10.0 | 30.0 | – | – | 3.00 |',
@@ -155,3 +156,6 @@ def test_table_beside_peers() -> None:
         'NVIDIA H200, bfloat16, jax 0.11.2, commit abc1234.',
     ]
     assert 'cudnn' not in kernel_table.tables(found)  # a peer gets no verdict
+    head, _, row, *_ = kernel_table.beside_peers([found[1] | plugin]).splitlines()
+    assert head.endswith('| XLA, µs | other, µs | best other / best backend |')
+    assert row == '| `adamw` | forward | b | 64 | 10.0 | 30.0 | 5.0 | 6.00 |'

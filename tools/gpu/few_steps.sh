@@ -3,6 +3,7 @@
 #   tools/gpu/few_steps.sh run DATA OUTPUT LIMIT TARGET GPU:CPUS ...   stops after LIMIT seconds; the same command goes on
 #   tools/gpu/few_steps.sh commands OUTPUT TARGET GPU:SET ...          then: rounding of a set's teacher, and seconds of whole commands
 # First build the kernels (tools/gpu/build.sh). Folders are relative to the checkout; DATA as measure.py says. TARGET gets few files.
+# FEW_STEPS_FLAGS: further flags of measure.py, separated by spaces.
 # Example, two GPUs with 16 cores each: tools/gpu/few_steps.sh run data runs/few 540 "$OUT" 0:0-15 1:16-31
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."

@@ -15,7 +15,7 @@ from jaxunet.runtime.untrusted import NUMBER, check_fields
 # Our backends in rows, and their titles. The first has plain field names (ratio, tflops, gbps); all
 # others, also backends of other packages, have their name as a suffix.
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
-# Columns of the table beside other libraries.
+# Columns of the table beside other libraries, before those of backends of other packages.
 TIMED = {
     'cuda': 'CUDA kernels',
     'pallas': 'Pallas kernels',
@@ -175,17 +175,19 @@ def tables(rows: Iterable[Row]) -> str:
 
 
 def beside_peers(rows: Iterable[Row]) -> str:
-    """Returns Markdown: the times of every case in µs, of our kernels, XLA and other libraries.
+    """Returns Markdown: the times of every case in µs, of kernel backends, XLA and other libraries.
 
-    The last column is the least time of the others over that of our fastest kernels.
+    The last column is the least time of XLA and the libraries over that of the fastest backend.
     """
     rows = latest(rows)
-    sides = [side for side in TIMED if any(f'us_{side}' in row for row in rows)]
+    titles = TIMED | {s: s for row in rows for s in suffixes(row) if s not in TIMED}
+    sides = [side for side in titles if any(f'us_{side}' in row for row in rows)]
     body = []
     for row in rows:
         times = {side: row[f'us_{side}'] for side in sides if f'us_{side}' in row}
-        ours = [us for side, us in times.items() if side in KERNELS]
-        others = [us for side, us in times.items() if side not in KERNELS]
+        kernels = suffixes(row)
+        ours = [us for side, us in times.items() if side in kernels]
+        others = [us for side, us in times.items() if side not in kernels]
         body.append(
             (
                 *(f'`{row["op"]}`', row['direction'], row['case'], row['batch']),
@@ -193,7 +195,7 @@ def beside_peers(rows: Iterable[Row]) -> str:
                 f'{min(others) / min(ours):.2f}' if ours else '–',
             )
         )
-    head = ('op', 'direction', 'case', 'batch', *(f'{TIMED[side]}, µs' for side in sides))
+    head = ('op', 'direction', 'case', 'batch', *(f'{titles[side]}, µs' for side in sides))
     told = [
         ', '.join(dict.fromkeys(str(row[name]) for row in rows))
         for name in ('device', 'dtype', 'git')
@@ -201,7 +203,7 @@ def beside_peers(rows: Iterable[Row]) -> str:
     versions = ', '.join(
         f'{name} {version}' for name, version in rows[-1]['versions'].items() if version
     )
-    lines = _table((*head, 'best other / best of ours'), body)
+    lines = _table((*head, 'best other / best backend'), body)
     return '\n'.join([*lines, '', f'{told[0]}, {told[1]}, {versions}, commit {told[2]}.'])
 
 
