@@ -240,6 +240,8 @@ def _with_minutes(config: Config, known: Config) -> Config:
         )
     if config.train.minutes != before:
         steps = steps_within(config, 60 * before / steps)
+    together = config.train.steps_per_call or 1  # may be another number now
+    steps = max(steps // together, 1) * together
     return resolve(to_dict(config.replace(train={'steps': steps})))
 
 
