@@ -169,7 +169,7 @@ def forward_work(config, source):
     )
     rows = jnp.arange(8)
     batch = {'image': jnp.asarray(source.load(np.arange(8))), 'label': rows, 'row': rows}
-    keys = split_keys(jax.random.key(0), rows, paired=False)
+    keys = split_keys(jax.random.key(0), rows, in_pairs=False)
     passes = jax.make_jaxpr(
         lambda state: consistency.loss_fn(
             step.parts, state.params, state, keys, batch, jnp.ones(())
