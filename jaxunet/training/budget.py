@@ -58,6 +58,7 @@ def fitted(config: Config, workdir: pathlib.Path, source: Source) -> Config:
     """
     if not config.train.minutes or saved_steps(workdir):
         return config
+    logging.info('train.minutes: compiling the step, to time it for %g s', TIMED_SECONDS)
     seconds = step_seconds(config, source)
     steps = steps_within(config, seconds)
     config = resolve(to_dict(config.replace(train={'steps': steps})))

@@ -98,6 +98,7 @@ def test_a_run_ends_with_its_budget_and_resumes_bit_for_bit(source, tmp_path, mo
     values = to_dict(config_of(0.001))
     with caplog.at_level('INFO', logger='absl'):
         assert train(complete(values), tmp_path / 'whole', source) == 12
+    assert 'train.minutes: compiling the step, to time it for 3 s' in caplog.text
     assert 'train.minutes=0.001: 12 steps of 5 ms' in caplog.text
     assert 4 <= train(complete(values), tmp_path / 'parts', source, caller=Stops()) < 12
     again = complete(values, newest_config(tmp_path / 'parts'))
