@@ -117,7 +117,7 @@ def test_another_budget_of_a_run_counts_the_time_of_its_first_step():
     assert complete(to_dict(config_of(0.0, steps=7)), saved).train.steps == 7
     counts = {'steps_per_call': 7, 'log_every': 7, 'checkpoint_every': 7, 'sample_every': 7}
     assert complete(to_dict(config_of(3.0, **counts)), saved).train.steps == 1197  # whole calls
-    with pytest.raises(UserError, match=r'began with train\.steps=6 and without a budget'):
+    with pytest.raises(UserError, match=r'ends at train\.steps=6 without a budget'):
         complete(to_dict(config_of(3.0)), config_of(0.0))
 
 
