@@ -72,5 +72,7 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
             if not needed_fields(saved, now)
             else '; its weights do not fit this model'
         )
+        if saved.diffusion.folds_guidance and now.diffusion.objective == 'consistency':
+            advice = '; a network with guidance folded in cannot be tuned further'
         raise other_run(workdir, fixed, advice)
     return changes

@@ -154,6 +154,8 @@ class Job:
             if step_seconds and self.schedule != 'constant':
                 together = config.train.steps_per_call or MAX_STEPS_PER_CALL
                 steps = math.ceil(self.seconds[-1] / step_seconds / together) * together
+                if steps * step_seconds < self.seconds[-1]:  # the quotient was rounded
+                    steps += together
             return config.replace(optimizer={'schedule': self.schedule}, train={'steps': steps})
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None

@@ -178,6 +178,11 @@ class TrainConfig:
     # End the run if a wait for the devices takes longer; 0 = never.
     stall_seconds: float = option(600.0, NOT_NEGATIVE, outside_step=True, since='0.2.0')
 
+    @property
+    def length(self) -> str:
+        """The field that sets the length of the run: minutes, epochs or steps."""
+        return next((name for name in ('minutes', 'epochs') if getattr(self, name)), 'steps')
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:

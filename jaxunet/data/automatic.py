@@ -235,11 +235,13 @@ def _with_minutes(config: Config, known: Config) -> Config:
     before, steps = known.train.minutes, known.train.steps
     if not before:
         raise UserError(
-            f'train.minutes: the run began with train.steps={steps} and without a budget, so its '
-            'step was not timed; set train.steps'
+            f'train.minutes: the run ends at train.steps={steps} without a budget, so the time of '
+            'a step is not known; set train.steps'
         )
     if config.train.minutes != before:
         steps = steps_within(config, 60 * before / steps)
+    together = config.train.steps_per_call or 1  # may be another number now
+    steps = max(steps // together, 1) * together
     return resolve(to_dict(config.replace(train={'steps': steps})))
 
 

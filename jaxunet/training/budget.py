@@ -19,9 +19,8 @@ from absl import logging
 
 from jaxunet.checkpoint.newest import saved_steps
 from jaxunet.checkpoint.optimizer import endless_warmup
-from jaxunet.checkpoint.state import fresh_state
-from jaxunet.config import Config
-from jaxunet.data.automatic import steps_within
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.data.automatic import steps_of_calls, steps_within
 from jaxunet.data.source import Source
 from jaxunet.runtime.distributed import number_of_process_0
 from jaxunet.runtime.errors import UserError
@@ -55,12 +54,14 @@ def fitted(config: Config, workdir: pathlib.Path, source: Source) -> Config:
     keeps its number (`jaxunet.data.automatic.complete`).
 
     Raises:
-      UserError: as `Session`.
+      UserError: as `Session`, or the budget has too many steps.
     """
     if not config.train.minutes or saved_steps(workdir):
         return config
+    logging.info('train.minutes: compiling the step, to time it for %g s', TIMED_SECONDS)
     seconds = step_seconds(config, source)
-    config = config.replace(train={'steps': steps_within(config, seconds)})
+    steps = steps_within(config, seconds)
+    config = resolve(to_dict(config.replace(train={'steps': steps})))
     logging.info(
         'train.minutes=%g: %s steps of %.3g ms, as timed on these devices; compiling, samples and '
         'checkpoints come on top',
@@ -76,11 +77,12 @@ def fitted(config: Config, workdir: pathlib.Path, source: Source) -> Config:
 def step_seconds(config: Config, source: Source) -> float:
     """Returns the seconds of a training step, as process 0 times it."""
     # The rate does not change the time, and a constant one gives a program that the cache of
-    # compiled steps may have, whatever the number of steps. Last layers of zeros, of which a GPU
-    # draws less power, would be faster than those of a trained network.
-    same = config.replace(optimizer={'schedule': 'constant'})
+    # compiled steps may have, whatever the number of steps.
+    calls = steps_of_calls(config)  # the run's number divides its steps, and may not divide these
+    steps = -(-config.train.steps // calls) * calls
+    same = config.replace(optimizer={'schedule': 'constant'}, train={'steps': steps})
     with Session(same, source) as session:
-        session.load(fresh_state(same.replace(model={'zero_init': False})))
+        session.load_random()
         session.open_stream(end=ENDLESS)
         session.compile(cache=True)
         _timed(session, WARM_UP)

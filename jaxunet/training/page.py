@@ -103,7 +103,8 @@ def commands(config: Config, workdir: pathlib.Path, begun: str) -> dict[str, str
     }
     shown = {does: program.shown(f'python -m jaxunet.{it}') for does, it in lines.items()}
     draw = f'{sample_command(config, workdir)} --num_samples 64 --output samples.png'
-    first = {'resume, or go on with a larger train.steps': resume[0]} if resume else {}
+    further = f'resume, or go on with a larger train.{config.train.length}'
+    first = {further: resume[0]} if resume else {}
     return first | {'draw 64 samples': draw} | shown
 
 

@@ -136,11 +136,8 @@ def with_image_count(begin: StartingPoint, source: Source) -> StartingPoint:
 
 def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:
     """Returns advice for the user of a run that has already trained all of its steps."""
-    field, now = 'steps', f'{config.train.steps}'
-    if config.train.epochs:
-        field, now = 'epochs', f'{config.train.epochs:g}'
-    elif config.train.minutes:
-        field, now = 'minutes', f'{config.train.minutes:g}'
+    field = config.train.length
+    now = getattr(config.train, field)
     return (
         f'{workdir} has already trained {step} steps. To go on, raise --config.train.{field} '
         f'(now {now}); to start over, choose another --workdir.'

@@ -39,12 +39,13 @@ CHOSEN: Fields = {
     'ema.rates': (0.9993,),
     'train.steps': 8000,
 }
+IN_PLACE = ('train.epochs', 'train.minutes')  # lengths of a run in place of train.steps
+LENGTHS = frozenset({'train.steps', *IN_PLACE})
 # Fields that go back to their defaults; a name that ends in a dot stands for a section.
 CLEARED = (
     'loss.',
     'timesteps.',
-    'train.epochs',
-    'train.minutes',
+    *IN_PLACE,
     'train.sample_steps',
     *(f'evaluation.{name}' for name in ('sampler', 'steps', 'variance', 'eta', 'skip_schedule')),
     'evaluation.guidance_scale',
@@ -101,6 +102,8 @@ def for_tuning(
     free = _free(raw, named)
     if known is not None and known.diffusion.objective == 'consistency':
         saved = to_dict(known)
+        if not LENGTHS.isdisjoint(named):  # it replaces the length with which the run began
+            saved = with_values(saved, {path: value_at(DEFAULTS, path) for path in IN_PLACE})
         return with_values(raw, {path: value_at(saved, path) for path in free})
     of = value_at(raw, OF) or _prediction(start, raw.get('init_from'))
     chosen = CHOSEN | {f'diffusion.{of}_{name}': value for name, value in LEVELS.items()} | {OF: of}

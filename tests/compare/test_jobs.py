@@ -56,6 +56,15 @@ def test_a_wrong_job_is_one_line(job, tmp_path, changes, message):
         read_jobs(str(path), '')
 
 
+def test_a_falling_rate_reaches_the_last_time(job):
+    """Also where rounding gives 180 / 0.00015 = 1,200,000, which times 0.00015 is less than 180."""
+    falling = {**job.fields, 'optimizer.schedule': 'cooldown'}
+    job = dataclasses.replace(job, fields=falling, seconds=(180.0,))
+    for step_seconds, steps in ((0.15 / 1e3, 1_200_001), (0.0045, 40_000)):
+        found = job.load_config(step_seconds=step_seconds).train
+        assert (found.steps, found.steps * step_seconds >= 180) == (steps, True)
+
+
 def test_two_jobs_of_one_name_are_refused(job, tmp_path):
     path = tmp_path / 'jobs.py'
     path.write_text(

@@ -18,6 +18,7 @@ from jaxunet.training import budget
 from jaxunet.training.budget import check_named, step_seconds
 from jaxunet.training.loop import train
 from jaxunet.training.preemption import Caller
+from jaxunet.training.session import choose_steps_per_call
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -64,6 +65,26 @@ def test_a_step_is_timed(source, monkeypatch):
     assert found == whole / many > 0
 
 
+def test_a_step_is_timed_in_calls_as_long_as_those_of_the_run(source, monkeypatch):
+    def session(config, _):
+        raise LookupError(config)
+
+    monkeypatch.setattr(budget, 'Session', session)
+    counts = dict.fromkeys(('log_every', 'checkpoint_every', 'sample_every'), 100)
+    config = config_of(1.0, steps=1207, **counts | {'steps_per_call': 0})
+    with pytest.raises(LookupError) as timed:
+        step_seconds(config, source)
+    run = config.replace(train={'steps': steps_within(config, 0.0043)})
+    for each in (timed.value.args[0], run):
+        assert choose_steps_per_call(each, resident=True, platform='gpu') == 20
+
+
+def test_more_steps_than_a_run_can_have_are_refused(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, 'step_seconds', lambda *_: 0.001)
+    with pytest.raises(UserError, match=r'train\.steps: expected at most 2147483647, found 6'):
+        budget.fitted(config_of(1e8), tmp_path, source)
+
+
 class Stops(Caller):
     """Stops a run after its fourth step, at the latest after the next."""
 
@@ -77,6 +98,7 @@ def test_a_run_ends_with_its_budget_and_resumes_bit_for_bit(source, tmp_path, mo
     values = to_dict(config_of(0.001))
     with caplog.at_level('INFO', logger='absl'):
         assert train(complete(values), tmp_path / 'whole', source) == 12
+    assert 'train.minutes: compiling the step, to time it for 3 s' in caplog.text
     assert 'train.minutes=0.001: 12 steps of 5 ms' in caplog.text
     assert 4 <= train(complete(values), tmp_path / 'parts', source, caller=Stops()) < 12
     again = complete(values, newest_config(tmp_path / 'parts'))
@@ -93,7 +115,9 @@ def test_another_budget_of_a_run_counts_the_time_of_its_first_step():
     assert complete(to_dict(config_of(3.0)), saved).train.steps == 1200
     assert complete(to_dict(config_of(4.5)), saved).train.steps == 1800
     assert complete(to_dict(config_of(0.0, steps=7)), saved).train.steps == 7
-    with pytest.raises(UserError, match=r'began with train\.steps=6 and without a budget'):
+    counts = {'steps_per_call': 7, 'log_every': 7, 'checkpoint_every': 7, 'sample_every': 7}
+    assert complete(to_dict(config_of(3.0, **counts)), saved).train.steps == 1197  # whole calls
+    with pytest.raises(UserError, match=r'ends at train\.steps=6 without a budget'):
         complete(to_dict(config_of(3.0)), config_of(0.0))
 
 

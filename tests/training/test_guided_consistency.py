@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import shutil
 
 import jax
@@ -15,6 +16,7 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_initial
 from jaxunet.checkpoint.optimizer import make_optimizer
+from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import DiffusionConfig
 from jaxunet.data.holdout import hold_out
@@ -308,6 +310,12 @@ def test_tuning_further_does_not_lose_the_guidance(tmp_path):
     saved(path, config, diffusion=dataclasses.asdict(config.diffusion))
     with pytest.raises(UserError, match=r'found a consistency model with guidance 2; start from'):
         load_initial(config.replace(diffusion={'consistency_guidance': 1.0}))
+
+
+def test_another_scale_is_not_advised_to_start_from_the_run():
+    other = tuning(diffusion={'consistency_guidance': 3.0})
+    with pytest.raises(UserError, match=r'_guidance: 2\.0 -> 3\.0\n.*cannot be tuned further$'):
+        check_resumable(tuning(), other, pathlib.Path('runs/guided'))
 
 
 def test_guidance_needs_classes():

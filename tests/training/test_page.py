@@ -61,6 +61,9 @@ def test_the_page_has_all_of_a_run(run):
     assert found['turns'][0][0] == 11  # the third rise in a row
     assert found['said'][1] == 'chosen for 60 images: a=1'
     assert 'jaxunet train --config images' in found['commands'].values()
+    for length in ('epochs', 'minutes'):
+        write_page(CONFIG.replace(train={length: 3.0}), run)
+        assert f'resume, or go on with a larger train.{length}' in data(run)['commands']
 
 
 def test_the_page_needs_no_network(run):

@@ -95,6 +95,9 @@ def test_a_resumed_run_keeps_what_was_chosen():
     again = recipe('images', precision='float32', **{'train.steps': 9000})
     gone = complete(for_tuning(again, first, None, [*TUNES, 'train.steps']), first)
     assert gone == first.replace(precision='float32', train={'steps': 9000})
+    for length in ({'minutes': 3.0}, {'epochs': 2.0}):  # does not outlast one that is named
+        began = first.replace(train=length)
+        assert complete(for_tuning(again, began, None, [*TUNES, 'train.steps']), began) == gone
     further = complete(for_tuning(recipe('images'), None, first, TUNES))  # tunes a tuned network
     assert further.diffusion == first.diffusion
 
