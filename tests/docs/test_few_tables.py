@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.markdown import cells
+
 from tools.docs import few_tables as tables
 
 ORIGIN = {'git': 'abc', 'device': 'cpu', 'versions': {'jax': '1'}, 'features': 'f'}
@@ -42,18 +44,10 @@ ROWS = [
 ]
 
 
-def lines(text):
-    return [
-        [cell.strip() for cell in line.strip('|').split('|')]
-        for line in text.splitlines()
-        if line.startswith('|')
-    ][2:]
-
-
 def test_quality_beside_the_teacher():
     """More evaluations first; ± is half the range of the seeds."""
     common = ['0.5', '0.25', '']
-    assert lines(tables.quality(ROWS)) == [
+    assert cells(tables.quality(ROWS)) == [
         ['a', 'teacher, 60 s', 'heun 25', '49', '1', '900', '', '4', '4', *common, '', '100'],
         [
             *('a', '30 s of tuning', '', '2', '2', '200 to 210', '0.995, 0.9993'),
@@ -64,7 +58,7 @@ def test_quality_beside_the_teacher():
 
 
 def test_short_tunings_the_best_first():
-    assert lines(tables.screening(ROWS)) == [
+    assert cells(tables.screening(ROWS)) == [
         ['a', '64', '0.5', '0.5', '200', '0.995', '', '6', '', '6', '7'],
         ['a', '16', '0.5', '0.5', '200', '0.995', '9', '8', '', '8', '9'],
     ]

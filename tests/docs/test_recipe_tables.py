@@ -10,6 +10,7 @@ import tarfile
 import numpy as np
 import pytest
 from PIL import Image
+from support.markdown import cells
 
 from tools.docs import recipe_tables as tables
 from tools.docs import sharing_table
@@ -54,14 +55,6 @@ ROWS = [
     row('flow', 60, 'ddim:50', 36.0),
     row('edm', 60, 'heun:10', 90.0),
 ]
-
-
-def cells(text):
-    return [
-        [cell.strip() for cell in line.strip('|').split('|')]
-        for line in text.splitlines()
-        if line.startswith('|')
-    ][2:]
 
 
 def test_the_best_sampler_of_most_seeds_is_shown():

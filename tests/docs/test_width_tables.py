@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.markdown import cells
+
 from tools.docs import width_tables as tables
 
 ORIGIN = {'schedule': 'cosine', 'git': 'abc', 'device': 'cpu', 'versions': {'jax': '1'}}
@@ -30,17 +32,9 @@ ROWS = [
 ]
 
 
-def lines(text):
-    return [
-        [cell.strip() for cell in line.strip('|').split('|')]
-        for line in text.splitlines()
-        if line.startswith('|')
-    ][2:]
-
-
 def test_metrics_by_average():
     """Widths in their order, then the others; ± is half the range of the seeds."""
-    assert [line[:3] for line in lines(tables.quality(ROWS))] == [
+    assert [line[:3] for line in cells(tables.quality(ROWS))] == [
         ['cosine', 'width 0.03', '2.5'],
         ['cosine', 'width 0.2', '1.5 ± 0.5'],
         ['cosine', 'rate 0.995', '3'],

@@ -19,3 +19,12 @@ def number(value: float, digits: int) -> str:
     after = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
     shown = f'{value:,.{after}f}'
     return shown.rstrip('0').rstrip('.') if after else shown
+
+
+def cells(text: str) -> list[list[str]]:
+    """Returns the cells of the tables in a text, by row, without the first two lines (the head)."""
+    return [
+        [cell.strip() for cell in line.strip('|').split('|')]
+        for line in text.splitlines()
+        if line.startswith('|')
+    ][2:]
