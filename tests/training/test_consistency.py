@@ -15,20 +15,15 @@ from support.peer_values import FIXTURES
 from support.tiny import tiny_config
 from support.turns import in_turn
 
-from jaxunet.checkpoint.optimizer import make_optimizer
-from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import DiffusionConfig
 from jaxunet.config.consistency import q_of
 from jaxunet.config.samplers import CONSISTENCY_LEVELS
 from jaxunet.diffusion.levels import signal_and_noise, time_of_sigma
 from jaxunet.diffusion.process import make_diffusion, target_factors
-from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import choose
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import make_sampler
 from jaxunet.training import consistency
 from jaxunet.training.batch import split_keys
-from jaxunet.training.step import make_train_step
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -203,14 +198,8 @@ def test_both_passes_drop_the_same(source):
     found = []
     for q in (256, 4096):
         config = tuning(diffusion={'consistency_q': q}).replace(model={'zero_init': False})
-        kernels, state = choose('xla'), jax.tree.map(jnp.asarray, fresh_state(config))
-        step = make_train_step(
-            config,
-            build_unet(config, kernels.ops),
-            make_diffusion(config.diffusion),
-            make_optimizer(config),
-            kernels,
-        )
+        bench = Bench(config, source)
+        step, state = bench.make(None), bench.state
         keys = split_keys(jax.random.key(0), batch['row'], in_pairs=False)
         loss_fn = jax.jit(functools.partial(consistency.loss_fn, step.parts))
         _, (loss, _) = loss_fn(state.params, state, keys, batch, jnp.ones(()))

@@ -15,7 +15,6 @@ from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_initial
-from jaxunet.checkpoint.optimizer import make_optimizer
 from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import DiffusionConfig
@@ -23,14 +22,11 @@ from jaxunet.data.holdout import hold_out
 from jaxunet.diffusion.levels import signal_and_noise, time_of_sigma
 from jaxunet.diffusion.process import make_diffusion, network_input, target_factors
 from jaxunet.model.cost import forward_flops, products
-from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.training import consistency
 from jaxunet.training.batch import split_keys
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
-from jaxunet.training.step import make_train_step
 from jaxunet.weights import write_weights
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -159,14 +155,8 @@ def tuning(of='edm', **changes):
 
 def forward_work(config, source):
     """Floating-point operations of the passes of a loss, for each image, and the state."""
-    kernels, state = choose('xla'), jax.tree.map(jnp.asarray, fresh_state(config))
-    step = make_train_step(
-        config,
-        build_unet(config, kernels.ops),
-        make_diffusion(config.diffusion),
-        make_optimizer(config),
-        kernels,
-    )
+    bench = Bench(config, source)
+    step, state = bench.make(None), bench.state
     rows = jnp.arange(8)
     batch = {'image': jnp.asarray(source.load(np.arange(8))), 'label': rows, 'row': rows}
     keys = split_keys(jax.random.key(0), rows, in_pairs=False)
