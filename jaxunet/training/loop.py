@@ -164,7 +164,7 @@ class Loop:
             if self.main:
                 self.outputs = self.subject.open_outputs(begin, self.bar, self.preemption)
                 stack.callback(quietly, 'logs', self.outputs.close)
-            if self.asked and jax.process_count() == 1 and self.hook is None:
+            if self.asked and self.alone and self.hook is None:
                 return self.step  # nothing to save; compiling may take minutes
             self._compile(begin)
             del begin  # its state is a second copy of all weights, in this machine's memory
