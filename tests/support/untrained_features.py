@@ -17,8 +17,7 @@ def write_untrained(folder: pathlib.Path, scale: float = 1.0) -> pathlib.Path:
     architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     params, statistics = init(architecture, jax.random.key(0))
     path = folder / 'random.npz'
-    arrays = to_arrays(
-        architecture, params, statistics, np.full(4, scale), {'reference': 'nothing', 'test_accuracy': 0.1}
-    )
+    training = {'reference': 'nothing', 'test_accuracy': 0.1}
+    arrays = to_arrays(architecture, params, statistics, np.full(4, scale), training)
     np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
     return path
