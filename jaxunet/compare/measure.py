@@ -32,6 +32,7 @@ from jaxunet.training.evaluation import drawn, summary_of_reference, summary_of_
 from jaxunet.training.held_out import HeldOutLoss
 
 TRAINING = ''  # path of the reference that is the training images
+JUDGED = ('fid', 'kid')  # metrics that the second network computes, too
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,18 @@ class Measurements:
     Args:
       features: file of the feature network; it may appear later (`ready`). '' = no metrics.
       pictures: folder of the grids.
+      judge: a second feature network, as of `load_features`, for the distances of `JUDGED`; '' =
+        none. It chooses nothing.
 
     Attributes:
       features: as given.
       watch: stopwatch that counts drawing (`sampling`) and waiting for compilers (`compiling`).
     """
 
-    def __init__(self, features: str, pictures: Path) -> None:
-        self.features, self._pictures = features, pictures
+    def __init__(self, features: str, pictures: Path, judge: str = '') -> None:
+        self.features, self._judge, self._pictures = features, judge, pictures
         self.watch = Stopwatch()
-        self._network: FeatureNetwork | None = None
+        self._networks: dict[str, FeatureNetwork] = {}
         self._references: dict[tuple[object, ...], ImageSummary] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
         self._held_out: dict[tuple[object, ...], HeldOutLoss] = {}
@@ -194,8 +197,8 @@ class Measurements:
         path, metrics = next(
             (path, metrics) for path, (_, metrics) in job.references.items() if 'fid' in metrics
         )
-        network = self._features()
-        reference = self._reference(path, metrics, checkpoint.source)
+        network = self._network(self.features)
+        reference = self._reference(network, path, metrics, checkpoint.source)
         distances = {}
         for average in averages:
             others = range(job.samples, job.samples + job.choosing)
@@ -223,38 +226,62 @@ class Measurements:
         self, checkpoint: Checkpoint, images: UInt8[np.ndarray, 'n height width channels']
     ) -> dict[str, object]:
         """Returns the metrics of samples against each reference, and how they were computed."""
-        job = checkpoint.job
-        if not self.features or not job.references:
+        references = checkpoint.job.references
+        if not self.features or not references:
             return {}
-        network = self._features()
-        metrics = sorted({name for _, names in job.references.values() for name in names})
+        network = self._network(self.features)
+        values, counts = self._values(network, references, checkpoint, images)
+        compared = {'values': values, 'references': counts, 'features': network.name}
+        distances = {
+            path: (name, wanted)
+            for path, (name, metrics) in references.items()
+            if (wanted := tuple(metric for metric in metrics if metric in JUDGED))
+        }
+        if self._judge and distances:
+            judge = self._network(self._judge)
+            judged, _ = self._values(judge, distances, checkpoint, images)
+            compared |= {'judged': judged, 'judge': judge.name}
+        return compared
+
+    def _values(
+        self,
+        network: FeatureNetwork,
+        references: Mapping[str, tuple[str, tuple[str, ...]]],
+        checkpoint: Checkpoint,
+        images: UInt8[np.ndarray, 'n height width channels'],
+    ) -> tuple[dict[str, dict[str, float]], dict[str, int | None]]:
+        """Returns the metrics and the number of images of each reference, by their names."""
+        metrics = sorted({name for _, names in references.values() for name in names})
         samples = summary_of_samples(images, metrics, network)
         values: dict[str, dict[str, float]] = {}
         counts: dict[str, int | None] = {}
-        for path, (name, wanted) in job.references.items():
-            reference = self._reference(path, wanted, checkpoint.source)
+        seed = checkpoint.job.seed
+        for path, (name, wanted) in references.items():
+            reference = self._reference(network, path, wanted, checkpoint.source)
             # All pairs at once: quicker than random subsets, and without their scatter.
-            results = compute(wanted, network, samples, reference, seed=job.seed, kid_subsets=0)
+            results = compute(wanted, network, samples, reference, seed=seed, kid_subsets=0)
             values[name] = {m: r.value for m, r in zip(wanted, results, strict=True)}
             counts[name] = reference.count if reference else None
-        return {'values': values, 'references': counts, 'features': network.name}
+        return values, counts
 
-    def _features(self) -> FeatureNetwork:
-        if self._network is None:
-            self._network = load_features(self.features)
-        return self._network
+    def _network(self, features: str) -> FeatureNetwork:
+        if features not in self._networks:
+            self._networks[features] = load_features(features)
+        return self._networks[features]
 
-    def _reference(self, path: str, metrics: Sequence[str], source: Source) -> ImageSummary | None:
+    def _reference(
+        self, network: FeatureNetwork, path: str, metrics: Sequence[str], source: Source
+    ) -> ImageSummary | None:
         """Returns a reference with what these metrics need; None if none of them needs one."""
         metrics = with_reference(metrics)
         if not metrics:
             return None
-        key = (path or source, *metrics)
+        key = (network.name, path or source, *metrics)
         if key not in self._references:
             if not self._keep_on():
                 raise StoppedError
             self._references[key] = summary_of_reference(
-                path, source, metrics, self._features(), 'references'
+                path, source, metrics, network, 'references'
             )
         return self._references[key]
 

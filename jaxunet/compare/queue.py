@@ -56,6 +56,12 @@ FEATURES = flags.DEFINE_string(
     '',
     'File of the feature network, for which jobs wait; without it nothing is compared.',
 )
+JUDGE = flags.DEFINE_string(
+    'judge',
+    '',
+    'File of a second feature network, whose Fréchet and kernel distances stand beside those of '
+    '--features, such as the weights of EfficientNet-Lite0 (docs/evaluation.md).',
+)
 LIMIT = flags.DEFINE_float(
     'limit',
     24 * 3600.0,
@@ -113,7 +119,7 @@ TIMEOUT = flags.DEFINE_float(
     lower_bound=0.1,
 )
 OUTPUT = flags.DEFINE_string('output', 'runs/queue', 'Folder of the results.')
-of_user(JOBS, DATA, FEATURES, STEP_MS, KNOWN, CLAIMS, WORK, OUTPUT)
+of_user(JOBS, DATA, FEATURES, JUDGE, STEP_MS, KNOWN, CLAIMS, WORK, OUTPUT)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     compiled_cache.enable_compilation_cache()
     queue = Queue(
         output=output,
-        measurements=Measurements(FEATURES.value, output / 'pictures'),
+        measurements=Measurements(FEATURES.value, output / 'pictures', JUDGE.value),
         limit=Limit(
             LIMIT.value,
             RESERVE.value,

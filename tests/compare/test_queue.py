@@ -44,6 +44,8 @@ def done(jobs, features, tmp_path_factory):
     """A queue that has to wait for its file of features."""
     output = tmp_path_factory.mktemp('queue')
     late = output / 'features.npz'
+    judge = write_untrained(tmp_path_factory.mktemp('judge'), scale=2)
+    measurements = Measurements(str(late), output / 'pictures', str(judge))
     waited = []
 
     def appears(seconds):
@@ -54,7 +56,8 @@ def done(jobs, features, tmp_path_factory):
         clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=appears)
         patch.setattr(job_runner, 'time', clock)
         seed1 = dataclasses.replace(jobs[1], seconds=(0.05,), all_pictures=True, kept=True)
-        assert make_queue(output, late).run([jobs[0], seed1]) == []
+        queue = make_queue(output, late, measurements=measurements)
+        assert queue.run([jobs[0], seed1]) == []
     assert waited == [[]], 'it measured before there were features, or waited twice'
     return output, [jobs[0], seed1]
 
@@ -82,6 +85,15 @@ def test_a_row_for_each_checkpoint_and_sampler(done):
         assert ': train frechet_distance ' in summary(row)
         assert 'fid' not in summary(row)
     assert {r['evaluations'] for r in found} == {3, 2}
+
+
+def test_a_second_network_judges_too(done):
+    """Its features are twice those of the first, so that the distance is four times as large."""
+    for row in rows_of(done[0]):
+        assert set(row['judged']) == {'train'}
+        assert set(row['judged']['train']) == {'fid', 'kid'}
+        assert row['judged']['train']['fid'] == pytest.approx(4 * row['values']['train']['fid'])
+        assert row['judge'] != row['features']
 
 
 def test_the_average_with_the_smallest_distance_is_measured(done):

@@ -22,6 +22,7 @@ def row(case, sampler, fid, *, seed=0, seconds=30, step=200, **more):
         'num_samples': 9,
         'seconds_per_sample': 0.01,
         'values': {'train': {'fid': fid, 'kid': fid / 1000, 'precision': 0.5, 'recall': 0.25}},
+        'fields': {tables.SETTINGS['q']: 64 if case == 'tuned_q64' else 16},
         **ORIGIN,
         **more,
     }
@@ -34,10 +35,11 @@ def short(case, fid, sampler, q):
 
 
 ROWS = [
-    row('teacher', 'heun:25', 4.0, seconds=60, step=900),
-    row('tuned', 'consistency:2', 5.0, average='0.995'),
-    row('tuned', 'consistency:2', 7.0, average='0.9993', seed=1, step=210),
-    row('tuned', 'consistency:1', 9.0, average='0.995'),
+    row('teacher', 'heun:25', 4.0, seconds=60, step=900, judged={'train': {'fid': 2.0}}),
+    row('tuned', 'consistency:2', 5.0),
+    row('tuned', 'consistency:2', 7.0, seed=1, step=210),
+    row('tuned_q64', 'consistency:2', 8.0),
+    row('tuned', 'consistency:1', 9.0),
     short('q16', 8.0, 'consistency:2', 16),
     short('q16', 9.0, 'consistency:1', 16),
     short('q64', 6.0, 'consistency:2', 64),
@@ -45,15 +47,16 @@ ROWS = [
 
 
 def test_quality_beside_the_teacher():
-    """More evaluations first; ± is half the range of the seeds."""
+    """More evaluations first, each q in turn; ± is half the range of the seeds."""
     common = ['0.5', '0.25', '']
     assert cells(tables.quality(ROWS)) == [
-        ['a', 'teacher, 60 s', 'heun 25', '49', '1', '900', '', '4', '4', *common, '', '100'],
+        ['a', 'teacher, 60 s', 'heun 25', '49', '1', '900', '4', '4', *common, '', '2', '100'],
         [
-            *('a', '30 s of tuning', '', '2', '2', '200 to 210', '0.995, 0.9993'),
-            *('6 ± 1', '6 ± 1', '0.5 ± 0', '0.25 ± 0', '', '1.50', '100 ± 0'),
+            *('a', '30 s of tuning', '16', '2', '2', '200 to 210', '6 ± 1', '6 ± 1'),
+            *('0.5 ± 0', '0.25 ± 0', '', '1.50', '', '100 ± 0'),
         ],
-        ['a', '30 s of tuning', '', '1', '1', '200', '0.995', '9', '9', *common, '2.25', '100'],
+        ['a', '30 s of tuning', '16', '1', '1', '200', '9', '9', *common, '2.25', '', '100'],
+        ['a', '30 s of tuning', '64', '2', '1', '200', '8', '8', *common, '2.00', '', '100'],
     ]
 
 

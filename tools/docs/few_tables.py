@@ -13,7 +13,7 @@ from jaxunet.runtime.rows import Row
 from tools.docs.recipe_tables import NOTHING, all_of, measured_with, read, spread
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/few_steps'
-TEACHER, TUNED = 'teacher', 'tuned'
+TEACHER, TUNED = 'teacher', ('tuned', 'tuned_q64')
 # Title by metric, and a factor.
 METRICS = {
     'fid': ('Fréchet distance', 1.0),
@@ -34,26 +34,24 @@ def value(metric: str) -> Callable[[Row], float]:
     return lambda row: row['values']['train'].get(metric, float('nan'))
 
 
+def judged(row: Row) -> float:
+    """Returns the Fréchet distance by the second network; NaN if it is not measured."""
+    return row.get('judged', {}).get('train', {}).get('fid', float('nan'))
+
+
 def quality(every: Sequence[Row]) -> str:
     """Teachers and their tuned models: by images, seconds of tuning and evaluations."""
-    mine = [row for row in every if row['case'] in (TEACHER, TUNED)]
+    mine = [row for row in every if row['case'] in (TEACHER, *TUNED)]
     if not mine:
         return NOTHING
     sets = list(dict.fromkeys(row['data'] for row in mine))
-    keys = sorted(
-        {
-            (sets.index(r['data']), r['case'] != TEACHER, r['seconds'], -r['evaluations'])
-            for r in mine
-        }
-    )
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in mine:
+        place = sets.index(row['data'])
+        key = (place, row['case'] != TEACHER, row['case'], row['seconds'], -row['evaluations'])
+        groups.setdefault(key, []).append(row)
     body = []
-    for place, tuned, seconds, evaluations in keys:
-        rows = [
-            row
-            for row in mine
-            if (row['data'], row['case'] != TEACHER, row['seconds'], -row['evaluations'])
-            == (sets[place], tuned, seconds, evaluations)
-        ]
+    for (place, tuned, _, seconds, evaluations), rows in sorted(groups.items()):
         heun = [r for r in mine if (r['data'], r['sampler']) == (sets[place], 'heun:25')]
         ratio = ''
         if tuned and heun:
@@ -63,19 +61,19 @@ def quality(every: Sequence[Row]) -> str:
             (
                 sets[place],
                 f'{seconds:g} s of tuning' if tuned else f'teacher, {seconds:g} s',
-                '' if tuned else name,
+                str(rows[0]['fields'][SETTINGS['q']]) if tuned else name,
                 str(-evaluations),
                 str(len(rows)),
                 all_of(rows, lambda row: f'{row["step"]:,}') if len(rows) == 1 else steps(rows),
-                all_of(rows, lambda row: row.get('average', '')),
                 *(spread(rows, value(m), factor=factor) for m, (_, factor) in METRICS.items()),
                 ratio,
+                spread(rows, judged),
                 spread(rows, lambda row: 1 / row['seconds_per_sample']),
             )
         )
-    head = ('images', 'model', 'sampler', 'evaluations', 'seeds', 'steps', 'average')
+    head = ('images', 'model', 'sampler or q', 'evaluations', 'seeds', 'steps')
     titles = [title for title, _ in METRICS.values()]
-    table = markdown.table((*head, *titles, 'of Heun 25', 'images/s'), body)
+    table = markdown.table((*head, *titles, 'of Heun 25', 'EfficientNet', 'images/s'), body)
     by_set = {name: [row for row in mine if row['data'] == name] for name in sets}
     samples = '; '.join(
         f'{name}: {all_of(rows, operator.itemgetter("num_samples"))} samples, '
@@ -93,7 +91,7 @@ def steps(rows: Sequence[Row]) -> str:
 
 def screening(every: Sequence[Row]) -> str:
     """The short tunings, the best first: Fréchet distance by evaluations and average."""
-    mine = [row for row in every if row['case'] not in (TEACHER, TUNED)]
+    mine = [row for row in every if row['case'] not in (TEACHER, *TUNED)]
     groups: dict[tuple[str, str], dict[int, Row]] = {}
     for row in mine:
         groups.setdefault((row['data'], row['case']), {})[row['evaluations']] = row

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs docs/results/few_steps/measure.py in one process per GPU, and packs what it made.
-#   tools/gpu/few_steps.sh run DATA OUTPUT LIMIT TARGET GPU:CPUS ...   stops after LIMIT seconds; the same command goes on
+#   tools/gpu/few_steps.sh run DATA OUTPUT LIMIT TARGET GPU:CPUS:SETS ...   stops after LIMIT seconds; the same command goes on
 #   tools/gpu/few_steps.sh commands OUTPUT TARGET GPU:SET ...          then: rounding of a set's teacher, and seconds of whole commands
 # First build the kernels (tools/gpu/build.sh). Folders are relative to the checkout; DATA as measure.py says. TARGET gets few files.
 # FEW_STEPS_FLAGS: further flags of measure.py, separated by spaces.
-# Example, two GPUs with 16 cores each: tools/gpu/few_steps.sh run data runs/few 540 "$OUT" 0:0-15 1:16-31
+# Example, two GPUs with 16 cores each: tools/gpu/few_steps.sh run data runs/few 540 "$OUT" 0:0-15:cifar10,elephants64 1:16-31:objects64
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -31,12 +31,12 @@ case ${1:-} in
     data=$2 output=$3 limit=$4 target=$5
     shift 5
     mkdir -p "$output" "$target"
-    rm -rf "$output/claims"
     number=0 processes=()
     for place; do
       number=$((number + 1))
-      CUDA_VISIBLE_DEVICES=${place%%:*} timeout -k 15 $((limit + 15)) taskset -c "${place#*:}" "$python" docs/results/few_steps/measure.py \
-        --data "$data" --output "$output/$number" --limit "$limit" ${FEW_STEPS_FLAGS:-} >>"$output/$number.log" 2>&1 &
+      IFS=: read -r gpu cpus sets <<<"$place"
+      CUDA_VISIBLE_DEVICES=$gpu timeout -k 15 $((limit + 15)) taskset -c "$cpus" "$python" docs/results/few_steps/measure.py \
+        --data "$data" --output "$output/$number" --sets "$sets" --limit "$limit" ${FEW_STEPS_FLAGS:-} >>"$output/$number.log" 2>&1 &
       processes+=($!)
     done
     for process in "${processes[@]}"; do wait "$process" || echo "a process ended with status $?"; done

@@ -1,22 +1,19 @@
 """Tunes models for few evaluations, and measures them beside their teachers.
 
-    PYTHONPATH=. python docs/results/few_steps/measure.py --data data --output runs/few/1
+    PYTHONPATH=. python docs/results/few_steps/measure.py --data data --output runs/few/1 \\
+      --sets cifar10,elephants64
 
 `--data` names the folder of cifar10_train.tar.xz, objects64_train.zip, elephants64.zip, emoji64.zip
 and features.npz, the classifier of objects64 (docs/results.md, "Recipes"), which judges all sets of
-64×64 pixels; docs/results/methods/features.npz judges cifar10.
+64×64 pixels; docs/results/methods/features.npz judges cifar10. `--judge` names a second network.
 
-The work, in this order: teachers of cifar10 and objects64; on cifar10, short tunings that differ in
-q, the learning rate and dropout, to choose among them by the Fréchet distance in two evaluations;
-on objects64, two with the chosen rate and a third of it, for all sets of its pixels; the tuning so
-chosen for cifar10 and objects64, with two seeds; then a teacher and a tuning of elephants64 and of
-emoji64. The better of two averages of the weights is measured, by a draw of its own
-(`Job.averages`).
+For each set: its teacher; with `--screen`, short tunings that differ in q, the learning rate and
+dropout; then its tunings, with `SETTINGS`, which the short ones chose. The better of two averages
+of the weights is measured, by a draw of its own (`Job.averages`).
 
-Several processes divide the work if each has its own --output beside the others'
-(tools/gpu/few_steps.sh starts them). They meet where they need each other's results. The same
-command goes on where it stopped. Output: as of `jaxunet.compare.queue`, with the runs in work/ and
-the jobs taken in claims/, both beside --output. Times are seconds of training, as they pass.
+The same command goes on where it stopped. Several processes (tools/gpu/few_steps.sh) have an
+--output beside each other's, and sets of their own. Output: as of `jaxunet.compare.queue`, with the
+runs in work/ beside --output. Times are seconds of training, as they pass.
 """
 
 from __future__ import annotations
@@ -27,22 +24,20 @@ import dataclasses
 import pathlib
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from absl import flags
 
 from jaxunet.compare import BEGAN
-from jaxunet.compare.collected import ROWS, key_of, measured_keys
-from jaxunet.compare.job_runner import DONE, Queue
+from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.jobs import FOREVER, TINY, Job
 from jaxunet.compare.measure import TRAINING, Measurements
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.config import Config
 from jaxunet.data.automatic import complete
 from jaxunet.runtime import command, compiled_cache
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import interrupt_when_terminated
-from jaxunet.runtime.rows import Row, read
 from jaxunet.training.tuning import for_tuning, init_from_config
 from jaxunet.training.values import chosen_values, fields_by_path
 
@@ -54,11 +49,12 @@ LIMIT = flags.DEFINE_float('limit', 3600.0, 'Seconds of this command.', lower_bo
 RESERVE = flags.DEFINE_float(
     'reserve', 12.0, 'Seconds of the limit to reserve for saving or measuring.', lower_bound=0
 )
-SCREEN = flags.DEFINE_float('screen', 20.0, 'Seconds of a short tuning.', lower_bound=0.1)
-IS_TINY = flags.DEFINE_bool('tiny', False, 'Digits for seconds on a CPU instead of the images.')
+JUDGE = flags.DEFINE_string('judge', '', 'As of jaxunet.compare.queue.')
+NAMES = flags.DEFINE_list('sets', ['cifar10', 'objects64', 'elephants64', 'emoji64'], 'In turn.')
+SCREEN = flags.DEFINE_float('screen', 0.0, 'Seconds of each short tuning; 0 = none.', lower_bound=0)
 
 Fields = Mapping[str, object]
-Values = tuple[int, float, float]  # q, learning rate, dropout
+Settings = tuple[int, float, float]  # q, learning rate, dropout
 ROOT = pathlib.Path(__file__).parents[3]
 # A time ends a run; nothing is drawn or saved on the way but by the queue.
 QUIET: Fields = {
@@ -73,7 +69,11 @@ QUIET: Fields = {
 }
 TUNED = ('consistency:2', 'consistency:1', 'consistency:4')  # the first chooses the average
 AVERAGES = ('0.995', '0.9993')
-QS, RATES, DROPOUT = (16, 64), (1e-3, 3e-4, 1e-4), 0.2
+# Short tunings, and what they chose for sets of 64×64 pixels and for others.
+SHORT: Sequence[Settings] = (
+    *((q, rate, 0.0) for rate in (1e-3, 3e-4, 1e-4, 3.3e-5) for q in (16, 64)),
+    (16, 1e-4, 0.2),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,8 @@ class Images:
       fields: of the teacher.
       sampler: the usual one of the teacher, beside Heun 25.
       seconds: of the teacher.
+      settings: of the tuning.
+      finer: measure the tuning with q = 64, too.
       tuning: seconds of tuning at which it is measured.
       samples: number drawn for each measurement.
       features: file of the feature network; '' = features.npz beside the images.
@@ -110,6 +112,8 @@ class Images:
     fields: Fields
     sampler: str
     seconds: float
+    settings: Settings = (16, 3.3e-5, 0.0)
+    finer: bool = False
     tuning: tuple[float, ...] = (30, 60, 120)
     samples: int = 2000
     features: str = ''
@@ -124,20 +128,35 @@ class Images:
             fields['data.path'] = self.path
         return self._run('teacher', fields, (self.seconds,), (heun, self.sampler))
 
-    def tuning_run(self, work: pathlib.Path, case: str, fields: Fields, seed: int) -> Run:
-        """Returns a run that tunes the teacher.
+    def tunings(self, work: pathlib.Path) -> list[Run]:
+        """Returns the runs that tune the teacher: of the first seed, finer, of the others."""
+        runs = [self._tuned(work, 'tuned', self.settings, seed) for seed in self.seeds]
+        if self.finer:
+            runs.insert(1, self._tuned(work, 'tuned_q64', (64, *self.settings[1:]), self.seeds[0]))
+        return runs
 
-        Args:
-          work: folder of the runs.
-          fields: those that differ from the choices of `jaxunet.train`.
-        """
-        start = {
+    def screening(self, work: pathlib.Path, seconds: float) -> list[Run]:
+        """Returns the short tunings."""
+        images = dataclasses.replace(self, tuning=(seconds,), samples=min(self.samples, 2000))
+        return [
+            dataclasses.replace(
+                images._tuned(work, f'q{s[0]}-{s[1]:.2g}-d{s[2]:g}', s, 0), picture=0, kept=False
+            )
+            for s in SHORT
+        ]
+
+    def _tuned(self, work: pathlib.Path, case: str, settings: Settings, seed: int) -> Run:
+        q, rate, dropout = settings
+        fields = {
             'init_from': str(work / f'{self.name}_teacher_seed0'),
             'diffusion.objective': 'consistency',
             'ema.rates': tuple(map(float, AVERAGES)),
+            'diffusion.consistency_q': q,
+            'optimizer.learning_rate': rate,
+            'model.dropout': dropout,
             **{k: v for k, v in self.fields.items() if k.startswith('train.')},
         }
-        run = self._run(case, start | fields, self.tuning, TUNED, seed)
+        run = self._run(case, fields, self.tuning, TUNED, seed)
         return dataclasses.replace(run, averages=AVERAGES, choosing=min(self.samples, 2000))
 
     def _run(
@@ -172,6 +191,8 @@ CIFAR10 = Images(
     {'diffusion.objective': 'edm', 'optimizer.warmup_steps': 500},
     'dpmpp_2m:20',
     106,  # about 10,000 steps
+    (16, 1e-4, 0.0),
+    finer=True,
     samples=10_000,
     features='docs/results/methods/features.npz',
     metrics=('fid', 'kid', 'precision', 'recall'),
@@ -192,8 +213,6 @@ FEW = tuple(
         {'diffusion.objective': 'edm'},
         'dpmpp_2m:20',
         60,
-        (30, 60),
-        seeds=(0,),
     )
     for name in ('elephants64', 'emoji64')
 )
@@ -210,151 +229,52 @@ TINY_SETS = tuple(
         },
         sampler,
         1,
-        (0.5, 1),
+        finer=objective == 'flow',
+        tuning=(0.5, 1),
         samples=64,
         features='docs/results/digits/features.npz',
     )
     for name, objective, sampler in (
         ('digits', 'edm', 'dpmpp_2m:2'),
         ('digits_flow', 'flow', 'heun:3'),
-        ('digits_last', 'edm', 'ddim:2'),
     )
 )
 
 
-def short(images: Images, work: pathlib.Path, values: Sequence[Values]) -> list[Run]:
-    """Returns the short tunings with these values of q, the rate and dropout."""
-    images = dataclasses.replace(images, tuning=(SCREEN.value,), samples=min(images.samples, 2000))
-    return [
-        dataclasses.replace(
-            images.tuning_run(work, f'q{q}-{rate:.2g}-d{dropout:g}', settings(q, rate, dropout), 0),
-            picture=0,
-            kept=False,
-        )
-        for q, rate, dropout in values
-    ]
-
-
-def settings(q: int, rate: float, dropout: float) -> Fields:
-    """Returns the fields of a tuning that are compared."""
-    return {
-        'diffusion.consistency_q': q,
-        'optimizer.learning_rate': rate,
-        'model.dropout': dropout,
-    }
-
-
-def best(rows: Sequence[Row]) -> Values:
-    """Returns q, rate and dropout of the row with the smallest Fréchet distance."""
-    row = min(rows, key=lambda row: row['values']['train']['fid'])
-    return tuple(row['fields'][path] for path in settings(0, 0, 0))
-
-
-class Lane:
-    """One of the processes: a queue for each feature network."""
-
-    def __init__(self) -> None:
-        self.output = pathlib.Path(OUTPUT.value)
-        self.claims, self.work = self.output.parent / 'claims', self.output.parent / 'work'
-        self.limit = Limit(LIMIT.value, RESERVE.value, began=BEGAN)
-        self.queues: dict[str, Queue] = {}
-        self.problems: list[str] = []
-        self.number = int(self.output.name) if self.output.name.isdigit() else 0
-
-    def run(self, images: Sequence[Images], jobs: Sequence[Run]) -> None:
-        """Runs the jobs that no other process has done or taken, its share of the images first."""
-        by_name = {one.name: (place, one) for place, one in enumerate(images, 1)}
-        order = sorted(jobs, key=lambda job: (by_name[job.data][0] - self.number) % len(images))
-        for job in order:
-            features = by_name[job.data][1].features
-            path = str(ROOT / features if features else pathlib.Path(DATA.value) / 'features.npz')
-            if path not in self.queues:
-                line = ['python', 'docs/results/few_steps/measure.py', *sys.argv[1:]]
-                self.queues[path] = Queue(
-                    output=self.output,
-                    measurements=Measurements(path, self.output / 'pictures'),
-                    limit=self.limit,
-                    command=shlex.join(line),
-                    work=self.work,
-                    claims=str(self.claims),
-                )
-            if not self.has_rows(job):
-                self.problems += self.queues[path].run([job])
-
-    def meet(self, jobs: Sequence[Run]) -> list[Row]:
-        """Waits until the jobs are done, by whichever process; returns their rows."""
-
-        def done(job: Run) -> bool:
-            claim = self.claims / job.name
-            ended = claim.exists() and claim.read_text(encoding='utf-8') == DONE
-            return ended or self.has_rows(job)
-
-        while not all(map(done, jobs)) and self.limit.left > self.limit.reserve:
-            time.sleep(1)
-        keys = {(job.data, job.case, job.seed) for job in jobs}
-        rows = [row for file in self.files() for row in read(file)]
-        return [row for row in rows if key_of(row)[:3] in keys]
-
-    def has_rows(self, job: Run) -> bool:
-        """Returns True if some process has measured all of a job."""
-        measured = measured_keys(self.files())
-        return all(
-            (job.data, job.case, job.seed, seconds, sampler) in measured
-            for seconds in job.seconds
-            for sampler in job.samplers
-        )
-
-    def files(self) -> list[pathlib.Path]:
-        """Returns the files of rows of all processes."""
-        return sorted(self.output.parent.glob(f'*/{ROWS}'))
+SETS = {images.name: images for images in (CIFAR10, OBJECTS64, *FEW, *TINY_SETS)}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does the work of one process; returns 1 if some of it is left."""
+    """Does the work of one process; returns 1 if some of it is left.
+
+    Raises:
+      UserError: a set that does not exist.
+    """
     interrupt_when_terminated()
     compiled_cache.enable_compilation_cache()
-    lane = Lane()
-    first, few = (TINY_SETS[:2], TINY_SETS[2:]) if IS_TINY.value else ((CIFAR10, OBJECTS64), FEW)
-    main_set, other_set = first
-    teachers = [images.teacher(DATA.value) for images in first]
-    lane.run(first, teachers)
-    lane.meet(teachers)
-
-    def compared(images: Images, values: Sequence[Values]) -> list[Row]:
-        jobs = short(images, lane.work, values)
-        lane.run(first, jobs)
-        return [row for row in lane.meet(jobs) if row['sampler'] == TUNED[0]]
-
-    rates = RATES[:1] if IS_TINY.value else RATES
-    rows = compared(main_set, [(q, rate, 0.0) for rate in rates for q in QS])
-    if not rows:
-        return 1
-    q, rate, _ = best(rows)
-    other = (q, 2 * rate, 0.0) if rate == max(RATES) else (32, rate, 0.0)
-    q, rate, dropout = best([*rows, *compared(main_set, [(q, rate, DROPOUT), other])])
-    rows = compared(other_set, [(q, rate, dropout), (q, rate / 3, dropout)])
-    if not rows:
-        return 1
-    fields = {images.name: settings(*best(rows)) for images in (other_set, *few)}
-    fields[main_set.name] = settings(q, rate, dropout)
-    print(f'chosen: {fields}', flush=True)
-
-    def tunings(sets: Sequence[Images]) -> list[Run]:
-        return [
-            one.tuning_run(lane.work, 'tuned', fields[one.name], seed)
-            for seed in (0, 1)
-            for one in sets
-            if seed in one.seeds
-        ]
-
-    lane.run(first, tunings(first))
-    last = [images.teacher(DATA.value) for images in few]
-    lane.run(few, last)
-    lane.meet(last)
-    lane.run(few, tunings(few))
-    for queue in lane.queues.values():
-        queue.measurements.wait()
-    return 1 if lane.problems else 0
+    for name in NAMES.value:
+        if name not in SETS:
+            raise UserError(f'--sets: expected some of {", ".join(SETS)}, found {name!r}')
+    output = pathlib.Path(OUTPUT.value)
+    work = output.parent / 'work'
+    limit = Limit(LIMIT.value, RESERVE.value, began=BEGAN)
+    problems: list[str] = []
+    for images in (SETS[name] for name in NAMES.value):
+        features = ROOT / images.features if images.features else f'{DATA.value}/features.npz'
+        queue = Queue(
+            output=output,
+            measurements=Measurements(str(features), output / 'pictures', JUDGE.value),
+            limit=limit,
+            command=shlex.join(['python', 'docs/results/few_steps/measure.py', *sys.argv[1:]]),
+            work=work,
+        )
+        left = queue.run([images.teacher(DATA.value)])
+        if not left and SCREEN.value:
+            left = queue.run(images.screening(work, SCREEN.value))
+        if not left:
+            left = queue.run(images.tunings(work))
+        problems += left
+    return 1 if problems else 0
 
 
 if __name__ == '__main__':
