@@ -76,13 +76,28 @@ def test_two_jobs_of_one_name_are_refused(job, tmp_path):
 
 
 def test_the_committed_jobs_are_valid():
-    endings = ('endings', 'endings_led', 'endings_costs', 'endings_tiny')
+    endings = ('endings', 'endings_costs', 'endings_tiny')
     for part in ('all', 'twenty', 'alone', 'costs', 'rates', 'digits', 'tiny', *endings):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
     with pytest.raises(UserError, match='one of all, objects, minute, three, ten, images'):
         read_jobs(f'{JOBS}:other', '')
     assert next(iter(step_cost.read_configs(f'{JOBS}:costs', '/data'))) == 'epsilon-linear'
+
+
+def test_endings_have_the_cost_of_few_programs():
+    """Those that differ in their rates and times are measured once; each has a number."""
+    jobs = read_jobs(f'{JOBS}:endings', '/data')
+    configs = step_cost.read_configs(f'{JOBS}:endings_costs', '/data')
+    assert {job.case for job in jobs} <= configs.keys()
+    assert next(iter(configs)) == 'constant-1'
+    kinds = {(c.data.batch_size, c.optimizer.name) for c in configs.values()}
+    assert len(kinds) == len(set(map(step_cost._step_of, configs.values()))) == 4
+    assert [job.name for job in jobs if job.picture] == [
+        f'{data}64_{case}-180s_seed0'
+        for data in ('elephants', 'objects')
+        for case in ('constant-1', 'linear-4')
+    ]
 
 
 def test_the_recipe_itself_is_a_job(tmp_path):

@@ -69,22 +69,10 @@ def test_the_best_sampler_of_most_seeds_is_shown():
     assert 'GPU, jax 1, commit abc; 2000 samples' in tables.objectives(ROWS)
 
 
-def test_times_to_the_quality_of_the_baseline():
-    rows = [r for r in ROWS if r['sampler'] != 'heun:25']
-    found = {line[0]: line[1:] for line in cells(tables.sooner(rows))}
-    assert found['epsilon-linear'] == ['600', '1.0']
-    # With the baseline's seed, from 50 after 60.1 s to 20 after 180.1 s: 36 is at 14/30.
-    assert found['v-cosine'] == ['116', '5.2']
-    assert 'epsilon-linear after 600 s), seed 0' in tables.sooner(rows)
-    assert found['flow'] == ['≤ 60', '≥ 10.0']
-    assert found['edm'] == ['not in 60', '']
-
-
 def test_rows_of_several_features_are_never_in_one_table():
     other = {**row('flow', 180, 'heun:25', 5.0), 'features': 'classifier-2'}
-    for table in (tables.objectives, tables.sooner):
-        with pytest.raises(ValueError, match='classifier-1, classifier-2'):
-            table([*ROWS, other])
+    with pytest.raises(ValueError, match='classifier-1, classifier-2'):
+        tables.objectives([*ROWS, other])
 
 
 def test_each_device_is_shown_with_its_commits():
@@ -129,8 +117,7 @@ def test_a_later_row_replaces_an_earlier_one(tmp_path):
 def test_without_rows_the_tables_say_so(tmp_path):
     found = tables.read(tmp_path)
     assert tables.objectives(found) == tables.elephants(found) == tables.NOTHING
-    assert tables.sooner(found) == tables.NOTHING
-    assert tables.pictures(tmp_path) == tables.NOTHING
+    assert tables.pictures(tmp_path) == tables.endings(tmp_path) == tables.NOTHING
 
 
 def written(folder, rows, side=60):
@@ -252,16 +239,15 @@ def test_every_kept_picture_has_its_run():
 
 
 def test_copies_of_the_elephants_are_shown():
-    lost = {**ANIMALS[0], 'losses': {'held_out_loss': 0.5, 'seen_loss': 0.25}}
+    lost = {**ANIMALS[2], 'losses': {'held_out_loss': 0.5, 'seen_loss': 0.25}}
     found = [
+        *ANIMALS[:2],  # another objective
         lost,
-        *ANIMALS[1:],
+        ANIMALS[3],
         row('flow', 180, 'ddpm:50', 5.0, data='elephants64', kid=0.005, copies=0.5),
     ]
     assert [line[:2] + line[7:] for line in cells(tables.elephants(found))] == [
-        ['edm', '60', '0.06', '0.25', '0.5'],
-        ['edm', '180', '0.18', '', ''],
-        ['flow', '60', '0.06', '', ''],
+        ['flow', '60', '0.06', '0.25', '0.5'],
         ['flow', '180', '0.5', '', ''],
     ]
 
@@ -275,3 +261,36 @@ def test_held_out_losses_are_those_of_the_log_or_of_the_rows(drawn):
     assert script['held_out'](rows, 'edm') == [(1.0, 1.0), (3.0, 1.25)]
     assert script['held_out'](rows, 'v-cosine') == [(60.1, 2.0), (180.1, 2.0)]
     assert script['held_out'](ANIMALS, 'v-cosine') == []
+
+
+def test_endings_of_several_folders_have_a_table_and_a_picture(tmp_path):
+    def ended(case, seconds, fid, judged=0.0, **fields):
+        found = {**row(case, seconds, 'heun:25', fid, copies=0.0, **fields), 'average': '0.05'}
+        return found | ({'judged': {'train': {'fid': judged}}, 'judge': 'other'} if judged else {})
+
+    first = [ended('linear-4', 60, 10.0), ended('constant-1', 60, 16.0, data='elephants64')]
+    later = [
+        ended('linear-4', 60, 12.0, 3.0, seed=1),
+        ended('constant-1', 60, 14.0, 5.0),
+        ended('linear-4-180s', 180, 8.0, 2.0, data='elephants64'),
+        ended('constant-1-180s', 180, 9.0, 4.0, data='elephants64'),
+    ]
+    output = tmp_path / 'output'
+    output.mkdir()
+    script = runpy.run_path(str(PICTURES))
+    script['endings'].__globals__['HERE'] = output
+    script['endings']([written(tmp_path / 'first', first)])
+    assert [path.name for path in output.iterdir()] == ['endings.jsonl']
+    script['endings']([packed(written(tmp_path / 'later', later), tmp_path / 'packed')])
+    text = tables.endings(output)
+    assert [line[:4] + line[6:8] for line in cells(text)] == [
+        ['objects64', '60', 'constant-1', '1', '14', '5'],
+        ['objects64', '60', 'linear-4', '2', '11 ± 1', '3'],  # the judge saw one of them
+        ['elephants64', '60', 'constant-1', '1', '16', ''],
+        ['elephants64', '180', 'constant-1', '1', '9', '4'],
+        ['elephants64', '180', 'linear-4', '1', '8', '2'],
+    ]
+    assert 'commit abc; features classifier-1; judge other.' in text
+    assert text.endswith('(results/recipes/endings.jpg)')
+    with Image.open(output / 'endings.jpg') as image:
+        assert image.size == (800, 353)

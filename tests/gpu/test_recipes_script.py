@@ -104,13 +104,18 @@ def test_commands_name_no_folder_of_the_machine(checkout):
     assert {path.name for path in (checkout / 'out').glob('*.done')} == {'1.done', '2.done'}
 
 
-def test_the_expected_slowdown_is_that_of_the_variable(checkout):
+def test_slowdown_and_judge_are_those_of_the_variables(checkout):
     assert start(checkout, 2).returncode == 0
-    assert start(checkout, 3, RECIPE_SLOWDOWN='1.9').returncode == 0
-    for arguments, slowdown in zip(
-        wait_for(checkout, '2-1.arguments', '3-2.arguments'), ('0', '1.9'), strict=True
+    own = {'RECIPE_SLOWDOWN': '1.9', 'RECIPE_JUDGE': 'effnet.pth'}
+    assert start(checkout, 3, **own).returncode == 0
+    for arguments, slowdown, judge in zip(
+        wait_for(checkout, '2-1.arguments', '3-2.arguments'),
+        ('0', '1.9'),
+        ('', 'effnet.pth'),
+        strict=True,
     ):
         assert arguments[arguments.index('--slowdown') + 1] == slowdown
+        assert arguments[arguments.index('--judge') + 1] == judge
 
 
 def test_without_an_action_it_says_how_it_is_used(checkout):

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from support import markdown
 
-from jaxunet.compare.statistics import time_to
 from jaxunet.runtime.rows import Row
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/recipes'
 DIGITS = FOLDER.parent / 'digits'
 LIMIT = 50  # most evaluations of the network for a sample
 BASELINE = 'epsilon-linear'
+FEW = ('flow', 'v-cosine')  # objectives that the table of few images shows
 NOTHING = 'Nothing is measured yet.'
 GRIDS = {  # data set -> caption of its grids
     'objects64': 'Samples of the 9,000 photographs, not selected:',
@@ -72,9 +72,9 @@ def groups(rows: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]]
     return {key: [r for r in mine if (r['case'], r['seconds']) == key] for key in keys}
 
 
-def value(reference: str, metric: str) -> Find:
-    """Returns a function that reads a metric of a row."""
-    return lambda row: row['values'].get(reference, {}).get(metric, np.nan)
+def value(reference: str, metric: str, network: str = 'values') -> Find:
+    """Returns a function that reads a metric of a row; `judged` are those of the judge."""
+    return lambda row: row[network].get(reference, {}).get(metric, np.nan)
 
 
 def spread(rows: Sequence[Row], find: Find, digits: int = 3, factor: float = 1) -> str:
@@ -149,45 +149,12 @@ def digits(every: Sequence[Row]) -> str:
     return with_origin((*head, *more), body, every, 'digits')
 
 
-def sooner(every: Sequence[Row]) -> str:
-    """Seconds in which each objective reaches the quality of the baseline's last checkpoint.
-
-    Only the seeds of that checkpoint count, so that all points of a curve have the same seeds.
-    """
-    grouped = groups(every, 'objects64')
-    ends = [key for key in grouped if key[0] == BASELINE]
-    seeds = {row['seed'] for row in grouped[ends[-1]]} if ends else set()
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for (case, _), group in grouped.items():
-        rows = best([row for row in group if row['seed'] in seeds], LIMIT, 'fid')
-        points = [(row['training_seconds'], row['values']['train']['fid']) for row in rows]
-        if points:
-            curves.setdefault(case, []).append(tuple(np.mean(points, axis=0)))
-    if BASELINE not in curves:
-        return NOTHING
-    longest, target = curves[BASELINE][-1]
-    body = []
-    for case, points in curves.items():
-        seconds, values = np.array(points).T
-        when = time_to(target, seconds, values, higher=False)
-        bound = '≤ ' if when == seconds[0] and case != BASELINE else ''
-        shown = f'{bound}{when:.0f}' if np.isfinite(when) else f'not in {seconds[-1]:.0f}'
-        ratio = f'{"≥ " if bound else ""}{longest / when:.1f}' if np.isfinite(when) else ''
-        body.append((case, shown, ratio))
-    head = (
-        'objective',
-        f's to a Fréchet distance of {target:.3g} ({BASELINE} after {longest:.0f} s), '
-        f'seed {", ".join(map(str, sorted(seeds)))}',
-        'times sooner',
-    )
-    return markdown.table(head, body)
-
-
 def elephants(every: Sequence[Row]) -> str:
-    """Quality, copies and held-out loss by objective and seconds, on 500 photographs.
+    """Quality, copies and held-out loss of `FEW` by seconds, on 500 photographs.
 
     Each with the sampler of the smallest kernel distance.
     """
+    every = [row for row in every if row['case'].removesuffix('-augmented') in FEW]
     body = []
     for (case, seconds), group in groups(every, 'elephants64').items():
         rows = best(group, LIMIT, 'kid')
@@ -208,6 +175,47 @@ def elephants(every: Sequence[Row]) -> str:
     head = ('objective', 's', 'steps', 'sampler', 'kernel distance · 10³', 'precision', 'recall')
     more = ('copies', 'loss on training images', 'on held-out images')
     return with_origin((*head, *more), body, every, 'elephants64')
+
+
+def endings(folder: pathlib.Path = FOLDER) -> str:
+    """Quality by images, seconds and ending, and the samples of two of them.
+
+    The judge's distance is the mean over the seeds that it has judged.
+    """
+    every = read(folder, 'endings.jsonl')
+    if not every:
+        return NOTHING
+    judged = [row for row in every if 'judge' in row]
+    last = ('precision', 'recall', 'copies')
+    body = [
+        (
+            data,
+            f'{seconds:g}',
+            case.removesuffix(f'-{seconds:g}s'),
+            str(len(rows)),
+            all_of(rows, lambda row: f'{row["step"]:,}'),
+            all_of(rows, operator.itemgetter('average')),
+            spread(rows, value('train', 'fid')),
+            spread([row for row in rows if row in judged], value('train', 'fid', 'judged')),
+            spread(rows, value('train', 'kid'), factor=1e3),
+            spread(rows, value('test', 'kid'), factor=1e3),
+            *(spread(rows, value('train', name)) for name in last),
+        )
+        for data in sorted({row['data'] for row in every}, reverse=True)
+        for (case, seconds), rows in sorted(groups(every, data).items(), key=lambda g: g[0][1])
+    ]
+    head = ('images', 's', 'ending', 'seeds', 'steps', 'average', 'Fréchet distance')
+    more = ('by the judge', 'kernel distance · 10³', 'to test images · 10³')
+    names = [f'features {all_of(every, operator.itemgetter("features"))}']
+    names += [f'judge {all_of(judged, operator.itemgetter("judge"))}'] if judged else []
+    origin = '; '.join([measured_with(every), *names])
+    text = f'{markdown.table((*head, *more, *last), body)}\n\n{origin}.'
+    if (folder / 'endings.jpg').exists():
+        text += (
+            '\n\n![elephants64 after 180 s: constant-1 on the left, linear-4 on the right]'
+            '(results/recipes/endings.jpg)'
+        )
+    return text
 
 
 def pictures(folder: pathlib.Path = FOLDER) -> str:
@@ -308,8 +316,8 @@ def all_of(rows: Sequence[Row], find: Callable[[Row], object]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     'recipes': lambda: objectives(read()),
-    'recipes_sooner': lambda: sooner(read()),
     'recipes_elephants': lambda: elephants(read()),
+    'recipes_endings': endings,
     'recipes_pictures': pictures,
     'recipe_picture': recipe_picture,
     'recipes_digits': lambda: digits(read(DIGITS)),

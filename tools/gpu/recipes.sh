@@ -18,6 +18,7 @@
 # RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs; RECIPE_KNOWN names a file of rows that are not measured again.
 # The feature network is OUTPUT/features.npz, or else features.npz beside the jobs; if neither exists, the first process trains it with
 # RECIPE_FEATURES, flags of train_features (default: those of docs/results/recipes/jobs.py).
+# RECIPE_JUDGE: file of a second feature network, as --judge of jaxunet.compare.queue; default: none.
 # Example, two processes on each of two GPUs with 16 cores each: start data out 1200 5.8 0:0-7 1:16-23 0:8-15 1:24-31
 set -euo pipefail
 self=$(realpath "$0")
@@ -35,7 +36,7 @@ part() { # one process; reads NUMBER, PROCESSES (on its GPU), DATA, OUTPUT, LIMI
       ${RECIPE_FEATURES:---reference $DATA/objects64_train.zip --test $DATA/objects64_test.zip --channels 32 --seconds 25}
   fi
   python3 -m jaxunet.compare.queue --jobs "$jobs" --data "$DATA" \
-    --features "$OUTPUT/features.npz" --known "${RECIPE_KNOWN:-}" --claims "$OUTPUT/claims" \
+    --features "$OUTPUT/features.npz" --judge "${RECIPE_JUDGE:-}" --known "${RECIPE_KNOWN:-}" --claims "$OUTPUT/claims" \
     --step_ms "$STEP_MS" --shared_by "$PROCESSES" --slowdown "${RECIPE_SLOWDOWN:-0}" \
     --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" \
     --work "$OUTPUT/work" --resume="${RECIPE_RESUME:-true}" ||

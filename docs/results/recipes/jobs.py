@@ -13,14 +13,14 @@
     docs/results/recipes/jobs.py:alone      seconds a sample; needs a GPU of its own, no --step_ms
     docs/results/recipes/jobs.py:costs      each objective once, for jaxunet.compare.step_cost
     docs/results/recipes/jobs.py:rates      learning rates
-    docs/results/recipes/jobs.py:endings    how a minute ends: rate, schedule, batch, AdamW or Muon
-    docs/results/recipes/jobs.py:endings_led   ... what led, with another seed
-    docs/results/recipes/jobs.py:endings_costs ... all of them once, for jaxunet.compare.step_cost
+    docs/results/recipes/jobs.py:endings    how a run ends: rate, schedule, batch, AdamW or Muon
+    docs/results/recipes/jobs.py:endings_costs ... each case once, for jaxunet.compare.step_cost
     docs/results/recipes/jobs.py:endings_tiny  ... in seconds on a CPU
     docs/results/recipes/jobs.py:digits     images of configs/digits.py; needs features of digits
     docs/results/recipes/jobs.py:tiny       seconds on a CPU, on the embedded digits
 
-`--data` names the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. All parts
+`--data` names the folder of objects64_train.zip, objects64_test.zip, elephants64.zip and, for
+endings, emoji64.zip (600 pictures with transparency, which are drawn on white). All parts
 but alone, digits, and those for costs or a CPU take the features of a classifier of objects64:
 
     python -m jaxunet.metrics.train_features --reference objects64_train.zip \\
@@ -58,7 +58,6 @@ SAMPLERS = ('heun:25', 'dpmpp_2m:20', 'ddpm:50')
 WITHIN_20 = ('heun:10', 'ddpm:20')
 ROWS = Path(__file__).parent / 'rows.jsonl'
 RATE = 1e-4  # of batches of 32; others have RATE √(batch / 32)
-PHOTOGRAPHS = ('objects64', 'elephants64')
 WIDTHS = (0.05, 0.1, 0.15)  # of averages of which the endings choose one, beside the config's
 
 
@@ -72,23 +71,15 @@ def _ending(schedule: str, factor: float, batch: int = 32, **fields: object) -> 
 
 
 MUON = {'optimizer.name': 'muon'}
-# In the order in which they are worth their minutes: the recipe as it is and the likeliest winner,
-# then each other kind once, then neighbours. Only the batches and Muon change what a step costs.
-ENDINGS = {
-    'constant-1': _ending('constant', 1),
+ENDINGS = {  # only the batches and Muon change what a step costs
+    'constant-1': _ending('constant', 1),  # the recipe
     'linear-4': _ending('linear', 4),
     'cooldown-4': _ending('cooldown', 4),
-    'muon-linear-4': _ending('linear', 4, **MUON),
     'batch16-linear-4': _ending('linear', 4, 16),
+    'muon-linear-4': _ending('linear', 4, **MUON),
     'linear-2': _ending('linear', 2),
-    'constant-4': _ending('constant', 4),
-    'muon-linear-10': _ending('linear', 10, **MUON),
     'batch64-linear-4': _ending('linear', 4, 64),
-    'cooldown-2': _ending('cooldown', 2),
-    'constant-2': _ending('constant', 2),
 }
-# Those that were ahead with seed 0, and what they are compared with.
-LED = ('constant-1', 'linear-4', 'cooldown-4')
 COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 
 
@@ -189,30 +180,50 @@ def elephants(
     )
 
 
-def ending(name: str, data: str, folder: str, *, seed: int = 0) -> Job:
-    """Returns a job of `ENDINGS` that ends after a minute.
+def ending(name: str, data: str, folder: str, *, seed: int = 0, seconds: int = 60) -> Job:
+    """Returns a job of `ENDINGS`, of one time: a falling rate falls over the whole run.
 
     Args:
-      name: one of `ENDINGS`.
-      data: one of `PHOTOGRAPHS`; `flow` learns the first, `v` the other.
+      name: one of `ENDINGS`; runs of other times than a minute add theirs to it, as jobs of one
+        case share a work folder.
+      data: objects64, which `flow` learns, or elephants64 or emoji64, which `v` learns.
       folder: of the archives.
     """
     if data == 'objects64':
         job = objects('flow', folder, seed=seed)
     else:
         job = elephants('v-cosine', folder, seed=seed)
-        (path,) = job.references
-        job = dataclasses.replace(job, references={path: ('train', COMPARED)})
+        path = str(Path(folder) / f'{data}.zip')
+        fields, references = {**job.fields, 'data.path': path}, {path: ('train', COMPARED)}
+        job = dataclasses.replace(job, data=data, fields=fields, references=references)
     return dataclasses.replace(
         job,
-        case=name,
+        case=name if seconds == 60 else f'{name}-{seconds}s',
         fields={**job.fields, **ENDINGS[name], 'ema.widths': WIDTHS},
-        seconds=(60,),
+        seconds=(seconds,),
         samplers=('heun:25',),
         samples=2000,
         averages=('0.9995', *map(str, WIDTHS)),
         choosing=1000,
+        picture=64 if seconds > 60 else 0,
     )
+
+
+def endings(folder: str) -> list[Job]:
+    """Returns the jobs of `ENDINGS`: the first two everywhere, then each other kind once."""
+    recipe, falling, *others = ENDINGS
+    sets = (
+        ('objects64', 1, 60),
+        ('elephants64', 0, 60),
+        ('emoji64', 0, 60),
+        ('elephants64', 1, 60),
+        ('emoji64', 1, 60),
+        ('elephants64', 0, 180),
+    )
+    runs = [(name, *run) for run in sets for name in (recipe, falling)]
+    runs += [(name, 'objects64', 0, 60) for name in others]
+    runs += [(name, 'objects64', 0, 180) for name in (recipe, falling)]
+    return [ending(name, of, folder, seed=seed, seconds=s) for name, of, seed, s in runs]
 
 
 def tiny_ending(name: str) -> Job:
@@ -300,9 +311,10 @@ def get_jobs(part: str, data: str) -> list[Job]:
             objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
             for r in (2e-4, 4e-4)
         ],
-        'endings': [ending(name, of, data) for of in PHOTOGRAPHS for name in ENDINGS],
-        'endings_led': [ending(name, of, data, seed=1) for name in LED for of in PHOTOGRAPHS],
-        'endings_costs': [ending(name, 'objects64', data) for name in ENDINGS],
+        'endings': endings(data),
+        'endings_costs': [
+            ending(name, 'objects64', data, seconds=s) for s in (60, 180) for name in ENDINGS
+        ],
         'endings_tiny': [tiny_ending(name) for name in ENDINGS],
         'digits': [digits(case, seed) for seed in (0, 1) for case in ('v-cosine', 'edm', 'flow')],
         'tiny': [*(tiny(case) for case in OBJECTIVES), tiny('v-cosine', seed=1)],

@@ -1,6 +1,7 @@
 """Adds output folders of `jaxunet.compare.queue` to this folder, and draws its pictures.
 
     python docs/results/recipes/pictures.py runs/recipes/1 runs/recipes/2
+    python docs/results/recipes/pictures.py endings runs/endings/1 runs/endings/2
 
 A folder may also be what `tools/gpu/recipes.sh pack` wrote, whose logs and pictures are in
 pictures.tar. Added are rows (rows.jsonl), grids of unpicked samples (grids/) and logs of held-out
@@ -12,6 +13,9 @@ against seconds); without folders they are drawn again. docs/results.md shows th
 here side by side, with their runs; delete those that it need not show:
 `python tools/docs/write.py`. A run that was cut off has no log, but
 rows of the times that it reached, with their losses.
+
+With `endings`, the folders are those of the jobs of that name: their rows go to endings.jsonl, and
+endings.jpg has the samples of `ENDINGS` side by side.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ LIMIT = 50  # evaluations of the network a sample
 TICKS = (20, 50, 100, 150, 200, 300, 500, 700, 1000, 2000)  # Fréchet distances
 RECIPE, SHOWN = 'images', 180  # case and seconds of images.jpg
 HALVES = ('objects64',)  # data whose grids keep their upper half
-QUALITY = 80  # of the JPEGs
+ENDINGS = ('elephants64_constant-1-180s_seed0_180s', 'elephants64_linear-4-180s_seed0_180s')
+GAP, SHOWN_WIDTH = 16, 800  # pixels between them, and of both
+QUALITY, SMALLER = 80, 70  # of the JPEGs, and of endings.jpg
 # What pictures.jsonl says of the run of a grid or a log.
 ORIGIN = ('data', 'case', 'seed', 'seconds', 'sampler', 'step', 'git', 'device', 'versions')
 KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
@@ -49,11 +55,30 @@ def main(folders: Sequence[pathlib.Path]) -> None:
     """Adds the folders' results, and draws all pictures whose inputs are there."""
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(unpacked(folder)) for folder in folders]
-        found = add_rows(opened)
+        found = add_rows(opened, HERE / 'rows.jsonl')
         for folder in opened:
             keep_pictures(folder)
     quality(found, HERE / 'quality.png')
     overfitting(found, HERE / 'overfitting.png')
+
+
+def endings(folders: Sequence[pathlib.Path]) -> None:
+    """Adds the folders' rows to endings.jsonl, and joins the samples of `ENDINGS`."""
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(unpacked(folder)) for folder in folders]
+        add_rows(opened, HERE / 'endings.jsonl')
+        grids = []
+        for name in ENDINGS:
+            for path in [p for folder in opened for p in folder.glob(f'pictures/{name}.png')][-1:]:
+                with Image.open(path) as image:
+                    grids.append(image.convert('RGB'))
+    if len(grids) == len(ENDINGS):
+        width, height = grids[0].size
+        picture = Image.new('RGB', (2 * width + GAP, height), 'white')
+        for i, grid in enumerate(grids):
+            picture.paste(grid, (i * (width + GAP), 0))
+        picture = picture.resize((SHOWN_WIDTH, round(height * SHOWN_WIDTH / picture.width)))
+        picture.save(HERE / 'endings.jpg', quality=SMALLER)
 
 
 @contextlib.contextmanager
@@ -80,9 +105,8 @@ def write_rows(path: pathlib.Path, rows: Iterable[Row]) -> None:
     path.write_text(''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in rows))
 
 
-def add_rows(folders: Sequence[pathlib.Path]) -> list[Row]:
-    """Adds the folders' rows to rows.jsonl; returns all, in the order of their cases."""
-    path = HERE / 'rows.jsonl'
+def add_rows(folders: Sequence[pathlib.Path], path: pathlib.Path) -> list[Row]:
+    """Adds the folders' rows to a file; returns all, in the order of their cases."""
     files = [path, *(folder / 'rows.jsonl' for folder in folders)]
     rows = [row for file in files for row in read_rows(file)]
     compared = [row['features'] for row in rows if 'features' in row]
@@ -242,4 +266,5 @@ def overfitting(found: Sequence[Row], path: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-    main([pathlib.Path(argument) for argument in sys.argv[1:]])
+    ended = sys.argv[1:2] == ['endings']
+    (endings if ended else main)([pathlib.Path(folder) for folder in sys.argv[1 + ended :]])
