@@ -132,20 +132,17 @@ def nested_torch_bytes(tree: dict[str, object]) -> bytes:
             return b'}(' + b''.join(items) + b'u'
         return pickle.dumps(value, 2)[2:-1]
 
-    file = io.BytesIO()
     data = {'data.pkl': b'\x80\x02' + pickled(tree) + b'.', 'version': b'3\n'}
     data |= {f'data/{i}': array.tobytes() for i, array in enumerate(arrays)}
-    with zipfile.ZipFile(file, 'w') as target:
-        for name, content in data.items():
-            target.writestr(f'archive/{name}', content)
-    return file.getvalue()
+    return archive({f'archive/{name}': content for name, content in data.items()})
 
 
 def archive(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """The same bytes at any time: they name tests, whose names all workers must share."""
     file = io.BytesIO()
-    with zipfile.ZipFile(file, 'w', compression) as target:
+    with zipfile.ZipFile(file, 'w') as target:
         for name, data in entries.items():
-            target.writestr(name, data)
+            target.writestr(zipfile.ZipInfo(name), data, compression)
     return file.getvalue()
 
 
