@@ -9,6 +9,7 @@ import time
 
 import pytest
 from support.commands import ROOT
+from support.counting_step import count_only
 from support.tiny import tiny_config
 
 from jaxunet.data.sources import open_images
@@ -16,6 +17,7 @@ from jaxunet.training import stalls
 from jaxunet.training.classifier import train_classifier
 from jaxunet.training.loop import train
 from jaxunet.training.restarts import describe
+from jaxunet.training.session import Session
 
 # A program that takes SECONDS on the device, while the main thread waits in JAX.
 SLOW = """
@@ -43,6 +45,7 @@ print('done', flush=True)
 """
 TRAINS = """
 sys.path.insert(0, 'tests')
+from support.counting_step import count_only
 from support.tiny import tiny_config
 from jaxunet.data.sources import open_images
 from jaxunet.training.loop import train
@@ -55,7 +58,7 @@ def stalled(self, data, stop=False):
     calls.append(metrics)
     return {{**metrics, 'loss': slow(metrics['loss'], 1000)}} if len(calls) > 2 else metrics
 
-Session.call = stalled
+Session.call, Session.compile = stalled, count_only
 config = tiny_config(train={{'steps': 9, 'checkpoint_every': 2, 'stall_seconds': 8.0}})
 train(config, pathlib.Path({workdir!r}), open_images(config), caller=Preemption())
 """
@@ -111,6 +114,7 @@ def test_what_has_a_limit(trained, tmp_path, monkeypatch):
         return call(self, function, *args, **kwargs)
 
     monkeypatch.setattr(stalls.StallWatch, 'call', spy)
+    monkeypatch.setattr(Session, 'compile', count_only)
     labels = {'num_classes': 10} if trained is train_classifier else {}
     config = tiny_config(model=labels, train={'steps': 2})
     assert trained(config, tmp_path, open_images(config)) == 2
