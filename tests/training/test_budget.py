@@ -58,7 +58,7 @@ def test_a_step_is_timed(source, monkeypatch):
         return calls[-1][1]
 
     monkeypatch.setattr(budget, '_timed', spy)
-    found = step_seconds(config_of(1.0), source)
+    found = step_seconds(tiny_config(train={'steps_per_call': 1, 'minutes': 1.0}), source)
     (warm, _), (once, one), (many, whole) = calls
     assert (warm, once) == (budget.WARM_UP, 1)
     assert many == max(int(np.ceil(0.2 / one)), 1)

@@ -5,6 +5,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from support.counting_step import count_only
 from support.tiny import tiny_config
 
 from jaxunet.data.sources import open_images
@@ -47,6 +48,7 @@ def test_rows_have_the_whole_time_of_their_steps_if_starting_a_call_waits(tmp_pa
         return metrics
 
     monkeypatch.setattr(Session, 'call', waits)
+    monkeypatch.setattr(Session, 'compile', count_only)
     config = tiny_config(train={'steps': 4, 'checkpoint_every': 4})
     train(config, tmp_path, open_images(config))
     rows = list(read_metrics(tmp_path / 'metrics.csv'))

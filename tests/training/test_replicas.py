@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from support.counting_step import count_only
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import TrainState
@@ -68,17 +69,15 @@ def test_a_flipped_bit_names_its_device(mode):
 def test_a_run_ends_and_keeps_its_last_good_checkpoint(tmp_path, monkeypatch):
     def compile_step(self, *, cache):
         """A step that only counts, and flips a bit on one device."""
-        put = self.parallel.replicate
-        names = ('loss', 'learning_rate', 'grad_norm', 'loss_scale', 'bad_steps', 'skipped')
-        metrics = put(dict.fromkeys(names, np.float32(0)))
+        count_only(self, cache=cache)
+        count = self.step
 
         def step(state, data):
-            reached, params = int(self.parallel.local(state.step)) + 1, state.params
-            if reached == 3:
-                leaves, tree = jax.tree.flatten(params)
+            new, metrics = count(state, data)
+            if int(self.parallel.local(new.step)) == 3:
+                leaves, tree = jax.tree.flatten(new.params)
                 leaves[0] = with_flipped_bits(leaves[0], {1: 1 << 20})
-                params = jax.tree.unflatten(tree, leaves)
-            new = dataclasses.replace(state, step=put(np.int32(reached)), params=params)
+                new = dataclasses.replace(new, params=jax.tree.unflatten(tree, leaves))
             return new, metrics
 
         self.step = step

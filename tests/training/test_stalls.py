@@ -9,6 +9,7 @@ import time
 
 import pytest
 from support.commands import ROOT
+from support.counting_step import count_only
 from support.tiny import tiny_config
 
 from jaxunet.data.sources import open_images
@@ -16,6 +17,7 @@ from jaxunet.training import stalls
 from jaxunet.training.classifier import train_classifier
 from jaxunet.training.loop import train
 from jaxunet.training.restarts import describe
+from jaxunet.training.session import Session
 
 # A program that takes SECONDS on the device, while the main thread waits in JAX.
 SLOW = """
@@ -31,18 +33,20 @@ def slow(x, seconds):
     return jax.jit(lambda x: jax.pure_callback(slowly(seconds), x, x))(x)
 """
 WAITS = """
-jax.process_index = lambda: {process}
-watch = StallWatch({limit}, pathlib.Path('.'), Preemption().stalled)
-x = jax.numpy.zeros(())
-for _ in range({times}):
-    result = slow(x, {seconds})
-    print('waits', flush=True)
-    watch.wait(result)
-watch.close()
+x, stalled = jax.numpy.zeros(()), Preemption().stalled
+for limit, times, seconds, process in {cases}:
+    jax.process_index = lambda: process
+    watch = StallWatch(limit, pathlib.Path('.'), stalled)
+    for _ in range(times):
+        result = slow(x, seconds)
+        print('waits', flush=True)
+        watch.wait(result)
+    watch.close()
 print('done', flush=True)
 """
 TRAINS = """
 sys.path.insert(0, 'tests')
+from support.counting_step import count_only
 from support.tiny import tiny_config
 from jaxunet.data.sources import open_images
 from jaxunet.training.loop import train
@@ -55,7 +59,7 @@ def stalled(self, data, stop=False):
     calls.append(metrics)
     return {{**metrics, 'loss': slow(metrics['loss'], 1000)}} if len(calls) > 2 else metrics
 
-Session.call = stalled
+Session.call, Session.compile = stalled, count_only
 config = tiny_config(train={{'steps': 9, 'checkpoint_every': 2, 'stall_seconds': 8.0}})
 train(config, pathlib.Path({workdir!r}), open_images(config), caller=Preemption())
 """
@@ -82,15 +86,12 @@ def test_a_run_ends_and_says_what_is_saved(tmp_path):
     assert describe(run.returncode).endswith('exit code 6: the devices finished no step')
 
 
-@pytest.mark.parametrize(
-    ('limit', 'times', 'seconds', 'process'), [(6, 8, 1, 0), (0, 1, 2, 0), (1, 1, 4, 1)]
-)
-def test_waits_that_do_not_end_a_process(limit, times, seconds, process):
+def test_waits_that_do_not_end_a_process():
     """Many short ones, any without a limit, and those for process 0, which may measure samples."""
-    waits = start(WAITS.format(limit=limit, times=times, seconds=seconds, process=process))
+    waits = start(WAITS.format(cases=[(6, 8, 1, 0), (0, 1, 2, 0), (1, 1, 4, 1)]))
     output, errors = waits.communicate(timeout=300)
     assert waits.returncode == 0, errors
-    assert output.endswith('done\n')
+    assert output == 10 * 'waits\n' + 'done\n'
 
 
 def test_a_step_that_does_not_begin_ends_a_process():
@@ -111,6 +112,7 @@ def test_what_has_a_limit(trained, tmp_path, monkeypatch):
         return call(self, function, *args, **kwargs)
 
     monkeypatch.setattr(stalls.StallWatch, 'call', spy)
+    monkeypatch.setattr(Session, 'compile', count_only)
     labels = {'num_classes': 10} if trained is train_classifier else {}
     config = tiny_config(model=labels, train={'steps': 2})
     assert trained(config, tmp_path, open_images(config)) == 2
@@ -120,7 +122,7 @@ def test_what_has_a_limit(trained, tmp_path, monkeypatch):
 
 
 def test_time_in_which_a_process_is_suspended_does_not_count():
-    waits = start(WAITS.format(limit=6, times=1, seconds=2, process=0))
+    waits = start(WAITS.format(cases=[(6, 1, 2, 0)]))
     assert waits.stdout.readline() == 'waits\n'
     waits.send_signal(signal.SIGSTOP)
     time.sleep(7)
