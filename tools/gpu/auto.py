@@ -46,8 +46,9 @@ SIDES = {
     'float32': {
         'fastest': (
             'auto',
+            'cuda',
             'pallas+attention=cuda+adamw=cuda',
-            *(f'cuda+{op}=xla' for op in ('attention', 'group_norm', 'linear')),
+            *(f'cuda+linear=xla+{op}=xla' for op in ('attention', 'group_norm')),
         ),
         'portable': ('cuda', 'xla+adamw=cuda', 'xla+attention=cuda+group_norm=cuda+adamw=cuda'),
         'ada': ('cuda', 'xla+attention=cuda+group_norm=cuda+adamw=cuda'),
