@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 HERE = pathlib.Path(__file__).parent
 KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
 SHOWN = ('heun:25', 'consistency:1', 'consistency:2', 'consistency:4')
-QUALITY, MARGIN = 55, 22  # of the JPEG; pixels above a grid, for its caption
+QUALITY, MARGIN = 42, 22  # of the JPEG; pixels above a grid, for its caption
 
 Row = dict  # a JSON object of rows.jsonl
 
