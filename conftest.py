@@ -1,7 +1,6 @@
 """Settings of every test: strict JAX, four forced CPU devices, bounded memory."""
 
 import gc
-import itertools
 import os
 import pathlib
 import signal
@@ -53,30 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _backwards(config: pytest.Config) -> bool:
-    """Returns True if this worker collects the whole suite from its last file to its first.
-
-    Every worker rewrites the asserts of each file whose bytecode it does not find. Where odd ones
-    begin at the other end, each finds half of the files as another has just written them.
-    """
-    worker = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))
-    told = [pathlib.Path(argument).name for argument in config.args]
-    return worker % 2 == 1 and told == config.getini('testpaths')
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    report = yield
-    if isinstance(collector, pytest.Session | pytest.Directory) and _backwards(collector.config):
-        report.result.reverse()
-    return report
-
-
-@pytest.hookimpl(tryfirst=True)  # before the fixtures' scopes are put in order
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if _backwards(config):  # xdist expects the same order of all workers
-        files = [list(file) for _, file in itertools.groupby(items, key=lambda item: item.path)]
-        items[:] = itertools.chain.from_iterable(reversed(files))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         # A parity test calls the handlers; other tests beside the kernels say so themselves.
         if item.path.is_relative_to(KERNELS) and item.path.name == 'parity_test.py':
