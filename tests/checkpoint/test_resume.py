@@ -7,18 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 
 import numpy as np
 import pytest
 from support.commands import Fork, environment
+from support.counting_step import count_only
 from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.state import LOSS_SCALE_START, fresh_state
-from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+from jaxunet.training.session import Session
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -30,7 +32,6 @@ def command(workdir, *extra, steps=STEPS):
     override = [
         f'--config.train.steps={steps}',
         '--config.train.checkpoint_every=8',
-        '--config.model.dropout=0.1',
     ]
     return [
         'jaxunet.train',
@@ -93,18 +94,32 @@ def config_of(**changes):
 
 
 @pytest.fixture(scope='module')
-def finished(tmp_path_factory):
+def finished(source, tmp_path_factory):
     """A finished run of 6 steps with checkpoints 2, 4 and 6."""
     workdir = tmp_path_factory.mktemp('finished')
-    train(config_of(), workdir, open_source('digits:', image_shape=(8, 8, 1)))
+    train(config_of(), workdir, source)
+    return workdir
+
+
+@pytest.fixture(scope='module')
+def counted(source, tmp_path_factory):
+    """A run as `finished` that only counted its steps."""
+    workdir = tmp_path_factory.mktemp('counted')
+    with unittest.mock.patch.object(Session, 'compile', count_only):
+        train(config_of(), workdir, source)
     assert checkpoint.read(workdir).state.step == 6
     return workdir
 
 
 @pytest.fixture
-def run(finished, tmp_path):
-    """A copy of the finished run, which a test may damage and continue."""
-    return shutil.copytree(finished, tmp_path / 'run')
+def run(counted, tmp_path):
+    """A copy of the run that counted, which a test may damage and continue."""
+    return shutil.copytree(counted, tmp_path / 'run')
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.setattr(Session, 'compile', count_only)
 
 
 LONGER = {'train': {'steps': 8}}
@@ -134,6 +149,7 @@ def garble_meta(folder: pathlib.Path):
     (folder / 'meta' / 'metadata').write_text('{')
 
 
+@pytest.mark.usefixtures('counting')
 # orbax leaves an unretrieved future behind when a read fails.
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('damage', [damage_payload, truncate_payload, remove_state, garble_meta])
@@ -146,6 +162,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(damage, run, source, caplog):
     assert [int(row['step']) for row in read_metrics(run / 'metrics.csv')] == list(range(1, 9))
 
 
+@pytest.mark.usefixtures('counting')
 def test_a_half_written_checkpoint_is_set_aside(run, source, caplog):
     (run / 'checkpoints' / '6').rename(run / 'checkpoints' / '8.orbax-checkpoint-tmp')
     assert train(config_of(**LONGER), run, source) == 8
@@ -153,6 +170,7 @@ def test_a_half_written_checkpoint_is_set_aside(run, source, caplog):
     assert (run / 'damaged' / '8.orbax-checkpoint-tmp').is_dir()
 
 
+@pytest.mark.usefixtures('counting')
 def test_no_readable_checkpoint_is_an_error_not_a_fresh_start(run, source):
     for step in (2, 4, 6):
         damage_payload(run / 'checkpoints' / str(step))
@@ -175,6 +193,7 @@ def test_keep(run):
     assert sorted(p.name for p in (run / 'checkpoints').iterdir()) == ['2', '4', '6']
 
 
+@pytest.mark.usefixtures('counting')
 def test_samples_that_a_kill_left_out_are_drawn(run, source):
     """Even after the last step; what is there stays as it is."""
     config = config_of(train={'sample_every': 4})

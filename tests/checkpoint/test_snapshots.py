@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
 import shutil
+import unittest.mock
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from support.bench import Bench
+from support.no_network import no_network
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.load import load_model
@@ -24,8 +27,15 @@ from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.loop import train
+from jaxunet.training.session import Session
+from jaxunet.training.step import Metrics
 
-pytestmark = pytest.mark.usefixtures('shared_steps')
+
+@pytest.fixture(scope='module', autouse=True)
+def _no_network() -> Iterator[None]:
+    with no_network():
+        yield
+
 
 STEPS = 96
 OTHERS = (0.03, 0.075, 0.15, 0.25)  # widths that the run does not average
@@ -41,32 +51,41 @@ def config_of(widths: tuple[float, ...], **train: int) -> Config:
 
 
 @pytest.fixture(scope='module')
-def finished(source, tmp_path_factory) -> pathlib.Path:
-    workdir = tmp_path_factory.mktemp('run')
-    assert train(config_of((0.05, 0.10)), workdir, source) == STEPS
-    return workdir
+def finished(taken) -> pathlib.Path:
+    """The folder of a finished run, in which no test changes anything."""
+    return taken[0]
+
+
+@pytest.fixture(scope='module')
+def direct(taken) -> dict[tuple[int, float], np.ndarray]:
+    """Averages by step and width, updated at every step of the run."""
+    return taken[1]
+
+
+@pytest.fixture(scope='module')
+def taken(source, tmp_path_factory) -> tuple[pathlib.Path, dict[tuple[int, float], np.ndarray]]:
+    workdir, call = tmp_path_factory.mktemp('run'), Session.call
+    averages = dict.fromkeys((0.10, *OTHERS), 0.0)
+    kept, steps = {}, itertools.count(1)
+
+    def call_and_average(session: Session, *arguments: object, **options: object) -> Metrics:
+        metrics, step = call(session, *arguments, **options), next(steps)
+        weights = flat(session.parallel.fetch(session.state.params))
+        for width in averages:
+            decay = (1 - 1 / step) ** (exponent(width) + 1)
+            averages[width] = decay * averages[width] + (1 - decay) * weights
+            kept[step, width] = averages[width]
+        return metrics
+
+    with unittest.mock.patch.object(Session, 'call', call_and_average):
+        assert train(config_of((0.05, 0.10)), workdir, source) == STEPS
+    assert len(kept) == STEPS * len(averages)
+    return workdir, kept
 
 
 @pytest.fixture
 def run(finished, tmp_path) -> pathlib.Path:
     return pathlib.Path(shutil.copytree(finished, tmp_path / 'run'))
-
-
-@pytest.fixture(scope='module')
-def direct(finished, source) -> dict[tuple[int, float], np.ndarray]:
-    """Averages by step and width, updated at every step of the run that is taken again."""
-    bench = Bench(config_of((0.05, 0.10)), source)
-    averages = dict.fromkeys((0.10, *OTHERS), 0.0)
-    kept = {}
-    for step in range(1, STEPS + 1):
-        bench.losses(count=1)
-        weights = flat(bench.parallel.fetch(bench.state.params))
-        for width in averages:
-            decay = (1 - 1 / step) ** (exponent(width) + 1)
-            averages[width] = decay * averages[width] + (1 - decay) * weights
-        kept |= {(step, width): average for width, average in averages.items()}
-    np.testing.assert_array_equal(weights, flat(read(finished).state.params))
-    return kept
 
 
 def flat(tree: Params) -> np.ndarray:

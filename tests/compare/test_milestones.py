@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from support.no_network import no_network
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.store import checksum, read
@@ -20,7 +21,12 @@ from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.preemption import Preemption
 
-pytestmark = pytest.mark.usefixtures('shared_steps')
+
+@pytest.fixture(scope='module', autouse=True)
+def _no_network():
+    with no_network():
+        yield
+
 
 CONFIG = tiny_config(
     train={'steps': 10**6, 'log_every': 2, 'sample_every': 0, 'checkpoint_every': 10**6},

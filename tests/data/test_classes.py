@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.counting_step import count_only
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
@@ -19,8 +21,13 @@ from jaxunet.data.source import ArraySource, Subset, with_class_order
 from jaxunet.runtime.errors import UserError
 from jaxunet.training import resume
 from jaxunet.training.loop import train
+from jaxunet.training.session import Session
 
-pytestmark = pytest.mark.usefixtures('shared_steps')
+
+@pytest.fixture(scope='module', autouse=True)
+def _counting():
+    with unittest.mock.patch.object(Session, 'compile', count_only):
+        yield
 
 
 def conditional(steps=6, number=2):

@@ -19,7 +19,6 @@ import os
 import pathlib
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -32,6 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / 'tests')]
 
 from support import kernel_names  # noqa: E402
+from support.commands import Fork  # noqa: E402
 
 RECORDED = ROOT / 'tests' / 'fixtures' / 'lowered_step.json'
 CONFIGS, BACKENDS = ('small', 'elephants64'), ('xla', 'pallas', 'cuda')
@@ -189,16 +189,17 @@ class Program(NamedTuple):
 
 
 def program(name: str, backend: str) -> Program:
-    """Lowers the step in a separate process, so that it shares nothing that was traced before."""
+    """Lowers the step in a separate process, so that it shares nothing that was traced before.
+
+    The process is a fork of one that has traced nothing either, and imported what it needs.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(('JAX_', 'XLA_'))}
     environment |= {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
-    command = [sys.executable, __file__, name, backend]
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = Fork(['support.lowered_step', name, backend], environment, ROOT / 'tests')
+    out, error = done.communicate()
     if done.returncode:
-        raise RuntimeError(f'{name}, {backend}: cannot be lowered:\n{done.stderr}')
-    return Program(*json.loads(done.stdout))
+        raise RuntimeError(f'{name}, {backend}: cannot be lowered:\n{error}')
+    return Program(*json.loads(out))
 
 
 def recorded() -> tuple[str, dict[str, Program]]:

@@ -17,11 +17,14 @@ from support.memory import STEPS
 
 
 @contextlib.contextmanager
-def shared_steps() -> Iterator[None]:
+def shared_steps(loss: str = '') -> Iterator[None]:
     """Makes `jaxunet.training.loop.train` take compiled steps from `STEPS`, and keep them there.
 
     The key of a step is that of `compiled_cache` on GPUs, except that with a constant learning rate
     the number of steps of the run does not matter.
+
+    Args:
+      loss: names the loss of the steps, if it is not that of their configs.
     """
     compile_step = Parallel.compile
 
@@ -39,7 +42,8 @@ def shared_steps() -> Iterator[None]:
         fields = relevant(self.config)
         if self.config.optimizer.schedule == 'constant':
             fields['train'] = {k: v for k, v in fields['train'].items() if k != 'steps'}
-        key = compiled_cache.key(fields, (state, data), self.devices, {'steps': steps})
+        more = {'steps': steps, 'loss': loss}
+        key = compiled_cache.key(fields, (state, data), self.devices, more)
         if key not in STEPS:
             STEPS[key] = compile_step(self, make_step, state, data, steps=steps)
         return STEPS[key]

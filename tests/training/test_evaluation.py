@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from support.commands import call
+from support.no_network import no_network
 from support.tiny import tiny_config
 from support.untrained_features import write_untrained
 
@@ -30,7 +31,11 @@ from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 
-pytestmark = pytest.mark.usefixtures('shared_steps')
+
+@pytest.fixture(scope='module', autouse=True)
+def _no_network():
+    with no_network():
+        yield
 
 
 @pytest.fixture(scope='module')
