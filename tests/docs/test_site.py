@@ -26,7 +26,7 @@ def test_the_site_is_built_strictly(tmp_path):
     assert 'href="../results/#recipes"' in training
     assert 'href="../CONTRIBUTING/' in (tmp_path / 'results/index.html').read_text('utf-8')
     home = (tmp_path / 'index.html').read_text('utf-8')
-    assert 'src="results/digits/samples.png"' in home
+    assert 'src="results/few_steps/elephants64.jpg"' in home
     assert (tmp_path / 'results/digits/samples.png').is_file()
     assert 'href="CONTRIBUTING/"' in home
     reference = (tmp_path / 'reference/index.html').read_text('utf-8')

@@ -90,8 +90,10 @@ def test_a_phase_that_nobody_waited_for_is_lost():
         run(wait_empty=False)
 
 
-def test_a_deadlock_is_an_error(monkeypatch):
-    with simulated():
-        monkeypatch.setattr(plgpu, 'barrier_arrive', lambda barrier: None)
+def test_a_deadlock_is_an_error():
+    real = plgpu.barrier_arrive
+    with simulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plgpu, 'barrier_arrive', lambda barrier: None)
         with pytest.raises(jax.errors.JaxRuntimeError, match='deadlock'):
             run()
+    assert plgpu.barrier_arrive is real, 'the inner patch ends first'
