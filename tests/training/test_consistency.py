@@ -153,15 +153,19 @@ TWO = {'parallel': {'devices': 2}}
 PARTS = TWO | {'optimizer': {'accumulate_steps': 2}}
 
 
-@pytest.mark.long  # test_guided_consistency.py compares fewer cases, with one pass more
 @pytest.mark.parametrize(
     ('of', 'changes', 'tolerance'),
     [
         ('edm', {'parallel': {'devices': 2, 'mode': 'pmap'}}, 1e-5),
-        ('edm', {'parallel': {'devices': 1}}, 1e-4),
-        ('edm', PARTS, 1e-4),
-        ('edm', PARTS | {'precision': 'bfloat16'}, 0.01),
-        ('flow', {'parallel': {'devices': 2, 'mode': 'pmap'}}, 1e-5),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ('edm', {'parallel': {'devices': 1}}, 1e-4),
+                ('edm', PARTS, 1e-4),
+                ('edm', PARTS | {'precision': 'bfloat16'}, 0.01),
+                ('flow', {'parallel': {'devices': 2, 'mode': 'pmap'}}, 1e-5),
+            )
+        ),
     ],
 )
 def test_losses_do_not_depend_on_devices_micro_batches_or_much_on_precision(

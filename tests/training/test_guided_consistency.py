@@ -182,13 +182,13 @@ TWO = {'parallel': {'devices': 2}}
 @pytest.mark.parametrize(
     ('of', 'changes', 'tolerance'),
     [
-        ('edm', {'parallel': {'devices': 2, 'mode': 'pmap', 'shard_optimizer': True}}, 1e-4),
+        ('edm', {'parallel': {'devices': 2, 'mode': 'pmap', 'shard_optimizer': True}}, 1e-5),
+        ('edm', {'parallel': {'devices': 1}, 'optimizer': {'accumulate_steps': 2}}, 1e-4),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                ('edm', TWO, 1e-4),
-                ('edm', {'parallel': {'devices': 2, 'mode': 'pmap'}}, 1e-4),
-                ('flow', {'parallel': {'devices': 2, 'shard_optimizer': True}}, 1e-4),
+                ('edm', {'parallel': {'devices': 2, 'mode': 'pmap'}}, 1e-5),
+                ('flow', {'parallel': {'devices': 2, 'shard_optimizer': True}}, 1e-5),
                 ('edm', TWO | {'precision': 'bfloat16'}, 0.01),
                 (
                     'edm',
@@ -204,16 +204,11 @@ TWO = {'parallel': {'devices': 2}}
     ],
 )
 def test_losses_do_not_depend_on_devices_or_micro_batches(of, changes, tolerance, source):
-    """Labels, dropout and noise belong to the row of the batch, in all passes."""
-    parts = {'parallel': {'devices': 1}, 'optimizer': {'accumulate_steps': 2}}
-    benches = [Bench(tuning(of, **each), source) for each in (parts, changes)]
-    wanted, found = (bench.losses() for bench in benches)
-    assert np.isfinite(wanted).all()
-    np.testing.assert_allclose(found, wanted, rtol=tolerance)
-    for bench in benches:
-        state = bench.parallel.fetch(bench.state)
-        assert state.skipped == 0
-        jax.tree.map(np.testing.assert_array_equal, state.teacher, fresh_state(bench.config).params)
+    wanted = Bench(tuning(of, **TWO), source).losses()
+    bench = Bench(tuning(of, **changes), source)
+    np.testing.assert_allclose(bench.losses(), wanted, rtol=tolerance)
+    teacher = bench.parallel.fetch(bench.state).teacher
+    jax.tree.map(np.testing.assert_array_equal, teacher, fresh_state(bench.config).params)
 
 
 @pytest.mark.long
