@@ -10,10 +10,11 @@ import numpy as np
 from support import markdown
 
 from jaxunet.runtime.rows import Row
-from tools.docs.recipe_tables import NOTHING, all_of, measured_with, read, spread
+from tools.docs.recipe_tables import NOTHING, all_of, measured_with, read, spread, value
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/few_steps'
 TEACHER, TUNED = 'teacher', ('tuned', 'tuned_q64')
+FID = value('train', 'fid')
 # Title by metric, and a factor.
 METRICS = {
     'fid': ('Fréchet distance', 1.0),
@@ -27,16 +28,6 @@ SETTINGS = {
     'rate': 'optimizer.learning_rate',
     'dropout': 'model.dropout',
 }
-
-
-def value(metric: str) -> Callable[[Row], float]:
-    """Returns a function that gives a metric of a row; NaN if it is not measured."""
-    return lambda row: row['values']['train'].get(metric, float('nan'))
-
-
-def judged(row: Row) -> float:
-    """Returns the Fréchet distance by the second network; NaN if it is not measured."""
-    return row.get('judged', {}).get('train', {}).get('fid', float('nan'))
 
 
 def quality(every: Sequence[Row]) -> str:
@@ -55,7 +46,7 @@ def quality(every: Sequence[Row]) -> str:
         heun = [r for r in mine if (r['data'], r['sampler']) == (sets[place], 'heun:25')]
         ratio = ''
         if tuned and heun:
-            ratio = f'{np.mean([value("fid")(r) for r in rows]) / value("fid")(heun[0]):.2f}'
+            ratio = f'{np.mean([FID(r) for r in rows]) / FID(heun[0]):.2f}'
         name = all_of(rows, lambda row: row['sampler'].replace(':', ' '))
         body.append(
             (
@@ -65,22 +56,27 @@ def quality(every: Sequence[Row]) -> str:
                 str(-evaluations),
                 str(len(rows)),
                 all_of(rows, lambda row: f'{row["step"]:,}') if len(rows) == 1 else steps(rows),
-                *(spread(rows, value(m), factor=factor) for m, (_, factor) in METRICS.items()),
+                *(
+                    spread(rows, value('train', m), factor=factor)
+                    for m, (_, factor) in METRICS.items()
+                ),
                 ratio,
-                spread(rows, judged),
+                spread(rows, value('train', 'fid', 'judged')),
                 spread(rows, lambda row: 1 / row['seconds_per_sample']),
             )
         )
     head = ('images', 'model', 'sampler or q', 'evaluations', 'seeds', 'steps')
     titles = [title for title, _ in METRICS.values()]
-    table = markdown.table((*head, *titles, 'of Heun 25', 'EfficientNet', 'images/s'), body)
+    table = markdown.table((*head, *titles, 'of Heun 25', 'by the judge', 'images/s'), body)
     by_set = {name: [row for row in mine if row['data'] == name] for name in sets}
     samples = '; '.join(
         f'{name}: {all_of(rows, operator.itemgetter("num_samples"))} samples, '
         f'{all_of(rows, operator.itemgetter("features"))}'
         for name, rows in by_set.items()
     )
-    return f'{table}\n\n{measured_with(mine)}; {samples}.'
+    judged = [row for row in mine if 'judge' in row]
+    judge = f'; judge: {all_of(judged, operator.itemgetter("judge"))}' if judged else ''
+    return f'{table}\n\n{measured_with(mine)}; {samples}{judge}.'
 
 
 def steps(rows: Sequence[Row]) -> str:
@@ -99,7 +95,7 @@ def screening(every: Sequence[Row]) -> str:
         return NOTHING
     averages = list(next(iter(mine))['average_fid'])
     body = []
-    ordered = sorted(groups.values(), key=lambda rows: (rows[2]['data'], value('fid')(rows[2])))
+    ordered = sorted(groups.values(), key=lambda rows: (rows[2]['data'], FID(rows[2])))
     for rows in ordered:
         first = rows[2]
         body.append(
@@ -108,7 +104,7 @@ def screening(every: Sequence[Row]) -> str:
                 *(f'{first["fields"][path]:.2g}' for path in SETTINGS.values()),
                 f'{first["step"]:,}',
                 first['average'],
-                *(spread([rows[n]], value('fid')) if n in rows else '' for n in (1, 2, 4)),
+                *(spread([rows[n]], FID) if n in rows else '' for n in (1, 2, 4)),
                 *(markdown.number(first['average_fid'][name], 3) for name in averages),
             )
         )

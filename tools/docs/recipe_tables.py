@@ -74,7 +74,7 @@ def groups(rows: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]]
 
 def value(reference: str, metric: str, network: str = 'values') -> Find:
     """Returns a function that reads a metric of a row; `judged` are those of the judge."""
-    return lambda row: row[network].get(reference, {}).get(metric, np.nan)
+    return lambda row: row.get(network, {}).get(reference, {}).get(metric, np.nan)
 
 
 def spread(rows: Sequence[Row], find: Find, digits: int = 3, factor: float = 1) -> str:

@@ -8,8 +8,8 @@ and features.npz, the classifier of objects64 (docs/results.md, "Recipes"), whic
 64×64 pixels; docs/results/methods/features.npz judges cifar10. `--judge` names a second network.
 
 For each set: its teacher; with `--screen`, short tunings that differ in q, the learning rate and
-dropout; then its tunings, with `SETTINGS`, which the short ones chose. The better of two averages
-of the weights is measured, by a draw of its own (`Job.averages`).
+dropout (`SHORT`); then its tunings, with `Images.settings`, which short ones chose. The better of
+two averages of the weights is measured, by a draw of its own (`Job.averages`).
 
 The same command goes on where it stopped. Several processes (tools/gpu/few_steps.sh) have an
 --output beside each other's, and sets of their own. Output: as of `jaxunet.compare.queue`, with the
@@ -69,7 +69,7 @@ QUIET: Fields = {
 }
 TUNED = ('consistency:2', 'consistency:1', 'consistency:4')  # the first chooses the average
 AVERAGES = ('0.995', '0.9993')
-# Short tunings, and what they chose for sets of 64×64 pixels and for others.
+# Of the short tunings.
 SHORT: Sequence[Settings] = (
     *((q, rate, 0.0) for rate in (1e-3, 3e-4, 1e-4, 3.3e-5) for q in (16, 64)),
     (16, 1e-4, 0.2),
