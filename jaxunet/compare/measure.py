@@ -64,6 +64,9 @@ class Measurements:
       judge: a second feature network, as of `load_features`, for the distances of `JUDGED`; '' =
         none. It chooses nothing.
 
+    Raises:
+      UserError: the judge cannot be loaded.
+
     Attributes:
       features: as given.
       watch: stopwatch that counts drawing (`sampling`) and waiting for compilers (`compiling`).
@@ -72,7 +75,8 @@ class Measurements:
     def __init__(self, features: str, pictures: Path, judge: str = '') -> None:
         self.features, self._judge, self._pictures = features, judge, pictures
         self.watch = Stopwatch()
-        self._networks: dict[str, FeatureNetwork] = {}
+        # Now, as its mistakes would otherwise end the first job after its training.
+        self._networks = {judge: load_features(judge)} if judge else {}
         self._references: dict[tuple[object, ...], ImageSummary] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
         self._held_out: dict[tuple[object, ...], HeldOutLoss] = {}

@@ -96,6 +96,11 @@ def test_a_second_network_judges_too(done):
         assert row['judge'] != row['features']
 
 
+def test_a_judge_that_is_not_there_ends_before_training(features, tmp_path):
+    with pytest.raises(UserError, match='found no file'):
+        Measurements(str(features), tmp_path, str(tmp_path / 'judge.npz'))
+
+
 def test_the_average_with_the_smallest_distance_is_measured(done):
     """It is chosen anew at each time, and every sampler has the same."""
     output, _ = done
