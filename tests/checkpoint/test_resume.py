@@ -32,6 +32,7 @@ def command(workdir, *extra, steps=STEPS):
     override = [
         f'--config.train.steps={steps}',
         '--config.train.checkpoint_every=8',
+        '--config.model.dropout=0.1',
     ]
     return [
         'jaxunet.train',
@@ -193,9 +194,9 @@ def test_keep(run):
     assert sorted(p.name for p in (run / 'checkpoints').iterdir()) == ['2', '4', '6']
 
 
-@pytest.mark.usefixtures('counting')
-def test_samples_that_a_kill_left_out_are_drawn(run, source):
+def test_samples_that_a_kill_left_out_are_drawn(finished, tmp_path, source):
     """Even after the last step; what is there stays as it is."""
+    run = shutil.copytree(finished, tmp_path / 'run')
     config = config_of(train={'sample_every': 4})
     picture = run / 'samples' / 'step_0000006.png'
     assert train(config, run, source) == 6

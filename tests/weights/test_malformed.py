@@ -27,6 +27,11 @@ from support.weight_cases import (
 from jaxunet.weights import unetcu, write_weights
 from jaxunet.weights.torch_pickle import dump
 
+
+def test_archives_do_not_hold_the_time_that_would_change_the_names_of_tests():
+    assert archive({'a': b''})[10:14] == struct.pack('<HH', 0, 1 << 5 | 1)  # 1980-01-01
+
+
 # --- .bin
 # -------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
