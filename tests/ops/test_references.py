@@ -309,7 +309,7 @@ ALL_XLA = PALLAS.replace('pallas', 'xla') + 'xla'
     [
         (device.Target.HOPPER, None, 'bfloat16', CUDA),
         (device.Target.HOPPER, None, 'float16', CUDA),
-        (device.Target.HOPPER, None, 'float32', CUDA),
+        (device.Target.HOPPER, None, 'float32', CUDA.replace('linear=cuda', 'linear=xla')),
         (device.Target.HOPPER, 'no extension', 'float32', PALLAS + 'xla'),
         (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
         (device.Target.PORTABLE, None, 'bfloat16', CUDA),
