@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import flax
 import jax
@@ -25,7 +25,7 @@ import optax
 from absl import logging
 from jax.experimental import serialize_executable
 
-from jaxunet.runtime import device, fingerprint, ownership, whole_files
+from jaxunet.runtime import device, fingerprint, ownership, plugins, whole_files
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import cache_dir, expanded
 
@@ -68,12 +68,17 @@ def folder() -> pathlib.Path | None:
     )
 
 
-def pays(devices: Sequence[jax.Device]) -> bool:
-    """Returns True if programs are kept on these devices: GPUs, in a run of a single process.
+def keeps(devices: Sequence[jax.Device], backends: Iterable[str]) -> bool:
+    """Returns True if programs are kept: of a run of a single process on GPUs, with our kernels.
 
-    Lowering hand-written kernels for a GPU takes long enough to make it worthwhile.
+    Lowering hand-written kernels for a GPU takes long enough to make it worthwhile. But what the
+    kernels of another package are made from is not known, so `key` cannot tell that they changed.
+
+    Args:
+      backends: those of the program's ops.
     """
-    return jax.process_count() == 1 and devices[0].platform == 'gpu'
+    known = all(name == 'xla' or plugins.is_shipped(name) for name in backends)
+    return known and jax.process_count() == 1 and devices[0].platform == 'gpu'
 
 
 def key(

@@ -256,7 +256,7 @@ class Generator:
             return self._segment.lower(*arguments).compile()
 
         began = time.perf_counter()
-        if compiled_cache.pays(self._devices):
+        if compiled_cache.keeps(self._devices, self.kernels.names.values()):
             self._compiled = compiled_cache.compiled(
                 build, self._fields(), arguments, self._devices, {}, result=state
             )

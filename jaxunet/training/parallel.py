@@ -298,7 +298,7 @@ class Parallel:
           steps: steps per call. If there are several, streamed data and the metrics, except
             `STOP`, have an axis of steps in front.
           cache: look the step up in `compiled_cache.folder()`, and keep it there. Only for a step
-            that is made from nothing but the config. Ignored unless `compiled_cache.pays`.
+            that is made from nothing but the config. Ignored unless `compiled_cache.keeps`.
         """
 
         def build() -> jax.stages.Compiled:
@@ -306,7 +306,7 @@ class Parallel:
                 lowered = self.lower(make_step, state, data, steps)
             return lowered.compile(compiler_options=self.compiler_options)
 
-        if not cache or not compiled_cache.pays(self.devices):
+        if not cache or not compiled_cache.keeps(self.devices, self.kernels.names.values()):
             return build()
         return compiled_cache.compiled(
             build,

@@ -237,7 +237,7 @@ def generator(config, **changes):
 
 
 def test_a_kept_sampler_is_loaded_and_draws_the_same(cache, monkeypatch):
-    monkeypatch.setattr(executables, 'pays', lambda devices: True)
+    monkeypatch.setattr(executables, 'keeps', lambda devices, backends: True)
     config, indices = tiny_config(), np.arange(2)
     first = generator(config)
     params = first.put(fresh_state(config).params)
@@ -274,11 +274,18 @@ def test_a_sampler_is_kept_under_all_that_it_is_made_from():
 
 
 @pytest.mark.parametrize(
-    ('platform', 'processes', 'kept'), [('gpu', 1, True), ('gpu', 2, False), ('cpu', 1, False)]
+    ('platform', 'processes', 'backend', 'kept'),
+    [
+        ('gpu', 1, 'cuda', True),
+        ('gpu', 1, 'mine', False),  # whose sources `key` does not have
+        ('gpu', 2, 'cuda', False),
+        ('cpu', 1, 'cuda', False),
+    ],
 )
-def test_programs_are_kept_in_one_process_on_gpus(platform, processes, kept, monkeypatch):
+def test_programs_are_kept_in_one_process_on_gpus(platform, processes, backend, kept, monkeypatch):
     monkeypatch.setattr(jax, 'process_count', lambda: processes)
-    assert executables.pays([types.SimpleNamespace(platform=platform)]) == kept
+    devices = [types.SimpleNamespace(platform=platform)]
+    assert executables.keeps(devices, ('xla', backend)) == kept
 
 
 def test_the_folder_is_that_of_the_compilation_cache(tmp_path):
