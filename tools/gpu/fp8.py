@@ -43,7 +43,6 @@ import contextlib  # noqa: E402
 import csv  # noqa: E402
 import dataclasses  # noqa: E402
 import functools  # noqa: E402
-import hashlib  # noqa: E402
 import json  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
@@ -309,9 +308,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupt_when_terminated()
     fp8_ops.check_rounding()
     fp8_ops.install(output / 'package')
-    # Kept programs depend on the variables of JAX, and so on the rounding.
-    source = pathlib.Path(fp8_ops.__file__).read_bytes()
-    os.environ['JAX_FP8_OPS'] = hashlib.sha256(source).hexdigest()
     compiled_cache.enable_compilation_cache()
     queue = Queue(
         output=output,
