@@ -15,7 +15,7 @@ from pallas_kernels.group_norm.vjp import group_norm
 BACKEND = Backend(
     name='pallas',
     title='Pallas kernels',
-    api=4,
+    api=5,
     ops={
         'conv3x3': conv3x3,
         'norm_silu_conv3x3': norm_silu_conv3x3,

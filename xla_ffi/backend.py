@@ -19,7 +19,7 @@ from xla_ffi.weight_gradients.grouping import grouped_if_faster
 BACKEND = Backend(
     name='cuda',
     title='CUDA kernels',
-    api=4,
+    api=5,
     ops={
         'conv3x3': conv3x3,
         'upsample_conv3x3': upsample_conv3x3,

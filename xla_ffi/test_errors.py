@@ -131,6 +131,20 @@ FLOATS = dict.fromkeys(('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay'), np.float3
             {},
             r'packed: expected F32\[64\], found F32\[33\]',
         ),
+        (
+            'jaxunet_pack',
+            [((3,), 'float16')],
+            [((32,), 'float16')],
+            {},
+            r'packed: expected F32\[32\], found F16\[32\]',
+        ),
+        (
+            'jaxunet_adamw',
+            [((5,), 'float32'), ((32,), 'float16'), *[((3,), 'float32')] * 3],
+            [((3,), 'float32')] * 3,
+            FLOATS | {'averages': np.int64(0), 'packed': np.int64(1), 'copies': False},
+            r'gradients\[0\]: expected F32\[any\], found F16\[32\]',
+        ),
     ],
 )
 def test_the_optimizers_handlers_name_arrays_as_python_does(

@@ -20,6 +20,9 @@ class ParallelConfig:
     # Each device keeps and updates its share of weights, averages and optimizer state, and gathers
     # the weights in the compute type for every step (`jaxunet.training.sharded`).
     shard_optimizer: bool = option(False, since='0.2.0')
+    # Type in which gradients are added up over devices; bfloat16 halves the bytes that they
+    # exchange, but rounds the sums.
+    reduce_dtype: str = option('float32', choices=('float32', 'bfloat16'), since='0.2.0')
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class FusedUpdate(NamedTuple):
       sum_of_squares: sum over all elements of a tree of gradients, a float32 scalar.
       adamw: one step of AdamW, of the averages of the weights, and of their 16-bit copies.
       narrow: converts float32 arrays to a 16-bit type, rounding to nearest even.
-      pack: joins gradients in one float32 array (`jaxunet.ops.adamw.packed.joined`).
+      pack: joins gradients in one float32 or bfloat16 array (`jaxunet.ops.adamw.packed.joined`).
       updates_copies: True if `adamw` takes `copies`.
     """
 

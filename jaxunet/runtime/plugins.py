@@ -29,7 +29,7 @@ BACKEND_GROUP = 'jaxunet.backends'
 SHIPPED = ('pallas_kernels.', 'xla_ffi.')  # the packages of our own backends
 Transformed = TypeVar('Transformed', bound=Callable[..., Any])
 FUNCTIONS = ('unavailable', 'transform_gradients')  # fields of a `Backend`
-API = 4  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
+API = 5  # version of the interface: grows whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
 def unchanged(function: Transformed, devices: int = 1) -> Transformed:

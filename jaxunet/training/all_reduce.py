@@ -14,7 +14,7 @@ import collections
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxunet.model.encoder import LABEL_EMBEDDING, TIME_EMBEDDING
@@ -32,9 +32,9 @@ OVERLAP: dict[str, str | bool] = {
 
 
 def summed(
-    grads: Params, axis_name: str, join: Join | None, *, simultaneous: bool
+    grads: Params, axis_name: str, join: Join | None, dtype: DTypeLike, *, simultaneous: bool
 ) -> Params | Packed:
-    """Returns the sum of gradients over the devices; if there are several, in float32.
+    """Returns the sum of gradients over the devices; if there are several, in `dtype`.
 
     Several devices pack the gradients by `join`, unless it is None. Each gradient is cast, or each
     array packed, on its own, so that the first can be summed while others are still computed.
@@ -43,12 +43,12 @@ def summed(
     """
     single = jax.lax.axis_size(axis_name) == 1
     if single or join is None:
-        grads = grads if single else widen(grads)
+        grads = grads if single else cast(grads, dtype)
         with jax.named_scope('all_reduce'):
             return jax.lax.psum(grads, axis_name)
     with jax.named_scope('backward'):
         full = None if simultaneous else FULL
-        packed = pack(grads, computed_last(grads), join, full)
+        packed = pack(grads, computed_last(grads), join, full, dtype)
     with jax.named_scope('all_reduce'):
         if not simultaneous:
             return jax.lax.psum(packed, axis_name)
@@ -70,10 +70,10 @@ def _summed_in_order(packed: Packed, axis_name: str) -> Packed:
     return dataclasses.replace(packed, arrays=tuple(sums))
 
 
-def widen(grads: Params) -> Params:
-    """Casts gradients to float32."""
+def cast(grads: Params, dtype: DTypeLike) -> Params:
+    """Casts gradients to a type."""
     with jax.named_scope('backward'):
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return jax.tree.map(lambda g: g.astype(dtype), grads)
 
 
 def computed_last(gradients: Params) -> list[bool]:

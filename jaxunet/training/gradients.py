@@ -26,7 +26,7 @@ from jaxunet.model.encoder import with_copies
 from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.adamw.operands import Copies
 from jaxunet.ops.adamw.packed import Join
-from jaxunet.training.all_reduce import widen
+from jaxunet.training.all_reduce import cast
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.sharded import any_sharded, gathered, parts_of
 from jaxunet.training.update import Update
@@ -217,7 +217,8 @@ def accumulate(
     ) -> tuple[tuple[Params, Scalar], SampleLosses | None]:
         one = gradients_of(*micro)
         with jax.named_scope('backward'):
-            return jax.tree.map(jnp.add, total, (widen(one.grads), one.loss)), one.samples
+            grads = cast(one.grads, jnp.float32)
+            return jax.tree.map(jnp.add, total, (grads, one.loss)), one.samples
 
     start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
     zeros = (start, jnp.zeros((), jnp.float32))

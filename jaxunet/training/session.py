@@ -24,7 +24,7 @@ from absl import logging
 
 from jaxunet.checkpoint.optimizer import make_optimizer
 from jaxunet.checkpoint.state import TrainState, fresh_state
-from jaxunet.config import Config
+from jaxunet.config import Config, ParallelConfig
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.data import pipeline
 from jaxunet.data.pairs import with_pictures
@@ -87,8 +87,10 @@ class Session:
                 f'channels beside them, found {source.name} alone'
             )
         self.parallel = Parallel(config, self.kernels)
-        if config.parallel.shard_optimizer and not self.parallel.shards_state:
-            logging.warning('parallel.shard_optimizer: has no effect on a single device')
+        if len(self.parallel.devices) == 1:
+            for name in ('shard_optimizer', 'reduce_dtype'):
+                if getattr(config.parallel, name) != getattr(ParallelConfig, name):
+                    logging.warning('parallel.%s: has no effect on a single device', name)
         self._model = build_unet(config, self.kernels.ops)
         logging.info('%s', self.kernels)
         self._diffusion = make_diffusion(config.diffusion)

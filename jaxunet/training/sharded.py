@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from jaxunet.checkpoint.state import TrainState
@@ -107,8 +108,8 @@ def gathered(params: Params, copies: Copies, axis_name: str) -> Params:
         return jax.tree.unflatten(structure, arrays)
 
 
-def scattered(grads: Params, params: Params, axis_name: str) -> Params:
-    """Returns this device's parts of the float32 sum of gradients over the devices.
+def scattered(grads: Params, params: Params, axis_name: str, dtype: DTypeLike) -> Params:
+    """Returns this device's parts of the sum of gradients over the devices, in `dtype`.
 
     Args:
       grads: whole.
@@ -117,7 +118,7 @@ def scattered(grads: Params, params: Params, axis_name: str) -> Params:
     devices = jax.lax.axis_size(axis_name)
 
     def one(leaf: Sharded, grad: Array) -> Sharded:
-        flat = grad.astype(jnp.float32).reshape(-1)
+        flat = grad.astype(dtype).reshape(-1)
         flat = jnp.pad(flat, (0, devices * leaf.part.size - flat.size))
         return Sharded(jax.lax.psum_scatter(flat, axis_name, tiled=True), leaf.shape)
 

@@ -149,10 +149,11 @@ def train_step(
         seen = dataclasses.replace(state, teacher=teacher)
     grads, minimised, samples, simultaneous = gradients(parts, seen, params, keys, batch)
     if parts.axis_name is not None:
+        axis_name, dtype = parts.axis_name, parts.config.parallel.reduce_dtype
         if any_sharded(state.params):
-            grads = scattered(grads, state.params, parts.axis_name)
+            grads = scattered(grads, state.params, axis_name, dtype)
         else:
-            grads = summed(grads, parts.axis_name, parts.join, simultaneous=simultaneous)
+            grads = summed(grads, axis_name, parts.join, dtype, simultaneous=simultaneous)
         with jax.named_scope('all_reduce'):
             minimised = jax.lax.pmean(minimised, parts.axis_name)
             samples = jax.tree.map(

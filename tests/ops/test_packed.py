@@ -29,6 +29,15 @@ def test_packed_gradients_are_the_leaves_with_zeros_between_them(full):
     np.testing.assert_array_equal(reference.sum_of_squares(found), reference.sum_of_squares(back))
 
 
+def test_gradients_packed_in_bfloat16_are_rounded_and_fill_arrays_of_as_many_bytes():
+    late = [False, True, False, False, False]
+    found = packed.pack(TREE, late, full=200 // 2, dtype='bfloat16')
+    assert found.groups == packed.pack(TREE, late, full=200).groups
+    assert all(array.dtype == jnp.bfloat16 for array in found.arrays)
+    want = jax.tree.map(lambda x: x.astype('bfloat16'), TREE)
+    jax.tree.map(np.testing.assert_array_equal, packed.unpack(found, TREE), want)
+
+
 def test_packed_gradients_are_a_tree_of_arrays():
     found = packed.pack(TREE, [False] * 5)
     twice = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p))(found)

@@ -339,7 +339,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
             sizes = [
                 sum(room(math.prod(s)) for s, _ in part) for part in (found[:cut], found[cut:])
             ]
-            given = [((size,), jnp.float32) for size in sizes[:packed]]
+            given = [((size,), draw.choice([jnp.float32, jnp.bfloat16])) for size in sizes[:packed]]
         copied = [draw.random() < 0.5 for _ in found] if draw.random() < 0.5 else []
         narrow = draw.choice([jnp.float16, jnp.bfloat16])
         copies = [(shape, narrow) for (shape, _), c in zip(found, copied, strict=False) if c]
@@ -364,7 +364,8 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
     def pack() -> Call:
         found = gradients(tensors())
         size = sum(room(math.prod(shape)) for shape, _ in found)
-        return Call('pack', found, [((size,), jnp.float32)], {'tensors': np.int64(len(found))})
+        to = draw.choice([jnp.float32, jnp.bfloat16])
+        return Call('pack', found, [((size,), to)], {'tensors': np.int64(len(found))})
 
     convolutions = [conv, shortcut, upsampled, weights, upsampled_weights]
     ops = [

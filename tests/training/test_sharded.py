@@ -184,12 +184,13 @@ def test_what_needs_the_whole_state_is_refused(changes, message):
         tiny_config(parallel={'shard_optimizer': True}, **changes)
 
 
-def test_a_single_device_has_nothing_to_share(source, monkeypatch):
+@pytest.mark.parametrize('changed', [{'shard_optimizer': True}, {'reduce_dtype': 'bfloat16'}])
+def test_a_single_device_has_nothing_to_share(changed, source, monkeypatch):
     told = []
     monkeypatch.setattr(logging, 'warning', lambda text, *values: told.append(text % values))
-    config = tiny_config(parallel={'devices': 1, 'shard_optimizer': True})
+    config = tiny_config(parallel={'devices': 1} | changed)
     assert not Session(config, source).parallel.shards_state
-    assert told == ['parallel.shard_optimizer: has no effect on a single device']
+    assert told == [f'parallel.{name}: has no effect on a single device' for name in changed]
 
 
 def test_the_memory_estimate_counts_the_share():

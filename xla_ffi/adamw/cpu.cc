@@ -60,7 +60,7 @@ void pack(const Pack& plan, Pool& pool) {
     std::vector<float> found =
         widen(plan.arrays[2 * tensor], plan.types[tensor], plan.sizes[tensor]);
     found.resize(packed_room(plan.sizes[tensor]));
-    std::copy(found.begin(), found.end(), static_cast<float*>(plan.arrays[2 * tensor + 1]));
+    narrow(found, plan.type, plan.arrays[2 * tensor + 1]);
   });
 }
 

@@ -159,7 +159,10 @@ struct alignas(4 * kPairs) Pairs {
   decltype(pair(0, 0, T())) at[kPairs];
 };
 
-// Writes elements of a copy, from `i` on.
+// Writes elements of a copy or of a packed array, from `i` on.
+__device__ inline void write_copy(float* copy, long long i, float4 p) {
+  *reinterpret_cast<float4*>(copy + i) = p;
+}
 template <class T>
 __device__ inline void write_copy(T* copy, long long i, float4 p) {
   *reinterpret_cast<Pairs<T, 2>*>(copy + i) = {{pair(p.x, p.y, T()), pair(p.z, p.w, T())}};
@@ -256,9 +259,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Writes the block's elements to their packed array, and the zeros after the tensor's last element.
-// The room of a tensor ends in the block of that element, because kBlockElements is a multiple of
-// kPackedAlignment.
+// Writes the block's elements to their packed array of T, and the zeros after the tensor's last
+// element. The room of a tensor ends in the block of that element, because kBlockElements is a
+// multiple of kPackedAlignment.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const __grid_constant__ TensorList tensors) {
   static_assert(kBlockElements % kPackedAlignment == 0);
@@ -266,14 +270,14 @@ __global__ void __launch_bounds__(kThreads)
   const auto size = static_cast<long long>(entry[kSize]);
   const long long start = static_cast<long long>(blockIdx.x - entry[kFirstBlock]) * kBlockElements;
   const FirstArray from(entry, 0);
-  float* const to = pointer(entry[kAddresses + 1]);
+  T* const to = reinterpret_cast<T*>(entry[kAddresses + 1]);
 #pragma unroll
   for (int round = 0; round < kVectors; ++round) {
     const long long at = start + 4LL * (round * kThreads + threadIdx.x);
     if (at + 4 <= size) {
-      *reinterpret_cast<float4*>(to + at) = from.four(at);
+      write_copy(to, at, from.four(at));
     } else if (at < packed_room(size)) {
-      for (long long i = at; i < at + 4; ++i) to[i] = i < size ? from.one(i) : 0;
+      for (long long i = at; i < at + 4; ++i) to[i] = narrow<T>(i < size ? from.one(i) : 0);
     }
   }
 }
@@ -355,7 +359,9 @@ cudaError_t pack(const Pack& plan, cudaStream_t stream, KernelSet) {
       plan.sizes, 2, kBlockElements, [&](size_t i) { return plan.types[i]; },
       [&](size_t i) { return plan.arrays.data() + 2 * i; },
       [&](const TensorList& tensors, dim3 blocks, int64_t) {
-        return launch(pack_kernel, blocks, kThreads, 0, stream, tensors);
+        const auto kernel =
+            plan.type == Type::kFloat32 ? pack_kernel<float> : pack_kernel<__nv_bfloat16>;
+        return launch(kernel, blocks, kThreads, 0, stream, tensors);
       });
 }
 

@@ -128,14 +128,16 @@ def test_a_step_that_is_not_taken_changes_nothing():
 
 
 @pytest.mark.parametrize('where', ['cpu', pytest.param('gpu', marks=pytest.mark.gpu)])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('full', [1, 4 * CHUNK, 2**24])
-def test_packed_gradients_give_the_same_bits(full, where, monkeypatch):
+def test_packed_gradients_give_the_same_bits(full, dtype, where):
     del where
-    monkeypatch.setattr(packed, 'FULL', full)
     g, p, mu, nu, average = trees(5)
     late = [i % 4 == 1 for i in range(len(g))]
-    other = packed.pack(g, late)
+    other = packed.pack(g, late, pack, full, dtype)
     assert 2 <= len(other.arrays) <= len(g)
+    assert all(array.dtype == dtype for array in other.arrays)
+    g = [x.astype(dtype) for x in g]
     found, want = (fused(given, p, mu, nu, [average], 3, 0.1, 0.5, (0.25,)) for given in (other, g))
     jax.tree.map(np.testing.assert_array_equal, found, want)
     np.testing.assert_allclose(sum_of_squares(other), sum_of_squares(g), rtol=1e-5)
@@ -219,13 +221,15 @@ def test_narrow_as_astype(more, dtype):
 
 # 1500: more arrays than one launch takes.
 @pytest.mark.parametrize('more', [3, pytest.param(1500, marks=pytest.mark.gpu)])
-def test_gradients_are_packed_as_joined(more):
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_gradients_are_packed_as_joined(dtype, more):
     (arrays,) = trees(1, sizes=(*SIZES, *[(9,)] * more, (64,), (32, 129), (0,)))
     types = ('float32', 'bfloat16', 'float16')
     given = [x.astype(types[i % 3]) for i, x in enumerate(arrays)]
     given += [x.astype(types[(i + 1) % 3]) for i, x in enumerate(arrays)]
-    found = jax.jit(pack)(given)
-    np.testing.assert_array_equal(found, jax.jit(packed.joined)(given))
+    found, want = (jax.jit(lambda g, f=f: f(g, dtype))(given) for f in (pack, packed.joined))
+    assert found.dtype == want.dtype == dtype
+    np.testing.assert_array_equal(found, want)
 
 
 def test_what_cannot_be_packed_is_named():
@@ -233,6 +237,10 @@ def test_what_cannot_be_packed_is_named():
         pack([jnp.arange(3)])
     with pytest.raises(ValueError, match='gradients: no arrays'):
         pack([])
+    with pytest.raises(
+        ValueError, match='pack: dtype: expected float32 or bfloat16, found float16'
+    ):
+        pack([jnp.arange(3.0)], 'float16')
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])

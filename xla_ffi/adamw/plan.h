@@ -70,9 +70,10 @@ struct Narrow {
   std::vector<const void*> arrays;  // [tensors][2]: the float32 tensor, its copy
 };
 
-// Gradients in float32, one after the other in one array. A gradient takes packed_room(size)
-// elements; those after its last one are zeros.
+// Gradients one after the other in one array. A gradient takes packed_room(size) elements; those
+// after its last one are zeros.
 struct Pack {
+  Type type;                   // of the packed array: float32 or bfloat16
   std::vector<int64_t> sizes;  // elements of each tensor
   std::vector<Type> types;     // of the tensors: any of the three, in any mixture
   std::vector<void*> arrays;   // [tensors][2]: the tensor, its place in the packed array

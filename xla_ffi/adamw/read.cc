@@ -36,8 +36,13 @@ std::string numbered(const std::string& name, int64_t i) {
   return name + "[" + std::to_string(i) + "]";
 }
 
-// Sets the pointers of gradients that fill the float32 arrays `packed`, in the order of the
-// tensors.
+// Returns the packed gradient `elements` after the start of an array.
+void* packed_at(const Array& packed, int64_t elements) {
+  const int64_t bytes = kind(packed.element) == Type::kFloat32 ? 4 : 2;
+  return static_cast<char*>(packed.data) + elements * bytes;
+}
+
+// Sets the pointers of gradients that fill the arrays `packed`, in the order of the tensors.
 void place_packed(Reader& call, const std::vector<Array>& packed, AdamW& plan) {
   size_t array = 0;
   int64_t at = 0;  // in that array
@@ -51,9 +56,8 @@ void place_packed(Reader& call, const std::vector<Array>& packed, AdamW& plan) {
       call.fail(numbered("gradients", array) + ": tensor " + std::to_string(i) +
                 " reaches past its end; expected whole tensors");
     }
-    plan.types.push_back(Type::kFloat32);
-    plan.arrays[i * plan.arrays_per_tensor() + kGradient] =
-        static_cast<float*>(packed[array].data) + at;
+    plan.types.push_back(kind(packed[array].element));
+    plan.arrays[i * plan.arrays_per_tensor() + kGradient] = packed_at(packed[array], at);
     at += room;
   }
   if (array + 1 != packed.size() || at != size_of(packed[array].dims))
@@ -127,8 +131,10 @@ AdamW read_adamw(Reader& call) {
   plan.arrays.resize(count * arrays);
   const int64_t packed = call.integer("packed", 0);  // arrays of gradients; 0: one per tensor
   std::vector<Array> gradients;
-  for (int64_t i = 0; i < packed; ++i)
-    gradients.push_back(call.operand(name(kGradient, i), ffi::DataType::F32, {kAny}));
+  for (int64_t i = 0; i < packed; ++i) {
+    gradients.push_back(
+        call.operand(name(kGradient, i), ffi::DataType::F32, ffi::DataType::BF16, {kAny}));
+  }
   for (int64_t i = 0; i < count && packed == 0; ++i) {
     const Array found = call.floating(name(kGradient, i), 0);
     shapes.push_back(found.dims);
@@ -207,10 +213,12 @@ Pack read_pack(Reader& call) {
     room += packed_room(plan.sizes.back());
   }
   check_elements(call, plan.sizes);
-  auto* to = static_cast<float*>(call.result("packed", ffi::DataType::F32, {room}).data);
+  const Array packed = call.result("packed", ffi::DataType::F32, ffi::DataType::BF16, {room});
+  plan.type = kind(packed.element);
+  int64_t at = 0;
   for (int64_t i = 0; i < count; ++i) {
-    plan.arrays[2 * i + 1] = to;
-    to += packed_room(plan.sizes[i]);
+    plan.arrays[2 * i + 1] = packed_at(packed, at);
+    at += packed_room(plan.sizes[i]);
   }
   return plan;
 }

@@ -100,6 +100,13 @@ Array Reader::operand(const std::string& name, ffi::DataType element, const Dims
   return found;
 }
 
+Array Reader::operand(const std::string& name, ffi::DataType one, ffi::DataType other,
+                      const Dims& expected) {
+  Array found = next_operand(name);
+  check(name, found, found.element == other ? other : one, expected);
+  return found;
+}
+
 Array Reader::next_result(const std::string& name) {
   if (result_ >= results_.size())
     fail(name + ": missing; the call has " + std::to_string(results_.size()) + " results");

@@ -51,7 +51,9 @@ class Reader {
   // The next operand or result, of this type and shape (kAny: any size).
   Array operand(const std::string& name, ffi::DataType element, const Dims& expected);
   Array result(const std::string& name, ffi::DataType element, const Dims& expected);
-  // The next result, of one of two types.
+  // The next operand or result, of one of two types.
+  Array operand(const std::string& name, ffi::DataType one, ffi::DataType other,
+                const Dims& expected);
   Array result(const std::string& name, ffi::DataType one, ffi::DataType other,
                const Dims& expected);
 

@@ -133,7 +133,7 @@ def _sum(op: FusedUpdate) -> ArrayFunction:
 
 
 def _pack(op: FusedUpdate) -> ArrayFunction:
-    return lambda i: op.pack(i['gradients'])
+    return lambda i: op.pack(i['gradients'], jnp.float32)
 
 
 def _narrow(op: FusedUpdate, dtype: DTypeLike) -> ArrayFunction:

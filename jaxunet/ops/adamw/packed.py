@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 ALIGNMENT = 32  # elements at whose multiples a gradient begins; xla_ffi/adamw/plan.h has it too
@@ -22,7 +23,7 @@ FULL = 16 * 2**20
 LATE_SHARE = 0.1
 
 Groups = tuple[tuple[int, ...], ...]
-Join = Callable[[Sequence[Array]], Array]  # `joined`, or a kernel that does the same
+Join = Callable[[Sequence[Array], DTypeLike], Array]  # `joined`, or a kernel that does the same
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +32,7 @@ class Packed:
     """The leaves of a tree of gradients, one after the other, with zeros between them.
 
     Attributes:
-      arrays: float32, of one dimension each.
+      arrays: float32 or bfloat16, of one dimension each.
       groups: the numbers of the leaves that each array holds, in its order.
     """
 
@@ -49,9 +50,9 @@ def room(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def joined(arrays: Sequence[Array]) -> Float[Array, ' elements']:
-    """Returns arrays one after the other as float32; zeros follow each (`room`)."""
-    return jnp.concatenate([_padded(array.astype(jnp.float32)) for array in arrays])
+def joined(arrays: Sequence[Array], dtype: DTypeLike = jnp.float32) -> Float[Array, ' elements']:
+    """Returns arrays one after the other as float32 or bfloat16; zeros follow each (`room`)."""
+    return jnp.concatenate([_padded(array.astype(dtype)) for array in arrays])
 
 
 def pack(
@@ -59,17 +60,19 @@ def pack(
     late: Sequence[bool],
     join: Join = joined,
     full: int | None = FULL,
+    dtype: DTypeLike = jnp.float32,
 ) -> Packed:
-    """Returns the gradients as float32, packed in the order of the tree's leaves.
+    """Returns the gradients, packed in the order of the tree's leaves.
 
     Args:
       late: True for leaves that the backward pass computes last. They have an array of their own,
         so that the others are not kept waiting.
       full: the bytes from which an array gets no further leaf; None = no limit.
+      dtype: of the arrays, float32 or bfloat16.
     """
     leaves = jax.tree.leaves(tree)
-    groups = _groups([leaf.size for leaf in leaves], late, full)
-    arrays = tuple(join([leaves[number] for number in group]) for group in groups)
+    groups = _groups([leaf.size for leaf in leaves], late, full, jnp.dtype(dtype).itemsize)
+    arrays = tuple(join([leaves[number] for number in group], dtype) for group in groups)
     return Packed(arrays, groups)
 
 
@@ -86,7 +89,7 @@ def unpack(packed: Packed, like: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.unflatten(structure, gradients)
 
 
-def _groups(sizes: Sequence[int], late: Sequence[bool], full: int | None) -> Groups:
+def _groups(sizes: Sequence[int], late: Sequence[bool], full: int | None, itemsize: int) -> Groups:
     groups: list[list[int]] = [[]]
     bytes_ = 0
     for number, size in enumerate(sizes):
@@ -96,7 +99,7 @@ def _groups(sizes: Sequence[int], late: Sequence[bool], full: int | None) -> Gro
             groups.append([])
             bytes_ = 0
         groups[-1].append(number)
-        bytes_ += 4 * room(size)
+        bytes_ += itemsize * room(size)
     groups.append([number for number, flag in enumerate(late) if flag])
     return tuple(tuple(group) for group in groups if group)
 
