@@ -38,23 +38,29 @@ from jaxunet.data.classes import check_classes, keep_classes, label_table
 from jaxunet.data.look import log_pixels
 from jaxunet.data.source import with_class_order
 from jaxunet.data.sources import check_path, is_downloaded, open_images
+from jaxunet.metrics.features import INCEPTION
 from jaxunet.model import cost as estimate
+from jaxunet.model.low_res import check_condition
+from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.paths import of_user, shown_path
+from jaxunet.runtime.paths import is_remote, of_user, shown_path
 from jaxunet.training.budget import check_named
+from jaxunet.training.evaluation import check_training_images, evaluation_network
 from jaxunet.training.log_file import LogFile
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.loop import train
 from jaxunet.training.page import sample_command
-from jaxunet.training.parallel import on_fewer_devices
+from jaxunet.training.parallel import Parallel, on_fewer_devices
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
 from jaxunet.training.saving import write_error_ends
+from jaxunet.training.session import check_steps_per_call
 from jaxunet.training.start import check_workdir, open_checked
 from jaxunet.training.tuning import for_tuning, init_from_config
+from jaxunet.training.workdir import check_makeable
 
 is_function_too(__name__)
 CONFIG = cli.define_config()
@@ -120,8 +126,10 @@ of_user(WORKDIR)
 
 def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
-    if RESTARTS.value and not DRY_RUN.value:
-        return supervise()
+    if RESTARTS.value:
+        check_restarts()
+        if not DRY_RUN.value:
+            return supervise()
     log = LogFile(program.shown(command_line()))
     log.addFilter(command.is_shown)
     logging.get_absl_logger().addHandler(log)
@@ -132,9 +140,6 @@ def main(argv: Sequence[str]) -> int | None:
     check_used(config, earlier=[saved] if saved else [])
     check_workdir(config, workdir())
     check_named(config, cli.named_fields(CONFIG))
-    if DRY_RUN.value:
-        dry_run(config, saved)
-        return None
     start = distributed.Start(
         CLUSTER.value,
         COORDINATOR.value,
@@ -143,6 +148,10 @@ def main(argv: Sequence[str]) -> int | None:
         WAIT.value,
         HEARTBEAT.value,
     )
+    if DRY_RUN.value:
+        distributed.check_flags(start)
+        dry_run(config, saved)
+        return None
     with (
         distributed.joined(start),
         memory_for('this run', 'lower data.batch_size or choose a smaller network'),
@@ -156,8 +165,8 @@ def command_line() -> str:
     return shlex.join(['python', '-m', 'jaxunet.train', *sys.argv[1:]])
 
 
-def supervise() -> int:
-    """Runs this command in a child process, and again if that dies; returns its exit code."""
+def check_restarts() -> None:
+    """Raises `UserError` if --restarts is for processes that this command cannot start again."""
     launcher = {'auto': distributed.detect(os.environ)}.get(CLUSTER.value, CLUSTER.value)
     if launcher in ('ompi', 'mpi4py'):
         raise UserError(
@@ -170,6 +179,10 @@ def supervise() -> int:
             f'{PROCESSES.value}; leave it out, and let SLURM or Kubernetes restart all processes '
             'with the same command, as docs/training.md shows'
         )
+
+
+def supervise() -> int:
+    """Runs this command in a child process, and again if that dies; returns its exit code."""
     command = [sys.executable, '-m', 'jaxunet.train', *sys.argv[1:], '--restarts=0']
     return Supervisor(
         command,
@@ -233,15 +246,22 @@ def dry_run(config: Config, saved: Config | None) -> None:
       saved: config of the run that the workdir holds; None if it holds none.
 
     Raises:
-      UserError: the run cannot resume the one in the workdir or start from `init_from`, its
-        images do not have the right classes, or a logger is missing.
+      UserError: the workdir cannot be made, the run cannot resume the one in it or start from
+        `init_from`, its images do not have the right classes, or it lacks a logger or what its
+        evaluations need.
     """
+    check_makeable(workdir())
     make_loggers(config.train.loggers)
+    check_condition(config)
+    choose(config.backend, config.precision, here=False).check_averages(config)
+    check_evaluation(config)
     print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
     if saved is not None:
         changes = ', '.join(check_resumable(saved, config, workdir())) or 'nothing'
         print(f'resumes the run in {workdir()}, with its choices of fields; changed: {changes}')
-        if warning := rate_jump(saved, config, saved_steps(workdir())[0]):
+        newest = saved_steps(workdir())[0]
+        check_steps_per_call(config, newest)
+        if warning := rate_jump(saved, config, newest):
             print(warning)
     if config.train.minutes and saved is None:
         print(
@@ -257,6 +277,11 @@ def dry_run(config: Config, saved: Config | None) -> None:
     if warning := endless_warmup(config):
         print(warning)
     try:
+        devices = on_fewer_devices(config) if FEWER_DEVICES.value else config
+        Parallel(devices, choose(config.backend, config.precision))
+    except UserError as error:
+        print(f'{error}; a run on this machine alone ends with this error')
+    try:
         check_path(config.data.path)
     except UserError as error:
         print(f'data.path: {error}; a run ends with this error')
@@ -265,9 +290,23 @@ def dry_run(config: Config, saved: Config | None) -> None:
         saved_names = newest_classes(workdir())
         source = with_class_order(open_images(config), saved_names)
         check_classes(config, source)
+        if config.train.evaluate_every:
+            check_training_images(config, source)
         log_pixels(source)
         if config.model.num_classes:
             print(label_table(keep_classes(saved_names, source.class_names, config, workdir())))
+
+
+def check_evaluation(config: Config) -> None:
+    """Raises `UserError` if the run's evaluations lack something that need not be downloaded."""
+    e = config.evaluation
+    remote = e.features in INCEPTION or is_remote(e.features)
+    if (
+        config.train.evaluate_every
+        and not remote
+        and not (e.reference and is_downloaded(e.reference))
+    ):
+        evaluation_network(config)
 
 
 def start_from(config: Config) -> str:

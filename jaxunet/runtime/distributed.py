@@ -130,14 +130,8 @@ def is_of_lost_peer(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and bool(LOST_PEER.search(str(error)))
 
 
-def join(start: Start) -> bool:
-    """Connects all processes of the run; returns True if there are several.
-
-    Call it before anything asks JAX for devices.
-
-    Raises:
-      UserError: the processes cannot find each other, or the flags are inconsistent.
-    """
+def check_flags(start: Start) -> None:
+    """Raises `UserError` if the flags are inconsistent."""
     by_hand = {
         'coordinator': start.coordinator,
         'num_processes': start.processes,
@@ -157,10 +151,22 @@ def join(start: Start) -> bool:
         )
     if given:
         check_by_hand(str(start.coordinator), int(start.processes or 0), int(start.process or 0))
+
+
+def join(start: Start) -> bool:
+    """Connects all processes of the run; returns True if there are several.
+
+    Call it before anything asks JAX for devices.
+
+    Raises:
+      UserError: the processes cannot find each other, or the flags are inconsistent.
+    """
+    check_flags(start)
+    if start.coordinator is not None:
         if start.processes == 1:
             return False
-        bind = listens_at(str(start.coordinator)) if start.process == 0 else None
-        _connect(start, 'by hand', str(start.coordinator), bind, 'deactivate')
+        bind = listens_at(start.coordinator) if start.process == 0 else None
+        _connect(start, 'by hand', start.coordinator, bind, 'deactivate')
         return True
     methods = {'auto': detect(os.environ), 'none': ''}
     method = methods.get(start.cluster, start.cluster)

@@ -294,6 +294,20 @@ class Session:
         return data if jax.process_count() == 1 else self.parallel.with_stop(data, stop)
 
 
+def check_steps_per_call(config: Config, start: int) -> None:
+    """Checks that a run can resume from the step `start`.
+
+    Raises:
+      UserError: `train.steps_per_call` does not divide it.
+    """
+    asked = config.train.steps_per_call
+    if asked and start % asked:
+        raise UserError(
+            f'train.steps_per_call: {asked} does not divide {start}, the step to resume from; '
+            'set it to 0, to 1 or to a divisor'
+        )
+
+
 def choose_steps_per_call(config: Config, *, resident: bool, platform: str, start: int = 0) -> int:
     """Returns `train.steps_per_call`, or chooses a number and logs it where that is 0.
 
@@ -310,11 +324,7 @@ def choose_steps_per_call(config: Config, *, resident: bool, platform: str, star
       UserError: `train.steps_per_call` does not divide `start`.
     """
     asked = config.train.steps_per_call
-    if asked and start % asked:
-        raise UserError(
-            f'train.steps_per_call: {asked} does not divide {start}, the step to resume from; '
-            'set it to 0, to 1 or to a divisor'
-        )
+    check_steps_per_call(config, start)
     if asked > 1 and platform == 'cpu':
         logging.warning(
             'train.steps_per_call: XLA runs a loop of %d steps slowly on a CPU; 1 is faster there',
