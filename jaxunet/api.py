@@ -25,12 +25,10 @@ import jax
 import numpy as np
 
 from jaxunet.checkpoint.load import load_initial
-from jaxunet.checkpoint.newest import newest_config, saved_steps
+from jaxunet.checkpoint.newest import saved_steps
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.config.unused import check_used
 from jaxunet.data.arrays import NAME, source_of
-from jaxunet.data.automatic import complete
 from jaxunet.data.reading import Reading
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
@@ -45,13 +43,11 @@ from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.progress import hidden
 from jaxunet.sampling.model import Model, load
 from jaxunet.training import loop
-from jaxunet.training.budget import check_named
 from jaxunet.training.evaluation import FEATURE_BATCH, Colour, Evaluator
 from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.preemption import Caller
-from jaxunet.training.start import check_workdir, open_checked
-from jaxunet.training.tuning import for_tuning, init_from_config
+from jaxunet.training.start import chosen_config, open_checked
 from jaxunet.training.values import Recipe, chosen_values, fields_by_path
 
 __all__ = ['Model', 'Run', 'UserError', 'evaluate', 'load', 'train', 'train_rows']
@@ -193,13 +189,8 @@ def train_rows(
         fields['data.path'] = NAME if given is not None else os.fspath(images)  # type: ignore[call-overload]
     with guarded('this run'), contextlib.nullcontext() if bar else hidden():
         values = chosen_values(config, fields, given)
-        saved = newest_config(folder)
-        start = init_from_config(values, saved)
         named = [path for path, _ in fields_by_path(fields)]
-        made = complete(for_tuning(values, saved, start, named), saved, start, given)
-        check_used(made, earlier=[saved] if saved else [])
-        check_named(made, named)
-        check_workdir(made, folder)
+        made, _ = chosen_config(values, named, folder, given)
         source, _ = open_checked(made, given)
         initial = None if saved_steps(folder) else load_initial(made, source.class_names)
     caller = _Thread()

@@ -50,6 +50,7 @@ from jaxunet.runtime import command, compiled_cache, distributed
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.launchers import CLUSTERS
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import is_remote, of_user
 from jaxunet.runtime.whole_files import check_writable
@@ -105,7 +106,7 @@ flags.adopt_module_key_flags(model_flags)  # so that --help lists them
 CLUSTER = flags.DEFINE_enum(
     'cluster',
     'auto',
-    distributed.CLUSTERS,
+    CLUSTERS,
     'Launcher of several processes; see python -m jaxunet.train --help.',
 )
 COORDINATOR = flags.DEFINE_string(

@@ -13,48 +13,18 @@ from __future__ import annotations
 
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
-import os
 import pathlib
-import pprint
-import shlex
 import sys
 from collections.abc import Sequence
 
-import jax
-from absl import flags, logging
+from absl import flags
 
 from jaxunet import is_function_too
-from jaxunet.checkpoint import store as checkpoint
-from jaxunet.checkpoint.load import fit_initial, load_initial
-from jaxunet.checkpoint.newest import newest_classes, newest_config, saved_steps
-from jaxunet.checkpoint.optimizer import endless_warmup, rate_jump
-from jaxunet.checkpoint.resumable import check_resumable
-from jaxunet.checkpoint.writer import orbax
-from jaxunet.config import Config, by_path, cli, to_dict
-from jaxunet.config.samplers import evaluation_sampler, grid_sampler
-from jaxunet.config.unused import check_used
-from jaxunet.data.automatic import complete
-from jaxunet.data.classes import check_classes, keep_classes, label_table
-from jaxunet.data.look import log_pixels
-from jaxunet.data.source import with_class_order
-from jaxunet.data.sources import check_path, is_downloaded, open_images
-from jaxunet.model import cost as estimate
-from jaxunet.runtime import command, compiled_cache, distributed, program
-from jaxunet.runtime.background import Background
-from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.out_of_memory import memory_for
-from jaxunet.runtime.paths import of_user, shown_path
-from jaxunet.training.budget import check_named
-from jaxunet.training.log_file import LogFile
-from jaxunet.training.loggers.installed import make_loggers
-from jaxunet.training.loop import train
-from jaxunet.training.page import sample_command
-from jaxunet.training.parallel import on_fewer_devices
-from jaxunet.training.preemption import Preemption
-from jaxunet.training.restarts import Supervisor
-from jaxunet.training.saving import write_error_ends
-from jaxunet.training.start import check_workdir, open_checked
-from jaxunet.training.tuning import for_tuning, init_from_config
+from jaxunet.config import cli
+from jaxunet.runtime import command
+from jaxunet.runtime.interrupt import importing
+from jaxunet.runtime.launchers import CLUSTERS
+from jaxunet.runtime.paths import of_user
 
 is_function_too(__name__)
 CONFIG = cli.define_config()
@@ -72,7 +42,7 @@ DRY_RUN = flags.DEFINE_bool(
 CLUSTER = flags.DEFINE_enum(
     'cluster',
     'auto',
-    distributed.CLUSTERS,
+    CLUSTERS,
     'Launcher of a run of several processes: slurm (srun), ompi (mpirun of Open MPI 4), mpi4py '
     '(any mpirun; needs mpi4py), auto (the one whose environment variables are set), or none, '
     'which trains in one process and ignores these variables.',
@@ -119,22 +89,12 @@ of_user(WORKDIR)
 
 
 def main(argv: Sequence[str]) -> int | None:
-    """Joins the processes of the run, trains, and exits."""
-    if RESTARTS.value and not DRY_RUN.value:
-        return supervise()
-    log = LogFile(program.shown(command_line()))
-    log.addFilter(command.is_shown)
-    logging.get_absl_logger().addHandler(log)
-    saved = newest_config(workdir())
-    start_config = init_from_config(CONFIG.value, saved)
-    values = for_tuning(CONFIG.value, saved, start_config, cli.named_fields(CONFIG))
-    config = complete(values, saved, start_config)
-    check_used(config, earlier=[saved] if saved else [])
-    check_workdir(config, workdir())
-    check_named(config, cli.named_fields(CONFIG))
-    if DRY_RUN.value:
-        dry_run(config, saved)
-        return None
+    """Trains, or prints what a run would do; returns the exit code of a run with --restarts."""
+    with importing():  # only now, as --help needs none of it
+        from jaxunet.runtime import distributed  # noqa: PLC0415
+        from jaxunet.training import launch  # noqa: PLC0415
+        from jaxunet.training.dry_run import dry_run  # noqa: PLC0415
+        from jaxunet.training.start import chosen_config  # noqa: PLC0415
     start = distributed.Start(
         CLUSTER.value,
         COORDINATOR.value,
@@ -143,149 +103,19 @@ def main(argv: Sequence[str]) -> int | None:
         WAIT.value,
         HEARTBEAT.value,
     )
-    with (
-        distributed.joined(start),
-        memory_for('this run', 'lower data.batch_size or choose a smaller network'),
-    ):
-        run(config)
+    workdir = pathlib.Path(WORKDIR.value or f'runs/{cli.config_name()}')
+    if RESTARTS.value:
+        launch.check_restarts(start)
+        if not DRY_RUN.value:
+            return launch.supervise(sys.argv[1:], workdir, RESTARTS.value)
+    launch.keep_log(sys.argv[1:])
+    config, saved = chosen_config(CONFIG.value, cli.named_fields(CONFIG), workdir)
+    if DRY_RUN.value:
+        distributed.check_flags(start)
+        dry_run(config, saved, workdir, fewer_devices=FEWER_DEVICES.value)
+    else:
+        launch.run(config, workdir, start, fewer_devices=FEWER_DEVICES.value)
     return None
-
-
-def command_line() -> str:
-    """Returns the command line."""
-    return shlex.join(['python', '-m', 'jaxunet.train', *sys.argv[1:]])
-
-
-def supervise() -> int:
-    """Runs this command in a child process, and again if that dies; returns its exit code."""
-    launcher = {'auto': distributed.detect(os.environ)}.get(CLUSTER.value, CLUSTER.value)
-    if launcher in ('ompi', 'mpi4py'):
-        raise UserError(
-            '--restarts: mpirun cannot start one of its processes again; leave it out, or start '
-            'the processes with srun'
-        )
-    if (PROCESSES.value or 1) > 1:
-        raise UserError(
-            f'--restarts: expected one process, or processes of srun, found --num_processes='
-            f'{PROCESSES.value}; leave it out, and let SLURM or Kubernetes restart all processes '
-            'with the same command, as docs/training.md shows'
-        )
-    command = [sys.executable, '-m', 'jaxunet.train', *sys.argv[1:], '--restarts=0']
-    return Supervisor(
-        command,
-        workdir(),
-        RESTARTS.value,
-        main=os.environ.get('SLURM_PROCID', '0') == '0',
-    ).run()
-
-
-def run(config: Config) -> None:
-    """Trains, as this process's part of the run."""
-    compiled_cache.enable_compilation_cache()
-    # A GPU takes seconds to start. Meanwhile Python does what every run needs.
-    devices = Background(jax.devices)
-    orbax()
-    checkpoint.state_template(config)
-    devices.wait()
-    if FEWER_DEVICES.value:
-        config = on_fewer_devices(config)
-    source, kernels = open_checked(config)
-    folder = workdir()
-    distributed.agree(
-        by_path(config)
-        | {
-            'jax': jax.__version__,
-            'devices': f'{jax.local_device_count()} x {jax.local_devices()[0].device_kind}',
-            'backends': ', '.join(f'{op}={name}' for op, name in kernels.names.items()),
-            'workdir': folder,
-            'checkpoints in the workdir, which the processes must share': ', '.join(
-                map(str, saved_steps(folder))
-            )
-            or 'none',
-            f'images in {shown_path(config.data.path)}': len(source),
-        }
-    )
-    if jax.process_index() == 0:
-        held = f' and {len(source.held_out)} held out' if source.held_out else ''
-        print(
-            f'{len(source)} images{held} from {shown_path(config.data.path)}; workdir {folder}',
-            flush=True,
-        )
-    # A resumed run no longer needs the weights that it started from.
-    resumes = bool(saved_steps(folder))
-    initial = None if resumes else load_initial(config, source.class_names)
-    with write_error_ends():
-        reached = train(config, folder, source, initial, caller=Preemption())
-    trained = newest_config(folder) or config  # whose steps may follow from a budget
-    if reached >= trained.train.steps and jax.process_index() == 0:
-        print(f'samples of the trained model: {sample_command(config, folder)}', flush=True)
-
-
-def workdir() -> pathlib.Path:
-    """Returns the folder of the run."""
-    return pathlib.Path(WORKDIR.value or f'runs/{cli.config_name()}')
-
-
-def dry_run(config: Config, saved: Config | None) -> None:
-    """Prints the resolved config, what it starts from and the cost estimate of a run.
-
-    Args:
-      saved: config of the run that the workdir holds; None if it holds none.
-
-    Raises:
-      UserError: the run cannot resume the one in the workdir or start from `init_from`, its
-        images do not have the right classes, or a logger is missing.
-    """
-    make_loggers(config.train.loggers)
-    print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
-    if saved is not None:
-        changes = ', '.join(check_resumable(saved, config, workdir())) or 'nothing'
-        print(f'resumes the run in {workdir()}, with its choices of fields; changed: {changes}')
-        if warning := rate_jump(saved, config, saved_steps(workdir())[0]):
-            print(warning)
-    if config.train.minutes and saved is None:
-        print(
-            f'train.minutes={config.train.minutes:g}: a run times its step first, and takes as '
-            'many steps as fit, in place of train.steps'
-        )
-    grids, evaluations = grid_sampler(config), evaluation_sampler(config)
-    print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
-    if config.init_from:
-        print(f'init_from: {start_from(config)}')
-    print(estimate.summary(config), flush=True)
-    estimate.warn_if_long_on_a_cpu(config)
-    if warning := endless_warmup(config):
-        print(warning)
-    try:
-        check_path(config.data.path)
-    except UserError as error:
-        print(f'data.path: {error}; a run ends with this error')
-        return
-    if not is_downloaded(config.data.path):
-        saved_names = newest_classes(workdir())
-        source = with_class_order(open_images(config), saved_names)
-        check_classes(config, source)
-        log_pixels(source)
-        if config.model.num_classes:
-            print(label_table(keep_classes(saved_names, source.class_names, config, workdir())))
-
-
-def start_from(config: Config) -> str:
-    """Returns a line that says what a run takes from `init_from` and what starts fresh.
-
-    Raises:
-      UserError: see `load_initial`.
-    """
-    if saved_steps(workdir()):
-        return f'not read, as the run resumes from its checkpoint in {workdir()}'
-    names: Sequence[str] = ()
-    unnamed = ''
-    try:
-        names = open_images(config).class_names
-    except UserError as error:  # a dry run without images still says what it can
-        unnamed = f'; names of classes not compared, as the images cannot be read ({error})'
-    initial = fit_initial(config, names)
-    return '; '.join((initial.note, *initial.report)) + unnamed
 
 
 if __name__ == '__main__':

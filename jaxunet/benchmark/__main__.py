@@ -119,10 +119,10 @@ def main(argv: Sequence[str]) -> int:
         keep_choices(plan, command)
         return 0
     check_sampling_flags(plan)
+    check_file(OUTPUT.value, '--output')
     if DRY_RUN.value:
         dry_run(plan)
         return 0
-    check_file(OUTPUT.value, '--output')
     if len(plan.sides) == 1:
         # With a single side there is nothing to compare, so a missing backend is an error at once.
         backends.choose(plan.sides[0], plan.precisions[0])

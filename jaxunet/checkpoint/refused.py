@@ -7,8 +7,7 @@ import os
 import pathlib
 import re
 
-from jaxunet.runtime.distributed import ERROR
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import ERROR, UserError
 
 # What reading a damaged checkpoint may give, too: it may name other files, or lack some.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG)

@@ -24,7 +24,8 @@ from jaxunet.metrics.features import INCEPTION, FeatureNetwork, load_features
 from jaxunet.metrics.table import ImageSummary, check_reference, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
-from jaxunet.runtime.background import Background, beside_steps
+from jaxunet.runtime.background import Background
+from jaxunet.runtime.beside_steps import beside_steps
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import Generator, StoppedError
 from jaxunet.training.conditions import SampleConditions

@@ -39,9 +39,7 @@ class DataConfig:
     # as before version 0.2.0.
     background: str = option('white', outside_step=True, since='0.2.0')
     # Bits of each channel that are kept, 8 or 16.
-    bits: int = option(
-        8, Range('8 or 16', lambda v: v in (8, 16)), outside_step=True, since='0.2.0'
-    )
+    bits: int = option(8, Range('8 or 16', lambda v: v in (8, 16)), since='0.2.0')
     # Lowest and highest value of the images, such as 0,4095; () = those of their type, or 0 and 1
     # of floats.
     range: tuple[float, ...] = option((), outside_step=True, since='0.2.0')

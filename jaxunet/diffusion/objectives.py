@@ -59,17 +59,21 @@ def gaussian_kl(mean1: Array, log_variance1: Array, mean2: Array, log_variance2:
     )
 
 
-def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images | Factor) -> Images:
+def discretized_gaussian_nll(
+    x0: Images, mean: Images, log_variance: Images | Factor, bits: int = 8
+) -> Images:
     """Returns −log p(x_0), elementwise, in nats (DDPM eq. 13).
 
-    p(x_0) is the Gaussian's mass in the bin of the pixel value, one of 256; `x0` lies on the grid
-    k/127.5 − 1, and the outermost bins extend to infinity. The normal distribution function is
-    exact, where guided-diffusion approximates it by a tanh. The mass is bounded below by 1e-12, as
-    in guided-diffusion.
+    p(x_0) is the Gaussian's mass in the bin of the pixel value, one of 2^bits; `x0` lies on the
+    grid 2k/(2^bits − 1) − 1, and the outermost bins extend to infinity. The normal distribution
+    function is exact, where guided-diffusion approximates it by a tanh. The mass is bounded below
+    by 1e-12, as in guided-diffusion.
     """
+    top = 2**bits - 1
+    inside = 1 - 0.255 / top  # as guided-diffusion's 0.999 for 8 bits
     inverse_std = jnp.exp(-0.5 * log_variance)
-    lower = jnp.where(x0 < -0.999, -jnp.inf, (x0 - mean - 1 / 255) * inverse_std)
-    upper = jnp.where(x0 > 0.999, jnp.inf, (x0 - mean + 1 / 255) * inverse_std)
+    lower = jnp.where(x0 < -inside, -jnp.inf, (x0 - mean - 1 / top) * inverse_std)
+    upper = jnp.where(x0 > inside, jnp.inf, (x0 - mean + 1 / top) * inverse_std)
     # [a, b] and [−b, −a] have the same mass, and the distribution function is more accurate where
     # its values are small.
     mirror = lower + upper > 0
@@ -86,6 +90,7 @@ def variational_bound(
     *,
     variance: str = 'learned',
     clip: bool = False,
+    bits: int = 8,
 ) -> PerSample:
     """Returns the variational bound's term of step t, in bits per dimension.
 
@@ -95,6 +100,7 @@ def variational_bound(
     Args:
       variance: the variance of p: learned, fixed_small or fixed_large (`model_log_variance`).
       clip: the predicted x_0 is clipped to [−1, 1].
+      bits: of each channel of a pixel, as `data.bits`.
 
     Raises:
       ValueError: the network has no learned variance to use.
@@ -110,7 +116,7 @@ def variational_bound(
     log_variance = model_log_variance(diffusion, values, t, variance)
     nats = jnp.where(
         (t == 0)[:, None, None, None],
-        discretized_gaussian_nll(x0, mean, log_variance),
+        discretized_gaussian_nll(x0, mean, log_variance, bits),
         gaussian_kl(true_mean, true_log_variance, mean, log_variance),
     )
     return jnp.mean(nats, axis=(1, 2, 3)) / math.log(2)
@@ -129,7 +135,14 @@ def prior_bound(diffusion: Diffusion, x0: Images) -> PerSample:
 
 
 def per_sample_loss(
-    diffusion: Diffusion, output: Output, x0: Images, xt: Images, time: Times, noise: Images
+    diffusion: Diffusion,
+    output: Output,
+    x0: Images,
+    xt: Images,
+    time: Times,
+    noise: Images,
+    *,
+    bits: int = 8,
 ) -> PerSample:
     """Returns the loss of each sample, float32 of shape (batch,).
 
@@ -142,10 +155,13 @@ def per_sample_loss(
 
     With `kl_loss` it is T · L_vlb(t) alone, guided-diffusion's RESCALED_KL loss. If no variance is
     learned, the bound has the large fixed one, as in guided-diffusion's scripts.
+
+    Args:
+      bits: of each channel of a pixel, as `data.bits`; only the bound depends on them.
     """
     if diffusion.config.kl_loss:
         variance = 'learned' if diffusion.learn_sigma else 'fixed_large'
-        bound = variational_bound(diffusion, output, x0, xt, time, variance=variance)
+        bound = variational_bound(diffusion, output, x0, xt, time, variance=variance, bits=bits)
         return diffusion.steps * bound
     prediction, values = split_output(diffusion, output, x0.shape[-1])
     error = jnp.square(prediction - prediction_target(diffusion, x0, time, noise))
@@ -154,5 +170,5 @@ def per_sample_loss(
         return loss
     frozen = jnp.concatenate([jax.lax.stop_gradient(prediction), values], axis=-1)
     return loss + diffusion.vlb_weight * diffusion.steps * variational_bound(
-        diffusion, frozen, x0, xt, time
+        diffusion, frozen, x0, xt, time, bits=bits
     )

@@ -25,7 +25,7 @@ URL = f'https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{F
 # programs print its whole digest.
 SHA256 = '6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2'
 SUFFIXES = ('.pth', '.pt', '.npz', '.safetensors')
-MAX_BYTES = 2**29  # far above the published file's 96 MB
+MAX_BYTES = 2**29  # of a file, read at once; far above the 96 MB of Inception's
 IGNORED = 'num_batches_tracked'  # torch's counter of training steps, in some files
 
 
@@ -124,7 +124,7 @@ def read_state(path: Path) -> dict[str, np.ndarray]:
       path: .pth or .pt (`torch.save`, old or new format), .npz or .safetensors.
 
     Raises:
-      UserError: the file is damaged or of another kind.
+      UserError: the file is damaged, of another kind or larger than `MAX_BYTES`.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(
@@ -132,10 +132,10 @@ def read_state(path: Path) -> dict[str, np.ndarray]:
             f'found {path.suffix!r}'
         )
     try:
-        if path.stat().st_size > MAX_BYTES:
+        if (size := path.stat().st_size) > MAX_BYTES:
             raise UserError(
-                f'{path}: {path.stat().st_size:,} bytes, expected about 96 million; '
-                'this is not Inception-v3'
+                f'{path}: expected weights of features in at most {MAX_BYTES:,} bytes, found '
+                f'{size:,}; give a file of the network alone'
             )
         with path.open('rb') as file:
             if path.suffix.lower() == '.safetensors':

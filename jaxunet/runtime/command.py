@@ -14,10 +14,8 @@ from absl import app, flags, logging
 
 from jaxunet.runtime import program
 from jaxunet.runtime.background import Background
-from jaxunet.runtime.distributed import ERROR, end
-from jaxunet.runtime.errors import UserError, printable_lines
-from jaxunet.runtime.guarded import guarded
-from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
+from jaxunet.runtime.errors import ERROR, UserError, printable_lines
+from jaxunet.runtime.interrupt import INTERRUPTED, importing, raise_again
 from jaxunet.runtime.plugins import at_fault
 from jaxunet.runtime.printing import let_printing_fail
 from jaxunet.runtime.progress import write_above_bars
@@ -141,6 +139,13 @@ def fail(error: UserError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
+def end(code: int) -> NoReturn:
+    """Exits as `jaxunet.runtime.distributed.end`, whose module imports JAX."""
+    from jaxunet.runtime import distributed  # noqa: PLC0415
+
+    distributed.end(code)
+
+
 def interrupted(error: BaseException) -> bool:
     """Returns True if Ctrl-C caused the error.
 
@@ -161,6 +166,8 @@ def _without_traceback(main: Main, *, arguments: bool) -> Main:
                 raise UserError(
                     f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
                 )
+            with importing():  # JAX; not for --help
+                from jaxunet.runtime.guarded import guarded  # noqa: PLC0415
             with guarded('this command'):
                 code = main(argv)
         except UserError as error:

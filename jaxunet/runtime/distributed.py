@@ -32,7 +32,7 @@ from jaxunet.runtime.by_hand import (
     shared_gpu_error,
     shares_gpu,
 )
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import ERROR, UserError
 from jaxunet.runtime.file_errors import explained
 from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.launchers import (
@@ -47,7 +47,6 @@ from jaxunet.runtime.no_device import is_no_device, no_device_error
 from jaxunet.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
 from jaxunet.runtime.untrusted import one_line
 
-CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
 # Process 0 waits this long before it exits with an error, because its exit makes JAX abort the
 # others: processes that fail for the same reason can report it themselves.
 LAST_WORDS_SECONDS = 3.0
@@ -55,7 +54,6 @@ FINISH_SECONDS = 3600  # time limit of process 0 for its last checkpoint, while 
 PEERS_MISSING = 4  # exit code of processes that did not find each other
 # In the errors of collective operations and of the coordination service.
 LOST_PEER = re.compile(r'\b(gloo|nccl)|by peer|UNAVAILABLE|unhealthy|heartbeat', re.IGNORECASE)
-ERROR = 1  # exit code after any exception that is not a UserError
 
 
 class PeersMissingError(UserError):
@@ -130,14 +128,8 @@ def is_of_lost_peer(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and bool(LOST_PEER.search(str(error)))
 
 
-def join(start: Start) -> bool:
-    """Connects all processes of the run; returns True if there are several.
-
-    Call it before anything asks JAX for devices.
-
-    Raises:
-      UserError: the processes cannot find each other, or the flags are inconsistent.
-    """
+def check_flags(start: Start) -> None:
+    """Raises `UserError` if the flags are inconsistent."""
     by_hand = {
         'coordinator': start.coordinator,
         'num_processes': start.processes,
@@ -157,10 +149,22 @@ def join(start: Start) -> bool:
         )
     if given:
         check_by_hand(str(start.coordinator), int(start.processes or 0), int(start.process or 0))
+
+
+def join(start: Start) -> bool:
+    """Connects all processes of the run; returns True if there are several.
+
+    Call it before anything asks JAX for devices.
+
+    Raises:
+      UserError: the processes cannot find each other, or the flags are inconsistent.
+    """
+    check_flags(start)
+    if start.coordinator is not None:
         if start.processes == 1:
             return False
-        bind = listens_at(str(start.coordinator)) if start.process == 0 else None
-        _connect(start, 'by hand', str(start.coordinator), bind, 'deactivate')
+        bind = listens_at(start.coordinator) if start.process == 0 else None
+        _connect(start, 'by hand', start.coordinator, bind, 'deactivate')
         return True
     methods = {'auto': detect(os.environ), 'none': ''}
     method = methods.get(start.cluster, start.cluster)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+ERROR = 1  # exit code after any exception that is not a UserError
 USER_ERROR = 2  # exit code of a command that ends with a UserError
 
 

@@ -31,6 +31,19 @@ def quiet_while_importing() -> None:
         gc.disable()
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Does for imports in the block what `quiet_while_importing` does for those before it."""
+    end_quietly()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # as in `jaxunet.runtime.command.run`
+        gc.enable()
+        raise_again()
+
+
 def end_quietly() -> None:
     """Makes Ctrl-C end this process at once, until `raise_again`, unless it is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

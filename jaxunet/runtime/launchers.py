@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jaxunet.runtime.by_hand import BIND_VARIABLE, addresses, is_loopback
 from jaxunet.runtime.errors import UserError
 
+CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')  # values of --cluster
 SLURM_VARIABLES = (  # set by srun and read by JAX
     'SLURM_JOB_ID',
     'SLURM_STEP_NODELIST',

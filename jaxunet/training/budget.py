@@ -24,6 +24,7 @@ from jaxunet.data.automatic import steps_of_calls, steps_within
 from jaxunet.data.source import Source
 from jaxunet.runtime.distributed import number_of_process_0
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.parallel import Data
 from jaxunet.training.session import Session
 
 WARM_UP = 2  # calls that are not timed
@@ -47,11 +48,16 @@ def check_named(config: Config, named: Collection[str]) -> None:
         )
 
 
-def fitted(config: Config, workdir: pathlib.Path, source: Source) -> Config:
+def fitted(
+    config: Config, workdir: pathlib.Path, source: Source, images: Data | None = None
+) -> Config:
     """Returns the config of a run with the steps that fit into its budget, if it has one.
 
     A collective operation: all processes of a run get the number of process 0. A run that resumes
     keeps its number (`jaxunet.data.automatic.complete`).
+
+    Args:
+      images: as for `Session`; resident ones stay on the devices for the run.
 
     Raises:
       UserError: as `Session`, or the budget has too many steps.
@@ -59,7 +65,7 @@ def fitted(config: Config, workdir: pathlib.Path, source: Source) -> Config:
     if not config.train.minutes or saved_steps(workdir):
         return config
     logging.info('train.minutes: compiling the step, to time it for %g s', TIMED_SECONDS)
-    seconds = step_seconds(config, source)
+    seconds = step_seconds(config, source, images)
     steps = steps_within(config, seconds)
     config = resolve(to_dict(config.replace(train={'steps': steps})))
     logging.info(
@@ -74,15 +80,15 @@ def fitted(config: Config, workdir: pathlib.Path, source: Source) -> Config:
     return config
 
 
-def step_seconds(config: Config, source: Source) -> float:
-    """Returns the seconds of a training step, as process 0 times it."""
+def step_seconds(config: Config, source: Source, images: Data | None = None) -> float:
+    """Returns the seconds of a training step, as process 0 times it; `images` as for `Session`."""
     # The rate does not change the time, and a constant one gives a program that the cache of
     # compiled steps may have, whatever the number of steps.
     calls = steps_of_calls(config)  # the run's number divides its steps, and may not divide these
     steps = -(-config.train.steps // calls) * calls
     same = config.replace(optimizer={'schedule': 'constant'}, train={'steps': steps})
-    with Session(same, source) as session:
-        session.load_random()
+    with Session(same, source, images) as session:
+        session.load_random(progress=jax.process_index() == 0)
         session.open_stream(end=ENDLESS)
         session.compile(cache=True)
         _timed(session, WARM_UP)

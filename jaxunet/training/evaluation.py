@@ -102,6 +102,16 @@ def evaluation_network(config: Config) -> FeatureNetwork:
     return network
 
 
+def check_training_images(config: Config, source: Source) -> None:
+    """Checks that the training images are enough for the metrics, if they are the reference.
+
+    Raises:
+      UserError: a metric needs more.
+    """
+    if not config.evaluation.reference:
+        check_reference(len(source), with_reference(config.evaluation.metrics), source.name)
+
+
 class Colour(Source):
     """The images of a source with three channels; grey images are repeated.
 
@@ -213,8 +223,8 @@ class Evaluator:
         evaluation = config.evaluation
         self.config, self.source = config, source
         self.network = evaluation_network(config)
-        if source is not None and not evaluation.reference:
-            check_reference(len(source), with_reference(evaluation.metrics), source.name)
+        if source is not None:
+            check_training_images(config, source)
         chosen = evaluation_sampler(config)
         sampler = SamplerConfig(
             name=chosen.name,

@@ -128,7 +128,13 @@ def loss_fn(
             noisy.low_res,
         )
         losses = per_sample_loss(
-            parts.diffusion, output, noisy.x0, noisy.xt, noisy.time, noisy.noise
+            parts.diffusion,
+            output,
+            noisy.x0,
+            noisy.xt,
+            noisy.time,
+            noisy.noise,
+            bits=parts.config.data.bits,
         )
         if parts.uniform:
             loss = jnp.mean(losses)

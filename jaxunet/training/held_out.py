@@ -156,7 +156,8 @@ class HeldOutLoss:
             )
         xt = q_sample(diffusion, x0, time, noise)
         output = network(network_input(diffusion, xt, time), time)
-        return per_sample_loss(diffusion, output, x0, xt, time, noise)
+        bits = self._config.data.bits
+        return per_sample_loss(diffusion, output, x0, xt, time, noise, bits=bits)
 
 
 class Turn:

@@ -3,7 +3,6 @@
 `Loop.run` finds where the run starts, compiles the step while a fresh state is drawn, and calls it
 until the last step or until it is asked to stop; between calls it does what is due. The `Subject`
 says what is trained: its `Session` runs the steps, its `Outputs` and a `Saver` write the results.
-`Session.calls_ahead` calls are queued before the oldest is read, so the device rarely waits.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.budget import fitted
 from jaxunet.training.calls import Calls
 from jaxunet.training.clock import Clock, due
-from jaxunet.training.parallel import stop_asked
+from jaxunet.training.parallel import Data, stop_asked
 from jaxunet.training.preemption import Caller
 from jaxunet.training.replicas import Replicas
 from jaxunet.training.resume import StartingPoint, how_to_go_on, with_image_count
@@ -71,11 +70,12 @@ def train(
     if hook and jax.process_count() > 1:
         raise ValueError('hook: expected a run of one process, found several')
     source = with_class_order(source, newest_classes(workdir))
+    images: Data = {}  # of all sessions of the run: of timing its step, and after each rollback
     with opened(workdir) as lock, caller or Caller() as preemption:
-        config = config if hook else fitted(config, workdir, source)
+        config = config if hook else fitted(config, workdir, source, images)
 
         def run(failed: TooManySkippedError | None) -> int:
-            subject = UNetSubject(config, workdir, source, initial)
+            subject = UNetSubject(config, workdir, source, initial, images)
             return Loop(subject, lock, preemption, hook).run(failed)
 
         return with_rollbacks(run, limit=0 if hook else config.train.rollbacks)

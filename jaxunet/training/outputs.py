@@ -17,7 +17,8 @@ from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
-from jaxunet.runtime.background import Background, beside_steps
+from jaxunet.runtime.background import Background
+from jaxunet.runtime.beside_steps import beside_steps
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.sampling.generator import Generator, StoppedError
 from jaxunet.sampling.options import SamplerConfig

@@ -349,11 +349,11 @@ class Parallel:
             ) -> tuple[tuple[TrainState, Copies], Metrics]:
                 state, copies = carry
                 rows = self._local_batch(state, data | batch)
-                state, copies, metrics = step.advance(state, copies, rows)
+                state, copies, metrics = step.advance(state, copies, teacher, rows)
                 return (state, copies), metrics
 
             batches = {name: data[name] for name in STREAMED if name in data}
-            carry = (state, step.copies(state))
+            carry, teacher = (state, step.copies(state)), step.teacher(state)
             (state, _), metrics = jax.lax.scan(one, carry, batches, length=steps)
             return state, with_stop(metrics, data)  # one sum for all steps
 

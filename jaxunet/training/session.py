@@ -52,6 +52,10 @@ IN_FLIGHT = 8  # steps to queue before the oldest's metrics are read, so the dev
 class Session:
     """The training step of a config with everything it runs on.
 
+    Args:
+      images: resident images that an earlier session of this source and these devices has loaded;
+        empty = this session fills it. None = there are no others.
+
     Attributes:
       kernels: those of its backend.
       parallel: the devices.
@@ -76,7 +80,7 @@ class Session:
     step: CompiledStep
     _loss: LossFn | None = None  # of another network than `_model`
 
-    def __init__(self, config: Config, source: Source) -> None:
+    def __init__(self, config: Config, source: Source, images: Data | None = None) -> None:
         check_condition(config)
         self.kernels = choose(config.backend, config.precision)
         self.kernels.check_averages(config)
@@ -96,6 +100,7 @@ class Session:
         self._diffusion = make_diffusion(config.diffusion)
         self._optimizer = make_optimizer(config)
         self.resident = pipeline.choose_cache(config, self.source) == 'device'
+        self._images = {} if images is None else images
         self._first_step = 0
         self._stream: pipeline.Stream | None = None
 
@@ -117,16 +122,20 @@ class Session:
         self.expect(state, int(state.step), progress=progress)
         self.put(state)
 
-    def load_random(self) -> None:
+    def load_random(self, *, progress: bool = False) -> None:
         """Loads a fresh state with random last layers, to time steps.
 
         In training they start at zero, but with zeros a GPU draws less power than with a trained
         network, so its clock would be higher.
 
+        Args:
+          progress: as for `load`.
+
         Raises:
           UserError: as `load`.
         """
-        self.load(fresh_state(self.config.replace(model={'zero_init': False})))
+        state = fresh_state(self.config.replace(model={'zero_init': False}))
+        self.load(state, progress=progress)
 
     def expect(self, shapes: TrainState, step: int, *, progress: bool = False) -> None:
         """Gets ready for a state, and puts the images on the devices if they are resident.
@@ -149,11 +158,8 @@ class Session:
         )
         self.state = self.parallel.replicated_shapes(shapes)
         if self.resident:
-            with memory_for(
-                f'the images in {shown_path(self.config.data.path)}', 'set data.cache=stream'
-            ):
-                images, labels = pipeline.load_all(self.source, progress=progress)
-                self.data = self.parallel.replicate({'images': images, 'labels': labels})
+            self._load_images(progress)
+            self.data = self._images
             return
         rows = self.config.data.batch_size // jax.process_count()
         zeros = {
@@ -161,6 +167,15 @@ class Session:
             'label': np.zeros(rows, np.int32),
         }
         self.data = self.parallel.put_batches([zeros] * self.steps_per_call)
+
+    def _load_images(self, progress: bool) -> None:
+        if self._images:
+            return
+        with memory_for(
+            f'the images in {shown_path(self.config.data.path)}', 'set data.cache=stream'
+        ):
+            images, labels = pipeline.load_all(self.source, progress=progress)
+            self._images |= self.parallel.replicate({'images': images, 'labels': labels})
 
     @memory_for('weights, averages and optimizer', 'choose a smaller network (model)')
     def put(self, state: TrainState) -> None:
@@ -281,6 +296,20 @@ class Session:
         return data if jax.process_count() == 1 else self.parallel.with_stop(data, stop)
 
 
+def check_steps_per_call(config: Config, start: int) -> None:
+    """Checks that a run can resume from the step `start`.
+
+    Raises:
+      UserError: `train.steps_per_call` does not divide it.
+    """
+    asked = config.train.steps_per_call
+    if asked and start % asked:
+        raise UserError(
+            f'train.steps_per_call: {asked} does not divide {start}, the step to resume from; '
+            'set it to 0, to 1 or to a divisor'
+        )
+
+
 def choose_steps_per_call(config: Config, *, resident: bool, platform: str, start: int = 0) -> int:
     """Returns `train.steps_per_call`, or chooses a number and logs it where that is 0.
 
@@ -297,11 +326,7 @@ def choose_steps_per_call(config: Config, *, resident: bool, platform: str, star
       UserError: `train.steps_per_call` does not divide `start`.
     """
     asked = config.train.steps_per_call
-    if asked and start % asked:
-        raise UserError(
-            f'train.steps_per_call: {asked} does not divide {start}, the step to resume from; '
-            'set it to 0, to 1 or to a divisor'
-        )
+    check_steps_per_call(config, start)
     if asked > 1 and platform == 'cpu':
         logging.warning(
             'train.steps_per_call: XLA runs a loop of %d steps slowly on a CPU; 1 is faster there',

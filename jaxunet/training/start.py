@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Collection
+from typing import Any
 
 import jax
 from absl import logging
 
+from jaxunet.checkpoint.newest import newest_config
 from jaxunet.checkpoint.optimizer import endless_warmup
 from jaxunet.config import Config
+from jaxunet.config.unused import check_used
+from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.look import log_pixels
 from jaxunet.data.source import ArraySource, Source
@@ -18,8 +23,33 @@ from jaxunet.ops.backends import Kernels, choose
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import warn_of_small_limit
 from jaxunet.runtime.paths import check_local, expanded
+from jaxunet.training.budget import check_named
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.parallel import Parallel
+from jaxunet.training.tuning import for_tuning, init_from_config
+
+
+def chosen_config(
+    values: Any, named: Collection[str], workdir: pathlib.Path, given: ArraySource | None = None
+) -> tuple[Config, Config | None]:
+    """Returns the config of a run with all choices made, and that of the run in its workdir.
+
+    Args:
+      values: as for `jaxunet.data.automatic.complete`.
+      named: paths of the fields that the command line or the caller set.
+      workdir: of the run; the second config is None if it holds none.
+      given: as for `jaxunet.data.sources.open_images`.
+
+    Raises:
+      UserError: a field is wrong or has no effect, or as `check_workdir`.
+    """
+    saved = newest_config(workdir)
+    start = init_from_config(values, saved)
+    config = complete(for_tuning(values, saved, start, named), saved, start, given)
+    check_used(config, earlier=[saved] if saved else [])
+    check_workdir(config, workdir)
+    check_named(config, named)
+    return config, saved
 
 
 def open_checked(config: Config, given: ArraySource | None = None) -> tuple[Source, Kernels]:

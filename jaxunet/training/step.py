@@ -58,25 +58,30 @@ class TrainStep:
     """One training step; called, it maps (state, batch) to (state, metrics).
 
     In a loop, a step can hand the 16-bit copies of the weights to the next one: updating them in
-    the optimizer costs less than converting the weights again.
+    the optimizer costs less than converting the weights again. Those of a teacher never change.
     """
 
     parts: StepParts
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Runs one step; see `make_train_step`."""
-        new_state, _, metrics = train_step(self.parts, state, (), batch)
+        new_state, _, metrics = train_step(self.parts, state, (), self.teacher(state), batch)
         return new_state, metrics
 
     def copies(self, state: TrainState) -> Copies:
         """Returns the copies for the first step of a loop; () = its steps hand on none."""
         return copies_of(self.parts, state.params) if self.parts.keeps_copies else ()
 
+    def teacher(self, state: TrainState) -> Copies:
+        """Returns the copies of the teacher for all steps of a loop; () = none are needed."""
+        guided = self.parts.diffusion.config.folds_guidance
+        return copies_of(self.parts, state.teacher) if guided else ()
+
     def advance(
-        self, state: TrainState, copies: Copies, batch: Batch
+        self, state: TrainState, copies: Copies, teacher: Copies, batch: Batch
     ) -> tuple[TrainState, Copies, Metrics]:
         """Runs one step of a loop; returns the new state, its copies and the metrics."""
-        return train_step(self.parts, state, copies, batch)
+        return train_step(self.parts, state, copies, teacher, batch)
 
 
 def make_train_step(
@@ -126,13 +131,14 @@ def make_train_step(
 
 
 def train_step(
-    parts: StepParts, state: TrainState, copies: Copies, batch: Batch
+    parts: StepParts, state: TrainState, copies: Copies, teacher: Copies, batch: Batch
 ) -> tuple[TrainState, Copies, Metrics]:
     """Runs one training step; see `make_train_step`.
 
     Args:
       copies: of the weights, or of this device's parts, in 16 bits, which the optimizer updates;
         () = the step makes its own and updates none.
+      teacher: copies of the teacher's weights, or of this device's parts; () = without.
 
     Returns: the new state, its copies, and the metrics.
     """
@@ -145,8 +151,7 @@ def train_step(
             keys = keys._replace(noise=noise)
     seen = state
     if parts.diffusion.config.folds_guidance:
-        teacher = network_weights(parts, state.teacher, copies_of(parts, state.teacher))
-        seen = dataclasses.replace(state, teacher=teacher)
+        seen = dataclasses.replace(state, teacher=network_weights(parts, state.teacher, teacher))
     grads, minimised, samples, simultaneous = gradients(parts, seen, params, keys, batch)
     if parts.axis_name is not None:
         axis_name, dtype = parts.axis_name, parts.config.parallel.reduce_dtype

@@ -15,6 +15,7 @@ from jaxunet.model.unet import Params
 from jaxunet.training.clock import due
 from jaxunet.training.evaluation import Evaluator, is_evaluated
 from jaxunet.training.outputs import UNetOutputs, samples_path
+from jaxunet.training.parallel import Data
 from jaxunet.training.preemption import Caller
 from jaxunet.training.resume import StartingPoint, starting_point
 from jaxunet.training.rollback import TooManySkippedError
@@ -27,14 +28,20 @@ class UNetSubject(Subject):
 
     Args:
       initial: numpy state for a workdir without checkpoints; None starts with fresh weights.
+      images: as for `Session`.
     """
 
     def __init__(
-        self, config: Config, workdir: pathlib.Path, source: Source, initial: TrainState | None
+        self,
+        config: Config,
+        workdir: pathlib.Path,
+        source: Source,
+        initial: TrainState | None,
+        images: Data | None = None,
     ) -> None:
         self.config, self.workdir, self.source = config, workdir, source
         self._initial, train = initial, config.train
-        self.session = Session(config, source)
+        self.session = Session(config, source, images)
         self._evaluator = (
             Evaluator(config, source, self.session.parallel.local_devices)
             if train.evaluate_every and jax.process_index() == 0

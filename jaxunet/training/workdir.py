@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
@@ -110,15 +111,46 @@ def opened(workdir: pathlib.Path, flag: str = '--workdir') -> Iterator[Lock]:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f'{flag}: {workdir}: cannot be made'
-            f'{why_missing(workdir) or f": {error.strerror or error}"}; choose another'
-        ) from None
+        raise _unmade(workdir, flag, error) from None
     with contextlib.closing(Lock(workdir, flag)) as lock:
         if jax.process_index() == 0:
             for folder in (workdir, workdir / 'samples', workdir / SNAPSHOTS):
                 remove_left(folder)
         yield lock
+
+
+def check_makeable(workdir: pathlib.Path, flag: str = '--workdir') -> None:
+    """Checks that `opened` could make the workdir and write to it; changes nothing.
+
+    Another run may hold the lock.
+
+    Raises:
+      UserError: as `opened`.
+    """
+    check_local(workdir, flag)
+    nearest = workdir
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    there = nearest == workdir
+    if not nearest.is_dir():
+        raise _unmade(workdir, flag, _error(errno.EEXIST if there else errno.ENOTDIR))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        refused = _unwritable if there else _unmade
+        raise refused(workdir, flag, _error(errno.EACCES))
+
+
+def _error(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
+
+
+def _unmade(workdir: pathlib.Path, flag: str, error: OSError) -> UserError:
+    why = why_missing(workdir) or f': {error.strerror or error}'
+    return UserError(f'{flag}: {workdir}: cannot be made{why}; choose another')
+
+
+def _unwritable(workdir: pathlib.Path, flag: str, error: OSError) -> UserError:
+    why = error.strerror or error
+    return UserError(f'{flag}: {workdir}: cannot be written: {why}; choose another')
 
 
 def _locked(workdir: pathlib.Path, flag: str) -> TextIO:
@@ -131,9 +163,7 @@ def _locked(workdir: pathlib.Path, flag: str) -> TextIO:
     try:
         file = (workdir / FILE).open('w')
     except OSError as error:
-        raise UserError(
-            f'{flag}: {workdir}: cannot be written: {error.strerror or error}; choose another'
-        ) from None
+        raise _unwritable(workdir, flag, error) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

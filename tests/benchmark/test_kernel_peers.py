@@ -127,6 +127,33 @@ def test_a_peer_that_fails_or_differs_is_left_out(monkeypatch, caplog) -> None:
         assert f'toy forward, case, batch 4: {text}' in caplog.text
 
 
+@pytest.mark.parametrize('peer', ['pytorch', 'cudnn'])
+def test_peers_are_measured_where_no_backend_runs(peer, monkeypatch) -> None:
+    """One that fails leaves XLA's time alone."""
+    both, alone = toy('both'), toy('alone')
+    xla = {'xla': both.sides['xla']}
+    if peer == 'pytorch':
+        monkeypatch.setattr(
+            peers,
+            'with_pytorch',
+            lambda wanted: [
+                m._replace(sides={**m.sides, 'pytorch': m.sides['xla']}) for m in wanted
+            ],
+        )
+        monkeypatch.setattr(peers, 'fetched', lambda peer, result: result)
+        wanted = [both._replace(sides=xla)]
+    else:
+        wanted = [both._replace(sides={**xla, peer: both.sides['xla']}), alone._replace(sides=xla)]
+    (m,) = kernels.comparable(wanted, [peer])
+    assert list(m.sides) == ['xla', peer]
+    found = [ORIGIN | row for row in measured(m, m._replace(case='failed', sides=xla))]
+    assert kernel_table.summary(found) == ''
+    table = kernel_table.tables(found)
+    assert table == kernel_table.beside_peers(found)
+    assert '| `toy` | forward | both | 4 | 30.0 | 9.0 | – |' in table
+    assert '| `toy` | forward | failed | 4 | 30.0 | – | – |' in table
+
+
 def test_unknown_and_missing_peers(monkeypatch) -> None:
     with pytest.raises(UserError, match=r'--peers: .*did you mean "pytorch"'):
         peers.backends(['pytorhc'])

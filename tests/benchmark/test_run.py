@@ -200,10 +200,11 @@ def test_mistakes(changes: dict[str, list[str] | int], message: str) -> None:
         plan(**changes)
 
 
-def test_a_file_that_cannot_be_written_ends_first(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize('more', [(), ('--dry_run',)])
+def test_a_file_that_cannot_be_written_ends_first(more, tmp_path: pathlib.Path) -> None:
     """Even before the images are opened."""
     images = '--config.data.path=missing.npz'
-    message = call('jaxunet.benchmark', *flags(), images, f'--output={tmp_path}', code=2)
+    message = call('jaxunet.benchmark', *flags(), images, f'--output={tmp_path}', *more, code=2)
     assert message.startswith(f'error: --output: {tmp_path}: cannot be written')
 
 

@@ -239,6 +239,46 @@ def test_dry_run_tells_of_the_run_in_the_workdir(run, tmp_path):
     assert f'error: {run} holds a run with another config' in other
 
 
+def test_dry_run_says_what_the_run_would_say(run, tmp_path):
+    """Errors that depend on the command and its files alone, in the words of the run."""
+    file, link = tmp_path / 'file', tmp_path / 'link'
+    file.touch()
+    link.symlink_to('nowhere')
+    rates = ','.join(f'0.{number}' for number in range(900, 965))
+    train = '--config.train.'
+    longer = [f'{train}{name}=4' for name in ('log_every', 'checkpoint_every', 'steps_per_call')]
+    cases = [
+        ([f'--workdir={file}'], f'--workdir: {file}: cannot be made: File exists; choose another'),
+        ([f'--workdir={file}/run'], f'{file}/run: cannot be made: Not a directory; choose another'),
+        ([f'--workdir={link}'], f'{link} is a link to nowhere, which is missing or a loop; choose'),
+        (['--restarts=2', '--num_processes=2'], '--restarts: expected one process, or processes'),
+        (['--coordinator=localhost:1'], '--num_processes: missing; a start by hand needs'),
+        (['--config.backend=cuda', f'--config.ema.rates={rates}'], '65 averages of the weights; '),
+        (
+            [f'{train}evaluate_every=2', '--config.evaluation.features=nowhere.npz'],
+            "--features: expected inception or .*, found no file 'nowhere.npz'",
+        ),
+        (
+            [f'--workdir={run}', *longer, f'{train}steps=8'],
+            'train.steps_per_call: 4 does not divide 6, the step to resume from; set it to 0',
+        ),
+    ]
+    results = call_each(
+        [['jaxunet.train', '--dry_run', *SMALL, *each] for each, _ in cases], tmp_path
+    )
+    for (_, told), (code, _, error) in zip(cases, results, strict=True):
+        assert (code, error.count('error: ')) == (2, 1), error
+        assert re.search(told, error), error
+    assert file.is_file()
+
+
+def test_dry_run_tells_what_this_machine_lacks(tmp_path):
+    """The run may start on another one."""
+    out = call('jaxunet.train', '--dry_run', *SMALL, '--config.parallel.devices=8', folder=tmp_path)
+    assert 'parameters: ' in out
+    assert 'parallel.devices: 8 asked for, but this machine has 1 (cpu); a run on this ' in out
+
+
 def test_a_run_is_not_written_between_its_images(tmp_path):
     image = encoded(random_pixels(0, (20, 30, 3)))
     folder = put(tmp_path, {'0.png': image, '1.png': image}, 'folder')

@@ -91,6 +91,21 @@ def test_help_of_a_command_shows_it_as_it_was_started():
     assert 'python -m' not in text
 
 
+def test_help_of_train_starts_without_jax():
+    """JAX and what builds on it take a second to import, and the flags need none of it."""
+    program = (
+        'import runpy, sys\n'
+        "sys.argv[:] = ['train', '--help']\n"
+        'try:\n'
+        "    runpy.run_module('jaxunet.train', run_name='__main__')\n"
+        'except SystemExit as end:\n'
+        f'    print(end.code, [name for name in {HEAVY[:3]} if name in sys.modules])\n'
+    )
+    printed = run(python=('-c', program)).stdout
+    assert '--restarts' in printed
+    assert printed.endswith('\n0 []\n')
+
+
 def test_ctrl_c_ends_a_command_quietly_while_it_is_imported(monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['jaxunet', 'train', '--dry_run'])
     monkeypatch.setattr(program, '_by_script', False)

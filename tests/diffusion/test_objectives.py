@@ -147,6 +147,19 @@ def test_decoder_is_a_distribution_over_pixel_values():
         assert float(jnp.exp(-nll).sum()) == pytest.approx(1, abs=1e-5)
 
 
+def test_decoder_of_16_bits_is_a_distribution_over_their_values():
+    """Against float64 at every value; the outermost bins alone extend to infinity."""
+    grid = np.arange(2**16) / 32767.5 - 1
+    x0 = jnp.asarray(grid, jnp.float32).reshape(1, 256, 256, 1)
+    edges = np.concatenate([[-np.inf], (grid[1:] + grid[:-1]) / 2, [np.inf]])
+    for mean, std in ((0.1, 0.02), (-0.9999, 0.01), (0.9, 1.0)):
+        nll = objectives.discretized_gaussian_nll(
+            x0, jnp.full_like(x0, mean), jnp.full_like(x0, 2 * math.log(std)), bits=16
+        )
+        exact = np.diff(scipy.stats.norm.cdf(edges, mean, std))
+        np.testing.assert_allclose(np.exp(-nll).ravel(), exact, rtol=0.01, atol=1e-6 * exact.max())
+
+
 @pytest.mark.parametrize('side', [-1, 1])
 def test_decoder_is_accurate_in_both_tails(side):
     """Against float64 where the mass is as small as 1e-9, on either side of the mean."""

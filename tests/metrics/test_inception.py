@@ -254,6 +254,12 @@ def test_weights_of_another_network(state, tmp_path):
         UserError, match=r"ends in \.pth, \.pt, \.npz, \.safetensors, found '\.bin'"
     ):
         read_state(tmp_path / 'w.bin')
+    with (tmp_path / 'large.pth').open('wb') as file:
+        file.truncate(2**29 + 1)
+    with pytest.raises(
+        UserError, match=r'large\.pth: .* in at most 536,870,912 bytes, found 536,870,913; give'
+    ):
+        read_state(tmp_path / 'large.pth')
 
 
 def test_download_is_kept_and_checked(tmp_path, monkeypatch):

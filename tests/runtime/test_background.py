@@ -13,7 +13,7 @@ from support.commands import ROOT
 from support.tiny import tiny_config
 
 from jaxunet.data.sources import open_images
-from jaxunet.runtime import background
+from jaxunet.runtime import beside_steps
 from jaxunet.runtime.background import Background
 from jaxunet.sweep.measure import Programs
 from jaxunet.training.held_out import HeldOutLoss
@@ -132,14 +132,14 @@ def test_a_thread_that_cannot_start_does_not_run(monkeypatch: pytest.MonkeyPatch
 def test_which_devices_are_several_gpus() -> None:
     gpu, cpu = SimpleNamespace(platform='gpu'), SimpleNamespace(platform='cpu')
     cases = [([gpu], False), ([gpu, gpu], True), ([cpu, cpu], False)]
-    assert [background._several_gpus(devices) for devices, _ in cases] == [e for _, e in cases]
+    assert [beside_steps._several_gpus(devices) for devices, _ in cases] == [e for _, e in cases]
 
 
 @pytest.mark.usefixtures('alone')
 @pytest.mark.parametrize('devices', [1, 2])
 def test_nothing_compiles_beside_steps_on_several_gpus(devices, tmp_path, monkeypatch) -> None:
     """Their collectives may wait for ever; steps on one GPU do not wait for the compiler."""
-    monkeypatch.setattr(background, '_several_gpus', lambda found: len(found) > 1)
+    monkeypatch.setattr(beside_steps, '_several_gpus', lambda found: len(found) > 1)
     compile_loss, call = HeldOutLoss.compile, Session.call
     stepped, beside = threading.Event(), []
 

@@ -11,6 +11,7 @@ from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.newest import newest_config
 from jaxunet.checkpoint.optimizer import learning_rate_schedule
 from jaxunet.config import resolve, to_dict
+from jaxunet.data import pipeline
 from jaxunet.data.automatic import complete, steps_within
 from jaxunet.data.sources import open_images
 from jaxunet.runtime.errors import UserError
@@ -66,7 +67,7 @@ def test_a_step_is_timed(source, monkeypatch):
 
 
 def test_a_step_is_timed_in_calls_as_long_as_those_of_the_run(source, monkeypatch):
-    def session(config, _):
+    def session(config, *_):
         raise LookupError(config)
 
     monkeypatch.setattr(budget, 'Session', session)
@@ -108,6 +109,21 @@ def test_a_run_ends_with_its_budget_and_resumes_bit_for_bit(source, tmp_path, mo
     whole, parts = (checkpoint.read(tmp_path / name) for name in ('whole', 'parts'))
     jax.tree.map(np.testing.assert_array_equal, parts.state, whole.state)
     assert (whole.config.train.steps, whole.config.train.minutes) == (12, 0.001)
+
+
+def test_a_run_with_a_budget_decodes_a_resident_set_once(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, 'TIMED_SECONDS', 0.01)
+    loads, load_all = [], pipeline.load_all
+    monkeypatch.setattr(
+        pipeline, 'load_all', lambda *args, **kwargs: loads.append(0) or load_all(*args, **kwargs)
+    )
+    config = config_of(1e-4)
+    assert config.data.cache == 'auto'
+    assert train(config, tmp_path / 'timed', source) > 0
+    assert len(loads) == 1
+    monkeypatch.setattr(budget, 'step_seconds', lambda *_: 0.005)
+    steps = train(config_of(1e-4), tmp_path / 'given', source)
+    assert (steps, len(loads)) == (1, 2)
 
 
 def test_another_budget_of_a_run_counts_the_time_of_its_first_step():

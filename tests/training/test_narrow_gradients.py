@@ -25,6 +25,14 @@ def narrow_benches(source):
         'one': {},
         'devices': {'parallel': {'devices': 2}},
         'micro_batches': {'optimizer': {'accumulate_steps': 2}},
+        'teacher': {
+            'diffusion': {
+                'objective': 'consistency',
+                'consistency_of': 'edm',
+                'consistency_q': 64,
+                'consistency_guidance': 2.0,
+            }
+        },
     }
     return functools.cache(lambda spread: Bench(config.replace(**spreads[spread]), source))
 
@@ -45,16 +53,20 @@ def test_the_update_takes_narrow_gradients_and_sums_are_wide(spread, narrow, nar
 
 @pytest.mark.parametrize(
     'spread',
-    ['one', *(pytest.param(name, marks=pytest.mark.long) for name in ('devices', 'micro_batches'))],
+    [
+        'one',
+        'teacher',
+        *(pytest.param(name, marks=pytest.mark.long) for name in ('devices', 'micro_batches')),
+    ],
 )
 def test_a_loop_keeps_the_copies_of_the_weights(spread, narrow_benches):
-    """In a loop, the weights are narrowed once; steps give the same bits as one by one."""
+    """In a loop, all weights are narrowed once; steps give the same bits as one by one."""
     bench = narrow_benches(spread)
     bench.restart()
     loop = bench.parallel.lower(bench.make, bench.state, bench.resident, 3)
     program = loop.as_text()
-    assert program.count('@jaxunet_narrow(') == 1
-    assert program.index('@jaxunet_narrow(') < program.index('stablehlo.while')
+    assert program.count('@jaxunet_narrow(') == (2 if spread == 'teacher' else 1)
+    assert program.rindex('@jaxunet_narrow(') < program.index('stablehlo.while')
     assert 'copies = true' in program
     bench.losses(3)
     want = jax.device_get(bench.state)

@@ -1,6 +1,7 @@
 """Training with the objectives of continuous noise levels: devices, adaptive methods, files."""
 
 import itertools
+import math
 import re
 
 import jax
@@ -13,9 +14,13 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import CHOICES
 from jaxunet.config.checks import INVALID
+from jaxunet.data.holdout import hold_out
+from jaxunet.data.reading import Reading
+from jaxunet.data.source import ArraySource
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.held_out import HeldOutLoss
 from jaxunet.weights.files import read_weights, write_weights
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -140,3 +145,21 @@ def test_files_of_guided_diffusion_refuse_other_objectives(objective, tmp_path):
     assert not list(tmp_path.iterdir())
     write_weights(tmp_path / 'a.safetensors', params, config)
     assert read_weights(tmp_path / 'a.safetensors').config.diffusion.objective == objective
+
+
+def test_images_of_16_bits_have_the_likelihood_of_their_bins():
+    """In both losses of a run, here of the last step alone: the same floats in narrower bins."""
+    pixels = np.random.default_rng(0).integers(64, 192, (16, 8, 8, 1), np.uint8)
+    losses = []
+    for bits, images in ((8, pixels), (16, 257 * pixels.astype(np.uint16))):
+        config = tiny_config(
+            model={'num_classes': 0, 'label_dropout': 0.0},
+            diffusion={'objective': 'x0', 'kl_loss': True, 'steps': 1, 'schedule': 'cosine'},
+            data={'bits': bits},
+            parallel={'devices': 1},
+        )
+        source = ArraySource('random', images, images.shape[1:], reading=Reading.of(config))
+        step_loss, _ = Bench(config, source).losses(1)
+        held_out = HeldOutLoss(config, hold_out(source, 8), jax.local_devices()[:1])
+        losses.append([step_loss, *held_out.measure(fresh_state(config).params).held_out])
+    np.testing.assert_allclose(np.subtract(*losses[::-1]), math.log2(257), atol=0.01)

@@ -9,7 +9,7 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_images
-from jaxunet.runtime import background
+from jaxunet.runtime import beside_steps
 from jaxunet.runtime.out_of_memory import OutOfMemoryError
 from jaxunet.sampling.generator import Generator
 from jaxunet.training.held_out import HeldOutLoss
@@ -86,7 +86,7 @@ def test_images_that_do_not_fit(tmp_path, monkeypatch):
 )
 def test_programs_that_do_not_fit_beside_the_step(program, every, what, tmp_path, monkeypatch):
     """On several GPUs they are compiled before the first step."""
-    monkeypatch.setattr(background, '_several_gpus', lambda devices: len(devices) > 1)
+    monkeypatch.setattr(beside_steps, '_several_gpus', lambda devices: len(devices) > 1)
     monkeypatch.setattr(program, 'compile', exhaust)
     with pytest.raises(OutOfMemoryError, match=f'^{what}{FULL}'):
         run(tmp_path, **{every: 3})

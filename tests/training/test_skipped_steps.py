@@ -13,6 +13,7 @@ from support.tiny import tiny_config
 from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.recent_norms import FEWEST, WINDOW, RecentNorms
 from jaxunet.checkpoint.store import Checkpoints, read
+from jaxunet.data import pipeline
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -152,10 +153,15 @@ def fate(monkeypatch):
 
 
 @pytest.mark.long
-def test_the_second_try_draws_other_numbers(begin, fate, source, tmp_path, caplog):
+def test_the_second_try_draws_other_numbers(begin, fate, source, tmp_path, monkeypatch, caplog):
+    """It trains on the images that the first has put on the device."""
     fate += [begin.rng]
-    run = tmp_path / 'run'
+    run, load_all, loads = tmp_path / 'run', pipeline.load_all, []
+    monkeypatch.setattr(
+        pipeline, 'load_all', lambda *args, **kwargs: loads.append(0) or load_all(*args, **kwargs)
+    )
     assert train(going_back(rollbacks=1, steps=7), run, source, begin) == 7
+    assert len(loads) == 1
     assert (
         f'step 7: 3 steps in a row were skipped; going back to the checkpoint of step {FIRST_BAD}, '
         'with other random numbers (rollback 1)'

@@ -122,15 +122,14 @@ def main(argv: Sequence[str]) -> int:
     for backend in installed():
         if missing := backend.unavailable():
             logging.info('without the %s: %s', backend.title, missing)
-    wanted = kernels.comparable(wanted)
-    if peers.PYTORCH in PEERS.value:
-        wanted = peers.with_pytorch(wanted)
+    wanted = kernels.comparable(wanted, PEERS.value)
     measured, late = measure_ops(wanted, target, output)
     failed = [row for row in measured if row['error']]
     if len(failed) < len(measured):
-        print(kernel_table.summary(measured))
+        parts = [kernel_table.summary(measured)]  # '' of other libraries alone
         if PEERS.value:
-            print(f'\n{kernel_table.beside_peers(measured)}')
+            parts.append(kernel_table.beside_peers(measured))
+        print('\n\n'.join(filter(None, parts)))
     if late:
         print(f'\nNot compiled within {SECONDS.value:g} s, {len(late)} of {len(wanted)}:')
         print('\n'.join(f'  {measurement.name}' for measurement in late))

@@ -99,12 +99,17 @@ def select(
     return selected
 
 
-def comparable(wanted: Sequence[Measurement]) -> list[Measurement]:
+def comparable(wanted: Sequence[Measurement], names: Sequence[str] = ()) -> list[Measurement]:
     """Returns the measurements that have a side beside XLA.
+
+    Args:
+      names: the peers that were asked for; PyTorch becomes a side, as the others are already.
 
     Raises:
       UserError: there is none.
     """
+    if peers.PYTORCH in names:
+        wanted = peers.with_pytorch(wanted)
     several = [m for m in wanted if len(m.sides) > 1]
     if not several:
         raise UserError(

@@ -49,7 +49,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         if row.get('kind') != 'kernel' or row.get('error') is not None:
             continue
-        sides = suffixes(row) or {next(iter(KERNELS)): ''}
+        sides = suffixes(row)
         fields = dict.fromkeys(NEEDED, str) | {
             'batch': int,
             'us_xla': NUMBER,
@@ -57,6 +57,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
             'versions': dict,
         }
         fields |= {name: NUMBER for name in RATES if row.get(name) is not None}
+        fields |= {f'us_{name}': NUMBER for name in PEERS if f'us_{name}' in row}
         for side, suffix in sides.items():
             fields |= dict.fromkeys((f'us_{side}', f'ratio{suffix}', f'gbps{suffix}'), NUMBER)
             rate = f'tflops{suffix}'  # null for ops without products
@@ -106,7 +107,8 @@ def by_backend(rows: Iterable[Row]) -> list[Row]:
 def summary(rows: Iterable[Row]) -> str:
     """Returns Markdown: XLA's time over the kernels', geometric mean and minimum, and a verdict.
 
-    One table for each device and backend, one line for each op, direction and batch size.
+    One table for each device and backend, one line for each op, direction and batch size. '' for
+    rows of other libraries alone.
     """
     devices: dict[tuple[str, str], dict[tuple[object, ...], list[Row]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
@@ -149,8 +151,13 @@ def summary(rows: Iterable[Row]) -> str:
 
 
 def tables(rows: Iterable[Row]) -> str:
-    """Returns Markdown: the summary, then a table of cases for each backend, op and direction."""
+    """Returns Markdown: the summary, then a table of cases for each backend, op and direction.
+
+    Rows of other libraries alone make the table of `beside_peers`.
+    """
     rows = latest(rows)
+    if not any(map(suffixes, rows)):
+        return beside_peers(rows)
     parts: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
     for row in by_backend(rows):
         parts[row['device'], row['backend'], row['op'], row['direction']].append(row)
