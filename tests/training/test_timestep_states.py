@@ -152,7 +152,8 @@ def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tm
         if name not in ('loss', 'timesteps')
     }
     checkpoints = checkpoint.Checkpoints(tmp_path / 'old', keep=3)
-    checkpoints.save(6, old, config)
+    of_then = jax.tree_util.register_dataclass(dataclasses.make_dataclass('OldState', old))
+    checkpoints.save(6, of_then(**old), config)
     checkpoints.wait()
     checkpoints.close()
     meta = tmp_path / 'old' / 'checkpoints' / '6' / 'meta' / 'metadata'
