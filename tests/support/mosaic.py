@@ -384,13 +384,13 @@ def _when(condition: Any) -> Callable[[Task], None]:
     return lambda body: body() if condition else None
 
 
-def _fori_loop(start: Any, stop: Any, body: Callable[[int, Any], Any], state: Any) -> Any:
+def _fori_loop(start: Any, stop: Any, body: Callable[[np.int32, Any], Any], state: Any) -> Any:
     for n in range(int(start), int(stop)):
-        state = body(n, state)
+        state = body(np.int32(n), state)
     return state
 
 
-def _pl_loop(start: Any, stop: Any) -> Callable[[Callable[[int], None]], None]:
+def _pl_loop(start: Any, stop: Any) -> Callable[[Callable[[np.int32], None]], None]:
     return lambda body: _fori_loop(start, stop, lambda n, _: body(n), None)
 
 
