@@ -180,7 +180,6 @@ def test_weight_gradients_are_merged(one, monkeypatch):
 def folder(tmp_path, monkeypatch):
     """A folder of outputs; the process afterwards is as before."""
     monkeypatch.setattr(sys, 'path', [*sys.path])
-    monkeypatch.setenv('JAX_FP8_OPS', '')
     monkeypatch.setattr(fp8, 'interrupt_when_terminated', lambda: None)
     monkeypatch.setattr(fp8.compiled_cache, 'enable_compilation_cache', lambda: None)
     yield tmp_path
