@@ -21,6 +21,9 @@ that backend=auto follows on this kind of device, with these versions and this p
 PyTorch needs memory on the same GPU: with `--peers`, JAX allocates on demand
 (XLA_PYTHON_CLIENT_PREALLOCATE=false, unless that variable is set). Neither JAX nor PyTorch returns
 memory while a case runs, so all sides must fit in memory together.
+
+To measure many cases soon, start a command for each at once, with the same `--lock FILE`:
+they compile beside each other, and each measures alone. Only `compile s` becomes longer.
 """
 
 from __future__ import annotations
@@ -83,6 +86,12 @@ SYNTHETIC = flags.DEFINE_bool(
     'synthetic', False, 'Random images instead of data.path: times do not depend on pixels.'
 )
 OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
+LOCK = flags.DEFINE_string(
+    'lock',
+    '',
+    'File that several benchmarks on one GPU share: they compile beside each other, and each '
+    'measures alone.',
+)
 TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
 CHOOSE = flags.DEFINE_bool(
     'choose',
@@ -91,7 +100,7 @@ CHOOSE = flags.DEFINE_bool(
     f'{choices.VARIABLE} names the file; default: choices.json in the cache folder.',
 )
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
-of_user(OUTPUT, TABLE)
+of_user(OUTPUT, LOCK, TABLE)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,6 +121,7 @@ def main(argv: Sequence[str]) -> int:
         rounds=ROUNDS.value,
         steps=STEPS.value,
         sampling=Sampling(SAMPLED_IMAGES.value, SAMPLING_STEPS.value),
+        lock=LOCK.value,
     )
     command = shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])
     if CHOOSE.value:
@@ -120,6 +130,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     check_sampling_flags(plan)
     check_file(OUTPUT.value, '--output')
+    if LOCK.value:
+        check_file(LOCK.value, '--lock')
     if DRY_RUN.value:
         dry_run(plan)
         return 0
@@ -171,7 +183,7 @@ def check_choose_flags(config: Config) -> None:
             f'backend: found {config.backend}; --choose times every backend that runs here, and '
             'only backend=auto follows its file; set it to auto'
         )
-    for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT, SAMPLED_IMAGES, SAMPLING_STEPS):
+    for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT, LOCK, SAMPLED_IMAGES, SAMPLING_STEPS):
         if flag.present:
             raise UserError(
                 f'--{flag.name}: --choose times whole steps of every backend that runs here, and '

@@ -78,6 +78,7 @@ class Benchmark(NamedTuple):
       rounds: turns of each side.
       steps: steps of one turn; None: chosen by `timing.turn_steps`.
       sampling: what the direction `sample` draws.
+      lock: file that benchmarks on this GPU share (`sharing`); '' if none does.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Benchmark(NamedTuple):
     rounds: int
     steps: int | None
     sampling: Sampling = Sampling()
+    lock: str = ''
 
     def cases(self) -> Iterator[tuple[str, int]]:
         """Yields (precision, batch size) in the order of the run."""
@@ -109,6 +111,7 @@ def make_plan(
     rounds: int,
     steps: int | None,
     sampling: Sampling = Sampling(),  # noqa: B008 (it cannot change)
+    lock: str = '',
 ) -> Benchmark:
     """Returns the plan of these flags.
 
@@ -150,6 +153,7 @@ def make_plan(
         rounds=rounds,
         steps=steps,
         sampling=sampling,
+        lock=lock,
     )
 
 

@@ -6,6 +6,7 @@ A side that fails gets a row with its error.
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from absl import logging
 
-from jaxunet.benchmark import sampling
+from jaxunet.benchmark import sampling, sharing
 from jaxunet.benchmark.cases import PYTORCH, Benchmark, Competitor, Prepared
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import JaxSide
@@ -56,14 +57,7 @@ def run(plan: Benchmark, source: Source, command: str) -> Iterator[Row]:
     origin |= {'devices': 1, 'command': command, 'config': plan.name, 'images': source.name}
     flops = estimate.forward_flops(plan.config)
     for precision in plan.precisions:
-        rates = measure_rates(precision)
-        logging.info(
-            '%s: %s matrix product %.3g TFLOP/s, copy %.4g GB/s',
-            origin['device'],
-            precision,
-            rates.matmul_flops / 1e12,
-            rates.copy_bytes / 1e9,
-        )
+        rates = functools.cache(functools.partial(_rates, origin['device'], precision))
         state = fresh_state(plan.config.replace(precision=precision))
         for size in plan.batch_sizes:
             config = plan.config.replace(precision=precision, data={'batch_size': size})
@@ -73,24 +67,40 @@ def run(plan: Benchmark, source: Source, command: str) -> Iterator[Row]:
                 'rounds': plan.rounds,
                 'steps_per_round': plan.steps,
             }
-            case |= {
-                'matmul_flops': rates.matmul_flops,
-                'copy_bytes_per_s': rates.copy_bytes,
-                'forward_flops': flops * size,
-            }
+            case |= {'forward_flops': flops * size}
             yield from _case(plan, config, source, state, case, rates)
             _release(plan)
 
 
+def _rates(device: str, precision: str) -> Rates:
+    rates = measure_rates(precision)
+    logging.info(
+        '%s: %s matrix product %.3g TFLOP/s, copy %.4g GB/s',
+        device,
+        precision,
+        rates.matmul_flops / 1e12,
+        rates.copy_bytes / 1e9,
+    )
+    return rates
+
+
 def _case(
-    plan: Benchmark, config: Config, source: Source, state: TrainState, case: Row, rates: Rates
+    plan: Benchmark,
+    config: Config,
+    source: Source,
+    state: TrainState,
+    case: Row,
+    rates: Callable[[], Rates],
 ) -> Iterator[Row]:
     """Yields the rows of all directions of one precision and batch size."""
+    with sharing.compiling(plan.lock):
+        made = {name: _try(make_side, name, config, source, state) for name in plan.sides}
     sides: dict[str, Competitor] = {}
-    for name in plan.sides:
-        side = _try(make_side, name, config, source, state)
+    for name, side in made.items():
         if isinstance(side, Exception):
             yield case | {
+                'matmul_flops': rates().matmul_flops,
+                'copy_bytes_per_s': rates().copy_bytes,
                 'backend': name,
                 'direction': 'all',
                 'reference': plan.sides[0],
@@ -112,29 +122,31 @@ def make_side(name: str, config: Config, source: Source, state: TrainState) -> C
 
 
 def _direction(
-    plan: Benchmark, sides: Mapping[str, Competitor], direction: str, case: Row, rates: Rates
+    plan: Benchmark,
+    sides: Mapping[str, Competitor],
+    direction: str,
+    case: Row,
+    rates: Callable[[], Rates],
 ) -> Iterator[Row]:
     """Times the sides of a case in one direction; yields a row for each."""
-    built: dict[str, Prepared | Exception] = {}
-    for name, side in sides.items():
-        logging.info(
-            '%s, %s, batch %d, %s: %s',
-            plan.name,
-            case['precision'],
-            case['batch_size'],
-            direction,
-            name,
-        )
-        built[name] = _try(_prepare, side, direction, plan)
+    with sharing.compiling(plan.lock):
+        built = {
+            name: _try(_prepare, name, side, direction, plan, case) for name, side in sides.items()
+        }
     ready = {name: prepared for name, prepared in built.items() if isinstance(prepared, Prepared)}
     runs = {name: prepared.run for name, prepared in ready.items()}
     alone = {
         f'{n}{ALONE}': prepared.alone for n, prepared in ready.items() if prepared.alone is not None
     }
     unit = max((prepared.unit for prepared in ready.values()), default=1)
-    steps = steps_of_turn(runs, plan.steps, unit)
     meter = Meter(open_gpu())
-    times = interleave(runs | alone, rounds=plan.rounds, steps=steps, turn=meter.turn)
+    with sharing.measuring(plan.lock):
+        case = case | {
+            'matmul_flops': rates().matmul_flops,
+            'copy_bytes_per_s': rates().copy_bytes,
+        }
+        steps = steps_of_turn(runs, plan.steps, unit)
+        times = interleave(runs | alone, rounds=plan.rounds, steps=steps, turn=meter.turn)
     first = times.get(plan.sides[0])
     reference = first if isinstance(first, list) else None
     for name, prepared in built.items():
@@ -151,15 +163,23 @@ def _direction(
         elif isinstance(network, Exception):
             yield row | {'error': describe_error(network)}
         else:
-            numbers = measured(ready[name], outcome, reference, row, rates)
+            numbers = measured(ready[name], outcome, reference, row, rates())
             numbers |= meter.numbers(name, steps * row['batch_size'])
             yield row | numbers | (_share(plan, outcome, network) if network else {})
     for prepared in ready.values():
         prepared.close()
 
 
-def _prepare(side: Competitor, direction: str, plan: Benchmark) -> Prepared:
+def _prepare(name: str, side: Competitor, direction: str, plan: Benchmark, case: Row) -> Prepared:
     """Compiles a direction of a side; only jaxunet's sides draw samples."""
+    logging.info(
+        '%s, %s, batch %d, %s: %s',
+        plan.name,
+        case['precision'],
+        case['batch_size'],
+        direction,
+        name,
+    )
     if direction == 'sample' and isinstance(side, JaxSide):
         return sampling.prepare(side.config, side.start.params, plan.sampling, side.notes)
     return side.prepare(direction)

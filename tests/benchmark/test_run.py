@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from support.benchmarks import FIELDS, MEASURED, available, plan
 from support.commands import call
 from support.tiny import flags, tiny_config
 
-from jaxunet.benchmark import run, table
+from jaxunet.benchmark import run, sharing, table
 from jaxunet.benchmark.cases import DEFAULT_DIRECTIONS, Competitor, Prepared, Sampling
 from jaxunet.benchmark.device import Rates
 from jaxunet.benchmark.jax_side import synthetic_source
@@ -220,3 +221,34 @@ def test_peers_need_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'pip install "jaxunet\[peers\]"'):
         plan(peers=['pytorch'])
+
+
+def test_benchmarks_with_one_lock_compile_together_and_measure_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, 'measure_rates', lambda precision: Rates(1e12, 1e12))
+    lock, compiled, found = str(tmp_path / 'lock'), threading.Event(), []
+    prepare = run._prepare
+
+    def prepared(*arguments: object) -> Prepared:
+        try:
+            return prepare(*arguments)  # type: ignore[arg-type]
+        finally:
+            compiled.set()
+
+    monkeypatch.setattr(run, '_prepare', prepared)
+    wanted = plan(directions=['forward'])._replace(lock=lock)
+
+    def benchmark() -> None:
+        found.extend(run.run(wanted, synthetic_source(wanted.config), ''))
+
+    thread = threading.Thread(target=benchmark)
+    with sharing.measuring(lock):
+        thread.start()
+        assert not compiled.wait(1)
+    with sharing.compiling(lock):
+        assert compiled.wait(60)
+        thread.join(1)
+        assert not found
+    thread.join(60)
+    assert [row['error'] for row in found] == [None]

@@ -1,0 +1,40 @@
+"""Several benchmarks on one GPU: they compile beside each other, and each measures alone."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import pathlib
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def compiling(lock: str) -> Iterator[None]:
+    """Waits until no benchmark with this lock file measures, and lets none begin to measure.
+
+    Args:
+      lock: a file, made if there is none; '' if the GPU is not shared.
+    """
+    with _held(lock, fcntl.LOCK_SH):
+        yield
+
+
+@contextlib.contextmanager
+def measuring(lock: str) -> Iterator[None]:
+    """Waits until no other benchmark with this lock file compiles or measures, and keeps them off.
+
+    Args:
+      lock: as for `compiling`.
+    """
+    with _held(lock, fcntl.LOCK_EX):
+        yield
+
+
+@contextlib.contextmanager
+def _held(lock: str, operation: int) -> Iterator[None]:
+    if not lock:
+        yield
+        return
+    with pathlib.Path(lock).open('a') as file:
+        fcntl.flock(file, operation)  # closing the file releases it
+        yield
