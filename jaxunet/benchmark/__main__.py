@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     config = complete(CONFIG.value)
     check_used(config)
     plan = make_plan(
-        cli.config_name(),
+        _name(config),
         config,
         backends=BACKENDS.value,
         peers=PEERS.value,
@@ -156,6 +156,13 @@ def main(argv: Sequence[str]) -> int:
             flush=True,
         )
     return 1 if failed else 0
+
+
+def _name(config: Config) -> str:
+    """Returns the config's name, with the size of the images if the command line sets it."""
+    if 'data.image_size' not in cli.named_fields(CONFIG):
+        return cli.config_name()
+    return f'{cli.config_name()} {"x".join(map(str, config.image_shape[:2]))}'
 
 
 def images(plan: Benchmark) -> Source:

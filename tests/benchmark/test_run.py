@@ -170,6 +170,8 @@ def test_dry_run_prints_the_cases() -> None:
         '--dry_run',
     )
     assert printed == 'elephants64, bfloat16, batch 32, step: auto; 3 rounds of 7 steps\n'
+    sized = ['--config.data.image_size=64', '--dry_run', '--directions=step']
+    assert call('jaxunet.benchmark', f'--config={file}', *sized).startswith('elephants64 64x64, ')
 
 
 @pytest.mark.parametrize(

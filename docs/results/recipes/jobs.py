@@ -213,16 +213,16 @@ def endings(folder: str) -> list[Job]:
     """Returns the jobs of `ENDINGS`: the first two everywhere, then each other kind once."""
     recipe, falling, *others = ENDINGS
     sets = (
-        ('elephants64', 0, 180),
+        ('objects64', 0, 180),
         ('objects64', 1, 60),
         ('elephants64', 0, 60),
         ('emoji64', 0, 60),
+        ('elephants64', 0, 180),
         ('elephants64', 1, 60),
         ('emoji64', 1, 60),
     )
     runs = [(name, *run) for run in sets for name in (recipe, falling)]
     runs += [(name, 'objects64', 0, 60) for name in others]
-    runs += [(name, 'objects64', 0, 180) for name in (recipe, falling)]
     return [ending(name, of, folder, seed=seed, seconds=s) for name, of, seed, s in runs]
 
 
