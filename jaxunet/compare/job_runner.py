@@ -287,7 +287,7 @@ class Queue:
         return len(seconds) - len(left)
 
     def _measure(self, checkpoint: Checkpoint, asked: Callable[[], bool]) -> None:
-        """Measures a checkpoint, until the limit.
+        """Measures a checkpoint, until the limit; without `resume`, to the end.
 
         Args:
           asked: returns True once a signal has asked the job to stop.
@@ -295,7 +295,7 @@ class Queue:
 
         def keep_on() -> bool:
             self._asked = asked()
-            return not self._asked and self.limit.left > 0
+            return not self._asked and (not self.resume or self.limit.left > 0)
 
         job, began = checkpoint.job, time.perf_counter()
         about: rows.Row = {'fields': {k: v for k, v in job.fields.items() if k != 'data.path'}}

@@ -29,7 +29,12 @@ from jaxunet.runtime.beside_steps import beside_steps
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.generator import Generator, StoppedError
 from jaxunet.training.conditions import SampleConditions
-from jaxunet.training.evaluation import drawn, summary_of_reference, summary_of_samples
+from jaxunet.training.evaluation import (
+    FEATURE_BATCH,
+    drawn,
+    summary_of_reference,
+    summary_of_samples,
+)
 from jaxunet.training.held_out import HeldOutLoss
 
 TRAINING = ''  # path of the reference that is the training images
@@ -81,6 +86,7 @@ class Measurements:
         self._references: dict[tuple[object, ...], ImageSummary] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
         self._held_out: dict[tuple[object, ...], HeldOutLoss] = {}
+        self._extracted: set[tuple[str, tuple[int, ...]]] = set()
         self._new: list[Callable[[], object]] = []
         self._compiling: list[Background[None]] = []
         self._devices = jax.local_devices()
@@ -118,6 +124,15 @@ class Measurements:
         if source.held_out is not None and key not in self._held_out:
             self._held_out[key] = HeldOutLoss(config, source, self._devices)
             self._new.append(self._held_out[key].compile)
+        for features in filter(None, (self.features, self._judge) if job.references else ()):
+            shape = (min(job.samples, FEATURE_BATCH), *config.image_shape[:2], 3)
+            if (features, shape) not in self._extracted:
+                self._extracted.add((features, shape))
+                self._new.append(functools.partial(self._extract, features, shape))
+
+    def _extract(self, features: str, shape: tuple[int, ...]) -> None:
+        """Compiles a feature network: choosing its convolutions takes half a minute on a GPU."""
+        jax.block_until_ready(self._network(features).extract(np.zeros(shape, np.uint8)))
 
     def compile(self, devices: Sequence[jax.Device]) -> None:
         """Compiles the programs made since the last call, beside training where that is safe.

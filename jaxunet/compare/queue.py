@@ -15,8 +15,9 @@ of each checkpoint, and only that one is measured.
 The same command continues: it skips times that have their rows, and resumes unfinished runs. A run
 saves its state at each of its times, and when the limit comes near or a signal stops it; when it is
 done, its work folder is removed. With `--noresume`, for a machine that keeps no files, a run saves
-nothing, and trains only for those of its times that fit into the rest of the limit. Each process
-needs its own `--output`; with a common folder `--claims`, processes divide the jobs.
+nothing, trains only for those of its times that fit into the rest of the limit, and is measured
+even if the limit has passed. Each process needs its own `--output`; with a common folder
+`--claims`, processes divide the jobs.
 
 Output: rows.jsonl (a row for each checkpoint and sampler), stretches.jsonl (the seconds of each
 piece of work), pictures/ (unpicked samples), logs/JOB.csv (the metrics.csv of the run), and work/.

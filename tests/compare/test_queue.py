@@ -269,6 +269,42 @@ def test_what_is_not_done_is_reported(jobs, features, tmp_path):
     assert {row['seconds'] for row in rows_of(tmp_path)} == {0.05}
 
 
+def test_a_run_that_saves_nothing_is_measured_after_the_limit(jobs, tmp_path, monkeypatch):
+    """Otherwise what it has learned would be lost."""
+    draw = Measurements._draw
+
+    def late(self, *arguments):
+        queue.limit = Limit(0.0)
+        return draw(self, *arguments)
+
+    monkeypatch.setattr(Measurements, '_draw', late)
+    job = dataclasses.replace(jobs[1], seconds=(0.05,), samplers=('heun:2',))
+    queue = make_queue(tmp_path, '', step_ms={'uniform': 20.0}, resume=False)
+    assert queue.run([job]) == []
+    assert [row['seconds'] for row in rows_of(tmp_path)] == [0.05]
+
+
+def test_feature_networks_are_compiled_beside_training(jobs, features, tmp_path, monkeypatch):
+    measurements, order = Measurements(str(features), tmp_path, str(features)), []
+    extract, measure = Measurements._extract, Measurements.measure
+
+    def compiled(self, features, shape):
+        order.append(shape)
+        extract(self, features, shape)
+
+    def measured(self, *arguments):
+        self.wait()
+        order.append('measured')
+        yield from measure(self, *arguments)
+
+    monkeypatch.setattr(Measurements, '_extract', compiled)
+    monkeypatch.setattr(Measurements, 'measure', measured)
+    job = dataclasses.replace(jobs[1], seconds=(0.05,), samplers=('heun:2',))
+    queue = make_queue(tmp_path, '', measurements=measurements, step_ms={'uniform': 20.0})
+    assert queue.run([job]) == []
+    assert order == [(20, 8, 8, 3), 'measured']
+
+
 def test_images_read_in_another_way_are_opened_anew(tmp_path):
     """Methods may differ in data.background; then they do not share their images."""
     (tmp_path / 'images').mkdir()
