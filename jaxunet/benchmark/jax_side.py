@@ -16,7 +16,8 @@ from jaxunet.benchmark.timing import Run
 from jaxunet.benchmark.traffic import bytes_moved
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
-from jaxunet.data.source import ArraySource, Source, no_labels
+from jaxunet.data.reading import Reading
+from jaxunet.data.source import Source, no_labels, of_pixels
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
 from jaxunet.model.low_res import images_of, low_res_of
@@ -30,17 +31,16 @@ Result = TypeVar('Result')
 
 def synthetic_source(config: Config) -> Source:
     """Returns random images and labels, for measuring time."""
-    rng = np.random.default_rng(config.seed)
-    images = rng.integers(0, 256, (SYNTHETIC_IMAGES, *config.loaded_shape), np.uint8)
+    rng, reading = np.random.default_rng(config.seed), Reading.of(config)
+    shape = (SYNTHETIC_IMAGES, *config.loaded_shape)
+    images = rng.integers(0, reading.top + 1, shape, reading.dtype)
     classes = config.model.num_classes
     labels = (
         rng.integers(0, classes, SYNTHETIC_IMAGES).astype(np.int32)
         if classes
         else no_labels(SYNTHETIC_IMAGES)
     )
-    return ArraySource(
-        'synthetic images', images, config.loaded_shape, labels, tuple(map(str, range(classes)))
-    )
+    return of_pixels('synthetic images', images, reading, labels, tuple(map(str, range(classes))))
 
 
 class JaxSide:

@@ -9,8 +9,9 @@ import pytest
 from jaxtyping import Array
 from support.tiny import tiny_config
 
-from jaxunet.benchmark.jax_side import model_loss, random_inputs
+from jaxunet.benchmark.jax_side import model_loss, random_inputs, synthetic_source
 from jaxunet.checkpoint.state import fresh_state
+from jaxunet.data.reading import Reading
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
 from jaxunet.model.unet import Params, build_unet
@@ -43,3 +44,12 @@ def test_the_loss_is_that_of_training(changes: dict[str, dict[str, object]]) -> 
 
     found = jax.jit(lambda p: model_loss(config, model, p, inputs))(state.params)
     np.testing.assert_allclose(found, expected(state.params), rtol=1e-5)
+
+
+def test_synthetic_images_have_the_bits_of_the_config() -> None:
+    """A step of 16-bit images reads and moves twice the bytes of 8-bit ones."""
+    config = tiny_config(data={'bits': 16, 'range': (0, 4095)})
+    source = synthetic_source(config)
+    images = source.load(np.arange(8))
+    assert (images.dtype, source.reading) == (np.uint16, Reading.of(config))
+    assert images.max() > 4095, 'random over all 65,536 levels'
