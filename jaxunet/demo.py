@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.runtime import command, compiled_cache
+from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.interrupt import importing
 from jaxunet.runtime.paths import of_user
-from jaxunet.sampling.demo_page import check_gradio, make_page
-from jaxunet.sampling.model import load
 
 CHECKPOINT = flags.DEFINE_string(
     'checkpoint', None, 'A workdir, a checkpoint in it or a weight file.', required=True
@@ -32,6 +31,10 @@ of_user(CHECKPOINT)
 def main(argv: Sequence[str]) -> None:
     """Serves the page until Ctrl-C."""
     del argv
+    with importing():  # only now, as --help needs none of it
+        from jaxunet.runtime import compiled_cache  # noqa: PLC0415
+        from jaxunet.sampling.demo_page import check_gradio, make_page  # noqa: PLC0415
+        from jaxunet.sampling.model import load  # noqa: PLC0415
     check_gradio()
     compiled_cache.enable_compilation_cache()
     page = make_page(load(CHECKPOINT.value, ema=EMA.value))

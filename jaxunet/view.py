@@ -17,8 +17,8 @@ from absl import flags
 
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.interrupt import importing
 from jaxunet.runtime.paths import expanded
-from jaxunet.training.overview import make_server
 
 PORT = flags.DEFINE_integer(
     'port', 8000, 'Port of the server; 0 = any that is free.', lower_bound=0, upper_bound=65535
@@ -27,6 +27,8 @@ PORT = flags.DEFINE_integer(
 
 def main(argv: Sequence[str]) -> None:
     """Serves the runs of a folder until Ctrl-C."""
+    with importing():  # only now, as --help needs none of it
+        from jaxunet.training.overview import make_server  # noqa: PLC0415
     if len(argv) > 2:
         raise UserError(f'expected one folder of runs, found {", ".join(argv[1:])}')
     folder = pathlib.Path(expanded(argv[1] if len(argv) == 2 else 'runs'))

@@ -16,6 +16,16 @@ def on_gpu() -> jax.Device:
     return jax.local_devices(backend='gpu')[0]
 
 
+def float32(*shapes):
+    return [(shape, jnp.float32) for shape in shapes]
+
+
+def refused(message, *call):
+    """Checks that a call, given by the fields of `Call`, raises an error of its handler."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'{call[0]}: (?:{message})'):
+        Call(*call)()
+
+
 GPU = [pytest.mark.gpu, pytest.mark.extension('_cuda')]
 DEVICES = [pytest.param(lambda: CPU, id='cpu'), pytest.param(on_gpu, id='gpu', marks=GPU)]
 
@@ -51,16 +61,8 @@ def test_wrong_calls_are_errors(seed, device):
     ],
 )
 def test_the_message_names_what_is_wrong(results, heads, message):
-    call = Call(
-        'jaxunet_attention_forward',
-        [((2, 5, 24), jnp.float32)],
-        [(r, jnp.float32) for r in results],
-        {'heads': np.int64(heads)},
-    )
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=f'jaxunet_attention_forward: (?:{message})'
-    ):
-        call()
+    qkv, attributes = float32((2, 5, 24)), {'heads': np.int64(heads)}
+    refused(message, 'jaxunet_attention_forward', qkv, float32(*results), attributes)
 
 
 @pytest.mark.parametrize('tensors', [2**16 + 1, 2**31 - 1])
@@ -72,15 +74,9 @@ def test_the_optimizers_handlers_refuse_a_huge_number_of_tensors(target, tensors
     attributes = {'chunk': np.int64(4)} if 'squares' in target else {}
     if 'adamw' in target:
         attributes = FLOATS | {'averages': np.int64(64), 'packed': np.int64(0)}
-    call = Call(
-        target,
-        [((5 + 64,), jnp.float32)],
-        [((1,), jnp.float32)],
-        attributes | {'tensors': np.int64(tensors)},
-    )
-    message = f'{target}: attribute tensors: expected 1 to 65536, found {tensors}'
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call()
+    attributes = attributes | {'tensors': np.int64(tensors)}
+    message = f'attribute tensors: expected 1 to 65536, found {tensors}'
+    refused(message, target, float32((5 + 64,)), float32((1,)), attributes)
 
 
 FLOATS = dict.fromkeys(('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay'), np.float32(0.5))
@@ -150,9 +146,7 @@ FLOATS = dict.fromkeys(('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay'), np.float3
 def test_the_optimizers_handlers_name_arrays_as_python_does(
     target, operands, results, attributes, message
 ):
-    attributes = attributes | {'tensors': np.int64(1)}
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f'{target}: {message}'):
-        Call(target, operands, results, attributes)()
+    refused(message, target, operands, results, attributes | {'tensors': np.int64(1)})
 
 
 @pytest.mark.parametrize(
@@ -187,14 +181,7 @@ def test_the_optimizers_handlers_name_arrays_as_python_does(
 )
 def test_a_linear_layer_says_what_is_wrong(operands, results, attributes, message):
     target = 'jaxunet_linear' if attributes else 'jaxunet_linear_weight_gradient'
-    call = Call(
-        target,
-        [(shape, jnp.float32) for shape in operands],
-        [(shape, jnp.float32) for shape in results],
-        attributes,
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f'{target}: {message}'):
-        call()
+    refused(message, target, float32(*operands), float32(*results), attributes)
 
 
 @pytest.mark.parametrize(
@@ -208,37 +195,21 @@ def test_a_linear_layer_says_what_is_wrong(operands, results, attributes, messag
 def test_a_convolution_says_if_its_shift_is_missing_or_unannounced(shift, operands, message):
     attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'shift': shift}
     attributes |= dict.fromkeys(('flipped', 'shortcut', 'activation'), False)
-    call = Call(
-        'jaxunet_conv3x3',
-        [(shape, jnp.float32) for shape in [(2, 3, 3, 4), (3, 3, 4, 5), *operands]],
-        [((2, 3, 3, 5), jnp.float32)],
-        attributes,
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f'jaxunet_conv3x3: {message}'):
-        call()
+    given = float32((2, 3, 3, 4), (3, 3, 4, 5), *operands)
+    refused(message, 'jaxunet_conv3x3', given, float32((2, 3, 3, 5)), attributes)
 
 
 def test_an_upsampled_convolution_says_if_its_image_has_no_channels():
-    shapes = [(2, 4, 4, 0), (2, 2, 2, 2, 0, 64), (1, 64)]
-    call = Call(
-        'jaxunet_conv3x3_upsampled',
-        [(shape, jnp.float32) for shape in shapes],
-        [((2, 8, 8, 64), jnp.float32)],
-        {'flipped': False},
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match='upsampled: x: no channels'):
-        call()
+    operands = float32((2, 4, 4, 0), (2, 2, 2, 2, 0, 64), (1, 64))
+    call = 'jaxunet_conv3x3_upsampled', operands, float32((2, 8, 8, 64)), {'flipped': False}
+    refused('x: no channels', *call)
 
 
 def test_a_weight_gradient_says_how_much_workspace_it_needs():
-    images = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32)]
-    results = [((3, 3, 4, 5), jnp.float32), ((1, 5), jnp.float32), ((189,), jnp.float32)]
+    images, results = float32((2, 3, 3, 4), (2, 3, 3, 5)), float32((3, 3, 4, 5), (1, 5), (189,))
     attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'norm': False}
-    call = Call('jaxunet_conv3x3_weight_gradient', images, results, attributes)
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match='workspace: expected at least 190 numbers, found 189'
-    ):
-        call()
+    message = 'workspace: expected at least 190 numbers, found 189'
+    refused(message, 'jaxunet_conv3x3_weight_gradient', images, results, attributes)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +241,13 @@ def test_several_weight_gradients_say_what_is_wrong(changed, dtype, workspace, m
     """The members are a convolution, whose workspace has at least 190 numbers, and a layer with 45;
     a norm of 7 channels follows.
     """
-    operands = [((2, 3, 3, size), jnp.float32) for size in (4, 5)]
-    operands += [((2, 3, 4, size), dtype) for size in (8, 5)] + [((3, 2, 7), jnp.float32)]
-    shapes = [(3, 3, 4, 5), (1, 5), (8, 5), (1, 5), (1, 7), (1, 7), (workspace,)]
+    operands = float32((2, 3, 3, 4), (2, 3, 3, 5))
+    operands += [((2, 3, 4, size), dtype) for size in (8, 5)] + float32((3, 2, 7))
+    results = float32((3, 3, 4, 5), (1, 5), (8, 5), (1, 5), (1, 7), (1, 7), (workspace,))
     attributes = {'members': np.int64(2), 'norms': np.int64(1)}
     attributes |= {'linear_0': False, 'linear_1': True}
     attributes |= {'parts_0': np.int64(1), 'residuals_0': np.int64(0), 'norm_0': False}
-    target, results = 'jaxunet_weight_gradients', [(shape, jnp.float32) for shape in shapes]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f'{target}: {message}'):
-        Call(target, operands, results, attributes | changed)()
+    refused(message, 'jaxunet_weight_gradients', operands, results, attributes | changed)
 
 
 @pytest.mark.parametrize(
@@ -290,16 +259,15 @@ def test_several_weight_gradients_say_what_is_wrong(changed, dtype, workspace, m
     ],
 )
 def test_the_sums_of_norms_say_what_is_wrong(sums, row, message):
-    operands = [((2, 3, 4, 8), jnp.float32), ((2, 3, 4, 5), jnp.float32), (sums, jnp.float32)]
-    results = [(shape, jnp.float32) for shape in ((8, 5), (1, 5), row, row, (45,))]
+    operands = float32((2, 3, 4, 8), (2, 3, 4, 5), sums)
+    results = float32((8, 5), (1, 5), row, row, (45,))
     attributes = {'members': np.int64(1), 'norms': np.int64(1), 'linear_0': True}
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f'weight_gradients: {message}'):
-        Call('jaxunet_weight_gradients', operands, results, attributes)()
+    refused(message, 'jaxunet_weight_gradients', operands, results, attributes)
 
 
 def test_several_weight_gradients_take_the_least_workspace():
-    operands = [((2, 3, 4, size), jnp.float32) for size in (8, 5)] * 2
-    results = [((8, 5), jnp.float32), ((1, 5), jnp.float32)] * 2 + [((90,), jnp.float32)]
+    operands = float32((2, 3, 4, 8), (2, 3, 4, 5)) * 2
+    results = float32((8, 5), (1, 5)) * 2 + float32((90,))
     attributes = {'members': np.int64(2), 'norms': np.int64(0)}
     attributes |= {'linear_0': True, 'linear_1': True}
     Call('jaxunet_weight_gradients', operands, results, attributes)()
@@ -332,11 +300,10 @@ def test_several_weight_gradients_take_the_least_workspace():
     ],
 )
 def test_a_weight_gradient_says_which_sums_of_a_norm_do_not_fit(sums, rows, message):
-    operands = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32), *sums]
-    results = [(shape, jnp.float32) for shape in [(3, 3, 4, 5), (1, 5), *rows, (190,)]]
+    operands = float32((2, 3, 3, 4), (2, 3, 3, 5)) + sums
+    results = float32((3, 3, 4, 5), (1, 5), *rows, (190,))
     attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'norm': True}
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        Call('jaxunet_conv3x3_weight_gradient', operands, results, attributes)()
+    refused(message, 'jaxunet_conv3x3_weight_gradient', operands, results, attributes)
 
 
 @pytest.mark.parametrize(
@@ -361,52 +328,35 @@ def test_a_weight_gradient_says_which_sums_of_a_norm_do_not_fit(sums, rows, mess
     ],
 )
 def test_a_normalisation_says_which_gradient_does_not_fit(added, operands, message):
-    image, row = ((2, 3, 4, 8), jnp.float32), ((1, 16), jnp.float32)
+    image, row = float32((2, 3, 4, 8), (1, 16))
     counts = {'parts': np.int64(2), 'added': np.int64(added), 'groups': np.int64(4)}
     flags = {'silu': True, 'rounded': False, 'activation': False, 'samples': True}
-    results = [((2, 2, 16), jnp.float32), row, row, image, image]
-    call = Call(
-        'jaxunet_group_norm_gradient',
-        [image, image, ((2, 3, 4, 16), jnp.float32), *[row] * 4, *operands],
-        results,
-        counts | flags,
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call()
+    given = [image, image, *float32((2, 3, 4, 16)), *[row] * 4, *operands]
+    results = [*float32((2, 2, 16)), row, row, image, image]
+    refused(message, 'jaxunet_group_norm_gradient', given, results, counts | flags)
 
 
 def test_a_normalisation_says_if_its_image_has_no_pixels():
-    row, rows = ((1, 16), jnp.float32), ((2, 16), jnp.float32)
-    call = Call(
-        'jaxunet_group_norm_statistics',
-        [((2, 0, 4, 16), jnp.float32), row, row],
-        [rows] * 4,
-        {'parts': np.int64(1), 'groups': np.int64(4), 'eps': np.float32(1)},
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match='group_norm_statistics: x: no pixels'):
-        call()
+    operands = float32((2, 0, 4, 16), (1, 16), (1, 16))
+    attributes = {'parts': np.int64(1), 'groups': np.int64(4), 'eps': np.float32(1)}
+    call = 'jaxunet_group_norm_statistics', operands, float32((2, 16)) * 4, attributes
+    refused('x: no pixels', *call)
 
 
 @pytest.mark.parametrize(
     ('channels', 'changed', 'message'),
     [
         ([16], {'silu': False}, 'dropout needs silu = true'),
-        ([8, 8], {}, 'one part whose pixels are multiples of 16 bytes, found 2 parts'),
-        ([6], {'groups': np.int64(2)}, 'found 1 parts and pixels of 24 bytes'),
-        ([16], {'threshold': np.int64(2**16)}, 'threshold: expected 0 to 65535'),
+        ([8, 8], {}, 'dropout needs x of one part .* multiples of 16 bytes, found 2 parts'),
+        ([6], {'groups': np.int64(2)}, 'dropout needs .* found 1 parts and pixels of 24 bytes'),
+        ([16], {'threshold': np.int64(2**16)}, 'attribute threshold: expected 0 to 65535'),
     ],
 )
 def test_a_normalisation_says_why_it_has_no_dropout(channels, changed, message):
-    images = [((2, 3, 4, size), jnp.float32) for size in channels]
     total = sum(channels)
-    row, rows = ((1, total), jnp.float32), ((2, total), jnp.float32)
+    images = float32(*((2, 3, 4, size) for size in channels))
+    operands = [*images, *float32((1, total), (1, total)), ((2, 2), jnp.uint32)]
+    results = float32((2, 3, 4, total), (2, total), (2, total))
     attributes = {'parts': np.int64(len(channels)), 'groups': np.int64(4), 'eps': np.float32(1)}
     attributes |= {'silu': True, 'threshold': np.int64(9), 'factor': np.float32(1)}
-    call = Call(
-        'jaxunet_group_norm_dropout_forward',
-        [*images, row, row, ((2, 2), jnp.uint32)],
-        [((2, 3, 4, total), jnp.float32), rows, rows],
-        attributes | changed,
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call()
+    refused(message, 'jaxunet_group_norm_dropout_forward', operands, results, attributes | changed)

@@ -16,9 +16,10 @@ from jaxunet.benchmark.timing import Run
 from jaxunet.benchmark.traffic import bytes_moved
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
-from jaxunet.data.source import ArraySource, Source, no_labels
+from jaxunet.data.reading import Reading
+from jaxunet.data.source import Source, no_labels, of_pixels
 from jaxunet.diffusion.objectives import per_sample_loss
-from jaxunet.diffusion.process import Diffusion, make_diffusion, q_sample
+from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
 from jaxunet.model.low_res import images_of, low_res_of
 from jaxunet.model.unet import Params, UNet, build_unet
 from jaxunet.ops.backends import choose
@@ -30,17 +31,16 @@ Result = TypeVar('Result')
 
 def synthetic_source(config: Config) -> Source:
     """Returns random images and labels, for measuring time."""
-    rng = np.random.default_rng(config.seed)
-    images = rng.integers(0, 256, (SYNTHETIC_IMAGES, *config.loaded_shape), np.uint8)
+    rng, reading = np.random.default_rng(config.seed), Reading.of(config)
+    shape = (SYNTHETIC_IMAGES, *config.loaded_shape)
+    images = rng.integers(0, reading.top + 1, shape, reading.dtype)
     classes = config.model.num_classes
     labels = (
         rng.integers(0, classes, SYNTHETIC_IMAGES).astype(np.int32)
         if classes
         else no_labels(SYNTHETIC_IMAGES)
     )
-    return ArraySource(
-        'synthetic images', images, config.loaded_shape, labels, tuple(map(str, range(classes)))
-    )
+    return of_pixels('synthetic images', images, reading, labels, tuple(map(str, range(classes))))
 
 
 class JaxSide:
@@ -92,10 +92,8 @@ class JaxSide:
         return self._prepared(timed, run, close, unit=unit, concurrent=session.parallel.concurrent)
 
     def _model(self, direction: str) -> Prepared:
-        diffusion = make_diffusion(self.config.diffusion)
-
         def loss(params: Params, inputs: dict[str, Array]) -> Array:
-            return model_loss(self.model, diffusion, params, inputs)
+            return model_loss(self.config, self.model, params, inputs)
 
         function = jax.jit(loss if direction == 'forward' else jax.value_and_grad(loss))
         held = {'params': jax.device_put(self.start.params), 'inputs': random_inputs(self.config)}
@@ -136,20 +134,22 @@ class JaxSide:
 
 
 def model_loss(
-    model: UNet, diffusion: Diffusion, params: Params, inputs: dict[str, Array]
+    config: Config, model: UNet, params: Params, inputs: dict[str, Array]
 ) -> Float[Array, '']:
     """Returns the mean training loss of `random_inputs`: forward process, network and error."""
-    x0, t, noise = inputs['x0'], inputs['t'], inputs['noise']
-    xt = q_sample(diffusion, x0, t, noise)
+    diffusion, x0, noise = make_diffusion(config.diffusion), inputs['x0'], inputs['noise']
+    time = middle_time(diffusion, inputs['t'])
+    xt = q_sample(diffusion, x0, time, noise)
     output = model.predict(
         params,
-        xt,
-        t,
+        network_input(diffusion, xt, time),
+        time,
         inputs.get('labels'),
         inputs.get('dropout_keys'),
         low_res=inputs.get('low_res'),
     )
-    return jnp.mean(per_sample_loss(diffusion, output, x0, xt, t, noise))
+    bits = config.data.bits
+    return jnp.mean(per_sample_loss(diffusion, output, x0, xt, time, noise, bits=bits))
 
 
 def random_inputs(config: Config) -> dict[str, Array]:

@@ -15,7 +15,6 @@ from support.tiny import flags, tiny_config
 from jaxunet.benchmark.jax_side import model_loss, random_inputs, synthetic_source
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
-from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.references import XLA
@@ -68,8 +67,7 @@ def test_peer_computes_the_same(name: str, prediction: str, learn_sigma: bool) -
     if 'labels' in inputs:
         inputs['labels'] = inputs['labels'].at[0].set(-1)
     model = build_unet(config, XLA)
-    diffusion = make_diffusion(config.diffusion)
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: model_loss(model, diffusion, p, inputs)))(
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: model_loss(config, model, p, inputs)))(
         state.params
     )
     side = TorchSide(config, 'pytorch-eager', synthetic_source(config), state.params)
@@ -103,8 +101,8 @@ def test_peer_drops_what_we_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     config = peer_config('imagenet64', learn_sigma=True).replace(model={'dropout': 0.1})
     state, inputs = fresh_state(config), random_inputs(config)
-    model, diffusion = build_unet(config, XLA), make_diffusion(config.diffusion)
-    loss = jax.jit(lambda p: model_loss(model, diffusion, p, inputs))(state.params)
+    model = build_unet(config, XLA)
+    loss = jax.jit(lambda p: model_loss(config, model, p, inputs))(state.params)
     side = TorchSide(config, 'pytorch-eager', synthetic_source(config), state.params)
     places = [n for n, m in side.model.named_modules() if isinstance(m, torch.nn.Dropout)]
     assert places

@@ -91,18 +91,21 @@ def test_help_of_a_command_shows_it_as_it_was_started():
     assert 'python -m' not in text
 
 
-def test_help_of_train_starts_without_jax():
+@pytest.mark.parametrize(
+    ('name', 'flag'), [('train', '--restarts'), ('view', '--port'), ('demo', '--checkpoint')]
+)
+def test_help_starts_without_jax(name, flag):
     """JAX and what builds on it take a second to import, and the flags need none of it."""
     program = (
         'import runpy, sys\n'
-        "sys.argv[:] = ['train', '--help']\n"
+        f"sys.argv[:] = [{name!r}, '--help']\n"
         'try:\n'
-        "    runpy.run_module('jaxunet.train', run_name='__main__')\n"
+        f"    runpy.run_module('jaxunet.{name}', run_name='__main__')\n"
         'except SystemExit as end:\n'
         f'    print(end.code, [name for name in {HEAVY[:3]} if name in sys.modules])\n'
     )
     printed = run(python=('-c', program)).stdout
-    assert '--restarts' in printed
+    assert flag in printed
     assert printed.endswith('\n0 []\n')
 
 
