@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 
 import pytest
+from support import commands
 
 from jaxunet.benchmark.kernels.lowering import KINDS
 
@@ -47,13 +48,32 @@ def test_a_job_that_fails_does_not_keep_the_others(run):
     done, calls = run()
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert len(lines) == len(calls) == 10
+    assert len(lines) == len(calls) == 13
     assert [line.split(' after ')[0] for line in lines if 'status 0' not in line] == [
         'networks: exit status 3'
     ]
     assert {call.split()[2] for call in calls} == {'jaxunet.benchmark', 'jaxunet.benchmark.kernels'}
     configs = [call.split('--config ')[1].split()[0] for call in calls if '--config ' in call]
     assert all((ROOT / config).is_file() for config in configs)
+
+
+def test_whole_networks_are_measured_alone(run, tmp_path, monkeypatch):
+    """Only they are compiled beside each other, so only they have a lock, the same on one GPU."""
+    _, calls = run()
+    for call in calls:
+        assert (' jaxunet.benchmark ' in call) == (f' --lock {tmp_path}/out/lock.3' in call)
+    monkeypatch.chdir(ROOT)
+    larger = [call.split(' jaxunet.benchmark ')[1] for call in calls if 'configs/images.py' in call]
+    plans = [
+        commands.call(
+            'jaxunet.benchmark', *flags.replace(' --peers pytorch-best', '').split(), '--dry_run'
+        )
+        for flags in larger
+    ]
+    assert {plan.split(';')[0] for plan in plans} == {
+        'images 256x256, bfloat16, batch 16, step: xla, auto',
+        'images 128x128, bfloat16, batch 32, step: xla, auto',
+    }
 
 
 def test_parts_are_chosen(run):
