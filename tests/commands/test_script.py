@@ -102,7 +102,7 @@ def test_help_of_train_starts_without_jax():
         f'    print(end.code, [name for name in {HEAVY[:3]} if name in sys.modules])\n'
     )
     printed = run(python=('-c', program)).stdout
-    assert '--restarts' in printed
+    assert all(text in printed for text in ('--config: Config file', '--workdir', '--restarts'))
     assert printed.endswith('\n0 []\n')
 
 
