@@ -59,6 +59,7 @@ def test_a_run_goes_on_and_tells_its_metrics(tmp_path):
     assert repr(run) == f'<jaxunet run in {tmp_path}, step 4>'
 
 
+@pytest.mark.usefixtures('counted_steps')
 def test_labels_make_a_conditional_model(tmp_path):
     names = np.array(['cat', 'dog'])[np.arange(64) % 2]
     rows = train_rows(digits(), labels=names, workdir=tmp_path, **_without_progress(steps=1))

@@ -12,7 +12,7 @@ import unittest.mock
 import numpy as np
 import pytest
 from support.commands import Fork, environment
-from support.counting_step import count_only
+from support.counting_step import move_weights
 from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
@@ -104,9 +104,9 @@ def finished(source, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def counted(source, tmp_path_factory):
-    """A run as `finished` that only counted its steps."""
+    """A run as `finished` whose steps had no network."""
     workdir = tmp_path_factory.mktemp('counted')
-    with unittest.mock.patch.object(Session, 'compile', count_only):
+    with unittest.mock.patch.object(Session, 'compile', move_weights):
         train(config_of(), workdir, source)
     assert checkpoint.read(workdir).state.step == 6
     return workdir
@@ -120,7 +120,7 @@ def run(counted, tmp_path):
 
 @pytest.fixture
 def counting(monkeypatch):
-    monkeypatch.setattr(Session, 'compile', count_only)
+    monkeypatch.setattr(Session, 'compile', move_weights)
 
 
 LONGER = {'train': {'steps': 8}}
@@ -194,9 +194,9 @@ def test_keep(run):
     assert sorted(p.name for p in (run / 'checkpoints').iterdir()) == ['2', '4', '6']
 
 
-def test_samples_that_a_kill_left_out_are_drawn(finished, tmp_path, source):
+@pytest.mark.usefixtures('counting')
+def test_samples_that_a_kill_left_out_are_drawn(run, source):
     """Even after the last step; what is there stays as it is."""
-    run = shutil.copytree(finished, tmp_path / 'run')
     config = config_of(train={'sample_every': 4})
     picture = run / 'samples' / 'step_0000006.png'
     assert train(config, run, source) == 6

@@ -83,31 +83,37 @@ def images(path: pathlib.Path) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
+@pytest.fixture(scope='module')
+def plain(folder: pathlib.Path) -> np.ndarray:
+    """Samples of the model without a guide."""
+    call(*command(folder, folder / 'plain.npz', '--num_samples=4'))
+    return images(folder / 'plain.npz')['images']
+
+
 def test_a_classifier_guides_a_model_without_classes(
-    folder: pathlib.Path, tmp_path: pathlib.Path
+    folder: pathlib.Path, plain: np.ndarray, tmp_path: pathlib.Path
 ) -> None:
-    classifier = f'--classifier={folder / "classifier.pt"}'
-    plain, guided = tmp_path / 'plain.npz', tmp_path / 'guided.npz'
-    call(*command(folder, plain, '--num_samples=4'))
+    classifier, guided = f'--classifier={folder / "classifier.pt"}', tmp_path / 'guided.npz'
     strong = ('--classifier_scale=30', '--class_labels=2,0', '--num_samples=4')
     out = call(*command(folder, guided, classifier, *strong))
     assert f'guided by {folder / "classifier.pt"}: classifier of 3 classes, ' in out
     found = images(guided)
     assert found['labels'].tolist() == [2, 0, 2, 0]
-    difference = found['images'].astype(int) - images(plain)['images']
+    difference = found['images'].astype(int) - plain
     assert (np.abs(difference).mean(axis=(1, 2, 3)) > 1).all()
 
 
-def test_a_weaker_model_guides(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_weaker_model_guides(
+    folder: pathlib.Path, plain: np.ndarray, tmp_path: pathlib.Path
+) -> None:
     config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0, 'base_channels': 64})
-    weaker, plain, guided = tmp_path / 'w.safetensors', tmp_path / 'p.npz', tmp_path / 'g.npz'
+    weaker, guided = tmp_path / 'w.safetensors', tmp_path / 'g.npz'
     write_weights(weaker, fresh(config), config)
-    call(*command(folder, plain, '--num_samples=2'))
     flags = (f'--guide={weaker}', '--guidance_scale=3', '--guidance_range=0.01,50')
-    out = call(*command(folder, guided, *flags, '--num_samples=2'))
+    out = call(*command(folder, guided, *flags, '--num_samples=4'))
     assert f', guided by {weaker}: ' in out
     assert out.count(str(weaker)) == 1
-    assert (images(guided)['images'] != images(plain)['images']).any()
+    assert (images(guided)['images'] != plain).any()
 
 
 def test_a_classifier_is_copied(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 
 import pytest
 from support.commands import Fork, call, environment, python_path
+from support.counting_step import move_weights
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import collected, report, runner, tables
@@ -20,8 +22,7 @@ from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.compare.runner import Options
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep.points import Machine
-
-pytestmark = pytest.mark.usefixtures('shared_steps')
+from jaxunet.training.session import Session
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = ROOT / 'docs/results/methods/tiny.toml'
@@ -74,7 +75,8 @@ def options_of(output, *, part='uniform', devices=(), limit=600.0):
 def done(folder, comparison):
     """An output with the runs of the baseline."""
     output = folder / 'out'
-    assert runner.run(comparison, options_of(output), 'the command') == []
+    with unittest.mock.patch.object(Session, 'compile', move_weights):
+        assert runner.run(comparison, options_of(output), 'the command') == []
     runner.collect(comparison, output, ())
     return output
 

@@ -55,7 +55,8 @@ def done(jobs, features, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=appears)
         patch.setattr(job_runner, 'time', clock)
-        seed1 = dataclasses.replace(jobs[1], seconds=(0.05,), all_pictures=True, kept=True)
+        options = {'all_pictures': True, 'kept': True, 'fields': jobs[0].fields}  # the same step
+        seed1 = dataclasses.replace(jobs[1], seconds=(0.05,), **options)
         queue = make_queue(output, late, measurements=measurements)
         assert queue.run([jobs[0], seed1]) == []
     assert waited == [[]], 'it measured before there were features, or waited twice'
@@ -160,15 +161,15 @@ def test_pictures_and_logs_are_kept(done):
 
 @dataclasses.dataclass(frozen=True)
 class Continued(Job):
-    """A job that starts from the weights of another, and learns nothing."""
+    """A job that starts from the weights of another."""
 
     start: str = ''
 
     def load_config(self, devices=1, step_seconds=0.0):
-        config = super().load_config(devices, step_seconds)
-        return config.replace(init_from=self.start, optimizer={'learning_rate': 1e-30})
+        return super().load_config(devices, step_seconds).replace(init_from=self.start)
 
 
+@pytest.mark.usefixtures('counted_steps')
 def test_a_run_starts_from_the_weights_of_one_that_was_kept(done, features, tmp_path):
     output, (_, job) = done
     start = str(output / 'work' / job.name)
@@ -255,6 +256,7 @@ def test_a_loss_that_is_not_finite_stops_nothing_else(loss, jobs, tmp_path, monk
     assert [row['seconds'] for row in rows_of(tmp_path)] == [0.2]
 
 
+@pytest.mark.usefixtures('counted_steps')
 def test_what_is_not_done_is_reported(jobs, features, tmp_path):
     """Jobs that fail, and jobs and times beyond the limit."""
     nowhere = {**jobs[1].fields, 'data.path': str(tmp_path / 'nowhere.zip')}

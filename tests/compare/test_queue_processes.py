@@ -6,10 +6,12 @@ import csv
 import dataclasses
 import os
 import signal
+import unittest.mock
 
 import jax
 import pytest
 from support.commands import call_each
+from support.counting_step import move_weights
 from support.queues import TINY, make_queue, rows_of, small_jobs
 from support.untrained_features import write_untrained
 
@@ -19,10 +21,15 @@ from jaxunet.compare.measure import Measurements
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.parallel import Parallel
-
-pytestmark = pytest.mark.usefixtures('shared_steps')
+from jaxunet.training.session import Session
 
 STEP_MS = {'uniform': 20.0}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _cheap_steps():
+    with unittest.mock.patch.object(Session, 'compile', move_weights):
+        yield
 
 
 @pytest.fixture(scope='module')
@@ -121,8 +128,7 @@ def test_a_learning_rate_falls_to_0_at_the_last_time(job, measurements, tmp_path
     assert [row['step'] for row in rows_of(tmp_path)] == [10]
 
 
-@pytest.mark.parametrize('which', [0, -1])
-@pytest.mark.parametrize('by', ['signal', 'limit'])
+@pytest.mark.parametrize(('by', 'which'), [('signal', 0), ('limit', -1)])
 def test_measuring_stops_for_a_signal_and_at_the_limit(
     by, which, job, undisturbed, measurements, tmp_path, monkeypatch
 ):

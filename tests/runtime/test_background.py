@@ -135,7 +135,7 @@ def test_which_devices_are_several_gpus() -> None:
     assert [beside_steps._several_gpus(devices) for devices, _ in cases] == [e for _, e in cases]
 
 
-@pytest.mark.usefixtures('alone')
+@pytest.mark.usefixtures('alone', 'counted_steps')
 @pytest.mark.parametrize('devices', [1, 2])
 def test_nothing_compiles_beside_steps_on_several_gpus(devices, tmp_path, monkeypatch) -> None:
     """Their collectives may wait for ever; steps on one GPU do not wait for the compiler."""

@@ -111,18 +111,19 @@ def test_a_run_ends_with_its_budget_and_resumes_bit_for_bit(source, tmp_path, mo
     assert (whole.config.train.steps, whole.config.train.minutes) == (12, 0.001)
 
 
+@pytest.mark.usefixtures('counted_steps')
 def test_a_run_with_a_budget_decodes_a_resident_set_once(source, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, 'TIMED_SECONDS', 0.01)
     loads, load_all = [], pipeline.load_all
     monkeypatch.setattr(
         pipeline, 'load_all', lambda *args, **kwargs: loads.append(0) or load_all(*args, **kwargs)
     )
-    config = config_of(1e-4)
+    config = config_of(1e-5)
     assert config.data.cache == 'auto'
     assert train(config, tmp_path / 'timed', source) > 0
     assert len(loads) == 1
     monkeypatch.setattr(budget, 'step_seconds', lambda *_: 0.005)
-    steps = train(config_of(1e-4), tmp_path / 'given', source)
+    steps = train(config_of(1e-5), tmp_path / 'given', source)
     assert (steps, len(loads)) == (1, 2)
 
 

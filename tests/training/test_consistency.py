@@ -149,59 +149,19 @@ def tuning(of='edm', **changes):
     return tiny_config(diffusion=diffusion, model={'dropout': 0.25}, **changes)
 
 
-TWO = {'parallel': {'devices': 2}}
-PARTS = TWO | {'optimizer': {'accumulate_steps': 2}}
-
-
-@pytest.mark.parametrize(
-    ('of', 'changes', 'tolerance'),
-    [
-        ('edm', {'parallel': {'devices': 2, 'mode': 'pmap'}}, 1e-5),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ('edm', {'parallel': {'devices': 1}}, 1e-4),
-                ('edm', PARTS, 1e-4),
-                ('edm', PARTS | {'precision': 'bfloat16'}, 0.01),
-                ('flow', {'parallel': {'devices': 2, 'mode': 'pmap'}}, 1e-5),
-            )
-        ),
-    ],
-)
-def test_losses_do_not_depend_on_devices_micro_batches_or_much_on_precision(
-    of, changes, tolerance, source
-):
-    """Labels, dropout and noise belong to the row of the batch, in both passes."""
-    fine = {'consistency_q': 256}
-    plain = Bench(tuning(of, diffusion=fine, **TWO), source).losses()
-    bench = Bench(tuning(of, diffusion=fine, **changes), source)
-    assert np.isfinite(plain).all()
-    np.testing.assert_allclose(bench.losses(), plain, rtol=tolerance)
-    assert bench.parallel.fetch(bench.state).skipped == 0
-
-
-@pytest.mark.long
-def test_float16_finds_its_loss_scale(source):
-    """The loss and its gradients are larger than those of other objectives."""
-    config = tuning(diffusion={'consistency_q': 256}, precision='float16', **TWO)
-    bench = Bench(config, source)
-    losses = bench.losses(16)
-    assert np.isfinite(losses[::2]).all()
-    assert np.isfinite(losses[-1])
-    assert bench.parallel.fetch(bench.state).skipped < config.train.max_bad_steps - 4
-
-
 def test_both_passes_drop_the_same(source):
     """Otherwise the loss would grow as fast as q, by which their levels come together."""
     rows = jnp.arange(8)
     batch = {'image': jnp.asarray(source.load(np.arange(8))), 'label': rows, 'row': rows}
+    stages = {'consistency_q': 16, 'consistency_stages': 3}
+    config = tuning(diffusion=stages, train={'steps': 3}).replace(model={'zero_init': False})
+    bench = Bench(config, source)
+    keys = split_keys(jax.random.key(0), batch['row'], in_pairs=False)
+    loss_fn = jax.jit(functools.partial(consistency.loss_fn, bench.make(None).parts))
     found = []
-    for q in (256, 4096):
-        config = tuning(diffusion={'consistency_q': q}).replace(model={'zero_init': False})
-        bench = Bench(config, source)
-        step, state = bench.make(None), bench.state
-        keys = split_keys(jax.random.key(0), batch['row'], in_pairs=False)
-        loss_fn = jax.jit(functools.partial(consistency.loss_fn, step.parts))
+    for step, q in ((1, 256), (2, 4096)):
+        assert 1 / consistency.decay_at(config, jnp.asarray(step)) == q
+        state = dataclasses.replace(bench.state, step=jnp.asarray(step))
         _, (loss, _) = loss_fn(state.params, state, keys, batch, jnp.ones(()))
         found.append(float(loss))
     assert found[1] < 2 * found[0]

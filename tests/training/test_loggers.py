@@ -104,12 +104,12 @@ def images():
 
 
 def train_on(images, workdir, *loggers, steps, **changes):
-    """A run of few steps on one device; all share a program."""
+    """A run of few steps on one device."""
     fields = TINY | {'train': TINY['train'] | changes, 'parallel': {'devices': 1}}
     jaxunet.train(images, workdir=workdir, steps=steps, loggers=loggers, progress=False, **fields)
 
 
-@pytest.mark.usefixtures('shared_steps')
+@pytest.mark.usefixtures('counted_steps')
 def test_a_third_party_gets_everything_that_a_run_logs(toy, tmp_path, images):
     every = dict.fromkeys(('sample_every', 'checkpoint_every', 'holdout_every'), 2)
     for steps in (2, 4):
@@ -130,7 +130,7 @@ def test_a_third_party_gets_everything_that_a_run_logs(toy, tmp_path, images):
     assert not (tmp_path / 'tensorboard').exists()
 
 
-@pytest.mark.usefixtures('shared_steps')
+@pytest.mark.usefixtures('counted_steps')
 def test_a_run_without_loggers(tmp_path, images):
     train_on(images, tmp_path, steps=2, holdout_every=2)
     assert not {'metrics.csv', 'tensorboard'} & {path.name for path in tmp_path.iterdir()}

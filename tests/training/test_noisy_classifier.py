@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.commands import call
+from support.counting_step import move_weights
 from support.events import points
 from support.full_memory import exhaust
 from support.tiny import TINY, tiny_config
@@ -309,6 +310,12 @@ def saved(folder: pathlib.Path) -> list[str]:
     return sorted(path.name for path in (folder / 'checkpoints').iterdir())
 
 
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClassifierSession, 'compile', move_weights)
+
+
+@pytest.mark.usefixtures('counting')
 def test_a_full_disk_is_a_warning(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -378,6 +385,7 @@ def test_the_step_is_compiled_while_the_weights_are_drawn(
     threads[0].join()
 
 
+@pytest.mark.usefixtures('counting')
 def test_a_loss_of_skipped_steps_is_nan(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +400,7 @@ def test_a_loss_of_skipped_steps_is_nan(
     assert logged(tmp_path) == [('2', 'nan'), ('4', 'nan'), ('6', 'nan')]
 
 
+@pytest.mark.usefixtures('counting')
 def test_an_accuracy_that_does_not_fit_into_memory(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

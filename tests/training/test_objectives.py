@@ -1,5 +1,6 @@
 """Training with the objectives of continuous noise levels: devices, adaptive methods, files."""
 
+import functools
 import itertools
 import math
 import re
@@ -20,6 +21,8 @@ from jaxunet.data.source import ArraySource
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.batch import split_keys
+from jaxunet.training.gradients import loss_fn
 from jaxunet.training.held_out import HeldOutLoss
 from jaxunet.weights.files import read_weights, write_weights
 
@@ -159,7 +162,13 @@ def test_images_of_16_bits_have_the_likelihood_of_their_bins():
             parallel={'devices': 1},
         )
         source = ArraySource('random', images, images.shape[1:], reading=Reading.of(config))
-        step_loss, _ = Bench(config, source).losses(1)
+        bench, rows = Bench(config, source), jnp.arange(8, dtype=jnp.int32)
+        batch = {'image': jnp.asarray(images[:8]), 'label': 0 * rows, 'row': rows}
+        keys = split_keys(jax.random.key(0), rows, in_pairs=False)
+        loss = functools.partial(loss_fn, bench.make(None).parts)
+        _, (step_loss, _) = jax.jit(loss)(
+            bench.state.params, bench.state, keys, batch, jnp.ones(())
+        )
         held_out = HeldOutLoss(config, hold_out(source, 8), jax.local_devices()[:1])
-        losses.append([step_loss, *held_out.measure(fresh_state(config).params).held_out])
+        losses.append([float(step_loss), *held_out.measure(fresh_state(config).params).held_out])
     np.testing.assert_allclose(np.subtract(*losses[::-1]), math.log2(257), atol=0.01)

@@ -16,7 +16,7 @@ from jaxunet.training.held_out import HeldOutLoss
 from jaxunet.training.loop import train
 from jaxunet.training.session import Session
 
-pytestmark = pytest.mark.usefixtures('shared_steps')
+pytestmark = pytest.mark.usefixtures('counted_steps')
 
 FULL = r': the device has no memory left \(RESOURCE_EXHAUSTED: .*\); '
 
@@ -64,10 +64,10 @@ def test_a_step_that_does_not_fit(every, saved, tmp_path, monkeypatch):
         return call(self, data, **options)
 
     at_step_4.calls = 0
-    monkeypatch.setattr(Session, 'call', at_step_4)
-    with pytest.raises(OutOfMemoryError, match=f'^a training step{FULL}lower data.*; {saved}$'):
-        run(tmp_path, checkpoint_every=every)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, 'call', at_step_4)
+        with pytest.raises(OutOfMemoryError, match=f'^a training step{FULL}lower data.*; {saved}$'):
+            run(tmp_path, checkpoint_every=every)
     assert run(tmp_path, checkpoint_every=every) == 6
 
 

@@ -274,6 +274,7 @@ def test_a_session_streams_from_the_step_of_its_state(source):
             session.next_data()
 
 
+@pytest.mark.usefixtures('counted_steps')
 def test_a_corrupt_image_takes_no_step_with_it(tmp_path, source, monkeypatch):
     stream = pipeline.stream
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from support.counting_step import count_only
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.store import read
@@ -14,7 +13,6 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training import workdir as lock
 from jaxunet.training.loop import train
 from jaxunet.training.saving import Saver
-from jaxunet.training.session import Session
 
 
 def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
@@ -54,6 +52,7 @@ def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
         ]
 
 
+@pytest.mark.usefixtures('counted_steps')
 @pytest.mark.parametrize('anew', [False, True])
 def test_a_run_whose_folder_is_moved_saves_there_and_ends(anew, tmp_path, source, monkeypatch):
     """Nothing is written to its old path, where another run may train."""
@@ -68,7 +67,6 @@ def test_a_run_whose_folder_is_moved_saves_there_and_ends(anew, tmp_path, source
         save(self, step, *args)
 
     monkeypatch.setattr(Saver, 'save', move_first)
-    monkeypatch.setattr(Session, 'compile', count_only)
     with pytest.raises(UserError, match=f'x is no longer .* was moved to {moved}; .*: go on with'):
         train(tiny_config(), workdir, source)
     assert [p.name for p in tmp_path.iterdir() if p != moved] == ['x'] * anew
