@@ -60,6 +60,22 @@ def test_quality_beside_the_teacher():
     ]
 
 
+def test_tunings_by_muon_come_last():
+    """Each is a run of its own, whose time does not say how fast it draws."""
+    fields = {tables.SETTINGS['q']: 2, 'diffusion.consistency_stages': 4}
+    muon = [
+        row(f'muon-{seconds}s', 'consistency:2', fid, seconds=seconds, fields=fields)
+        for seconds, fid in ((120, 2.0), (30, 3.0))
+    ]
+    for one in muon:
+        del one['seconds_per_sample']
+    assert [line[1:4] + line[-1:] for line in cells(tables.quality([*muon, *ROWS]))][-2:] == [
+        ['30 s of tuning', '2 to 16, Muon', '2', ''],
+        ['120 s of tuning', '2 to 16, Muon', '2', ''],
+    ]
+    assert cells(tables.screening([*muon, *ROWS])) == cells(tables.screening(ROWS))
+
+
 def test_short_tunings_the_best_first():
     assert cells(tables.screening(ROWS)) == [
         ['a', '64', '0.5', '0.5', '200', '0.995', '', '6', '', '6', '7'],

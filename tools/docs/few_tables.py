@@ -14,6 +14,7 @@ from tools.docs.recipe_tables import NOTHING, all_of, measured_with, read, sprea
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/few_steps'
 TEACHER, TUNED = 'teacher', ('tuned', 'tuned_q64')
+MUON = 'muon-'  # the seconds of the run follow
 FID = value('train', 'fid')
 # Title by metric, and a factor.
 METRICS = {
@@ -30,19 +31,33 @@ SETTINGS = {
 }
 
 
+def is_short(row: Row) -> bool:
+    """Returns True for a row of a short tuning, which chose settings."""
+    return row['case'] not in (TEACHER, *TUNED) and not row['case'].startswith(MUON)
+
+
+def q_of(row: Row) -> str:
+    """Returns q of a tuning, of its first and last stage, and the optimizer if it is Muon."""
+    fields = row['fields']
+    first, stages = fields[SETTINGS['q']], fields.get('diffusion.consistency_stages', 1)
+    text = str(first) if stages == 1 else f'{first} to {first**stages}'
+    return f'{text}, Muon' if row['case'].startswith(MUON) else text
+
+
 def quality(every: Sequence[Row]) -> str:
     """Teachers and their tuned models: by images, seconds of tuning and evaluations."""
-    mine = [row for row in every if row['case'] in (TEACHER, *TUNED)]
+    mine = [row for row in every if not is_short(row)]
     if not mine:
         return NOTHING
     sets = list(dict.fromkeys(row['data'] for row in mine))
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in mine:
         place = sets.index(row['data'])
-        key = (place, row['case'] != TEACHER, row['case'], row['seconds'], -row['evaluations'])
+        case = MUON if row['case'].startswith(MUON) else row['case']
+        key = (place, case == MUON, case != TEACHER, case, row['seconds'], -row['evaluations'])
         groups.setdefault(key, []).append(row)
     body = []
-    for (place, tuned, _, seconds, evaluations), rows in sorted(groups.items()):
+    for (place, _, tuned, _, seconds, evaluations), rows in sorted(groups.items()):
         heun = [r for r in mine if (r['data'], r['sampler']) == (sets[place], 'heun:25')]
         ratio = ''
         if tuned and heun:
@@ -52,7 +67,7 @@ def quality(every: Sequence[Row]) -> str:
             (
                 sets[place],
                 f'{seconds:g} s of tuning' if tuned else f'teacher, {seconds:g} s',
-                str(rows[0]['fields'][SETTINGS['q']]) if tuned else name,
+                q_of(rows[0]) if tuned else name,
                 str(-evaluations),
                 str(len(rows)),
                 all_of(rows, lambda row: f'{row["step"]:,}') if len(rows) == 1 else steps(rows),
@@ -62,7 +77,7 @@ def quality(every: Sequence[Row]) -> str:
                 ),
                 ratio,
                 spread(rows, value('train', 'fid', 'judged')),
-                spread(rows, lambda row: 1 / row['seconds_per_sample']),
+                spread(rows, lambda row: 1 / row.get('seconds_per_sample', np.nan)),
             )
         )
     head = ('images', 'model', 'sampler or q', 'evaluations', 'seeds', 'steps')
@@ -87,7 +102,7 @@ def steps(rows: Sequence[Row]) -> str:
 
 def screening(every: Sequence[Row]) -> str:
     """The short tunings, the best first: Fréchet distance by evaluations and average."""
-    mine = [row for row in every if row['case'] not in (TEACHER, *TUNED)]
+    mine = [row for row in every if is_short(row)]
     groups: dict[tuple[str, str], dict[int, Row]] = {}
     for row in mine:
         groups.setdefault((row['data'], row['case']), {})[row['evaluations']] = row

@@ -8,12 +8,14 @@ and features.npz, the classifier of objects64 (docs/results.md, "Recipes"), whic
 64×64 pixels; docs/results/methods/features.npz judges cifar10. `--judge` names a second network.
 
 For each set: its teacher; with `--screen`, short tunings that differ in q, the learning rate and
-dropout (`SHORT`); then its tunings, with `Images.settings`, which short ones chose. The better of
-two averages of the weights is measured, by a draw of its own (`Job.averages`).
+dropout (`SHORT`); then its tunings, with `Images.settings`, which short ones chose; with `--muon`,
+one more for each time, as `MUON` says. The better of two averages of the weights is measured, by a
+draw of its own (`Job.averages`).
 
 The same command goes on where it stopped. Several processes (tools/gpu/few_steps.sh) have an
 --output beside each other's, and sets of their own. Output: as of `jaxunet.compare.queue`, with the
-runs in work/ beside --output. Times are seconds of training, as they pass.
+runs in work/ beside --output. Times are seconds of training, as they pass; with `--muon`, a step
+counts as `--step_ms` in them, as its schedule needs to know the number of steps.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
 import dataclasses
+import math
 import pathlib
 import shlex
 import sys
@@ -34,6 +37,7 @@ from jaxunet.compare.jobs import FOREVER, TINY, Job
 from jaxunet.compare.measure import TRAINING, Measurements
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.config import Config
+from jaxunet.config.relations import MAX_STEPS_PER_CALL
 from jaxunet.data.automatic import complete
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError
@@ -53,6 +57,9 @@ JUDGE = flags.DEFINE_string('judge', '', 'As of jaxunet.compare.queue.')
 NAMES = flags.DEFINE_list('sets', ['cifar10', 'objects64', 'elephants64', 'emoji64'], 'In turn.')
 SCREEN = flags.DEFINE_float('screen', 0.0, 'Seconds of each short tuning; 0 = none.', lower_bound=0)
 
+MUON_RATE = flags.DEFINE_float('muon', 0.0, 'Rate of tunings by Muon; 0 = none.', lower_bound=0)
+STEP_MS = flags.DEFINE_float('step_ms', 0.0, 'Of a step by Muon.', lower_bound=0)
+
 Fields = Mapping[str, object]
 Settings = tuple[int, float, float]  # q, learning rate, dropout
 ROOT = pathlib.Path(__file__).parents[3]
@@ -69,6 +76,13 @@ QUIET: Fields = {
 }
 TUNED = ('consistency:2', 'consistency:1', 'consistency:4')  # the first chooses the average
 AVERAGES = ('0.995', '0.9993')
+# q rises from 2 to 16 and the rate falls to 0.
+MUON: Fields = {
+    'optimizer.name': 'muon',
+    'optimizer.schedule': 'linear',
+    'diffusion.consistency_q': 2,
+    'diffusion.consistency_stages': 4,
+}
 # Of the short tunings.
 SHORT: Sequence[Settings] = (
     *((q, rate, 0.0) for rate in (1e-3, 3e-4, 1e-4, 3.3e-5) for q in (16, 64)),
@@ -81,8 +95,11 @@ class Run(Job):
     """A job with the choices of `jaxunet.train`; it may start from trained weights."""
 
     def load_config(self, devices: int = 1, step_seconds: float = 0.0) -> Config:
-        """Returns the config of the run, which never ends by its steps."""
+        """Returns the config of the run, which ends by its steps only if their length is known."""
         fields = {**QUIET, **self.fields, 'seed': self.seed}
+        if step_seconds:
+            steps = math.ceil(self.seconds[-1] / step_seconds / MAX_STEPS_PER_CALL)
+            fields['train.steps'] = steps * MAX_STEPS_PER_CALL
         values = chosen_values(self.config, fields, None)
         start = init_from_config(values, None)
         named = [path for path, _ in fields_by_path(fields)]
@@ -133,6 +150,16 @@ class Images:
         runs = [self._tuned(work, 'tuned', self.settings, seed) for seed in self.seeds]
         if self.finer:
             runs.insert(1, self._tuned(work, 'tuned_q64', (64, *self.settings[1:]), self.seeds[0]))
+        return runs
+
+    def by_muon(self, work: pathlib.Path, rate: float) -> list[Run]:
+        """Returns the runs that tune the teacher by Muon, one for each time and seed."""
+        runs = []
+        for seed in self.seeds:
+            for seconds in self.tuning:
+                images = dataclasses.replace(self, tuning=(seconds,))
+                run = images._tuned(work, f'muon-{seconds:g}s', (2, rate, 0.0), seed)
+                runs.append(dataclasses.replace(run, fields={**run.fields, **MUON}, kept=False))
         return runs
 
     def screening(self, work: pathlib.Path, seconds: float) -> list[Run]:
@@ -255,6 +282,8 @@ def main(argv: Sequence[str]) -> int:
     for name in NAMES.value:
         if name not in SETS:
             raise UserError(f'--sets: expected some of {", ".join(SETS)}, found {name!r}')
+    if MUON_RATE.value and not STEP_MS.value:
+        raise UserError('--muon: give --step_ms too')
     output = pathlib.Path(OUTPUT.value)
     work = output.parent / 'work'
     limit = Limit(LIMIT.value, RESERVE.value, began=BEGAN)
@@ -273,6 +302,10 @@ def main(argv: Sequence[str]) -> int:
             left = queue.run(images.screening(work, SCREEN.value))
         if not left:
             left = queue.run(images.tunings(work))
+        if not left and MUON_RATE.value:
+            runs = images.by_muon(work, MUON_RATE.value)
+            queue.step_ms = {run.case: STEP_MS.value for run in runs}
+            left = queue.run(runs)
         problems += left
     return 1 if problems else 0
 
