@@ -8,9 +8,9 @@ and features.npz, the classifier of objects64 (docs/results.md, "Recipes"), whic
 64×64 pixels; docs/results/methods/features.npz judges cifar10. `--judge` names a second network.
 
 For each set: its teacher; with `--screen`, short tunings that differ in q, the learning rate and
-dropout (`SHORT`); then its tunings, with `Images.settings`, which short ones chose; with `--muon`,
-one more for each time, as `MUON` says. The better of two averages of the weights is measured, by a
-draw of its own (`Job.averages`).
+dropout (`SHORT`); then its tunings, with `Images.settings`, which short ones chose, or with
+`--muon` one for each time, as `MUON` says. The better of two averages of the weights is measured,
+by a draw of its own (`Job.averages`).
 
 The same command goes on where it stopped. Several processes (tools/gpu/few_steps.sh) have an
 --output beside each other's, and sets of their own. Output: as of `jaxunet.compare.queue`, with the
@@ -57,7 +57,7 @@ JUDGE = flags.DEFINE_string('judge', '', 'As of jaxunet.compare.queue.')
 NAMES = flags.DEFINE_list('sets', ['cifar10', 'objects64', 'elephants64', 'emoji64'], 'In turn.')
 SCREEN = flags.DEFINE_float('screen', 0.0, 'Seconds of each short tuning; 0 = none.', lower_bound=0)
 
-MUON_RATE = flags.DEFINE_float('muon', 0.0, 'Rate of tunings by Muon; 0 = none.', lower_bound=0)
+MUON_RATE = flags.DEFINE_float('muon', 0.0, 'Rate of tunings by Muon; 0 = AdamW.', lower_bound=0)
 STEP_MS = flags.DEFINE_float('step_ms', 0.0, 'Of a step by Muon.', lower_bound=0)
 
 Fields = Mapping[str, object]
@@ -300,12 +300,12 @@ def main(argv: Sequence[str]) -> int:
         left = queue.run([images.teacher(DATA.value)])
         if not left and SCREEN.value:
             left = queue.run(images.screening(work, SCREEN.value))
-        if not left:
-            left = queue.run(images.tunings(work))
         if not left and MUON_RATE.value:
             runs = images.by_muon(work, MUON_RATE.value)
             queue.step_ms = {run.case: STEP_MS.value for run in runs}
             left = queue.run(runs)
+        elif not left:
+            left = queue.run(images.tunings(work))
         problems += left
     return 1 if problems else 0
 
