@@ -37,6 +37,9 @@ _thread = threading.local()  # of a simulated warpgroup: its `Program`, place, p
 def simulated(*, late: bool = False) -> Iterator[None]:
     """Runs Hopper's kernels on the CPU in the block.
 
+    Call them inside of one `jax.jit` with what follows: JAX lets a CPU run 32 programs at a time.
+    If 31 wait for the result of a kernel, its own operations may never begin.
+
     Args:
       late: TMA writes when the kernel waits for it, not at once.
     """
