@@ -222,6 +222,7 @@ def test_dry_run_tells_of_the_run_in_the_workdir(run, tmp_path):
     assert line in call(*longer, folder=tmp_path)
     out = call(*dry, *SMALL, '--config.parallel.devices=8', folder=tmp_path)
     assert 'resumes' not in out
+    assert 'parameters: ' in out
     # What this machine lacks is told: the run may start on another one.
     assert 'parallel.devices: 8 asked for, but this machine has 1 (cpu); a run on this ' in out
     other = call(*dry, f'--workdir={run}', code=2)

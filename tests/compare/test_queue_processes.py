@@ -128,7 +128,8 @@ def test_a_learning_rate_falls_to_0_at_the_last_time(job, measurements, tmp_path
     assert [row['step'] for row in rows_of(tmp_path)] == [10]
 
 
-@pytest.mark.parametrize(('by', 'which'), [('signal', 0), ('limit', -1)])
+@pytest.mark.parametrize('which', [0, -1])
+@pytest.mark.parametrize('by', ['signal', 'limit'])
 def test_measuring_stops_for_a_signal_and_at_the_limit(
     by, which, job, undisturbed, measurements, tmp_path, monkeypatch
 ):

@@ -185,10 +185,10 @@ PARTS = {'optimizer': {'accumulate_steps': 2}}
     ('of', 'changes', 'tolerance'),
     [
         ('flow', {'parallel': PMAP_SHARD} | PARTS, 1e-4),
+        ('edm', {'parallel': PMAP_SHARD}, 1e-5),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                ('edm', {'parallel': PMAP_SHARD}, 1e-5),
                 ('edm', {'parallel': {'devices': 1}} | PARTS, 1e-4),
                 ('flow', {'parallel': {'devices': 2, 'shard_optimizer': True}}, 1e-5),
                 ('edm', TWO | {'precision': 'bfloat16'}, 0.01),

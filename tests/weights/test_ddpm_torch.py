@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -227,7 +227,7 @@ def test_mistakes_in_an_optimizer(
 
 
 def test_the_commands(tmp_path: pathlib.Path) -> None:
-    """Its checkpoint is sampled, exported with its moments, and a run may start from it."""
+    """Its checkpoint is sampled, exported with its moments, and trained on."""
     path, expected = tmp_path / 'a.pt', trees(TINY)
     path.write_bytes(nested_torch_bytes(checkpoint(TINY)))
     stated = ('--image_size=8', '--schedule=linear', '--diffusion_steps=1000')
@@ -250,7 +250,14 @@ def test_the_commands(tmp_path: pathlib.Path) -> None:
     np.savez(tmp_path / 'images.npz', images=np.zeros((4, 8, 8, 3), np.uint8))
     fields = {f'model.{name}': value for name, value in to_dict(TINY)['model'].items()}
     fields |= {'data.path': tmp_path / 'images.npz', 'data.image_size': 8, 'data.batch_size': 2}
-    fields |= {'init_from': path, 'init_from_ema': 'none'}
+    fields |= {'train.steps': 1, 'train.sample_every': 0, 'optimizer.learning_rate': 1e-12}
+    fields |= {'optimizer.clip_norm': 1.0, 'init_from': path, 'init_from_ema': 'none'}
     flags = [f'--config.{name}={value}' for name, value in fields.items()]
-    out = call('jaxunet.train', '--dry_run', *flags, f'--workdir={tmp_path}/run')
-    assert re.search(r"^init_from: .*its weights 'model'.*; kept: ([\d,]+) of \1 par", out, re.M)
+    call('jaxunet.train', *flags, f'--workdir={tmp_path}/run')
+    started = load_model(str(tmp_path / 'run'), ema='none')
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-7)
+    jax.tree.map(close, started.params, expected['model'])
+    # μ ← β1 μ + (1 − β1) g, with a gradient g of norm 1 at most.
+    steps = jax.tree.map(lambda new, old: new - 0.9 * old, started.moments[0], expected['mu'])
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(steps)))
+    assert 0.05 < norm < 0.11

@@ -78,15 +78,14 @@ def test_weights_without_an_order(tmp_path: pathlib.Path) -> None:
     stated = [
         f'--{n}={v}' for n, v in STATED.items() if n not in ('num_head_channels', 'image_size')
     ]
-    path = tmp_path / 'b.safetensors'
-    for order, *command in (
-        ('legacy', 'jaxunet.export', f'--checkpoint={unetcu}'),
-        ('new', 'jaxunet.export', f'--checkpoint={unetcu}'),
-        ('new', 'jaxunet.export', f'--checkpoint={ddpm}', *stated, '--image_size=16'),
-        ('legacy', 'jaxunet.export', '--init', f'--config={ROOT}/configs/digits.py'),
-    ):
-        call(*command, f'--output={path}', f'--output_order={order}')
-        assert read_weights(path).new_attention_order is ORDERS[order]
+    fresh = ('jaxunet.export', '--init', f'--config={ROOT}/configs/digits.py')
+    for order, new in ORDERS.items():
+        path = tmp_path / f'{order}.safetensors'
+        for source, flags in ((unetcu, []), (ddpm, [*stated, '--image_size=16'])):
+            export(source, path, f'--output_order={order}', *flags)
+            assert read_weights(path).new_attention_order is new
+        call(*fresh, f'--output={path}', f'--output_order={order}')
+        assert read_weights(path).new_attention_order is new
 
 
 def test_mistakes(tmp_path: pathlib.Path) -> None:
