@@ -7,6 +7,8 @@ import fcntl
 import pathlib
 from collections.abc import Iterator
 
+from jaxunet.runtime.errors import UserError
+
 
 @contextlib.contextmanager
 def compiling(lock: str) -> Iterator[None]:
@@ -35,6 +37,14 @@ def _held(lock: str, operation: int) -> Iterator[None]:
     if not lock:
         yield
         return
-    with pathlib.Path(lock).open('a') as file:
-        fcntl.flock(file, operation)  # closing the file releases it
+    path = pathlib.Path(lock)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open('a') as file:
+        try:
+            fcntl.flock(file, operation)  # closing the file releases it
+        except OSError as error:
+            raise UserError(
+                f'--lock: {lock}: cannot be locked: {error.strerror}; name a file on a disk of '
+                'this machine'
+            ) from None
         yield

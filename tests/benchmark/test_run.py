@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.util
 import pathlib
 import threading
@@ -254,3 +256,19 @@ def test_benchmarks_with_one_lock_compile_together_and_measure_alone(
         assert not found
     thread.join(60)
     assert [row['error'] for row in found] == [None]
+
+
+def test_a_lock_has_its_folder_and_needs_a_file_system_with_locks(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / 'new' / 'lock'
+    with sharing.compiling(str(lock)):
+        assert lock.is_file()
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, 'No locks available')
+
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    message = f'--lock: {lock}: cannot be locked: No locks available; name a file on a disk of'
+    with pytest.raises(UserError, match=message), sharing.measuring(str(lock)):
+        pass
