@@ -25,6 +25,10 @@ class Rates(NamedTuple):
     matmul_flops: float
     copy_bytes: float
 
+    def columns(self) -> dict[str, float]:
+        """Returns the rates by the names that they have in rows."""
+        return {'matmul_flops': self.matmul_flops, 'copy_bytes_per_s': self.copy_bytes}
+
 
 def measure_rates(precision: str, *, side: int | None = None, copied: int | None = None) -> Rates:
     """Measures the matrix-product and copy rates of the first device.

@@ -99,8 +99,7 @@ def _case(
     for name, side in made.items():
         if isinstance(side, Exception):
             yield case | {
-                'matmul_flops': rates().matmul_flops,
-                'copy_bytes_per_s': rates().copy_bytes,
+                **rates().columns(),
                 'backend': name,
                 'direction': 'all',
                 'reference': plan.sides[0],
@@ -141,10 +140,7 @@ def _direction(
     unit = max((prepared.unit for prepared in ready.values()), default=1)
     meter = Meter(open_gpu())
     with sharing.measuring(plan.lock):
-        case = case | {
-            'matmul_flops': rates().matmul_flops,
-            'copy_bytes_per_s': rates().copy_bytes,
-        }
+        case = case | rates().columns()
         steps = steps_of_turn(runs, plan.steps, unit)
         times = interleave(runs | alone, rounds=plan.rounds, steps=steps, turn=meter.turn)
     first = times.get(plan.sides[0])

@@ -153,9 +153,7 @@ class Job:
             steps = config.train.steps
             if step_seconds and self.schedule != 'constant':
                 together = config.train.steps_per_call or MAX_STEPS_PER_CALL
-                steps = math.ceil(self.seconds[-1] / step_seconds / together) * together
-                if steps * step_seconds < self.seconds[-1]:  # the quotient was rounded
-                    steps += together
+                steps = steps_lasting(self.seconds[-1], step_seconds, together)
             return config.replace(optimizer={'schedule': self.schedule}, train={'steps': steps})
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
@@ -301,3 +299,9 @@ def call_function(path: str, function: str, *arguments: object) -> object:
             f'{type(error).__name__}: {one_line(error)}'
         ) from None
     raise UserError(f'{path}: expected a Python file with {function}()')
+
+
+def steps_lasting(seconds: float, step_seconds: float, together: int = MAX_STEPS_PER_CALL) -> int:
+    """Returns the steps that take at least `seconds`, a multiple of the steps of a call."""
+    steps = math.ceil(seconds / step_seconds / together) * together
+    return steps if steps * step_seconds >= seconds else steps + together  # it was rounded

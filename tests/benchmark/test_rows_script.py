@@ -10,6 +10,7 @@ import pytest
 from support import commands
 
 from jaxunet.benchmark.kernels.lowering import KINDS
+from jaxunet.data import ladders
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'tools/gpu/benchmarks.sh'
@@ -63,6 +64,14 @@ def test_whole_networks_are_measured_alone(run, tmp_path, monkeypatch):
     for call in calls:
         assert (' jaxunet.benchmark ' in call) == (f' --lock {tmp_path}/out/lock.3' in call)
     monkeypatch.chdir(ROOT)
+    for side in (128, 256):  # as configs/images.py chooses
+        levels = ladders.levels_of(side, side)
+        mult = ','.join(map(str, ladders.LADDERS[levels]))
+        attended = ','.join(map(str, ladders.attended(side, levels)))
+        chosen = f' --config.data.image_size={side} --config.model.channel_mult={mult} '
+        (call,) = (call for call in calls if chosen in call)
+        assert f' --config.model.attention_resolutions={attended} ' in call
+        assert f' --config.data.batch_size={ladders.batch_size(side * side, 1000)} ' in call
     larger = [call.split(' jaxunet.benchmark ')[1] for call in calls if 'configs/images.py' in call]
     plans = [
         commands.call(

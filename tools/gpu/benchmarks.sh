@@ -30,11 +30,10 @@ for range in $(taskset -cp $$ | sed 's/.*: //; s/,/ /g'); do
 done
 export GPUS COUNT CORES
 
-together=() jobs=() # PART FILE MODULE FLAGS..., without spaces in a flag; the longest first
+jobs=() # PART FILE MODULE FLAGS..., without spaces in a flag; the longest first
 add() { [[ $parts != *" $1 "* ]] || jobs+=("$*"); }
 steps() { # PART CONFIG FLAGS...
-  [[ $parts != *" $1 "* ]] ||
-    together+=("$1 step.jsonl jaxunet.benchmark --config configs/$2.py --synthetic ${*:3}")
+  add "$1" step.jsonl jaxunet.benchmark --config "configs/$2.py" --synthetic "${@:3}"
 }
 larger() { # SIDE CHANNEL_MULT BATCH: the network that configs/images.py chooses for photographs of this size
   steps networks images --config.data.image_size="$1" --config.model.channel_mult="$2" --config.data.batch_size="$3" \
@@ -75,15 +74,11 @@ run() { # JOB; SLOT counts the simultaneous jobs from 0
   echo "${job[0]}: exit status $code after $((SECONDS - began)) s: ${job[*]:2}"
   return $code
 }
-all() { # TOGETHER JOBS...: this many at a time on each GPU
-  local TOGETHER=$1
-  (($# > 1)) || return 0
-  export TOGETHER
-  printf '%s\n' "${@:2}" |
-    xargs -d '\n' -n 1 -P $((COUNT * TOGETHER)) --process-slot-var=SLOT bash -c 'run "$1"' run
+all() { # TOGETHER: runs the jobs of standard input, this many at a time on each GPU
+  TOGETHER=$1 xargs -r -d '\n' -n 1 -P $((COUNT * $1)) --process-slot-var=SLOT bash -c 'run "$1"' run
 }
 export -f run
 failed=0
-all 3 "${together[@]}" || failed=1
-all 1 "${jobs[@]}" || failed=1
+all 3 < <(printf '%s\n' "${jobs[@]}" | grep -F ' jaxunet.benchmark ') || failed=1
+all 1 < <(printf '%s\n' "${jobs[@]}" | grep -vF ' jaxunet.benchmark ') || failed=1
 exit $failed

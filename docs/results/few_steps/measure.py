@@ -23,7 +23,6 @@ from __future__ import annotations
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
 import dataclasses
-import math
 import pathlib
 import shlex
 import sys
@@ -33,11 +32,10 @@ from absl import flags
 
 from jaxunet.compare import BEGAN
 from jaxunet.compare.job_runner import Queue
-from jaxunet.compare.jobs import FOREVER, TINY, Job
+from jaxunet.compare.jobs import FOREVER, TINY, Job, steps_lasting
 from jaxunet.compare.measure import TRAINING, Measurements
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.config import Config
-from jaxunet.config.relations import MAX_STEPS_PER_CALL
 from jaxunet.data.automatic import complete
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError
@@ -76,13 +74,13 @@ QUIET: Fields = {
 }
 TUNED = ('consistency:2', 'consistency:1', 'consistency:4')  # the first chooses the average
 AVERAGES = ('0.995', '0.9993')
-# q rises from 2 to 16 and the rate falls to 0.
+# The rate falls to 0, and q rises from 2 to 16.
 MUON: Fields = {
     'optimizer.name': 'muon',
     'optimizer.schedule': 'linear',
-    'diffusion.consistency_q': 2,
     'diffusion.consistency_stages': 4,
 }
+MUON_Q = 2  # of the first stage
 # Of the short tunings.
 SHORT: Sequence[Settings] = (
     *((q, rate, 0.0) for rate in (1e-3, 3e-4, 1e-4, 3.3e-5) for q in (16, 64)),
@@ -98,8 +96,7 @@ class Run(Job):
         """Returns the config of the run, which ends by its steps only if their length is known."""
         fields = {**QUIET, **self.fields, 'seed': self.seed}
         if step_seconds:
-            steps = math.ceil(self.seconds[-1] / step_seconds / MAX_STEPS_PER_CALL)
-            fields['train.steps'] = steps * MAX_STEPS_PER_CALL
+            fields['train.steps'] = steps_lasting(self.seconds[-1], step_seconds)
         values = chosen_values(self.config, fields, None)
         start = init_from_config(values, None)
         named = [path for path, _ in fields_by_path(fields)]
@@ -158,7 +155,7 @@ class Images:
         for seed in self.seeds:
             for seconds in self.tuning:
                 images = dataclasses.replace(self, tuning=(seconds,))
-                run = images._tuned(work, f'muon-{seconds:g}s', (2, rate, 0.0), seed)
+                run = images._tuned(work, f'muon-{seconds:g}s', (MUON_Q, rate, 0.0), seed)
                 runs.append(dataclasses.replace(run, fields={**run.fields, **MUON}, kept=False))
         return runs
 

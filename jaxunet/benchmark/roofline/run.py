@@ -62,8 +62,7 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
         'precision': config.precision,
         'backend': config.backend,
         'ops': str(kernels),
-        'matmul_flops': rates.matmul_flops,
-        'copy_bytes_per_s': rates.copy_bytes,
+        **rates.columns(),
     }
     for size in batch_sizes or [config.data.batch_size]:
         sized = config.replace(data={'batch_size': size})
