@@ -3,7 +3,7 @@
 #   tools/gpu/few_steps.sh run DATA OUTPUT LIMIT TARGET GPU:CPUS:SETS ...   stops after LIMIT seconds; the same command goes on
 #   tools/gpu/few_steps.sh commands OUTPUT TARGET GPU:SET ...          then: rounding of a set's teacher, and seconds of whole commands
 # First build the kernels (tools/gpu/build.sh). Folders are relative to the checkout; DATA as measure.py says. TARGET gets few files.
-# FEW_STEPS_FLAGS: further flags of measure.py, separated by spaces.
+# FEW_STEPS_FLAGS: further flags of measure.py, separated by spaces. With --muon, several places may name one GPU, and share its memory.
 # Example, two GPUs with 16 cores each: tools/gpu/few_steps.sh run data runs/few 540 "$OUT" 0:0-15:cifar10,elephants64 1:16-31:objects64
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
@@ -35,7 +35,9 @@ case ${1:-} in
     for place; do
       number=$((number + 1))
       IFS=: read -r gpu cpus sets <<<"$place"
-      CUDA_VISIBLE_DEVICES=$gpu timeout -k 15 $((limit + 15)) taskset -c "$cpus" "$python" docs/results/few_steps/measure.py \
+      sharing=$(printf '%s\n' "$@" | grep -c "^$gpu:")
+      XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '.%02d' $((80 / sharing))) CUDA_VISIBLE_DEVICES=$gpu \
+        timeout -k 15 $((limit + 15)) taskset -c "$cpus" "$python" docs/results/few_steps/measure.py \
         --data "$data" --output "$output/$number" --sets "$sets" --limit "$limit" ${FEW_STEPS_FLAGS:-} >>"$output/$number.log" 2>&1 &
       processes+=($!)
     done

@@ -17,8 +17,8 @@ separated by spaces. Give each of these either one value for all sides, or one v
 Each checkout must be built (tools/gpu/build.sh). Each side has its own process, with random images;
 all compile at the same time, then one runs while the others wait. The default of `--precision` is
 that of the config.
-Prints a line for each of `--batch_sizes` with the medians and their ratios to the first side; rows
-are appended to the file of `--output`.
+Prints a line for each of `--batch_sizes` with the medians, their ratios to the first side, and the
+peak memory of a GPU of each side; rows are appended to the file of `--output`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def main() -> None:
     )
     names = labels(timed)
     origin = provenance(timed) if options.output else {}
-    print(' | '.join(['batch', *(f'{name}, ms' for name in names), 'ratios, median (quartiles)']))
+    titles = ('ratios, median (quartiles)', 'peak GiB')
+    print(' | '.join(['batch', *(f'{name}, ms' for name in names), *titles]))
     workers = [start(side, options.config, options.precision) for side in timed]
     try:
         for size in map(int, options.batch_sizes.split(',')):
@@ -135,6 +136,8 @@ def main() -> None:
             medians = [statistics.median(own) for own in times]
             cells = [str(size), *(f'{ms:.3f}' for ms in medians)]
             cells.append(', '.join(f'{q[1]:.4f} ({q[0]:.4f} to {q[2]:.4f})' for q in ratios))
+            peaks = [ask_for(worker, 'peak') for worker in workers]
+            cells.append(', '.join(f'{peak / 2**30:.2f}' for peak in peaks))
             print(' | '.join(cells), flush=True)
             if options.output:
                 row = origin | {'batch_size': size, 'config': options.config}
@@ -146,9 +149,12 @@ def main() -> None:
                     'devices_by_side': [side.devices for side in timed],
                     'variables': [side.variables for side in timed],
                     'fields': [side.fields for side in timed],
+                    'ms': times,
+                    'medians': medians,
+                    'peak_bytes': peaks,
                 }
                 with options.output.open('a') as file:
-                    file.write(json.dumps(row | {'ms': times, 'medians': medians}) + '\n')
+                    file.write(json.dumps(row) + '\n')
     finally:
         for worker in workers:
             worker.kill()
@@ -203,9 +209,14 @@ def measure(workers: list[subprocess.Popen[str]], size: int, rounds: int) -> lis
     for turn in range(rounds):
         order = list(zip(workers, times, strict=True))
         for worker, own in order if turn % 2 == 0 else order[::-1]:
-            ask(worker, 'run', calls)
-            own.append(answer(worker))
+            own.append(ask_for(worker, 'run', calls))
     return times
+
+
+def ask_for(worker: subprocess.Popen[str], what: str, number: int = 0) -> float:
+    """Sends a line to a worker, and returns its answer."""
+    ask(worker, what, number)
+    return answer(worker)
 
 
 def ask(worker: subprocess.Popen[str], what: str, number: int) -> None:
@@ -225,7 +236,11 @@ def answer(worker: subprocess.Popen[str]) -> float:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Runs a worker: it answers `batch N` with seconds per call, `run CALLS` with ms per step."""
+    """Runs a worker.
+
+    It answers `batch N` with seconds per call, `run CALLS` with milliseconds per step, and `peak 0`
+    with bytes, or nan if they are unknown.
+    """
     import time  # noqa: PLC0415
 
     # Imported only in a worker, because they must be the modules of the checkout that is timed.
@@ -243,10 +258,13 @@ def work(options: argparse.Namespace) -> None:
     for pair in options.fields.split():
         path, _, value = pair.partition('=')
         section, _, name = path.partition('.')
-        config = config.replace(**{section: {name: ast.literal_eval(value)}})
+        config = config.replace(**{section: {name: _value(value)}})
     source, state, prepared = synthetic_source(config), fresh_state(config), None
     for line in sys.stdin:
         what, number = line.split()
+        if what == 'peak':
+            print(f'answer {prepared.peak_bytes or "nan"}', flush=True)
+            continue
         if what == 'batch':
             if prepared is not None:
                 prepared.close()
@@ -259,6 +277,15 @@ def work(options: argparse.Namespace) -> None:
         began = time.perf_counter()
         prepared.run(calls * prepared.unit)
         print(f'answer {(time.perf_counter() - began) / calls * scale}', flush=True)
+
+
+def _value(text: str) -> object:
+    """Returns the value that a text stands for: a literal of Python, or else the text itself."""
+    try:
+        value: object = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value
 
 
 if __name__ == '__main__':

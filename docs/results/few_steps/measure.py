@@ -9,13 +9,15 @@ and features.npz, the classifier of objects64 (docs/results.md, "Recipes"), whic
 
 For each set: its teacher; with `--screen`, short tunings that differ in q, the learning rate and
 dropout (`SHORT`); then its tunings, with `Images.settings`, which short ones chose, or with
-`--muon` one for each time, as `MUON` says. The better of two averages of the weights is measured,
-by a draw of its own (`Job.averages`).
+`--muon` one for each time, as `MUON` says, with that of the rates whose shortest tuning is best in
+two evaluations. The better of two averages of the weights is measured, by a draw of its own
+(`Job.averages`).
 
 The same command goes on where it stopped. Several processes (tools/gpu/few_steps.sh) have an
 --output beside each other's, and sets of their own. Output: as of `jaxunet.compare.queue`, with the
 runs in work/ beside --output. Times are seconds of training, as they pass; with `--muon`, a step
-counts as `--step_ms` in them, as its schedule needs to know the number of steps.
+counts as `--step_ms` in them, as its schedule needs to know the number of steps. Processes may then
+share a GPU.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from jaxunet.compare import BEGAN
+from jaxunet.compare.collected import ROWS
 from jaxunet.compare.job_runner import Queue
 from jaxunet.compare.jobs import FOREVER, TINY, Job, steps_lasting
 from jaxunet.compare.measure import TRAINING, Measurements
 from jaxunet.compare.stopwatch import Limit
 from jaxunet.config import Config
 from jaxunet.data.automatic import complete
-from jaxunet.runtime import command, compiled_cache
+from jaxunet.runtime import command, compiled_cache, rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import interrupt_when_terminated
 from jaxunet.training.tuning import for_tuning, init_from_config
@@ -55,8 +58,10 @@ JUDGE = flags.DEFINE_string('judge', '', 'As of jaxunet.compare.queue.')
 NAMES = flags.DEFINE_list('sets', ['cifar10', 'objects64', 'elephants64', 'emoji64'], 'In turn.')
 SCREEN = flags.DEFINE_float('screen', 0.0, 'Seconds of each short tuning; 0 = none.', lower_bound=0)
 
-MUON_RATE = flags.DEFINE_float('muon', 0.0, 'Rate of tunings by Muon; 0 = AdamW.', lower_bound=0)
-STEP_MS = flags.DEFINE_float('step_ms', 0.0, 'Of a step by Muon.', lower_bound=0)
+MUON_RATES = flags.DEFINE_list('muon', [], 'Rates of tunings by Muon; none = AdamW.')
+STEP_MS = flags.DEFINE_list(
+    'step_ms', [], 'With --muon: milliseconds of a step of a teacher, and of a tuning.'
+)
 
 Fields = Mapping[str, object]
 Settings = tuple[int, float, float]  # q, learning rate, dropout
@@ -81,6 +86,7 @@ MUON: Fields = {
     'diffusion.consistency_stages': 4,
 }
 MUON_Q = 2  # of the first stage
+MUON_CASE = 'muon-'  # the rate and the seconds follow
 # Of the short tunings.
 SHORT: Sequence[Settings] = (
     *((q, rate, 0.0) for rate in (1e-3, 3e-4, 1e-4, 3.3e-5) for q in (16, 64)),
@@ -150,14 +156,20 @@ class Images:
         return runs
 
     def by_muon(self, work: pathlib.Path, rate: float) -> list[Run]:
-        """Returns the runs that tune the teacher by Muon, one for each time and seed."""
+        """Returns the runs that tune the teacher by Muon, one for each time and seed.
+
+        The shortest of the first seed comes first, then the longest.
+        """
         runs = []
-        for seed in self.seeds:
-            for seconds in self.tuning:
+        for seconds in sorted(self.tuning, reverse=True):
+            for seed in self.seeds:
                 images = dataclasses.replace(self, tuning=(seconds,))
-                run = images._tuned(work, f'muon-{seconds:g}s', (MUON_Q, rate, 0.0), seed)
+                case = f'{MUON_CASE}{rate:g}-{seconds:g}s'
+                run = images._tuned(work, case, (MUON_Q, rate, 0.0), seed)
                 runs.append(dataclasses.replace(run, fields={**run.fields, **MUON}, kept=False))
-        return runs
+        return sorted(
+            runs, key=lambda run: (run.seconds[-1], run.seed) != (min(self.tuning), self.seeds[0])
+        )
 
     def screening(self, work: pathlib.Path, seconds: float) -> list[Run]:
         """Returns the short tunings."""
@@ -268,6 +280,31 @@ TINY_SETS = tuple(
 SETS = {images.name: images for images in (CIFAR10, OBJECTS64, *FEW, *TINY_SETS)}
 
 
+def tune_by_muon(queue: Queue, images: Images, work: pathlib.Path) -> list[str]:
+    """Trains a teacher and tunes it by Muon; returns what is left, as `Queue.run`."""
+    of_teacher, of_tuning = map(float, STEP_MS.value)
+    by_rate = {rate: images.by_muon(work, rate) for rate in map(float, MUON_RATES.value)}
+    cases = {run.case for runs in by_rate.values() for run in runs}
+    teacher = images.teacher(DATA.value)
+    queue.step_ms = {teacher.case: of_teacher} | dict.fromkeys(cases, of_tuning)
+    left = queue.run([teacher])
+    if not left:
+        left = queue.run([runs[0] for runs in by_rate.values()])
+    if left:
+        return left
+
+    def distance(rate: float) -> float:
+        first = by_rate[rate][0]
+        return min(
+            row['values']['train']['fid']
+            for row in rows.read(queue.output / ROWS)
+            if (row['data'], row['case'], row['seed']) == (first.data, first.case, first.seed)
+            and row['sampler'] == TUNED[0]
+        )
+
+    return queue.run(by_rate[min(by_rate, key=distance)])
+
+
 def main(argv: Sequence[str]) -> int:
     """Does the work of one process; returns 1 if some of it is left.
 
@@ -279,8 +316,8 @@ def main(argv: Sequence[str]) -> int:
     for name in NAMES.value:
         if name not in SETS:
             raise UserError(f'--sets: expected some of {", ".join(SETS)}, found {name!r}')
-    if MUON_RATE.value and not STEP_MS.value:
-        raise UserError('--muon: give --step_ms too')
+    if bool(MUON_RATES.value) != (len(STEP_MS.value) == 2):
+        raise UserError('--muon and --step_ms: give both, two numbers for --step_ms, or neither')
     output = pathlib.Path(OUTPUT.value)
     work = output.parent / 'work'
     limit = Limit(LIMIT.value, RESERVE.value, began=BEGAN)
@@ -294,14 +331,13 @@ def main(argv: Sequence[str]) -> int:
             command=shlex.join(['python', 'docs/results/few_steps/measure.py', *sys.argv[1:]]),
             work=work,
         )
+        if MUON_RATES.value:
+            problems += tune_by_muon(queue, images, work)
+            continue
         left = queue.run([images.teacher(DATA.value)])
         if not left and SCREEN.value:
             left = queue.run(images.screening(work, SCREEN.value))
-        if not left and MUON_RATE.value:
-            runs = images.by_muon(work, MUON_RATE.value)
-            queue.step_ms = {run.case: STEP_MS.value for run in runs}
-            left = queue.run(runs)
-        elif not left:
+        if not left:
             left = queue.run(images.tunings(work))
         problems += left
     return 1 if problems else 0
