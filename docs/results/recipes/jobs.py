@@ -213,9 +213,9 @@ def endings(folder: str) -> list[Job]:
     """Returns the jobs of `ENDINGS`: the first two everywhere, then each other kind once."""
     recipe, falling, *others = ENDINGS
     sets = (
-        ('objects64', 0, 180),
         ('objects64', 1, 60),
         ('elephants64', 0, 60),
+        ('objects64', 0, 180),
         ('emoji64', 0, 60),
         ('elephants64', 0, 180),
         ('elephants64', 1, 60),
