@@ -11,10 +11,10 @@ from jaxunet.config.samplers import CONSISTENCY_LEVELS
 from jaxunet.config.schema import Config
 from jaxunet.runtime.errors import UserError
 
-# The finest discretisation by precision. On a digits model, rounding to bfloat16 changes what the
-# loss compares by 28% to 142% of it at q = 256, depending on the noise level, and by 16% to 64% at
-# q = 64. On cifar10 in bfloat16, q = 64 had the better pictures (docs/few_steps.md).
-FINEST = {'bfloat16': 64, 'float16': 256, 'float32': 256}
+# The finest discretisation of a run that does not set q; tunings of minutes by Muon end there. On a
+# digits model, rounding to bfloat16 changes what the loss compares by 28% to 142% of it at q = 256,
+# depending on the noise level, and by 16% to 64% at q = 64 (docs/few_steps.md).
+FINEST = 16
 MOST = 2**20  # largest q^stages
 NEEDS_WEIGHTS = (
     'diffusion.objective: consistency tunes a trained network: set init_from to a run, a '
@@ -25,12 +25,12 @@ NEEDS_WEIGHTS = (
 def q_of(config: Config) -> int:
     """Returns q of the first stage: `diffusion.consistency_q`, or the choice where that is 0."""
     d = config.diffusion
-    return d.consistency_q or chosen_q(config.precision, d.consistency_stages)
+    return d.consistency_q or chosen_q(d.consistency_stages)
 
 
-def chosen_q(precision: str, stages: int) -> int:
-    """Returns the q whose power q^stages is about the finest that the precision allows."""
-    return max(round(FINEST[precision] ** (1 / stages)), 2)
+def chosen_q(stages: int) -> int:
+    """Returns the q whose power q^stages is about the finest."""
+    return max(round(FINEST ** (1 / stages)), 2)
 
 
 def check_teacher(config: Config, path: str, of: str = '') -> None:

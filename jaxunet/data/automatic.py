@@ -304,7 +304,7 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         'data.batch_size': batch,
         # flow has no schedule, so a schedule that is set rules it out.
         'diffusion.objective': 'v' if facts.images < FEW or _is_set(raw, SCHEDULE) else 'flow',
-        'optimizer.learning_rate': _learning_rate(batch),
+        'optimizer.learning_rate': _learning_rate(raw, batch, facts.images),
         'train.steps': _steps(facts.images),
     }
     chosen = {path: v for path, v in choices.items() if value_at(raw, path) == OPEN[path]}
@@ -315,9 +315,17 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     return chosen
 
 
-def _learning_rate(batch: int) -> float:
-    """Returns 1e-4 √(batch/32), rounded to one digit."""
-    return float(f'{1e-4 * math.sqrt(batch / 32):.1g}')
+def _learning_rate(raw: Fields, batch: int, images: int) -> float:
+    """Returns 1e-4 √(batch/32), rounded to one digit, or the rate to tune a trained network.
+
+    That is measured with 500 images, 9,000 and 50,000 (docs/few_steps.md); between these it is a
+    guess.
+    """
+    if value_at(raw, 'diffusion.objective') != 'consistency':
+        return float(f'{1e-4 * math.sqrt(batch / 32):.1g}')
+    if value_at(raw, 'optimizer.name') != 'muon':
+        return 1e-4
+    return 2e-3 if images < FEW else 6e-4
 
 
 def _steps(count: int) -> int:

@@ -25,18 +25,19 @@ OBJECTIVE, OF, Q = (
     f'diffusion.{name}' for name in ('objective', 'consistency_of', 'consistency_q')
 )
 LEVELS = {'mean': -1.1, 'std': 2.0}  # of ln σ
-# The values of ECT on CIFAR-10 within an hour, but for q and the optimizer, RAdam, which differs
-# from AdamW in its first steps.
+STAGES = 'diffusion.consistency_stages'
+# What was best in minutes on an H200 (docs/few_steps.md, "What was measured").
 CHOSEN: Fields = {
-    'model.dropout': 0.2,
-    'optimizer.name': 'adamw',
-    'optimizer.learning_rate': 1e-4,
+    STAGES: 4,
+    'model.dropout': 0.0,
+    'optimizer.name': 'muon',
+    'optimizer.learning_rate': OPEN['optimizer.learning_rate'],  # by the number of images
     'optimizer.betas': (0.9, 0.999),
     'optimizer.weight_decay': 0.0,
     'optimizer.warmup_steps': 0,
-    'optimizer.schedule': 'constant',
+    'optimizer.schedule': 'linear',
     'optimizer.clip_norm': 0.0,
-    'ema.rates': (0.9993,),
+    'ema.rates': (0.995,),
     'train.steps': 8000,
 }
 IN_PLACE = ('train.epochs', 'train.minutes')  # lengths of a run in place of train.steps
@@ -107,19 +108,21 @@ def for_tuning(
         return with_values(raw, {path: value_at(saved, path) for path in free})
     of = value_at(raw, OF) or _prediction(start, raw.get('init_from'))
     chosen = CHOSEN | {f'diffusion.{of}_{name}': value for name, value in LEVELS.items()} | {OF: of}
-    precision, stages = raw.get('precision'), value_at(raw, 'diffusion.consistency_stages')
+    stages = chosen[STAGES] if STAGES in free else value_at(raw, STAGES)
     reason = ''
-    if precision in FINEST and isinstance(stages, int) and stages > 0 and Q in free:
-        chosen[Q] = chosen_q(precision, stages)
-        reason = f'; q^stages is about {FINEST[precision]} in {precision} (docs/few_steps.md)'
+    if isinstance(stages, int) and stages > 0 and Q in free:
+        chosen[Q] = chosen_q(stages)
+        reason = f'; q^stages is about {FINEST} (docs/few_steps.md)'
     cleared = {path: value_at(DEFAULTS, path) for path in free if path.startswith(CLEARED)}
     taken = _taken(start)
     changes = {path: value for path, value in (cleared | taken | chosen).items() if path in free}
     changed = with_values(raw, changes)
     differ = {path for path, value in changes.items() if value_at(raw, path) != value}
     ours = changes.keys() & chosen.keys()
+    left_open = {path for path, value in changes.items() if value == OPEN.get(path)}
     _log('as in the run of init_from', changed, differ & (taken.keys() - ours))
-    _log('chosen to tune the network', changed, ours | (differ - taken.keys()), reason)
+    chosen_here = (ours | (differ - taken.keys())) - left_open
+    _log('chosen to tune the network', changed, chosen_here, reason)
     return changed
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures('shared_steps')
 TEACHER = tiny_config(
     diffusion={'objective': 'flow', 'flow_mean': -0.5},
     model={'num_classes': 3, 'label_dropout': 0.2},
-    data={'path': 'photos.zip', 'augment': 'flip'},
+    data={'path': 'digits:', 'augment': 'flip'},
 )
 TUNES = {'diffusion.objective': 'consistency', 'init_from': 'runs/teacher'}
 
@@ -41,40 +41,55 @@ def recipe(name, **changes):
 
 
 def test_any_recipe_takes_the_network_and_the_images_of_the_teacher(caplog):
-    for name, q in (('images', 64), ('cifar10', 64), ('digits', 256)):
+    for name in ('images', 'cifar10', 'digits'):
         with caplog.at_level('INFO', logger='absl'):
             config = complete(for_tuning(recipe(name), None, TEACHER, TUNES))
-        assert config.model == TEACHER.replace(model={'dropout': 0.2}).model
+        assert config.model == TEACHER.replace(model={'dropout': 0.0}).model
         assert (config.data, config.train.holdout_every) == (TEACHER.data, 0)
         d = config.diffusion
-        assert (d.objective, d.consistency_of, d.consistency_q) == ('consistency', 'flow', q)
+        assert (d.objective, d.consistency_of) == ('consistency', 'flow')
+        assert (d.consistency_q, d.consistency_stages) == (2, 4)
         assert (d.flow_mean, d.flow_std, d.steps) == (-1.1, 2.0, TEACHER.diffusion.steps)
         raw = to_dict(config)
         for path, value in CHOSEN.items():
             section, field = path.split('.')
-            assert raw[section][field] == value, path
+            assert raw[section][field] == (6e-4 if field == 'learning_rate' else value), path
         assert (config.evaluation.sampler, config.evaluation.variance) == ('', '')
         check_used(config)
-        taken, chosen = (record.message for record in caplog.records[-2:])
+        taken, chosen, by_images = (record.message for record in caplog.records[-3:])
         assert taken.startswith('as in the run of init_from: ')
-        assert 'data.path=photos.zip' in taken
-        assert chosen.startswith('chosen to tune the network: model.dropout=0.2, ')
-        assert f'diffusion.consistency_q={q}, ' in chosen
-        assert chosen.endswith(f'; q^stages is about {q} in {config.precision} (docs/few_steps.md)')
+        assert ('data.path=digits:' in taken) == (name != 'digits')  # which has it already
+        assert chosen.startswith('chosen to tune the network: model.dropout=0.0, ')
+        assert 'diffusion.consistency_q=2, ' in chosen
+        assert 'learning_rate' not in chosen
+        assert chosen.endswith('; q^stages is about 16 (docs/few_steps.md)')
+        assert by_images.startswith('chosen for 1,797 images ')
+        assert by_images.endswith(': optimizer.learning_rate=0.0006')
 
 
-def test_named_fields_keep_their_values():
+def test_the_rate_goes_with_the_optimizer_and_the_number_of_images(tmp_path):
+    path = tmp_path / 'few.npz'
+    np.savez(path, images=np.zeros((16, 8, 8, 3), np.uint8))
+    few = {'data.path': str(path)}
+    for named, rate in ((few, 2e-3), (few | {'optimizer.name': 'adamw'}, 1e-4)):
+        config = complete(for_tuning(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
+        assert config.optimizer.learning_rate == rate
+
+
+def test_named_fields_keep_their_values(tmp_path):
+    path = tmp_path / 'others.npz'
+    np.savez(path, images=np.zeros((16, 8, 8, 3), np.uint8))
     named = {
         'train.steps': 100,
         'model.dropout': 0.0,
-        'data.path': 'others',
+        'data.path': str(path),
         'diffusion.consistency_stages': 3,
         'optimizer.clip_norm': 1.0,
     }
     config = complete(for_tuning(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
-    assert (config.train.steps, config.model.dropout, config.data.path) == (100, 0.0, 'others')
+    assert (config.train.steps, config.model.dropout, config.data.path) == (100, 0.0, str(path))
     assert (config.optimizer.clip_norm, config.optimizer.warmup_steps) == (1.0, 0)
-    assert config.diffusion.consistency_q == 4  # 4³ = 64
+    assert config.diffusion.consistency_q == 3  # 3³ = 27, and 2³ = 8
 
 
 def test_a_config_file_that_tunes_keeps_what_it_sets():
