@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
     config.diffusion.objective = ''  # v for few images, else flow: docs/results.md#recipes
 
     config.optimizer.learning_rate = 0.0
-    config.optimizer.schedule = 'constant'
+    config.optimizer.schedule = 'linear'
     config.optimizer.warmup_steps = 500
     config.ema.rates = (0.9995,)
 

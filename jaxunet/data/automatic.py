@@ -316,16 +316,17 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
 
 
 def _learning_rate(raw: Fields, batch: int, images: int) -> float:
-    """Returns 1e-4 √(batch/32), rounded to one digit, or the rate to tune a trained network.
+    """Returns 1e-4 √(batch/32), four times as much if it falls, or the rate of a tuning.
 
-    That is measured with 500 images, 9,000 and 50,000 (docs/few_steps.md); between these it is a
-    guess.
+    Tunings by Muon are measured with 500 images, 9,000 and 50,000 (docs/few_steps.md); between
+    these it is a guess.
     """
-    if value_at(raw, 'diffusion.objective') != 'consistency':
-        return float(f'{1e-4 * math.sqrt(batch / 32):.1g}')
-    if value_at(raw, 'optimizer.name') != 'muon':
-        return 1e-4
-    return 2e-3 if images < FEW else 6e-4
+    if value_at(raw, 'diffusion.objective') == 'consistency':
+        if value_at(raw, 'optimizer.name') != 'muon':
+            return 1e-4
+        return 2e-3 if images < FEW else 6e-4
+    rate = 1e-4 if value_at(raw, 'optimizer.schedule') == 'constant' else 4e-4
+    return float(f'{rate * math.sqrt(batch / 32):.1g}')
 
 
 def _steps(count: int) -> int:
@@ -357,11 +358,12 @@ def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
         training = facts.images - held_out_count(config.data.holdout, facts.images)
         warned = ', or when the log says that the held-out loss rises'
         logging.info(
-            'the run ends after %s steps, when it has seen each image about %s times. Stop it '
-            'earlier with Ctrl-C when you like the pictures in samples/%s. For a longer run, set '
-            'train.steps',
+            'the run ends after %s steps, when it has seen each image about %s times%s. Stop it '
+            'earlier with Ctrl-C when you like the pictures in samples/%s. For a run of another '
+            'length, set train.steps or train.minutes',
             f'{steps:,}',
             f'{round(steps * batch / training):,}',
+            '' if config.optimizer.schedule == 'constant' else ' and its learning rate is 0',
             warned if config.train.holdout_every else '',
         )
 

@@ -117,7 +117,9 @@ def test_small_images_take_larger_batches_and_rates():
     raw = load(IMAGES).to_dict()
     large, small = (choose(raw, Facts(1000, [(side, side)], False)) for side in (64, 32))
     assert (large['data.batch_size'], small['data.batch_size']) == (32, 128)
-    assert (large['optimizer.learning_rate'], small['optimizer.learning_rate']) == (1e-4, 2e-4)
+    assert (large['optimizer.learning_rate'], small['optimizer.learning_rate']) == (4e-4, 8e-4)
+    raw['optimizer']['schedule'] = 'constant'
+    assert choose(raw, Facts(1000, [(32, 32)], False))['optimizer.learning_rate'] == 2e-4
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_what_is_set_stays(tmp_path):
     assert config.model.channel_mult == (1, 2)
     assert config.model.attention_resolutions == ()
     assert config.train.steps == 60
-    assert config.optimizer.learning_rate == 3e-5
+    assert config.optimizer.learning_rate == 1e-4
 
 
 def test_a_config_that_leaves_nothing_open_opens_nothing(tmp_path):

@@ -4,7 +4,8 @@
     docs/results/recipes/jobs.py:minute     the same for one minute alone
     docs/results/recipes/jobs.py:three      ... for three minutes alone
     docs/results/recipes/jobs.py:ten        ... for ten minutes alone
-    docs/results/recipes/jobs.py:images     configs/images.py itself, on these photographs
+    docs/results/recipes/jobs.py:images     configs/images.py itself for three minutes, until which
+                                            its rate falls: needs --step_ms
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
     docs/results/recipes/jobs.py:small      ... with EDM's augmentation, and with another seed
     docs/results/recipes/jobs.py:all        objects, elephants, then small
@@ -72,8 +73,8 @@ def _ending(schedule: str, factor: float, batch: int = 32, **fields: object) -> 
 
 MUON = {'optimizer.name': 'muon'}
 ENDINGS = {  # only the batches and Muon change what a step costs
-    'constant-1': _ending('constant', 1),  # the recipe
-    'linear-4': _ending('linear', 4),
+    'constant-1': _ending('constant', 1),
+    'linear-4': _ending('linear', 4),  # the recipe
     'cooldown-4': _ending('cooldown', 4),
     'batch16-linear-4': _ending('linear', 4, 16),
     'muon-linear-4': _ending('linear', 4, **MUON),
@@ -115,7 +116,9 @@ def images(data: str, *, seed: int = 0) -> Job:
     """Returns a job of configs/images.py as it is, on the 9,000 photographs."""
     job = objects('flow', data, seed=seed)
     fields = {'data.path': job.fields['data.path']}
-    return dataclasses.replace(job, case='images', config='configs/images.py', fields=fields)
+    return dataclasses.replace(
+        job, case='images', config='configs/images.py', fields=fields, seconds=(180,)
+    )
 
 
 def alone(data: str) -> Job:
@@ -211,7 +214,7 @@ def ending(name: str, data: str, folder: str, *, seed: int = 0, seconds: int = 6
 
 def endings(folder: str) -> list[Job]:
     """Returns the jobs of `ENDINGS`: the first two everywhere, then each other kind once."""
-    recipe, falling, *others = ENDINGS
+    constant, recipe, *others = ENDINGS
     sets = (
         ('objects64', 1, 60),
         ('elephants64', 0, 60),
@@ -221,7 +224,7 @@ def endings(folder: str) -> list[Job]:
         ('elephants64', 1, 60),
         ('emoji64', 1, 60),
     )
-    runs = [(name, *run) for run in sets for name in (recipe, falling)]
+    runs = [(name, *run) for run in sets for name in (constant, recipe)]
     runs += [(name, 'objects64', 0, 60) for name in others]
     return [ending(name, of, folder, seed=seed, seconds=s) for name, of, seed, s in runs]
 
