@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from jaxunet.config.samplers import CONSISTENCY_LEVELS
@@ -31,6 +32,11 @@ def q_of(config: Config) -> int:
 def chosen_q(stages: int) -> int:
     """Returns the q whose power q^stages is about the finest."""
     return max(round(FINEST ** (1 / stages)), 2)
+
+
+def chosen_stages(q: int) -> int:
+    """Returns the number of stages whose power q^stages is about the finest."""
+    return max(round(math.log(FINEST, max(q, 2))), 1)
 
 
 def check_teacher(config: Config, path: str, of: str = '') -> None:

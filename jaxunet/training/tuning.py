@@ -14,21 +14,20 @@ from ml_collections import ConfigDict
 
 from jaxunet.checkpoint.newest import config_at
 from jaxunet.config import Config, to_dict
-from jaxunet.config.consistency import FINEST, NEEDS_WEIGHTS, check_teacher, chosen_q
+from jaxunet.config.consistency import FINEST, NEEDS_WEIGHTS, check_teacher, chosen_q, chosen_stages
 from jaxunet.config.schema import FACTS, Fields
 from jaxunet.data.arrays import NAME
 from jaxunet.data.automatic import OPEN, as_text, value_at, with_values
 from jaxunet.runtime.errors import UserError
 
 DEFAULTS = to_dict(Config())
-OBJECTIVE, OF, Q = (
-    f'diffusion.{name}' for name in ('objective', 'consistency_of', 'consistency_q')
+OBJECTIVE, OF, Q, STAGES = (
+    f'diffusion.{name}'
+    for name in ('objective', 'consistency_of', 'consistency_q', 'consistency_stages')
 )
 LEVELS = {'mean': -1.1, 'std': 2.0}  # of ln σ
-STAGES = 'diffusion.consistency_stages'
 # What was best in minutes on an H200 (docs/few_steps.md, "What was measured").
 CHOSEN: Fields = {
-    STAGES: 4,
     'model.dropout': 0.0,
     'optimizer.name': 'muon',
     'optimizer.learning_rate': OPEN['optimizer.learning_rate'],  # by the number of images
@@ -108,9 +107,11 @@ def for_tuning(
         return with_values(raw, {path: value_at(saved, path) for path in free})
     of = value_at(raw, OF) or _prediction(start, raw.get('init_from'))
     chosen = CHOSEN | {f'diffusion.{of}_{name}': value for name, value in LEVELS.items()} | {OF: of}
-    stages = chosen[STAGES] if STAGES in free else value_at(raw, STAGES)
-    reason = ''
-    if isinstance(stages, int) and stages > 0 and Q in free:
+    q, reason = value_at(raw, Q), ''
+    if STAGES in free:
+        chosen[STAGES] = 4 if Q in free or not isinstance(q, int) else chosen_stages(q)
+    stages = chosen.get(STAGES, value_at(raw, STAGES))
+    if Q in free and isinstance(stages, int) and stages > 0:
         chosen[Q] = chosen_q(stages)
         reason = f'; q^stages is about {FINEST} (docs/few_steps.md)'
     cleared = {path: value_at(DEFAULTS, path) for path in free if path.startswith(CLEARED)}

@@ -92,6 +92,13 @@ def test_named_fields_keep_their_values(tmp_path):
     assert config.diffusion.consistency_q == 3  # 3³ = 27, and 2³ = 8
 
 
+@pytest.mark.parametrize(('q', 'stages'), [(2, 4), (4, 2), (16, 1), (64, 1)])
+def test_stages_go_with_a_named_q(q, stages):
+    named = {'diffusion.consistency_q': q}
+    d = complete(for_tuning(recipe('images', **named), None, TEACHER, [*TUNES, *named])).diffusion
+    assert (d.consistency_q, d.consistency_stages) == (q, stages)
+
+
 def test_a_config_file_that_tunes_keeps_what_it_sets():
     """Its fields differ from the defaults; the command line names none of them."""
     config = complete(for_tuning(recipe('elephants64'), None, TEACHER, ['train.log_every']))

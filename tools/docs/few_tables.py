@@ -13,8 +13,7 @@ from jaxunet.runtime.rows import Row
 from tools.docs.recipe_tables import NOTHING, all_of, measured_with, read, spread, value
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/few_steps'
-TEACHER, TUNED = 'teacher', ('tuned', 'tuned_q64')
-MUON = 'muon-'  # the seconds of the run follow
+TEACHER, ADAMW, MUON = 'teacher', 'tuned', 'muon-'  # rate and seconds follow the last
 FID = value('train', 'fid')
 # Title by metric, and a factor.
 METRICS = {
@@ -24,50 +23,60 @@ METRICS = {
     'recall': ('recall', 1.0),
     'copies': ('copies', 1.0),
 }
-SETTINGS = {
-    'q': 'diffusion.consistency_q',
-    'rate': 'optimizer.learning_rate',
-    'dropout': 'model.dropout',
-}
+RATE = 'optimizer.learning_rate'
 
 
-def is_short(row: Row) -> bool:
-    """Returns True for a row of a short tuning, which chose settings."""
-    return row['case'] not in (TEACHER, *TUNED) and not row['case'].startswith(MUON)
+def kind(row: Row) -> str:
+    """Returns TEACHER, ADAMW or MUON."""
+    return MUON if row['case'].startswith(MUON) else row['case']
 
 
-def q_of(row: Row) -> str:
-    """Returns q of a tuning, of its first and last stage, and the optimizer if it is Muon."""
-    fields = row['fields']
-    first, stages = fields[SETTINGS['q']], fields.get('diffusion.consistency_stages', 1)
-    text = str(first) if stages == 1 else f'{first} to {first**stages}'
-    return f'{text}, Muon' if row['case'].startswith(MUON) else text
+def chosen(rows: Sequence[Row]) -> list[Row]:
+    """Returns rows of one set, of tunings by Muon only those with the rate of the longest.
+
+    Of several such rates, it is the best in two evaluations.
+    """
+    tunings = [row for row in rows if kind(row) == MUON]
+    best = min(
+        (row for row in tunings if row['evaluations'] == 2),
+        key=lambda row: (-row['seconds'], FID(row)),
+        default=None,
+    )
+    rate = best and best['fields'][RATE]
+    return [row for row in rows if row not in tunings or row['fields'][RATE] == rate]
+
+
+def tuning(row: Row) -> str:
+    """Returns the optimizer, the rate and q of a tuning."""
+    rate = f'{row["fields"][RATE]:.1e}'.replace('.0e-0', 'e-').replace('e-0', 'e-')
+    if kind(row) == MUON:
+        return f'Muon, {rate} falling'
+    return f'AdamW, {rate}, q = {row["fields"]["diffusion.consistency_q"]}'
 
 
 def quality(every: Sequence[Row]) -> str:
-    """Teachers and their tuned models: by images, seconds of tuning and evaluations."""
-    mine = [row for row in every if not is_short(row)]
-    if not mine:
+    """Teachers and their tuned models: by images, optimizer, seconds and evaluations."""
+    if not every:
         return NOTHING
-    sets = list(dict.fromkeys(row['data'] for row in mine))
+    sets = list(dict.fromkeys(row['data'] for row in every))
+    by_set = {name: chosen([row for row in every if row['data'] == name]) for name in sets}
+    mine = [row for rows in by_set.values() for row in rows]
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in mine:
-        place = sets.index(row['data'])
-        case = MUON if row['case'].startswith(MUON) else row['case']
-        key = (place, case == MUON, case != TEACHER, case, row['seconds'], -row['evaluations'])
+        order = (TEACHER, MUON, ADAMW).index(kind(row))
+        key = (sets.index(row['data']), order, row['seconds'], -row['evaluations'])
         groups.setdefault(key, []).append(row)
     body = []
-    for (place, _, tuned, _, seconds, evaluations), rows in sorted(groups.items()):
-        heun = [r for r in mine if (r['data'], r['sampler']) == (sets[place], 'heun:25')]
+    for (place, order, seconds, evaluations), rows in sorted(groups.items()):
+        heun = [r for r in by_set[sets[place]] if r['sampler'] == 'heun:25']
         ratio = ''
-        if tuned and heun:
+        if order and heun:
             ratio = f'{np.mean([FID(r) for r in rows]) / FID(heun[0]):.2f}'
-        name = all_of(rows, lambda row: row['sampler'].replace(':', ' '))
         body.append(
             (
                 sets[place],
-                f'{seconds:g} s of tuning' if tuned else f'teacher, {seconds:g} s',
-                q_of(rows[0]) if tuned else name,
+                f'{seconds:g} s of tuning' if order else f'teacher, {seconds:g} s',
+                all_of(rows, tuning if order else lambda row: row['sampler'].replace(':', ' ')),
                 str(-evaluations),
                 str(len(rows)),
                 all_of(rows, lambda row: f'{row["step"]:,}') if len(rows) == 1 else steps(rows),
@@ -80,10 +89,9 @@ def quality(every: Sequence[Row]) -> str:
                 spread(rows, lambda row: 1 / row.get('seconds_per_sample', np.nan)),
             )
         )
-    head = ('images', 'model', 'sampler or q', 'evaluations', 'seeds', 'steps')
+    head = ('images', 'model', 'sampler or tuning', 'evaluations', 'seeds', 'steps')
     titles = [title for title, _ in METRICS.values()]
     table = markdown.table((*head, *titles, 'of Heun 25', 'by the judge', 'images/s'), body)
-    by_set = {name: [row for row in mine if row['data'] == name] for name in sets}
     samples = '; '.join(
         f'{name}: {all_of(rows, operator.itemgetter("num_samples"))} samples, '
         f'{all_of(rows, operator.itemgetter("features"))}'
@@ -100,41 +108,35 @@ def steps(rows: Sequence[Row]) -> str:
     return f'{min(found):,} to {max(found):,}' if min(found) < max(found) else f'{found[0]:,}'
 
 
-def screening(every: Sequence[Row]) -> str:
-    """The short tunings, the best first: Fréchet distance by evaluations and average."""
-    mine = [row for row in every if is_short(row)]
-    groups: dict[tuple[str, str], dict[int, Row]] = {}
-    for row in mine:
-        groups.setdefault((row['data'], row['case']), {})[row['evaluations']] = row
-    if not groups:
+def rates(every: Sequence[Row]) -> str:
+    """The shortest tunings by Muon: Fréchet distance by rate, evaluations and average."""
+    tunings = [row for row in every if (kind(row), row['seed']) == (MUON, 0)]
+    if not tunings:
         return NOTHING
-    averages = list(next(iter(mine))['average_fid'])
-    body = []
-    ordered = sorted(groups.values(), key=lambda rows: (rows[2]['data'], FID(rows[2])))
-    for rows in ordered:
-        first = rows[2]
-        body.append(
-            (
-                first['data'],
-                *(f'{first["fields"][path]:.2g}' for path in SETTINGS.values()),
-                f'{first["step"]:,}',
-                first['average'],
-                *(spread([rows[n]], FID) if n in rows else '' for n in (1, 2, 4)),
-                *(markdown.number(first['average_fid'][name], 3) for name in averages),
-            )
+    shortest = min(row['seconds'] for row in tunings)
+    mine = [row for row in tunings if row['seconds'] == shortest]
+    groups: dict[tuple[str, float], dict[int, Row]] = {}
+    for row in mine:
+        groups.setdefault((row['data'], row['fields'][RATE]), {})[row['evaluations']] = row
+    averages = list(mine[0]['average_fid'])
+    body = [
+        (
+            data,
+            f'{rate:g}',
+            f'{rows[2]["step"]:,}',
+            rows[2]['average'],
+            *(spread([rows[n]], FID) if n in rows else '' for n in (1, 2, 4)),
+            *(markdown.number(rows[2]['average_fid'][name], 3) for name in averages),
         )
-    head = ('images', *SETTINGS, 'steps', 'average', '1 evaluation', '2', '4')
+        for (data, rate), rows in sorted(groups.items())
+    ]
+    head = ('images', 'rate', 'steps', 'average', '1 evaluation', '2', '4')
     table = markdown.table((*head, *(f'2, average {name}' for name in averages)), body)
-    samples, features, seconds = (
-        all_of(mine, operator.itemgetter(name)) for name in ('num_samples', 'features', 'seconds')
-    )
-    return (
-        f'{table}\n\n{measured_with(mine)}; {seconds} s of tuning, {samples} samples, features\n'
-        f'{features}.'
-    )
+    features = all_of(mine, operator.itemgetter('features'))
+    return f'{table}\n\n{measured_with(mine)}; {shortest:g} s of tuning, features\n{features}.'
 
 
 TABLES: dict[str, Callable[[], str]] = {
     'few_steps': lambda: quality(read(FOLDER)),
-    'few_steps_screening': lambda: screening(read(FOLDER)),
+    'few_steps_rates': lambda: rates(read(FOLDER)),
 }

@@ -3,15 +3,16 @@
 #   tools/gpu/few_steps.sh run DATA OUTPUT LIMIT TARGET GPU:CPUS:SETS ...   stops after LIMIT seconds; the same command goes on
 #   tools/gpu/few_steps.sh commands OUTPUT TARGET GPU:SET ...          then: rounding of a set's teacher, and seconds of whole commands
 # First build the kernels (tools/gpu/build.sh). Folders are relative to the checkout; DATA as measure.py says. TARGET gets few files.
-# FEW_STEPS_FLAGS: further flags of measure.py, separated by spaces. With --muon, several places may name one GPU, and share its memory.
-# Example, two GPUs with 16 cores each: tools/gpu/few_steps.sh run data runs/few 540 "$OUT" 0:0-15:cifar10,elephants64 1:16-31:objects64
+# FEW_STEPS_FLAGS: further flags of measure.py, separated by spaces: --step_ms is needed. Several places may name one GPU, and share it.
+# Example: FEW_STEPS_FLAGS='--step_ms 4.33,6.52' tools/gpu/few_steps.sh run data runs/few 540 packed 0:0-7:elephants64 0:8-15:objects64
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/../.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 
 commands() { # SET: prints the rounding in the loss of its teacher, and a row of seconds for each command of 64 samples
-  local teacher=$output/work/$1_teacher_seed0 tuned=$output/work/$1_tuned_seed0 words start began
+  local teacher=$output/work/$1_teacher_seed0 tuned words start began
+  tuned=$(echo "$output/work/$1"_muon-*s_seed0) # the one that is kept
   timeout 120 "$python" tools/consistency_precision.py "$teacher" --q 16,64,256 2>&1 | tr '\r' '\n' | tail -n 24 || true
   for words in "$teacher --sampler heun --steps 25" "$tuned --steps 1" "$tuned --steps 2" "$tuned --steps 4"; do
     for start in first second; do

@@ -7,17 +7,15 @@
 and features.npz, the classifier of objects64 (docs/results.md, "Recipes"), which judges all sets of
 64×64 pixels; docs/results/methods/features.npz judges cifar10. `--judge` names a second network.
 
-For each set: its teacher; with `--screen`, short tunings that differ in q, the learning rate and
-dropout (`SHORT`); then its tunings, with `Images.settings`, which short ones chose, or with
-`--muon` one for each time, as `MUON` says, with that of the rates whose shortest tuning is best in
-two evaluations. The better of two averages of the weights is measured, by a draw of its own
-(`Job.averages`).
+For each set: its teacher; the shortest tuning with each of `--rates`; then, with the rate that is
+best in two evaluations, tunings of all times and seeds. The other fields are those that such a run
+chooses itself (`jaxunet.training.tuning`). The better of two averages of the weights is measured,
+by a draw of its own (`Job.averages`).
 
 The same command goes on where it stopped. Several processes (tools/gpu/few_steps.sh) have an
 --output beside each other's, and sets of their own. Output: as of `jaxunet.compare.queue`, with the
-runs in work/ beside --output. Times are seconds of training, as they pass; with `--muon`, a step
-counts as `--step_ms` in them, as its schedule needs to know the number of steps. Processes may then
-share a GPU.
+runs in work/ beside --output. The learning rate of a tuning falls until its end, so a step counts
+as `--step_ms` in the seconds of training, and processes may share a GPU.
 """
 
 from __future__ import annotations
@@ -56,15 +54,12 @@ RESERVE = flags.DEFINE_float(
 )
 JUDGE = flags.DEFINE_string('judge', '', 'As of jaxunet.compare.queue.')
 NAMES = flags.DEFINE_list('sets', ['cifar10', 'objects64', 'elephants64', 'emoji64'], 'In turn.')
-SCREEN = flags.DEFINE_float('screen', 0.0, 'Seconds of each short tuning; 0 = none.', lower_bound=0)
-
-MUON_RATES = flags.DEFINE_list('muon', [], 'Rates of tunings by Muon; none = AdamW.')
+RATES = flags.DEFINE_list('rates', ['2e-4', '6e-4', '2e-3'], 'Learning rates of tunings.')
 STEP_MS = flags.DEFINE_list(
-    'step_ms', [], 'With --muon: milliseconds of a step of a teacher, and of a tuning.'
+    'step_ms', None, 'Milliseconds of a step of a teacher, and of a tuning.', required=True
 )
 
 Fields = Mapping[str, object]
-Settings = tuple[int, float, float]  # q, learning rate, dropout
 ROOT = pathlib.Path(__file__).parents[3]
 # A time ends a run; nothing is drawn or saved on the way but by the queue.
 QUIET: Fields = {
@@ -79,19 +74,7 @@ QUIET: Fields = {
 }
 TUNED = ('consistency:2', 'consistency:1', 'consistency:4')  # the first chooses the average
 AVERAGES = ('0.995', '0.9993')
-# The rate falls to 0, and q rises from 2 to 16.
-MUON: Fields = {
-    'optimizer.name': 'muon',
-    'optimizer.schedule': 'linear',
-    'diffusion.consistency_stages': 4,
-}
-MUON_Q = 2  # of the first stage
-MUON_CASE = 'muon-'  # the rate and the seconds follow
-# Of the short tunings.
-SHORT: Sequence[Settings] = (
-    *((q, rate, 0.0) for rate in (1e-3, 3e-4, 1e-4, 3.3e-5) for q in (16, 64)),
-    (16, 1e-4, 0.2),
-)
+CASE = 'muon-'  # the rate and the seconds follow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +102,6 @@ class Images:
       fields: of the teacher.
       sampler: the usual one of the teacher, beside Heun 25.
       seconds: of the teacher.
-      settings: of the tuning.
-      finer: measure the tuning with q = 64, too.
       tuning: seconds of tuning at which it is measured.
       samples: number drawn for each measurement.
       features: file of the feature network; '' = features.npz beside the images.
@@ -132,8 +113,6 @@ class Images:
     fields: Fields
     sampler: str
     seconds: float
-    settings: Settings = (16, 3.3e-5, 0.0)
-    finer: bool = False
     tuning: tuple[float, ...] = (30, 60, 120)
     samples: int = 2000
     features: str = ''
@@ -148,52 +127,29 @@ class Images:
             fields['data.path'] = self.path
         return self._run('teacher', fields, (self.seconds,), (heun, self.sampler))
 
-    def tunings(self, work: pathlib.Path) -> list[Run]:
-        """Returns the runs that tune the teacher: of the first seed, finer, of the others."""
-        runs = [self._tuned(work, 'tuned', self.settings, seed) for seed in self.seeds]
-        if self.finer:
-            runs.insert(1, self._tuned(work, 'tuned_q64', (64, *self.settings[1:]), self.seeds[0]))
-        return runs
-
-    def by_muon(self, work: pathlib.Path, rate: float) -> list[Run]:
-        """Returns the runs that tune the teacher by Muon, one for each time and seed.
+    def tunings(self, work: pathlib.Path, rate: float) -> list[Run]:
+        """Returns the runs that tune the teacher, one for each time and seed.
 
         The shortest of the first seed comes first, then the longest.
         """
-        runs = []
-        for seconds in sorted(self.tuning, reverse=True):
-            for seed in self.seeds:
-                images = dataclasses.replace(self, tuning=(seconds,))
-                case = f'{MUON_CASE}{rate:g}-{seconds:g}s'
-                run = images._tuned(work, case, (MUON_Q, rate, 0.0), seed)
-                runs.append(dataclasses.replace(run, fields={**run.fields, **MUON}, kept=False))
+        times = sorted(self.tuning, reverse=True)
+        runs = [self._tuned(work, rate, seconds, seed) for seconds in times for seed in self.seeds]
         return sorted(
-            runs, key=lambda run: (run.seconds[-1], run.seed) != (min(self.tuning), self.seeds[0])
+            runs, key=lambda run: (run.seconds[-1], run.seed) != (times[-1], self.seeds[0])
         )
 
-    def screening(self, work: pathlib.Path, seconds: float) -> list[Run]:
-        """Returns the short tunings."""
-        images = dataclasses.replace(self, tuning=(seconds,), samples=min(self.samples, 2000))
-        return [
-            dataclasses.replace(
-                images._tuned(work, f'q{s[0]}-{s[1]:.2g}-d{s[2]:g}', s, 0), picture=0, kept=False
-            )
-            for s in SHORT
-        ]
-
-    def _tuned(self, work: pathlib.Path, case: str, settings: Settings, seed: int) -> Run:
-        q, rate, dropout = settings
+    def _tuned(self, work: pathlib.Path, rate: float, seconds: float, seed: int) -> Run:
         fields = {
             'init_from': str(work / f'{self.name}_teacher_seed0'),
             'diffusion.objective': 'consistency',
             'ema.rates': tuple(map(float, AVERAGES)),
-            'diffusion.consistency_q': q,
             'optimizer.learning_rate': rate,
-            'model.dropout': dropout,
             **{k: v for k, v in self.fields.items() if k.startswith('train.')},
         }
-        run = self._run(case, fields, self.tuning, TUNED, seed)
-        return dataclasses.replace(run, averages=AVERAGES, choosing=min(self.samples, 2000))
+        run = self._run(f'{CASE}{rate:g}-{seconds:g}s', fields, (seconds,), TUNED, seed)
+        kept = (seconds, seed) == (max(self.tuning), self.seeds[0])
+        choosing = min(self.samples, 2000)
+        return dataclasses.replace(run, averages=AVERAGES, choosing=choosing, kept=kept)
 
     def _run(
         self,
@@ -227,8 +183,6 @@ CIFAR10 = Images(
     {'diffusion.objective': 'edm', 'optimizer.warmup_steps': 500},
     'dpmpp_2m:20',
     106,  # about 10,000 steps
-    (16, 1e-4, 0.0),
-    finer=True,
     samples=10_000,
     features='docs/results/methods/features.npz',
     metrics=('fid', 'kid', 'precision', 'recall'),
@@ -265,7 +219,6 @@ TINY_SETS = tuple(
         },
         sampler,
         1,
-        finer=objective == 'flow',
         tuning=(0.5, 1),
         samples=64,
         features='docs/results/digits/features.npz',
@@ -280,10 +233,10 @@ TINY_SETS = tuple(
 SETS = {images.name: images for images in (CIFAR10, OBJECTS64, *FEW, *TINY_SETS)}
 
 
-def tune_by_muon(queue: Queue, images: Images, work: pathlib.Path) -> list[str]:
-    """Trains a teacher and tunes it by Muon; returns what is left, as `Queue.run`."""
+def measure(queue: Queue, images: Images, work: pathlib.Path) -> list[str]:
+    """Trains a teacher and tunes it; returns what is left, as `Queue.run`."""
     of_teacher, of_tuning = map(float, STEP_MS.value)
-    by_rate = {rate: images.by_muon(work, rate) for rate in map(float, MUON_RATES.value)}
+    by_rate = {rate: images.tunings(work, rate) for rate in map(float, RATES.value)}
     cases = {run.case for runs in by_rate.values() for run in runs}
     teacher = images.teacher(DATA.value)
     queue.step_ms = {teacher.case: of_teacher} | dict.fromkeys(cases, of_tuning)
@@ -292,32 +245,33 @@ def tune_by_muon(queue: Queue, images: Images, work: pathlib.Path) -> list[str]:
         left = queue.run([runs[0] for runs in by_rate.values()])
     if left:
         return left
+    measured = list(rows.read(queue.output / ROWS))
+    return queue.run(by_rate[min(by_rate, key=lambda rate: distance(measured, by_rate[rate][0]))])
 
-    def distance(rate: float) -> float:
-        first = by_rate[rate][0]
-        return min(
-            row['values']['train']['fid']
-            for row in rows.read(queue.output / ROWS)
-            if (row['data'], row['case'], row['seed']) == (first.data, first.case, first.seed)
-            and row['sampler'] == TUNED[0]
-        )
 
-    return queue.run(by_rate[min(by_rate, key=distance)])
+def distance(measured: Sequence[rows.Row], run: Run) -> float:
+    """Returns the Fréchet distance of a run in two evaluations."""
+    key = (run.data, run.case, run.seed, TUNED[0])
+    return min(
+        row['values']['train']['fid']
+        for row in measured
+        if (row['data'], row['case'], row['seed'], row['sampler']) == key
+    )
 
 
 def main(argv: Sequence[str]) -> int:
     """Does the work of one process; returns 1 if some of it is left.
 
     Raises:
-      UserError: a set that does not exist.
+      UserError: a set that does not exist, or other than two numbers in --step_ms.
     """
     interrupt_when_terminated()
     compiled_cache.enable_compilation_cache()
     for name in NAMES.value:
         if name not in SETS:
             raise UserError(f'--sets: expected some of {", ".join(SETS)}, found {name!r}')
-    if bool(MUON_RATES.value) != (len(STEP_MS.value) == 2):
-        raise UserError('--muon and --step_ms: give both, two numbers for --step_ms, or neither')
+    if len(STEP_MS.value) != 2:
+        raise UserError('--step_ms: expected two numbers, of a teacher and of a tuning')
     output = pathlib.Path(OUTPUT.value)
     work = output.parent / 'work'
     limit = Limit(LIMIT.value, RESERVE.value, began=BEGAN)
@@ -331,15 +285,7 @@ def main(argv: Sequence[str]) -> int:
             command=shlex.join(['python', 'docs/results/few_steps/measure.py', *sys.argv[1:]]),
             work=work,
         )
-        if MUON_RATES.value:
-            problems += tune_by_muon(queue, images, work)
-            continue
-        left = queue.run([images.teacher(DATA.value)])
-        if not left and SCREEN.value:
-            left = queue.run(images.screening(work, SCREEN.value))
-        if not left:
-            left = queue.run(images.tunings(work))
-        problems += left
+        problems += measure(queue, images, work)
     return 1 if problems else 0
 
 
