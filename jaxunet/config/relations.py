@@ -247,6 +247,11 @@ def _data(config: Config) -> Iterator[str]:
         )
     if d.noise_assignment == 'batch' and d.batch_size == 1:
         yield 'data.noise_assignment: batch needs data.batch_size of 2 or more, found 1'
+    if d.noise_assignment == 'batch' and config.model.low_res_size:
+        yield (
+            'data.noise_assignment: batch would let the pictures that the network sees '
+            f'(model.low_res_size={config.model.low_res_size}) tell it the noise; set none'
+        )
     if classes and len(d.classes) > classes:
         yield f'data.classes: {len(d.classes)} names for model.num_classes={classes}'
 

@@ -7,7 +7,9 @@ neither changes the method. Only keys are permuted; each row then draws its nois
 it was given.
 
 The set of a batch's noise samples does not change. Over all rows noise is therefore exactly
-standard normal, while the noise of a given image is not: that is the method.
+standard normal, while the noise of a given image is not: that is the method. A network of classes
+exchanges noise only between images of one class. Otherwise the noise would tell it the class, and
+samples, whose noise does not, would often be of another.
 
 The paper solves the assignment exactly, on the host, with distances rounded to 16 bits. An exact
 solution inside a compiled step is a chain of thousands of dependent operations for 128 images,
@@ -58,9 +60,10 @@ def assigned_noise(
     every = split_keys(step_key, jnp.arange(rows * devices, dtype=jnp.int32), in_pairs=False).noise
     loaded, _ = augmented_images(config, keys, batch)
     costs = distances(images_of(config, loaded), every, rows // config.optimizer.accumulate_steps)
+    classes = batch['label'] if config.model.num_classes else jnp.zeros(rows, jnp.int32)
     if axis_name is not None:
-        costs = jax.lax.all_gather(costs, axis_name, tiled=True)
-    return every[assign(costs)[batch['row']]]
+        costs, classes = (jax.lax.all_gather(x, axis_name, tiled=True) for x in (costs, classes))
+    return every[assign(costs, classes)[batch['row']]]
 
 
 def distances(images: Images, keys: Key[Array, ' noises'], chunk: int) -> Distances:
@@ -84,10 +87,11 @@ def distances(images: Images, keys: Key[Array, ' noises'], chunk: int) -> Distan
     return jnp.moveaxis(blocks, 0, 1).reshape(images.shape[0], -1)
 
 
-def assign(cost: Distances) -> Int[Array, ' images']:
+def assign(cost: Distances, classes: Int[Array, ' images']) -> Int[Array, ' images']:
     """Returns the noise of each image: a permutation whose summed cost is small.
 
-    The sum is never larger than that of the pairs (i, i).
+    The sum is never larger than that of the pairs (i, i). An image gets the noise of one of its
+    class.
 
     Images bid for noise samples. In each round every image without one bids for the sample that is
     worth most to it after its price; the bid is the price at which the second best would be as
@@ -97,12 +101,15 @@ def assign(cost: Distances) -> Int[Array, ' images']:
 
     Args:
       cost: square, at least 2 by 2.
+      classes: of the images; noise i is at first that of image i.
     """
     count = cost.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)
     # A term that all pairs of one image, or of one noise sample, share does not change any choice.
     worth = jnp.mean(cost, axis=0)[None, :] + jnp.mean(cost, axis=1)[:, None] - cost
     rise = RISE * jnp.std(worth)
+    same = classes[:, None] == classes[None, :]
+    worth = jnp.where(same, worth, -jnp.inf)
     nobody = jnp.full(count, -1, jnp.int32)
 
     def auction(
@@ -121,9 +128,11 @@ def assign(cost: Distances) -> Int[Array, ' images']:
         return jnp.where(sold, jnp.max(bids, axis=0), price), jnp.where(sold, winner, owner)
 
     _, owner = jax.lax.fori_loop(0, ROUNDS, auction, (jnp.zeros(count, cost.dtype), nobody))
-    # The k-th image without noise gets the k-th noise without an owner.
+    # The k-th image without noise gets the k-th noise without an owner, both of its class.
     left, unsold = ~_owns(owner), owner < 0
-    order = (jnp.cumsum(left)[:, None] == jnp.cumsum(unsold)[None, :]) & left[:, None]
+    until = same & (index[:, None] >= index[None, :])
+    of_left, of_unsold = (jnp.sum(until & those[None, :], axis=1) for those in (left, unsold))
+    order = (of_left[:, None] == of_unsold[None, :]) & left[:, None] & same
     pairs = (owner[None, :] == index[:, None]) | (order & unsold[None, :])
     chosen = jnp.argmax(pairs, axis=1).astype(jnp.int32)
     before = jnp.sum(jnp.diagonal(cost))

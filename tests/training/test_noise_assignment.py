@@ -18,7 +18,9 @@ from jaxunet.training.noise_assignment import assign, assigned_noise, distances
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-assigned = jax.jit(assign)
+CLASSES = jnp.arange(64, dtype=jnp.int32) % 3
+assigned = jax.jit(lambda cost: assign(cost, jnp.zeros(len(cost), jnp.int32)))
+within_classes = jax.jit(assign)
 SHAPE = (8, 8, 1)
 
 
@@ -84,16 +86,36 @@ def test_costs_of_any_kind_give_a_permutation_no_worse_than_before(cost):
     assert total(cost, noise) <= best + 0.3 * cost.std() * len(cost)
 
 
+def test_noise_stays_within_its_class(digits):
+    """As near to the best as without classes; one image has a class of its own."""
+    classes = np.array([9, *CLASSES[1:]], np.int32)
+    for seed in range(3):
+        cost = costs(digits, 64, seed)
+        noise = np.asarray(within_classes(cost, classes))
+        assert sorted(noise) == list(range(64))
+        np.testing.assert_array_equal(classes[noise], classes)
+        before = total(cost, range(64))
+        others = np.where(classes[:, None] == classes[None], cost, 1e6)
+        best = total(cost, linear_sum_assignment(others)[1])
+        assert before - total(cost, noise) >= 0.95 * (before - best)
+    alone = within_classes(costs(digits, 64), np.arange(64, dtype=np.int32))
+    np.testing.assert_array_equal(alone, np.arange(64))
+
+
+@pytest.mark.parametrize('unfinished', [0, 2])
+def test_an_unfinished_auction_stays_within_classes(unfinished, digits, monkeypatch):
+    monkeypatch.setattr('jaxunet.training.noise_assignment.ROUNDS', unfinished)
+    noise = np.asarray(assign(jnp.asarray(costs(digits, 64)), CLASSES))
+    assert sorted(noise) == list(range(64))
+    np.testing.assert_array_equal(np.asarray(CLASSES)[noise], CLASSES)
+
+
 def config_of(**changes) -> Config:
     return tiny_config(data={'batch_size': 16, 'noise_assignment': 'batch'}, **changes)
 
 
 def batch_of(digits, rows):
-    return {
-        'image': jnp.asarray(digits)[rows],
-        'label': jnp.zeros(rows.shape, jnp.int32),
-        'row': rows,
-    }
+    return {'image': jnp.asarray(digits)[rows], 'label': CLASSES[rows], 'row': rows}
 
 
 @pytest.mark.parametrize('augment', ['none', pytest.param('flip', marks=pytest.mark.long), 'edm'])
@@ -115,9 +137,28 @@ def test_rows_exchange_their_noise_and_come_nearer(augment, digits):
         np.testing.assert_array_equal(jax.random.key_data(again), after)
 
 
-@pytest.mark.parametrize('accumulate_steps', [1, 2])
-def test_devices_and_micro_batches_share_one_assignment(accumulate_steps, digits):
-    config = config_of(optimizer={'accumulate_steps': accumulate_steps})
+def test_only_a_network_of_classes_keeps_noise_within_them(digits):
+    step_key, rows = jax.random.key(5), jnp.arange(16, dtype=jnp.int32)
+    keys = split_keys(step_key, rows, in_pairs=False)
+    before = np.asarray(jax.random.key_data(keys.noise))
+    crossed = {}
+    for count in (0, 3):
+        config = config_of(model={'num_classes': count, 'label_dropout': 0.0})
+        given = assigned_noise(config, step_key, keys, batch_of(digits, rows), None)
+        after = np.asarray(jax.random.key_data(given))
+        came_from = [int(np.flatnonzero((before == key).all(1))[0]) for key in after]
+        crossed[count] = np.count_nonzero(CLASSES[np.array(came_from)] != CLASSES[:16])
+        assert came_from != list(range(16))
+    assert crossed[0] > 0
+    assert crossed[3] == 0
+
+
+@pytest.mark.parametrize(('accumulate_steps', 'classes'), [(1, 3), (2, 0)])
+def test_devices_and_micro_batches_share_one_assignment(accumulate_steps, classes, digits):
+    config = config_of(
+        optimizer={'accumulate_steps': accumulate_steps},
+        model={'num_classes': classes, 'label_dropout': 0.0},
+    )
     step_key, rows = jax.random.key(6), jnp.arange(16, dtype=jnp.int32)
 
     def share(rows, axis_name=None):
@@ -175,7 +216,9 @@ def test_the_first_loss_of_flow_is_the_assigned_distance(spread, digits, source)
     list(zip(('epsilon', 'x0', 'v', 'edm'), 2 * SPREADS, strict=True)),
 )
 def test_losses_do_not_depend_on_the_devices(objective, spread, source):
-    config = config_of(diffusion={'objective': objective}).replace(parallel={'devices': 1})
+    without = {'num_classes': 0, 'label_dropout': 0.0}  # all rows of the batch exchange noise
+    config = config_of(diffusion={'objective': objective}, model=without)
+    config = config.replace(parallel={'devices': 1})
     one, several = (Bench(c, source).losses() for c in (config, config.replace(**spread)))
     np.testing.assert_allclose(several, one, rtol=1e-4)
     plain = Bench(config.replace(data={'noise_assignment': 'none'}), source).losses()
@@ -195,11 +238,16 @@ def test_losses_do_not_depend_on_the_devices(objective, spread, source):
             r'data.noise_assignment: batch needs data.batch_size of 2 or more, found 1',
         ),
         (
+            {'noise_assignment': 'batch', 'model': {'low_res_size': (4,)}},
+            r'data.noise_assignment: batch would let the pictures .*low_res_size=.*; set none',
+        ),
+        (
             {'noise_assignment': 'bach'},
             r'data.noise_assignment: expected one of none, batch, .* did you mean "batch"',
         ),
     ],
 )
 def test_what_does_not_go_together_is_refused(data, message):
+    model = data.get('model', {})
     with pytest.raises(UserError, match=message):
-        tiny_config(data=data)
+        tiny_config(data={k: v for k, v in data.items() if k != 'model'}, model=model)
