@@ -71,6 +71,13 @@ def open_checked(config: Config, given: ArraySource | None = None) -> tuple[Sour
     estimate.warn_if_long_on_a_cpu(config)
     if warning := endless_warmup(config):
         logging.warning('%s', warning)
+    told = 'class' * bool(config.model.num_classes) or 'picture' * bool(config.model.low_res_size)
+    if told and config.data.noise_candidates > 1:
+        logging.warning(
+            'data.noise_candidates: noise near its image tells the network the %s, which the noise '
+            'of samples does not (docs/training.md)',
+            told,
+        )
     source = open_images(config, given)
     check_classes(config, source)
     if jax.process_index() == 0:

@@ -15,6 +15,7 @@ from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.batch import draw_noise, normalise, split_keys
 from jaxunet.training.noise_assignment import assign, assigned_noise, distances
+from jaxunet.training.start import open_checked
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -251,3 +252,19 @@ def test_what_does_not_go_together_is_refused(data, message):
     model = data.get('model', {})
     with pytest.raises(UserError, match=message):
         tiny_config(data={k: v for k, v in data.items() if k != 'model'}, model=model)
+
+
+@pytest.mark.parametrize(
+    ('model', 'told'),
+    [
+        ({'num_classes': 10}, ' class,'),
+        ({'num_classes': 0, 'label_dropout': 0.0, 'low_res_size': (4,)}, ' picture,'),
+        ({'num_classes': 0, 'label_dropout': 0.0}, ''),
+    ],
+)
+def test_noise_that_tells_the_network_something_is_a_warning(model, told, caplog):
+    for count in (1, 4):
+        config = tiny_config(data={'path': 'digits:', 'noise_candidates': count}, model=model)
+        with caplog.at_level('WARNING', logger='absl'):
+            open_checked(config)
+        assert ('tells the network the' + told in caplog.text) == (count > 1 and bool(told))
