@@ -316,16 +316,18 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
 
 
 def _learning_rate(raw: Fields, batch: int, images: int) -> float:
-    """Returns 1e-4 √(batch/32), four times as much if it falls, or the rate of a tuning.
+    """Returns a rate for the objective, the schedule and the start of a run.
 
-    Tunings by Muon are measured with 500 images, 9,000 and 50,000 (docs/few_steps.md); between
-    these it is a guess.
+    It is 1e-4 √(batch/32), four times as much if it falls and the weights are new
+    (docs/results.md, "Recipes"). Tunings by Muon are measured with 500 images, 9,000 and 50,000
+    (docs/few_steps.md); between these it is a guess.
     """
     if value_at(raw, 'diffusion.objective') == 'consistency':
         if value_at(raw, 'optimizer.name') != 'muon':
             return 1e-4
         return 2e-3 if images < FEW else 6e-4
-    rate = 1e-4 if value_at(raw, 'optimizer.schedule') == 'constant' else 4e-4
+    falls = value_at(raw, 'optimizer.schedule') not in ('constant', None)
+    rate = 4e-4 if falls and not raw.get('init_from') else 1e-4
     return float(f'{rate * math.sqrt(batch / 32):.1g}')
 
 

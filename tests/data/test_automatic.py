@@ -118,8 +118,9 @@ def test_small_images_take_larger_batches_and_rates():
     large, small = (choose(raw, Facts(1000, [(side, side)], False)) for side in (64, 32))
     assert (large['data.batch_size'], small['data.batch_size']) == (32, 128)
     assert (large['optimizer.learning_rate'], small['optimizer.learning_rate']) == (4e-4, 8e-4)
-    raw['optimizer']['schedule'] = 'constant'
-    assert choose(raw, Facts(1000, [(32, 32)], False))['optimizer.learning_rate'] == 2e-4
+    constant = {**raw, 'optimizer': {**raw['optimizer'], 'schedule': 'constant'}}
+    for gentle in (constant, {**raw, 'init_from': 'runs/other'}):
+        assert choose(gentle, Facts(1000, [(32, 32)], False))['optimizer.learning_rate'] == 2e-4
 
 
 @pytest.mark.parametrize(
