@@ -40,6 +40,9 @@ UNSET: dict[str, object] = {
 # Images below which v has better pictures than flow, which overfits sooner. Measured with 450 and
 # with 9,000 images (docs/results.md, "Recipes"); between these it is a guess.
 FEW = 1000
+# Images below which a tuning by Muon takes the higher rate. Measured with 500 and, with a small
+# network, 1,797, which want it, and with 9,000 and 50,000 (docs/few_steps.md).
+FEW_TO_TUNE = 2000
 SIZES = 256  # images whose sizes are looked at
 PIXELS = 16  # images whose pixels are looked at; `SIZES` where these have no colours
 PROBE = 32  # pixels a side at which the pixels are looked at
@@ -319,13 +322,12 @@ def _learning_rate(raw: Fields, batch: int, images: int) -> float:
     """Returns a rate for the objective, the schedule and the start of a run.
 
     It is 1e-4 √(batch/32), four times as much if it falls and the weights are new
-    (docs/results.md, "Recipes"). Tunings by Muon are measured with 500 images, 9,000 and 50,000
-    (docs/few_steps.md); between these it is a guess.
+    (docs/results.md, "Recipes"); or the best of the tunings of docs/few_steps.md.
     """
     if value_at(raw, 'diffusion.objective') == 'consistency':
         if value_at(raw, 'optimizer.name') != 'muon':
             return 1e-4
-        return 2e-3 if images < FEW else 6e-4
+        return 2e-3 if images < FEW_TO_TUNE else 6e-4
     falls = value_at(raw, 'optimizer.schedule') not in ('constant', None)
     rate = 4e-4 if falls and not raw.get('init_from') else 1e-4
     return float(f'{rate * math.sqrt(batch / 32):.1g}')

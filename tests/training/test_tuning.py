@@ -53,7 +53,7 @@ def test_any_recipe_takes_the_network_and_the_images_of_the_teacher(caplog):
         raw = to_dict(config)
         for path, value in CHOSEN.items():
             section, field = path.split('.')
-            assert raw[section][field] == (6e-4 if field == 'learning_rate' else value), path
+            assert raw[section][field] == (2e-3 if field == 'learning_rate' else value), path
         assert (config.evaluation.sampler, config.evaluation.variance) == ('', '')
         check_used(config)
         taken, chosen, by_images = (record.message for record in caplog.records[-3:])
@@ -64,14 +64,15 @@ def test_any_recipe_takes_the_network_and_the_images_of_the_teacher(caplog):
         assert 'learning_rate' not in chosen
         assert chosen.endswith('; q^stages is about 16 (docs/few_steps.md)')
         assert by_images.startswith('chosen for 1,797 images ')
-        assert by_images.endswith(': optimizer.learning_rate=0.0006')
+        assert by_images.endswith(': optimizer.learning_rate=0.002')
 
 
 def test_the_rate_goes_with_the_optimizer_and_the_number_of_images(tmp_path):
-    path = tmp_path / 'few.npz'
-    np.savez(path, images=np.zeros((16, 8, 8, 3), np.uint8))
-    few = {'data.path': str(path)}
-    for named, rate in ((few, 2e-3), (few | {'optimizer.name': 'adamw'}, 1e-4)):
+    few, many = ({'data.path': str(tmp_path / f'{count}.npz')} for count in (1999, 2000))
+    for count, named in ((1999, few), (2000, many)):
+        np.savez(named['data.path'], images=np.zeros((count, 8, 8, 3), np.uint8))
+    adamw = few | {'optimizer.name': 'adamw'}
+    for named, rate in ((few, 2e-3), (many, 6e-4), (adamw, 1e-4)):
         config = complete(for_tuning(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
         assert config.optimizer.learning_rate == rate
 
