@@ -42,11 +42,10 @@ from absl import flags
 from jaxunet.compare import BEGAN, flags_comparison, report, runner
 from jaxunet.compare.comparison import Comparison
 from jaxunet.compare.comparison_file import read_comparison
-from jaxunet.compare.jobs import base_config
+from jaxunet.compare.jobs import base_config, completed
 from jaxunet.compare.methods import FORM, METHODS, numbers_by_method, parse_methods
 from jaxunet.config import cli
 from jaxunet.config.unused import check_used
-from jaxunet.data.automatic import complete
 from jaxunet.runtime import command, compiled_cache
 from jaxunet.runtime.errors import UserError, printable_lines
 from jaxunet.runtime.interrupt import interrupt_when_terminated
@@ -229,7 +228,7 @@ def _by_flags() -> flags_comparison.FlagsComparison:
     Raises:
       UserError: a flag or the config is wrong, or a field has no effect.
     """
-    config = base_config(complete(CONFIG.value))
+    config = base_config(completed(CONFIG.value))
     methods = parse_methods(METHOD_NAMES.value)
     configs = [method.apply(config) for method in methods]
     if not (

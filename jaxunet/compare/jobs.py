@@ -22,8 +22,8 @@ from jaxunet.config import Config
 from jaxunet.config.relations import MAX_STEPS_PER_CALL
 from jaxunet.config.run_sections import SUITS
 from jaxunet.config.samplers import DEFAULT_STEPS, SAMPLERS
-from jaxunet.config.schema import FACTS
-from jaxunet.data.automatic import complete
+from jaxunet.config.schema import FACTS, Fields
+from jaxunet.data.automatic import complete, with_values
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import expanded
 from jaxunet.runtime.untrusted import one_line, plain, shown
@@ -149,7 +149,7 @@ class Job:
             raw['seed'] = self.seed
             run = {'train': {'keep': 1, 'keep_every': 0, 'keep_best': 0}}
             parallel = {'parallel': {'devices': devices}} if devices else {}
-            config = base_config(complete(raw).replace(**run, **parallel))
+            config = base_config(completed(raw, self.schedule).replace(**run, **parallel))
             steps = config.train.steps
             if step_seconds and self.schedule != 'constant':
                 together = config.train.steps_per_call or MAX_STEPS_PER_CALL
@@ -173,6 +173,14 @@ class Job:
                 f'config keeps, found {unknown[0]!r}'
             )
         return {average: kept[average] for average in wanted}
+
+
+def completed(values: ConfigDict | Fields, schedule: str = 'constant') -> Config:
+    """Returns `complete` of a config with this schedule, on which a learning rate may depend."""
+    raw = values.to_dict() if isinstance(values, ConfigDict) else values
+    if isinstance(raw.get('optimizer'), dict):  # `complete` reports it otherwise
+        raw = with_values(raw, {'optimizer.schedule': schedule})
+    return complete(raw)
 
 
 def base_config(config: Config) -> Config:

@@ -11,10 +11,11 @@ import zipfile
 
 import pytest
 from PIL import Image
+from support.configs import CONFIGS, load
 
 from jaxunet.compare import step_cost
 from jaxunet.compare.comparison_file import read_jobs
-from jaxunet.compare.jobs import Job
+from jaxunet.compare.jobs import Job, base_config, completed
 from jaxunet.compare.step_times import step_times
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
@@ -110,6 +111,22 @@ def test_the_recipe_itself_is_a_job(tmp_path):
     config = job.load_config()
     assert config.image_shape == (64, 64, 3)
     assert (config.diffusion.objective, config.data.batch_size) == ('v', 32)
+    assert (config.optimizer.schedule, config.optimizer.learning_rate) == ('linear', 4e-4)
+
+
+def test_the_rate_that_a_recipe_leaves_open_goes_with_the_schedule_of_the_runs():
+    """Times end the runs of a comparison, so their rate is constant."""
+    values = load(next(path for path in CONFIGS if path.stem == 'images'))
+    values.data.path = 'digits:'
+    fields = {'data.path': 'digits:'}
+    job = Job('images', 'digits', 'configs/images.py', fields, (1,), ('heun:2',), {})
+    falling = dataclasses.replace(job, fields=fields | {'optimizer.schedule': 'linear'})
+    for config, chosen in (
+        (base_config(completed(values)), ('constant', 2e-4)),
+        (job.load_config(), ('constant', 2e-4)),
+        (falling.load_config(), ('linear', 8e-4)),
+    ):
+        assert (config.optimizer.schedule, config.optimizer.learning_rate) == chosen
 
 
 def test_times_with_rows_keep_their_samplers(tmp_path):

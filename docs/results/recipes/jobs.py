@@ -115,7 +115,7 @@ def objects(
 def images(data: str, *, seed: int = 0) -> Job:
     """Returns a job of configs/images.py as it is, on the 9,000 photographs."""
     job = objects('flow', data, seed=seed)
-    fields = {'data.path': job.fields['data.path']}
+    fields = {'data.path': job.fields['data.path'], 'optimizer.schedule': 'linear'}  # as there
     return dataclasses.replace(
         job, case='images', config='configs/images.py', fields=fields, seconds=(180,)
     )
