@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures('shared_steps')
 
 TEACHER = tiny_config(
     diffusion={'objective': 'flow', 'flow_mean': -0.5},
-    model={'num_classes': 3, 'label_dropout': 0.2},
+    model={'num_classes': 3, 'label_dropout': 0.2, 'dropout': 0.1},
     data={'path': 'digits:', 'augment': 'flip'},
 )
 TUNES = {'diffusion.objective': 'consistency', 'init_from': 'runs/teacher'}
@@ -82,13 +82,13 @@ def test_named_fields_keep_their_values(tmp_path):
     np.savez(path, images=np.zeros((16, 8, 8, 3), np.uint8))
     named = {
         'train.steps': 100,
-        'model.dropout': 0.0,
+        'model.dropout': 0.3,
         'data.path': str(path),
         'diffusion.consistency_stages': 3,
         'optimizer.clip_norm': 1.0,
     }
     config = complete(for_tuning(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
-    assert (config.train.steps, config.model.dropout, config.data.path) == (100, 0.0, str(path))
+    assert (config.train.steps, config.model.dropout, config.data.path) == (100, 0.3, str(path))
     assert (config.optimizer.clip_norm, config.optimizer.warmup_steps) == (1.0, 0)
     assert config.diffusion.consistency_q == 3  # 3³ = 27, and 2³ = 8
 

@@ -61,7 +61,7 @@ STEP_MS = flags.DEFINE_list(
 
 Fields = Mapping[str, object]
 ROOT = pathlib.Path(__file__).parents[3]
-# A time ends a run; nothing is drawn or saved on the way but by the queue.
+# Steps end a run (`Run.load_config`); nothing is drawn or saved on the way but by the queue.
 QUIET: Fields = {
     'parallel.devices': 1,
     'data.holdout': 0.0,
@@ -82,7 +82,7 @@ class Run(Job):
     """A job with the choices of `jaxunet.train`; it may start from trained weights."""
 
     def load_config(self, devices: int = 1, step_seconds: float = 0.0) -> Config:
-        """Returns the config of the run, which ends by its steps only if their length is known."""
+        """Returns the config of the run, which its steps end if `step_seconds` is known."""
         fields = {**QUIET, **self.fields, 'seed': self.seed}
         if step_seconds:
             fields['train.steps'] = steps_lasting(self.seconds[-1], step_seconds)
@@ -235,8 +235,8 @@ SETS = {images.name: images for images in (CIFAR10, OBJECTS64, *FEW, *TINY_SETS)
 
 def measure(queue: Queue, images: Images, work: pathlib.Path) -> list[str]:
     """Trains a teacher and tunes it; returns what is left, as `Queue.run`."""
-    of_teacher, of_tuning = map(float, STEP_MS.value)
-    by_rate = {rate: images.tunings(work, rate) for rate in map(float, RATES.value)}
+    of_teacher, of_tuning = numbers('step_ms', STEP_MS.value)
+    by_rate = {rate: images.tunings(work, rate) for rate in numbers('rates', RATES.value)}
     cases = {run.case for runs in by_rate.values() for run in runs}
     teacher = images.teacher(DATA.value)
     queue.step_ms = {teacher.case: of_teacher} | dict.fromkeys(cases, of_tuning)
@@ -247,6 +247,21 @@ def measure(queue: Queue, images: Images, work: pathlib.Path) -> list[str]:
         return left
     measured = list(rows.read(queue.output / ROWS))
     return queue.run(by_rate[min(by_rate, key=lambda rate: distance(measured, by_rate[rate][0]))])
+
+
+def numbers(flag: str, texts: Sequence[str]) -> list[float]:
+    """Returns the numbers of a flag.
+
+    Raises:
+      UserError: none, or one that is not above 0.
+    """
+    try:
+        found = [float(text) for text in texts]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise UserError(f'--{flag}: expected numbers above 0, found {",".join(texts)!r}')
+    return found
 
 
 def distance(measured: Sequence[rows.Row], run: Run) -> float:
@@ -263,15 +278,16 @@ def main(argv: Sequence[str]) -> int:
     """Does the work of one process; returns 1 if some of it is left.
 
     Raises:
-      UserError: a set that does not exist, or other than two numbers in --step_ms.
+      UserError: a set that does not exist, or --rates or --step_ms without their numbers.
     """
     interrupt_when_terminated()
     compiled_cache.enable_compilation_cache()
     for name in NAMES.value:
         if name not in SETS:
             raise UserError(f'--sets: expected some of {", ".join(SETS)}, found {name!r}')
-    if len(STEP_MS.value) != 2:
+    if len(numbers('step_ms', STEP_MS.value)) != 2:
         raise UserError('--step_ms: expected two numbers, of a teacher and of a tuning')
+    numbers('rates', RATES.value)
     output = pathlib.Path(OUTPUT.value)
     work = output.parent / 'work'
     limit = Limit(LIMIT.value, RESERVE.value, began=BEGAN)
