@@ -4,13 +4,12 @@ If kernels update the weights, the gradients are packed into a few arrays
 (`jaxunet.ops.adamw.packed`), and each array is summed when all of its gradients are computed.
 Otherwise `psum` is one operation per gradient. On several GPUs the options `OVERLAP` let XLA run
 these operations beside the backward pass, and combine small ones. A backend that merges the calls
-of many layers (`Backend.transform_gradients`) leaves the last `LATE_SHARE` of the weights out, so
-that most gradients are summed while it computes those.
+of many layers (`Backend.transform_gradients`) leaves out the first level of the network, so that
+the other gradients are summed while it computes those.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 import jax
@@ -19,7 +18,7 @@ from jaxtyping import Array
 
 from jaxunet.model.encoder import LABEL_EMBEDDING, TIME_EMBEDDING
 from jaxunet.model.unet import Params
-from jaxunet.ops.adamw.packed import FULL, LATE_SHARE, Join, Packed, pack
+from jaxunet.ops.adamw.packed import FULL, Join, Packed, pack
 
 # Compiler options of XLA for several GPUs.
 OVERLAP: dict[str, str | bool] = {
@@ -80,25 +79,13 @@ def computed_last(gradients: Params) -> list[bool]:
     """Returns True for leaves whose gradients the backward pass computes at its end.
 
     These are the embeddings of time and class, their projections, the biases of the first
-    convolutions of residual blocks, which `project` adds, and the first layers of the network: as
-    many levels as have at most `LATE_SHARE` of all weights.
+    convolutions of residual blocks, which `project` adds, and the first layers of the network, up
+    to those of its first level.
     """
-    leaves = jax.tree.leaves_with_path(gradients)
-    names = [[key.key for key in path] for path, _ in leaves]
-    tops = ['_'.join(name[0].split('_')[:2]) for name in names]  # such as conv_in, down_0, up_3
-    sizes = collections.Counter[str]()
-    for top, (_, leaf) in zip(tops, leaves, strict=True):
-        sizes[top] += leaf.size
-    first, left = [], LATE_SHARE * sizes.total()
-    for top in ('conv_in', *sorted(top for top in sizes if top.startswith('down_'))):
-        left -= sizes[top]
-        if left < 0:
-            break
-        first.append(top)
+    names = [[key.key for key in path] for path, _ in jax.tree.leaves_with_path(gradients)]
     return [
-        top in first
-        or name[0].startswith((TIME_EMBEDDING, LABEL_EMBEDDING))
+        name[0].startswith(('conv_in', 'down_0_', TIME_EMBEDDING, LABEL_EMBEDDING))
         or 'embed' in name
         or name[-2:] == ['conv_1', 'bias']
-        for top, name in zip(tops, names, strict=True)
+        for name in names
     ]

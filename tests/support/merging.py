@@ -109,7 +109,7 @@ def weight_gradients(
 ) -> list[selection.WeightGradient]:
     """Returns the calls of a function that are merged."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    found = selection.merged(jaxpr.eqns, set(jaxpr.outvars), 0.0)
+    found = selection.merged(jaxpr.eqns, set(jaxpr.outvars), last_apart=False)
     return [gradient for call in found for gradient in call.weight_gradients]
 
 

@@ -22,7 +22,6 @@ from jaxunet.config import Config, resolve
 from jaxunet.data.sources import Source
 from jaxunet.model.unet import Params, build_unet, init_params
 from jaxunet.ops import backends
-from jaxunet.ops.adamw.packed import LATE_SHARE
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import device, plugins
 from jaxunet.training import all_reduce
@@ -120,19 +119,21 @@ def test_gradients_that_become_known_one_by_one_fill_several_arrays(
     assert sums == 3 if simultaneous else sums > 5
 
 
-@pytest.mark.parametrize('name', ['elephants64', 'cifar10'])
+@pytest.mark.parametrize('name', ['elephants64', 'cifar10', 'imagenet64'])
 def test_the_last_call_computes_no_gradient_that_is_summed_early(name: str) -> None:
-    """Its gradients are packed apart from the others."""
+    """Its gradients are packed apart from the others, which are most."""
     values = runpy.run_path(str(ROOT / 'configs' / f'{name}.py'))['get_config']()
     full = resolve(values).replace(backend='cuda', precision='bfloat16')
     model = build_unet(full, choose('cuda', here=False).ops)
     params = jax.eval_shape(lambda: init_params(model, full, jax.random.key(0)))
     images = jnp.zeros((2, *full.image_shape))
 
-    def loss(params: Params) -> jax.Array:
-        return jnp.sum(model.predict(params, images, jnp.zeros(2, jnp.int32)))
+    labels = jnp.zeros(2, jnp.int32) if full.model.num_classes else None
 
-    jaxpr = jax.make_jaxpr(grouped(jax.grad(loss), late_share=LATE_SHARE))(params).jaxpr
+    def loss(params: Params) -> jax.Array:
+        return jnp.sum(model.predict(params, images, jnp.zeros(2, jnp.int32), labels))
+
+    jaxpr = jax.make_jaxpr(grouped(jax.grad(loss), last_apart=True))(params).jaxpr
     last = [e for e in jaxpr.eqns if e.params.get('target_name') == TARGET][1:]
     assert len(last) == 1
     late = set(last[0].outvars)
@@ -144,7 +145,7 @@ def test_the_last_call_computes_no_gradient_that_is_summed_early(name: str) -> N
     assert sum(found) > 5
     assert not [late for late, known in zip(found, told, strict=True) if late and not known]
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-    assert sum(s for s, late in zip(sizes, found, strict=True) if late) < LATE_SHARE * sum(sizes)
+    assert sum(s for s, known in zip(sizes, told, strict=True) if known) < 0.11 * sum(sizes)
 
 
 def test_several_devices_merge_micro_batches_in_one_call(

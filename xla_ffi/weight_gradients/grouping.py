@@ -18,7 +18,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jaxtyping import Array
 
-from jaxunet.ops.adamw.packed import LATE_SHARE
 from jaxunet.ops.transformations import vary, varying_axes
 from jaxunet.runtime import device
 from xla_ffi.conv3x3 import parameter_gradients
@@ -47,15 +46,16 @@ def grouped_if_faster(function: Run, devices: int = 1) -> Run:
     The portable kernels compute the weight gradients of a call one after the other.
 
     Args:
-      devices: if there are several, they sum the gradients, so the call is cut in two: all but the
-        last gradients can then be summed beside the end of the backward pass.
+      devices: if there are several, they sum the gradients, so the call is cut in two: all
+        gradients but those of the first level can then be summed beside the backward pass of
+        that level.
     """
     if device.family() is not device.Target.HOPPER:
         return function
-    return grouped(function, late_share=LATE_SHARE if devices > 1 else 0.0)
+    return grouped(function, last_apart=devices > 1)
 
 
-def grouped(function: Run, *, late_share: float = 0.0) -> Run:
+def grouped(function: Run, *, last_apart: bool = False) -> Run:
     """Returns a function with the same results that computes its small weight gradients together.
 
     It merges the calls of `CONVOLUTION` and `LINEAR` whose images have 16 bits and whose product
@@ -70,24 +70,24 @@ def grouped(function: Run, *, late_share: float = 0.0) -> Run:
     Args:
       function: takes positional arguments, trees of arrays, and returns a tree of arrays; it is
         traced.
-      late_share: if above 0, the end of the backward pass gets a call of its own, for at most
-        this share of the weights.
+      last_apart: the largest images at the end of the backward pass, in a UNet those of its first
+        level, get a call of their own.
     """
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = _evaluate(closed, jax.tree.leaves(arguments), late_share)
+        results = _evaluate(closed, jax.tree.leaves(arguments), last_apart)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run  # type: ignore[return-value]
 
 
-def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Array], late_share: float) -> list[Array]:
+def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Array], last_apart: bool) -> list[Array]:
     """Runs a traced function with its merged calls."""
     jaxpr = closed.jaxpr
     wanted = variables(jaxpr.outvars)
-    calls = merged(jaxpr.eqns, wanted, late_share)
+    calls = merged(jaxpr.eqns, wanted, last_apart=last_apart)
     weight_gradients = [gradient.equation for call in calls for gradient in call.weight_gradients]
     norms = [(norm.equation, norm.without) for call in calls for norm in call.norms]
     before, after = split(jaxpr.eqns, weight_gradients, norms)

@@ -31,6 +31,8 @@ MOST_FLOPS = 120e9
 # own. To refit, compare times and memory as above.
 MOST_WAITING = 5 * 2**30
 
+Size = tuple[int, ...]  # height, width
+
 
 class WeightGradient(NamedTuple):
     """A call that computes the weight gradient of one convolution or linear layer.
@@ -123,20 +125,22 @@ class MergedCall(NamedTuple):
     blocking: bool
 
 
-def merged(equations: Sequence[JaxprEqn], wanted: set[Var], late_share: float) -> list[MergedCall]:
+def merged(
+    equations: Sequence[JaxprEqn], wanted: set[Var], *, last_apart: bool
+) -> list[MergedCall]:
     """Returns the calls to make, in the order in which their operands are known.
 
     Args:
       equations: of the function.
       wanted: its results.
-      late_share: the largest share of the weights that the last call may have, if there are
-        several; 0 = any share.
+      last_apart: cut a call in two before the largest images at its end.
     """
     place = {id(equation): number for number, equation in enumerate(equations)}
     calls = []
+    largest = _largest_images(equations) if last_apart else None
     for group in _groups(equations):
         *blocking, others = _first_images(group)
-        for parts, first in ((blocking, True), (_late_apart(others, late_share), False)):
+        for parts, first in ((blocking, True), (_last_images(others, largest), False)):
             calls += [MergedCall(part, [], place[id(part[-1].equation)], first) for part in parts]
     calls.sort(key=lambda call: call.end)
     weight_gradients = [gradient.equation for call in calls for gradient in call.weight_gradients]
@@ -178,29 +182,41 @@ def _first_images(group: list[WeightGradient]) -> list[list[WeightGradient]]:
     return [group[: resized[0]], group[resized[0] :]]
 
 
-def _late_apart(group: list[WeightGradient], late_share: float) -> list[list[WeightGradient]]:
-    """Returns the group in two parts: the second has at most the share `late_share` of the weights.
+def _last_images(group: list[WeightGradient], largest: Size | None) -> list[list[WeightGradient]]:
+    """Returns the group, cut in two before its last images if they are of the size `largest`.
 
-    In a UNet, it belongs to the first levels, which have the most pixels and the fewest weights.
+    In a UNet, these belong to the first level.
     """
-    weights = [gradient.weights for gradient in group]
-    for i in _resized(group):
-        if sum(weights[i:]) <= late_share * sum(weights):
-            return [group[:i], group[i:]]
-    return [group]
+    resized = _resized(group)
+    if not resized or group[-1].dy.shape[1:3] != largest:
+        return [group]
+    return [group[: resized[-1]], group[resized[-1] :]]
+
+
+def _largest_images(equations: Sequence[JaxprEqn]) -> Size | None:
+    """Returns height and width of the largest images of weight gradients, merged or not."""
+    calls = filter(None, map(_call, equations))
+    return max((call.dy.shape[1:3] for call in calls), key=math.prod, default=None)
 
 
 def _weight_gradient(equation: JaxprEqn) -> WeightGradient | None:
     """Returns the call that an equation is; None if it is not a call to merge."""
+    gradient = _call(equation)
+    if gradient is None:
+        return None
+    narrow = gradient.dy.dtype in (jnp.bfloat16, jnp.float16)
+    return gradient if narrow and gradient.flops <= MOST_FLOPS else None
+
+
+def _call(equation: JaxprEqn) -> WeightGradient | None:
+    """Returns the call that an equation is; None if it computes no weight gradient."""
     if equation.primitive.name != 'ffi_call':
         return None
     target = equation.params['target_name']
     if target not in (CONVOLUTION, LINEAR):
         return None
     attributes = dict(equation.params['attributes'])
-    gradient = WeightGradient(equation, target, attributes, attributes.pop('kernels', ''))
-    narrow = gradient.dy.dtype in (jnp.bfloat16, jnp.float16)
-    return gradient if narrow and gradient.flops <= MOST_FLOPS else None
+    return WeightGradient(equation, target, attributes, attributes.pop('kernels', ''))
 
 
 def _norm_gradients(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,35 +48,57 @@ def test_large_products_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls(grouped(gradient), weights(), images()) == SINGLE  # a single call is left
 
 
-@pytest.mark.parametrize(('late_share', 'layers'), [(0.0, [10]), (0.49, [10]), (0.5, [5, 5])])
-def test_a_call_is_cut_where_images_change_in_size(late_share: float, layers: list[int]) -> None:
-    """The second part has at most the share `late_share` of the weights."""
-
-    def levels(w: Weights, x: jax.Array) -> tuple[Weights, Weights]:
-        return gradient(w, x), gradient(w, x[:, 1:])
+@pytest.mark.parametrize('last_apart', [False, True])
+@pytest.mark.parametrize(
+    ('rows', 'layers'), [([0, 1, 0], [10, 5]), ([1, 0], [5, 5]), ([0, 1], [10]), ([0, 0], [10])]
+)
+def test_a_call_is_cut_before_the_largest_images_at_its_end(
+    rows: list[int], layers: list[int], last_apart: bool
+) -> None:
+    def levels(w: Weights, x: jax.Array) -> list[Weights]:
+        return [gradient(w, x[:, row:]) for row in rows]
 
     given = weights(), images()
-    cut = grouped(levels, late_share=late_share)
+    cut = grouped(levels, last_apart=last_apart)
     found = attributes(cut, *given)
-    assert [a['members'] for a in found] == layers
-    assert [a['norms'] for a in found] == [count // 5 for count in layers]
+    assert [a['members'] for a in found] == (layers if last_apart else [sum(layers)])
+    assert [a['norms'] for a in found] == [a['members'] // 5 for a in found]
     jax.tree.map(np.testing.assert_array_equal, jax.jit(cut)(*given), jax.jit(levels)(*given))
 
 
-def test_images_of_one_size_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, 'MOST_WAITING', 0)
-    assert calls(grouped(gradient, late_share=1.0), weights(), images()) == {TARGET: 1}
+def test_a_call_is_not_cut_if_the_largest_images_are_not_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The weight gradient of these, which stays alone, then ends the backward pass."""
+
+    def levels(w: Weights, x: jax.Array) -> list[Any]:
+        wide = Activation.of(jnp.tile(x, (1, 1, 1, 2 * CHANNELS // x.shape[-1])))
+
+        def largest(kernel: jax.Array) -> jax.Array:
+            y = conv3x3(Convolution(image=wide, kernel=kernel, shift=w['row']))
+            return jnp.sum(jnp.sin(y.value.astype(jnp.float32)))
+
+        smaller = [gradient(w, x[:, row:]) for row in (2, 1)]
+        return [*smaller, jax.grad(largest)(w['joined'])]
+
+    given = weights(), images()
+    found = attributes(grouped(levels, last_apart=True), *given)
+    assert [a['members'] for a in found] == [10, 1]
+    flops = sorted(gradient.flops for gradient in weight_gradients(levels, *given))
+    monkeypatch.setattr(selection, 'MOST_FLOPS', flops[-2])
+    assert flops[-2] < flops[-1]
+    assert calls(grouped(levels, last_apart=True), *given) == {TARGET: 1, CONVOLUTION: 1}
 
 
-@pytest.mark.parametrize('late_share', [0.0, 0.5])
+@pytest.mark.parametrize('last_apart', [False, True])
 def test_the_first_of_large_operands_get_a_call_that_others_wait_for(
-    late_share: float, monkeypatch: pytest.MonkeyPatch
+    last_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def levels(w: Weights, x: jax.Array) -> list[Weights]:
         """The second gradient needs one of the first that no weight gradient computes."""
         first = jax.grad(network, argnums=(0, 1))
         found = []
-        for start in range(3):
+        for start in (1, 2, 0):
             of_weights, of_image = first(w, x[:, start:])
             found.append(of_weights)
             x = x + jnp.pad(of_image, ((0, 0), (start, 0), (0, 0), (0, 0)))
@@ -83,10 +107,10 @@ def test_the_first_of_large_operands_get_a_call_that_others_wait_for(
     given = weights(), images()
     waiting = sum(gradient.waiting for gradient in weight_gradients(levels, *given))
     monkeypatch.setattr(selection, 'MOST_WAITING', waiting + 1)
-    several = [5, 10] if late_share == 0 else [5, 5, 5]
+    several = [5, 5, 5] if last_apart else [5, 10]
     assert [a['members'] for a in attributes(grouped(levels), *given)] == [15]
     monkeypatch.setattr(selection, 'MOST_WAITING', waiting)
-    cut = grouped(levels, late_share=late_share)
+    cut = grouped(levels, last_apart=last_apart)
     assert [a['members'] for a in attributes(cut, *given)] == several
     equations = jax.make_jaxpr(cut)(*given).jaxpr.eqns
     names = [e.params.get('target_name', e.primitive.name) for e in equations]
@@ -94,7 +118,7 @@ def test_the_first_of_large_operands_get_a_call_that_others_wait_for(
     assert names.count('optimization_barrier') == 1
     assert names[:barrier].count(TARGET) == 1
     # What follows reads the image's gradient behind the barrier, with a weight's.
-    (image,) = (v for v in equations[barrier].outvars if v.aval.shape == given[1].shape)
+    (image,) = (v for v in equations[barrier].outvars if v.aval.shape == given[1][:, 1:].shape)
     assert any(image in e.invars for e in equations[barrier + 1 :])
     jax.tree.map(np.testing.assert_array_equal, jax.jit(cut)(*given), jax.jit(levels)(*given))
 

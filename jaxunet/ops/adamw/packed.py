@@ -18,9 +18,6 @@ ALIGNMENT = 32  # elements at whose multiples a gradient begins; xla_ffi/adamw/p
 # Bytes from which an array is full, if gradients are computed one by one. Larger transfers use the
 # links between GPUs better, but a transfer begins only when all of its gradients are computed.
 FULL = 16 * 2**20
-# The share of the weights, at the input of a network, whose gradients several devices sum last. The
-# backward pass computes them at its end; all others are summed beside that.
-LATE_SHARE = 0.1
 
 Groups = tuple[tuple[int, ...], ...]
 Join = Callable[[Sequence[Array], DTypeLike], Array]  # `joined`, or a kernel that does the same
