@@ -143,17 +143,17 @@ void check(Shape s, int batch, std::vector<int> passes) {
   Arrays<T> x(batch, s, seed + s.tokens + 3 * s.width + batch);
   const Exact<T> exact(x, s);
   const auto errors = [&](int pass) {
-    return pass ? std::vector<Err>{error(x.dqkv, exact.dqkv, 3 * x.count)}
-                : std::vector<Err>{error(x.out, exact.out, x.count),
-                                   error(x.lse, exact.lse, x.rows)};
+    return pass ? std::vector<Error>{error_of(x.dqkv, exact.dqkv, 3 * x.count)}
+                : std::vector<Error>{error_of(x.out, exact.out, x.count),
+                                     error_of(x.lse, exact.lse, x.rows)};
   };
   for (int pass : passes) {
     x.poison();
     if (pass) run<type>(false, 0, batch, s, x);
     run<type>(false, pass, batch, s, x);
-    const std::vector<Err> old = errors(pass);
+    const std::vector<Error> old = errors(pass);
     std::vector<char> found[2];
-    std::vector<Err> now;
+    std::vector<Error> now;
     bool taken = true;
     for (auto& bits : found) {
       x.poison();
@@ -261,7 +261,7 @@ void compare_launches(int batch) {
       } else {
         three(first, 0);
       }
-      max[one] = error(first.dqkv, exact.dqkv, 3 * count).max;
+      max[one] = error_of(first.dqkv, exact.dqkv, 3 * count).max;
     }
   }
   const auto three_launches = [&](int i, cudaStream_t stream) { three(*arrays[i], stream); };

@@ -1,5 +1,4 @@
-// For bench.cu: attention and its gradients in float64 by simple kernels, and errors
-// against them.
+// For bench.cu: attention and its gradients in float64 by simple kernels.
 //
 // qkv and its gradient are (batch, tokens, 3, heads, channels), out and its gradient (batch,
 // tokens, heads, channels), lse, the log-sum-exp, (batch, heads, tokens). Kernels call tokens N,
@@ -15,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "../errors.cuh"
 #include "../graph_times.cuh"
 #include "../random.cuh"
 
@@ -84,33 +84,4 @@ __global__ void ref_bwd(const T* qkv, const T* g, int N, int H, int D, const dou
     o[C + c] = k * sc;
     o[2 * C + c] = v;
   }
-}
-// acc: sum of squared errors, sum of squared reference values, largest error. NaN counts as 1e30.
-template <class T>
-__global__ void compare(const T* x, const double* r, size_t count, double* acc) {
-  double a = 0, b = 0, m = 0;
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
-       i += (size_t)gridDim.x * blockDim.x) {
-    double e = (double)(float)x[i] - r[i];
-    if (!(fabs(e) < 1e30)) e = 1e30;
-    a += e * e;
-    b += r[i] * r[i];
-    m = fmax(m, fabs(e));
-  }
-  atomicAdd(acc, a);
-  atomicAdd(acc + 1, b);
-  atomicMax((unsigned long long*)(acc + 2), __double_as_longlong(m));
-}
-struct Err {
-  double rel, max;  // norm of the error / norm of the reference; largest error
-};
-template <class T>
-Err error(const T* x, const double* r, size_t count) {
-  static double* acc = nullptr;
-  if (!acc) CHECK(cudaMalloc(&acc, 24));
-  CHECK(cudaMemset(acc, 0, 24));
-  compare<<<264, 256>>>(x, r, count, acc);
-  double h[3];
-  CHECK(cudaMemcpy(h, acc, 24, cudaMemcpyDeviceToHost));
-  return {sqrt(h[0] / h[1]), h[2]};
 }

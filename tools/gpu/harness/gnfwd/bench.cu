@@ -37,6 +37,7 @@
 #include <string>
 #include <vector>
 
+#include "../errors.cuh"
 #include "../graph_times.cuh"
 #include "../random.cuh"
 #include "call.h"
@@ -98,26 +99,6 @@ __global__ void reference(RefArgs r, int64_t pixels, int64_t channels, int group
       y[(s * pixels + p) * channels + c] = silu ? z / (1 + exp(-z)) : z;
     }
 }
-// out: sum of squared errors, sum of squared reference values, largest error, number of NaN.
-template <class T>
-__global__ void compare(const T* x, const double* ref, int64_t n, double* out) {
-  double e2 = 0, r2 = 0, mx = 0, bad = 0;
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
-       i += (int64_t)gridDim.x * blockDim.x) {
-    double v = (double)(float)(x[i]), d = fabs(v - ref[i]);
-    if (!(d < 1e30)) {
-      bad += 1;
-      d = 0;
-    }
-    e2 += d * d;
-    r2 += ref[i] * ref[i];
-    mx = fmax(mx, d);
-  }
-  atomicAdd(out, e2);
-  atomicAdd(out + 1, r2);
-  atomicMax((unsigned long long*)(out + 2), (unsigned long long)__double_as_longlong(mx));
-  atomicAdd(out + 3, bad);
-}
 // Counts the words that differ.
 __global__ void differ(const uint32_t* a, const uint32_t* b, int64_t n, unsigned* out) {
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
@@ -145,6 +126,11 @@ struct Shape {
 static uint64_t seed;
 static cudaStream_t S;
 static int esize(int t) { return t == 0 ? 4 : 2; }
+// Calls a function with a number of this type.
+template <class F>
+static auto by_type(int t, const F& f) {
+  return t == 0 ? f(float()) : t == 1 ? f(__half()) : f(__nv_bfloat16());
+}
 // The arrays of a call, and the call. The outputs begin as NaN; the last 256 bytes of `out` lie
 // beyond all of them and must stay as they are. With `source`, `src` is a copy of x, to write x
 // again before each launch.
@@ -167,12 +153,8 @@ struct Buffers {
     if (source) CHECK(cudaMalloc(&src, padded));
     char* to = source ? src : x;
     float mean = sh.mean != 0 ? sh.mean : 0.5f;
-    if (type == 0)
-      fill_normal<<<512, 256, 0, S>>>((float*)to, n, sd, mean, 1.0f);
-    else if (type == 1)
-      fill_normal<<<512, 256, 0, S>>>((__half*)to, n, sd, mean, 1.0f);
-    else
-      fill_normal<<<512, 256, 0, S>>>((__nv_bfloat16*)to, n, sd, mean, 1.0f);
+    by_type(type,
+            [&](auto t) { fill_normal<<<512, 256, 0, S>>>((decltype(t)*)to, n, sd, mean, 1.0f); });
     if (source) CHECK(cudaMemcpyAsync(x, src, xbytes, cudaMemcpyDeviceToDevice, S));
     int64_t rows = sh.per_sample ? batch : 1;
     CHECK(cudaMalloc(&scale, rows * C * 4));
@@ -280,23 +262,7 @@ static vector<Variant> variants(const Shape& sh, const Buffers& b, bool wide) {
   }
   return v;
 }
-struct Err {
-  double rel = 0, mx = 0;  // norm of the error / norm of the reference; largest error
-};
-static double* dev_out;
 static unsigned* dev_cnt;
-template <class T>
-static Err err(const T* x, const double* ref, int64_t n) {
-  CHECK(cudaMemsetAsync(dev_out, 0, 32, S));
-  compare<<<256, 256, 0, S>>>(x, ref, n, dev_out);
-  double h[4];
-  CHECK(cudaMemcpyAsync(h, dev_out, 32, cudaMemcpyDeviceToHost, S));
-  CHECK(cudaStreamSynchronize(S));
-  Err e;
-  e.rel = h[3] ? NAN : sqrt(h[0] / fmax(h[1], 1e-300));
-  e.mx = h[3] ? NAN : h[2];
-  return e;
-}
 static int failures = 0, checks = 0;
 static double worst_ratio[5];  // of y, mean, inverse, a, b: error / error of the baseline
 static string worst_name[5];
@@ -317,32 +283,21 @@ static void check_case(const Shape& sh, int64_t batch, int type) {
     r.channels[i] = b.c.channels[i];
   }
   dim3 grid(sh.groups, batch);
-  auto ref = [&](auto t) {
+  by_type(type, [&](auto t) {
     using T = decltype(t);
     reference<T><<<grid, 256, 0, S>>>(r, sh.pixels(), C, sh.groups, b.scale, b.offset,
                                       b.c.row_stride, sh.silu, sh.y ? ry : nullptr, rm_, ri, ra,
                                       rb);
-  };
-  if (type == 0)
-    ref(float());
-  else if (type == 1)
-    ref(__half());
-  else
-    ref(__nv_bfloat16());
+  });
   CHECK(cudaGetLastError());
   auto errors = [&]() {
-    vector<Err> e;
-    if (sh.y) {
-      e.push_back(type == 0   ? err((float*)b.c.y, ry, n)
-                  : type == 1 ? err((__half*)b.c.y, ry, n)
-                              : err((__nv_bfloat16*)b.c.y, ry, n));
-    } else
-      e.push_back({});
-    e.push_back(err(b.c.mean, rm_, batch * C));
-    e.push_back(err(b.c.inverse, ri, batch * C));
+    vector<Error> e(1);
+    if (sh.y) e[0] = by_type(type, [&](auto t) { return error_of((decltype(t)*)b.c.y, ry, n, S); });
+    e.push_back(error_of(b.c.mean, rm_, batch * C, S));
+    e.push_back(error_of(b.c.inverse, ri, batch * C, S));
     if (!sh.y) {
-      e.push_back(err(b.c.a, ra, batch * C));
-      e.push_back(err(b.c.b, rb, batch * C));
+      e.push_back(error_of(b.c.a, ra, batch * C, S));
+      e.push_back(error_of(b.c.b, rb, batch * C, S));
     }
     return e;
   };
@@ -381,7 +336,7 @@ static void check_case(const Shape& sh, int64_t batch, int type) {
     for (auto x : guard) g &= x == 0xff;
     for (size_t k = 0; k < now.size(); ++k) {
       double floor = 3e-7, ratio = now[k].rel / fmax(old[k].rel, floor),
-             rm = now[k].mx / fmax(old[k].mx, 1e-6);
+             rm = now[k].max / fmax(old[k].max, 1e-6);
       if (!(ratio < 1e30)) ratio = 1e30;
       if (ratio > worst_ratio[k]) {
         worst_ratio[k] = ratio;
@@ -391,7 +346,7 @@ static void check_case(const Shape& sh, int64_t batch, int type) {
         if (++failures < 12)
           printf("WORSE %s b%d type%d %s out%d: rel %.3g (old %.3g) max %.3g (old %.3g)\n",
                  sh.name.c_str(), (int)batch, type, v.name.c_str(), (int)k, now[k].rel, old[k].rel,
-                 now[k].mx, old[k].mx);
+                 now[k].max, old[k].max);
       }
     }
     if (d || !g) {
@@ -460,7 +415,6 @@ int main() {
   seed = (uint64_t)std::chrono::system_clock::now().time_since_epoch().count() % 1000003;
   printf("seed %llu\n", (unsigned long long)seed);
   CHECK(cudaStreamCreate(&S));
-  CHECK(cudaMalloc(&dev_out, 32));
   CHECK(cudaMalloc(&dev_cnt, 4));
   auto t0 = std::chrono::steady_clock::now();
   auto secs = [&] {
