@@ -1,9 +1,18 @@
-// Shared by the harnesses: normal random numbers by position, so that any thread can draw any.
+// Shared by the harnesses: the types of arrays, and normal random numbers by position, so that any
+// thread can draw any of them.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
+
+// Calls a function with a number of a type: 0: float, 1: __half, 2: __nv_bfloat16.
+template <class F>
+auto by_type(int type, const F& f) {
+  return type == 0 ? f(float()) : type == 1 ? f(__half()) : f(__nv_bfloat16());
+}
 
 // The finalizer of splitmix64.
 __device__ inline uint64_t mix(uint64_t x) {

@@ -49,9 +49,7 @@ static int check_all(unsigned seed) {
       const long C = p.x.total, np = p.batch * p.pixels, bc = p.batch * C;
       const unsigned long long sd = seed + 97 * (3 * i + ty);
       auto put = [&](void* q, long n, float m, float d, int k) {
-        ty == 0   ? fill_host<float>(q, n, sd + k, m, d)
-        : ty == 1 ? fill_host<__half>(q, n, sd + k, m, d)
-                  : fill_host<__nv_bfloat16>(q, n, sd + k, m, d);
+        by_type(ty, [&](auto t) { fill_host<decltype(t)>(q, n, sd + k, m, d); });
       };
       for (int k = 0; k < p.x.count; ++k) {
         put(p.x.data[k], np * p.x.channels[k], mean, 1.5f, k);
@@ -83,19 +81,11 @@ static int check_all(unsigned seed) {
         for (int a = 0; a < s.added; ++a) r.added[a][k] = p.added[a].data[k];
       }
       const dim3 gg(p.groups, p.batch), gc(C, p.batch), gd(64, p.batch);
-#define BY(K, ...)                  \
-  do {                              \
-    if (ty == 0)                    \
-      K(float) __VA_ARGS__;         \
-    else if (ty == 1)               \
-      K(__half) __VA_ARGS__;        \
-    else                            \
-      K(__nv_bfloat16) __VA_ARGS__; \
-  } while (0)
-#define STATS(T) ref_stats<T><<<gg, 256, 0, st>>>
-#define SUMS(T) ref_sums<T><<<gc, 256, 0, st>>>
-      BY(STATS, (r, dm, di, rows + 2 * bc, rows + 3 * bc, 1e-5));
-      BY(SUMS, (r, sums));
+      by_type(ty, [&](auto t) {
+        using T = decltype(t);
+        ref_stats<T><<<gg, 256, 0, st>>>(r, dm, di, rows + 2 * bc, rows + 3 * bc, 1e-5);
+        ref_sums<T><<<gc, 256, 0, st>>>(r, sums);
+      });
       CHECK(cudaGetLastError());
       const int vector = vector_for(p.x, type);
       // Runs a kernel into outputs filled with NaN. e: relative norm of the error and largest error
@@ -108,13 +98,9 @@ static int check_all(unsigned seed) {
         CHECK(cudaGetLastError());
         CHECK(cudaStreamSynchronize(st));
         CHECK(cudaMemsetAsync(acc, 0, 200, st));
-        if (ty == 0)
-          compare_dx<float><<<gd, 256, 0, st>>>(r, sums, p.dx, (const float*)p.active, acc);
-        else if (ty == 1)
-          compare_dx<__half><<<gd, 256, 0, st>>>(r, sums, p.dx, (const __half*)p.active, acc);
-        else
-          compare_dx<__nv_bfloat16>
-              <<<gd, 256, 0, st>>>(r, sums, p.dx, (const __nv_bfloat16*)p.active, acc);
+        by_type(ty, [&](auto t) {
+          compare_dx<<<gd, 256, 0, st>>>(r, sums, p.dx, (const decltype(t)*)p.active, acc);
+        });
         compare_sums<<<8, 256, 0, st>>>(sums, p.sums, 2 * bc, acc);
         CHECK(cudaMemsetAsync(h, 0, 8, st));
         digest<<<64, 256, 0, st>>>((unsigned*)out.base, out.used / 4, h);

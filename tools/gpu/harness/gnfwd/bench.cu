@@ -126,11 +126,6 @@ struct Shape {
 static uint64_t seed;
 static cudaStream_t S;
 static int esize(int t) { return t == 0 ? 4 : 2; }
-// Calls a function with a number of this type.
-template <class F>
-static auto by_type(int t, const F& f) {
-  return t == 0 ? f(float()) : t == 1 ? f(__half()) : f(__nv_bfloat16());
-}
 // The arrays of a call, and the call. The outputs begin as NaN; the last 256 bytes of `out` lie
 // beyond all of them and must stay as they are. With `source`, `src` is a copy of x, to write x
 // again before each launch.
