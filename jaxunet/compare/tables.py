@@ -31,11 +31,10 @@ from jaxunet.compare.statistics import (
     times_to_final,
 )
 from jaxunet.compare.step_times import COSTS, combined_costs
+from jaxunet.runtime.markdown import table
 from jaxunet.runtime.rows import Row
-from jaxunet.sweep import report
 
 NOTHING = 'Nothing is measured yet.'
-table = functools.partial(report.table, rule=' --- ')
 SEEDS = 3  # a mean over another number shows it in brackets
 
 

@@ -235,26 +235,14 @@ def image_side(
     fit = [need for need in ARRAYS if needing(need, metrics) and need not in statistics]
     features: Float[np.ndarray, 'n d'] | None = None
     if keep or fit:
-        extracted = _extract(name, source, rows, network, fit, keep=keep, batch_size=batch_size)
-        features = extracted.features
+        features, moments = _extract(
+            name, source, rows, network, fit, keep=keep, batch_size=batch_size
+        )
         protocol = {'images': name, 'count': len(rows), 'size': size, 'features': network.name}
-        for need, moments in extracted.moments.items():
-            statistics[need] = moments.statistics(protocol)
+        statistics |= {need: each.statistics(protocol) for need, each in moments.items()}
     return ImageSummary(
         name, len(rows), size, statistics.get('statistics'), features, statistics.get('spatial')
     )
-
-
-class _Extracted(NamedTuple):
-    """The features of a side's images.
-
-    Fields:
-      features: features of each image, float32; None if they were not kept.
-      moments: mean and covariance of the features, by the need that they meet.
-    """
-
-    features: Float[np.ndarray, 'n d'] | None
-    moments: dict[Need, Moments]
 
 
 def _extract(
@@ -266,12 +254,15 @@ def _extract(
     *,
     keep: bool,
     batch_size: int,
-) -> _Extracted:
+) -> tuple[Float[np.ndarray, 'n d'] | None, dict[Need, Moments]]:
     """Runs the network on these rows of a source.
 
     Args:
       fit: the moments to compute.
       keep: True to keep the features, too.
+
+    Returns:
+      The features of each image, float32, or None; and the moments by the need that they meet.
 
     Raises:
       UserError: corrupt images, features that are not finite, or too many to keep.
@@ -300,18 +291,14 @@ def _extract(
             moments[need].add(batch if need == 'statistics' else both[:, network.dimension :])
         done += len(batch)
     for need in fit:
-        _warn_of_few(name, len(rows), lengths[need])
-    return _Extracted(features, moments)
-
-
-def _warn_of_few(name: str, count: int, length: int) -> None:
-    if count <= length:
-        logging.warning(
-            '%s: %d images are few for a covariance of %d features: the distance is biased',
-            name,
-            count,
-            length,
-        )
+        if len(rows) <= lengths[need]:
+            logging.warning(
+                '%s: %d images are few for a covariance of %d features: the distance is biased',
+                name,
+                len(rows),
+                lengths[need],
+            )
+    return features, moments
 
 
 def check_count(count: int | None, source: Source, name: str, which: str = '') -> None:

@@ -53,7 +53,6 @@ class DeviceOp:
       start: nanoseconds; all events of a trace share one clock.
       duration: nanoseconds.
       device: number of the device.
-      line: name of the stream or thread.
       graph: True if it was launched as part of a CUDA graph.
     """
 
@@ -67,7 +66,6 @@ class DeviceOp:
     start: float
     duration: float
     device: int
-    line: str
     graph: bool
 
     @property
@@ -78,12 +76,9 @@ class DeviceOp:
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """An event of one host thread, in nanoseconds; `own` is its time without nested events."""
+    """An event of a host thread; `own` is its time in nanoseconds, without nested events."""
 
     name: str
-    thread: str
-    start: float
-    duration: float
     own: float
 
 
@@ -156,24 +151,24 @@ def build_trace(planes: Iterable[tuple[str, Lines]], program: Program, steps: in
                 for e in events
                 if e.name.startswith('end: ')
             }
-            for line, events in lines:
-                cpu += _cpu_ops(line, events, ends, program)
-                host += _host_events(line, events)
+            for _, events in lines:
+                cpu += _cpu_ops(events, ends, program)
+                host += _host_events(events)
     return Trace('gpu', gpu, host) if gpu else Trace('cpu', cpu, host)
 
 
 def _gpu_ops(device: int, lines: Lines, program: Program, steps: int) -> list[DeviceOp]:
     # Lines other than streams repeat the same time by module or step.
     order = sorted(
-        ((line, e) for line, events in lines if line.startswith('Stream') for e in events),
-        key=lambda pair: pair[1].start,
+        (e for line, events in lines if line.startswith('Stream') for e in events),
+        key=lambda e: e.start,
     )
-    aligned = _aligned([e for _, e in order], program, steps)
+    aligned = _aligned(order, program, steps)
     ops = []
-    for line, e in order:
+    for e in order:
         named = str(e.stats.get('hlo_op', ''))
         hlo = named if named in program.instructions else aligned.get(id(e), named)
-        ops.append(_device_op(e, e.duration, device, line, hlo, program))
+        ops.append(_device_op(e, e.duration, device, hlo, program))
     return ops
 
 
@@ -207,20 +202,18 @@ def _aligned(events: Iterable[Event], program: Program, steps: int) -> dict[int,
     return aligned
 
 
-def _cpu_ops(line: str, events: list[Event], ends: Ends, program: Program) -> list[DeviceOp]:
+def _cpu_ops(events: list[Event], ends: Ends, program: Program) -> list[DeviceOp]:
     ops = []
     for e in events:
         if 'hlo_op' in e.stats and not _CONTAINER.match(e.name):
             # The event may only start the operation; other threads run it until `end: NAME`.
             end = max(e.start + e.duration, ends.get((e.name, e.stats.get('_p', '')), 0.0))
             device = int(e.stats.get('device_ordinal', 0))
-            ops.append(_device_op(e, end - e.start, device, line, str(e.stats['hlo_op']), program))
+            ops.append(_device_op(e, end - e.start, device, str(e.stats['hlo_op']), program))
     return ops
 
 
-def _device_op(
-    e: Event, duration: float, device: int, line: str, hlo: str, program: Program
-) -> DeviceOp:
+def _device_op(e: Event, duration: float, device: int, hlo: str, program: Program) -> DeviceOp:
     module = e.stats.get('hlo_module', '')
     known = program.instructions.get(hlo) if module == program.name else None
     path, opcode = (known.path, known.opcode) if known else ('', '')
@@ -247,12 +240,11 @@ def _device_op(
         start=e.start,
         duration=duration,
         device=device,
-        line=line,
         graph=int(e.stats.get('cuda_graph_id', 0)) > 0,
     )
 
 
-def _host_events(line: str, events: list[Event]) -> list[HostEvent]:
+def _host_events(events: list[Event]) -> list[HostEvent]:
     """Returns the events of one thread with their `own` times, without device operations."""
     order = sorted(
         (e for e in events if e.duration > 0 and not e.name.startswith(_NOISE)),
@@ -267,7 +259,7 @@ def _host_events(line: str, events: list[Event]) -> list[HostEvent]:
             own[open_[-1]] -= e.duration
         open_.append(i)
     return [
-        HostEvent(e.name, line, e.start, e.duration, max(t, 0.0))
+        HostEvent(e.name, max(t, 0.0))
         for e, t in zip(order, own, strict=True)
         if 'hlo_op' not in e.stats
     ]

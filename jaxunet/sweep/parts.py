@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.markdown import table
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import folder, report
 from jaxunet.sweep.points import Axis, parse_axes, show
@@ -51,19 +52,18 @@ def write(
     """
     sweeps = {part: folder.load(directory / part) for part in parts}
     files = [report.write(sweep, directory / part, plot=plot) for part, sweep in sweeps.items()]
-    lines = ['# Study', '', *_overview(sweeps)]
     chapters = [
         chapter((directory / part / 'report.md').read_text(encoding='utf-8'), part)
         for part in parts
     ]
-    text = '\n'.join([*lines, *chapters])
+    text = '\n'.join([f'# Study\n\n{_overview(sweeps)}\n', *chapters])
     path = directory / 'report.md'
     with written(path, '--output') as partial:
         partial.write_text(text, encoding='utf-8')
     return text, [*itertools.chain.from_iterable(files), path]
 
 
-def _overview(sweeps: dict[str, Sweep]) -> list[str]:
+def _overview(sweeps: dict[str, Sweep]) -> str:
     """Returns a table of the best point of every part."""
     body = []
     for part, sweep in sweeps.items():
@@ -75,7 +75,7 @@ def _overview(sweeps: dict[str, Sweep]) -> list[str]:
         rate = best['images_per_s']
         slowest = min(row['images_per_s'] for row in sweep.done)
         body.append((part, chosen, f'{rate:,.1f}', f'×{rate / slowest:.3g}'))
-    return [report.table(('part', 'best', 'images/s', 'of the slowest'), body), '']
+    return table(('part', 'best', 'images/s', 'of the slowest'), body)
 
 
 def chapter(text: str, part: str) -> str:

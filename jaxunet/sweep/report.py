@@ -9,9 +9,10 @@ import csv
 import itertools
 import pathlib
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxunet.profile.report import read_csv, side_by_side
+from jaxunet.runtime.markdown import table
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import plots
@@ -97,27 +98,17 @@ def markdown(sweep: Sweep, pictures: Sequence[str], directory: pathlib.Path) -> 
       pictures: file names of the plots.
       directory: folder of the sweep, for the files of profiles.
     """
-    lines = [
+    parts = [
         f'# {sweep.title}',
-        '',
         *_origin(sweep),
         *_best(sweep),
         *_effects(sweep),
-        *_table(sweep),
+        *_points(sweep),
         *_failures(sweep),
+        *(f'![{name.removesuffix(".png")}]({name})' for name in pictures),
+        *_profiles(sweep, directory),
     ]
-    lines += [line for name in pictures for line in (f'![{name.removesuffix(".png")}]({name})', '')]
-    return '\n'.join([*lines, *_profiles(sweep, directory)]).rstrip() + '\n'
-
-
-def table(head: Sequence[str], body: Iterable[Sequence[str]], rule: str = '---') -> str:
-    """Returns a Markdown table.
-
-    Args:
-      rule: below the head, in each column.
-    """
-    first, *rows = (f'| {" | ".join(cells)} |' for cells in (head, *body))
-    return '\n'.join([first, f'|{f"{rule}|" * len(head)}', *rows])
+    return '\n\n'.join(parts) + '\n'
 
 
 def _origin(sweep: Sweep) -> list[str]:
@@ -127,21 +118,14 @@ def _origin(sweep: Sweep) -> list[str]:
         + f', commit {row.get("git") or "unknown"}'
         for row in sweep.rows
     )
-    lines = [
+    parts = [
         f'`{sweep.command}`',
-        '',
-        f'{_points(len(sweep.done))} measured. ' + '; '.join(machines),
-        '',
+        f'{_counted(len(sweep.done))} measured. ' + '; '.join(machines),
     ]
     if sweep.missing:
         have = 'has' if sweep.missing == 1 else 'have'
-        lines += [
-            f'**{_points(sweep.missing)} {have} not run yet;** the same command goes on.',
-            '',
-        ]
-    for note in sweep.notes:
-        lines += [f'Note: {note}.', '']
-    return lines
+        parts.append(f'**{_counted(sweep.missing)} {have} not run yet;** the same command goes on.')
+    return parts + [f'Note: {note}.' for note in sweep.notes]
 
 
 def _device(row: Row) -> str:
@@ -152,22 +136,19 @@ def _device(row: Row) -> str:
     return row['device'] if row['device'] == 'cpu' else f'{row["devices"]} x {row["device"]}'
 
 
-def _points(count: int) -> str:
+def _counted(count: int) -> str:
     return f'{count} point' if count == 1 else f'{count} points'
 
 
 def _best(sweep: Sweep) -> list[str]:
     best = sweep.best
     if best is None:
-        return ['## Best', '', 'No point ran to its end.', '']
+        return ['## Best', 'No point ran to its end.']
     rate, slowest = best['images_per_s'], min(row['images_per_s'] for row in sweep.done)
     chosen = ', '.join(f'{name}={show(value)}' for name, value in best['point'].items())
-    lines = [
-        '## Best',
-        '',
-        f'**{chosen}**: {rate:,.1f} images/s, {best["step_ms"]["median"]:.2f} ms per step',
-    ]
-    lines[-1] += f', {rate / slowest:.2f}× the slowest.' if len(sweep.done) > 1 else '.'
+    text = f'**{chosen}**: {rate:,.1f} images/s, {best["step_ms"]["median"]:.2f} ms per step'
+    text += f', {rate / slowest:.2f}× the slowest.' if len(sweep.done) > 1 else '.'
+    parts = ['## Best', text]
     fields = {name: value for name, value in best['point'].items() if name not in OWN_AXES}
     if 'batch_per_device' in best['point']:
         fields['data.batch_size'] = best['batch']
@@ -178,33 +159,30 @@ def _best(sweep: Sweep) -> list[str]:
             for a in shlex.split(sweep.command)
             if not a.startswith(tuple(f'--config.{name}=' for name in fields))
         ]
-        lines += ['', f'    python -m jaxunet.train {f"{shlex.join(given)} {overrides}".strip()}']
-    return [*lines, '']
+        parts.append(f'    python -m jaxunet.train {f"{shlex.join(given)} {overrides}".strip()}')
+    return parts
 
 
 def _effects(sweep: Sweep) -> list[str]:
     every = effects(sweep)
     if not every:
         return []
-    lines = [
-        '## What each option is worth',
-        '',
-        'Ratio of images/s to the first value, all else equal; geometric mean over the other axes.',
-        '',
-    ]
     memory = any(w.memory for w in every)
     scaling = any(w.efficiency is not None for w in every)
     heads = ['option', 'against', 'images/s', 'range', 'pairs']
     heads += ['peak memory'] if memory else []
     heads += ['efficiency'] if scaling else []
-    lines.append(table(heads, [_cells(e, memory=memory, scaling=scaling) for e in every]))
+    parts = [
+        '## What each option is worth',
+        'Ratio of images/s to the first value, all else equal; geometric mean over the other axes.',
+        table(heads, [_cells(e, memory=memory, scaling=scaling) for e in every]),
+    ]
     if scaling and any(row['device'] == 'cpu' for row in sweep.done):
-        lines += [
-            '',
+        parts.append(
             'These devices share the cores of one CPU, so their numbers do not show how a run '
-            'grows on several GPUs.',
-        ]
-    return [*lines, '']
+            'grows on several GPUs.'
+        )
+    return parts
 
 
 def _cells(effect: Effect, *, memory: bool, scaling: bool) -> list[str]:
@@ -223,7 +201,7 @@ def _cells(effect: Effect, *, memory: bool, scaling: bool) -> list[str]:
     return cells
 
 
-def _table(sweep: Sweep) -> list[str]:
+def _points(sweep: Sweep) -> list[str]:
     titles = [axis.name for axis in sweep.axes]
     heads = [
         *titles,
@@ -241,14 +219,13 @@ def _table(sweep: Sweep) -> list[str]:
         else:
             cells += [row['status'], '', '', '', '']
         body.append(cells)
-    lines = ['## Points', '', table(heads, body)]
+    parts = ['## Points', table(heads, body)]
     if any(row.get('peak_source') == 'process' for row in sweep.done):
-        lines += [
-            '',
+        parts.append(
             'This backend does not count its memory: the peak is that of the whole process, with '
-            'the compiler unless the step was cached, so peaks are not compared.',
-        ]
-    return [*lines, '']
+            'the compiler unless the step was cached, so peaks are not compared.'
+        )
+    return parts
 
 
 def _number_cells(values: Row) -> list[str]:
@@ -270,7 +247,7 @@ def _failures(sweep: Sweep) -> list[str]:
     failed = [row for row in sweep.rows if row['status'] != OK]
     if not failed:
         return []
-    lines = ['## Points without a result', '']
+    lines = []
     for row in failed:
         label = ', '.join(f'{name}={show(value)}' for name, value in row['point'].items())
         reason = ' '.join(row['reason'].split())
@@ -278,7 +255,7 @@ def _failures(sweep: Sweep) -> list[str]:
             f'- {label}: {"" if row["status"] == IMPOSSIBLE else row["status"] + ": "}{reason}'
             + (f' ([log]({row["log"]}))' if 'log' in row else '')
         )
-    return [*lines, '']
+    return ['## Points without a result', '\n'.join(lines)]
 
 
 def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
@@ -291,25 +268,18 @@ def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
     ]
     on_cpu = any(row['device'] == 'cpu' for row in traced)
     phases = list(dict.fromkeys(itertools.chain.from_iterable(row['phase_ms'] for row in traced)))
-    lines = [
-        '## Phases',
-        '',
-        'Device milliseconds per step.'
-        + (' On a CPU, those of its threads add up to more than the step.' if on_cpu else ''),
-        '',
-        table(
-            ('point', *phases, 'idle', 'launches'),
+    phase_table = table(
+        ('point', *phases, 'idle', 'launches'),
+        (
             (
-                (
-                    label,
-                    *(f'{row["phase_ms"].get(phase, 0.0):.2f}' for phase in phases),
-                    f'{row["idle_share"]:.1%}',
-                    f'{row["launches"]:.0f}',
-                )
-                for label, row in zip(labels, traced, strict=True)
-            ),
+                label,
+                *(f'{row["phase_ms"].get(phase, 0.0):.2f}' for phase in phases),
+                f'{row["idle_share"]:.1%}',
+                f'{row["launches"]:.0f}',
+            )
+            for label, row in zip(labels, traced, strict=True)
         ),
-    ]
+    )
     tables = [
         (label, read_csv(directory / row['profile']))
         for label, row in zip(labels, traced, strict=True)
@@ -318,13 +288,11 @@ def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
         f'[{label}]({row["profile"]})' for label, row in zip(labels, traced, strict=True)
     )
     return [
-        *lines,
-        '',
+        '## Phases',
+        'Device milliseconds per step.'
+        + (' On a CPU, those of its threads add up to more than the step.' if on_cpu else ''),
+        phase_table,
         f'## Top {plots.TOP} device operations',
-        '',
-        '```',
-        side_by_side(tables, plots.TOP),
-        '```',
-        '',
+        f'```\n{side_by_side(tables, plots.TOP)}\n```',
         f'Whole tables, beside their traces: {links}.',
     ]

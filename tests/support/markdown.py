@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 
+from jaxunet.runtime.markdown import table
 
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    lines = [head, ['---'] * len(head), *body]
-    return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
+__all__ = ['cells', 'number', 'table']
 
 
 def number(value: float, digits: int) -> str:

@@ -10,7 +10,7 @@ from jaxunet.compare import tables
 from jaxunet.compare.comparison_file import read_comparison
 from jaxunet.compare.report import PLOT
 from jaxunet.compare.tables import Results
-from jaxunet.compare.tables import table as table_of
+from jaxunet.runtime.markdown import table as table_of
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
 # FID of 50,000 samples by training steps, from the README of tqch/ddpm-torch.

@@ -8,6 +8,8 @@ import collections
 import pathlib
 from collections.abc import Callable
 
+from support import markdown
+
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from tools.docs import soak_table
@@ -47,17 +49,15 @@ def table() -> str:
 
 
 def _of_a_place(place: tuple[str, str], rows: list[Row]) -> str:
-    lines = [_line(HEAD), _line(['---'] * len(HEAD))]
-    for kind, shown in SHOWN.items():
-        if of_kind := [row for row in rows if row['kind'] == kind]:
-            lines.append(_line([shown, *_counts(of_kind)]))
-    lines.append(_line(['all', *_counts(rows)]))
+    by_kind = {shown: [row for row in rows if row['kind'] == kind] for kind, shown in SHOWN.items()}
+    body = [[shown, *_counts(of_kind)] for shown, of_kind in by_kind.items() if of_kind]
     stages = collections.Counter(s for r in rows if r['kind'] == 'killed' for s in r['faults'])
     kills = ', '.join(f'{stage} {count}' for stage, count in stages.most_common())
     commits = ', '.join(dict.fromkeys(str(row['git']) for row in rows))
     return (
         f'{rows[-1]["device"]}, `backend={place[1]}`, jax {rows[-1]["versions"]["jax"]}, '
-        f'commits {commits}; kills of training by stage: {kills}.\n\n' + '\n'.join(lines)
+        f'commits {commits}; kills of training by stage: {kills}.\n\n'
+        + markdown.table(HEAD, [*body, ['all', *_counts(rows)]])
     )
 
 
@@ -71,10 +71,6 @@ def _counts(rows: list[Row]) -> list[str]:
         lambda row: bool(row['unexpected']) and not (row['lost'] or row['tracebacks']),
     ]
     return [f'{sum(map(count, rows)):,}' for count in counted]
-
-
-def _line(cells: list[str] | tuple[str, ...]) -> str:
-    return f'| {" | ".join(cells)} |'
 
 
 TABLES: dict[str, Callable[[], str]] = {'faults': table, 'soak': soak_table.table}

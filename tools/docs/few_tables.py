@@ -10,19 +10,12 @@ import numpy as np
 from support import markdown
 
 from jaxunet.runtime.rows import Row
-from tools.docs.recipe_tables import NOTHING, all_of, measured_with, read, spread, value
+from tools.docs.recipe_tables import COLUMNS, NOTHING, all_of, measured_with, read, spread, value
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/few_steps'
 TEACHER, ADAMW, MUON = 'teacher', 'tuned', 'muon-'  # rate and seconds follow the last
 FID = value('train', 'fid')
-# Title by metric, and a factor.
-METRICS = {
-    'fid': ('Fréchet distance', 1.0),
-    'kid': ('kernel distance · 10³', 1e3),
-    'precision': ('precision', 1.0),
-    'recall': ('recall', 1.0),
-    'copies': ('copies', 1.0),
-}
+METRICS = [COLUMNS[name] for name in ('fid', 'kid', 'precision', 'recall', 'copies')]
 RATE = 'optimizer.learning_rate'
 
 
@@ -80,17 +73,14 @@ def quality(every: Sequence[Row]) -> str:
                 str(-evaluations),
                 str(len(rows)),
                 all_of(rows, lambda row: f'{row["step"]:,}') if len(rows) == 1 else steps(rows),
-                *(
-                    spread(rows, value('train', m), factor=factor)
-                    for m, (_, factor) in METRICS.items()
-                ),
+                *(text(rows) for _, text in METRICS),
                 ratio,
                 spread(rows, value('train', 'fid', 'judged')),
                 spread(rows, lambda row: 1 / row.get('seconds_per_sample', np.nan)),
             )
         )
     head = ('images', 'model', 'sampler or tuning', 'evaluations', 'seeds', 'steps')
-    titles = [title for title, _ in METRICS.values()]
+    titles = [title for title, _ in METRICS]
     table = markdown.table((*head, *titles, 'of Heun 25', 'by the judge', 'images/s'), body)
     samples = '; '.join(
         f'{name}: {all_of(rows, operator.itemgetter("num_samples"))} samples, '

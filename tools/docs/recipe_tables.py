@@ -25,14 +25,15 @@ GRIDS = {  # data set -> caption of its grids
 Find = Callable[[Row], float]
 
 
+def json_lines(path: pathlib.Path) -> list[Row]:
+    """The rows of a file; none if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
     """The rows of a file; later ones replace earlier ones of the same checkpoint and sampler."""
-    path = folder / name
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = {}
-    for row in map(json.loads, lines):
-        rows[row['data'], row['case'], row['seed'], row['seconds'], row['sampler']] = row
-    return list(rows.values())
+    key = operator.itemgetter('data', 'case', 'seed', 'seconds', 'sampler')
+    return list({key(row): row for row in json_lines(folder / name)}.values())
 
 
 def best(every: Sequence[Row], limit: int, metric: str) -> list[Row]:
@@ -87,66 +88,69 @@ def spread(rows: Sequence[Row], find: Find, digits: int = 3, factor: float = 1) 
     return text if len(values) == 1 else f'{text} ± {markdown.number(half, 2)}'
 
 
+# A column: its title, and its text for the rows of a line.
+Column = tuple[str, Callable[[Sequence[Row]], str]]
+
+
+def metric(title: str, find: Find, factor: float = 1) -> Column:
+    """A column with the `spread` of a number."""
+    return title, lambda rows: spread(rows, find, factor=factor)
+
+
+COLUMNS: dict[str, Column] = {
+    'seeds': ('seeds', lambda rows: str(len(rows))),
+    'sampler': ('sampler', lambda rows: rows[0]['sampler'].replace(':', ' ')),
+    'evaluations': ('evaluations', lambda rows: str(rows[0]['evaluations'])),
+    'average': ('average', lambda rows: all_of(rows, operator.itemgetter('average'))),
+    'steps': ('steps', lambda rows: all_of(rows, lambda row: f'{row["step"]:,}')),
+    'mean steps': ('steps', lambda rows: f'{np.mean([row["step"] for row in rows]):,.0f}'),
+    'fid': metric('Fréchet distance', value('train', 'fid')),
+    'kid': metric('kernel distance · 10³', value('train', 'kid'), 1e3),
+    'test kid': metric('to test images · 10³', value('test', 'kid'), 1e3),
+    **{name: metric(name, value('train', name)) for name in ('precision', 'recall', 'copies')},
+    'seen': metric(
+        'loss on training images', lambda row: row.get('losses', {}).get('seen_loss', np.nan)
+    ),
+    'held out': metric(
+        'on held-out images', lambda row: row.get('losses', {}).get('held_out_loss', np.nan)
+    ),
+    'judged': (
+        'by the judge',
+        lambda rows: spread(
+            [row for row in rows if 'judge' in row], value('train', 'fid', 'judged')
+        ),
+    ),
+}
+Lines = Sequence[tuple[Sequence[str], Sequence[Row]]]  # first cells of each line, and its rows
+
+
+def table(head: Sequence[str], lines: Lines, columns: Sequence[str]) -> str:
+    """A table of the first cells under `head`, and these `COLUMNS`."""
+    body = [(*cells, *(COLUMNS[name][1](rows) for name in columns)) for cells, rows in lines]
+    return markdown.table((*head, *(COLUMNS[name][0] for name in columns)), body)
+
+
 def objectives(every: Sequence[Row]) -> str:
     """Quality by objective and seconds, on 9,000 photographs; each with its best sampler."""
-    body = []
-    for (case, seconds), group in groups(every, 'objects64').items():
-        rows = best(group, LIMIT, 'fid')
-        if rows:
-            body.append(
-                (
-                    case,
-                    f'{seconds:g}',
-                    f'{rows[0]["sampler"].replace(":", " ")}',
-                    str(len(rows)),
-                    f'{np.mean([row["step"] for row in rows]):,.0f}',
-                    spread(rows, value('train', 'fid')),
-                    spread(rows, value('train', 'kid'), factor=1e3),
-                    spread(rows, value('test', 'kid'), factor=1e3),
-                    spread(rows, value('train', 'precision')),
-                    spread(rows, value('train', 'recall')),
-                    spread(rows, value('train', 'copies')),
-                )
-            )
-    head = (
-        'objective',
-        's',
-        'best sampler',
-        'seeds',
-        'steps',
-        'Fréchet distance',
-        'kernel distance · 10³',
-        'to test images · 10³',
-        'precision',
-        'recall',
-        'copies',
-    )
-    return with_origin(head, body, every, 'objects64')
+    lines = [
+        ((case, f'{seconds:g}', rows[0]['sampler'].replace(':', ' ')), rows)
+        for (case, seconds), group in groups(every, 'objects64').items()
+        if (rows := best(group, LIMIT, 'fid'))
+    ]
+    columns = ('seeds', 'mean steps', 'fid', 'kid', 'test kid', 'precision', 'recall', 'copies')
+    return with_origin(('objective', 's', 'best sampler'), lines, columns, every, 'objects64')
 
 
 def digits(every: Sequence[Row]) -> str:
     """Quality by objective and sampler after the last step, on the embedded digits."""
-    body = []
     last = {case: group for (case, _), group in groups(every, 'digits').items()}
-    for case, group in last.items():
-        for sampler in dict.fromkeys(row['sampler'] for row in group):
-            rows = [row for row in group if row['sampler'] == sampler]
-            body.append(
-                (
-                    case,
-                    all_of(rows, lambda row: f'{row["step"]:,}'),
-                    sampler.replace(':', ' '),
-                    str(rows[0]['evaluations']),
-                    str(len(rows)),
-                    spread(rows, value('train', 'fid')),
-                    spread(rows, value('train', 'kid'), factor=1e3),
-                    spread(rows, value('train', 'precision')),
-                    spread(rows, value('train', 'recall')),
-                )
-            )
-    head = ('objective', 'steps', 'sampler', 'evaluations', 'seeds', 'Fréchet distance')
-    more = ('kernel distance · 10³', 'precision', 'recall')
-    return with_origin((*head, *more), body, every, 'digits')
+    lines = [
+        ((case,), [row for row in group if row['sampler'] == sampler])
+        for case, group in last.items()
+        for sampler in dict.fromkeys(row['sampler'] for row in group)
+    ]
+    columns = ('steps', 'sampler', 'evaluations', 'seeds', 'fid', 'kid', 'precision', 'recall')
+    return with_origin(('objective',), lines, columns, every, 'digits')
 
 
 def elephants(every: Sequence[Row]) -> str:
@@ -155,26 +159,12 @@ def elephants(every: Sequence[Row]) -> str:
     Each with the sampler of the smallest kernel distance.
     """
     every = [row for row in every if row['case'].removesuffix('-augmented') in FEW]
-    body = []
-    for (case, seconds), group in groups(every, 'elephants64').items():
-        rows = best(group, LIMIT, 'kid')
-        body.append(
-            (
-                case,
-                f'{seconds:g}',
-                f'{np.mean([row["step"] for row in rows]):,.0f}',
-                rows[0]['sampler'].replace(':', ' '),
-                spread(rows, value('train', 'kid'), factor=1e3),
-                spread(rows, value('train', 'precision')),
-                spread(rows, value('train', 'recall')),
-                spread(rows, value('train', 'copies')),
-                spread(rows, lambda row: row.get('losses', {}).get('seen_loss', np.nan)),
-                spread(rows, lambda row: row.get('losses', {}).get('held_out_loss', np.nan)),
-            )
-        )
-    head = ('objective', 's', 'steps', 'sampler', 'kernel distance · 10³', 'precision', 'recall')
-    more = ('copies', 'loss on training images', 'on held-out images')
-    return with_origin((*head, *more), body, every, 'elephants64')
+    lines = [
+        ((case, f'{seconds:g}'), best(group, LIMIT, 'kid'))
+        for (case, seconds), group in groups(every, 'elephants64').items()
+    ]
+    columns = ('mean steps', 'sampler', 'kid', 'precision', 'recall', 'copies', 'seen', 'held out')
+    return with_origin(('objective', 's'), lines, columns, every, 'elephants64')
 
 
 def endings(folder: pathlib.Path = FOLDER) -> str:
@@ -185,31 +175,18 @@ def endings(folder: pathlib.Path = FOLDER) -> str:
     every = read(folder, 'endings.jsonl')
     if not every:
         return NOTHING
-    judged = [row for row in every if 'judge' in row]
-    last = ('precision', 'recall', 'copies')
-    body = [
-        (
-            data,
-            f'{seconds:g}',
-            case.removesuffix(f'-{seconds:g}s'),
-            str(len(rows)),
-            all_of(rows, lambda row: f'{row["step"]:,}'),
-            all_of(rows, operator.itemgetter('average')),
-            spread(rows, value('train', 'fid')),
-            spread([row for row in rows if row in judged], value('train', 'fid', 'judged')),
-            spread(rows, value('train', 'kid'), factor=1e3),
-            spread(rows, value('test', 'kid'), factor=1e3),
-            *(spread(rows, value('train', name)) for name in last),
-        )
+    lines = [
+        ((data, f'{seconds:g}', case.removesuffix(f'-{seconds:g}s')), rows)
         for data in sorted({row['data'] for row in every}, reverse=True)
         for (case, seconds), rows in sorted(groups(every, data).items(), key=lambda g: g[0][1])
     ]
-    head = ('images', 's', 'ending', 'seeds', 'steps', 'average', 'Fréchet distance')
-    more = ('by the judge', 'kernel distance · 10³', 'to test images · 10³')
+    columns = ('seeds', 'steps', 'average', 'fid', 'judged', 'kid', 'test kid')
+    columns += ('precision', 'recall', 'copies')
+    judged = [row for row in every if 'judge' in row]
     names = [f'features {all_of(every, operator.itemgetter("features"))}']
     names += [f'judge {all_of(judged, operator.itemgetter("judge"))}'] if judged else []
     origin = '; '.join([measured_with(every), *names])
-    text = f'{markdown.table((*head, *more, *last), body)}\n\n{origin}.'
+    text = f'{table(("images", "s", "ending"), lines, columns)}\n\n{origin}.'
     if (folder / 'endings.jpg').exists():
         text += (
             '\n\n![elephants64 after 180 s: constant-1 on the left, linear-4 on the right]'
@@ -239,8 +216,7 @@ def pictures(folder: pathlib.Path = FOLDER) -> str:
 
 def origins(folder: pathlib.Path = FOLDER) -> list[Row]:
     """The runs of the grids and logs that are kept, a row for each file."""
-    path = folder / 'pictures.jsonl'
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return json_lines(folder / 'pictures.jsonl')
 
 
 def grids(kept: Sequence[Row]) -> str:
@@ -274,10 +250,10 @@ def recipe_picture(folder: pathlib.Path = FOLDER) -> str:
 
 
 def with_origin(
-    head: Sequence[str], body: Sequence[Sequence[str]], rows: Sequence[Row], data: str
+    head: Sequence[str], lines: Lines, columns: Sequence[str], rows: Sequence[Row], data: str
 ) -> str:
-    """A table, and a line that says with what its rows were measured."""
-    if not body:
+    """A `table`, and a line that says with what its rows were measured."""
+    if not lines:
         return NOTHING
     mine = [row for row in rows if row['data'] == data]
     samples, batches, features = (
@@ -291,7 +267,7 @@ def with_origin(
         )
     )
     return (
-        f'{markdown.table(head, body)}\n\n'
+        f'{table(head, lines, columns)}\n\n'
         f'{measured_with(mine)}; {samples} samples,\nbatches of {batches}; images to compare with: '
         f'{references}; features {features}.'
     )

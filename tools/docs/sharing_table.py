@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,5 +44,4 @@ def table(rows: Sequence[Row]) -> str:
 
 def sharing() -> str:
     """The table of the committed rows; their step times come from the logs of the processes."""
-    text = (recipe_tables.FOLDER / 'sharing.jsonl').read_text()
-    return table([json.loads(line) for line in text.splitlines()])
+    return table(recipe_tables.json_lines(recipe_tables.FOLDER / 'sharing.jsonl'))

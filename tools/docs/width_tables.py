@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import pathlib
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from support import markdown
 
 from jaxunet.runtime.rows import Row
-from tools.docs.recipe_tables import NOTHING, all_of, measured_with, spread
+from tools.docs.recipe_tables import NOTHING, all_of, json_lines, measured_with, spread
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/widths'
 # Title by the beginning of the metric's name, and a factor.
@@ -24,8 +23,7 @@ METRICS = {
 
 def read(folder: pathlib.Path = FOLDER) -> list[Row]:
     """The rows of the file; none if it does not exist."""
-    path = folder / 'rows.jsonl'
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return json_lines(folder / 'rows.jsonl')
 
 
 def quality(every: Sequence[Row]) -> str:

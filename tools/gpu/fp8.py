@@ -62,9 +62,9 @@ from jaxunet.compare.jobs import Job  # noqa: E402
 from jaxunet.compare.measure import Measurements  # noqa: E402
 from jaxunet.compare.statistics import mean_over  # noqa: E402
 from jaxunet.compare.stopwatch import Limit  # noqa: E402
-from jaxunet.compare.tables import table  # noqa: E402
 from jaxunet.runtime import compiled_cache, rows  # noqa: E402
 from jaxunet.runtime.interrupt import interrupt_when_terminated  # noqa: E402
+from jaxunet.runtime.markdown import table  # noqa: E402
 from jaxunet.training.parallel import Parallel  # noqa: E402
 from jaxunet.training.step_fields import relevant  # noqa: E402
 from tools.gpu import fp8_ops  # noqa: E402

@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 from support.origin import origin  # noqa: E402
 
-from jaxunet.runtime import rows  # noqa: E402
+from jaxunet.runtime import markdown, rows  # noqa: E402
 from jaxunet.runtime.rows import Row  # noqa: E402
 
 IMAGES, BATCH, EVALUATIONS = 256, 64, 50
@@ -306,12 +306,13 @@ def table(rows: Sequence[Row]) -> str:
     def shown(row: Row | None, name: str) -> str:
         return f'{row[name]:.1f}' if row and row[name] is not None else '-'
 
-    lines = ['| command | precision | backend | cold s | warm s | step ms |', '| --- ' * 6 + '|']
+    body = []
     for key, by_cache in sorted(cases.items()):
         cold, warm = by_cache.get('empty'), by_cache.get('kept')
         cells = [shown(cold, 'first_s'), shown(warm, 'first_s'), shown(warm or cold, 'step_ms')]
-        lines.append(f'| {" | ".join([*key, *cells])} |')
-    return '\n'.join(lines)
+        body.append([*key, *cells])
+    head = ('command', 'precision', 'backend', 'cold s', 'warm s', 'step ms')
+    return markdown.table(head, body)
 
 
 def main() -> None:

@@ -36,15 +36,8 @@ from support.commands import ROOT, python_path
 
 from jaxunet.runtime import rows
 from jaxunet.training.logs import read_metrics
+from tools.docs.soak_table import QUANTITIES
 from tools.soak.watch import POOL, Sample, ends, growths, more_threads, watch
-
-LABELS = {
-    'own_mib': 'memory of its own, MiB',
-    'gpu_mib': 'GPU memory, MiB',
-    'threads': 'threads',
-    'open_files': 'open files',
-    'step_ms': 'step, ms',
-}
 
 
 def main() -> int:
@@ -128,7 +121,7 @@ def plot(output: pathlib.Path) -> None:
     curves = {
         label: [(s['seconds'] / 60, s[name]) for s in table]
         for table in (samples, read_times(output))
-        for name, label in LABELS.items()
+        for name, label in QUANTITIES.items()
         if name in table[0]
     }
     figure = Figure(figsize=(7, 1.6 * len(curves)), layout='constrained')

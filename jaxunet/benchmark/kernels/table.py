@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from jaxunet.benchmark.kernels.peers import PEERS
 from jaxunet.benchmark.kernels.verdict import RATES, verdict
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.markdown import table
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.untrusted import NUMBER, check_fields
 
@@ -117,7 +118,7 @@ def summary(rows: Iterable[Row]) -> str:
         devices[row['device'], row['backend']][row['op'], row['direction'], row['batch']].append(
             row
         )
-    lines = []
+    parts = []
     for (name, backend), groups in devices.items():
         everything = [row for group in groups.values() for row in group]
         versions = ', '.join(
@@ -125,14 +126,11 @@ def summary(rows: Iterable[Row]) -> str:
         )
         commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
         title = KERNELS.get(backend, f'{backend} kernels')
-        lines += [
-            '',
-            f"{name}, {versions}, commit {commits}; XLA's time over the {title}'.",
-            '',
-        ]
-        lines += _table(
-            HEAD,
-            (
+        parts.append(f"{name}, {versions}, commit {commits}; XLA's time over the {title}'.")
+        body = []
+        for key, group in groups.items():
+            worst, told = min(group, key=lambda r: r['ratio']), verdict(group)
+            body.append(
                 (
                     *key,
                     len(group),
@@ -142,12 +140,9 @@ def summary(rows: Iterable[Row]) -> str:
                     '–' if told.share is None else f'{told.share:.0%}',
                     told.text,
                 )
-                for key, group in groups.items()
-                for worst in [min(group, key=lambda r: r['ratio'])]
-                for told in [verdict(group)]
-            ),
-        )
-    return '\n'.join(lines).strip()
+            )
+        parts.append(table(HEAD, body))
+    return '\n\n'.join(parts)
 
 
 def tables(rows: Iterable[Row]) -> str:
@@ -158,11 +153,11 @@ def tables(rows: Iterable[Row]) -> str:
     rows = latest(rows)
     if not any(map(suffixes, rows)):
         return beside_peers(rows)
-    parts: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
+    groups: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
     for row in by_backend(rows):
-        parts[row['device'], row['backend'], row['op'], row['direction']].append(row)
-    lines = [summary(rows)]
-    for (name, backend, op, direction), group in parts.items():
+        groups[row['device'], row['backend'], row['op'], row['direction']].append(row)
+    parts = [summary(rows)]
+    for (name, backend, op, direction), group in groups.items():
         batches = sorted({row['batch'] for row in group})
         cells = {(row['case'], row['batch']): row for row in group}
         head = [
@@ -170,15 +165,12 @@ def tables(rows: Iterable[Row]) -> str:
             for batch in batches
             for what in ('µs', 'TFLOP/s', 'GB/s', '× XLA')
         ]
-        lines += ['', f'`{op}` {direction}, {backend}, {name}', '']
-        lines += _table(
-            ('case', *head),
-            (
-                (case, *(cell for b in batches for cell in _cells(cells.get((case, b)))))
-                for case in dict.fromkeys(r['case'] for r in group)
-            ),
+        body = (
+            (case, *(cell for b in batches for cell in _cells(cells.get((case, b)))))
+            for case in dict.fromkeys(r['case'] for r in group)
         )
-    return '\n'.join(lines)
+        parts += [f'`{op}` {direction}, {backend}, {name}', table(('case', *head), body)]
+    return '\n\n'.join(parts)
 
 
 def beside_peers(rows: Iterable[Row]) -> str:
@@ -210,8 +202,8 @@ def beside_peers(rows: Iterable[Row]) -> str:
     versions = ', '.join(
         f'{name} {version}' for name, version in rows[-1]['versions'].items() if version
     )
-    lines = _table((*head, 'best other / best backend'), body)
-    return '\n'.join([*lines, '', f'{told[0]}, {told[1]}, {versions}, commit {told[2]}.'])
+    text = table((*head, 'best other / best backend'), body)
+    return f'{text}\n\n{told[0]}, {told[1]}, {versions}, commit {told[2]}.'
 
 
 def _cells(row: Row | None) -> tuple[str, ...]:
@@ -219,7 +211,3 @@ def _cells(row: Row | None) -> tuple[str, ...]:
         return ('–',) * 4
     rate = '–' if row['tflops'] is None else f'{row["tflops"]:.0f}'
     return f'{row["us"]:.1f}', rate, f'{row["gbps"]:.0f}', f'{row["ratio"]:.2f}'
-
-
-def _table(head: Sequence[str], body: Iterable[Sequence[object]]) -> list[str]:
-    return [f'| {" | ".join(map(str, cells))} |' for cells in (head, ['---'] * len(head), *body)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxunet.benchmark.roofline.run import KIND, STEP
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.markdown import table
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.untrusted import NUMBER, check_fields
 
@@ -79,10 +80,7 @@ def _step(rows: Sequence[Row]) -> str:
             _cells(level, '', level['level']) for level in levels if level['class'] == row['class']
         ]
     body.append(_cells(total, '**all kernels**', ''))
-    lines = [_caption(total), '']
-    lines += [f'| {" | ".join(cells)} |' for cells in (HEAD, ['---'] * len(HEAD), *body)]
-    lines += ['', *_summary(total)]
-    return '\n'.join(lines)
+    return '\n\n'.join([_caption(total), table(HEAD, body), '\n'.join(_summary(total))])
 
 
 def _caption(row: Row) -> str:

@@ -45,7 +45,7 @@ using namespace jaxunet::cuda;
 
 constexpr Type kBf16 = Type::kBfloat16, kF16 = Type::kFloat16;
 constexpr const char* kPasses[] = {"forward", "backward"};
-constexpr int kRounds = 9, kWarmup = 2;     // graph launches per timing; the first are dropped
+constexpr int kRounds = 7, kWarmup = 2;     // launches of a graph that count, and before them
 constexpr size_t kColdBytes = 240'000'000;  // inputs to rotate over: more than the L2 (50 MB)
 
 int multiprocessors, shared_bytes, bad = 0;
@@ -65,24 +65,24 @@ struct Arrays {
   Arrays(int batch, Shape s, uint64_t of)
       : count(size_t(batch) * s.tokens * s.heads * s.width),
         rows(size_t(batch) * s.tokens * s.heads) {
-    OK(cudaMalloc(&qkv, 6 * count));
-    OK(cudaMalloc(&dqkv, 6 * count));
-    OK(cudaMalloc(&out, 2 * count));
-    OK(cudaMalloc(&grad, 2 * count));
-    OK(cudaMalloc(&lse, 4 * rows));
-    fill<<<528, 256>>>(qkv, 3 * count, of, 1.0f);
-    fill<<<528, 256>>>(grad, count, of + 7, 1.0f);
-    OK(cudaGetLastError());
+    CHECK(cudaMalloc(&qkv, 6 * count));
+    CHECK(cudaMalloc(&dqkv, 6 * count));
+    CHECK(cudaMalloc(&out, 2 * count));
+    CHECK(cudaMalloc(&grad, 2 * count));
+    CHECK(cudaMalloc(&lse, 4 * rows));
+    fill_normal<<<528, 256>>>(qkv, 3 * count, of, 0.0f, 1.0f);
+    fill_normal<<<528, 256>>>(grad, count, of + 7, 0.0f, 1.0f);
+    CHECK(cudaGetLastError());
   }
   Arrays(const Arrays&) = delete;
   ~Arrays() {
     for (void* array : {(void*)qkv, (void*)dqkv, (void*)out, (void*)grad, (void*)lse})
-      OK(cudaFree(array));
+      CHECK(cudaFree(array));
   }
   void poison() {  // fills the outputs with NaN
-    OK(cudaMemset(out, 0xff, 2 * count));
-    OK(cudaMemset(lse, 0xff, 4 * rows));
-    OK(cudaMemset(dqkv, 0xff, 6 * count));
+    CHECK(cudaMemset(out, 0xff, 2 * count));
+    CHECK(cudaMemset(lse, 0xff, 4 * rows));
+    CHECK(cudaMemset(dqkv, 0xff, 6 * count));
   }
 };
 
@@ -101,7 +101,7 @@ bool run(bool hopper, int pass, int batch, Shape s, Arrays<T>& x, cudaStream_t s
     error = pass ? flash_backward<type>(b, shared_bytes, stream)
                  : flash_forward<type>(f, shared_bytes, stream);
   }
-  if (error) OK(*error);
+  if (error) CHECK(*error);
   return error.has_value();
 }
 
@@ -112,27 +112,27 @@ struct Exact {
 
   Exact(const Arrays<T>& x, Shape s) {
     const size_t pairs = x.rows * s.tokens;
-    OK(cudaMalloc(&weights, 8 * pairs));
-    OK(cudaMalloc(&ds, 8 * pairs));
-    OK(cudaMalloc(&out, 8 * x.count));
-    OK(cudaMalloc(&lse, 8 * x.rows));
-    OK(cudaMalloc(&dqkv, 24 * x.count));
+    CHECK(cudaMalloc(&weights, 8 * pairs));
+    CHECK(cudaMalloc(&ds, 8 * pairs));
+    CHECK(cudaMalloc(&out, 8 * x.count));
+    CHECK(cudaMalloc(&lse, 8 * x.rows));
+    CHECK(cudaMalloc(&dqkv, 24 * x.count));
     const int n = s.tokens, h = s.heads, d = s.width;
     ref_fwd<<<x.rows, 128, n * 8>>>(x.qkv, n, h, d, weights, out, lse);
     ref_ds<<<x.rows, 128>>>(x.qkv, x.grad, n, h, d, weights, out, ds);
     ref_bwd<<<x.rows, 128>>>(x.qkv, x.grad, n, h, d, weights, ds, dqkv);
-    OK(cudaDeviceSynchronize());
+    CHECK(cudaDeviceSynchronize());
   }
   Exact(const Exact&) = delete;
   ~Exact() {
-    for (double* array : {weights, ds, out, lse, dqkv}) OK(cudaFree(array));
+    for (double* array : {weights, ds, out, lse, dqkv}) CHECK(cudaFree(array));
   }
 };
 
 template <class T>
 std::vector<char> bytes(const T* data, size_t count) {
   std::vector<char> host(count * sizeof(T));
-  OK(cudaMemcpy(host.data(), data, host.size(), cudaMemcpyDeviceToHost));
+  CHECK(cudaMemcpy(host.data(), data, host.size(), cudaMemcpyDeviceToHost));
   return host;
 }
 
@@ -143,23 +143,23 @@ void check(Shape s, int batch, std::vector<int> passes) {
   Arrays<T> x(batch, s, seed + s.tokens + 3 * s.width + batch);
   const Exact<T> exact(x, s);
   const auto errors = [&](int pass) {
-    return pass ? std::vector<Err>{error(x.dqkv, exact.dqkv, 3 * x.count)}
-                : std::vector<Err>{error(x.out, exact.out, x.count),
-                                   error(x.lse, exact.lse, x.rows)};
+    return pass ? std::vector<Error>{error_of(x.dqkv, exact.dqkv, 3 * x.count)}
+                : std::vector<Error>{error_of(x.out, exact.out, x.count),
+                                     error_of(x.lse, exact.lse, x.rows)};
   };
   for (int pass : passes) {
     x.poison();
     if (pass) run<type>(false, 0, batch, s, x);
     run<type>(false, pass, batch, s, x);
-    const std::vector<Err> old = errors(pass);
+    const std::vector<Error> old = errors(pass);
     std::vector<char> found[2];
-    std::vector<Err> now;
+    std::vector<Error> now;
     bool taken = true;
     for (auto& bits : found) {
       x.poison();
       if (pass) run<type>(false, 0, batch, s, x);
       taken = run<type>(true, pass, batch, s, x);
-      OK(cudaDeviceSynchronize());
+      CHECK(cudaDeviceSynchronize());
       now = errors(pass);
       bits = pass ? bytes(x.dqkv, 3 * x.count) : bytes(x.out, x.count);
     }
@@ -175,53 +175,28 @@ void check(Shape s, int batch, std::vector<int> passes) {
   }
 }
 
-// A CUDA graph of several calls, and the microseconds per call of each launch of the graph.
-struct Timer {
-  cudaGraphExec_t graph;
-  int calls;
-  std::vector<float> times;
-};
+// The calls of a graph that rotate over `sets` sets of arrays.
+int calls_of(int sets) { return std::max(12, sets); }
 
-// Captures calls that rotate over `sets` sets of arrays. The first call, outside of the graph,
-// loads the kernels.
-Timer record(int sets, const std::function<void(int, cudaStream_t)>& call) {
+// Captures these calls. The first call, outside of the graph, loads the kernels.
+cudaGraphExec_t record(int sets, const std::function<void(int, cudaStream_t)>& call) {
   cudaStream_t stream;
-  OK(cudaStreamCreate(&stream));
+  CHECK(cudaStreamCreate(&stream));
   call(0, stream);
-  OK(cudaStreamSynchronize(stream));
-  Timer timer;
-  timer.calls = std::max(12, sets);
-  cudaGraph_t graph;
-  OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < timer.calls; ++i) call(i % sets, stream);
-  OK(cudaStreamEndCapture(stream, &graph));
-  OK(cudaGraphInstantiate(&timer.graph, graph, 0));
-  OK(cudaGraphDestroy(graph));
-  OK(cudaStreamDestroy(stream));
-  return timer;
+  CHECK(cudaStreamSynchronize(stream));
+  const cudaGraphExec_t graph = graph_of(stream, calls_of(sets), [&](int i) {
+    call(i % sets, stream);
+    return cudaSuccess;
+  });
+  CHECK(cudaStreamDestroy(stream));
+  return graph;
 }
 
-// Launches the graphs in turns, so that a change of the clock rate affects all alike. Sorts the
-// times.
-void time_in_turns(std::vector<Timer>& timers) {
-  cudaEvent_t begin, end;
-  OK(cudaEventCreate(&begin));
-  OK(cudaEventCreate(&end));
-  for (int round = 0; round < kRounds; ++round) {
-    for (auto& timer : timers) {
-      OK(cudaEventRecord(begin));
-      OK(cudaGraphLaunch(timer.graph, 0));
-      OK(cudaEventRecord(end));
-      OK(cudaEventSynchronize(end));
-      float ms;
-      OK(cudaEventElapsedTime(&ms, begin, end));
-      if (round >= kWarmup) timer.times.push_back(ms * 1000 / timer.calls);
-    }
-  }
-  for (auto& timer : timers) {
-    std::sort(timer.times.begin(), timer.times.end());
-    OK(cudaGraphExecDestroy(timer.graph));
-  }
+// The microseconds per call of each graph, sorted; destroys the graphs.
+std::vector<std::vector<float>> times_of(const std::vector<cudaGraphExec_t>& graphs, int sets) {
+  const auto times = times_in_turns(0, graphs, calls_of(sets), kWarmup, kRounds);
+  for (auto graph : graphs) CHECK(cudaGraphExecDestroy(graph));
+  return times;
 }
 
 // Prints the times of both kernels in bfloat16. `hot`: one set of inputs, which may stay in the L2.
@@ -233,17 +208,17 @@ void time_passes(Shape s, int batch, bool hot, std::vector<int> passes) {
     arrays.push_back(std::make_unique<Arrays<__nv_bfloat16>>(batch, s, seed + i));
     run<kBf16>(false, 0, batch, s, *arrays.back());
   }
-  std::vector<Timer> timers;
+  std::vector<cudaGraphExec_t> graphs;
   for (int pass : passes) {
     for (bool hopper : {false, true}) {
-      timers.push_back(record(sets, [&, pass, hopper](int i, cudaStream_t stream) {
+      graphs.push_back(record(sets, [&, pass, hopper](int i, cudaStream_t stream) {
         run<kBf16>(hopper, pass, batch, s, *arrays[i], stream);
       }));
     }
   }
-  time_in_turns(timers);
+  const auto times = times_of(graphs, sets);
   for (size_t i = 0; i < passes.size(); ++i) {
-    const auto &old = timers[2 * i].times, &now = timers[2 * i + 1].times;
+    const auto &old = times[2 * i], &now = times[2 * i + 1];
     const float was = old[old.size() / 2], is = now[now.size() / 2];
     const double flops = (passes[i] ? 10.0 : 4.0) * count * s.tokens;
     printf(
@@ -265,7 +240,7 @@ void compare_launches(int batch) {
   const Shape s{256, 1, 256};
   const size_t count = size_t(batch) * s.tokens * s.heads * s.width;
   const auto three = [&](Arrays<T>& x, cudaStream_t stream) {
-    OK((hopper_attention::run_streaming_backward<T, 256>(
+    CHECK((hopper_attention::run_streaming_backward<T, 256>(
         {type, batch, s.tokens, s.heads, s.width, x.qkv, x.out, x.grad, x.lse, x.dqkv},
         multiprocessors, stream)));
   };
@@ -280,23 +255,23 @@ void compare_launches(int batch) {
   {
     const Exact<T> exact(first, s);
     for (bool one : {false, true}) {
-      OK(cudaMemset(first.dqkv, 0xff, 6 * count));
+      CHECK(cudaMemset(first.dqkv, 0xff, 6 * count));
       if (one) {
         run<type>(true, 1, batch, s, first);
       } else {
         three(first, 0);
       }
-      max[one] = error(first.dqkv, exact.dqkv, 3 * count).max;
+      max[one] = error_of(first.dqkv, exact.dqkv, 3 * count).max;
     }
   }
-  std::vector<Timer> timers;
-  timers.push_back(record(sets, [&](int i, cudaStream_t stream) { three(*arrays[i], stream); }));
-  timers.push_back(record(
-      sets, [&](int i, cudaStream_t stream) { run<type>(true, 1, batch, s, *arrays[i], stream); }));
-  time_in_turns(timers);
+  const auto three_launches = [&](int i, cudaStream_t stream) { three(*arrays[i], stream); };
+  const auto one_launch = [&](int i, cudaStream_t stream) {
+    run<type>(true, 1, batch, s, *arrays[i], stream);
+  };
+  const auto found = times_of({record(sets, three_launches), record(sets, one_launch)}, sets);
   printf("%s 256x1x256 B%d backward:", type == kBf16 ? "bf16" : "f16", batch);
   for (int i = 0; i < 2; ++i) {
-    const auto& times = timers[i].times;
+    const auto& times = found[i];
     const float time = times[times.size() / 2];
     printf(" %s %.2f us [%.2f %.2f] %.0f TFLOP/s, max error %.1e;",
            i ? "one launch" : "three launches", time, times.front(), times.back(),
@@ -355,9 +330,9 @@ int main(int argc, char** argv) {
   alarm(30);
   seed = time(nullptr);
   int device;
-  OK(cudaGetDevice(&device));
-  OK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  OK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  CHECK(cudaGetDevice(&device));
+  CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   printf("== heads of %s channels, seed %llu\n", argv[1], static_cast<unsigned long long>(seed));
   run_family(family);
   printf("CHECKS: %d BAD\n", bad);

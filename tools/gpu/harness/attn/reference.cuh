@@ -1,5 +1,4 @@
-// For bench.cu: random inputs, attention and its gradients in float64 by simple kernels, and errors
-// against them.
+// For bench.cu: attention and its gradients in float64 by simple kernels.
 //
 // qkv and its gradient are (batch, tokens, 3, heads, channels), out and its gradient (batch,
 // tokens, heads, channels), lse, the log-sum-exp, (batch, heads, tokens). Kernels call tokens N,
@@ -15,47 +14,14 @@
 #include <cstdio>
 #include <cstdlib>
 
-#define OK(x)                                                                        \
-  do {                                                                               \
-    cudaError_t e_ = (x);                                                            \
-    if (e_ != cudaSuccess) {                                                         \
-      printf("FAIL %s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_)); \
-      fflush(stdout);                                                                \
-      exit(1);                                                                       \
-    }                                                                                \
-  } while (0)
+#include "../errors.cuh"
+#include "../graph_times.cuh"
+#include "../random.cuh"
 
 // Converts to float64.
 template <class T>
 __device__ double d(T x) {
   return (double)(float)x;
-}
-// Rounds to nearest.
-template <class T>
-__device__ T n(float x);
-template <>
-__device__ __nv_bfloat16 n(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-__device__ __half n(float x) {
-  return __float2half_rn(x);
-}
-__device__ uint64_t mix(uint64_t z) {
-  z += 0x9E3779B97F4A7C15ull;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
-}
-// Normal numbers (Box-Muller) from a counter-based hash.
-template <class T>
-__global__ void fill(T* x, size_t count, uint64_t seed, float scale) {
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
-       i += (size_t)gridDim.x * blockDim.x) {
-    uint64_t r = mix(seed * 0x1000003ull + i);
-    float u = ((r & 0xffffff) + 1) / 16777217.0f, v = (r >> 40) / 16777216.0f;
-    x[i] = n<T>(scale * sqrtf(-2 * logf(u)) * cospif(2 * v));
-  }
 }
 // Attention, and its weights p. A block computes one query of one head: (batch, head, query).
 template <class T>
@@ -118,33 +84,4 @@ __global__ void ref_bwd(const T* qkv, const T* g, int N, int H, int D, const dou
     o[C + c] = k * sc;
     o[2 * C + c] = v;
   }
-}
-// acc: sum of squared errors, sum of squared reference values, largest error. NaN counts as 1e30.
-template <class T>
-__global__ void compare(const T* x, const double* r, size_t count, double* acc) {
-  double a = 0, b = 0, m = 0;
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
-       i += (size_t)gridDim.x * blockDim.x) {
-    double e = (double)(float)x[i] - r[i];
-    if (!(fabs(e) < 1e30)) e = 1e30;
-    a += e * e;
-    b += r[i] * r[i];
-    m = fmax(m, fabs(e));
-  }
-  atomicAdd(acc, a);
-  atomicAdd(acc + 1, b);
-  atomicMax((unsigned long long*)(acc + 2), __double_as_longlong(m));
-}
-struct Err {
-  double rel, max;  // norm of the error / norm of the reference; largest error
-};
-template <class T>
-Err error(const T* x, const double* r, size_t count) {
-  static double* acc = nullptr;
-  if (!acc) OK(cudaMalloc(&acc, 24));
-  OK(cudaMemset(acc, 0, 24));
-  compare<<<264, 256>>>(x, r, count, acc);
-  double h[3];
-  OK(cudaMemcpy(h, acc, 24, cudaMemcpyDeviceToHost));
-  return {sqrt(h[0] / h[1]), h[2]};
 }

@@ -14,20 +14,13 @@
 // multiprocessors, in several streams and in a graph whose branches run at once; if not, or if a
 // CUDA call failed, the exit status is 1.
 #include <cuda_bf16.h>
-#include <cuda_runtime.h>
 
-#include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <map>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "../graph_times.cuh"
+#include "calls.cuh"
 #include "conv3x3/hopper/forward.h"
-#include "conv3x3/kernels.h"
 
 using namespace jaxunet;
 using namespace jaxunet::cuda;
@@ -57,12 +50,6 @@ extern "C" int __wrap__ZN7jaxunet4cuda7forward10distributeEPKviPNS1_10Parameters
 namespace {
 
 constexpr int kHeld[] = {0, 8, 16, 24};
-struct Case {
-  int size, channels, features;
-};
-constexpr Case kCases[] = {{64, 64, 64},   {64, 128, 64},  {32, 64, 128},  {32, 128, 128},
-                           {32, 320, 128}, {16, 128, 192}, {16, 192, 192}, {16, 448, 192},
-                           {8, 192, 256},  {8, 256, 256},  {8, 512, 256}};
 constexpr int kCalls = 16, kRounds = 11;  // per graph; launches of each graph
 constexpr int kArrays = 4;                // results of calls that run at once
 
@@ -108,10 +95,10 @@ class Holder {
   static constexpr int kBytes = 200 * 1024, kMost = 64;
 
   explicit Holder(cudaStream_t calls) : calls_(calls) {
-    cuda_ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    cuda_ok(cudaHostAlloc(&running_, kMost * sizeof(int), cudaHostAllocMapped));
-    cuda_ok(cudaMalloc(&stop_, sizeof(int)));
-    cuda_ok(cudaFuncSetAttribute(hold, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    CHECK(cudaHostAlloc(&running_, kMost * sizeof(int), cudaHostAllocMapped));
+    CHECK(cudaMalloc(&stop_, sizeof(int)));
+    CHECK(cudaFuncSetAttribute(hold, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
     start(1);  // loads the kernel
     stop();
   }
@@ -119,10 +106,10 @@ class Holder {
     for (int i = 0; i < kMost; ++i) running_[i] = 0;
     if (count == 0) return;
     int* device;
-    cuda_ok(cudaHostGetDevicePointer(&device, running_, 0));
-    cuda_ok(cudaMemsetAsync(stop_, 0, sizeof(int), stream_));
+    CHECK(cudaHostGetDevicePointer(&device, running_, 0));
+    CHECK(cudaMemsetAsync(stop_, 0, sizeof(int), stream_));
     hold<<<count, 128, kBytes, stream_>>>(device, stop_);
-    cuda_ok(cudaGetLastError());
+    CHECK(cudaGetLastError());
     const auto begin = std::chrono::steady_clock::now();
     const auto all = [&] {
       return std::all_of(running_, running_ + count, [](volatile int& one) { return one != 0; });
@@ -136,9 +123,9 @@ class Holder {
     }
   }
   void stop() {
-    cuda_ok(cudaMemsetAsync(stop_, 1, sizeof(int), calls_));
-    cuda_ok(cudaStreamSynchronize(calls_));
-    cuda_ok(cudaStreamSynchronize(stream_));
+    CHECK(cudaMemsetAsync(stop_, 1, sizeof(int), calls_));
+    CHECK(cudaStreamSynchronize(calls_));
+    CHECK(cudaStreamSynchronize(stream_));
   }
 
  private:
@@ -150,103 +137,65 @@ struct Arrays {
   __nv_bfloat16 *x, *kernel, *y[kArrays], *expected;
   float* shift;
   unsigned* differing;
-  int64_t image = 0;
 
   explicit Arrays(int batch) {
-    int64_t weights = 0;
-    for (const Case& c : kCases) {
-      image = std::max(image, int64_t{batch} * c.size * c.size * std::max(c.channels, c.features));
-      weights = std::max(weights, int64_t{9} * c.channels * c.features);
-    }
+    const int64_t image = image_numbers(batch), shifts = kShifts * int64_t{batch};
     const auto make = [](int64_t count, unsigned seed) {
       __nv_bfloat16* array;
-      cuda_ok(cudaMalloc(&array, 2 * count));
+      CHECK(cudaMalloc(&array, 2 * count));
       fill<<<1024, 256>>>(array, count, seed);
       return array;
     };
     x = make(image, 1);
-    kernel = make(weights, 2);
+    kernel = make(kernel_numbers(), 2);
     for (auto& array : y) array = make(image, 3);
     expected = make(image, 4);
-    cuda_ok(cudaMalloc(&shift, 4 * 1024 * int64_t{batch}));
-    cuda_ok(cudaMemset(shift, 0, 4 * 1024 * int64_t{batch}));
-    cuda_ok(cudaMalloc(&differing, sizeof(unsigned)));
-    cuda_ok(cudaDeviceSynchronize());
+    CHECK(cudaMalloc(&shift, 4 * shifts));
+    CHECK(cudaMemset(shift, 0, 4 * shifts));
+    CHECK(cudaMalloc(&differing, sizeof(unsigned)));
+    CHECK(cudaDeviceSynchronize());
   }
   Arrays(const Arrays&) = delete;
   ~Arrays() {
     for (void* array :
          {static_cast<void*>(x), static_cast<void*>(kernel), static_cast<void*>(expected),
           static_cast<void*>(shift), static_cast<void*>(differing)})
-      cuda_ok(cudaFree(array));
-    for (auto* array : y) cuda_ok(cudaFree(array));
-  }
-};
-
-struct Call {
-  const Arrays& arrays;
-  int batch;
-  Case shape;
-  bool flipped;
-  int multiprocessors;
-
-  int64_t results() const {
-    return int64_t{batch} * shape.size * shape.size * (flipped ? shape.channels : shape.features);
-  }
-  std::string name() const {
-    char text[80];
-    std::snprintf(text, sizeof text, "B%-3d %2dx%-2d %3d to %-3d %-14s", batch, shape.size,
-                  shape.size, shape.channels, shape.features,
-                  flipped ? "input gradient" : "forward");
-    return text;
-  }
-  cudaError_t run(void* y, cudaStream_t stream) const {
-    const int in = flipped ? shape.features : shape.channels,
-              out = flipped ? shape.channels : shape.features;
-    Conv3x3 plan{};
-    plan.type = Type::kBfloat16;
-    plan.batch = batch;
-    plan.height = plan.width = shape.size;
-    plan.features = out;
-    plan.x = {1, {arrays.x}, {in}, in};
-    plan.kernel = arrays.kernel;
-    plan.flipped = flipped;
-    plan.shift = {arrays.shift, out};
-    plan.y = {1, {y}, {out}, out};
-    return hopper_forward(plan, multiprocessors, stream);
+      CHECK(cudaFree(array));
+    for (auto* array : y) CHECK(cudaFree(array));
   }
 };
 
 // Compares results with the expected ones and poisons them.
-void check(const Call& call, void* y, const std::string& what, cudaStream_t stream) {
+void check(const Call& call, const Arrays& arrays, void* y, const std::string& what,
+           cudaStream_t stream) {
   unsigned differing = 0;
-  cuda_ok(cudaMemsetAsync(call.arrays.differing, 0, sizeof differing, stream));
-  compare<<<512, 256, 0, stream>>>(reinterpret_cast<const unsigned*>(call.arrays.expected),
+  CHECK(cudaMemsetAsync(arrays.differing, 0, sizeof differing, stream));
+  compare<<<512, 256, 0, stream>>>(reinterpret_cast<const unsigned*>(arrays.expected),
                                    static_cast<const unsigned*>(y), call.results() / 2,
-                                   call.arrays.differing);
-  cuda_ok(cudaMemcpyAsync(&differing, call.arrays.differing, sizeof differing,
-                          cudaMemcpyDeviceToHost, stream));
-  cuda_ok(cudaMemsetAsync(y, 0xff, 2 * call.results(), stream));
-  cuda_ok(cudaStreamSynchronize(stream));
+                                   arrays.differing);
+  CHECK(cudaMemcpyAsync(&differing, arrays.differing, sizeof differing, cudaMemcpyDeviceToHost,
+                        stream));
+  CHECK(cudaMemsetAsync(y, 0xff, 2 * call.results(), stream));
+  CHECK(cudaStreamSynchronize(stream));
   if (differing)
     fail(call.name() + " " + what + ": " + std::to_string(differing) + " words differ");
 }
 
 // Both schedules, alone and beside the holder.
-void check_schedules(const Call& call, Holder& holder, cudaStream_t stream) {
+void check_schedules(const Call& call, const Arrays& arrays, Holder& holder, cudaStream_t stream) {
   schedule = kFixed;
-  cuda_ok(cudaMemsetAsync(call.arrays.expected, 0xff, 2 * call.results(), stream));
-  cuda_ok(call.run(call.arrays.expected, stream));
-  for (auto* y : call.arrays.y) cuda_ok(cudaMemsetAsync(y, 0xff, 2 * call.results(), stream));
-  cuda_ok(cudaStreamSynchronize(stream));
+  CHECK(cudaMemsetAsync(arrays.expected, 0xff, 2 * call.results(), stream));
+  CHECK(call.run(arrays.expected, stream));
+  for (auto* y : arrays.y) CHECK(cudaMemsetAsync(y, 0xff, 2 * call.results(), stream));
+  CHECK(cudaStreamSynchronize(stream));
   for (int held : {0, 24}) {
     for (Schedules one : {kFixed, kChosen}) {
       schedule = one;
       holder.start(held);
       for (int repeated = 0; repeated < 3; ++repeated) {
-        cuda_ok(call.run(call.arrays.y[0], stream));
-        check(call, call.arrays.y[0], std::string(kNames[one]) + ", held " + std::to_string(held),
-              stream);
+        CHECK(call.run(arrays.y[0], stream));
+        check(call, arrays, arrays.y[0],
+              std::string(kNames[one]) + ", held " + std::to_string(held), stream);
       }
       holder.stop();
     }
@@ -254,90 +203,66 @@ void check_schedules(const Call& call, Holder& holder, cudaStream_t stream) {
 }
 
 // Calls that run at once: in streams of their own, then as branches of a graph.
-void check_at_once(const Call& call, cudaStream_t stream) {
+void check_at_once(const Call& call, const Arrays& arrays, cudaStream_t stream) {
   cudaStream_t streams[kArrays];
   cudaEvent_t begin, ends[kArrays];
-  cuda_ok(cudaEventCreateWithFlags(&begin, cudaEventDisableTiming));
+  CHECK(cudaEventCreateWithFlags(&begin, cudaEventDisableTiming));
   for (int i = 0; i < kArrays; ++i) {
-    cuda_ok(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
-    cuda_ok(cudaEventCreateWithFlags(&ends[i], cudaEventDisableTiming));
+    CHECK(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
+    CHECK(cudaEventCreateWithFlags(&ends[i], cudaEventDisableTiming));
   }
   const auto fork = [&](int calls) {
-    cuda_ok(cudaEventRecord(begin, stream));
+    CHECK(cudaEventRecord(begin, stream));
     for (int i = 0; i < kArrays; ++i) {
-      cuda_ok(cudaStreamWaitEvent(streams[i], begin, 0));
-      for (int n = 0; n < calls; ++n) cuda_ok(call.run(call.arrays.y[i], streams[i]));
-      cuda_ok(cudaEventRecord(ends[i], streams[i]));
-      cuda_ok(cudaStreamWaitEvent(stream, ends[i], 0));
+      CHECK(cudaStreamWaitEvent(streams[i], begin, 0));
+      for (int n = 0; n < calls; ++n) CHECK(call.run(arrays.y[i], streams[i]));
+      CHECK(cudaEventRecord(ends[i], streams[i]));
+      CHECK(cudaStreamWaitEvent(stream, ends[i], 0));
     }
   };
   fork(20);
-  for (auto* y : call.arrays.y) check(call, y, "in four streams", stream);
+  for (auto* y : arrays.y) check(call, arrays, y, "in four streams", stream);
   cudaGraph_t graph;
   cudaGraphExec_t executable;
-  cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
   fork(2);
-  cuda_ok(cudaStreamEndCapture(stream, &graph));
-  cuda_ok(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < 20; ++i) cuda_ok(cudaGraphLaunch(executable, stream));
-  for (auto* y : call.arrays.y) check(call, y, "in a graph", stream);
-  cuda_ok(cudaGraphExecDestroy(executable));
-  cuda_ok(cudaGraphDestroy(graph));
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  CHECK(cudaGraphInstantiate(&executable, graph, 0));
+  for (int i = 0; i < 20; ++i) CHECK(cudaGraphLaunch(executable, stream));
+  for (auto* y : arrays.y) check(call, arrays, y, "in a graph", stream);
+  CHECK(cudaGraphExecDestroy(executable));
+  CHECK(cudaGraphDestroy(graph));
   for (int i = 0; i < kArrays; ++i) {
-    cuda_ok(cudaStreamDestroy(streams[i]));
-    cuda_ok(cudaEventDestroy(ends[i]));
+    CHECK(cudaStreamDestroy(streams[i]));
+    CHECK(cudaEventDestroy(ends[i]));
   }
-  cuda_ok(cudaEventDestroy(begin));
+  CHECK(cudaEventDestroy(begin));
 }
 
 // The microseconds per call of each schedule while `held` multiprocessors are held.
 std::vector<float> times(const std::vector<cudaGraphExec_t>& graphs, Holder& holder, int held,
                          cudaStream_t stream) {
-  static cudaEvent_t begin = nullptr, end = nullptr;
-  if (!begin) {
-    cuda_ok(cudaEventCreate(&begin));
-    cuda_ok(cudaEventCreate(&end));
-  }
-  std::vector<std::vector<float>> all(graphs.size());
   holder.start(held);
-  for (int round = -2; round < kRounds; ++round) {
-    for (size_t i = 0; i < graphs.size(); ++i) {
-      const size_t side = round % 2 ? graphs.size() - 1 - i : i;
-      float ms;
-      cuda_ok(cudaEventRecord(begin, stream));
-      cuda_ok(cudaGraphLaunch(graphs[side], stream));
-      cuda_ok(cudaEventRecord(end, stream));
-      cuda_ok(cudaEventSynchronize(end));
-      cuda_ok(cudaEventElapsedTime(&ms, begin, end));
-      if (round >= 0) all[side].push_back(1000 * ms / kCalls);
-    }
-  }
+  const auto all = times_in_turns(stream, graphs, kCalls, 2, kRounds);
   holder.stop();
   std::vector<float> medians;
-  for (auto& own : all) {
-    std::sort(own.begin(), own.end());
-    medians.push_back(own[own.size() / 2]);
-  }
+  for (const auto& own : all) medians.push_back(own[own.size() / 2]);
   return medians;
 }
 
 using Sums = std::map<std::string, std::vector<double>>;
 
-void time_schedules(const Call& call, Holder& holder, cudaStream_t stream, Sums& sums) {
+void time_schedules(const Call& call, const Arrays& arrays, Holder& holder, cudaStream_t stream,
+                    Sums& sums) {
   std::vector<cudaGraphExec_t> graphs(kSchedules);
   for (Schedules one : {kFixed, kChosen}) {
-    cudaGraph_t graph;
     schedule = one;
-    cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int n = 0; n < kCalls; ++n) cuda_ok(call.run(call.arrays.y[0], stream));
-    cuda_ok(cudaStreamEndCapture(stream, &graph));
-    cuda_ok(cudaGraphInstantiate(&graphs[one], graph, 0));
-    cuda_ok(cudaGraphDestroy(graph));
-    cuda_ok(cudaGraphLaunch(graphs[one], stream));
+    graphs[one] = graph_of(stream, kCalls, [&](int) { return call.run(arrays.y[0], stream); });
+    CHECK(cudaGraphLaunch(graphs[one], stream));
   }
-  cuda_ok(cudaStreamSynchronize(stream));
+  CHECK(cudaStreamSynchronize(stream));
   if (!drawn) {
-    cuda_ok(cudaGraphExecDestroy(graphs[kChosen]));
+    CHECK(cudaGraphExecDestroy(graphs[kChosen]));
     graphs.resize(1);
   }
   for (int held : kHeld) {
@@ -359,34 +284,28 @@ void time_schedules(const Call& call, Holder& holder, cudaStream_t stream, Sums&
     }
   }
   std::fflush(stdout);
-  for (auto graph : graphs) cuda_ok(cudaGraphExecDestroy(graph));
+  for (auto graph : graphs) CHECK(cudaGraphExecDestroy(graph));
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-  std::vector<int> batches;
-  for (int i = 1; i < count; ++i) batches.push_back(std::atoi(arguments[i]));
-  if (batches.empty()) batches = {32, 128};
   int multiprocessors;
   cudaStream_t stream;
-  cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  cuda_ok(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
   Holder holder(stream);
   Sums sums;
-  for (int batch : batches) {
-    if (batch < 1) {
-      std::printf("error: a batch: expected a whole number of 1 or more\n");
-      return 1;
-    }
+  for (int batch : batches_of(count, arguments, {32, 128})) {
     const Arrays arrays(batch);
     std::printf("microseconds: fixed, chosen\n");
     for (const Case& shape : kCases) {
       for (bool flipped : {false, true}) {
-        const Call call{arrays, batch, shape, flipped, multiprocessors};
-        check_schedules(call, holder, stream);
-        check_at_once(call, stream);
-        time_schedules(call, holder, stream, sums);
+        const Call call{batch,    shape,         flipped,     multiprocessors,
+                        arrays.x, arrays.kernel, arrays.shift};
+        check_schedules(call, arrays, holder, stream);
+        check_at_once(call, arrays, stream);
+        time_schedules(call, arrays, holder, stream, sums);
       }
     }
   }

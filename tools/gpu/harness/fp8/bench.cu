@@ -68,15 +68,15 @@ struct Arrays {
 
   void fill(const Images& images, const Weights& weights) const {
     draw_images<<<1024, 256>>>(images.numbers(), x, x8, x16);
-    cuda_ok(cudaGetLastError());
+    CHECK(cudaGetLastError());
     upload(weights.e4m3, w8);
     upload(weights.bf16, w16);
     upload(weights.bias, bias);
     upload(std::vector<float>{weights.scale}, scale);
     convolve_plainly<<<static_cast<unsigned>((images.pixels() + 7) / 8), kChannels>>>(
         x8, w8, scale, bias, images.size, images.pixels(), wanted);
-    cuda_ok(cudaGetLastError());
-    cuda_ok(cudaDeviceSynchronize());
+    CHECK(cudaGetLastError());
+    CHECK(cudaDeviceSynchronize());
   }
 };
 
@@ -129,8 +129,8 @@ struct Entry {
 // Runs an entry once, on an output of NaN. Ends the program if it does not end.
 void run_once(const Entry& entry, const Arrays& arrays, const Images& images, int blocks,
               cudaStream_t stream) {
-  cuda_ok(cudaMemset(arrays.y, 0xff, 2 * images.numbers()));
-  cuda_ok(cudaDeviceSynchronize());
+  CHECK(cudaMemset(arrays.y, 0xff, 2 * images.numbers()));
+  CHECK(cudaDeviceSynchronize());
   const cudaError_t launched = entry.run(arrays, images, blocks, stream);
   const auto begin = std::chrono::steady_clock::now();
   cudaError_t state = launched == cudaSuccess ? cudaStreamQuery(stream) : launched;
@@ -154,7 +154,7 @@ bool matches(const Entry& entry, const Arrays& arrays, const Images& images, int
   upload(std::vector<Differences>{{0, ~0ull}}, found);
   constexpr float kMargin = 0.1f;  // for wgmma's sums; the outputs have an RMS of 0.6
   compare<<<1024, 256>>>(arrays.y, arrays.wanted, images.numbers(), kMargin, found);
-  cuda_ok(cudaGetLastError());
+  CHECK(cudaGetLastError());
   const Differences all = download(found, 1)[0];
   if (all.wrong == 0) return true;
   const Place at = place_of(images, static_cast<int64_t>(all.first));
@@ -223,43 +223,15 @@ void check_plain(const Exact& exact, const Arrays& arrays) {
   std::fflush(stdout);
 }
 
-float launch_us(const Entry& entry, int launches, cudaStream_t stream) {
-  static cudaEvent_t begin = nullptr, end = nullptr;
-  if (!begin) {
-    cuda_ok(cudaEventCreate(&begin));
-    cuda_ok(cudaEventCreate(&end));
-  }
-  float ms;
-  cuda_ok(cudaEventRecord(begin, stream));
-  for (int i = 0; i < launches; ++i) cuda_ok(cudaGraphLaunch(entry.graph, stream));
-  cuda_ok(cudaEventRecord(end, stream));
-  cuda_ok(cudaEventSynchronize(end));
-  cuda_ok(cudaEventElapsedTime(&ms, begin, end));
-  return 1000 * ms / static_cast<float>(kCalls * launches);
-}
-
-void time_in_turns(std::vector<Entry>& entries, const Arrays& arrays, const Images& images,
-                   int blocks, cudaStream_t stream) {
-  std::vector<std::vector<float>> times(entries.size());
+void time_entries(std::vector<Entry>& entries, const Arrays& arrays, const Images& images,
+                  int blocks, cudaStream_t stream) {
+  std::vector<cudaGraphExec_t> graphs;
   for (Entry& entry : entries) {
-    cudaGraph_t graph;
-    cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kCalls; ++i) cuda_ok(entry.run(arrays, images, blocks, stream));
-    cuda_ok(cudaStreamEndCapture(stream, &graph));
-    cuda_ok(cudaGraphInstantiate(&entry.graph, graph, 0));
-    cuda_ok(cudaGraphDestroy(graph));
+    const auto call = [&](int) { return entry.run(arrays, images, blocks, stream); };
+    graphs.push_back(entry.graph = graph_of(stream, kCalls, call));
   }
-  for (int round = -3; round < kRounds; ++round) {
-    for (size_t i = 0; i < entries.size(); ++i) {
-      const size_t n = round % 2 ? entries.size() - 1 - i : i;
-      const float us = launch_us(entries[n], 1, stream);
-      if (round >= 0) times[n].push_back(us);
-    }
-  }
-  for (size_t i = 0; i < entries.size(); ++i) {
-    std::sort(times[i].begin(), times[i].end());
-    entries[i].us = times[i][kRounds / 2];
-  }
+  const auto times = times_in_turns(stream, graphs, kCalls, 3, kRounds);
+  for (size_t i = 0; i < entries.size(); ++i) entries[i].us = times[i][kRounds / 2];
 }
 
 // Two seconds of calls of the fastest entries: of all, and of those that promote every 192.
@@ -276,8 +248,9 @@ void time_sustained(const std::vector<Entry>& entries, cudaStream_t stream) {
   for (const Entry* entry : {fastest("bf16"), fastest("tile"), fastest("every 192")}) {
     if (!entry) continue;
     const int launches = static_cast<int>(1e6f / kCalls / entry->us) + 1;  // of one second
-    launch_us(*entry, launches, stream);
-    const float us = launch_us(*entry, launches, stream);
+    launch_us(stream, entry->graph, launches);
+    const float us =
+        launch_us(stream, entry->graph, launches) / static_cast<float>(kCalls * launches);
     if (entry->name == "bf16") bf16 = us;
     std::printf("sustained: %-40s %8.2f us, %.2f times bf16's rate\n", entry->name.c_str(), us,
                 bf16 / us);
@@ -327,8 +300,8 @@ int bench(int count, char** arguments) {
   });
   int multiprocessors;
   cudaStream_t stream;
-  cuda_ok(cudaStreamCreate(&stream));
-  cuda_ok(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  CHECK(cudaStreamCreate(&stream));
+  CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
   int64_t numbers = images.numbers();
   for (const Images& small : kSmall) numbers = std::max(numbers, small.numbers());
   const Arrays arrays(numbers);
@@ -353,7 +326,7 @@ int bench(int count, char** arguments) {
     measure_errors(entry, exact, bf16 ? exact.before : exact.rounded, arrays);
   }
   if (!only_checks) {
-    time_in_turns(timed, arrays, images, multiprocessors, stream);
+    time_entries(timed, arrays, images, multiprocessors, stream);
     time_sustained(timed, stream);
   }
   print_table(timed, images);

@@ -28,17 +28,17 @@ struct Images {
 template <class T>
 T* allocate(int64_t count) {
   T* array;
-  cuda_ok(cudaMalloc(&array, count * sizeof(T)));
+  CHECK(cudaMalloc(&array, count * sizeof(T)));
   return array;
 }
 template <class T>
 void upload(const std::vector<T>& from, T* to) {
-  cuda_ok(cudaMemcpy(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice));
+  CHECK(cudaMemcpy(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice));
 }
 template <class T>
 std::vector<T> download(const T* from, int64_t count) {
   std::vector<T> to(count);
-  cuda_ok(cudaMemcpy(to.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost));
+  CHECK(cudaMemcpy(to.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost));
   return to;
 }
 

@@ -49,9 +49,9 @@ int main() {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   const double t0 = now();
   const unsigned seed = (unsigned)time(nullptr);
-  CK(cudaStreamCreate(&st));
+  CHECK(cudaStreamCreate(&st));
   cudaDeviceProp prop;
-  CK(cudaGetDeviceProperties(&prop, 0));
+  CHECK(cudaGetDeviceProperties(&prop, 0));
   printf("%s sms %d seed %u\n", prop.name, prop.multiProcessorCount, seed);
   const int wrong = check_all(seed);
   printf("t=%.1f s\n", now() - t0);
@@ -62,13 +62,13 @@ int main() {
   FILE* csv = fopen((std::string(dir ? dir : ".") + "/sweep.csv").c_str(), "w");
   char *inp, *outp;
   const size_t IN = 6ull << 30, OUT = 4ull << 30;
-  CK(cudaMalloc(&inp, IN));
-  CK(cudaMalloc(&outp, OUT));
+  CHECK(cudaMalloc(&inp, IN));
+  CHECK(cudaMalloc(&outp, OUT));
   fill_host<__nv_bfloat16>(inp, IN / 2, seed, 0.1f, 1.0f);
   float* rows;
-  CK(cudaMalloc(&rows, 4 << 20));
+  CHECK(cudaMalloc(&rows, 4 << 20));
   fill_host<float>(rows, 1 << 20, 5, 1, 0.1f);
-  CK(cudaStreamSynchronize(st));
+  CHECK(cudaStreamSynchronize(st));
   for (int batch : {256, 32, 0}) {  // 0: the shapes of batch 128, as they are
     double sums[4][4] = {};         // [old, default, best, floor][image size]
     auto level = [](int side) { return side == 64 ? 0 : side == 32 ? 1 : side == 16 ? 2 : 3; };
@@ -101,8 +101,8 @@ int main() {
         return time_us([&](int k) { return run_new(plans[k], t, vector); }, sets, nodes, reps);
       };
       auto add = [&](const BackwardTiling& t) {
-        CK(run_new(plans[0], t, vector));
-        CK(cudaStreamSynchronize(st));
+        CHECK(run_new(plans[0], t, vector));
+        CHECK(cudaStreamSynchronize(st));
         const double us = time_new(t, 2);
         found.push_back({us, t});
         if (csv)
@@ -149,6 +149,6 @@ int main() {
     printf(" ALL %.0f/%.0f/%.0f/%.0f  t=%.1f s\n", all[0], all[1], all[2], all[3], now() - t0);
   }
   if (csv) fclose(csv);
-  CK(cudaDeviceSynchronize());
+  CHECK(cudaDeviceSynchronize());
   return wrong != 0;
 }

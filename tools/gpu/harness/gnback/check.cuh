@@ -25,16 +25,16 @@ static int check_all(unsigned seed) {
                                      {1, 1, 4, {144}, 1, true, true, 0, true},
                                      {1, 2, 3, {33, 30}, 9, true, true, 2, true}};
   char* pool;
-  CK(cudaMalloc(&pool, 256u << 20));
+  CHECK(cudaMalloc(&pool, 256u << 20));
   double *acc, *sums, *dm, *di;
   unsigned long long* h;
-  CK(cudaMalloc(&acc, 200));
-  CK(cudaMalloc(&sums, 8u << 20));
-  CK(cudaMalloc(&dm, 1 << 20));
-  CK(cudaMalloc(&di, 1 << 20));
-  CK(cudaMalloc(&h, 16));
+  CHECK(cudaMalloc(&acc, 200));
+  CHECK(cudaMalloc(&sums, 8u << 20));
+  CHECK(cudaMalloc(&dm, 1 << 20));
+  CHECK(cudaMalloc(&di, 1 << 20));
+  CHECK(cudaMalloc(&h, 16));
   float* rows;
-  CK(cudaMalloc(&rows, 4 << 20));
+  CHECK(cudaMalloc(&rows, 4 << 20));
   int bad = 0, done = 0;
   double worst[3] = {0, 0, 0};
   for (size_t i = 0; i < shapes.size(); ++i)
@@ -49,9 +49,7 @@ static int check_all(unsigned seed) {
       const long C = p.x.total, np = p.batch * p.pixels, bc = p.batch * C;
       const unsigned long long sd = seed + 97 * (3 * i + ty);
       auto put = [&](void* q, long n, float m, float d, int k) {
-        ty == 0   ? fill_host<float>(q, n, sd + k, m, d)
-        : ty == 1 ? fill_host<__half>(q, n, sd + k, m, d)
-                  : fill_host<__nv_bfloat16>(q, n, sd + k, m, d);
+        by_type(ty, [&](auto t) { fill_host<decltype(t)>(q, n, sd + k, m, d); });
       };
       for (int k = 0; k < p.x.count; ++k) {
         put(p.x.data[k], np * p.x.channels[k], mean, 1.5f, k);
@@ -83,45 +81,33 @@ static int check_all(unsigned seed) {
         for (int a = 0; a < s.added; ++a) r.added[a][k] = p.added[a].data[k];
       }
       const dim3 gg(p.groups, p.batch), gc(C, p.batch), gd(64, p.batch);
-#define BY(K, ...)                  \
-  do {                              \
-    if (ty == 0)                    \
-      K(float) __VA_ARGS__;         \
-    else if (ty == 1)               \
-      K(__half) __VA_ARGS__;        \
-    else                            \
-      K(__nv_bfloat16) __VA_ARGS__; \
-  } while (0)
-#define STATS(T) ref_stats<T><<<gg, 256, 0, st>>>
-#define SUMS(T) ref_sums<T><<<gc, 256, 0, st>>>
-      BY(STATS, (r, dm, di, rows + 2 * bc, rows + 3 * bc, 1e-5));
-      BY(SUMS, (r, sums));
-      CK(cudaGetLastError());
+      by_type(ty, [&](auto t) {
+        using T = decltype(t);
+        ref_stats<T><<<gg, 256, 0, st>>>(r, dm, di, rows + 2 * bc, rows + 3 * bc, 1e-5);
+        ref_sums<T><<<gc, 256, 0, st>>>(r, sums);
+      });
+      CHECK(cudaGetLastError());
       const int vector = vector_for(p.x, type);
       // Runs a kernel into outputs filled with NaN. e: relative norm of the error and largest error
       // relative to the largest value, for dx, active and sums; hh: a hash of all outputs.
       auto measure = [&](const std::function<cudaError_t()>& run, double* e,
                          unsigned long long* hh) {
-        CK(cudaMemsetAsync(out.base, 0xff, out.used, st));
+        CHECK(cudaMemsetAsync(out.base, 0xff, out.used, st));
         const cudaError_t err = run();
         if (err != cudaSuccess) return err;
-        CK(cudaGetLastError());
-        CK(cudaStreamSynchronize(st));
-        CK(cudaMemsetAsync(acc, 0, 200, st));
-        if (ty == 0)
-          compare_dx<float><<<gd, 256, 0, st>>>(r, sums, p.dx, (const float*)p.active, acc);
-        else if (ty == 1)
-          compare_dx<__half><<<gd, 256, 0, st>>>(r, sums, p.dx, (const __half*)p.active, acc);
-        else
-          compare_dx<__nv_bfloat16>
-              <<<gd, 256, 0, st>>>(r, sums, p.dx, (const __nv_bfloat16*)p.active, acc);
+        CHECK(cudaGetLastError());
+        CHECK(cudaStreamSynchronize(st));
+        CHECK(cudaMemsetAsync(acc, 0, 200, st));
+        by_type(ty, [&](auto t) {
+          compare_dx<<<gd, 256, 0, st>>>(r, sums, p.dx, (const decltype(t)*)p.active, acc);
+        });
         compare_sums<<<8, 256, 0, st>>>(sums, p.sums, 2 * bc, acc);
-        CK(cudaMemsetAsync(h, 0, 8, st));
+        CHECK(cudaMemsetAsync(h, 0, 8, st));
         digest<<<64, 256, 0, st>>>((unsigned*)out.base, out.used / 4, h);
         double a[12];
-        CK(cudaMemcpyAsync(a, acc, 96, cudaMemcpyDeviceToHost, st));
-        CK(cudaMemcpyAsync(hh, h, 8, cudaMemcpyDeviceToHost, st));
-        CK(cudaStreamSynchronize(st));
+        CHECK(cudaMemcpyAsync(a, acc, 96, cudaMemcpyDeviceToHost, st));
+        CHECK(cudaMemcpyAsync(hh, h, 8, cudaMemcpyDeviceToHost, st));
+        CHECK(cudaStreamSynchronize(st));
         for (int k = 0; k < 3; ++k) {
           e[2 * k] = a[4 * k + 1] > 0 ? sqrt(a[4 * k] / a[4 * k + 1]) : 0;
           e[2 * k + 1] = a[4 * k + 3] > 0 ? a[4 * k + 2] / a[4 * k + 3] : 0;
@@ -130,7 +116,7 @@ static int check_all(unsigned seed) {
       };
       double eo[6], en[6];
       unsigned long long h0, h1, h2;
-      CK(measure([&] { return old_gradient(p, st); }, eo, &h0));
+      CHECK(measure([&] { return old_gradient(p, st); }, eo, &h0));
       // The default tiling and others, the last two with so little shared memory that chunks leave
       // it and are copied again.
       const long unit = std::lcm<long>(C / p.groups, vector);
@@ -160,9 +146,9 @@ static int check_all(unsigned seed) {
         }
         if (s.samples) {
           std::vector<float> hs(2 * bc), a(bc), o(bc);
-          CK(cudaMemcpy(hs.data(), p.sums, 8 * bc, cudaMemcpyDeviceToHost));
-          CK(cudaMemcpy(a.data(), p.dscale, 4 * bc, cudaMemcpyDeviceToHost));
-          CK(cudaMemcpy(o.data(), p.doffset, 4 * bc, cudaMemcpyDeviceToHost));
+          CHECK(cudaMemcpy(hs.data(), p.sums, 8 * bc, cudaMemcpyDeviceToHost));
+          CHECK(cudaMemcpy(a.data(), p.dscale, 4 * bc, cudaMemcpyDeviceToHost));
+          CHECK(cudaMemcpy(o.data(), p.doffset, 4 * bc, cudaMemcpyDeviceToHost));
           double err = 0, ref = 1e-30;
           for (int w = 0; w < 2; ++w)
             for (long c = 0; c < C; ++c) {
@@ -188,7 +174,7 @@ static int check_all(unsigned seed) {
           }
         }
         double e2[6];
-        CK(measure([&] { return run_new(p, t, vector); }, e2, &h2));
+        CHECK(measure([&] { return run_new(p, t, vector); }, e2, &h2));
         bool ok = h1 == h2;
         const double floor32 = p.rounded ? 3e-3 : 2e-6;
         for (int k = 0; k < 6; ++k) {
@@ -207,6 +193,6 @@ static int check_all(unsigned seed) {
     }
   printf("check: %d runs, %d bad; worst new/old error f32 %.2f f16 %.2f bf16 %.2f\n", done, bad,
          worst[0], worst[1], worst[2]);
-  CK(cudaFree(pool));
+  CHECK(cudaFree(pool));
   return bad;
 }

@@ -1,4 +1,4 @@
-// Helpers of bench.cu and check.cuh: shapes, random numbers, plans whose arrays are carved from one
+// Helpers of bench.cu and check.cuh: shapes, plans whose arrays are carved from one
 // allocation, and timing in a CUDA graph. `old` is the baseline, `new` the kernel of this checkout.
 #pragma once
 
@@ -20,18 +20,10 @@
 #include <vector>
 
 #include "../graph_times.cuh"
+#include "../random.cuh"
 #include "backward_smem_resident_tiling.h"
 #include "launch.h"
 #include "plan.h"
-#define CK(x)                                                                        \
-  do {                                                                               \
-    cudaError_t e_ = (x);                                                            \
-    if (e_ != cudaSuccess) {                                                         \
-      printf("FAIL %s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_)); \
-      fflush(stdout);                                                                \
-      exit(1);                                                                       \
-    }                                                                                \
-  } while (0)
 
 // The baseline's entry point. Its types are only declared, because its headers would collide with
 // those of this checkout.
@@ -64,44 +56,9 @@ static double now() {
 }
 static cudaStream_t st;
 
-// Random numbers by position, so that any thread can compute any of them.
-__device__ unsigned hash(unsigned long long i) {
-  unsigned x = (unsigned)(i ^ (i >> 32)) * 0x9E3779B9u + 0x85ebca6bu;
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  x ^= x >> 16;
-  return x;
-}
-__device__ float normal(unsigned long long i) {
-  float u = (hash(2 * i) + 1.0f) * 2.3283064e-10f, v = hash(2 * i + 1) * 2.3283064e-10f;
-  u = fminf(fmaxf(u, 1e-9f), 1.0f);
-  return sqrtf(-2 * logf(u)) * cospif(2 * v);
-}
-template <class T>
-__device__ T from_float(float f);
-template <>
-__device__ float from_float<float>(float f) {
-  return f;
-}
-template <>
-__device__ __half from_float<__half>(float f) {
-  return __float2half_rn(f);
-}
-template <>
-__device__ __nv_bfloat16 from_float<__nv_bfloat16>(float f) {
-  return __float2bfloat16_rn(f);
-}
-template <class T>
-__global__ void fill(T* p, long n, unsigned long long seed, float mean, float dev) {
-  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n;
-       i += (long)gridDim.x * blockDim.x)
-    p[i] = from_float<T>(mean + dev * normal(i + seed * 0x100000001ull));
-}
 template <class T>
 void fill_host(void* p, long n, unsigned long long seed, float mean, float dev) {
-  fill<T><<<1024, 256, 0, st>>>((T*)p, n, seed, mean, dev);
+  fill_normal<T><<<1024, 256, 0, st>>>((T*)p, n, seed, mean, dev);
 }
 
 static long bytes_of(Type t) { return t == Type::kFloat32 ? 4 : 2; }

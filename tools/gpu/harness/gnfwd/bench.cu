@@ -37,57 +37,13 @@
 #include <string>
 #include <vector>
 
+#include "../errors.cuh"
+#include "../graph_times.cuh"
+#include "../random.cuh"
 #include "call.h"
-#define CHECK(x)                                                                              \
-  do {                                                                                        \
-    cudaError_t e_ = (x);                                                                     \
-    if (e_ != cudaSuccess) {                                                                  \
-      printf("CUDA error %s at %s:%d: %s\n", #x, __FILE__, __LINE__, cudaGetErrorString(e_)); \
-      fflush(stdout);                                                                         \
-      exit(1);                                                                                \
-    }                                                                                         \
-  } while (0)
 using std::string;
 using std::vector;
 
-// Random numbers by position, so that any thread can compute any of them.
-__device__ inline uint32_t hash32(uint64_t x) {
-  x ^= x >> 33;
-  x *= 0xff51afd7ed558ccdull;
-  x ^= x >> 33;
-  x *= 0xc4ceb9fe1a85ec53ull;
-  x ^= x >> 33;
-  return (uint32_t)x;
-}
-__device__ inline float normal(uint64_t i, uint64_t seed) {
-  float u = (hash32(i * 2 + seed * 0x9e3779b97f4a7c15ull) + 1.0f) * 2.3283064e-10f,
-        v = hash32(i * 2 + 1 + seed * 0x9e3779b97f4a7c15ull) * 2.3283064e-10f;
-  return sqrtf(-2.0f * logf(fmaxf(u, 1e-12f))) * cospif(2.0f * v);
-}
-// Converts a float32 to T.
-template <class T>
-__device__ T cv(float f);
-template <>
-__device__ float cv(float f) {
-  return f;
-}
-template <>
-__device__ __half cv(float f) {
-  return __float2half(f);
-}
-template <>
-__device__ __nv_bfloat16 cv(float f) {
-  return __float2bfloat16(f);
-}
-__device__ double dbl(float f) { return f; }
-__device__ double dbl(__half f) { return __half2float(f); }
-__device__ double dbl(__nv_bfloat16 f) { return __bfloat162float(f); }
-template <class T>
-__global__ void draw(T* x, int64_t n, uint64_t seed, float mean, float std) {
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
-       i += (int64_t)gridDim.x * blockDim.x)
-    x[i] = cv<T>(mean + std * normal(i, seed));
-}
 __global__ void copy16(const uint4* from, uint4* to, int64_t n) {
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
        i += (int64_t)gridDim.x * blockDim.x)
@@ -110,7 +66,7 @@ __global__ void reference(RefArgs r, int64_t pixels, int64_t channels, int group
     int64_t f = 0;
     int k = 0;
     while (c >= f + r.channels[k]) f += r.channels[k++];
-    return dbl(((const T*)r.x[k])[(s * pixels + p) * r.channels[k] + c - f]);
+    return (double)(float)(((const T*)r.x[k])[(s * pixels + p) * r.channels[k] + c - f]);
   };
   auto all = [&](auto fn) {
     double t = 0;
@@ -142,26 +98,6 @@ __global__ void reference(RefArgs r, int64_t pixels, int64_t channels, int group
       double z = scale[s * rs + c] * (at(p, c) - m) * inv + offset[s * rs + c];
       y[(s * pixels + p) * channels + c] = silu ? z / (1 + exp(-z)) : z;
     }
-}
-// out: sum of squared errors, sum of squared reference values, largest error, number of NaN.
-template <class T>
-__global__ void compare(const T* x, const double* ref, int64_t n, double* out) {
-  double e2 = 0, r2 = 0, mx = 0, bad = 0;
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
-       i += (int64_t)gridDim.x * blockDim.x) {
-    double v = dbl(x[i]), d = fabs(v - ref[i]);
-    if (!(d < 1e30)) {
-      bad += 1;
-      d = 0;
-    }
-    e2 += d * d;
-    r2 += ref[i] * ref[i];
-    mx = fmax(mx, d);
-  }
-  atomicAdd(out, e2);
-  atomicAdd(out + 1, r2);
-  atomicMax((unsigned long long*)(out + 2), (unsigned long long)__double_as_longlong(mx));
-  atomicAdd(out + 3, bad);
 }
 // Counts the words that differ.
 __global__ void differ(const uint32_t* a, const uint32_t* b, int64_t n, unsigned* out) {
@@ -212,18 +148,14 @@ struct Buffers {
     if (source) CHECK(cudaMalloc(&src, padded));
     char* to = source ? src : x;
     float mean = sh.mean != 0 ? sh.mean : 0.5f;
-    if (type == 0)
-      draw<<<512, 256, 0, S>>>((float*)to, n, sd, mean, 1.0f);
-    else if (type == 1)
-      draw<<<512, 256, 0, S>>>((__half*)to, n, sd, mean, 1.0f);
-    else
-      draw<<<512, 256, 0, S>>>((__nv_bfloat16*)to, n, sd, mean, 1.0f);
+    by_type(type,
+            [&](auto t) { fill_normal<<<512, 256, 0, S>>>((decltype(t)*)to, n, sd, mean, 1.0f); });
     if (source) CHECK(cudaMemcpyAsync(x, src, xbytes, cudaMemcpyDeviceToDevice, S));
     int64_t rows = sh.per_sample ? batch : 1;
     CHECK(cudaMalloc(&scale, rows * C * 4));
     CHECK(cudaMalloc(&offset, rows * C * 4));
-    draw<<<64, 256, 0, S>>>(scale, rows * C, sd + 1, 1.0f, 0.3f);
-    draw<<<64, 256, 0, S>>>(offset, rows * C, sd + 2, 0.0f, 0.5f);
+    fill_normal<<<64, 256, 0, S>>>(scale, rows * C, sd + 1, 1.0f, 0.3f);
+    fill_normal<<<64, 256, 0, S>>>(offset, rows * C, sd + 2, 0.0f, 0.5f);
     ybytes = sh.y ? (xbytes + 255) / 256 * 256 : 0;
     rowbytes = (batch * C * 4 + 255) / 256 * 256;
     outbytes = ybytes + 4 * rowbytes + 256;
@@ -325,23 +257,7 @@ static vector<Variant> variants(const Shape& sh, const Buffers& b, bool wide) {
   }
   return v;
 }
-struct Err {
-  double rel = 0, mx = 0;  // norm of the error / norm of the reference; largest error
-};
-static double* dev_out;
 static unsigned* dev_cnt;
-template <class T>
-static Err err(const T* x, const double* ref, int64_t n) {
-  CHECK(cudaMemsetAsync(dev_out, 0, 32, S));
-  compare<<<256, 256, 0, S>>>(x, ref, n, dev_out);
-  double h[4];
-  CHECK(cudaMemcpyAsync(h, dev_out, 32, cudaMemcpyDeviceToHost, S));
-  CHECK(cudaStreamSynchronize(S));
-  Err e;
-  e.rel = h[3] ? NAN : sqrt(h[0] / fmax(h[1], 1e-300));
-  e.mx = h[3] ? NAN : h[2];
-  return e;
-}
 static int failures = 0, checks = 0;
 static double worst_ratio[5];  // of y, mean, inverse, a, b: error / error of the baseline
 static string worst_name[5];
@@ -362,32 +278,21 @@ static void check_case(const Shape& sh, int64_t batch, int type) {
     r.channels[i] = b.c.channels[i];
   }
   dim3 grid(sh.groups, batch);
-  auto ref = [&](auto t) {
+  by_type(type, [&](auto t) {
     using T = decltype(t);
     reference<T><<<grid, 256, 0, S>>>(r, sh.pixels(), C, sh.groups, b.scale, b.offset,
                                       b.c.row_stride, sh.silu, sh.y ? ry : nullptr, rm_, ri, ra,
                                       rb);
-  };
-  if (type == 0)
-    ref(float());
-  else if (type == 1)
-    ref(__half());
-  else
-    ref(__nv_bfloat16());
+  });
   CHECK(cudaGetLastError());
   auto errors = [&]() {
-    vector<Err> e;
-    if (sh.y) {
-      e.push_back(type == 0   ? err((float*)b.c.y, ry, n)
-                  : type == 1 ? err((__half*)b.c.y, ry, n)
-                              : err((__nv_bfloat16*)b.c.y, ry, n));
-    } else
-      e.push_back({});
-    e.push_back(err(b.c.mean, rm_, batch * C));
-    e.push_back(err(b.c.inverse, ri, batch * C));
+    vector<Error> e(1);
+    if (sh.y) e[0] = by_type(type, [&](auto t) { return error_of((decltype(t)*)b.c.y, ry, n, S); });
+    e.push_back(error_of(b.c.mean, rm_, batch * C, S));
+    e.push_back(error_of(b.c.inverse, ri, batch * C, S));
     if (!sh.y) {
-      e.push_back(err(b.c.a, ra, batch * C));
-      e.push_back(err(b.c.b, rb, batch * C));
+      e.push_back(error_of(b.c.a, ra, batch * C, S));
+      e.push_back(error_of(b.c.b, rb, batch * C, S));
     }
     return e;
   };
@@ -426,7 +331,7 @@ static void check_case(const Shape& sh, int64_t batch, int type) {
     for (auto x : guard) g &= x == 0xff;
     for (size_t k = 0; k < now.size(); ++k) {
       double floor = 3e-7, ratio = now[k].rel / fmax(old[k].rel, floor),
-             rm = now[k].mx / fmax(old[k].mx, 1e-6);
+             rm = now[k].max / fmax(old[k].max, 1e-6);
       if (!(ratio < 1e30)) ratio = 1e30;
       if (ratio > worst_ratio[k]) {
         worst_ratio[k] = ratio;
@@ -436,7 +341,7 @@ static void check_case(const Shape& sh, int64_t batch, int type) {
         if (++failures < 12)
           printf("WORSE %s b%d type%d %s out%d: rel %.3g (old %.3g) max %.3g (old %.3g)\n",
                  sh.name.c_str(), (int)batch, type, v.name.c_str(), (int)k, now[k].rel, old[k].rel,
-                 now[k].mx, old[k].mx);
+                 now[k].max, old[k].max);
       }
     }
     if (d || !g) {
@@ -470,52 +375,23 @@ static vector<Timed> time_case(const Shape& sh, int64_t batch, bool sweep, bool 
     for (auto& v : variants(sh, b0, true)) vs.push_back(v);
   int reps = std::max<int>(6, std::min<int>(24, (int)(200e6 / b0.xbytes)));
   reps = reps / 2 * 2;
-  vector<cudaGraphExec_t> ex;
   // Loads every kernel, which cannot be done during capture.
   copy16<<<264, 512, 0, S>>>((uint4*)b0.src, (uint4*)b0.x, b0.xbytes / 16);
   for (auto& v : vs)
     if (v.run) CHECK(v.run(b0.c, S));
   CHECK(cudaStreamSynchronize(S));
-  for (auto& v : vs) {
-    cudaGraph_t g;
-    CHECK(cudaStreamBeginCapture(S, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < reps; ++i) {
+  vector<cudaGraphExec_t> ex;
+  for (auto& v : vs)
+    ex.push_back(graph_of(S, reps, [&](int i) {
       Buffers& b = *bs[i & 1];
       if (copy) copy16<<<264, 512, 0, S>>>((uint4*)b.src, (uint4*)b.x, b.xbytes / 16);
-      if (v.run) {
-        cudaError_t e = v.run(b.c, S);
-        if (e != cudaSuccess) {
-          printf("launch %s %s: %s\n", sh.name.c_str(), v.name.c_str(), cudaGetErrorString(e));
-          exit(1);
-        }
-      }
-    }
-    CHECK(cudaStreamEndCapture(S, &g));
-    cudaGraphExec_t e;
-    CHECK(cudaGraphInstantiate(&e, g, 0));
-    CHECK(cudaGraphDestroy(g));
-    CHECK(cudaGraphLaunch(e, S));
-    ex.push_back(e);
-  }
-  cudaEvent_t e0, e1;
-  CHECK(cudaEventCreate(&e0));
-  CHECK(cudaEventCreate(&e1));
-  vector<vector<float>> t(vs.size());
-  for (int round = 0; round < kRounds; ++round)
-    for (size_t i = 0; i < vs.size(); ++i) {
-      CHECK(cudaEventRecord(e0, S));
-      CHECK(cudaGraphLaunch(ex[i], S));
-      CHECK(cudaEventRecord(e1, S));
-      CHECK(cudaEventSynchronize(e1));
-      float ms;
-      CHECK(cudaEventElapsedTime(&ms, e0, e1));
-      t[i].push_back(ms * 1000 / reps);
-    }
+      return v.run ? v.run(b.c, S) : cudaSuccess;
+    }));
+  const auto t = times_in_turns(S, ex, reps, 1, kRounds);
   for (auto e : ex) CHECK(cudaGraphExecDestroy(e));
   vector<Timed> out;
   double base = 0;
   for (size_t i = 0; i < vs.size(); ++i) {
-    std::sort(t[i].begin(), t[i].end());
     double m = t[i][kRounds / 2];
     if (vs[i].name == "copy") {
       base = m;
@@ -525,8 +401,6 @@ static vector<Timed> time_case(const Shape& sh, int64_t batch, bool sweep, bool 
   }
   b0.release();
   b1.release();
-  CHECK(cudaEventDestroy(e0));
-  CHECK(cudaEventDestroy(e1));
   CHECK(cudaDeviceSynchronize());
   return out;
 }
@@ -536,7 +410,6 @@ int main() {
   seed = (uint64_t)std::chrono::system_clock::now().time_since_epoch().count() % 1000003;
   printf("seed %llu\n", (unsigned long long)seed);
   CHECK(cudaStreamCreate(&S));
-  CHECK(cudaMalloc(&dev_out, 32));
   CHECK(cudaMalloc(&dev_cnt, 4));
   auto t0 = std::chrono::steady_clock::now();
   auto secs = [&] {

@@ -93,24 +93,6 @@ void run(const std::function<void()>& kernel, dim3 grid, int threads, int64_t sm
 }
 }  // namespace emu
 using namespace jaxunet;
-// Converts a float32 to T.
-template <class T>
-T make(float f);
-template <>
-float make(float f) {
-  return f;
-}
-template <>
-__half make(float f) {
-  return __float2half(f);
-}
-template <>
-__nv_bfloat16 make(float f) {
-  return __float2bfloat16(f);
-}
-static float wide_(float f) { return f; }
-static float wide_(__half f) { return __half2float(f); }
-static float wide_(__nv_bfloat16 f) { return __bfloat162float(f); }
 // The hash of dropout, as plan.h describes it.
 static uint32_t mix(uint32_t w) {
   w = (w ^ (w >> 16)) * 0x85EBCA6Bu;
@@ -136,7 +118,7 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
     hold.emplace_back((batch * pixels * c) * sizeof(T) + 512 + 16, (char)0xff);
     char* a = (char*)((((uintptr_t)hold.back().data()) + 256 + 15) / 16 * 16);
     data.push_back((T*)a);
-    for (int64_t i = 0; i < batch * pixels * c; ++i) data.back()[i] = make<T>(n(rng));
+    for (int64_t i = 0; i < batch * pixels * c; ++i) data.back()[i] = static_cast<T>(n(rng));
   }
   const int64_t rows = per_sample ? batch : 1;
   std::vector<float> scale(rows * C), offset(rows * C);
@@ -161,7 +143,7 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
   auto at = [&](int64_t s, int64_t q, int64_t c) {
     size_t k = 0;
     while (c >= parts[k]) c -= parts[k++];
-    return (double)wide_(data[k][(s * pixels + q) * parts[k] + c]);
+    return (double)static_cast<float>(data[k][(s * pixels + q) * parts[k] + c]);
   };
   for (int64_t s = 0; s < batch; ++s)
     for (int64_t k = 0; k < groups; ++k) {
@@ -241,7 +223,7 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
   // Each tiling without dropout and, if the kernel supports it for this call, with it.
   std::vector<uint32_t> seeds(2 * batch);
   for (auto& s : seeds) s = rng();
-  const float factor = wide_(make<T>(1 / 0.7f));
+  const float factor = static_cast<float>(static_cast<T>(1 / 0.7f));
   const Dropout dropout{seeds.data(), uint32_t(0.3 * 65536), factor};
   const size_t plain = rs.size();
   if (silu && parts.size() == 1)
@@ -270,17 +252,17 @@ void one(int64_t batch, int64_t pixels, std::vector<int64_t> parts, int64_t grou
             const uint32_t at = q * C + c,
                            word = mix(mix(at / 2 ^ seeds[2 * s]) + seeds[2 * s + 1]);
             r = (word >> at % 2 * 16 & 0xFFFF) < dropout.threshold ? 0 : r * factor;
-            if (r == 0 && wide_(y[(s * pixels + q) * C + c]) != 0) {
+            if (r == 0 && static_cast<float>(y[(s * pixels + q) * C + c]) != 0) {
               printf("WRONG y: not dropped\n");
               exit(1);
             }
           }
-          double d = fabs(wide_(y[(s * pixels + q) * C + c]) - r) / (1 + fabs(r));
+          double d = fabs(static_cast<float>(y[(s * pixels + q) * C + c]) - r) / (1 + fabs(r));
           if (!(d < (drops ? 1.5 : 1) * (sizeof(T) == 4             ? 3e-6
                                          : p.type == Type::kFloat16 ? 1e-3
                                                                     : 6e-3))) {
             printf("WRONG y: pixels %d C %d groups %d: %g not %g\n", (int)pixels, (int)C,
-                   (int)groups, wide_(y[(s * pixels + q) * C + c]), r);
+                   (int)groups, static_cast<float>(y[(s * pixels + q) * C + c]), r);
             exit(1);
           }
           worst[4 + (sizeof(T) == 2)] = fmax(worst[4 + (sizeof(T) == 2)], d);

@@ -6,17 +6,10 @@ XLA_FFI is the folder xla_ffi of the checkout. Fails if a source no longer has t
 """
 
 import pathlib
+import shutil
 import sys
 
-SPECIAL = """#pragma once
-#include <cmath>
-namespace jaxunet::cuda {
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-inline float power_of_two(float x) { return exp2f(x); }
-inline float fast_tanh(float x) { return tanhf(x); }
-inline float reciprocal(float x) { return 1 / x; }
-}  // namespace jaxunet::cuda
-"""
+HERE = pathlib.Path(__file__).resolve().parents[1]  # the harnesses
 SEND = """    emu::aligned(slots + slot, 8);
     *emu::of_rank(slots + slot, rank) = value;
     emu::of_rank(full, rank)->complete(8);
@@ -59,7 +52,8 @@ def main(source: pathlib.Path, folder: pathlib.Path) -> None:
         (folder / 'group_norm' / name).write_text(text.replace('__CUDA_ARCH__', '900'))
     for name in ('group_norm/instructions.cuh', 'common/mbarrier.cuh'):
         (folder / name).write_text('#pragma once\n#include "emu.h"\n')
-    (folder / 'common' / 'special_functions.cuh').write_text(SPECIAL)
+    special = 'special_functions.cuh'
+    shutil.copy(HERE / 'gnback/emulation' / special, folder / 'common' / special)
 
 
 if __name__ == '__main__':

@@ -11,18 +11,10 @@
 #include <type_traits>
 #include <vector>
 
+#include "../graph_times.cuh"
 #include "cases.h"
 #include "conv3x3/kernels.h"
 #include "conv3x3/portable/multistage.h"
-
-#define CHECK(call)                                                                         \
-  do {                                                                                      \
-    const cudaError_t error_ = (call);                                                      \
-    if (error_ != cudaSuccess) {                                                            \
-      printf("FAIL %s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-      exit(1);                                                                              \
-    }                                                                                       \
-  } while (0)
 
 namespace {
 

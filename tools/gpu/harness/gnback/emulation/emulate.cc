@@ -16,20 +16,6 @@
 
 #include "kernel.cc"
 using namespace jaxunet;
-template <class T>
-T conv(float f);
-template <>
-float conv(float f) {
-  return f;
-}
-template <>
-__nv_bfloat16 conv(float f) {
-  return __float2bfloat16_rn(f);
-}
-template <>
-__half conv(float f) {
-  return __float2half_rn(f);
-}
 // The hash of dropout, as plan.h describes it.
 static uint32_t mix(uint32_t w) {
   w = (w ^ (w >> 16)) * 0x85EBCA6Bu;
@@ -65,7 +51,7 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
   auto make = [&](long n, float mean) {
     T* q = (T*)aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64);
     mem.push_back(q);
-    for (long i = 0; i < n; ++i) q[i] = conv<T>(mean + nd(rng));
+    for (long i = 0; i < n; ++i) q[i] = static_cast<T>(mean + nd(rng));
     return (void*)q;
   };
   auto nan_of = [&](long n) {
@@ -116,7 +102,7 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
   p.sums = sums.data();
   std::vector<uint32_t> seeds(2 * batch);
   for (auto& s : seeds) s = rng();
-  const float factor = (float)conv<T>(1 / 0.7f);
+  const float factor = (float)static_cast<T>(1 / 0.7f);
   if (drops) p.dropout = {seeds.data(), uint32_t(0.3 * 65536), factor};
   const int full = 16 / sizeof(T);
   bool ok16 = true;
@@ -148,9 +134,10 @@ void test(int batch, int pixels, std::vector<int> parts, int groups, bool silu, 
       const uint32_t at = px * C + c,
                      word =
                          mix(mix(at / 2 ^ seeds[2 * b]) + seeds[2 * b + 1]) >> at % 2 * 16 & 0xFFFF;
-      const double dy = !drops                       ? given
-                        : word < p.dropout.threshold ? 0
-                                                     : (double)(float)conv<T>(given * factor);
+      const double dy = !drops ? given
+                        : word < p.dropout.threshold
+                            ? 0
+                            : (double)(float)static_cast<T>(given * factor);
       if (!silu) {
         *a = z;
         return dy;
