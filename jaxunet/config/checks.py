@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from ml_collections import ConfigDict
 
 from jaxunet.config.relations import check_relations
-from jaxunet.config.schema import FACTS, OPS, Config, Fields, to_dict
+from jaxunet.config.schema import FACTS, OPS, Config, Fields, by_path
 from jaxunet.config.versions import with_current_names
 from jaxunet.runtime.errors import UserError, itemized, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
@@ -165,13 +165,12 @@ def _coerce(
 
 def _check_values(config: Config) -> list[str]:
     """Returns one line per problem of a single value, or else per problem between fields."""
-    problems = []
-    for section, fields in _sections(config).items():
-        for name, value in fields.items():
-            path = f'{section}.{name}' if section else name
-            for one in value if isinstance(value, tuple) else (value,):
-                if problem := FACTS[path].problem(one):
-                    problems.append(f'{path}: {problem}')
+    problems = [
+        f'{path}: {problem}'
+        for path, value in by_path(config).items()
+        for one in (value if isinstance(value, tuple) else (value,))
+        if (problem := FACTS[path].problem(one))
+    ]
     try:
         split_backend(config.backend)
     except UserError as error:
@@ -179,20 +178,11 @@ def _check_values(config: Config) -> list[str]:
     return problems or check_relations(config)
 
 
-def _sections(config: Config) -> dict[str, Fields]:
-    """Returns the fields by section; the top-level fields are those of the section ''."""
-    values = to_dict(config)
-    return {'': {k: v for k, v in values.items() if not isinstance(v, dict)}} | {
-        k: v for k, v in values.items() if isinstance(v, dict)
-    }
-
-
 def diff(old: Config, new: Config) -> list[str]:
     """Returns a line `section.field: old -> new` for every field that differs."""
-    a, b = _sections(old), _sections(new)
+    now = by_path(new)
     return [
-        f'{section + "." if section else ""}{name}: {a[section][name]!r} -> {b[section][name]!r}'
-        for section in a
-        for name in a[section]
-        if a[section][name] != b[section][name]
+        f'{path}: {value!r} -> {now[path]!r}'
+        for path, value in by_path(old).items()
+        if value != now[path]
     ]

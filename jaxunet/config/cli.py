@@ -14,26 +14,14 @@ from absl import flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
-from jaxunet.config import default_config, recipes, schema
+from jaxunet.config import recipes, schema
 from jaxunet.config.config_file import ConfigFile, config_error
-from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import expanded
 
 flags.disclaim_key_flags()  # --help of a command lists --config as its own
-
-
-def _fields() -> Fields:
-    """Returns the defaults of all sections and fields, by their paths, such as data.path."""
-    top = default_config().to_dict()
-    sections = {name: fields for name, fields in top.items() if isinstance(fields, dict)}
-    return top | {
-        f'{section}.{name}': value
-        for section, fields in sections.items()
-        for name, value in fields.items()
-    }
 
 
 def _check_overrides(argv: Sequence[str]) -> None:
@@ -45,7 +33,8 @@ def _check_overrides(argv: Sequence[str]) -> None:
       UserError: `--config=FILE` names no Python file, or `--config.a.b=...` an unknown field, a
         section, or a tuple field that was set before.
     """
-    values = _fields()
+    defaults = schema.Config()
+    values = schema.to_dict(defaults) | schema.by_path(defaults)
     seen = set[str]()
     for argument, following in itertools.pairwise([*argv[1:], '']):
         file = following if argument == '--config' else ''

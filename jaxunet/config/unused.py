@@ -6,6 +6,7 @@ where none are skipped.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
 from absl import logging
@@ -38,7 +39,7 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
     ]
     problems = []
     for path, each in [*found, (SPACING, _idle_spacings(configs))]:
-        begun = [_value(config, path) for config in earlier]
+        begun = [operator.attrgetter(path)(config) for config in earlier]
         for value, problem in each:
             if value in begun:
                 logging.warning('%s', problem)
@@ -59,22 +60,17 @@ def owners() -> dict[str, tuple[Choice, ...]]:
     return choosers
 
 
-def _value(config: Config, path: str) -> object:
-    section, _, name = path.partition('.')
-    return getattr(getattr(config, section), name)
-
-
 def _problems(configs: Sequence[Config], path: str, choice: Choice) -> Iterator[tuple[object, str]]:
     """Yields each value of the field that has no effect, and a line about it."""
     chooser, needed = choice
     chosen: dict[object, list[object]] = {}  # by value of the field
     for config in configs:
-        found = _value(config, chooser)
+        found = operator.attrgetter(chooser)(config)
         if chooser == 'diffusion.objective' and needed == config.diffusion.prediction:
             found = needed  # the noise levels in which a consistency model is trained
-        chosen.setdefault(_value(config, path), []).append(found)
+        chosen.setdefault(operator.attrgetter(path)(config), []).append(found)
     for value, found in chosen.items():
-        if value != _value(Config(), path) and needed not in found:
+        if value != operator.attrgetter(path)(Config()) and needed not in found:
             others = ', '.join(dict.fromkeys(map(str, found)))
             yield (
                 value,

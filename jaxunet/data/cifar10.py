@@ -90,11 +90,7 @@ def _from_folder(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
     folder = path if (path / wanted[0]).is_file() else path / FOLDER
     found = [name for name in wanted if (folder / name).is_file()]
     for name in found:
-        if (folder / name).stat().st_size > MAX_BATCH_BYTES:
-            raise UserError(
-                f'{folder / name}: {(folder / name).stat().st_size} bytes, '
-                'expected about 31 million'
-            )
+        _check_size(str(folder / name), (folder / name).stat().st_size)
     return {name: (folder / name).read_bytes() for name in found}
 
 
@@ -104,12 +100,14 @@ def _from_archive(path: Path, wanted: Sequence[str]) -> dict[str, bytes]:
         for member in members:
             name = Path(member.name).name
             if member.isreg() and name in wanted:
-                if member.size > MAX_BATCH_BYTES:
-                    raise UserError(
-                        f'{path}: {name}: {member.size} bytes, expected about 31 million'
-                    )
+                _check_size(f'{path}: {name}', member.size)
                 batches[name] = members.read(member, member.size)
     return batches
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > MAX_BATCH_BYTES:
+        raise UserError(f'{name}: {size} bytes, expected about 31 million')
 
 
 def read_batch(data: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -72,6 +72,11 @@ class Container(abc.ABC):
     def __len__(self) -> int:
         return len(self.names)
 
+    def check_size(self, i: int, size: int) -> None:
+        """Raises `BadImage` if file `i` has more bytes than MAX_FILE_BYTES."""
+        if size > MAX_FILE_BYTES:
+            raise BadImage(self.describe(i), too_large(size))
+
     def describe(self, i: int) -> str:
         """Returns the name of file `i` for a message."""
         return f'{self.shown}: {printable(self.names[i])}'
@@ -82,6 +87,11 @@ class Container(abc.ABC):
             return self.unreadable.get(i) or why_not_image(*self.start(i), self.names[i])
         except BadImage as error:
             return error.reason
+
+
+def too_large(size: int) -> str:
+    """Returns why a file of so many bytes is not read."""
+    return f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image'
 
 
 def path_order(name: str) -> tuple[str, ...]:
@@ -152,11 +162,7 @@ class Folder(Container):
         """Reads file `i`; see `Container.read`."""
         with self._open(i) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > MAX_FILE_BYTES:
-                raise BadImage(
-                    self.describe(i),
-                    f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image',
-                )
+            self.check_size(i, size)
             return self._content(i, file, size)
 
     def _content(self, i: int, file: BinaryIO, size: int) -> bytes:
@@ -195,11 +201,7 @@ class Spans(Container):
     def read(self, i: int) -> bytes:
         """Reads file `i`; see `Container.read`."""
         file, offset, size = self.spans[i].tolist()
-        if size > MAX_FILE_BYTES:
-            raise BadImage(
-                self.describe(i),
-                f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image',
-            )
+        self.check_size(i, size)
         data = self._bytes(file, offset, size)
         if len(data) < size:
             raise BadImage(
@@ -274,11 +276,7 @@ class ZipArchive(Container):
     def read(self, i: int) -> bytes:
         """Decompresses member `i` and checks its size and CRC; see `Container.read`."""
         packed, size, crc = (int(v) for v in self._sizes[i])
-        if max(size, packed) > MAX_FILE_BYTES:
-            raise BadImage(
-                self.describe(i),
-                f'{max(size, packed)} bytes, more than the {MAX_FILE_BYTES} accepted for one image',
-            )
+        self.check_size(i, max(size, packed))
         offset = self._offset(i)
         data = self._bytes(offset, packed)
         if len(data) < packed:

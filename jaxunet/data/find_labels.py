@@ -5,8 +5,6 @@ from __future__ import annotations
 import typing
 from pathlib import PurePosixPath
 
-import numpy as np
-
 from jaxunet.data.label_files import by_table
 from jaxunet.data.labels import (
     ADVICE,
@@ -19,7 +17,7 @@ from jaxunet.data.labels import (
     checked,
     numbered,
 )
-from jaxunet.data.rules import class_order, find_classes
+from jaxunet.data.rules import by_class, find_classes
 from jaxunet.data.source import no_labels
 from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
@@ -83,10 +81,7 @@ def _by_names(files: FileSet) -> Labels:
                 'underscore, as in cat_0001.png, found none; rename it, or remove it'
             )
         values.append(class_name(start))
-    names = tuple(sorted(set(values), key=class_order))
-    numbers = {name: i for i, name in enumerate(names)}
-    found = np.array([numbers[value] for value in values], np.int32)
-    return Labels(found, names, origin='file names')
+    return Labels(*by_class(values), origin='file names')
 
 
 def sample_key(name: str) -> tuple[str, str]:

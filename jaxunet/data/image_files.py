@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int
 
-from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
+from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order, too_large
 from jaxunet.data.crop import Batch, Crop, Crops, Pixels, Shape, crop_of
 from jaxunet.data.find_labels import find_labels
 from jaxunet.data.labels import FileSet, Labels, most_bytes
@@ -265,7 +265,7 @@ def _image_members(
         if not member.isreg() or member.sparse is not None:
             reason = 'link' if member.islnk() or member.issym() else 'not a regular file'
         elif member.size > MAX_FILE_BYTES:
-            reason = f'{member.size} bytes, more than the {MAX_FILE_BYTES} accepted for one image'
+            reason = too_large(member.size)
         else:
             start = members.read(member, MAGIC_BYTES)
             reason = why_not_image(start, member.size, member.name)

@@ -8,10 +8,10 @@ Every file or folder takes its name only when it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -142,11 +142,8 @@ def save_png(path: str | os.PathLike[str], array: Pixels) -> None:
       UserError: another number of channels, or the file cannot be written.
     """
     _check_png(array)
-
-    def write(partial: Path) -> None:
+    with _written(Path(path)) as partial:
         partial.write_bytes(_png(array))
-
-    _write(Path(path), write)
 
 
 def save_images(
@@ -185,18 +182,14 @@ def save_images(
     elif path.suffix.lower() == '.png':
         save_png(path, grid(images, columns))
     else:
-
-        def write(partial: Path) -> None:
-            values = reading.stored(images)
-            with partial.open('wb') as file:
-                if path.suffix.lower() == '.npy':
-                    np.save(file, values)
-                elif labels is None:
-                    np.savez(file, images=values)
-                else:
-                    np.savez(file, images=values, labels=labels.astype(np.int32))
-
-        _write(path, write)
+        values = reading.stored(images)
+        with _written(path) as partial, partial.open('wb') as file:
+            if path.suffix.lower() == '.npy':
+                np.save(file, values)
+            elif labels is None:
+                np.savez(file, images=values)
+            else:
+                np.savez(file, images=values, labels=labels.astype(np.int32))
 
 
 def check_output(
@@ -261,13 +254,11 @@ def _names_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def _save_folder(path: Path, images: Pixels, labels: Labels | None) -> None:
-    def write(partial: Path) -> None:
+    with _written(path) as partial:
         partial.mkdir()
         for i, image in enumerate(images):
             name = f'{i:06d}.png' if labels is None else f'{i:06d}_class{labels[i]}.png'
             (partial / name).write_bytes(_png(image))
-
-    _write(path, write)
 
 
 def _check_pixels(images: np.ndarray) -> None:
@@ -309,8 +300,6 @@ def _check_channels(where: str, channels: int, reading: Reading = PLAIN) -> None
         )
 
 
-def _write(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a file or folder under a temporary name beside `path`, then renames it."""
-    path = path.resolve()
-    with written(path) as partial:
-        write(partial)
+def _written(path: Path) -> contextlib.AbstractContextManager[Path]:
+    """Yields a temporary name beside the file or folder that a path, or link, leads to."""
+    return written(path.resolve())

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxunet.data.npz import check_labels
-from jaxunet.data.rules import LABEL_FILES, class_order
+from jaxunet.data.rules import LABEL_FILES, by_class
 from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import MAX_JSON, shown
@@ -100,10 +100,7 @@ def numbered(
             return check_labels(where, len(values), np.array([int(v) for v in values]), None)
         except OverflowError:
             raise UserError(f'{where}: labels: found a number of more than 64 bits') from None
-    texts = [class_name(str(value)) for value in values]
-    names = tuple(sorted(set(texts), key=class_order))
-    numbers = {name: i for i, name in enumerate(names)}
-    return np.array([numbers[text] for text in texts], np.int32), names
+    return by_class([class_name(str(value)) for value in values])
 
 
 def checked(value: object, where: str) -> int | str:

@@ -70,11 +70,7 @@ class LmdbRows(Rows):
     def read(self, i: int) -> bytes:
         """Reads row `i`; see `Container.read`."""
         data, size = self._value(i, MAX_FILE_BYTES)
-        if size > MAX_FILE_BYTES:
-            raise BadImage(
-                self.describe(i),
-                f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image',
-            )
+        self.check_size(i, size)
         return data
 
     def labels(self, how: str) -> Labels:

@@ -159,23 +159,21 @@ def _divide_product(x: U32, factor: int, n: int, xp: ModuleType) -> tuple[U32, U
     factor, n = factor // common, n // common
     divisor, one = np.uint32(n), np.uint32(1)
     whole, rest = x // divisor, x % divisor
+
+    def reduced(quotient: U32, remainder: U32) -> tuple[U32, U32]:
+        over = remainder >= divisor
+        return (
+            xp.where(over, quotient + one, quotient),
+            xp.where(over, remainder - divisor, remainder),
+        )
+
     # x · factor = whole · n · factor + rest · factor. Double-and-add computes the second product,
     # reduced by n at every bit.
     quotient, remainder = xp.zeros_like(x), xp.zeros_like(x)
     for bit in bin(factor)[2:]:
-        quotient, remainder = quotient + quotient, remainder + remainder
-        over = remainder >= divisor
-        quotient, remainder = (
-            xp.where(over, quotient + one, quotient),
-            xp.where(over, remainder - divisor, remainder),
-        )
+        quotient, remainder = reduced(quotient + quotient, remainder + remainder)
         if bit == '1':
-            remainder = remainder + rest
-            over = remainder >= divisor
-            quotient, remainder = (
-                xp.where(over, quotient + one, quotient),
-                xp.where(over, remainder - divisor, remainder),
-            )
+            quotient, remainder = reduced(quotient, remainder + rest)
     return quotient + whole * np.uint32(factor), remainder * np.uint32(common)
 
 

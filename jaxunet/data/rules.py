@@ -141,6 +141,13 @@ def class_order(name: str) -> tuple[bool, int, str]:
     return not number, int(name) if number else 0, name
 
 
+def by_class(values: Sequence[str]) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...]]:
+    """Returns int32 labels of the images with these names of classes, and the names in order."""
+    names = tuple(sorted(set(values), key=class_order))
+    numbers = {name: i for i, name in enumerate(names)}
+    return np.array([numbers[value] for value in values], np.int32), names
+
+
 def find_classes(
     names: list[str], *, strip_leading: bool
 ) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...], str]:
@@ -180,12 +187,10 @@ def find_classes(
         why = _loose_images(loose, beside) if beside else ''
     else:
         named = {folder: class_name(folder) for folder in {f[depth] for f in folders}}
-        class_names = tuple(sorted(set(named.values()), key=class_order))
+        labels, class_names = by_class([named[f[depth]] for f in folders])
         parts = [name for name in class_names if PART.fullmatch(name.lower())]
         if len(parts) < 2:
-            numbers = {name: i for i, name in enumerate(class_names)}
-            labels = [numbers[named[f[depth]]] for f in folders]
-            return np.array(labels, np.int32), class_names, ''
+            return labels, class_names, ''
         why = (
             f'the folders {listed(parts)} are parts of a set, not classes '
             f'(give one of them, unpacked, such as .../{parts[0]})'

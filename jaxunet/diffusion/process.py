@@ -33,9 +33,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Float64, Int, Key, Real
 
-from jaxunet.config import CHOICES, DiffusionConfig
+from jaxunet.config import DiffusionConfig
+from jaxunet.config.schema import FACTS
 from jaxunet.diffusion.levels import middle_times, signal_and_noise, time_of_quantile
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError
 
 Images = Float[Array, 'batch height width channels']
 # outputs = channels, or 2 · channels with a learned variance.
@@ -124,11 +125,7 @@ def make_betas(schedule: str, steps: int) -> Float64[np.ndarray, ' steps']:
         time = np.arange(steps + 1, dtype=np.float64) / steps
         f = np.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
         return np.minimum(1 - f[1:] / f[:-1], 0.999)
-    allowed = CHOICES['diffusion.schedule']
-    raise UserError(
-        f'diffusion.schedule: expected one of {", ".join(allowed)}, '
-        f'found {schedule!r}{near_misses(schedule, allowed)}'
-    )
+    raise UserError(f'diffusion.schedule: {FACTS["diffusion.schedule"].problem(schedule)}')
 
 
 def make_diffusion(config: DiffusionConfig) -> Diffusion:
@@ -137,12 +134,8 @@ def make_diffusion(config: DiffusionConfig) -> Diffusion:
     Raises:
       UserError: an unknown schedule or objective, or too few steps.
     """
-    allowed, found = CHOICES['diffusion.objective'], config.objective
-    if found not in allowed:
-        raise UserError(
-            f'diffusion.objective: expected one of {", ".join(allowed)}, '
-            f'found {found!r}{near_misses(found, allowed)}'
-        )
+    if problem := FACTS['diffusion.objective'].problem(config.objective):
+        raise UserError(f'diffusion.objective: {problem}')
     if config.continuous:
         signal, _ = signal_and_noise(config, middle_times(config))
         return _from_alphas_cumprod(signal**2, config)

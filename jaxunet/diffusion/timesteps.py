@@ -37,7 +37,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int, Key, PyTree
 
-from jaxunet.config import CHOICES, Config, TimestepsConfig
+from jaxunet.config import Config, TimestepsConfig
+from jaxunet.config.schema import FACTS
 from jaxunet.diffusion.information_rate import (
     Errors,
     add_losses,
@@ -47,7 +48,7 @@ from jaxunet.diffusion.information_rate import (
 )
 from jaxunet.diffusion.process import Diffusion
 from jaxunet.diffusion.timestep_policy import Measure, draw_from_policy, init_policy, measure_policy
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError
 
 Steps = Int[Array, ' batch']
 PerSample = Float[Array, ' batch']
@@ -118,11 +119,7 @@ def make_sampler(config: Config, diffusion: Diffusion) -> TimestepSampler:
             update=_keep,
             measure=functools.partial(measure_policy, config, diffusion),
         )
-    allowed = CHOICES['timesteps.sampler']
-    raise UserError(
-        f'timesteps.sampler: expected one of {", ".join(allowed)}, '
-        f'found {c.sampler!r}{near_misses(c.sampler, allowed)}'
-    )
+    raise UserError(f'timesteps.sampler: {FACTS["timesteps.sampler"].problem(c.sampler)}')
 
 
 def inverse_cdf(p: Probabilities, u: PerSample) -> Steps:

@@ -42,9 +42,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float32, Float64, Int, PyTree
 
-from jaxunet.config import CHOICES, LossConfig
+from jaxunet.config import LossConfig
+from jaxunet.config.schema import FACTS
 from jaxunet.diffusion.process import Diffusion
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError
 
 Table = Float[Array, ' steps']
 Steps = Int[Array, ' batch']
@@ -108,11 +109,7 @@ def fixed_table(config: LossConfig, diffusion: Diffusion) -> Float64[np.ndarray,
     elif config.weighting == 'p2':
         noise_weight = (config.p2_k + snr) ** -config.p2_gamma
     else:
-        allowed, found = CHOICES['loss.weighting'], config.weighting
-        raise UserError(
-            f'loss.weighting: expected one of {", ".join(allowed)}, '
-            f'found {found!r}{near_misses(found, allowed)}'
-        )
+        raise UserError(f'loss.weighting: {FACTS["loss.weighting"].problem(config.weighting)}')
     return noise_weight * noise_error_factors(diffusion)
 
 

@@ -168,9 +168,8 @@ def resolve_options(
     if config.name is None:
         config = dataclasses.replace(config, name=OBJECTIVE_SAMPLERS[diffusion.objective])
         free = config.steps is None and config.respacing is None and config.timesteps is None
-        if free and config.name in DEFAULT_STEPS and not diffusion.continuous:
-            steps = min(DEFAULT_STEPS[config.name], diffusion.steps)
-            config = dataclasses.replace(config, steps=steps)
+        if free and config.name in DEFAULT_STEPS:
+            config = dataclasses.replace(config, steps=usual_steps(config.name, diffusion))
     name = config.name
     assert name is not None
     _check_sampler(config, name)

@@ -31,8 +31,9 @@ from jaxtyping import Float64, Int, Int32
 # includes the step to the image. Measured in docs/sampling.md.
 FEW_STEPS = 15
 
+# ᾱ of the model's T timesteps, or of the levels that an objective without timesteps visits.
 Alphas = Float64[np.ndarray, ' steps']
-Subset = Int32[np.ndarray, ' subset']
+Subset = Int32[np.ndarray, ' subset']  # the timesteps (or levels) that are visited, ascending
 Picked = Float64[np.ndarray, ' subset']  # the values at a Subset
 
 
@@ -68,8 +69,6 @@ def ancestral(alphas_cumprod: Alphas, timesteps: Subset, *, large: bool) -> Coef
     """Returns DDPM's coefficients: the posterior's mean (eq. 7) and variance (section 3.2).
 
     Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
-      timesteps: timesteps visited, ascending.
       large: use the variance β instead of β̃. The last evaluation adds no noise in either case.
     """
     alphas, previous = _from_to(alphas_cumprod, timesteps)
@@ -87,8 +86,6 @@ def ddim(alphas_cumprod: Alphas, timesteps: Subset, *, eta: float) -> Coefficien
     """Returns DDIM's coefficients (eq. 12) with the variance η² β̃ (eq. 16).
 
     Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
-      timesteps: timesteps visited, ascending.
       eta: η; 0 is deterministic.
     """
     alphas, previous = _from_to(alphas_cumprod, timesteps)
@@ -106,10 +103,6 @@ def consistency(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
 
     Each evaluation gives the image, x' = √ᾱ' x_0 + √(1 − ᾱ') z, with fresh noise z of the next
     level; the last one is the sample.
-
-    Args:
-      alphas_cumprod: ᾱ of the levels.
-      timesteps: levels visited, ascending.
     """
     _, previous = _from_to(alphas_cumprod, timesteps)
     return _coefficients(timesteps[::-1], x0=np.sqrt(previous), draw=np.sqrt(1 - previous))
@@ -131,8 +124,6 @@ def dpm_solver_2m(
     infinite and x' = x_0); and, with few evaluations, the one to the lowest noise level.
 
     Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
-      timesteps: timesteps visited, ascending.
       eta: η; 0 is deterministic, 1 is SDE-DPM-Solver++(2M).
       lower_order_below: the fewest evaluations with a second-order step to the lowest level.
     """
@@ -162,10 +153,6 @@ def unipc(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
     before the next predictor, where d + c = b_1 and c − r d = b_2 with b_1 = −(φ/h + 1)/φ and
     b_2 = 2 ((φ/h + 1)/h − 1/2)/φ; after the first step, which is first order, c = d = 1/2. The step
     to the image is first order, too (x' = x_0).
-
-    Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
-      timesteps: timesteps visited, ascending.
     """
     alphas = alphas_cumprod[timesteps][::-1]
     h = _log_snr_steps(alphas)
@@ -209,8 +196,6 @@ def heun(
     α' (σ' − σ)/2 · (ε' − ε). The step to the image (σ' = 0) has no correction.
 
     Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
-      timesteps: timesteps visited, ascending.
       churn: EDM's S_churn. Before a step that starts at a σ within `churn_range`, fresh noise
         raises σ by the factor 1 + min(S_churn/S, √2 − 1), rounded to the nearest noise level of
         the model. For the first step, see `churned_start`.
@@ -262,10 +247,6 @@ def heun_in_t(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
     probability flow is dx̂/dt = ε − x_0. An Euler step to t' gives x' = α' x_0 + √(1−ᾱ') ε. The
     evaluation at x' gives the velocity there and corrects x' by c' (t' − t)/2 · (its change). The
     step to the image (t' = 0) has no correction. Unlike σ, t is finite for pure noise.
-
-    Args:
-      alphas_cumprod: ᾱ of the levels.
-      timesteps: levels visited, ascending.
     """
     start = timesteps[::-1].astype(np.int64)
     alpha, noise_level = np.sqrt(alphas_cumprod[start]), np.sqrt(1 - alphas_cumprod[start])

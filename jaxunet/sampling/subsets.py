@@ -29,7 +29,6 @@ def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> S
     last is the noisiest with σ at most 164 or 80, if enough timesteps lie below it.
 
     Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
       steps: number of timesteps.
       skip_schedule: the quantity with a uniform stride, as far as distinct integers allow:
         `linear`: t (IDDPM section 4); `quadratic`: √t (DDIM appendix D.2); `log_snr`: log σ (Lu et
@@ -85,7 +84,6 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
     'quadraticN', of `get_selection_schedule` in ddpm-torch.
 
     Args:
-      alphas_cumprod: ᾱ of the model's T timesteps.
       respacing: 'A,B,...' divides 0..T−1 into equal sections and takes A, B, ... timesteps from
         them, with uniform stride from a section's first timestep to its last (a single timestep is
         the first). 'ddimN' takes every k-th timestep from 0, with the smallest k that gives N;

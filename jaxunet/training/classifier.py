@@ -27,7 +27,7 @@ from jaxunet.training.classifier_accuracy import COLUMNS, KINDS, Accuracy, colum
 from jaxunet.training.clock import due
 from jaxunet.training.loggers.interface import RunStart
 from jaxunet.training.loggers.logs import Logs
-from jaxunet.training.logs import mean_loss
+from jaxunet.training.logs import step_row
 from jaxunet.training.loop import Loop
 from jaxunet.training.noisy_classifier import (
     FILE,
@@ -176,16 +176,8 @@ class ClassifierOutputs(Outputs):
         self, step: int, metrics: Metrics, seconds_per_step: float, training_seconds: float
     ) -> None:
         """Writes the metrics of one step to the log files and the progress bar."""
-        row = {
-            'step': step,
-            'loss': mean_loss(metrics),
-            'learning_rate': float(metrics['learning_rate']),
-            'grad_norm': float(metrics['grad_norm']),
-            'step_ms': seconds_per_step * 1e3,
-            'skipped_steps': int(metrics['skipped']),
-            **self._measured.pop(step, {}),
-        }
-        self._logs.row(row)
+        row = step_row(step, metrics, seconds_per_step)
+        self._logs.row(row | self._measured.pop(step, {}))
         self._bar.set_postfix_str(f'loss={row["loss"]:.4f}, {row["step_ms"]:.1f} ms/step')
 
     def before_checkpoint(self, state: Callable[[], TrainState]) -> None:

@@ -49,6 +49,18 @@ def mean_loss(metrics: Mapping[str, Any]) -> float:
     return math.nan if int(metrics['bad_steps']) and loss == 0.0 else loss
 
 
+def step_row(step: int, metrics: Mapping[str, Any], seconds_per_step: float) -> dict[str, float]:
+    """Returns the values that every run logs after a step, by their columns."""
+    return {
+        'step': step,
+        'loss': mean_loss(metrics),
+        'learning_rate': float(metrics['learning_rate']),
+        'grad_norm': float(metrics['grad_norm']),
+        'step_ms': seconds_per_step * 1e3,
+        'skipped_steps': int(metrics['skipped']),
+    }
+
+
 class StepTable:
     """A CSV file of rows that have a step. An error of writing is only a warning.
 

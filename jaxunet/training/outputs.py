@@ -30,7 +30,7 @@ from jaxunet.training.log_file import FILE as LOG
 from jaxunet.training.log_file import open_logs
 from jaxunet.training.loggers.interface import RunStart
 from jaxunet.training.loggers.logs import Logs
-from jaxunet.training.logs import COLUMNS, DEVICES, OPTIONAL, ROLLBACKS, SPIKES, mean_loss
+from jaxunet.training.logs import COLUMNS, DEVICES, OPTIONAL, ROLLBACKS, SPIKES, step_row
 from jaxunet.training.page import FILE as PAGE
 from jaxunet.training.page import write_page
 from jaxunet.training.restarts import FILE as RESTARTS
@@ -135,17 +135,10 @@ class UNetOutputs(Outputs):
     ) -> None:
         """Writes the metrics of one step to the log files and the progress bar."""
         rate = self._config.data.batch_size / seconds_per_step
-        loss = mean_loss(metrics)
         held_out = self._measured.pop(step, None)
-        row = {
-            'step': step,
-            'loss': loss,
-            'learning_rate': float(metrics['learning_rate']),
-            'grad_norm': float(metrics['grad_norm']),
+        row = step_row(step, metrics, seconds_per_step) | {
             'images_per_second': rate,
-            'step_ms': seconds_per_step * 1e3,
             'loss_scale': float(metrics['loss_scale']),
-            'skipped_steps': int(metrics['skipped']),
             'training_seconds': training_seconds,
             'rollbacks': self._rollbacks,
             **({'devices': self._all_devices} if self._restarted else {}),
@@ -157,7 +150,7 @@ class UNetOutputs(Outputs):
         if held_out and (turned := self._turn.add(held_out)):
             self._bar.write(f'step {step}: {turned}')
         self._bar.set_postfix_str(
-            f'loss={loss:.4f}, {rate:.0f} images/s, {seconds_per_step * 1e3:.1f} ms/step',
+            f'loss={row["loss"]:.4f}, {rate:.0f} images/s, {row["step_ms"]:.1f} ms/step',
             refresh=False,
         )
 

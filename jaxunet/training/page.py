@@ -13,7 +13,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 
-from jaxunet.config import Config, to_dict
+from jaxunet.config import Config, by_path
 from jaxunet.runtime import program
 from jaxunet.runtime.whole_files import replacing
 from jaxunet.training.held_out import Losses, Turn
@@ -47,7 +47,7 @@ def contents(config: Config, workdir: pathlib.Path) -> dict[str, object]:
     rows = read_metrics(workdir / METRICS) if (workdir / METRICS).exists() else []
     every = max(math.ceil(len(rows) / POINTS), 1)
     shown = [row for i, row in enumerate(rows) if i % every == 0 or row.get('held_out_loss')]
-    said = last_start(workdir)
+    said, defaults = last_start(workdir), by_path(Config())
     return {
         'name': workdir.resolve().name,
         'written': time.strftime('%Y-%m-%d %H:%M'),
@@ -65,7 +65,9 @@ def contents(config: Config, workdir: pathlib.Path) -> dict[str, object]:
         'turns': turns(rows),
         'said': said,
         'commands': commands(config, workdir, said[0] if said else ''),
-        'fields': _changed(to_dict(Config()), to_dict(config)),
+        'fields': {
+            path: str(value) for path, value in by_path(config).items() if value != defaults[path]
+        },
     }
 
 
@@ -121,15 +123,3 @@ def sample_command(config: Config, folder: pathlib.Path) -> str:
 
 def _finite(text: str | None) -> bool:
     return bool(text) and math.isfinite(float(text or 0))
-
-
-def _changed(defaults: Mapping[str, object], values: Mapping[str, object]) -> dict[str, str]:
-    """Returns the fields with other values than the defaults, by their paths."""
-    changed: dict[str, str] = {}
-    for name, value in values.items():
-        default = defaults.get(name)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            changed |= {f'{name}.{k}': v for k, v in _changed(default, value).items()}
-        elif value != default:
-            changed[name] = str(value)
-    return changed

@@ -164,12 +164,11 @@ class Supervisor:
             _say(f'{FILE} gets no row: {error}')
             return None
 
-    def _pause(self, seconds: float) -> bool:
-        """Waits; returns True, at once, if the supervisor was asked to stop."""
+    def _pause(self, seconds: float) -> None:
+        """Waits, until the supervisor is asked to stop."""
         end = time.monotonic() + seconds
         while not self._asked and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, LOOK_SECONDS))
-        return self._asked is not None
 
     def _say_stopped(self, what: str) -> None:
         name = self._asked.name if self._asked else ''

@@ -86,17 +86,17 @@ def make_update(
     """
     if kernels is None:
         return _optax_update(config, optimizer, axis_name)
-    muon = config.optimizer.name == 'muon'
-    return _muon_update(config, kernels) if muon else _fused_update(config, kernels, axis_name)
+    adamw = _fused_adamw(config, kernels)
+    move = _with_muon(config, adamw) if config.optimizer.name == 'muon' else adamw
+    return _fused_update(config, kernels, axis_name, move)
 
 
 def _optax_update(
     config: Config, optimizer: optax.GradientTransformation, axis_name: str | None
 ) -> Update:
     def update(
-        state: TrainState, grads: Params, loss: Scalar, minimised: Scalar, copies: Copies
+        state: TrainState, grads: Params, loss: Scalar, minimised: Scalar, _: Copies
     ) -> Updated:
-        del copies
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = whole_norm(optax.tree.norm(grads), grads, axis_name)
         finite = _all_finite(grad_norm, loss, minimised)
@@ -112,9 +112,9 @@ def _optax_update(
     return update
 
 
-def _fused_update(config: Config, kernels: FusedUpdate, axis_name: str | None) -> Update:
-    adamw = _fused_adamw(config, kernels)
-
+def _fused_update(
+    config: Config, kernels: FusedUpdate, axis_name: str | None, move: WeightUpdate
+) -> Update:
     def update(
         state: TrainState,
         grads: Params | Packed,
@@ -127,39 +127,34 @@ def _fused_update(config: Config, kernels: FusedUpdate, axis_name: str | None) -
         taken = _taken(config, state, grad_norm, finite)
         factor = _gradient_factor(config, state, grad_norm)
         weights = Weights(state.params, state.opt_state, state.ema, copies)
-        return Updated(
-            *adamw(weights, grads, _shares(config, state), factor, taken), grad_norm, finite, taken
-        )
+        new = move(weights, grads, _shares(config, state), factor, taken)
+        return Updated(*new, grad_norm, finite, taken)
 
     return update
 
 
-def _muon_update(config: Config, kernels: FusedUpdate) -> Update:
-    """Returns the update by Muon, with the kernels for the norm and for the weights of AdamW."""
-    adamw, muon = _fused_adamw(config, kernels), _matrix_update(config)
+def _with_muon(config: Config, adamw: WeightUpdate) -> WeightUpdate:
+    """Returns Muon for matrices, and the kernels' AdamW for the other weights."""
+    muon = _matrix_update(config)
 
     def update(
-        state: TrainState, grads: Params, loss: Scalar, minimised: Scalar, copies: Copies
-    ) -> Updated:
-        grad_norm = _fused_norm(kernels, state, grads)
-        finite = _all_finite(grad_norm, loss, minimised)
-        taken = _taken(config, state, grad_norm, finite)
-        shares, factor = _shares(config, state), _gradient_factor(config, state, grad_norm)
-        states = state.opt_state.inner_states
-        new = {}
+        weights: Weights,
+        grads: Params,
+        shares: list[Scalar],
+        factor: Scalar,
+        taken: Bool[Array, ''],
+    ) -> Weights:
+        states, new = weights.opt_state.inner_states, {}
         for label, update_part in ((MUON, muon), (ADAM, adamw)):
-            averages = {name: part(label, average) for name, average in state.ema.items()}
-            weights = Weights(part(label, state.params), states[label].inner_state, averages)
-            new[label] = update_part(weights, part(label, grads), shares, factor, taken)
+            averages = {name: part(label, average) for name, average in weights.ema.items()}
+            some = Weights(part(label, weights.params), states[label].inner_state, averages)
+            new[label] = update_part(some, part(label, grads), shares, factor, taken)
         inner = {label: states[label]._replace(inner_state=new[label].opt_state) for label in new}
-        return Updated(
+        return Weights(
             join(new[MUON].params, new[ADAM].params),
-            state.opt_state._replace(inner_states=inner),
-            {name: join(new[MUON].ema[name], new[ADAM].ema[name]) for name in state.ema},
-            copies,
-            grad_norm,
-            finite,
-            taken,
+            weights.opt_state._replace(inner_states=inner),
+            {name: join(new[MUON].ema[name], new[ADAM].ema[name]) for name in weights.ema},
+            weights.copies,
         )
 
     return update

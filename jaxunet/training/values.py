@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ml_collections import ConfigDict
 
-from jaxunet.config import Config, default_config, to_dict
+from jaxunet.config import Config, by_path, to_dict
 from jaxunet.config.config_file import ConfigFile
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
@@ -33,14 +33,14 @@ def chosen_values(recipe: Recipe, fields: Mapping[str, object], given: Source | 
       UserError: an unknown recipe or field, or a name that several sections have.
     """
     values = _read(recipe)
-    by_path = dict(fields_by_path(fields))
-    for path, value in by_path.items():
+    named = dict(fields_by_path(fields))
+    for path, value in named.items():
         section, _, name = path.rpartition('.')
         (values[section] if section else values)[name] = value
     model, names = values['model'], given.class_names if given is not None else ()
-    if names and 'model.num_classes' not in by_path and not model['num_classes']:
+    if names and 'model.num_classes' not in named and not model['num_classes']:
         model['num_classes'] = len(names)
-        if 'model.label_dropout' not in by_path:
+        if 'model.label_dropout' not in named:
             model['label_dropout'] = LABEL_DROPOUT
     return values
 
@@ -56,15 +56,13 @@ def _read(recipe: Recipe) -> Fields:
 
 def fields_by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
     """Returns the values of fields by their paths, such as data.path."""
-    known: dict[str, Any] = default_config().to_dict()
-    sections = {name: section for name, section in known.items() if isinstance(section, dict)}
-    paths = [f'{section}.{name}' for section, names in sections.items() for name in names]
-    paths += [name for name in known if name not in sections]
-    by_path: list[tuple[str, object]] = []
+    paths = list(by_path(Config()))
+    sections = {path.partition('.')[0] for path in paths if '.' in path}
+    found: list[tuple[str, object]] = []
     for given, value in fields.items():
         name = RENAMED.get(given, given)
         if name in sections and isinstance(value, Mapping):
-            by_path += fields_by_path({f'{name}.{field}': each for field, each in value.items()})
+            found += fields_by_path({f'{name}.{field}': each for field, each in value.items()})
             continue
         matches = [name] if name in paths else [p for p in paths if p.endswith(f'.{name}')]
         if name in sections:
@@ -75,5 +73,5 @@ def fields_by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
         if len(matches) > 1:
             either = ' or '.join(f"**{{'{path}': {value!r}}}" for path in matches)
             raise UserError(f'{name}: several sections have it; write {either}')
-        by_path.append((matches[0], value))
-    return by_path
+        found.append((matches[0], value))
+    return found

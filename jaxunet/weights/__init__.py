@@ -1,4 +1,7 @@
-"""Reads and writes weights of this and of other programs: files, and folders of diffusers."""
+"""Reads and writes weights of this and of other programs: files, and folders of diffusers.
+
+In all of these modules, `source` is the name of a file, with which the messages of errors begin.
+"""
 
 from jaxunet.weights.diffusers_folder import is_folder
 from jaxunet.weights.diffusers_output import names_folder

@@ -81,9 +81,6 @@ def _modules(config: Config) -> Iterator[Module]:
 def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """Infers the architecture from a state dict's names and shapes.
 
-    Args:
-      source: name of the file; error messages begin with it.
-
     Raises:
       UserError: a required tensor is missing or has an impossible shape, or the network is not
         supported here: it has a learned variance, or shuffles pixels into channels.

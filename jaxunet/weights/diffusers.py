@@ -89,7 +89,7 @@ def table(config: Config) -> list[Entry]:
 
 
 def _modules(config: Config) -> Iterator[Module]:
-    model, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
+    model, last = config.model, len(config.model.channel_mult) - 1
     kind, layer = ('res_block', '') if model.resblock_updown else ('layer', '.conv')
     yield Module('time_embed_0', 'time_embedding.linear_1', 'layer')
     yield Module('time_embed_1', 'time_embedding.linear_2', 'layer')
@@ -103,9 +103,8 @@ def _modules(config: Config) -> Iterator[Module]:
             prefix = f'{direction}_blocks.{index}'
             for i in range(blocks):
                 yield Module(f'{direction}_{level}_res_{i}', f'{prefix}.resnets.{i}', 'res_block')
-                if level in levels:
-                    name = f'{direction}_{level}_attention_{i}'
-                    yield Module(name, f'{prefix}.attentions.{i}', 'attention')
+                name = f'{direction}_{level}_attention_{i}'
+                yield Module(name, f'{prefix}.attentions.{i}', 'attention')
             if index < last:
                 resampler = f'{prefix}.{direction}samplers.0{layer}'
                 yield Module(f'{direction}_{level}_resample', resampler, kind)

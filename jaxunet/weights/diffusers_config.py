@@ -41,9 +41,6 @@ ADVICE = 'give the folder of an unconditional or class-conditional UNet2DModel'
 def infer(unet: Mapping[str, Any], source: str) -> Inferred:
     """Returns the model that a `config.json` describes, up to its scheduler.
 
-    Args:
-      source: path of the file; error messages begin with it.
-
     Raises:
       UserError: a field is missing or has a value that our network does not have.
     """

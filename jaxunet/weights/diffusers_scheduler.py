@@ -112,7 +112,6 @@ def process_fields(scheduler: Mapping[str, Any], *, learned: bool, source: str) 
 
     Args:
       learned: the network predicts a variance, too.
-      source: path of the file; error messages begin with it.
 
     Raises:
       UserError: a process that is not implemented here.

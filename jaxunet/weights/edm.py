@@ -73,7 +73,7 @@ def table(config: Config) -> list[Entry]:
 
 
 def _modules(config: Config) -> Iterator[Module]:
-    model, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
+    model, last = config.model, len(config.model.channel_mult) - 1
     side = config.data.image_size[0]
     yield Module('time_embed_0', 'map_layer0', 'layer')
     yield Module('time_embed_1', 'map_layer1', 'layer')
@@ -89,7 +89,7 @@ def _modules(config: Config) -> Iterator[Module]:
             yield Module(f'down_{level - 1}_resample', f'{prefix}_down', 'res_block')
             yield Module(f'down_{level - 1}_residual', f'{prefix}_aux_residual', 'layer')
         for i in range(model.num_res_blocks):
-            yield from _block(f'down_{level}', i, f'{prefix}_block{i}', attends=level in levels)
+            yield from _block(f'down_{level}', i, f'{prefix}_block{i}')
     for level in range(last, -1, -1):
         res = side >> level
         prefix = f'dec.{res}x{res}'
@@ -100,26 +100,19 @@ def _modules(config: Config) -> Iterator[Module]:
         else:
             yield Module(f'up_{level + 1}_resample', f'{prefix}_up', 'res_block')
         for i in range(model.num_res_blocks + 1):
-            attends = level in levels and (
-                model.decoder_attention == 'all' or i == model.num_res_blocks
-            )
-            yield from _block(f'up_{level}', i, f'{prefix}_block{i}', attends=attends)
+            yield from _block(f'up_{level}', i, f'{prefix}_block{i}')
     song = model.label_position == 'input'
     yield Module('norm_out', f'dec.{side}x{side}_aux_norm' if song else 'out_norm', 'layer')
     yield Module('conv_out', f'dec.{side}x{side}_aux_conv' if song else 'out_conv', 'layer')
 
 
-def _block(ours: str, i: int, theirs: str, *, attends: bool) -> Iterator[Module]:
+def _block(ours: str, i: int, theirs: str) -> Iterator[Module]:
     yield Module(f'{ours}_res_{i}', theirs, 'res_block')
-    if attends:
-        yield Module(f'{ours}_attention_{i}', theirs, 'attention')
+    yield Module(f'{ours}_attention_{i}', theirs, 'attention')
 
 
 def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """Infers the architecture from a state dict's names and shapes.
-
-    Args:
-      source: name of the file; error messages begin with it.
 
     Raises:
       UserError: a required tensor is missing or has an impossible shape, or the network is not

@@ -72,9 +72,6 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     super-resolution network with a learned variance looks like a plain network of twice the image
     channels, and is inferred as such; `settle_super_resolution` corrects this.
 
-    Args:
-      source: name of the file; error messages begin with it.
-
     Raises:
       UserError: a required tensor is missing or has an impossible shape, or the network is a
         classifier.
@@ -137,7 +134,6 @@ def settle_super_resolution(
       inferred: the model from `infer`.
       known: the config that the file's model must have; None = it is inferred.
       stated: what else is stated about the model.
-      source: name of the file; error messages begin with it.
 
     Raises:
       UserError: the config is of a plain network, but the file's network is for super-resolution.

@@ -70,7 +70,6 @@ class Shapes:
     """The shapes of a state dict by name, with checked look-ups.
 
     Args:
-      source: name of the file; error messages begin with it.
       program: the program whose names are expected.
     """
 
@@ -114,7 +113,6 @@ def stated_config(
     """Returns the config of a foreign file, and the assumptions behind it.
 
     Args:
-      source: name of the file; error messages begin with it.
       stated: facts that the shapes do not show.
       order_known: True if the order of qkv's rows is stated or has no effect.
       preset: the published model whose file has this name; None if there is none.
@@ -237,9 +235,6 @@ def config_like(inferred: Inferred, source: str, like: Config) -> Config:
     """Returns the config of a state dict, with `like`'s values for what the shapes do not show.
 
     The objective is `like`'s if the other programs have it, and otherwise the usual one.
-
-    Args:
-      source: name of the file; error messages begin with it.
 
     Raises:
       UserError: a run of `like` cannot start from this network.

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict as flatten
+from flax.traverse_util import unflatten_dict as unflatten
 from jaxtyping import PyTree
 
 from jaxunet.config import Config
@@ -26,7 +28,6 @@ from jaxunet.runtime.errors import UserError, itemized
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
 Tree = dict[str, PyTree]  # nested dicts of arrays
-Leaves = dict[Path, PyTree]  # the arrays of a tree by path
 SHOWN = 5  # problems that an error message lists
 # Numbers of axes of length 1 that torch appends to our matrices: for a 1×1 convolution, and for a
 # 1-D convolution over the pixels.
@@ -115,35 +116,12 @@ def shapes_of(network: Encoder, side: int, *labels: jax.ShapeDtypeStruct) -> Map
     return {path: tuple(leaf.shape) for path, leaf in flatten(made['params']).items()}
 
 
-def flatten(tree: Mapping[str, object], prefix: Path = ()) -> Leaves:
-    """Returns the leaves of a nested dict by path."""
-    leaves: Leaves = {}
-    for key, value in tree.items():
-        leaves |= (
-            flatten(value, (*prefix, key))
-            if isinstance(value, Mapping)
-            else {(*prefix, key): value}
-        )
-    return leaves
-
-
-def unflatten(leaves: Mapping[Path, object]) -> Tree:
-    """Builds the nested dict; the inverse of `flatten`."""
-    tree: Tree = {}
-    for path, value in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return tree
-
-
 def adm_encoder(config: Config) -> Iterator[Module]:
     """Yields the modules of guided-diffusion and unet.cu up to the middle, in their order.
 
     Modules without parameters are included; `entries` skips them.
     """
-    model, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
+    model, last = config.model, len(config.model.channel_mult) - 1
     resample = 'res_block' if model.resblock_updown else 'layer'
     yield Module('time_embed_0', 'time_embed.0', 'layer')
     yield Module('time_embed_1', 'time_embed.2', 'layer')
@@ -156,8 +134,7 @@ def adm_encoder(config: Config) -> Iterator[Module]:
     for level in range(last + 1):
         for i in range(model.num_res_blocks):
             yield Module(f'down_{level}_res_{i}', f'input_blocks.{index}.0', 'res_block')
-            if level in levels:
-                yield Module(f'down_{level}_attention_{i}', f'input_blocks.{index}.1', 'attention')
+            yield Module(f'down_{level}_attention_{i}', f'input_blocks.{index}.1', 'attention')
             index += 1
         if level != last:
             yield Module(
@@ -181,8 +158,7 @@ def adm_modules(config: Config) -> Iterator[Module]:
     for level in range(last, -1, -1):
         for i in range(model.num_res_blocks + 1):
             yield Module(f'up_{level}_res_{i}', f'output_blocks.{index}.0', 'res_block')
-            if level in levels:
-                yield Module(f'up_{level}_attention_{i}', f'output_blocks.{index}.1', 'attention')
+            yield Module(f'up_{level}_attention_{i}', f'output_blocks.{index}.1', 'attention')
             if level > 0 and i == model.num_res_blocks:
                 place = 2 if level in levels else 1
                 yield Module(

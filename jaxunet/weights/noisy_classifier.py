@@ -104,7 +104,6 @@ def infer(shapes: Mapping[str, Shape], source: str, like: Config) -> tuple[Confi
     """Infers a classifier's config and number of classes from its names and shapes.
 
     Args:
-      source: name of the file; error messages begin with it.
       like: the config of the diffusion model whose images it classifies.
 
     Raises:

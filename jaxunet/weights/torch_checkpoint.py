@@ -35,7 +35,6 @@ def choose(tree: dict[Any, Any], ema: str, source: str, *, trained: bool = False
       tree: a state dict, or a dict that holds one or several state dicts.
       ema: '' = averaged weights if there are any; 'none' = the weights themselves; or the rate that
         is stored with the averages.
-      source: name of the file; error messages begin with it.
       trained: if the dict also has the state of an optimizer, '' means the weights themselves.
 
     Raises:

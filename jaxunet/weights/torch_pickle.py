@@ -131,9 +131,6 @@ class TorchPickle(PickleReader):
 def load(data: bytes, source: str) -> object:
     """Returns a pickle's object: dicts, lists, tuples, text, numbers and `TensorView`s.
 
-    Args:
-      source: name of the file; error messages begin with it.
-
     Raises:
       UserError: the pickle is damaged, or uses an opcode or global that a state dict does not need;
         the message names it and its byte.
@@ -146,9 +143,6 @@ def load(data: bytes, source: str) -> object:
 
 def check_views(views: Mapping[Any, object], source: str) -> dict[str, TensorView]:
     """Checks that a dict holds only tensors with elements, and that a small file stays small.
-
-    Args:
-      source: name of the file; error messages begin with it.
 
     Returns:
       The dict.

@@ -139,9 +139,6 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
 
     Everything except the numbers of channels is a constant of unet.cu's code.
 
-    Args:
-      source: name of the file; error messages begin with it.
-
     Raises:
       UserError: a required tensor is missing, or unet.cu has no such network.
     """
