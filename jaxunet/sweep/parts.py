@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.markdown import table
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import folder, report
 from jaxunet.sweep.points import Axis, parse_axes, show
@@ -75,7 +74,7 @@ def _overview(sweeps: dict[str, Sweep]) -> str:
         rate = best['images_per_s']
         slowest = min(row['images_per_s'] for row in sweep.done)
         body.append((part, chosen, f'{rate:,.1f}', f'×{rate / slowest:.3g}'))
-    return table(('part', 'best', 'images/s', 'of the slowest'), body)
+    return report.table(('part', 'best', 'images/s', 'of the slowest'), body)
 
 
 def chapter(text: str, part: str) -> str:

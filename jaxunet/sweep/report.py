@@ -6,13 +6,14 @@ The page shows the best point, the effect of each option, all points and the fai
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import pathlib
 import shlex
 from collections.abc import Sequence
 
 from jaxunet.profile.report import read_csv, side_by_side
-from jaxunet.runtime.markdown import table
+from jaxunet.runtime.markdown import table as table_of
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import plots
@@ -39,6 +40,7 @@ COLUMNS = (
     'reason',
     'key',
 )
+table = functools.partial(table_of, rule='---')  # as in the reports of earlier versions
 
 
 def write(sweep: Sweep, directory: pathlib.Path, *, plot: bool) -> list[pathlib.Path]:
