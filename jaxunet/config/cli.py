@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import itertools
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from absl import flags, logging
 from ml_collections import config_flags
@@ -16,6 +15,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import recipes, schema
 from jaxunet.config.config_file import ConfigFile, config_error
+from jaxunet.config.fields import similar_fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
@@ -47,7 +47,7 @@ def _check_overrides(argv: Sequence[str]) -> None:
             continue
         field = match[1]
         if field not in values:
-            raise UserError(f'--config.{field}: unknown field{_similar_fields(field, values)}')
+            raise UserError(f'--config.{field}: unknown field{similar_fields(field, values)}')
         if field in seen and isinstance(values[field], tuple):
             raise UserError(
                 f'--config.{field}: given twice, which would join the values; '
@@ -74,14 +74,6 @@ def _with_new_names(argv: Sequence[str]) -> list[str]:
         return f'--config.{RENAMED[field]}{equals}{value}'
 
     return [renamed(argument) for argument in argv]
-
-
-def _similar_fields(field: str, known: Iterable[str]) -> str:
-    """Returns '; did you mean ...?' with fields of the same name elsewhere, or similar ones."""
-    name = field.rsplit('.', maxsplit=1)[-1]
-    similar = [f for f in known if f.rsplit('.', maxsplit=1)[-1] == name]
-    similar = similar or difflib.get_close_matches(field, known, n=3)
-    return f'; did you mean {" or ".join(similar)}?' if similar else ''
 
 
 class _Tuples(TupleParser):

@@ -18,6 +18,14 @@ MISTAKES = [
         ['jaxunet.train', '--config.model.base_chanels=3'],
         '--config.model.base_chanels: unknown field; did you mean model.base_channels',
     ),
+    (
+        ['jaxunet.train', '--config.train.stepz=3'],
+        '--config.train.stepz: unknown field; did you mean train.steps?',
+    ),
+    (
+        ['jaxunet.train', '--config.optimizer.lr=3'],
+        '--config.optimizer.lr: unknown field; optimizer has name, learning_rate, ',
+    ),
     (['jaxunet.train', '--config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
     (['jaxunet.train', '-config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
     (
