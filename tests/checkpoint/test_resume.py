@@ -246,6 +246,7 @@ def test_changing_the_precision_resets_the_loss_scale(run, source):
 
 
 def test_another_model_in_the_workdir_is_refused(run, source):
+    run = run.rename(run.parent / 'my run')
     with pytest.raises(
         UserError,
         match=r'holds a run with another config:\n  model.base_channels: 8 -> 16\nChoose another '
@@ -254,7 +255,8 @@ def test_another_model_in_the_workdir_is_refused(run, source):
         train(config_of(model={'base_channels': 16}), run, source)
     with pytest.raises(
         UserError,
-        match=r'optimizer.name: .*\nChoose .*, or start from its weights with --config.init_from=',
+        match=r'optimizer.name: .*\nChoose .*, or start from its weights with '
+        r"--config.init_from='.*my run'",
     ):
         train(config_of(optimizer={'name': 'adam'}), run, source)
 
