@@ -30,18 +30,21 @@ def _check_overrides(argv: Sequence[str]) -> None:
     ml_collections reports the same mistakes, but with less detail.
 
     Raises:
-      UserError: `--config=FILE` names no Python file, or `--config.a.b=...` an unknown field, a
-        section, or a tuple field that was set before.
+      UserError: `--config=FILE` names no Python file or is given twice, or `--config.a.b=...` names
+        an unknown field, a section, or a tuple field that was set before.
     """
     defaults = schema.Config()
     values = schema.to_dict(defaults) | schema.by_path(defaults)
-    seen = set[str]()
+    seen, files = set[str](), list[str]()
     for argument, following in itertools.pairwise([*argv[1:], '']):
         file = following if argument == '--config' else ''
         if argument.startswith('--config='):
             file = argument.removeprefix('--config=')
         if file:
             recipes.located(expanded(file))
+            files.append(file)
+        if len(files) > 1:
+            raise UserError(f'--config: {files[0]} and {files[1]} are given; give one of them')
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
         if match is None:
             continue

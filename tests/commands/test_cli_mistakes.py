@@ -34,6 +34,10 @@ MISTAKES = [
     ),
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
     (['jaxunet.train', '--config=nowhere.py'], 'no file or recipe nowhere.py; recipes: '),
+    (
+        ['jaxunet.train', '--config', 'digits', '--config.train.steps=2', '--config=images'],
+        '--config: digits and images are given; give one of them',
+    ),
     (['jaxunet.train', '--config', 'imges'], 'recipes: cifar10, digits, edm_cifar10, elephants64'),
     (
         ['jaxunet.train', '--data.batch_size=4'],
