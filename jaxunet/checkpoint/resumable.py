@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 
 from jaxunet.config import Config, diff
 from jaxunet.runtime.errors import UserError
@@ -68,7 +69,7 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
         fixed += [c for c in changes if c.startswith('data.labels:')]
     if fixed:
         advice = (
-            f', or start from its weights with --config.init_from={workdir}'
+            f', or start from its weights with --config.init_from={shlex.quote(str(workdir))}'
             if not needed_fields(saved, now)
             else '; its weights do not fit this model'
         )

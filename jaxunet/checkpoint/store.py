@@ -15,7 +15,9 @@ It is an error if none of a workdir's checkpoints can be read, or the system ref
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -347,6 +349,9 @@ class Checkpoints:
 
     def _first_line(self, error: BaseException) -> str:
         text = str(error).strip().replace(str(self._place()), str(self.workdir))
+        # TensorStore states the reason of the system last, after long paths.
+        if code := re.search(r"os_error_code='(\d+)'", text):
+            return os.strerror(int(code[1]))
         return f'{type(error).__name__}: {text.splitlines()[0] if text else ""}'[:MAX_REASON]
 
 

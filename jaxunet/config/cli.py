@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import itertools
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from absl import flags, logging
 from ml_collections import config_flags
@@ -16,6 +15,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import recipes, schema
 from jaxunet.config.config_file import ConfigFile, config_error
+from jaxunet.config.fields import similar_fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import command
 from jaxunet.runtime.errors import UserError
@@ -30,24 +30,27 @@ def _check_overrides(argv: Sequence[str]) -> None:
     ml_collections reports the same mistakes, but with less detail.
 
     Raises:
-      UserError: `--config=FILE` names no Python file, or `--config.a.b=...` an unknown field, a
-        section, or a tuple field that was set before.
+      UserError: `--config=FILE` names no Python file or is given twice, or `--config.a.b=...` names
+        an unknown field, a section, or a tuple field that was set before.
     """
     defaults = schema.Config()
     values = schema.to_dict(defaults) | schema.by_path(defaults)
-    seen = set[str]()
+    seen, files = set[str](), list[str]()
     for argument, following in itertools.pairwise([*argv[1:], '']):
         file = following if argument == '--config' else ''
         if argument.startswith('--config='):
             file = argument.removeprefix('--config=')
         if file:
             recipes.located(expanded(file))
+            files.append(file)
+        if len(files) > 1:
+            raise UserError(f'--config: {files[0]} and {files[1]} are given; give one of them')
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
         if match is None:
             continue
         field = match[1]
         if field not in values:
-            raise UserError(f'--config.{field}: unknown field{_similar_fields(field, values)}')
+            raise UserError(f'--config.{field}: unknown field{similar_fields(field, values)}')
         if field in seen and isinstance(values[field], tuple):
             raise UserError(
                 f'--config.{field}: given twice, which would join the values; '
@@ -74,14 +77,6 @@ def _with_new_names(argv: Sequence[str]) -> list[str]:
         return f'--config.{RENAMED[field]}{equals}{value}'
 
     return [renamed(argument) for argument in argv]
-
-
-def _similar_fields(field: str, known: Iterable[str]) -> str:
-    """Returns '; did you mean ...?' with fields of the same name elsewhere, or similar ones."""
-    name = field.rsplit('.', maxsplit=1)[-1]
-    similar = [f for f in known if f.rsplit('.', maxsplit=1)[-1] == name]
-    similar = similar or difflib.get_close_matches(field, known, n=3)
-    return f'; did you mean {" or ".join(similar)}?' if similar else ''
 
 
 class _Tuples(TupleParser):

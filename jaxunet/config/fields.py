@@ -1,8 +1,9 @@
 """Facts about a field beside its type and default, which the schema states with `option`."""
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,3 +91,24 @@ def stated(**facts: Any) -> dict[str, Facts]:
 def facts_of(field: 'dataclasses.Field[Any]') -> Facts:
     """Returns the facts of a field that may have been made without `option`."""
     return field.metadata.get('facts', Facts())
+
+
+def similar_fields(path: str, known: Collection[str]) -> str:
+    """Returns advice about an unknown field, which begins with '; ', or ''.
+
+    The advice names the fields of the same name elsewhere, those of its section with a similar
+    name, or all of its section.
+
+    Args:
+      path: the field as given, such as `optimizer.lr`.
+      known: the paths of all fields.
+    """
+    section, _, name = path.rpartition('.')
+    siblings = [f for f in known if section and f.startswith(f'{section}.')]
+    names = {f: f.rpartition('.')[2] for f in siblings or known}
+    close = difflib.get_close_matches(name, set(names.values()), n=3)
+    similar = [f for f in known if f.rpartition('.')[2] == name]
+    similar = similar or [f for each in close for f in names if names[f] == each]
+    if similar:
+        return f'; did you mean {" or ".join(similar)}?'
+    return f'; {section} has {", ".join(names.values())}' if siblings else ''

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,7 +121,7 @@ def keep_classes(
             f'  labels 0, 1, ... of the run: {listed(saved)}\n'
             f'  labels 0, 1, ... of {shown_path(config.data.path)}: {listed(now)}\n'
             f'Give it the same names in the same order{order}, choose another --workdir, '
-            f'or start from its weights with --config.init_from={workdir}'
+            f'or start from its weights with --config.init_from={shlex.quote(str(workdir))}'
         )
     return max(saved, now, key=len)
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -281,8 +282,8 @@ def _image_members(
                 f'{members.path}: {len(names)} images or more, which take over '
                 f'{MAX_MEMORY / 2**30:g} GiB of memory at {shape[0]}x{shape[1]}x{shape[2]}, as a '
                 'compressed tar cannot be read at random; convert it with `python -m '
-                f'jaxunet.prepare_data --input {members.path} --output images.npz '
-                f'--image_size {shape[0]},{shape[1]}`'
+                f'jaxunet.prepare_data --input {shlex.quote(str(members.path))} '
+                f'--output images.npz --image_size {shape[0]},{shape[1]}`'
             )
         yield f'{members.path}: {printable(member.name)}', start + members.read(member, member.size)
 

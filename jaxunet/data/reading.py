@@ -106,7 +106,7 @@ class Reading(NamedTuple):
                 f'{name}: expected values from {low:g} to {high:g}'
                 f'{"" if self.range else f", the range of {values.dtype} without data.range"}, '
                 f'found {least:g} to {most:g}; set data.range to the lowest and the highest value '
-                'of the set'
+                'of the set, or scale the values'
             )
         return low, high
 

@@ -6,6 +6,7 @@ The section `evaluation` of the run's config sets how; options can replace its f
 from __future__ import annotations
 
 import pathlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def measure_averages(
         raise UserError(
             f'--checkpoint: {path} is a file, expected a workdir or a checkpoint in one, whose '
             'config says how to measure it; draw samples of a weight file by python -m '
-            f'jaxunet.sample --checkpoint {path}, and give them to --samples'
+            f'jaxunet.sample --checkpoint {shlex.quote(path)}, and give them to --samples'
         )
     restored = checkpoint.read(path)
     fields = to_dict(restored.config) | changes

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import math
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +94,8 @@ class SameSize(ImageFiles):
             raise UserError(
                 f'{name}: expected {wanted[0]}x{wanted[1]} pixels (height x width) as the first '
                 f'image has, found {found[0]}x{found[1]}; bring all to one size: python -m '
-                f'jaxunet.prepare_data --input {self.name} --output images.npz --image_size ...'
+                f'jaxunet.prepare_data --input {shlex.quote(self.name)} --output images.npz '
+                '--image_size ...'
             )
         return super()._one(i, crop)
 

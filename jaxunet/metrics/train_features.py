@@ -13,6 +13,7 @@ from __future__ import annotations
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
 import functools
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -133,7 +134,8 @@ def main(argv: Sequence[str]) -> None:
             f'with the scores of an image and its mirror image added: {done.mirrored_accuracy:.4f}'
         )
     name = f'{CLASSIFIER}-{download.digest(target, "sha256")[:8]}'
-    print(f'{target}: features {name}, for python -m jaxunet.evaluate --features {target}')
+    quoted = shlex.quote(str(target))
+    print(f'{target}: features {name}, for python -m jaxunet.evaluate --features {quoted}')
 
 
 class _Data(NamedTuple):

@@ -192,6 +192,8 @@ class Model:
         if n < 1 or batch_size < 1:
             name, value = ('n', n) if n < 1 else ('batch_size', batch_size)
             raise UserError(f'{name}: expected 1 or more, found {value}')
+        if not (guide is None or isinstance(guide, Model)):
+            raise UserError(f'guide: expected a model, as of jaxunet.load(PATH), found {guide!r}')
         if guide is None:
             check_can_be_guided(self.config, guidance_scale, 'guidance_scale')
         labels = self._labels(class_labels, n)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.checks import INVALID
+from jaxunet.config.fields import similar_fields
 from jaxunet.config.schema import Fields
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
 
 JIT = 'jit'
@@ -180,11 +181,7 @@ def _kind(name: str) -> object:
     if name in sections:
         example = next(path for path in known if path.startswith(f'{name}.'))
         raise UserError(f'--vary {name}: is a section; vary one of its fields, e.g. {example}')
-    last = name.rsplit('.', 1)[-1]
-    same = [path for path in known if path.split('.')[-1] == last]
-    hint = (
-        f'; did you mean {" or ".join(same)}?' if same else near_misses(name, [*known, *OWN_AXES])
-    )
+    hint = similar_fields(name, [*known, *OWN_AXES])
     raise UserError(
         f'--vary {name}: unknown field{hint}'
         + ('' if hint else f'; expected a field of the config, or {" or ".join(OWN_AXES)}')

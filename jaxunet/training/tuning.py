@@ -12,6 +12,7 @@ from collections.abc import Collection, Set
 from absl import logging
 from ml_collections import ConfigDict
 
+from jaxunet.checkpoint.load import check_exists
 from jaxunet.checkpoint.newest import config_at
 from jaxunet.config import Config, to_dict
 from jaxunet.config.consistency import FINEST, NEEDS_WEIGHTS, check_teacher, chosen_q, chosen_stages
@@ -19,6 +20,7 @@ from jaxunet.config.schema import FACTS, Fields
 from jaxunet.data.arrays import NAME
 from jaxunet.data.automatic import OPEN, as_text, value_at, with_values
 from jaxunet.runtime.errors import UserError
+from jaxunet.weights.hub import on_this_machine
 
 DEFAULTS = to_dict(Config())
 OBJECTIVE, OF, Q, STAGES = (
@@ -170,6 +172,7 @@ def _prediction(start: Config | None, init_from: object) -> str:
     if not init_from:
         raise UserError(NEEDS_WEIGHTS)
     if start is None:
+        check_exists(on_this_machine(str(init_from)))
         raise UserError(
             f'init_from: {init_from}: expected the run, the checkpoint or the weights of a model '
             'that predicts edm or flow, found none there that says so'

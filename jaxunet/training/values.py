@@ -68,7 +68,7 @@ def fields_by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
         if name in sections:
             raise UserError(f'{name}: is a section; expected a dict of its fields, found {value!r}')
         if not matches:
-            names = [*paths, *(path.rpartition('.')[2] for path in paths)]
+            names = {*paths, *(path.rpartition('.')[2] for path in paths)}
             raise UserError(f'{name}: unknown field{near_misses(name, names)}')
         if len(matches) > 1:
             either = ' or '.join(f"**{{'{path}': {value!r}}}" for path in matches)

@@ -158,6 +158,8 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((4, 4))}, 'mask: expected the size'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((8, 8))}, 'mask: nothing to redraw'),
         ({'low_res': np.zeros((1, 4, 4))}, 'low_res: the model draws from noise alone'),
+        ({'init_image': np.full((8, 8), 9.0)}, 'of the set, or scale the values'),
+        ({'guide': 'runs/weak'}, "guide: expected a model, as of jaxunet.load(PATH), found 'runs"),
         ({'seed': -1}, 'seed'),
     ],
 )

@@ -226,6 +226,7 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
         ('digits:', {'labels': [0]}, 'belong to arrays'),
         ('digits:', {'labels': 'kind'}, r'data\.labels: kind chooses the labels of image files'),
         (digits(4), {'batch_sise': 4}, 'batch_sise: unknown field; did you mean "batch_size"'),
+        (digits(4), {'stepz': 4}, 'stepz: unknown field; did you mean "steps"[?]$'),
         (digits(4), {'batch_size': 4}, r"several sections have it; write \*\*{'data.batch_size'"),
         (digits(4), {'config': 'imges'}, 'no file or recipe imges'),
         (digits(4), {'data': 3}, 'data: is a section'),

@@ -18,6 +18,14 @@ MISTAKES = [
         ['jaxunet.train', '--config.model.base_chanels=3'],
         '--config.model.base_chanels: unknown field; did you mean model.base_channels',
     ),
+    (
+        ['jaxunet.train', '--config.train.stepz=3'],
+        '--config.train.stepz: unknown field; did you mean train.steps?',
+    ),
+    (
+        ['jaxunet.train', '--config.optimizer.lr=3'],
+        '--config.optimizer.lr: unknown field; optimizer has name, learning_rate, ',
+    ),
     (['jaxunet.train', '--config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
     (['jaxunet.train', '-config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
     (
@@ -26,6 +34,10 @@ MISTAKES = [
     ),
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
     (['jaxunet.train', '--config=nowhere.py'], 'no file or recipe nowhere.py; recipes: '),
+    (
+        ['jaxunet.train', '--config', 'digits', '--config.train.steps=2', '--config=images'],
+        '--config: digits and images are given; give one of them',
+    ),
     (['jaxunet.train', '--config', 'imges'], 'recipes: cifar10, digits, edm_cifar10, elephants64'),
     (
         ['jaxunet.train', '--data.batch_size=4'],

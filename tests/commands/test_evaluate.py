@@ -50,10 +50,13 @@ def test_grey_files_become_rgb(tmp_path):
 @pytest.mark.parametrize('form', ['folder', 'tar.xz'])
 def test_images_of_several_sizes_are_refused(form, tmp_path):
     files = {'a.png': encoded(pixels(1, 0)[0]), 'b.png': encoded(pixels(1, 0, (16, 20, 3))[0])}
+    (folder := tmp_path / 'my set').mkdir()
     with pytest.raises(
-        UserError, match=r'b\.png: expected 16x16 pixels .*, found 16x20; bring all to one size'
+        UserError,
+        match=r'b\.png: expected 16x16 pixels .*, found 16x20; bring all to one size: .*'
+        r"--input '.*my set.*' --output",
     ):
-        loaded(put(tmp_path, files, form))
+        loaded(put(folder, files, form))
 
 
 def test_arrays_at_their_own_size(tmp_path):

@@ -98,11 +98,11 @@ def test_what_is_no_archive_may_follow_a_tar(tmp_path):
 
 def test_a_compressed_tar_that_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(image_files, 'MAX_MEMORY', 3 * 16 * 16 * 3)
-    path = write_tar(tmp_path / 'x.tar.gz', {f'{i}.png': PNG for i in range(5)}, 'gz')
+    path = write_tar(tmp_path / 'my x.tar.gz', {f'{i}.png': PNG for i in range(5)}, 'gz')
     fails(
         path,
         r'4 images or more, which take over .* GiB of memory at 16x16x3.*python -m '
-        r'jaxunet.prepare_data --input .*x.tar.gz',
+        r"jaxunet.prepare_data --input '.*my x.tar.gz' --output ",
     )
 
 

@@ -44,9 +44,11 @@ def test_values_are_read_as_the_type_of_their_field():
     [
         (
             'data.batch_sise=8',
-            '--vary data.batch_sise: unknown field; did you mean "data.batch_size"',
+            '--vary data.batch_sise: unknown field; did you mean data.batch_size?',
         ),
         ('num_workers=8', '--vary num_workers: unknown field; did you mean data.num_workers?'),
+        ('num_workrs=8', '--vary num_workrs: unknown field; did you mean data.num_workers?'),
+        ('ema.zzz=8', '--vary ema.zzz: unknown field; ema has rates, warmup, '),
         (
             'zzz=8',
             '--vary zzz: unknown field; expected a field of the config, or jit or batch_per_device',

@@ -154,7 +154,8 @@ def test_an_open_objective_is_that_of_a_tuned_network():
     ('start', 'changes', 'message'),
     [
         (None, {'init_from': ''}, 'diffusion.objective: consistency tunes a trained network: set '),
-        (None, {}, 'init_from: runs/teacher: expected the run, .*, found none there that says so'),
+        (None, {}, 'runs/teacher: no such file or folder'),
+        (None, {'init_from': '.'}, 'init_from: .: expected the run, .*, found none there'),
         (Config(), {}, 'init_from: runs/teacher: .* predicts edm or flow, found epsilon'),
     ],
 )
