@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
 from jaxunet.checkpoint.keeping import Keeping, Scores, reading, remove_unread
 from jaxunet.checkpoint.meta import CHECKSUM, RunFacts, read_meta, sealed
-from jaxunet.checkpoint.refused import RefusedError, raise_if_whole
+from jaxunet.checkpoint.refused import IN_TEXT, RefusedError, raise_if_whole
 from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_config, traced
 from jaxunet.checkpoint.writer import Writer, read_state, to_disk
 from jaxunet.config import Config, resolve, to_dict
@@ -343,15 +342,13 @@ class Checkpoints:
     def _write_failure(self, error: Exception) -> str:
         steps = self.steps()
         good = f'the last good one is step {steps[0]}' if steps else 'there is no good one yet'
-        return (
-            f'a checkpoint could not be written to {self.folder}: {self._first_line(error)}; {good}'
-        )
+        # TensorStore states the system's reason last, after long paths.
+        match = IN_TEXT.search(str(error))
+        reason = os.strerror(int(match[1])) if match else self._first_line(error)
+        return f'a checkpoint could not be written to {self.folder}: {reason}; {good}'
 
     def _first_line(self, error: BaseException) -> str:
         text = str(error).strip().replace(str(self._place()), str(self.workdir))
-        # TensorStore states the reason of the system last, after long paths.
-        if code := re.search(r"os_error_code='(\d+)'", text):
-            return os.strerror(int(code[1]))
         return f'{type(error).__name__}: {text.splitlines()[0] if text else ""}'[:MAX_REASON]
 
 
