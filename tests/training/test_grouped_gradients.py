@@ -127,7 +127,6 @@ def test_the_last_call_computes_no_gradient_that_is_summed_early(name: str) -> N
     model = build_unet(full, choose('cuda', here=False).ops)
     params = jax.eval_shape(lambda: init_params(model, full, jax.random.key(0)))
     images = jnp.zeros((2, *full.image_shape))
-
     labels = jnp.zeros(2, jnp.int32) if full.model.num_classes else None
 
     def loss(params: Params) -> jax.Array:
@@ -145,6 +144,7 @@ def test_the_last_call_computes_no_gradient_that_is_summed_early(name: str) -> N
     assert sum(found) > 5
     assert not [late for late, known in zip(found, told, strict=True) if late and not known]
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    assert sum(s for s, late in zip(sizes, found, strict=True) if late) < 0.1 * sum(sizes)
     assert sum(s for s, known in zip(sizes, told, strict=True) if known) < 0.11 * sum(sizes)
 
 
