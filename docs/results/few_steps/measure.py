@@ -54,6 +54,8 @@ RESERVE = flags.DEFINE_float(
 )
 JUDGE = flags.DEFINE_string('judge', '', 'As of jaxunet.compare.queue.')
 NAMES = flags.DEFINE_list('sets', ['cifar10', 'objects64', 'elephants64', 'emoji64'], 'In turn.')
+SECONDS = flags.DEFINE_list('seconds', None, "Times of tuning, in place of the set's.")
+SEEDS = flags.DEFINE_multi_integer('seeds', None, "Seeds of tuning, in place of the set's.")
 RATES = flags.DEFINE_list('rates', ['2e-4', '6e-4', '2e-3'], 'Learning rates of tunings.')
 STEP_MS = flags.DEFINE_list(
     'step_ms', None, 'Milliseconds of a step of a teacher, and of a tuning.', required=True
@@ -264,6 +266,16 @@ def numbers(flag: str, texts: Sequence[str]) -> list[float]:
     return found
 
 
+def narrowed(images: Images) -> Images:
+    """Returns the set with the times and seeds that the flags ask for."""
+    changes: dict[str, Sequence[float]] = {}
+    if SECONDS.value:
+        changes['tuning'] = tuple(numbers('seconds', SECONDS.value))
+    if SEEDS.value:
+        changes['seeds'] = tuple(SEEDS.value)
+    return dataclasses.replace(images, **changes)
+
+
 def distance(measured: Sequence[rows.Row], run: Run) -> float:
     """Returns the Fréchet distance of a run in two evaluations."""
     key = (run.data, run.case, run.seed, TUNED[0])
@@ -292,7 +304,7 @@ def main(argv: Sequence[str]) -> int:
     work = output.parent / 'work'
     limit = Limit(LIMIT.value, RESERVE.value, began=BEGAN)
     problems: list[str] = []
-    for images in (SETS[name] for name in NAMES.value):
+    for images in (narrowed(SETS[name]) for name in NAMES.value):
         features = ROOT / images.features if images.features else f'{DATA.value}/features.npz'
         queue = Queue(
             output=output,
