@@ -17,13 +17,12 @@ OBJECTIVE_SAMPLERS = {
     'flow': 'heun',
     'consistency': 'consistency',
 }
-# The noise levels σ that `consistency` visits, by their number (ECT's for two).
-CONSISTENCY_LEVELS = {
-    1: (80.0,),
-    2: (0.821, 80.0),
-    3: (0.5, 2.5, 80.0),
-    4: (0.4, 1.1, 5.0, 80.0),
-}
+# The noise levels σ of `consistency`: of its first evaluation, and of those after it, by the number
+# of all: ECT's for two, and for larger images the best of some (docs/few_steps.md, "Noise levels").
+FIRST_LEVEL = 80.0
+CONSISTENCY_LEVELS = {1: (), 2: (0.821,), 3: (2.5, 0.5), 4: (5.0, 1.1, 0.4)}
+LARGE_LEVELS = {1: (), 2: (3.0,), 3: (5.0, 1.0), 4: (10.0, 2.5, 0.8)}
+LARGE = 64  # pixels of the shorter side
 # Usual steps. ddpm takes every timestep of a model, and 250 steps if it has none (edm, flow).
 DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'unipc': 20, 'heun': 20, 'consistency': 2}
 CONTINUOUS_STEPS = {**DEFAULT_STEPS, 'ddpm': 250}
@@ -34,6 +33,15 @@ def samplers_of(objective: str) -> tuple[str, ...]:
     """Returns the samplers that draw with models of an objective."""
     tuned = objective == 'consistency'
     return tuple(name for name in SAMPLERS if (name == 'consistency') == tuned)
+
+
+def usual_levels(steps: int, side: int) -> tuple[float, ...]:
+    """Returns σ of the evaluations of `consistency` after the first, highest first.
+
+    Args:
+      side: pixels of the image's shorter side.
+    """
+    return (LARGE_LEVELS if side >= LARGE else CONSISTENCY_LEVELS)[steps]
 
 
 class Choice(NamedTuple):

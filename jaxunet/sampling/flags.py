@@ -115,6 +115,12 @@ LOWER_ORDER_BELOW = flags.DEFINE_integer(
     'dpmpp_2m: with fewer steps than this, the step to the lowest noise level is first order; '
     f"default: {FEW_STEPS}; 11 = as the authors' code, 0 = never, as k-diffusion.",
 )
+LEVELS = flags.DEFINE_list(
+    'levels',
+    None,
+    'consistency: the noise levels after the first, as falling sigma, such as 3 or 5,1; instead of '
+    '--steps, which has its own.',
+)
 CLIP = flags.DEFINE_bool('clip', True, 'Clip the predicted image to [-1, 1] at every step.')
 GUIDANCE_SCALE = flags.DEFINE_float(
     'guidance_scale',
@@ -224,6 +230,7 @@ def sampler_config(config: Config) -> SamplerConfig:
         churn_range=_limits(CHURN_RANGE, '0.05,50'),
         churn_noise=CHURN_NOISE.value,
         lower_order_below=LOWER_ORDER_BELOW.value,
+        levels=None if LEVELS.value is None else _numbers(LEVELS, '5,1'),
         respacing=RESPACING.value,
         timesteps=timesteps,
         truncate=TRUNCATE.value,
@@ -242,13 +249,22 @@ def _limits(flag: flags.FlagHolder, example: str) -> tuple[float, float] | None:
     """Returns the two noise levels of a flag; None if it is not given."""
     if flag.value is None:
         return None
-    try:
-        low, high = map(float, flag.value)
-    except ValueError:
-        raise UserError(
-            f'--{flag.name}: expected two numbers such as {example}, found {",".join(flag.value)!r}'
-        ) from None
+    low, high = _numbers(flag, example, 2)
     return low, high
+
+
+def _numbers(flag: flags.FlagHolder, example: str, count: int = 0) -> tuple[float, ...]:
+    """Returns the numbers of a flag; `count` of them unless it is 0."""
+    try:
+        numbers = tuple(map(float, flag.value))
+    except ValueError:
+        numbers = ()
+    if not numbers or len(numbers) != (count or len(numbers)):
+        raise UserError(
+            f'--{flag.name}: expected {"two " if count else ""}numbers such as {example}, found '
+            f'{",".join(flag.value)!r}'
+        )
+    return numbers
 
 
 def _check_skips(options: SamplerConfig, model_steps: int) -> None:

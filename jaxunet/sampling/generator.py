@@ -35,6 +35,7 @@ from jaxunet.sampling.picture import (
     Picture,
     Schedule,
     after_evaluation,
+    beginning_with,
     make_schedule,
     start_state,
     with_kept_pixels,
@@ -55,8 +56,8 @@ SEGMENTS = 20  # compiled calls per batch; progress is reported after each
 def sampler_of(config: Config, sampler: SamplerConfig, *, weaker: bool = False) -> Sampler:
     """Returns the sampler of a model; raises `UserError` for options that do not fit the model."""
     diffusion = make_diffusion(config.diffusion)
-    classes = config.model.num_classes
-    return make_sampler(sampler, diffusion, num_classes=classes, weaker=weaker)
+    classes, side = config.model.num_classes, min(config.data.image_size)
+    return make_sampler(sampler, diffusion, num_classes=classes, weaker=weaker, side=side)
 
 
 class StoppedError(Exception):
@@ -127,6 +128,8 @@ class Generator:
     ) -> None:
         self.image_shape, self.low_res_shape = config.image_shape, config.low_res_shape
         self.reading = Reading.of(config)
+        if picture is not None and config.diffusion.objective == 'consistency':
+            sampler = beginning_with(picture, sampler)
         self.sampler = sampler_of(config, sampler, weaker=weaker is not None)
         self.guide, self.weaker = guide, weaker
         if weaker is not None:

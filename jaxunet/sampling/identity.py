@@ -9,13 +9,14 @@ import dataclasses
 
 from jaxunet.checkpoint.store import checksum
 from jaxunet.config import DiffusionConfig, ModelConfig
+from jaxunet.config.samplers import CONSISTENCY_LEVELS
 from jaxunet.config.schema import FACTS
 from jaxunet.model.unet import Params
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.low_res import LowRes
 
 # Sampling options that interrupted samples of earlier versions lack; left out where not in use.
-LATER_OPTIONS = ('churn_noise', 'lower_order_below', 'guidance_range')
+LATER_OPTIONS = ('churn_noise', 'lower_order_below', 'guidance_range', 'levels')
 
 
 def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
@@ -70,6 +71,8 @@ def identity(
         if not FACTS[f'model.{name}'].since or value != getattr(ModelConfig(), name)
     }
     sampler = dataclasses.asdict(generator.sampler.config)
+    if sampler['levels'] in CONSISTENCY_LEVELS.values():  # once the only ones
+        sampler['levels'] = None
     for name in LATER_OPTIONS:
         if sampler[name] is None:
             del sampler[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from jaxunet.config.samplers import (
     CONSISTENCY_LEVELS,
     CONTINUOUS_STEPS,
     DEFAULT_STEPS,
+    FIRST_LEVEL,
     OBJECTIVE_SAMPLERS,
     SAMPLERS,
     samplers_of,
@@ -41,6 +43,7 @@ OWNERS = {
     'churn_range': ('heun',),
     'churn_noise': ('heun',),
     'lower_order_below': ('dpmpp_2m',),
+    'levels': ('consistency',),
 }
 
 
@@ -65,7 +68,7 @@ class SamplerConfig:
     # Quantity with a uniform stride where steps are skipped: t (linear) | √t (quadratic) |
     # log σ (log_snr) | σ^(1/7) (karras). Defaults: linear for ddpm and ddim, log_snr for dpmpp_2m
     # and unipc, karras for heun; edm: karras, or log_snr; flow: linear, or log_snr too, and karras
-    # with churn. The levels of consistency are fixed.
+    # with churn. Not for consistency, which has levels.
     skip_schedule: str | None = None
     # ddpm only: fixed_small | fixed_large | learned; default learned if the model has it, else
     # fixed_small.
@@ -83,6 +86,9 @@ class SamplerConfig:
     # dpmpp_2m only: the fewest steps with a second-order step to the lowest noise level; 0 = always
     # second order; default solvers.FEW_STEPS.
     lower_order_below: int | None = None
+    # consistency only: σ of the evaluations after the first, which is at 80; falling. Default by
+    # the steps and the size of the images (jaxunet.config.samplers.usual_levels).
+    levels: tuple[float, ...] | None = None
     # guided-diffusion's timestep_respacing, such as '250', '10,20,30' or 'ddim50', or ddpm-torch's
     # 'linear50' and 'quadratic50'; replaces steps and skip_schedule.
     respacing: str | None = None
@@ -237,7 +243,8 @@ def _continuous(config: SamplerConfig, name: str, diffusion: Diffusion) -> Sampl
             f'diffusion.objective={diffusion.objective} does not have; use steps'
         )
     if name == 'consistency':
-        return dataclasses.replace(config, steps=config.steps or CONTINUOUS_STEPS[name])
+        steps = CONTINUOUS_STEPS[name] if config.levels is None else len(config.levels) + 1
+        return dataclasses.replace(config, steps=config.steps or steps)
     allowed = SPACINGS[diffusion.objective]
     schedule = DEFAULT_SKIP_SCHEDULES[name] if name in ('dpmpp_2m', 'unipc') else allowed[0]
     if config.churn:  # raises σ, which must be finite
@@ -264,16 +271,28 @@ def _check_consistency(config: SamplerConfig, name: str, diffusion: Diffusion) -
         )
     if name != 'consistency':
         return
-    most = max(CONSISTENCY_LEVELS)
-    if config.steps is not None and not 1 <= config.steps <= most:
+    most, levels = max(CONSISTENCY_LEVELS), config.levels
+    if levels is not None:
+        falling = (FIRST_LEVEL, *levels, 0.0)
+        if not all(high > low for high, low in itertools.pairwise(falling)):
+            raise UserError(
+                f'levels: expected falling noise levels below {FIRST_LEVEL:g} and above 0, such as '
+                f'3, found {", ".join(f"{level:g}" for level in levels)}'
+            )
+        if config.steps not in (None, len(levels) + 1):
+            raise UserError(
+                f'steps: expected {len(levels) + 1}, one more than levels, found {config.steps}; '
+                'leave one of them out'
+            )
+    elif config.steps is not None and not 1 <= config.steps <= most:
         raise UserError(
             f'steps: expected 1 to {most}, as many as sampler=consistency has noise levels for, '
-            f'found {config.steps}'
+            f'found {config.steps}; or give the levels'
         )
     if config.skip_schedule is not None:
         raise UserError(
-            f'skip_schedule: {config.skip_schedule} spaces noise levels, which '
-            'sampler=consistency has fixed; leave it out'
+            f'skip_schedule: {config.skip_schedule} spaces noise levels, of which '
+            'sampler=consistency has few; leave it out, or set levels'
         )
     folded = diffusion.config.consistency_guidance
     check_guidance(config.guidance_scale, 'guidance_scale', folded)

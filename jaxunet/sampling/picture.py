@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float64, Int, UInt
 
+from jaxunet.config.samplers import FIRST_LEVEL
 from jaxunet.data.crop import Pixels
 from jaxunet.data.images import from_pixels
 from jaxunet.data.picture import Redraw
 from jaxunet.diffusion.levels import signal_and_noise
 from jaxunet.diffusion.process import Images
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import Keys, Sampler, State, initial_noise, initial_state
 from jaxunet.sampling.solvers import Coefficients
 
@@ -64,6 +67,15 @@ class Picture:
     strength: float | None = None
     resample: int | None = None
     jump_length: int | None = None
+
+    def start(self) -> float:
+        """Returns the strength, or its default; raises `UserError` if it is out of range."""
+        strength = self.strength
+        if strength is None:
+            strength = STRENGTH if self.redraw is None else 1.0
+        if not 0 < strength <= 1:
+            raise UserError(f'strength: expected more than 0 and at most 1, found {strength}')
+        return strength
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +122,17 @@ def _digest(pixels: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()[:16]
 
 
+def beginning_with(picture: Picture, sampler: SamplerConfig) -> SamplerConfig:
+    """Returns the options of a consistency model, which can begin at any noise level.
+
+    Without steps or levels, it jumps from that of the strength; a strength of 1 changes nothing.
+    """
+    level = math.tan(picture.start() * math.pi / 2)
+    if sampler.steps is not None or sampler.levels is not None or level >= FIRST_LEVEL:
+        return sampler
+    return dataclasses.replace(sampler, levels=(level,))
+
+
 def make_schedule(sampler: Sampler, picture: Picture) -> Schedule:
     """Returns the evaluations that redraw a picture.
 
@@ -118,12 +141,7 @@ def make_schedule(sampler: Sampler, picture: Picture) -> Schedule:
     Raises:
       UserError: a strength or a number of repetitions out of range.
     """
-    masked = picture.redraw is not None
-    strength = picture.strength
-    if strength is None:
-        strength = 1.0 if masked else STRENGTH
-    if not 0 < strength <= 1:
-        raise UserError(f'strength: expected more than 0 and at most 1, found {strength}')
+    strength = picture.start()
     signal, noise = _levels(sampler)
     per_step = 2 if sampler.memory in ('noise', 'velocity') else 1  # evaluations of a Heun step
     angles = np.arctan2(noise, signal)[::per_step] * 2 / np.pi

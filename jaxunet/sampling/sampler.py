@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, Key, Real
 
-from jaxunet.config.samplers import CONSISTENCY_LEVELS
+from jaxunet.config.samplers import FIRST_LEVEL, usual_levels
 from jaxunet.diffusion.levels import spaced_levels, time_of_sigma
 from jaxunet.diffusion.process import (
     Diffusion,
@@ -111,7 +111,12 @@ class State(NamedTuple):
 
 
 def make_sampler(
-    config: SamplerConfig, diffusion: Diffusion, *, num_classes: int = 0, weaker: bool = False
+    config: SamplerConfig,
+    diffusion: Diffusion,
+    *,
+    num_classes: int = 0,
+    weaker: bool = False,
+    side: int = 0,
 ) -> Sampler:
     """Checks the options against the model and computes the constants.
 
@@ -120,11 +125,15 @@ def make_sampler(
       diffusion: the model's process.
       num_classes: number of classes of the model; 0 = unconditional.
       weaker: a weaker model guides the samples.
+      side: pixels of the image's shorter side.
 
     Raises:
       UserError: an invalid value, or an option that this sampler or model does not support.
     """
     config = resolve_options(config, diffusion, num_classes, weaker=weaker)
+    if config.name == 'consistency' and config.levels is None:
+        assert config.steps is not None
+        config = dataclasses.replace(config, levels=usual_levels(config.steps, side))
     make = _continuous_sampler if diffusion.continuous else _timestep_sampler
     sampler, sigmas = make(config, diffusion)
     if config.guidance_range is None:
@@ -162,7 +171,8 @@ def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> tuple[Sa
     """
     assert config.steps is not None
     if config.name == 'consistency':
-        sigmas = np.array(CONSISTENCY_LEVELS[config.steps])
+        assert config.levels is not None
+        sigmas = np.array([*reversed(config.levels), FIRST_LEVEL])
     else:
         assert config.skip_schedule is not None
         sigmas = spaced_levels(diffusion.config, config.steps, config.skip_schedule)

@@ -16,6 +16,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import DiffusionConfig
 from jaxunet.config.samplers import CONSISTENCY_LEVELS
 from jaxunet.diffusion import process as d
+from jaxunet.diffusion.levels import signal_and_noise
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import picture as p
 from jaxunet.sampling import sampler as s
@@ -48,6 +49,12 @@ def network(diffusion):
         return a * x0 + b * (x - signal * x0) / noise
 
     return denoise
+
+
+def visited(sampler):
+    """σ of the evaluations."""
+    signal, noise = signal_and_noise(sampler.diffusion.config, np.asarray(sampler.times))
+    return noise / signal
 
 
 def draw(of, indices=range(4000), picture=None, **options):
@@ -88,6 +95,29 @@ def test_samples_depend_on_the_seed_and_the_place_alone():
     assert (draw('edm', range(6), steps=1) != samples).all()
 
 
+def test_levels_may_be_chosen():
+    levels = (30.0, 8.0, 2.0, 0.5)
+    sampler = s.make_sampler(SamplerConfig(levels=levels), process('edm'))
+    assert sampler.evaluations == 5
+    np.testing.assert_allclose(visited(sampler), [80.0, *levels], rtol=1e-5)
+    samples = draw('edm', levels=levels)
+    np.testing.assert_allclose(samples.std(axis=0), SPREAD, rtol=0.04)
+
+
+@pytest.mark.parametrize(('side', 'level'), [(32, 0.821), (64, 3.0)])
+def test_images_from_64_pixels_on_go_back_to_more_noise(side, level):
+    sampler = s.make_sampler(SamplerConfig(), process('edm'), side=side)
+    np.testing.assert_allclose(visited(sampler), [80, level], rtol=1e-5)
+
+
+def test_a_picture_begins_at_its_strength_unless_steps_are_given():
+    picture = p.Picture(PICTURE, strength=0.4)
+    assert p.beginning_with(picture, SamplerConfig()).levels == pytest.approx([0.72654], rel=1e-4)
+    for options in (SamplerConfig(steps=2), SamplerConfig(levels=(3.0,))):
+        assert p.beginning_with(picture, options) == options
+    assert p.beginning_with(p.Picture(PICTURE, strength=1.0), SamplerConfig()) == SamplerConfig()
+
+
 @OF
 def test_a_picture_changes_as_the_strength_says(of):
     """From the level that is nearest to the strength, 0.821 here, in one evaluation."""
@@ -110,7 +140,12 @@ def test_a_mask_keeps_the_rest_of_the_picture():
         ({'steps': 5}, r'steps: expected 1 to 4, as many as .* noise levels for, found 5'),
         ({'steps': 0}, r'steps: expected 1 to 4, .* found 0'),
         ({'name': 'heun'}, r'sampler: expected consistency, .*=consistency, found heun'),
-        ({'skip_schedule': 'karras'}, r'skip_schedule: karras .* has fixed; leave it out'),
+        ({'skip_schedule': 'karras'}, r'skip_schedule: karras .* leave it out, or set levels'),
+        ({'levels': (1.0, 3.0)}, r'levels: expected falling .* below 80 .* found 1, 3'),
+        ({'levels': (80.0,)}, r'levels: expected falling .* below 80 and above 0, .* found 80'),
+        ({'levels': (3.0, 0.0)}, r'levels: expected falling .* found 3, 0'),
+        ({'levels': (3.0,), 'steps': 3}, r'steps: expected 2, one more than levels, found 3'),
+        ({'name': 'heun', 'levels': (3.0,)}, r'levels: only sampler=consistency has it'),
         ({'guidance_scale': 2.0}, r'guidance_scale: .* expected 1, or 0 .*, found 2'),
         ({'eta': 1.0}, r'eta: only .*ddim.* found eta=1.0 with sampler=consistency'),
         ({'respacing': '10'}, r"respacing: '10' picks timesteps, .* does not have; use steps"),

@@ -17,7 +17,7 @@ from support.turns import in_turn
 
 from jaxunet.config import DiffusionConfig
 from jaxunet.config.consistency import q_of
-from jaxunet.config.samplers import CONSISTENCY_LEVELS
+from jaxunet.config.samplers import CONSISTENCY_LEVELS, FIRST_LEVEL
 from jaxunet.diffusion.levels import signal_and_noise, time_of_sigma
 from jaxunet.diffusion.process import make_diffusion, target_factors
 from jaxunet.sampling.options import SamplerConfig
@@ -132,7 +132,7 @@ def test_a_linear_model_of_gaussian_data_reaches_the_fixed_point(q, of):
         return np.prod(best_factors(process, np.array([s for s in chain if s > 1e-3]), decay))
 
     with jax.enable_x64(True):
-        jumps = [factor(level) for level in reversed(CONSISTENCY_LEVELS[2])]
+        jumps = [factor(level) for level in (FIRST_LEVEL, *CONSISTENCY_LEVELS[2])]
     variance, table = sampler.initial**2, sampler.coefficients
     found = []
     for k, jump in enumerate(jumps):
