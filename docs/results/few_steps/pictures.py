@@ -3,8 +3,8 @@
     python docs/results/few_steps/pictures.py FOLDER ...
 
 Rows go to rows.jsonl, where a later one replaces an earlier one of the same measurement. SET.jpg
-has 64 unpicked samples of the teacher, and in 1, 2 and 4 evaluations of the model that was tuned
-the longest, and then best in two. `python tools/docs/write.py` writes the tables.
+has 64 unpicked samples of the teacher, and in 1, 2 and 4 evaluations of the tuned model whose
+distance in two is the smallest. `python tools/docs/write.py` writes the tables.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ def main(folders: Sequence[pathlib.Path]) -> None:
                     data = archive.extractfile(member).read()
                     grids[pathlib.Path(member.name).stem] = Image.open(io.BytesIO(data))
     for data in dict.fromkeys(row['data'] for row in kept):
-        panels = [panel for sampler in SHOWN if (panel := last(data, sampler, kept, grids))]
+        panels = [panel for sampler in SHOWN if (panel := shown(data, sampler, kept, grids))]
         if len(panels) == len(SHOWN):
             joined(panels).save(HERE / f'{data}.jpg', quality=QUALITY)
 
 
-def last(
+def shown(
     data: str, sampler: str, rows: Sequence[Row], grids: dict[str, Image.Image]
 ) -> tuple[str, Image.Image] | None:
-    """Returns the caption and the grid of the teacher, or of the longest tuning of seed 0."""
+    """Returns the caption and the grid of the teacher, or of the best tuning of seed 0."""
     mine = [row for row in rows if (row['data'], row['seed']) == (data, 0)]
     drawn = [row for row in mine if row['sampler'] == sampler and name(row, sampler) in grids]
     two = {row['case']: row['values']['train']['fid'] for row in mine if row['evaluations'] == 2}
     if not drawn:
         return None
-    row = min(drawn, key=lambda row: (-row['seconds'], two.get(row['case'], 0.0)))
+    row = min(drawn, key=lambda row: two.get(row['case'], 0.0))
     kind = 'teacher' if row['case'] == 'teacher' else f'tuned for {row["seconds"]:g} s'
     evaluations = row['evaluations']
     return f'{kind}, {evaluations} evaluation{"s" * (evaluations > 1)}', grids[name(row, sampler)]
