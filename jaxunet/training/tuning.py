@@ -39,7 +39,7 @@ CHOSEN: Fields = {
     'optimizer.schedule': 'linear',
     'optimizer.clip_norm': 0.0,
     'ema.rates': (0.995,),
-    'train.steps': 8000,
+    'train.steps': OPEN['train.steps'],
 }
 IN_PLACE = ('train.epochs', 'train.minutes')  # lengths of a run in place of train.steps
 LENGTHS = frozenset({'train.steps', *IN_PLACE})

@@ -16,6 +16,7 @@ from jaxunet.checkpoint.newest import config_at
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.unused import check_used
+from jaxunet.data import automatic
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.loop import train
@@ -53,18 +54,21 @@ def test_any_recipe_takes_the_network_and_the_images_of_the_teacher(caplog):
         raw = to_dict(config)
         for path, value in CHOSEN.items():
             section, field = path.split('.')
-            assert raw[section][field] == (2e-3 if field == 'learning_rate' else value), path
+            expected = {'learning_rate': 2e-3, 'steps': 8000}.get(field, value)
+            assert raw[section][field] == expected, path
         assert (config.evaluation.sampler, config.evaluation.variance) == ('', '')
         check_used(config)
-        taken, chosen, by_images = (record.message for record in caplog.records[-3:])
+        taken, chosen, by_images, ends = (record.message for record in caplog.records[-4:])
         assert taken.startswith('as in the run of init_from: ')
         assert ('data.path=digits:' in taken) == (name != 'digits')  # which has it already
         assert chosen.startswith('chosen to tune the network: model.dropout=0.0, ')
         assert 'diffusion.consistency_q=2, ' in chosen
         assert 'learning_rate' not in chosen
+        assert 'train.steps' not in chosen
         assert chosen.endswith('; q^stages is about 16 (docs/few_steps.md)')
         assert by_images.startswith('chosen for 1,797 images ')
-        assert by_images.endswith(': optimizer.learning_rate=0.002')
+        assert by_images.endswith(': optimizer.learning_rate=0.002, train.steps=8000')
+        assert ends.startswith('the run ends after 8,000 steps, when it has seen each image about ')
 
 
 def test_the_rate_goes_with_the_optimizer_and_the_number_of_images(tmp_path):
@@ -75,6 +79,16 @@ def test_the_rate_goes_with_the_optimizer_and_the_number_of_images(tmp_path):
     for named, rate in ((few, 2e-3), (many, 6e-4), (adamw, 1e-4)):
         config = complete(for_tuning(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
         assert config.optimizer.learning_rate == rate
+
+
+@pytest.mark.parametrize(
+    ('images', 'batch', 'steps'),
+    [(100, 32, 4000), (500, 32, 5000), (2000, 32, 8000), (2000, 128, 5000), (50_000, 128, 8000)],
+)
+def test_few_images_are_tuned_for_fewer_steps(images, batch, steps):
+    raw = recipe('images', **{'data.batch_size': batch, 'train.steps': 0})
+    facts = automatic.Facts(images, [(64, 64)], False)
+    assert automatic.choose(raw, facts)['train.steps'] == steps
 
 
 def test_named_fields_keep_their_values(tmp_path):
