@@ -12,7 +12,7 @@ python=${PYTHON:-python3}
 
 commands() { # SET: prints the rounding in the loss of its teacher, and a row of seconds for each command of 64 samples
   local teacher=$output/work/$1_teacher_seed0 tuned words start began
-  tuned=$(echo "$output/work/$1"_muon-*s_seed0) # the one that is kept
+  tuned=$(printf '%s\n' "$output/work/$1"_muon-*s_seed0 | sort -V | tail -n 1) # the longest
   timeout 120 "$python" tools/consistency_precision.py "$teacher" --q 16,64,256 2>&1 | tr '\r' '\n' | tail -n 24 || true
   for words in "$teacher --sampler heun --steps 25" "$tuned --steps 1" "$tuned --steps 2" "$tuned --steps 4"; do
     for start in first second; do

@@ -12,7 +12,8 @@ best in two evaluations, tunings of all times and seeds. The other fields are th
 chooses itself (`jaxunet.training.tuning`). The better of two averages of the weights is measured,
 by a draw of its own (`Job.averages`).
 
-The same command goes on where it stopped. Several processes (tools/gpu/few_steps.sh) have an
+The same command goes on where it stopped; without rows.jsonl, it measures the runs in work/ again,
+such as with other noise levels of the sampler. Several processes (tools/gpu/few_steps.sh) have an
 --output beside each other's, and sets of their own. Output: as of `jaxunet.compare.queue`, with the
 runs in work/ beside --output. The learning rate of a tuning falls until its end, so a step counts
 as `--step_ms` in the seconds of training, and processes may share a GPU.
@@ -149,9 +150,7 @@ class Images:
             **{k: v for k, v in self.fields.items() if k.startswith('train.')},
         }
         run = self._run(f'{CASE}{rate:g}-{seconds:g}s', fields, (seconds,), TUNED, seed)
-        kept = (seconds, seed) == (max(self.tuning), self.seeds[0])
-        choosing = min(self.samples, 2000)
-        return dataclasses.replace(run, averages=AVERAGES, choosing=choosing, kept=kept)
+        return dataclasses.replace(run, averages=AVERAGES, choosing=min(self.samples, 2000))
 
     def _run(
         self,
