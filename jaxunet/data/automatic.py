@@ -43,8 +43,7 @@ FEW = 1000
 # Images below which a tuning by Muon takes the higher rate. Measured with 500 and, with a small
 # network, 1,797, which want it, and with 9,000 and 50,000 (docs/few_steps.md).
 FEW_TO_TUNE = 2000
-# How often a tuning shows each image, if they are few: of 500 images, pictures were better after
-# 300 times than after 1,180 (docs/few_steps.md).
+# Times that a tuning shows each of few images; 1,180 times were worse (docs/few_steps.md).
 TIMES_TUNED = 300
 SIZES = 256  # images whose sizes are looked at
 PIXELS = 16  # images whose pixels are looked at; `SIZES` where these have no colours
@@ -337,13 +336,10 @@ def _learning_rate(raw: Fields, batch: int, images: int) -> float:
 
 
 def _steps(raw: Fields, batch: int, images: int) -> int:
-    """Returns 12,000 √(images/500) steps, in thousands; at least 4,000 and at most 200,000.
-
-    A tuning takes as many as show each image `TIMES_TUNED` times, 4,000 to 8,000.
-    """
-    if value_at(raw, 'diffusion.objective') == 'consistency':
-        return 1000 * min(max(round(TIMES_TUNED * images / batch / 1000), 4), 8)
-    return 1000 * min(max(round(12 * math.sqrt(images / 500)), 4), 200)
+    """Returns 12,000 √(images/500) steps, or those of a tuning, in thousands."""
+    tunes = value_at(raw, 'diffusion.objective') == 'consistency'
+    steps = TIMES_TUNED * images / batch if tunes else 12_000 * math.sqrt(images / 500)
+    return min(max(1000 * round(steps / 1000), 4000), 8000 if tunes else 200_000)
 
 
 def _is_grey(source: Source) -> bool:

@@ -36,7 +36,7 @@ from jaxunet.weights.diffusers_folder import (
     WEIGHTS,
 )
 from jaxunet.weights.diffusers_scheduler import process_problems, scheduler_config
-from jaxunet.weights.model_card import model_card
+from jaxunet.weights.model_card import model_card, pipeline_of
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
 from jaxunet.weights.own_metadata import METADATA, dump_metadata
 from jaxunet.weights.safetensors_file import write_safetensors
@@ -88,10 +88,11 @@ def write(
     check_tree(params, config)
     config, (params,) = without_augmentation(config, params)
     metadata = dump_metadata(config, new_order=False, class_names=tuple(class_names))
+    scheduler = scheduler_config(config)
     index = {
-        '_class_name': 'DDPMPipeline',
+        '_class_name': pipeline_of(config),
         '_diffusers_version': VERSION,
-        'scheduler': ['diffusers', scheduler_config(config)['_class_name']],
+        'scheduler': ['diffusers', scheduler['_class_name']],
         'unet': ['diffusers', CLASS],
     }
     with written(path) as partial:
@@ -99,7 +100,7 @@ def write(
             (partial / folder).mkdir(parents=True)
         _write_json(partial / INDEX, index)
         _write_json(partial / UNET / CONFIG, unet_config(config))
-        _write_json(partial / SCHEDULER / SCHEDULER_CONFIG, scheduler_config(config))
+        _write_json(partial / SCHEDULER / SCHEDULER_CONFIG, scheduler)
         (partial / CARD).write_text(card, encoding='utf-8')
         with (partial / UNET / f'{WEIGHTS}.safetensors').open('wb') as file:
             write_safetensors(

@@ -7,10 +7,12 @@ the process is taken over.
     epsilon, x0, v    DDPMScheduler, prediction_type epsilon, sample, v_prediction; with a learned
                       variance variance_type=learned_range
     flow              FlowMatchEulerDiscreteScheduler, shift 1
+    consistency       CMStochasticIterativeScheduler, of networks that predict edm; its levels from
+                      sigma_max to sigma_min are spaced by rho, so that two steps visit ours
     edm               none: EDMEulerScheduler gives the network ln(σ)/4, ours reads 250 ln(σ), and
                       the frequencies of UNet2DModel's time embedding are constants
 
-Source: huggingface/diffusers 0.42.1, `schedulers/`.
+Source: huggingface/diffusers 0.42.1, `schedulers/`; rho is that of Karras et al. 2022, eq. 5.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxunet.config import Config
+from jaxunet.config.samplers import FIRST_LEVEL, usual_levels
 from jaxunet.config.schema import Fields
 from jaxunet.diffusion.levels import TIME_SCALE
 from jaxunet.diffusion.process import make_betas
@@ -31,6 +34,11 @@ from jaxunet.weights.diffusers_config import expect
 
 PREDICTIONS = {'epsilon': 'epsilon', 'x0': 'sample', 'v': 'v_prediction'}
 SCHEDULES = {'linear': 'linear', 'cosine': 'squaredcos_cap_v2'}
+CONSISTENCY = 'CMStochasticIterativeScheduler'
+JUMPS = 1001  # its timesteps; the second of two steps is half way, at timestep 500
+# Its network is the image itself at sigma_min, ours at 0.
+LOWEST = 1e-6
+LOWEST_READ = 1e-4
 FLOW = ('FlowMatchEulerDiscreteScheduler', 'FlowMatchHeunDiscreteScheduler')
 # Schedulers of one process, whose config states it in the same fields.
 DISCRETE = (
@@ -68,10 +76,15 @@ def process_problems(config: Config) -> Iterator[str]:
             else ': EDMEulerScheduler gives a network ln(sigma)/4, and the network here reads '
             f"{scale:g} times that, for which UNet2DModel's time embedding has no factor"
         )
-    elif diffusion.objective == 'consistency':
+    elif diffusion.objective == 'consistency' and diffusion.consistency_of != 'edm':
         yield (
-            'diffusion.objective: expected epsilon, x0, v or flow, found consistency, whose '
-            'sampler is not among those that are written'
+            f'diffusion.consistency_of: expected edm, found {diffusion.consistency_of}, which '
+            f'{CONSISTENCY} does not have'
+        )
+    elif diffusion.objective == 'consistency' and diffusion.time_scale != 1:
+        yield (
+            'diffusion.edm_time_scale: expected 1000 with diffusion.objective=consistency, found '
+            f'{diffusion.edm_time_scale:g}'
         )
     elif diffusion.continuous and diffusion.learn_sigma:
         yield f'diffusion.learn_sigma: expected False with {diffusion.objective}, found True'
@@ -84,6 +97,19 @@ def scheduler_config(config: Config) -> dict[str, Any]:
       config: passed `process_problems`.
     """
     diffusion = config.diffusion
+    if diffusion.objective == 'consistency':
+        (level,) = usual_levels(2, min(config.data.image_size))
+        return {
+            '_class_name': CONSISTENCY,
+            '_diffusers_version': VERSION,
+            'num_train_timesteps': JUMPS,
+            'sigma_min': LOWEST,
+            'sigma_max': FIRST_LEVEL,
+            'sigma_data': diffusion.edm_sigma_data,
+            's_noise': 1.0,
+            'rho': _rho(level),
+            'clip_denoised': True,
+        }
     if diffusion.continuous:
         return {
             '_class_name': FLOW[0],
@@ -107,6 +133,16 @@ def scheduler_config(config: Config) -> dict[str, Any]:
     }
 
 
+def _rho(level: float) -> float:
+    """Returns the rho with which this σ is half way from `FIRST_LEVEL` to `LOWEST`."""
+    low, high = 1.0, 64.0  # half way falls with rho, from 40
+    for _ in range(60):
+        rho = (low + high) / 2
+        middle = ((FIRST_LEVEL ** (1 / rho) + LOWEST ** (1 / rho)) / 2) ** rho
+        low, high = (rho, high) if middle > level else (low, rho)
+    return low
+
+
 def process_fields(scheduler: Mapping[str, Any], *, learned: bool, source: str) -> Fields:
     """Returns the fields of `diffusion` that a `scheduler_config.json` states.
 
@@ -127,7 +163,9 @@ def process_fields(scheduler: Mapping[str, Any], *, learned: bool, source: str) 
                 'as many output channels as input channels'
             )
         return {'objective': 'flow', 'steps': TIME_SCALE, 'schedule': 'linear'}  # the defaults
-    expect(source, '_class_name', kind, (*DISCRETE, *FLOW))
+    if kind == CONSISTENCY:
+        return _consistency_fields(scheduler, source)
+    expect(source, '_class_name', kind, (*DISCRETE, *FLOW, CONSISTENCY))
     values = DEFAULTS | dict(scheduler)
     kinds: dict[str, Any] = {name: type(value) for name, value in DEFAULTS.items()}
     kinds |= {'beta_start': NUMBER, 'beta_end': NUMBER}
@@ -144,6 +182,27 @@ def process_fields(scheduler: Mapping[str, Any], *, learned: bool, source: str) 
         'objective': next(ours for ours, name in PREDICTIONS.items() if name == predicted),
         'steps': values['num_train_timesteps'],
         'schedule': _schedule(values, source),
+    }
+
+
+def _consistency_fields(scheduler: Mapping[str, Any], source: str) -> Fields:
+    defaults = {'sigma_min': 0.002, 'sigma_max': 80.0, 'sigma_data': 0.5, 's_noise': 1.0}
+    values = defaults | dict(scheduler)
+    check_fields(values, dict.fromkeys(defaults, NUMBER), source, advice=ADVICE)
+    expect(source, 'sigma_max', values['sigma_max'], (FIRST_LEVEL,))
+    expect(source, 's_noise', values['s_noise'], (1,))
+    if not 0 <= values['sigma_min'] <= LOWEST_READ:
+        raise UserError(
+            f'{source}: sigma_min: expected at most {LOWEST_READ:g}, found '
+            f'{values["sigma_min"]:g}; here a consistency model is the image itself without noise'
+        )
+    return {
+        'objective': 'consistency',
+        'consistency_of': 'edm',
+        'edm_sigma_data': float(values['sigma_data']),
+        'edm_time_scale': float(TIME_SCALE),
+        'steps': TIME_SCALE,
+        'schedule': 'linear',
     }
 
 

@@ -34,7 +34,8 @@ def model_card(
       class_names: names of the labels 0, 1, ...
       metrics: measured values, a line each.
     """
-    conditional = config.model.num_classes > 0
+    # Their class is an argument of one pipeline only.
+    loops = config.model.num_classes > 0 and config.diffusion.objective != 'consistency'
     header = {
         'license': license_name or NO_LICENSE,
         'library_name': 'diffusers',
@@ -49,7 +50,7 @@ def model_card(
         _list(_facts(config, step, class_names)),
         '## Metrics\n\n' + (_list(metrics) if metrics else 'Not measured.'),
         f'## Use in jaxunet\n\n{_code(_own_use(config))}',
-        f'## Use in diffusers\n\n{_code(_pipeline(config) if not conditional else _loop(config))}',
+        f'## Use in diffusers\n\n{_code(_loop(config) if loops else _pipeline(config))}',
         _agreement(config),
         f'## Licence\n\n{license_name or "Not stated."}',
     ]
@@ -109,8 +110,21 @@ def _own_use(config: Config) -> str:
     )
 
 
+def pipeline_of(config: Config) -> str:
+    """Returns the name of the pipeline of diffusers that draws from a model."""
+    jumps = config.diffusion.objective == 'consistency'
+    return 'ConsistencyModelPipeline' if jumps else 'DDPMPipeline'
+
+
 def _pipeline(config: Config) -> str:
-    """Returns the code that draws from an unconditional model."""
+    """Returns the code that draws from a model whose pipeline takes its classes."""
+    if config.diffusion.objective == 'consistency':
+        chosen = ', class_labels=0' if config.model.num_classes else ''
+        return (
+            'from diffusers import ConsistencyModelPipeline\n\n'
+            f"pipeline = ConsistencyModelPipeline.from_pretrained('{FOLDER}')\n"
+            f'image = pipeline(num_inference_steps=2{chosen}).images[0]'
+        )
     if config.diffusion.continuous or config.diffusion.learn_sigma:
         steps = 'num_inference_steps=50' if config.diffusion.continuous else ''
         return (
@@ -161,6 +175,11 @@ def _loop(config: Config) -> str:
 
 def _agreement(config: Config) -> str:
     """Returns what makes both libraries draw the same images from the same noise."""
+    if config.diffusion.objective == 'consistency':
+        return (
+            "From the same noise, one or two steps draw the images of jaxunet's sampler "
+            '`consistency`. Other numbers of steps visit other noise levels.'
+        )
     if config.diffusion.continuous:
         return (
             "From the same noise, `FlowMatchEulerDiscreteScheduler` draws the images of jaxunet's "

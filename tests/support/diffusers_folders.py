@@ -21,6 +21,7 @@ PROCESSES: dict[str, dict[str, Any]] = {
     'v': {'objective': 'v', 'schedule': 'cosine', 'steps': 4000},
     'rescaled': {'steps': 4000, 'rescale_timesteps': True, 'learn_sigma': True},
     'flow': {'objective': 'flow'},
+    'consistency': {'objective': 'consistency', 'consistency_of': 'edm', 'edm_sigma_data': 0.4},
 }
 CASES = {name: config for name, config in ADM.items() if name not in ('num_heads', 'fractional')}
 CASES |= {f'process_{name}': SMALL.replace(diffusion=p) for name, p in PROCESSES.items()}

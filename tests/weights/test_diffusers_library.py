@@ -23,6 +23,7 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.references import XLA
 from jaxunet.sampling import sampler as ours
+from jaxunet.sampling.generator import sampler_of
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.weights import read_weights, write_folder
 
@@ -121,7 +122,7 @@ def drawn(config: Config, how: SamplerConfig, labels: Any = None) -> np.ndarray:
     network = build_unet(config, XLA)
 
     def draw(params: Any, keys: Any) -> Any:
-        sampler = ours.make_sampler(how, make_diffusion(config.diffusion))
+        sampler = sampler_of(config, how)
         classes = () if labels is None else (jnp.array(labels),)
         return ours.sample(
             lambda x, t: network.predict(params, x, t, *classes), keys, config.image_shape, sampler
@@ -191,6 +192,26 @@ def test_flow_draws_the_same(tmp_path: pathlib.Path, noise: Any) -> None:
     pipeline.scheduler.set_timesteps = lambda n: choose(sigmas=np.linspace(1, 1 / n, n))
     found = pipeline(BATCH, num_inference_steps=STEPS, output_type='np')
     same_images(found.images, drawn(config, SamplerConfig('ddim', steps=STEPS, clip=False)))
+
+
+@pytest.mark.parametrize('side', [16, 64])  # whose second level is another
+@pytest.mark.parametrize('classes', [0, 5])
+def test_consistency_draws_the_same(
+    tmp_path: pathlib.Path, noise: Any, side: int, classes: int
+) -> None:
+    model = {'num_classes': classes}
+    config = SMALL.replace(
+        diffusion=PROCESSES['consistency'], data={'image_size': (side,)}, model=model
+    )
+    folder, labels = written(tmp_path, config), [3, 1]
+    pipeline = quiet(diffusers.ConsistencyModelPipeline.from_pretrained(folder))
+    assert type(diffusers.DiffusionPipeline.from_pretrained(folder)) is type(pipeline)
+    chosen: dict[str, Any] = {'class_labels': labels} if classes else {}
+    for steps in (1, 2):
+        noise(config)
+        found = pipeline(BATCH, num_inference_steps=steps, output_type='np', **chosen)
+        how = SamplerConfig('consistency', steps=steps)
+        same_images(found.images, drawn(config, how, labels if classes else None))
 
 
 @pytest.mark.parametrize('objective', ['epsilon', 'flow', 'learned'])

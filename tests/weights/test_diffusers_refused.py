@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.diffusers_folders import (
+    PROCESSES,
     SCHEDULER,
     SMALL,
     UNET,
@@ -31,6 +32,8 @@ from jaxunet.weights.diffusers import unet_config
 from jaxunet.weights.own_metadata import METADATA, dump_metadata
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 
+JUMPS = 'CMStochasticIterativeScheduler'
+
 
 @pytest.mark.parametrize(
     ('config', 'message'),
@@ -46,7 +49,11 @@ from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
         ),
         (
             SMALL.replace(diffusion={'objective': 'consistency', 'consistency_of': 'flow'}),
-            'diffusion.objective: .* found consistency, whose sampler is not among',
+            'diffusion.consistency_of: expected edm, found flow, which CMStochastic',
+        ),
+        (
+            SMALL.replace(diffusion=PROCESSES['consistency'] | {'edm_time_scale': 1.0}),
+            'diffusion.edm_time_scale: expected 1000 .* found 1',
         ),
         (
             SMALL.replace(diffusion={'objective': 'flow'}, model={'max_period': 1000}),
@@ -99,6 +106,13 @@ def test_what_diffusers_lacks(tmp_path: pathlib.Path, config: Config, message: s
         (SCHEDULER, {'beta_end': 0.03}, 'beta_end: expected 0.02 for 1000 timesteps .*found 0.03'),
         (SCHEDULER, {'trained_betas': [0.1] * 1000}, 'trained_betas: expected those of the linear'),
         (SCHEDULER, {'trained_betas': 'x'}, "trained_betas: expected those .*; found 'x'"),
+        (
+            SCHEDULER,
+            {'_class_name': JUMPS},
+            'sigma_min: expected at most 0.0001, found 0.002; here',
+        ),
+        (SCHEDULER, {'_class_name': JUMPS, 'sigma_max': 50.0}, 'sigma_max: expected 80'),
+        (SCHEDULER, {'_class_name': JUMPS, 's_noise': 0.5}, 's_noise: expected 1, found 0.5'),
         (SCHEDULER, {'prediction_type': 'flow'}, "prediction_type: .*v_prediction, found 'flow'"),
         (SCHEDULER, {'variance_type': 'learned_range'}, 'variance_type: expected fixed_small or'),
         (SCHEDULER, {'rescale_betas_zero_snr': True}, 'rescale_betas_zero_snr: expected False'),
