@@ -56,7 +56,18 @@ MISTAKES = [
         "flag --config.model.remat=yes: expected true or false, found 'yes'",
     ),
     (['jaxunet.train', '--wrkdir=x'], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
-    (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
+    (
+        ['jaxunet.train', 'configs/digits.py'],
+        "unexpected argument 'configs/digits.py'; did you mean --config=configs/digits.py or "
+        '--config.data.path=configs/digits.py?\nSee --help.',
+    ),
+    (['jaxunet.train', '--config=digits', 'x.zip'], "'x.zip'; did you mean --config.data.path=x."),
+    (['jaxunet.sample', 'runs/x'], "argument 'runs/x'; did you mean --checkpoint=runs/x?\nSee --"),
+    (['jaxunet.sample', '--checkpoint=RUN', 'x'], "argument 'x'; every option is a flag\nSee --h"),
+    (['jaxunet.export', 'runs/x'], "argument 'runs/x'; did you mean --checkpoint=runs/x?"),
+    (['jaxunet.demo', 'runs/x'], "argument 'runs/x'; did you mean --checkpoint=runs/x?"),
+    (['jaxunet.evaluate', 'x'], "argument 'x'; did you mean --checkpoint=x or --samples=x?"),
+    (['jaxunet.prepare_data', 'x'], "argument 'x'; did you mean --input=x?"),
     (
         ['jaxunet.train', '--config.backend=cuda'],
         'or use backend=pallas on a Hopper GPU, or xla, which runs everywhere',
