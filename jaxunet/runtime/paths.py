@@ -93,6 +93,13 @@ def check_local(path: str | os.PathLike[str], flag: str) -> None:
         )
 
 
+def file_above(path: str | os.PathLike[str]) -> str:
+    """Returns ': X is a file, not a folder' if a path or a parent of it is one, and '' if not."""
+    whole = pathlib.Path(path)
+    found = next((each for each in (whole, *whole.parents) if os.path.exists(each)), whole)
+    return f': {found} is a file, not a folder' if os.path.isfile(found) else ''
+
+
 def why_missing(path: str | os.PathLike[str]) -> str:
     """Returns why a path leads nowhere, with a colon before; '' if nothing special is known.
 

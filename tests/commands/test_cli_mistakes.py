@@ -201,7 +201,7 @@ MISTAKES = [
     (['jaxunet.export', '--checkpoint=nowhere', '--output=m.onnx'], 'm.onnx: extension: expected'),
     (
         ['jaxunet.export', '--checkpoint=nowhere', '--output=/proc/version/m.pt'],
-        '--output: /proc/version/m.pt: cannot be written; check the name',
+        '--output: /proc/version/m.pt: cannot be written; check the name: /proc/version is a f',
     ),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],
