@@ -57,6 +57,15 @@ def expanded(path: str | os.PathLike[str]) -> str:
     return full
 
 
+def check_path(
+    value: object, name: str, expected: str = 'a path, as text or a path object'
+) -> None:
+    """Raises UserError unless the argument `name` of a Python function is a path."""
+    if not isinstance(value, str | os.PathLike):
+        kind = value if value is None else f'an object of type {type(value).__name__}'
+        raise UserError(f'{name}: expected {expected}, found {kind}')
+
+
 def cache_dir() -> pathlib.Path:
     """Returns $XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet.
 
