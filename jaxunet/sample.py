@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -157,12 +156,9 @@ def main(argv: Sequence[str]) -> None:
         except (KeyboardInterrupt, SystemError) as error:
             if not interrupted(error):
                 raise
-            print(
-                '\ninterrupted; the same command resumes with the remaining samples',
-                file=sys.stderr,
-                flush=True,
-            )
-            raise KeyboardInterrupt from None
+            raise KeyboardInterrupt(
+                'interrupted; the same command resumes with the remaining samples'
+            ) from None
 
 
 @memory_for(

@@ -62,9 +62,9 @@ def run(main: Main, *, arguments: bool = False) -> None:
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
     `exit_code`. So is an exception for lack of memory or of a device, or for a file that the system
-    refuses. After Ctrl-C the exit code is `INTERRUPTED`, and only `main` prints anything. Printing
-    never fails (`jaxunet.runtime.printing`). The process does not wait for a `Background`, which
-    would delay Python's exit, or crash during it.
+    refuses. After Ctrl-C the exit code is `INTERRUPTED`, and the text of the KeyboardInterrupt is
+    printed, or 'interrupted'. Printing never fails (`jaxunet.runtime.printing`). The process does
+    not wait for a `Background`, which would delay Python's exit, or crash during it.
 
     Args:
       arguments: `main` takes the arguments that are not flags, and checks them; otherwise they are
@@ -93,6 +93,8 @@ def run(main: Main, *, arguments: bool = False) -> None:
     except (KeyboardInterrupt, SystemError) as error:
         if not interrupted(error):
             raise
+        said = str(error) if isinstance(error, KeyboardInterrupt) else ''
+        print(f'\n{said or "interrupted"}', file=sys.stderr, flush=True)
         end(INTERRUPTED)
 
 
