@@ -32,6 +32,10 @@ MISTAKES = [
         ['jaxunet.train', '--config.train.steps=many'],
         '--config.train.steps=many: expected a whole number',
     ),
+    (
+        ['jaxunet.train', '--config.model.channel_mult=1,x,0.5'],
+        "error: the config is not valid: model.channel_mult[1]: expected float, found 'x' (str)\n",
+    ),
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
     (['jaxunet.train', '--config=nowhere.py'], 'no file or recipe nowhere.py; recipes: '),
     (
