@@ -39,7 +39,7 @@ from jaxunet.metrics.table import ImageSummary, check_reference, with_reference
 from jaxunet.runtime.background import WAIT_SECONDS, Background
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.guarded import guarded
-from jaxunet.runtime.paths import expanded
+from jaxunet.runtime.paths import check_path, expanded
 from jaxunet.runtime.progress import hidden
 from jaxunet.sampling.model import Model, load
 from jaxunet.training import loop
@@ -172,6 +172,7 @@ def train_rows(
 
     Returns the `Run`; raises as `train`.
     """
+    check_path(workdir, 'workdir')
     given = None
     if images is not None and not isinstance(images, str | os.PathLike):
         given = source_of(images, labels, class_names)
@@ -314,7 +315,9 @@ def evaluate(
     Raises:
       UserError: images that do not fit or are too few, or unknown metrics or features.
     """
-    metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+    if model is None:
+        raise UserError('model: expected a Model, or samples as a path or arrays, found None')
+    metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics or ())
     with guarded('this evaluation'):
         if isinstance(model, Model):
             path = os.fspath(reference) if isinstance(reference, str | os.PathLike) else ''

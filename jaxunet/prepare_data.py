@@ -40,7 +40,7 @@ from jaxunet.data.tar import decompress
 from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
 from jaxunet.runtime import command
-from jaxunet.runtime.errors import UserError, near_misses, printable
+from jaxunet.runtime.errors import UserError, near_misses, plural, printable
 from jaxunet.runtime.paths import expanded, of_user
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.whole_files import check_file, written
@@ -316,8 +316,8 @@ def _flush(file: BinaryIO) -> None:
 def _require_some(source: Source, counts: _Counts) -> None:
     if counts.kept == 0:
         raise UserError(
-            f'{source.name}: all {len(counts.bad)} images are corrupt, '
-            f'such as {counts.bad[0][0]} ({counts.bad[0][1]})'
+            f'{source.name}: {plural(len(counts.bad), "image")}, all corrupt, such as '
+            f'{counts.bad[0][0]} ({counts.bad[0][1]})'
         )
 
 
@@ -333,15 +333,12 @@ def _report(target: Path, source: Source, counts: _Counts, left_out: list[tuple[
     height, width, channels = source.image_shape
     for name, reason in left_out:
         print(f'left out {name}: {reason}')
-    files = '1 file' if len(left_out) == 1 else f'{len(left_out)} files'
-    print(f'{target}: {counts.kept} images of {height}x{width}x{channels}; {files} left out')
+    kept, files = plural(counts.kept, 'image'), plural(len(left_out), 'file')
+    print(f'{target}: {kept} of {height}x{width}x{channels}; {files} left out')
     if source.unlabelled_by and target.suffix == '.npz':
         print(f'warning: no labels, as {source.unlabelled_by}')
     if counts.enlarged:
-        print(
-            f'note: {counts.enlarged} of {counts.kept} images had to be enlarged to '
-            f'{height}x{width}'
-        )
+        print(f'note: {counts.enlarged} of {kept} had to be enlarged to {height}x{width}')
     if len(source.class_names) > 1 and target.suffix == '.bin':
         print(
             f'note: .bin has no place for labels; '

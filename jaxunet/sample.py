@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -49,7 +48,7 @@ from jaxunet.data.reading import Reading
 from jaxunet.runtime import command, compiled_cache, distributed
 from jaxunet.runtime.background import Background
 from jaxunet.runtime.command import interrupted
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, plural
 from jaxunet.runtime.launchers import CLUSTERS
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import is_remote, of_user
@@ -157,12 +156,9 @@ def main(argv: Sequence[str]) -> None:
         except (KeyboardInterrupt, SystemError) as error:
             if not interrupted(error):
                 raise
-            print(
-                '\ninterrupted; the same command resumes with the remaining samples',
-                file=sys.stderr,
-                flush=True,
-            )
-            raise KeyboardInterrupt from None
+            raise KeyboardInterrupt(
+                'interrupted; the same command resumes with the remaining samples'
+            ) from None
 
 
 @memory_for(
@@ -206,12 +202,11 @@ def run() -> None:
     rank, processes = jax.process_index(), jax.process_count()
     if rank == 0:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
-        steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
         guided = f', guided by {how.CLASSIFIER.value}: {guide.classifier.note}' if guide else ''
         guided += f', guided by {weaker.note}' if weaker else ''
         print(
-            f'{model.note}{guided}; {generator.sampler.config.name}, {steps} of the network, '
-            f'{len(devices())} x {kind}',
+            f'{model.note}{guided}; {generator.sampler.config.name}, '
+            f'{plural(evaluations, "evaluation")} of the network, {len(devices())} x {kind}',
             flush=True,
         )
         if classes and model.class_names:
@@ -237,7 +232,7 @@ def run() -> None:
     columns, reading = class_columns(shown, count), generator.reading
     save_images(OUTPUT.value, images, labels, columns=columns, reading=reading)
     parts.remove()
-    print(f'{count} images in {OUTPUT.value}')
+    print(f'{plural(count, "image")} in {OUTPUT.value}')
 
 
 def load() -> tuple[Model, Config]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 
+from jaxunet.runtime.errors import listed
 from jaxunet.runtime.remote import on_disk
 
 FOLDER = 'checkpoints'
@@ -18,6 +19,12 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def runs_inside(path: str | pathlib.Path) -> str:
+    """Returns `; it holds the workdirs a, b` for a folder of runs, and '' for other paths."""
+    inside = sorted(p.parent.name for p in pathlib.Path(on_disk(path)).glob(f'*/{FOLDER}'))
+    return f'; it holds the workdirs {listed(inside)}' if inside else ''
 
 
 def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:

@@ -29,7 +29,7 @@ from absl import logging
 from jaxunet.checkpoint.content import OtherVersionError, check_arrays, check_method_states
 from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.damaged import set_aside
-from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
+from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, runs_inside, saved_steps
 from jaxunet.checkpoint.keeping import Keeping, Scores, reading, remove_unread
 from jaxunet.checkpoint.meta import CHECKSUM, RunFacts, read_meta, sealed
 from jaxunet.checkpoint.refused import IN_TEXT, RefusedError, raise_if_whole
@@ -37,9 +37,8 @@ from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_config,
 from jaxunet.checkpoint.writer import Writer, read_state, to_disk
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
-from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.jax_settings import fixed_jax_settings
-from jaxunet.runtime.remote import on_disk
 
 UNET = 'UNet'  # the network of checkpoints that name none
 NO_FACTS = RunFacts()
@@ -384,9 +383,9 @@ def read(path: str | pathlib.Path) -> Restored:
     """
     place = find(path)
     if place is None:
-        inside = sorted(p.parent.name for p in pathlib.Path(on_disk(path)).glob(f'*/{FOLDER}'))
-        hint = f'; it holds the workdirs {listed(inside)}' if inside else ''
-        raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{hint}')
+        raise UserError(
+            f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{runs_inside(path)}'
+        )
     workdir, step = place
     checkpoints = Checkpoints(workdir, keep=0, read_only=True)
     restored = checkpoints.restore(step)

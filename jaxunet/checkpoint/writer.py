@@ -21,6 +21,7 @@ import numpy as np
 from jaxunet.checkpoint.folders import FOLDER
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.paths import file_above
 from jaxunet.runtime.plain_path import plain_path, removed
 
 # A write has practically no time limit: orbax measures it by the wall clock, which may jump.
@@ -115,9 +116,8 @@ class Writer:
             (workdir / FOLDER).resolve().mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            raise UserError(
-                f'--workdir: {workdir / FOLDER}: cannot be made: {error.strerror or error}'
-            ) from None
+            why = file_above(workdir / FOLDER) or f': {error.strerror or error}'
+            raise UserError(f'--workdir: {workdir / FOLDER}: cannot be made{why}') from None
         self.place = plain_path(workdir, self._descriptor)
         self._pool = ThreadPoolExecutor(1, 'checkpoints')
         ocp = orbax()

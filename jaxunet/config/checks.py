@@ -131,7 +131,8 @@ def _coerce(
 ) -> object:
     """Returns the value as the type of its field; appends to `problems` where it does not fit.
 
-    Lists (from JSON) become tuples. An int is accepted for a float, and for a string in a tuple.
+    Lists (from JSON) become tuples. An int is accepted for a float, and a number for a string in
+    a tuple.
     """
     if isinstance(hint, types.GenericAlias):
         if not isinstance(value, list | tuple):
@@ -146,7 +147,7 @@ def _coerce(
             return ()
         if hint.__args__[0] is str:
             # --config.data.classes=7,1 on a command line means the names '7' and '1'.
-            value = [str(v) if type(v) is int else v for v in value]
+            value = [str(v) if type(v) in (int, float) else v for v in value]
         return tuple(
             _coerce(v, hint.__args__[0], f'{path}[{i}]', problems) for i, v in enumerate(value)
         )

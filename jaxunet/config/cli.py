@@ -79,6 +79,15 @@ def _with_new_names(argv: Sequence[str]) -> list[str]:
     return [renamed(argument) for argument in argv]
 
 
+def _element(text: str) -> object:
+    """Returns the number that a text writes as Python would, which a field of texts turns back."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if type(value) in (int, float) and str(value) == text else text
+
+
 class _Tuples(TupleParser):
     """Parses tuples as ml_collections does, and also unquoted texts: `cat,big dog` is two strings.
 
@@ -93,7 +102,7 @@ class _Tuples(TupleParser):
             try:
                 ast.literal_eval(argument)
             except (ValueError, SyntaxError):
-                return tuple(part.strip() for part in argument.split(',') if part.strip())
+                return tuple(_element(part.strip()) for part in argument.split(',') if part.strip())
         return super().parse(argument)
 
 

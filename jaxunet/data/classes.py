@@ -13,7 +13,7 @@ from absl import logging
 from jaxunet.config import Config
 from jaxunet.data.rules import whole_names
 from jaxunet.data.source import Source
-from jaxunet.runtime.errors import UserError, listed, near_misses, printable
+from jaxunet.runtime.errors import UserError, heading, listed, near_misses, plural, printable
 from jaxunet.runtime.paths import shown_path
 
 MOST_LABELS = 200  # of the table in a message
@@ -53,8 +53,8 @@ def check_classes(config: Config, source: Source) -> None:
     found = len(names)
     if source.labelled_by:
         logging.info(
-            '%s: %d images in %d classes, labels from %s',
-            *(path, len(source), found, source.labelled_by),
+            '%s %s in %d classes, labels from %s',
+            *(heading(path), plural(len(source), 'image'), found, source.labelled_by),
         )
     empty = np.setdiff1d(np.arange(found), source.labels)
     if found > wanted:

@@ -8,7 +8,7 @@ from PIL import Image
 
 from jaxunet.data.crop import CENTRE, Crop, Crops, Shape, crop_of, resized
 from jaxunet.data.reading import PLAIN, Reading
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, heading, plural
 
 MODES = {1: 'L', 3: 'RGB'}
 MAX_FLAT = 4  # pixels: a side that is a number of channels in truth
@@ -107,9 +107,9 @@ def check_fit(found: tuple[int, ...], shape: Shape, name: str, reading: Reading 
     """
     if found[2] > MAX_FLAT >= min(found[:2]):
         raise UserError(
-            f'{name}: images of shape {found}, expected (height, width, channels): an image of '
-            f'{min(found[:2])} pixels a side with {found[2]} channels cannot be meant, so the '
-            'order is another one; for channels first, store images.transpose(0, 2, 3, 1)'
+            f'{heading(name)} images of shape {found}, expected (height, width, channels): an '
+            f'image of {min(found[:2])} pixels a side with {found[2]} channels cannot be meant, so '
+            'the order is another one; for channels first, store images.transpose(0, 2, 3, 1)'
         )
     converts = found[2] in MODES and (shape[2] in MODES or reading.keeps)
     if found[2] != shape[2] and not converts:
@@ -117,7 +117,8 @@ def check_fit(found: tuple[int, ...], shape: Shape, name: str, reading: Reading 
         if found[2] == 4 and shape[2] == 3:
             opaque = '; if the last channel is opacity, also set data.background=keep'
         raise UserError(
-            f'{name}: images have {found[2]} channels, but model.image_channels is {shape[2]}; '
+            f'{heading(name)} images have {plural(found[2], "channel")}, but '
+            f'model.image_channels is {shape[2]}; '
             f'only 1 (grey) and 3 (RGB) convert into each other, so set it to {found[2]}'
             f'{opaque if found[2] == shape[2] + 1 else ""}'
         )

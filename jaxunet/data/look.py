@@ -14,6 +14,7 @@ from jaxunet.data.crop import Batch
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.source import Source, spread
 from jaxunet.data.threads import ordered_map
+from jaxunet.runtime.errors import heading, plural
 
 T = TypeVar('T')
 
@@ -46,25 +47,28 @@ def log_pixels(source: Source, *, may_be_dark: bool = False) -> None:
     shown = pixels[..., :3] + (reading.top - pixels[..., 3:]) if reading.keeps else pixels
     black = float((shown < near).mean())
     logging.info(
-        '%s: pixels of %d of %d images, %dx%dx%d: %s; %.0f%% near black (below %g)',
-        *(source.name, len(images), len(source), *source.image_shape),
+        '%s pixels of %d of %s, %dx%dx%d: %s; %.0f%% near black (below %g)',
+        *(heading(source.name), len(images), plural(len(source), 'image'), *source.image_shape),
         '; '.join(_channels(source, pixels)),
         *(100 * black, _value(source, near)),
     )
     _tell_transparency(source)
     if pixels.min() == pixels.max() or (black > NEARLY_ALL and not may_be_dark):
         logging.warning(
-            '%s: the images are %s; were they stored with another range than %g to %g, or '
+            '%s the images are %s; were they stored with another range than %g to %g, or '
             'converted by another program? Look at the files before you train on them',
-            *(source.name, 'of one value' if pixels.min() == pixels.max() else 'nearly black'),
+            *(
+                heading(source.name),
+                'of one value' if pixels.min() == pixels.max() else 'nearly black',
+            ),
             *(_value(source, 0), _value(source, reading.top)),
         )
     least, most = int(pixels.min()), int(pixels.max())
     if reading.bits == 16 and least < most and most - least < (reading.top + 1) // NARROW:
         logging.warning(
-            '%s: the values %g to %g are less than 1/%d of the range; '
+            '%s the values %g to %g are less than 1/%d of the range; '
             'data.range=%g,%g would spread them over all of it',
-            *(source.name, _value(source, least), _value(source, most), NARROW),
+            *(heading(source.name), _value(source, least), _value(source, most), NARROW),
             *_suggested(source, least, most),
         )
 
@@ -133,6 +137,6 @@ def _tell_transparency(source: Source) -> None:
         'drop': 'it is dropped, so that hidden colours count',
     }.get(ground, f'they are drawn on {ground}')
     logging.info(
-        '%s: %d of %d images are transparent in places; %s (data.background=%s)',
-        *(source.name, sum(found), len(found), what, ground),
+        '%s %d of %d images are transparent in places; %s (data.background=%s)',
+        *(heading(source.name), sum(found), len(found), what, ground),
     )

@@ -30,7 +30,7 @@ from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
 from jaxunet.runtime import command, compiled_cache, download
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.paths import of_user
-from jaxunet.runtime.whole_files import check_writable, written
+from jaxunet.runtime.whole_files import check_file, written
 
 REFERENCE = flags.DEFINE_string(
     'reference', None, 'Images with classes, as for data.path, all of one size.', required=True
@@ -102,9 +102,9 @@ def main(argv: Sequence[str]) -> None:
     if EPOCHS.value is not None and SECONDS.value is not None:
         raise UserError('--epochs, --seconds: give one of them')
     target = Path(OUTPUT.value)
-    if target.suffix.lower() != '.npz' or target.is_dir():
+    if target.suffix.lower() != '.npz':
         raise UserError(f'--output: expected a name that ends in .npz, found {OUTPUT.value!r}')
-    check_writable(target, '--output')
+    check_file(target, '--output')
     compiled_cache.enable_compilation_cache()
     data = _load()
     recipe = Recipe(

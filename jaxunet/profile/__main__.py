@@ -51,11 +51,12 @@ from jaxunet.profile.capture import Capture, capture
 from jaxunet.profile.chrome import write_trace
 from jaxunet.profile.summary import Summary, summarise
 from jaxunet.runtime import command, compiled_cache, rows
-from jaxunet.runtime.errors import UserError, printable_lines
+from jaxunet.runtime.errors import printable_lines
 from jaxunet.runtime.paths import of_user
 from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.whole_files import check_file, written
 from jaxunet.training.parallel import Parallel
+from jaxunet.training.workdir import check_makeable
 
 CONFIG = cli.define_config()
 STEPS = flags.DEFINE_integer('steps', 5, 'Training steps to trace.', lower_bound=1)
@@ -101,10 +102,8 @@ def main(argv: Sequence[str]) -> None:
     kernels = {name: choose(name, resolved.precision) for name, resolved in configs.items()}
     Parallel(config, next(iter(kernels.values())))
     output = pathlib.Path(OUTPUT.value)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f'--output: {output} cannot be made: {error.strerror or error}') from None
+    check_makeable(output, '--output')
+    output.mkdir(parents=True, exist_ok=True)
     check_file(output / 'profile.jsonl', '--output')
     source = open_images(config)
     compiled_cache.enable_compilation_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging as std_logging
 import pathlib
@@ -22,6 +23,8 @@ from jaxunet.runtime.progress import write_above_bars
 
 Main = Callable[[Sequence[str]], int | None]
 HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
+# Flags for what a command reads, one of which a stray argument may be meant for.
+INPUTS = ('checkpoint', 'samples', 'input', 'jobs')
 # Words for values that are none of a flag's type.
 EXPECTED = {
     flags.IntegerParser: 'a whole number',
@@ -59,9 +62,9 @@ def run(main: Main, *, arguments: bool = False) -> None:
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is its
     `exit_code`. So is an exception for lack of memory or of a device, or for a file that the system
-    refuses. After Ctrl-C the exit code is `INTERRUPTED`, and only `main` prints anything. Printing
-    never fails (`jaxunet.runtime.printing`). The process does not wait for a `Background`, which
-    would delay Python's exit, or crash during it.
+    refuses. After Ctrl-C the exit code is `INTERRUPTED`, and the text of the KeyboardInterrupt is
+    printed, or 'interrupted'. Printing never fails (`jaxunet.runtime.printing`). The process does
+    not wait for a `Background`, which would delay Python's exit, or crash during it.
 
     Args:
       arguments: `main` takes the arguments that are not flags, and checks them; otherwise they are
@@ -82,33 +85,55 @@ def run(main: Main, *, arguments: bool = False) -> None:
     handler.python_handler.stream = sys.stderr
     write_above_bars(handler.python_handler)
     try:
-        app.run(_without_traceback(main, arguments=arguments), flags_parser=_parse)
+        app.run(
+            _without_traceback(main), flags_parser=functools.partial(_parse, arguments=arguments)
+        )
     except UserError as error:
         fail(error)
     except (KeyboardInterrupt, SystemError) as error:
         if not interrupted(error):
             raise
+        said = str(error) if isinstance(error, KeyboardInterrupt) else ''
+        print(f'\n{said or "interrupted"}', file=sys.stderr, flush=True)
         end(INTERRUPTED)
 
 
-def _parse(argv: Sequence[str]) -> list[str]:
-    """Parses the flags, and returns the arguments that are none."""
+def _parse(argv: Sequence[str], *, arguments: bool) -> list[str]:
+    """Parses the flags, and returns the arguments that are none, if there may be some."""
     known = flags.FLAGS
     for name in known:
         if type(known[name].parser) in EXPECTED:
             known[name].parser = Worded(known[name].parser)
     try:
-        return known(list(argv))
+        return _checked(known(list(argv)), arguments)
     except flags.UnrecognizedFlagError as error:
         text = f'{error}{_fields_called(error.flagname)}'
     except flags.Error as error:
         parsed = error.__context__ is None  # no parser refused a value
         missing = [f'--{name}' for name in known if parsed and _is_missing(known[name])]
+        if missing:
+            _checked([*argv[:1], *known._parse_args(list(argv[1:]), False)[1]], arguments)
         text = f'{", ".join(missing)}: missing' if missing else str(error)
     except SystemExit as ended:
         helped = {argument.lstrip('-') for argument in argv} & HELP
         sys.exit(0 if helped and ended.code == 1 else ended.code)  # absl's --help ends with 1
     raise UserError(f'{text}\nSee --help.')
+
+
+def _checked(argv: list[str], arguments: bool) -> list[str]:
+    """Returns the arguments that are no flags; raises UserError for one if there may be none."""
+    if arguments or len(argv) == 1:
+        return argv
+    known, stray = flags.FLAGS, argv[1]
+    given = {name for name in known if known[name].present}
+    meant = [name for name in INPUTS if name in known]
+    if not meant and 'config' in known:
+        meant = [name for name in ('config', 'config.data.path') if name not in given]
+    elif not given.isdisjoint(meant):
+        meant = []
+    options = ' or '.join(f'--{name}={stray}' for name in meant)
+    hint = f'did you mean {options}?' if meant else 'every option is a flag'
+    raise UserError(f'unexpected argument {stray!r}; {hint}\nSee --help.')
 
 
 def _is_missing(flag: flags.Flag) -> bool:
@@ -154,18 +179,14 @@ def interrupted(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
 
 
-def _without_traceback(main: Main, *, arguments: bool) -> Main:
-    """Wraps `main` so that a `UserError` or a stray argument ends in one line.
+def _without_traceback(main: Main) -> Main:
+    """Wraps `main` so that a `UserError` ends in one line.
 
     If a `Background` runs when `main` returns or raises, the process exits at once.
     """
 
     def wrapped(argv: Sequence[str]) -> int | None:
         try:
-            if len(argv) > 1 and not arguments:
-                raise UserError(
-                    f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
-                )
             with importing():  # JAX; not for --help
                 from jaxunet.runtime.guarded import guarded  # noqa: PLC0415
             with guarded('this command'):

@@ -34,7 +34,6 @@ from jaxunet.runtime.by_hand import (
 )
 from jaxunet.runtime.errors import ERROR, UserError
 from jaxunet.runtime.file_errors import explained
-from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.launchers import (
     STARTED,
     all_devices,
@@ -115,7 +114,7 @@ def joined(start: Start) -> Iterator[None]:
             print(f'error: {error}', file=sys.stderr)
             end(error.exit_code)
         if isinstance(error, KeyboardInterrupt):
-            end(INTERRUPTED)
+            raise
         if is_of_lost_peer(error):
             print(f'error: {one_line(error)}', file=sys.stderr)
         else:

@@ -48,6 +48,16 @@ def near_misses(name: str, known: Iterable[str]) -> str:
     return f'; did you mean {quoted}?' if matches else ''
 
 
+def heading(name: str) -> str:
+    """Returns a name with a colon behind it for a message; a set such as digits: has its own."""
+    return name if name.endswith(':') else f'{name}:'
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns such as `1 image` or `2 images`."""
+    return f'{count} {noun}{"s" * (count != 1)}'
+
+
 def itemized(problems: Sequence[str]) -> str:
     """Returns text that follows a colon: ` PROBLEM` for a single problem, or a line for each."""
     return f' {problems[0]}' if len(problems) == 1 else ''.join(f'\n  {p}' for p in problems)

@@ -57,6 +57,15 @@ def expanded(path: str | os.PathLike[str]) -> str:
     return full
 
 
+def check_path(
+    value: object, name: str, expected: str = 'a path, as text or a path object'
+) -> None:
+    """Raises UserError unless the argument `name` of a Python function is a path."""
+    if not isinstance(value, str | os.PathLike):
+        kind = value if value is None else f'an object of type {type(value).__name__}'
+        raise UserError(f'{name}: expected {expected}, found {kind}')
+
+
 def cache_dir() -> pathlib.Path:
     """Returns $XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet.
 
@@ -91,6 +100,13 @@ def check_local(path: str | os.PathLike[str], flag: str) -> None:
             f'{flag}{": " if flag else ""}{path}: is a URL; here only files and folders of this '
             'machine are written: name one, and copy it, or mount the other storage'
         )
+
+
+def file_above(path: str | os.PathLike[str]) -> str:
+    """Returns ': X is a file, not a folder' if a path or a parent of it is one, and '' if not."""
+    whole = pathlib.Path(path)
+    found = next((each for each in (whole, *whole.parents) if os.path.exists(each)), whole)
+    return f': {found} is a file, not a folder' if os.path.isfile(found) else ''
 
 
 def why_missing(path: str | os.PathLike[str]) -> str:

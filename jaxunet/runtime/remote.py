@@ -37,6 +37,7 @@ ATTEMPTS = 3  # to read a file
 FRESH_SECONDS = 60.0  # in which a process does not ask again for the version of a copy
 CONNECTIONS = 16  # files of a folder that are read at the same time
 CHUNK = 2**20  # bytes
+INSTEAD = 'if this machine cannot reach it, fetch it elsewhere and give its path'
 SEVERAL = re.compile(r'\*|\{[^{}]*(\.\.|,)[^{}]*\}')  # as in x-{00..99}.tar
 # What storages call the version of a file.
 VERSIONS = (
@@ -102,15 +103,15 @@ def _copy(url: str) -> Path:
     folder = cache_dir() / FOLDER / _digest(url)
     scheme = SCHEME.match(url)
     assert scheme is not None
-    remote = _web(url) if scheme[1].lower() in ('http', 'https') else _storage(url, scheme[1])
     try:
+        remote = _web(url) if scheme[1].lower() in ('http', 'https') else _storage(url, scheme[1])
         with _explained(url):
             files = remote.files()
     except _UnreachableError as error:
         versions = sorted(folder.glob('*/'), key=lambda path: path.stat().st_mtime)
         earlier = [path for path in (each / _name(url) for each in versions) if path.exists()]
         if not earlier:
-            raise
+            raise UserError(f'{error}; {INSTEAD}') from None
         logging.warning('%s; using the last copy, %s', error, earlier[-1])
         return earlier[-1]
     version = repr(sorted(files.items()))
@@ -236,7 +237,9 @@ def _explained(url: str) -> Iterator[None]:
             raise
         raise _UnreachableError(f'{begin}cannot be read: {one_line(error)}') from None
     except Exception as error:  # each storage has its own kinds
-        raise UserError(f'{begin}{type(error).__name__}: {one_line(error)}') from None
+        name = type(error).__name__
+        kind = _UnreachableError if re.search('Connect|Timeout', name) else UserError
+        raise kind(f'{begin}{name}: {one_line(error)}') from None
 
 
 def _web(url: str) -> _Remote:

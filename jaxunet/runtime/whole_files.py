@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.paths import check_local, is_remote
+from jaxunet.runtime.paths import check_local, file_above, is_remote
 from jaxunet.runtime.upload import uploaded
 
 
@@ -83,9 +83,8 @@ def check_writable(path: str | os.PathLike[str], flag: str) -> None:
     while not nearest.exists():
         nearest = nearest.parent
     if (nearest != target and not nearest.is_dir()) or not os.access(nearest, os.W_OK):
-        raise UserError(
-            f'{flag}: {path}: cannot be written; check the name, and the permissions of {nearest}'
-        )
+        why = file_above(target.parent) or f', and the permissions of {nearest}'
+        raise UserError(f'{flag}: {path}: cannot be written; check the name{why}')
 
 
 def check_file(path: str | os.PathLike[str], flag: str) -> None:

@@ -25,7 +25,7 @@ from jaxunet.data.source import Source, no_labels, of_pixels
 from jaxunet.data.sources import compressed_tar, open_source
 from jaxunet.metrics.image_sets import read_grid
 from jaxunet.model.low_res import grey, shrunk
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, heading, plural
 from jaxunet.runtime.remote import on_disk
 from jaxunet.runtime.untrusted import read_limited
 
@@ -93,7 +93,7 @@ def read_pictures(config: Config, path: str, limit: int | None, classes: Classes
     rows = np.arange(min(len(source), limit or len(source)))
     labels = _labels(path, source, rows, classes)
     pixels = fitted(config, source.load(rows))
-    return LowRes(pixels, labels, f'{path}: {len(source)} pictures')
+    return LowRes(pixels, labels, f'{heading(path)} {plural(len(source), "picture")}')
 
 
 def given_pictures(
@@ -192,7 +192,7 @@ def read_low_res(
     pixels = source.load(rows)
     if colourless:
         pixels = np.rint(np.asarray(grey(jnp.asarray(pixels, jnp.float32)))).astype(pixels.dtype)
-    return LowRes(pixels, labels, f'{path}: {len(source)} pictures')
+    return LowRes(pixels, labels, f'{heading(path)} {plural(len(source), "picture")}')
 
 
 def _labels(

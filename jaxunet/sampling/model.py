@@ -27,6 +27,7 @@ from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import choose
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.guarded import guarded
+from jaxunet.runtime.paths import check_path
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.guidance import Weaker
@@ -110,6 +111,7 @@ class Model:
           UserError: an unknown extension, a format that cannot hold the model, or a file that
             cannot be written.
         """
+        check_path(path, 'path')
         params = jax.tree.map(np.asarray, self.params)
         with guarded('the weights'):
             if names_folder(path, format):
@@ -355,6 +357,7 @@ def load(
     Raises:
       UserError: nothing there can be read, or it leaves open what the message names.
     """
+    check_path(path, 'path')
     given: dict[str, Any] = {'config': config, 'new_attention_order': new_attention_order, **stated}
     if preset is not None:
         if preset not in PRESETS:

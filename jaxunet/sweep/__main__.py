@@ -130,8 +130,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             measure(directory)
         except KeyboardInterrupt:
-            print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
-            raise
+            raise KeyboardInterrupt('stopped; the same command goes on from here') from None
     if PRESET.value == STUDY:
         text, paths = parts.write(directory, STUDY_PARTS, plot=PLOT.value)
     else:

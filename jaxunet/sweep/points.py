@@ -16,7 +16,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.checks import INVALID
 from jaxunet.config.fields import similar_fields
 from jaxunet.config.schema import Fields
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, plural
 from jaxunet.runtime.rows import Row
 
 JIT = 'jit'
@@ -251,8 +251,9 @@ def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[P
         merged += len(twins)
         points += [] if twins else [point]
     if merged:
-        left = '1 point' if merged == 1 else f'{merged} points'
-        notes.append(f'{left} left out: {WORKERS} changes nothing while {CACHE}=device')
+        notes.append(
+            f'{plural(merged, "point")} left out: {WORKERS} changes nothing while {CACHE}=device'
+        )
     for axis in axes:
         for value in axis.values:
             those = [p for p in points if p.values[axis.name] == value]

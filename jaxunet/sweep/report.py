@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Sequence
 
 from jaxunet.profile.report import read_csv, side_by_side
+from jaxunet.runtime.errors import plural
 from jaxunet.runtime.markdown import table as table_of
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
@@ -122,11 +123,13 @@ def _origin(sweep: Sweep) -> list[str]:
     )
     parts = [
         f'`{sweep.command}`',
-        f'{_counted(len(sweep.done))} measured. ' + '; '.join(machines),
+        f'{plural(len(sweep.done), "point")} measured. ' + '; '.join(machines),
     ]
     if sweep.missing:
         have = 'has' if sweep.missing == 1 else 'have'
-        parts.append(f'**{_counted(sweep.missing)} {have} not run yet;** the same command goes on.')
+        parts.append(
+            f'**{plural(sweep.missing, "point")} {have} not run yet;** the same command goes on.'
+        )
     return parts + [f'Note: {note}.' for note in sweep.notes]
 
 
@@ -136,10 +139,6 @@ def _device(row: Row) -> str:
     Each point of a CPU emulates as many devices as its config asks for.
     """
     return row['device'] if row['device'] == 'cpu' else f'{row["devices"]} x {row["device"]}'
-
-
-def _counted(count: int) -> str:
-    return f'{count} point' if count == 1 else f'{count} points'
 
 
 def _best(sweep: Sweep) -> list[str]:

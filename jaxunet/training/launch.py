@@ -18,7 +18,7 @@ from jaxunet.checkpoint.writer import orbax
 from jaxunet.config import Config, by_path
 from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, plural
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import shown_path
 from jaxunet.training.log_file import LogFile
@@ -115,7 +115,8 @@ def _run(config: Config, folder: pathlib.Path, *, fewer_devices: bool) -> None:
     if jax.process_index() == 0:
         held = f' and {len(source.held_out)} held out' if source.held_out else ''
         print(
-            f'{len(source)} images{held} from {shown_path(config.data.path)}; workdir {folder}',
+            f'{plural(len(source), "image")}{held} from '
+            f'{shown_path(config.data.path)}; workdir {folder}',
             flush=True,
         )
     # A resumed run no longer needs the weights that it started from.

@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from jaxunet.runtime.errors import printable
+from jaxunet.runtime.errors import plural, printable
 from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.page import FILE as PAGE
@@ -72,7 +72,7 @@ def overview(folder: pathlib.Path) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>runs</title><style>{STYLE}</style>'
-        f'<h1>{len(cards)} run{"" if len(cards) == 1 else "s"}</h1><main>{body}</main></html>'
+        f'<h1>{plural(len(cards), "run")}</h1><main>{body}</main></html>'
     )
 
 

@@ -27,6 +27,7 @@ from jaxunet.data.look import log_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache
+from jaxunet.runtime.errors import plural
 from jaxunet.runtime.paths import of_user, shown_path
 from jaxunet.training.classifier import train_classifier
 from jaxunet.training.loggers.installed import make_loggers
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> None:
     log_pixels(source)
     held = f' and {len(source.held_out)} held out' if source.held_out else ''
     print(
-        f'{len(source)} images{held} from {shown_path(config.data.path)}; workdir {workdir}',
+        f'{plural(len(source), "image")}{held} from '
+        f'{shown_path(config.data.path)}; workdir {workdir}',
         flush=True,
     )
     print(label_table(source.class_names), flush=True)

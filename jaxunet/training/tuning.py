@@ -12,6 +12,7 @@ from collections.abc import Collection, Set
 from absl import logging
 from ml_collections import ConfigDict
 
+from jaxunet.checkpoint.folders import runs_inside
 from jaxunet.checkpoint.load import check_exists
 from jaxunet.checkpoint.newest import config_at
 from jaxunet.config import Config, to_dict
@@ -172,10 +173,10 @@ def _prediction(start: Config | None, init_from: object) -> str:
     if not init_from:
         raise UserError(NEEDS_WEIGHTS)
     if start is None:
-        check_exists(on_this_machine(str(init_from)))
+        check_exists(folder := on_this_machine(str(init_from)))
         raise UserError(
             f'init_from: {init_from}: expected the run, the checkpoint or the weights of a model '
-            'that predicts edm or flow, found none there that says so'
+            f'that predicts edm or flow, found none there that says so{runs_inside(folder)}'
         )
     check_teacher(start, str(init_from))
     return start.diffusion.prediction

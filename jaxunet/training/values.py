@@ -15,6 +15,7 @@ from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.data.source import Source
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.paths import check_path
 
 Recipe: TypeAlias = str | os.PathLike[str] | Config | ConfigDict
 LABEL_DROPOUT = 0.1  # of labels that come with arrays: it allows classifier-free guidance
@@ -49,6 +50,7 @@ def _read(recipe: Recipe) -> Fields:
     if isinstance(recipe, Config):
         return copy.deepcopy(to_dict(recipe))
     if not isinstance(recipe, ConfigDict):
+        check_path(recipe, 'config', 'a recipe, a config file or a config')
         config = ConfigFile().parse(os.fspath(recipe))
         recipe = config if isinstance(config, ConfigDict) else ConfigDict(config)
     return recipe.to_dict()

@@ -16,7 +16,7 @@ from absl import logging
 from jaxunet.checkpoint.snapshots import FOLDER as SNAPSHOTS
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
-from jaxunet.runtime.paths import check_local, why_missing
+from jaxunet.runtime.paths import check_local, file_above, why_missing
 from jaxunet.runtime.plain_path import DESCRIPTORS, removed
 from jaxunet.runtime.whole_files import remove_left
 
@@ -144,7 +144,7 @@ def _error(code: int) -> OSError:
 
 
 def _unmade(workdir: pathlib.Path, flag: str, error: OSError) -> UserError:
-    why = why_missing(workdir) or f': {error.strerror or error}'
+    why = why_missing(workdir) or file_above(workdir) or f': {error.strerror or error}'
     return UserError(f'{flag}: {workdir}: cannot be made{why}; choose another')
 
 

@@ -10,7 +10,7 @@ import re
 from absl import logging
 
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.remote import on_disk
+from jaxunet.runtime.remote import INSTEAD, on_disk
 from jaxunet.runtime.untrusted import one_line
 
 NAME = re.compile(r'(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*?)(@(?P<revision>[\w][\w./-]*))?')
@@ -70,7 +70,7 @@ def downloaded(name: str) -> str:
     except Exception as error:  # of many libraries
         raise UserError(
             f'{name}: no such file or folder here, and it cannot be downloaded from the Hugging '
-            f'Face hub: {one_line(error)}'
+            f'Face hub: {one_line(error)}; {INSTEAD}'
         ) from None
     logging.info('%s of the Hugging Face hub is in %s', name, folder)
     return folder

@@ -177,6 +177,16 @@ def test_files_that_do_not_fit_are_errors(tmp_path):
         jaxunet.load(tmp_path, preset='adm')
 
 
+def test_what_is_no_path_is_an_error(model):
+    for call in (jaxunet.load, model.save):
+        with pytest.raises(jaxunet.UserError, match=r'^path: expected a path, .* found None$'):
+            call(None)
+    with pytest.raises(jaxunet.UserError, match=r'^model: expected a Model, .* found None$'):
+        jaxunet.evaluate(None)
+    with pytest.raises(jaxunet.UserError, match=r'^metrics: expected some of fid, .* found none$'):
+        jaxunet.evaluate('digits:', 'digits:', None)
+
+
 def test_a_model_and_images_are_measured(model, tmp_path):
     features = str(write_untrained(tmp_path))
     real = open_source('digits:', image_shape=(8, 8, 1)).load(np.arange(20))

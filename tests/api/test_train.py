@@ -229,12 +229,23 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
         (digits(4), {'stepz': 4}, 'stepz: unknown field; did you mean "steps"[?]$'),
         (digits(4), {'batch_size': 4}, r"several sections have it; write \*\*{'data.batch_size'"),
         (digits(4), {'config': 'imges'}, 'no file or recipe imges'),
+        (
+            digits(4),
+            {'config': None},
+            'config: expected a recipe, a config file or a config, found N',
+        ),
+        (
+            digits(4),
+            {'workdir': None},
+            'workdir: expected a path, as text or a path object, found N',
+        ),
+        (digits(4), {'workdir': 3}, 'workdir: expected a path, .*, found an object of type int'),
         (digits(4), {'data': 3}, 'data: is a section'),
     ],
 )
 def test_mistakes_are_errors_of_one_line(images, changes, error, tmp_path):
-    fields = {k: v for k, v in FIELDS.items() if k != 'data'} | changes
+    fields = {k: v for k, v in FIELDS.items() if k != 'data'} | {'workdir': tmp_path / 'run'}
     with pytest.raises(jaxunet.UserError, match=error) as raised:
-        train(images, workdir=tmp_path / 'run', **fields)
+        train(images, **fields | changes)
     assert '\n' not in str(raised.value)
     assert not (tmp_path / 'run').exists()

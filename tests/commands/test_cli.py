@@ -238,8 +238,11 @@ def test_dry_run_says_what_the_run_would_say(run, tmp_path):
     train = '--config.train.'
     longer = [f'{train}{name}=4' for name in ('log_every', 'checkpoint_every', 'steps_per_call')]
     cases = [
-        ([f'--workdir={file}'], f'--workdir: {file}: cannot be made: File exists; choose another'),
-        ([f'--workdir={file}/run'], f'{file}/run: cannot be made: Not a directory; choose another'),
+        (
+            [f'--workdir={file}'],
+            f'--workdir: {file}: cannot be made: {file} is a file, not a folder; choose another',
+        ),
+        ([f'--workdir={file}/run'], f'{file}/run: cannot be made: {file} is a file, not a folder'),
         ([f'--workdir={link}'], f'{link} is a link to nowhere, which is missing or a loop; choose'),
         (['--restarts=2', '--num_processes=2'], '--restarts: expected one process, or processes'),
         (['--coordinator=localhost:1'], '--num_processes: missing; a start by hand needs'),

@@ -32,6 +32,10 @@ MISTAKES = [
         ['jaxunet.train', '--config.train.steps=many'],
         '--config.train.steps=many: expected a whole number',
     ),
+    (
+        ['jaxunet.train', '--config.model.channel_mult=1,x,0.5'],
+        "error: the config is not valid: model.channel_mult[1]: expected float, found 'x' (str)\n",
+    ),
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
     (['jaxunet.train', '--config=nowhere.py'], 'no file or recipe nowhere.py; recipes: '),
     (
@@ -56,7 +60,18 @@ MISTAKES = [
         "flag --config.model.remat=yes: expected true or false, found 'yes'",
     ),
     (['jaxunet.train', '--wrkdir=x'], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
-    (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
+    (
+        ['jaxunet.train', 'configs/digits.py'],
+        "unexpected argument 'configs/digits.py'; did you mean --config=configs/digits.py or "
+        '--config.data.path=configs/digits.py?\nSee --help.',
+    ),
+    (['jaxunet.train', '--config=digits', 'x.zip'], "'x.zip'; did you mean --config.data.path=x."),
+    (['jaxunet.sample', 'runs/x'], "argument 'runs/x'; did you mean --checkpoint=runs/x?\nSee --"),
+    (['jaxunet.sample', '--checkpoint=RUN', 'x'], "argument 'x'; every option is a flag\nSee --h"),
+    (['jaxunet.export', 'runs/x'], "argument 'runs/x'; did you mean --checkpoint=runs/x?"),
+    (['jaxunet.demo', 'runs/x'], "argument 'runs/x'; did you mean --checkpoint=runs/x?"),
+    (['jaxunet.evaluate', 'x'], "argument 'x'; did you mean --checkpoint=x or --samples=x?"),
+    (['jaxunet.prepare_data', 'x'], "argument 'x'; did you mean --input=x?"),
     (
         ['jaxunet.train', '--config.backend=cuda'],
         'or use backend=pallas on a Hopper GPU, or xla, which runs everywhere',
@@ -190,7 +205,7 @@ MISTAKES = [
     (['jaxunet.export', '--checkpoint=nowhere', '--output=m.onnx'], 'm.onnx: extension: expected'),
     (
         ['jaxunet.export', '--checkpoint=nowhere', '--output=/proc/version/m.pt'],
-        '--output: /proc/version/m.pt: cannot be written; check the name',
+        '--output: /proc/version/m.pt: cannot be written; check the name: /proc/version is a f',
     ),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],

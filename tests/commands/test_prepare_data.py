@@ -189,7 +189,7 @@ def test_only_corrupt_images(tmp_path):
     folder = write_folder(tmp_path / 'set', {'a.png': encoded(random_pixels(0))[:100]})
     for suffix in ('bin', 'npz'):
         with pytest.raises(
-            UserError, match=r'all 1 images are corrupt, such as .*a.png \(cannot be decoded'
+            UserError, match=r': 1 image, all corrupt, such as .*a.png \(cannot be decoded'
         ):
             prepare_data.prepare(str(folder), str(tmp_path / f'out.{suffix}'), (8, 8, 3))
     with pytest.raises(UserError, match=r'--strict: 1 file is corrupt or not .*\n  a.png: cannot'):

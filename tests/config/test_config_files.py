@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxunet.config import resolve
 from jaxunet.config.cli import _Tuples
 from jaxunet.config.config_file import ConfigFile
 from jaxunet.runtime.errors import UserError
@@ -16,12 +17,19 @@ from jaxunet.runtime.errors import UserError
         ("('a,b', 'c')", ('a,b', 'c')),
         ("'a,b'", ('a,b',)),
         ('32,64', (32, 64)),
+        ('32,x,0.5,007,1e3', (32, 'x', 0.5, '007', '1e3')),
         ('', ()),
         ('()', ()),
     ],
 )
 def test_tuples(text, found):
     assert _Tuples().parse(text) == found
+
+
+def test_numbers_in_a_field_of_texts_stay_as_written():
+    text = '32,x,0.5,-0,007,1e3,True'
+    values = {'data': {'classes': _Tuples().parse(text)}}
+    assert resolve(values).data.classes == tuple(text.split(','))
 
 
 def test_files_that_give_no_config(tmp_path):

@@ -19,13 +19,18 @@ def told(monkeypatch):
     return lines
 
 
-def test_the_range_and_the_share_near_black(told):
-    pixels = np.full((200, 8, 8, 1), 100, np.uint8)
+@pytest.mark.parametrize(
+    ('name', 'count', 'begin'),
+    [
+        ('herd', 200, 'herd: pixels of 64 of 200 images'),
+        ('digits:', 1, 'digits: pixels of 1 of 1 image'),
+    ],
+)
+def test_the_range_and_the_share_near_black(name, count, begin, told):
+    pixels = np.full((count, 8, 8, 1), 100, np.uint8)
     pixels[:, :2], pixels[:, 7] = 15, 250
-    look.log_pixels(ArraySource('herd', pixels, (8, 8, 1)))
-    assert told == [
-        'herd: pixels of 64 of 200 images, 8x8x1: 15 to 250, mean 97.5; 25% near black (below 16)'
-    ]
+    look.log_pixels(ArraySource(name, pixels, (8, 8, 1)))
+    assert told == [f'{begin}, 8x8x1: 15 to 250, mean 97.5; 25% near black (below 16)']
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def test_command_line_mistakes(tmp_path):
         'jaxunet.profile', *flags(), '--backends=xla,cudnn', code=2
     )
     (tmp_path / 'file').touch()
-    assert f'--output: {tmp_path}/file/x cannot be made' in call(
+    assert f'--output: {tmp_path}/file/x: cannot be made: {tmp_path}/file is a file' in call(
         'jaxunet.profile', *flags(), f'--output={tmp_path}/file/x', code=2
     )
     (tmp_path / 'profile.jsonl').mkdir()

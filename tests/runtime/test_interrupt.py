@@ -74,8 +74,15 @@ class Ended(BaseException):
     pass
 
 
-@pytest.mark.parametrize('how', [KeyboardInterrupt, SystemError])
-def test_while_a_command_runs(how, monkeypatch):
+@pytest.mark.parametrize(
+    ('how', 'said'),
+    [
+        (KeyboardInterrupt(), 'interrupted'),
+        (SystemError('an exception set'), 'interrupted'),
+        (KeyboardInterrupt('stopped; go on'), 'stopped; go on'),
+    ],
+)
+def test_while_a_command_runs(how, said, monkeypatch, capsys):
     def ended(code):
         raise Ended(code)
 
@@ -89,6 +96,7 @@ def test_while_a_command_runs(how, monkeypatch):
     monkeypatch.setattr(command, 'end', ended)
     with pytest.raises(Ended, match='130'):
         command.run(lambda _: None)
+    assert capsys.readouterr().err == f'\n{said}\n'
 
 
 def handler_in(context):

@@ -206,8 +206,28 @@ def test_the_last_copy_serves_without_a_network(server, caplog):
     server.server_close()
     assert on_disk(url) == path
     assert caplog.text.count(f'; using the last copy, {path}') == 2
-    with pytest.raises(UserError, match=r'/y: cannot be read: .*Connection refused'):
+    with pytest.raises(UserError, match=r'/y: cannot be read: .*Connection refused; if this mach'):
         on_disk(url.replace('/x', '/y'))
+
+
+@pytest.mark.parametrize('at', ['info', '_strip_protocol'])
+def test_the_last_copy_serves_without_a_storage(at, memory, monkeypatch):
+    """Libraries have their own errors of connections, which may come from reading the address."""
+    memory.pipe('/x', b'1')
+    path = on_disk('memory://x')
+
+    class ConnectError(Exception):
+        pass
+
+    def fail(*_, **__):
+        raise ConnectError('Name or service not known')
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, at, fail)
+    assert on_disk('memory://x') == path
+    with pytest.raises(
+        UserError, match=r'memory://y: ConnectError: .* fetch it elsewhere and give'
+    ):
+        on_disk('memory://y')
 
 
 def test_a_full_cache_is_told_before_the_copy(server, cache, monkeypatch):

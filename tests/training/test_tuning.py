@@ -169,11 +169,19 @@ def test_an_open_objective_is_that_of_a_tuned_network():
     [
         (None, {'init_from': ''}, 'diffusion.objective: consistency tunes a trained network: set '),
         (None, {}, 'runs/teacher: no such file or folder'),
-        (None, {'init_from': '.'}, 'init_from: .: expected the run, .*, found none there'),
+        (
+            None,
+            {'init_from': '.'},
+            'init_from: .: expected the run, .*, found none there that says so$',
+        ),
+        (None, {'init_from': 'held'}, 'found none there that says so; it holds the workdirs a, b$'),
         (Config(), {}, 'init_from: runs/teacher: .* predicts edm or flow, found epsilon'),
     ],
 )
-def test_nothing_to_tune_is_one_line(start, changes, message):
+def test_nothing_to_tune_is_one_line(start, changes, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('a', 'b'):
+        (tmp_path / 'held' / name / 'checkpoints').mkdir(parents=True)
     with pytest.raises(UserError, match=message) as error:
         for_tuning(recipe('images', **changes), None, start, TUNES)
     assert '\n' not in str(error.value)
