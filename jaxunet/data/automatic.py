@@ -17,10 +17,10 @@ from ml_collections import ConfigDict
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.config.schema import FACTS, DiffusionConfig, Fields
+from jaxunet.data import ladders
 from jaxunet.data.fitting import MODES
 from jaxunet.data.holdout import held_out_count
 from jaxunet.data.image_files import tar_stream_sizes
-from jaxunet.data.ladders import LADDERS, USUAL, attended, batch_size, image_size, levels_of
 from jaxunet.data.npz import array_shape
 from jaxunet.data.source import ArraySource, Source, spread
 from jaxunet.data.sources import compressed_tar, open_data, open_images, open_pictures
@@ -43,8 +43,6 @@ FEW = 1000
 # Images below which a tuning by Muon takes the higher rate. Measured with 500 and, with a small
 # network, 1,797, which want it, and with 9,000 and 50,000 (docs/few_steps.md).
 FEW_TO_TUNE = 2000
-# Times that a tuning shows each of few images; 1,180 times were worse (docs/few_steps.md).
-TIMES_TUNED = 300
 SIZES = 256  # images whose sizes are looked at
 PIXELS = 16  # images whose pixels are looked at; `SIZES` where these have no colours
 PROBE = 32  # pixels a side at which the pixels are looked at
@@ -292,29 +290,32 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     Raises:
       UserError: the images are too small.
     """
-    size = value_at(raw, 'data.image_size') or image_size(facts.sizes)
+    size = value_at(raw, 'data.image_size') or ladders.image_size(facts.sizes)
     batch = value_at(raw, 'data.batch_size')
     found = facts.channels or (1 if facts.grey else 3)
     channels = 4 if value_at(raw, 'data.background') == 'keep' else found
     if not (isinstance(size, tuple | list) and all(type(side) is int for side in size)):
-        size = (USUAL,)  # `resolve` reports the value of the config
+        size = (ladders.USUAL,)  # `resolve` reports the value of the config
     height, width = size[0], size[-1]
-    levels = levels_of(height, width)
+    levels = ladders.levels_of(height, width)
     if type(batch) is not int or batch < 1:
-        batch = batch_size(height * width, facts.images)
+        batch = ladders.batch_size(height * width, facts.images)
+    tunes = value_at(raw, 'diffusion.objective') == 'consistency'
+    count = facts.images
+    steps = ladders.steps_to_tune(count, batch) if tunes else ladders.steps_to_train(count)
     choices: dict[str, object] = {
         'data.image_size': tuple(size),
         'model.image_channels': channels,
-        'model.channel_mult': LADDERS[levels],
+        'model.channel_mult': ladders.LADDERS[levels],
         'data.batch_size': batch,
         # flow has no schedule, so a schedule that is set rules it out.
         'diffusion.objective': 'v' if facts.images < FEW or _is_set(raw, SCHEDULE) else 'flow',
         'optimizer.learning_rate': _learning_rate(raw, batch, facts.images),
-        'train.steps': _steps(raw, batch, facts.images),
+        'train.steps': steps,
     }
     chosen = {path: v for path, v in choices.items() if value_at(raw, path) == OPEN[path]}
     if 'model.channel_mult' in chosen and not _is_set(raw, ATTENTION):
-        chosen[ATTENTION] = attended(min(height, width), levels)
+        chosen[ATTENTION] = ladders.attended(min(height, width), levels)
     if chosen.get('diffusion.objective') == 'v' and not _is_set(raw, SCHEDULE):
         chosen[SCHEDULE] = 'cosine'
     return chosen
@@ -333,13 +334,6 @@ def _learning_rate(raw: Fields, batch: int, images: int) -> float:
     falls = value_at(raw, 'optimizer.schedule') not in ('constant', None)
     rate = 4e-4 if falls and not raw.get('init_from') else 1e-4
     return float(f'{rate * math.sqrt(batch / 32):.1g}')
-
-
-def _steps(raw: Fields, batch: int, images: int) -> int:
-    """Returns 12,000 √(images/500) steps, or those of a tuning, in thousands."""
-    tunes = value_at(raw, 'diffusion.objective') == 'consistency'
-    steps = TIMES_TUNED * images / batch if tunes else 12_000 * math.sqrt(images / 500)
-    return min(max(1000 * round(steps / 1000), 4000), 8000 if tunes else 200_000)
 
 
 def _is_grey(source: Source) -> bool:

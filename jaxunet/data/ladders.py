@@ -1,4 +1,7 @@
-"""Chooses the size of images, the levels of their network and the batch, by the images' sizes."""
+"""Chooses the size of images, the levels of their network, the batch and the number of steps.
+
+They follow from the sizes and the number of the images.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,9 @@ LADDERS = {
 # Usual batches by the largest side of square images: with XLA, a step at 256 or 512 pixels is
 # estimated to take 13 or 23 GiB.
 BATCHES = {32: 128, 128: 32, 256: 16, math.inf: 8}
+# How often a tuning shows each image, if they are few: of 500 images, pictures were better after
+# 300 times than after 1,180 (docs/few_steps.md).
+TIMES_TUNED = 300
 
 
 def image_size(sizes: list[tuple[int, int]]) -> tuple[int, ...]:
@@ -71,3 +77,13 @@ def batch_size(pixels: int, count: int) -> int:
     """Returns the usual batch for images of so many pixels; fewer if there are fewer images."""
     usual = next(batch for side, batch in BATCHES.items() if pixels <= side * side)
     return min(usual, 2 ** int(math.log2(count)))  # a power of 2, which devices divide
+
+
+def steps_to_train(images: int) -> int:
+    """Returns 12,000 √(images/500) steps, in thousands; at least 4,000 and at most 200,000."""
+    return 1000 * min(max(round(12 * math.sqrt(images / 500)), 4), 200)
+
+
+def steps_to_tune(images: int, batch: int) -> int:
+    """Returns the steps that show each image `TIMES_TUNED` times, in thousands; 4,000 to 8,000."""
+    return 1000 * min(max(round(TIMES_TUNED * images / batch / 1000), 4), 8)

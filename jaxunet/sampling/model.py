@@ -29,6 +29,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.paths import check_path
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.sampling.arguments import as_options
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import given_pictures
@@ -239,13 +240,11 @@ class Model:
     def _options(
         self, name: str | None, steps: int | None, scale: float, options: dict[str, Any]
     ) -> SamplerConfig:
-        known = SamplerConfig.__dataclass_fields__
-        for option in options:
-            if option not in known or option == 'name':
-                raise UserError(f'{option}: unknown option{near_misses(option, known)}')
         if steps is None and not {'respacing', 'timesteps'} & set(options):
             steps = usual_steps(name, make_diffusion(self.config.diffusion))
-        return SamplerConfig(name=name, steps=steps, guidance_scale=float(scale), **options)
+        return SamplerConfig(
+            name=name, **as_options({'steps': steps, 'guidance_scale': scale} | options)
+        )
 
     def _generator(
         self, how: SamplerConfig, batch_size: int, picture: Picture | None, guide: Model | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxunet.config import Config
@@ -178,7 +179,7 @@ def resolve_options(
             config = dataclasses.replace(config, steps=usual_steps(config.name, diffusion))
     name = config.name
     assert name is not None
-    _check_sampler(config, name)
+    _check_sampler(config, name, samplers_of(diffusion.objective))
     _check_consistency(config, name, diffusion)
     variance = resolve_variance(config.variance, diffusion)
     _check_solver(config)
@@ -298,8 +299,12 @@ def _check_consistency(config: SamplerConfig, name: str, diffusion: Diffusion) -
     check_guidance(config.guidance_scale, 'guidance_scale', folded)
 
 
-def _check_sampler(config: SamplerConfig, name: str) -> None:
-    """Checks the sampler's name, the options that belong to other samplers, eta and variance."""
+def _check_sampler(config: SamplerConfig, name: str, usable: Sequence[str]) -> None:
+    """Checks the sampler's name, the options that belong to other samplers, eta and variance.
+
+    Args:
+      usable: samplers that the model can have, for messages.
+    """
     eta, variance = config.eta, config.variance
     if name not in SAMPLERS:
         raise UserError(
@@ -310,9 +315,10 @@ def _check_sampler(config: SamplerConfig, name: str) -> None:
         value = getattr(config, option)
         if value is not None and name not in owners:
             those = ' or '.join(f'sampler={owner}' for owner in owners)
+            other = f', or use {those}' if set(owners) <= set(usable) else ''
             raise UserError(
                 f'{option}: only {those} has it, found {option}={value} with sampler={name}; '
-                f'leave {option} out, or use {those}'
+                f'leave {option} out{other}'
             )
     if eta is not None and not 0 <= eta <= 1:
         raise UserError(

@@ -126,9 +126,11 @@ def beginning_with(picture: Picture, sampler: SamplerConfig) -> SamplerConfig:
     """Returns the options of a consistency model, which can begin at any noise level.
 
     Without steps or levels, it jumps from that of the strength; a strength of 1 changes nothing.
+    Another sampler stays as it is, for `resolve_options` to refuse.
     """
     level = math.tan(picture.start() * math.pi / 2)
-    if sampler.steps is not None or sampler.levels is not None or level >= FIRST_LEVEL:
+    given = sampler.steps is not None or sampler.levels is not None
+    if given or level >= FIRST_LEVEL or sampler.name not in (None, 'consistency'):
         return sampler
     return dataclasses.replace(sampler, levels=(level,))
 

@@ -154,6 +154,14 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
         ({'class_labels': []}, 'class_labels: expected labels or names, found none'),
         ({'sampler': 'dim'}, 'sampler: expected one of'),
         ({'etta': 0.5}, 'etta: unknown option; did you mean "eta"'),
+        ({'eta': 'high'}, "eta: expected a number, found 'high'"),
+        ({'churn': True}, 'churn: expected a number, found True'),
+        ({'lower_order_below': 2.5}, 'lower_order_below: expected a whole number, found 2.5'),
+        ({'clip': 'no'}, "clip: expected True or False, found 'no'"),
+        ({'levels': 3}, 'levels: expected a tuple of numbers, found 3'),
+        ({'levels': [[1], [2, 3]]}, 'levels: expected a tuple of numbers, found [[1], [2, 3]]'),
+        ({'guidance_range': (1, 2, 3)}, 'guidance_range: expected a tuple of 2 numbers, found (1'),
+        ({'timesteps': (0, 1.5)}, 'timesteps: expected a tuple of whole numbers, found (0, 1.5)'),
         ({'mask': np.ones((8, 8))}, 'mask: needs init_image'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((4, 4))}, 'mask: expected the size'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((8, 8))}, 'mask: nothing to redraw'),
@@ -166,6 +174,13 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
 def test_options_that_do_not_fit_are_errors(options, error, model):
     with pytest.raises(jaxunet.UserError, match=re.escape(error)):
         model.sample(**{'n': 2, 'steps': 2, 'progress': False} | options)
+
+
+def test_lists_and_arrays_are_tuples(model):
+    same = model.sample(2, sampler='ddim', timesteps=(0, 20), progress=False)
+    for timesteps in ([0, 20], np.array([0, 20])):
+        drawn = model.sample(2, sampler='ddim', timesteps=timesteps, progress=False)
+        np.testing.assert_array_equal(drawn, same)
 
 
 def test_files_that_do_not_fit_are_errors(tmp_path):

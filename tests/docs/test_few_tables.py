@@ -50,5 +50,15 @@ def test_quality_beside_the_teacher():
     ]
 
 
+def test_rates_are_not_seeds():
+    other = row('muon-0.002-30s', 'consistency:2', 8.0, rate=2e-3)
+    found = cells(tables.quality([*ROWS, other]))
+    assert [line[2:5] for line in found if line[1] == '30 s of tuning'] == [
+        ['6e-4', '2', '2'],
+        ['6e-4', '1', '1'],
+        ['2e-3', '2', '1'],
+    ]
+
+
 def test_a_folder_without_rows(tmp_path):
     assert tables.quality(tables.read(tmp_path)) == tables.NOTHING

@@ -55,7 +55,14 @@ from jaxunet.sampling.options import as_peer
         ({'name': 'heun', 'churn_noise': 1.01}, r'churn_noise: .* no meaning without churn'),
         ({'name': 'heun', 'churn': 1.0, 'churn_noise': 0.0}, r'churn_noise: .* found 0.0'),
         ({'name': 'ddim', 'churn_noise': 1.0}, r'churn_noise: only sampler=heun has it'),
-        ({'name': 'heun', 'lower_order_below': 9}, r'lower_order_below: only sampler=dpmpp_2m'),
+        (
+            {'name': 'heun', 'lower_order_below': 9},
+            r'lower_order_below: only sampler=dpmpp_2m .*; leave .* out, or use sampler=dpmpp_2m$',
+        ),
+        (
+            {'levels': (3.0,)},
+            r'levels: only sampler=consistency .*=ddpm; leave levels out$',
+        ),
         ({'name': 'dpmpp_2m', 'lower_order_below': -1}, r'lower_order_below: .* found -1'),
         ({'steps': 10, 'respacing': '10'}, r'respacing: .* found steps=10 beside it'),
         (

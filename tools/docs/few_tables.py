@@ -20,18 +20,18 @@ RATE = 'optimizer.learning_rate'
 
 
 def quality(every: Sequence[Row]) -> str:
-    """Teachers and their tuned models: by images, seconds and evaluations."""
+    """Teachers and their tuned models: by images, seconds, rate and evaluations."""
     if not every:
         return NOTHING
     sets = list(dict.fromkeys(row['data'] for row in every))
     by_set = {name: [row for row in every if row['data'] == name] for name in sets}
-    groups: dict[tuple[int, bool, float, int], list[Row]] = {}
+    groups: dict[tuple[int, bool, float, str, int], list[Row]] = {}
     for row in every:
         tuned = row['case'] != TEACHER
-        key = (sets.index(row['data']), tuned, row['seconds'], -row['evaluations'])
+        key = (sets.index(row['data']), tuned, row['seconds'], row['case'], -row['evaluations'])
         groups.setdefault(key, []).append(row)
     body = []
-    for (place, tuned, seconds, evaluations), rows in sorted(groups.items()):
+    for (place, tuned, seconds, _, evaluations), rows in sorted(groups.items()):
         heun = [r for r in by_set[sets[place]] if r['sampler'] == 'heun:25']
         ratio = ''
         if tuned and heun:
