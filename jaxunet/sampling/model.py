@@ -192,9 +192,9 @@ class Model:
         given = low_res if condition is None else condition
         pictures = given_pictures(self.config, given)
         n = n if n is not None else 16 if pictures is None else len(pictures)
-        if n < 1 or batch_size < 1:
-            name, value = ('n', n) if n < 1 else ('batch_size', batch_size)
-            raise UserError(f'{name}: expected 1 or more, found {value}')
+        for name, value, least in (('n', n, 1), ('batch_size', batch_size, 1), ('seed', seed, 0)):
+            if not (isinstance(value, int | np.integer) and value >= least):
+                raise UserError(f'{name}: expected {least} or more, found {value!r}')
         if not (guide is None or isinstance(guide, Model)):
             raise UserError(f'guide: expected a model, as of jaxunet.load(PATH), found {guide!r}')
         if guide is None:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float64, Int, UInt
 
-from jaxunet.config.samplers import FIRST_LEVEL
+from jaxunet.config.samplers import CONSISTENCY_LEVELS, FIRST_LEVEL
 from jaxunet.data.crop import Pixels
 from jaxunet.data.images import from_pixels
 from jaxunet.data.picture import Redraw
@@ -126,13 +126,16 @@ def beginning_with(picture: Picture, sampler: SamplerConfig) -> SamplerConfig:
     """Returns the options of a consistency model, which can begin at any noise level.
 
     Without steps or levels, it jumps from that of the strength; a strength of 1 changes nothing.
+    With a mask, it takes all its levels, on which the redrawn part comes to fit the kept one.
     Another sampler stays as it is, for `resolve_options` to refuse.
     """
-    level = math.tan(picture.start() * math.pi / 2)
     given = sampler.steps is not None or sampler.levels is not None
-    if given or level >= FIRST_LEVEL or sampler.name not in (None, 'consistency'):
+    if given or sampler.name not in (None, 'consistency'):
         return sampler
-    return dataclasses.replace(sampler, levels=(level,))
+    if picture.redraw is not None:
+        return dataclasses.replace(sampler, steps=max(CONSISTENCY_LEVELS))
+    level = math.tan(picture.start() * math.pi / 2)
+    return sampler if level >= FIRST_LEVEL else dataclasses.replace(sampler, levels=(level,))
 
 
 def make_schedule(sampler: Sampler, picture: Picture) -> Schedule:
@@ -185,6 +188,11 @@ def _repetitions(picture: Picture, steps: int) -> tuple[int, int]:
         return 1, 1
     if resample is not None and resample < 1:
         raise UserError(f'resample: expected 1 (no repetition) or more, found {resample}')
+    if resample is not None and resample > 1 and steps == 1:
+        raise UserError(
+            f'resample: {resample} has nothing to repeat, as one step starts at this strength; '
+            'raise strength or steps'
+        )
     if jump is not None and not 1 <= jump < max(steps, 2):
         raise UserError(
             f'jump_length: expected 1 to {max(steps - 1, 1)}, as {steps} steps start at this '

@@ -150,6 +150,8 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
     ('options', 'error'),
     [
         ({'n': 0}, 'n: expected 1 or more, found 0'),
+        ({'n': 2.0}, 'n: expected 1 or more, found 2.0'),
+        ({'seed': None}, 'seed: expected 0 or more, found None'),
         ({'class_labels': 'dog'}, "found 'dog'"),
         ({'class_labels': []}, 'class_labels: expected labels or names, found none'),
         ({'sampler': 'dim'}, 'sampler: expected one of'),

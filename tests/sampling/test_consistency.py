@@ -122,6 +122,12 @@ def test_a_picture_begins_at_its_strength_unless_steps_are_given():
     assert p.beginning_with(p.Picture(PICTURE, strength=1.0), SamplerConfig()) == SamplerConfig()
 
 
+def test_a_part_is_redrawn_in_four_steps_unless_others_are_given():
+    picture = p.Picture(PICTURE, np.array([[True, False, True, False]]))
+    assert p.beginning_with(picture, SamplerConfig()) == SamplerConfig(steps=4)
+    assert p.beginning_with(picture, SamplerConfig(steps=2)) == SamplerConfig(steps=2)
+
+
 @OF
 def test_a_picture_changes_as_the_strength_says(of):
     """From the level that is nearest to the strength, 0.821 here, in one evaluation."""

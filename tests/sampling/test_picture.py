@@ -280,6 +280,10 @@ def test_defaults():
         ({'redraw': REDRAW, 'resample': 0}, 'resample: expected 1 .* or more, found 0'),
         ({'redraw': REDRAW, 'jump_length': 10}, 'jump_length: expected 1 to 9, as 10 steps'),
         ({'resample': 2}, 'resample: 2 needs a mask'),
+        (
+            {'redraw': REDRAW, 'resample': 2, 'strength': 0.01},
+            'resample: 2 has nothing to repeat, as one step starts at this strength',
+        ),
     ],
 )
 def test_wrong_options_are_named(options, message):
