@@ -267,7 +267,7 @@ def test_a_failure_while_a_program_runs_names_the_backend(install, capsys):
         jax.block_until_ready(jax.jit(backends.choose('toy').ops.linear)(*CALLS['linear'][0]))
 
     with pytest.raises(SystemExit) as ended:
-        _without_traceback(main, arguments=False)(['x'])
+        _without_traceback(main)(['x'])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     (line,) = [line for line in error.splitlines() if line.startswith('error: ')]
