@@ -153,15 +153,15 @@ def process_fields(scheduler: Mapping[str, Any], *, learned: bool, source: str) 
       UserError: a process that is not implemented here.
     """
     kind = scheduler.get('_class_name')
+    if learned and kind in (*FLOW, CONSISTENCY):
+        raise UserError(
+            f'{source}: _class_name: {kind} has no learned variance, but the network has twice as '
+            'many output channels as input channels'
+        )
     if kind in FLOW:
         values = {'num_train_timesteps': TIME_SCALE, 'invert_sigmas': False} | dict(scheduler)
         expect(source, 'num_train_timesteps', values['num_train_timesteps'], (TIME_SCALE,))
         expect(source, 'invert_sigmas', values['invert_sigmas'], (False,))
-        if learned:
-            raise UserError(
-                f'{source}: _class_name: {kind} has no learned variance, but the network has twice '
-                'as many output channels as input channels'
-            )
         return {'objective': 'flow', 'steps': TIME_SCALE, 'schedule': 'linear'}  # the defaults
     if kind == CONSISTENCY:
         return _consistency_fields(scheduler, source)

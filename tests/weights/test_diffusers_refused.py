@@ -67,6 +67,14 @@ def test_what_diffusers_lacks(tmp_path: pathlib.Path, config: Config, message: s
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize('kind', ['FlowMatchEulerDiscreteScheduler', JUMPS])
+def test_a_learned_variance_needs_a_scheduler_that_reads_it(tmp_path: pathlib.Path, kind: str):
+    folder = foreign(tmp_path, SMALL.replace(diffusion={'learn_sigma': True}))
+    scheduler = {'_class_name': kind, 'num_train_timesteps': 1000, 'sigma_min': 1e-6}
+    with pytest.raises(UserError, match=f'{kind} has no learned variance, but the network has'):
+        read_weights(changed(folder, SCHEDULER, **scheduler))
+
+
 @pytest.mark.parametrize(
     ('file', 'values', 'message'),
     [
