@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -192,9 +194,8 @@ class Model:
         given = low_res if condition is None else condition
         pictures = given_pictures(self.config, given)
         n = n if n is not None else 16 if pictures is None else len(pictures)
-        for name, value, least in (('n', n, 1), ('batch_size', batch_size, 1), ('seed', seed, 0)):
-            if not (isinstance(value, int | np.integer) and value >= least):
-                raise UserError(f'{name}: expected {least} or more, found {value!r}')
+        n, batch_size = _whole('n', n, 1), _whole('batch_size', batch_size, 1)
+        seed = _whole('seed', seed, 0)
         if not (guide is None or isinstance(guide, Model)):
             raise UserError(f'guide: expected a model, as of jaxunet.load(PATH), found {guide!r}')
         if guide is None:
@@ -375,6 +376,14 @@ def load(
     changes = {'backend': backend, 'precision': precision}
     fields = to_dict(weights.config) | {k: v for k, v in changes.items() if v is not None}
     return Model(weights, resolve(fields))
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    """Returns a whole number of Python, NumPy or JAX; raises `UserError` for anything else."""
+    with contextlib.suppress(TypeError):
+        if (number := operator.index(value)) >= least:
+            return number
+    raise UserError(f'{name}: expected {least} or more, found {value!r}')
 
 
 def _is_path(value: object) -> bool:

@@ -28,7 +28,7 @@ from jaxunet import api
 from jaxunet.checkpoint.load import Model as Weights
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.sources import open_source
-from jaxunet.sampling.model import Model
+from jaxunet.sampling.model import Model, _whole
 
 QUICK = {'steps': 2, 'progress': False}
 
@@ -176,6 +176,13 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
 def test_options_that_do_not_fit_are_errors(options, error, model):
     with pytest.raises(jaxunet.UserError, match=re.escape(error)):
         model.sample(**{'n': 2, 'steps': 2, 'progress': False} | options)
+
+
+@pytest.mark.parametrize('two', [2, np.int64(2), np.array(2), jnp.int32(2)], ids=repr)
+def test_whole_numbers_of_numpy_and_jax_are_numbers(two):
+    """Called by itself, as the types of `sample` are checked in tests."""
+    found = _whole('n', two, 1)
+    assert (found, type(found)) == (2, int)
 
 
 def test_lists_and_arrays_are_tuples(model):
