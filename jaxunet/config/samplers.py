@@ -17,8 +17,9 @@ OBJECTIVE_SAMPLERS = {
     'flow': 'heun',
     'consistency': 'consistency',
 }
-# The noise levels σ of `consistency`: of its first evaluation, and of those after it, by the number
-# of all: ECT's for two, and for larger images the best of some (docs/few_steps.md, "Noise levels").
+# The noise levels σ of `consistency`: that of the first evaluation, and those of the others by the
+# number of evaluations. 0.821 is ECT's; those of large images are the best of some that were tried
+# (docs/few_steps.md, "Noise levels of the samples").
 FIRST_LEVEL = 80.0
 CONSISTENCY_LEVELS = {1: (), 2: (0.821,), 3: (2.5, 0.5), 4: (5.0, 1.1, 0.4)}
 LARGE_LEVELS = {1: (), 2: (3.0,), 3: (5.0, 1.0), 4: (10.0, 2.5, 0.8)}

@@ -20,6 +20,7 @@ from jaxunet.diffusion.levels import signal_and_noise
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import picture as p
 from jaxunet.sampling import sampler as s
+from jaxunet.sampling.generator import Generator, sampler_of
 from jaxunet.sampling.model import Model, load
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.weights import write_weights
@@ -49,6 +50,11 @@ def network(diffusion):
         return a * x0 + b * (x - signal * x0) / noise
 
     return denoise
+
+
+def tuned(**changes):
+    diffusion = {'objective': 'consistency', 'consistency_of': 'edm'}
+    return tiny_config(diffusion=diffusion, **changes)
 
 
 def visited(sampler):
@@ -104,9 +110,11 @@ def test_levels_may_be_chosen():
     np.testing.assert_allclose(samples.std(axis=0), SPREAD, rtol=0.04)
 
 
-@pytest.mark.parametrize(('side', 'level'), [(32, 0.821), (64, 3.0)])
-def test_images_from_64_pixels_on_go_back_to_more_noise(side, level):
-    sampler = s.make_sampler(SamplerConfig(), process('edm'), side=side)
+@pytest.mark.parametrize(
+    ('size', 'level'), [((32,), 0.821), ((64, 32), 0.821), ((64,), 3.0), ((64, 128), 3.0)]
+)
+def test_images_from_64_pixels_on_go_back_to_more_noise(size, level):
+    sampler = sampler_of(tuned(data={'image_size': size}), SamplerConfig())
     np.testing.assert_allclose(visited(sampler), [80, level], rtol=1e-5)
 
 
@@ -120,6 +128,17 @@ def test_a_picture_begins_at_its_strength_unless_steps_are_given():
     ):
         assert p.beginning_with(picture, options) == options
     assert p.beginning_with(p.Picture(PICTURE, strength=1.0), SamplerConfig()) == SamplerConfig()
+
+
+@pytest.mark.parametrize(('part', 'levels'), [(False, [0.72654]), (True, [80, 5, 1.1, 0.4])])
+def test_generators_begin_with_the_picture(part, levels):
+    config = tuned()
+    pixels = np.full(config.image_shape, 90, np.uint8)
+    redraw = np.eye(*config.image_shape[:2]) > 0 if part else None
+    picture = p.Picture(pixels, redraw, None if part else 0.4, resample=1 if part else None)
+    devices = jax.devices()[:1]
+    generator = Generator(config, SamplerConfig(), batch_size=1, devices=devices, picture=picture)
+    np.testing.assert_allclose(visited(generator.sampler), levels, rtol=1e-4)
 
 
 def test_a_part_is_redrawn_in_four_steps_unless_others_are_given():

@@ -342,6 +342,8 @@ def test_options_reach_the_sampler(sampler, extra, evaluations, weights, tmp_pat
             '--timesteps: expected whole numbers such as 0,250,500,999, found',
         ),
         (['--respacing=ddim3x'], 'respacing: expected numbers of steps'),
+        (['--levels=3,1'], 'levels: only sampler=consistency has it, found levels=(3.0, 1.0)'),
+        (['--levels=3,low'], "--levels: expected numbers such as 5,1, found '3,low'"),
     ],
 )
 def test_mistakes(extra, message, weights, tmp_path):
