@@ -34,7 +34,7 @@ from jaxunet.data.source import MAX_MEMORY, Source, no_labels, of_pixels, spread
 from jaxunet.data.tables import Rows
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
-from jaxunet.runtime.errors import UserError, printable
+from jaxunet.runtime.errors import UserError, plural, printable
 
 NAMED = 5  # skipped files that a message names
 FEW, MORE = 16, 256  # images whose depth is looked at, and if it is narrow
@@ -318,8 +318,7 @@ def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:
         )
     found = 'no files at all, or only hidden ones'
     if skipped:
-        files = '1 other file' if len(skipped) == 1 else f'{len(skipped)} other files'
-        found = f'{files}: {_listed(skipped)}'
+        found = f'{plural(len(skipped), "other file")}: {_listed(skipped)}'
     return UserError(
         f'{name}: no images (PNG, JPEG, GIF, WebP, BMP, TIFF, PNM, AVIF, JPEG 2000) in it, '
         f'found {found}'

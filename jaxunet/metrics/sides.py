@@ -25,7 +25,7 @@ from jaxunet.metrics.frechet import (
 )
 from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.table import TABLE, ImageSummary, Need, check_reference, needing
-from jaxunet.runtime.errors import UserError, printable
+from jaxunet.runtime.errors import UserError, plural, printable
 from jaxunet.runtime.remote import on_disk
 
 MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
@@ -311,8 +311,8 @@ def check_count(count: int | None, source: Source, name: str, which: str = '') -
       UserError: it has fewer.
     """
     if count is not None and count > len(source):
-        images = f'{len(source)} image{"s" * (len(source) > 1)}{which}'
-        raise UserError(f'--num_samples: {count} asked for, but {name} has {images}')
+        images = plural(len(source), 'image')
+        raise UserError(f'--num_samples: {count} asked for, but {name} has {images}{which}')
 
 
 def drawn_rows(total: int, count: int | None, seed: int) -> Int[np.ndarray, ' rows']:

@@ -67,7 +67,7 @@ def missing(config: Config) -> str:
     if config.picture_path:
         return (
             f'condition: missing; the model draws from pictures like those in '
-            f'{config.picture_path}, of {shape[2]} channel{"s" * (shape[2] > 1)}'
+            f'{config.picture_path}, of {plural(shape[2], "channel")}'
         )
     return f'low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
 

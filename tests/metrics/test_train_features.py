@@ -289,4 +289,8 @@ def test_mistakes(tmp_path):
     assert '--output: expected a name that ends in .npz' in call(
         module, '--reference=digits:', f'--output={tmp_path}/f.pt', code=2
     )
-    assert {path.name for path in tmp_path.iterdir()} == {'plain.npz', 'one.npz'}
+    (tmp_path / 'folder.npz').mkdir()
+    assert 'folder.npz: cannot be written: it is a folder; name a file' in call(
+        module, '--reference=digits:', f'--output={tmp_path}/folder.npz', code=2
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {'plain.npz', 'one.npz', 'folder.npz'}
