@@ -251,7 +251,7 @@ class Loop:
                 self.outputs.measure_held_out(self.step, weights)
             del weights
         self._read_metrics()  # logs this step, with its held-out loss
-        if save:
+        if save and self.hook is None:  # a hook saves by itself
             self._write_checkpoint()
         self._show(outputs)
         self.clock.resume()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -97,6 +98,10 @@ def assert_same(reports, expected):
         jax.tree.map(np.testing.assert_array_equal, mine, other)
 
 
+def ending_at(steps):
+    return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, steps=steps))
+
+
 def logged(workdir):
     measured = ('images_per_second', 'step_ms')
     return [
@@ -153,6 +158,23 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(whole, source, tmp_path, 
     assert logged(tmp_path) == logged(workdir)
 
 
+def test_a_milestone_at_the_last_step_is_reported_again(source, tmp_path):
+    """Not trained for again."""
+    config = ending_at(8)
+    for seen in (Seen(dies_at=0.8), Seen()):
+        with contextlib.suppress(Died):
+            train(config, tmp_path, source, hook=seen.milestones((0.8,)))
+        assert [step for step, _, _ in seen.reports] == [8]
+        assert read(tmp_path).facts.milestone == 0.8
+
+
+@pytest.mark.parametrize('steps', [2, 10**6])
+def test_nothing_is_saved_without_saves(steps, source, tmp_path):
+    config = ending_at(steps)
+    train(config, tmp_path, source, hook=Seen().milestones((2 * STEP,), saves=False))
+    assert not list((tmp_path / 'checkpoints').iterdir())
+
+
 def test_a_run_that_has_passed_a_milestone_says_so(source, tmp_path):
     train(CONFIG, tmp_path, source, hook=Seen(calls=4).milestones((0.8,)))
     with pytest.raises(PassedError, match=r'is of 0\.4 s of training, .* the weights of 0\.3 s'):
@@ -180,7 +202,7 @@ def test_a_run_that_stops_just_after_a_milestone_keeps_it(source, tmp_path):
 
 
 def test_milestones_end_a_run(source, tmp_path):
-    """They come at their times by the clock, in order; nothing is saved without `saves`."""
+    """They come at their times by the clock, in order."""
     seen = []
 
     def reached(step, seconds, averages, asked):
@@ -196,7 +218,6 @@ def test_milestones_end_a_run(source, tmp_path):
     )
     kernels = [params['conv_in']['kernel'] for _, _, params in seen]
     assert not np.array_equal(kernels[0], kernels[2])
-    assert not list((tmp_path / 'checkpoints').iterdir())
 
 
 @pytest.mark.parametrize('saves', [False, True])
