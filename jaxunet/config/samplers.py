@@ -18,12 +18,15 @@ OBJECTIVE_SAMPLERS = {
     'consistency': 'consistency',
 }
 # The noise levels σ of `consistency`: that of the first evaluation, and those of the others by the
-# number of evaluations. 0.821 is ECT's; those of large images are the best of some that were tried
+# number of evaluations. 0.821 is ECT's; those of larger images are the best of some that were tried
 # (docs/few_steps.md, "Noise levels of the samples").
 FIRST_LEVEL = 80.0
 CONSISTENCY_LEVELS = {1: (), 2: (0.821,), 3: (2.5, 0.5), 4: (5.0, 1.1, 0.4)}
-LARGE_LEVELS = {1: (), 2: (3.0,), 3: (5.0, 1.0), 4: (10.0, 2.5, 0.8)}
-LARGE = 64  # pixels of the shorter side
+LEVELS_BY_SIDE = {  # by the fewest pixels of the shorter side
+    0: CONSISTENCY_LEVELS,
+    32: {1: (), 2: (2.0,), 3: (8.0, 2.0), 4: (12.0, 4.0, 1.5)},
+    64: {1: (), 2: (3.0,), 3: (8.0, 2.0), 4: (10.0, 2.5, 0.8)},
+}
 # Usual steps. ddpm takes every timestep of a model, and 250 steps if it has none (edm, flow).
 DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'unipc': 20, 'heun': 20, 'consistency': 2}
 CONTINUOUS_STEPS = {**DEFAULT_STEPS, 'ddpm': 250}
@@ -42,7 +45,7 @@ def usual_levels(steps: int, side: int) -> tuple[float, ...]:
     Args:
       side: pixels of the image's shorter side.
     """
-    return (LARGE_LEVELS if side >= LARGE else CONSISTENCY_LEVELS)[steps]
+    return LEVELS_BY_SIDE[max(least for least in LEVELS_BY_SIDE if least <= side)][steps]
 
 
 class Choice(NamedTuple):

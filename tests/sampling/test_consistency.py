@@ -111,9 +111,10 @@ def test_levels_may_be_chosen():
 
 
 @pytest.mark.parametrize(
-    ('size', 'level'), [((32,), 0.821), ((64, 32), 0.821), ((64,), 3.0), ((64, 128), 3.0)]
+    ('size', 'level'),
+    [((31,), 0.821), ((32,), 2.0), ((64, 32), 2.0), ((63,), 2.0), ((64,), 3.0), ((64, 128), 3.0)],
 )
-def test_images_from_64_pixels_on_go_back_to_more_noise(size, level):
+def test_larger_images_go_back_to_more_noise(size, level):
     sampler = sampler_of(tuned(data={'image_size': size}), SamplerConfig())
     np.testing.assert_allclose(visited(sampler), [80, level], rtol=1e-5)
 
