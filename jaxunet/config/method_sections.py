@@ -36,7 +36,9 @@ class ModelConfig:
     # True: the embedding scales and shifts the output of norm_2. False: it is added before norm_2.
     scale_shift_norm: bool = False
     # Probability, in each residual block; rounded to multiples of 2⁻¹⁶.
-    dropout: float = option(0.0, Range(dropout_rate.SUPPORTED, dropout_rate.is_supported))
+    dropout: float = option(
+        0.0, Range(dropout_rate.SUPPORTED, dropout_rate.is_supported), left_open=-1.0
+    )
     # 0 = unconditional: class labels are not used.
     num_classes: int = option(10, NOT_NEGATIVE, limit=10**7)
     # Share of labels that training drops; above 0, samples can have classifier-free guidance.

@@ -111,7 +111,7 @@ class EmaConfig:
     """Moving averages of the weights: exponential ones, and power functions of the time."""
 
     # One average per rate; sampling uses the first.
-    rates: tuple[float, ...] = option((0.995,), FRACTION)
+    rates: tuple[float, ...] = option((0.995,), FRACTION, left_open=())
     warmup: bool = True  # decay = min(rate, (1 + n) / (10 + n)) after n steps
     # Widths (sigma_rel) of power-function averages, such as (0.05, 0.10). A run with any keeps
     # snapshots of them, from which averages of other widths can be computed after training.

@@ -37,8 +37,9 @@ UNSET: dict[str, object] = {
     SCHEDULE: DiffusionConfig.schedule,
     TIME_SCALE: DiffusionConfig.edm_time_scale,
 }
-# Images below which v has better pictures than flow, which overfits sooner. Measured with 450 and
-# with 9,000 images (docs/results.md, "Recipes"); between these it is a guess.
+# Images below which v has better pictures than flow, which overfits sooner, and tunings want
+# dropout and a longer average. Measured with 450 to 600 and with 9,000 images (docs/results.md,
+# "Recipes"; docs/few_steps.md); between these it is a guess.
 FEW = 1000
 # Images below which a tuning by Muon takes the higher rate. Measured with 500 and, with a small
 # network, 1,797, which want it, and with 9,000 and 50,000 (docs/few_steps.md).
@@ -303,14 +304,17 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
     tunes = value_at(raw, 'diffusion.objective') == 'consistency'
     count = facts.images
     steps = ladders.steps_to_tune(count, batch) if tunes else ladders.steps_to_train(count)
+    few = tunes and count < FEW
     choices: dict[str, object] = {
         'data.image_size': tuple(size),
         'model.image_channels': channels,
         'model.channel_mult': ladders.LADDERS[levels],
+        'model.dropout': 0.2 if few else 0.0,
         'data.batch_size': batch,
         # flow has no schedule, so a schedule that is set rules it out.
-        'diffusion.objective': 'v' if facts.images < FEW or _is_set(raw, SCHEDULE) else 'flow',
-        'optimizer.learning_rate': _learning_rate(raw, batch, facts.images),
+        'diffusion.objective': 'v' if count < FEW or _is_set(raw, SCHEDULE) else 'flow',
+        'optimizer.learning_rate': _learning_rate(raw, batch, count),
+        'ema.rates': (0.9993,) if few else (0.995,),
         'train.steps': steps,
     }
     chosen = {path: v for path, v in choices.items() if value_at(raw, path) == OPEN[path]}

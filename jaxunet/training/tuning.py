@@ -31,15 +31,15 @@ OBJECTIVE, OF, Q, STAGES = (
 LEVELS = {'mean': -1.1, 'std': 2.0}  # of ln σ
 # What was best in minutes on an H200 (docs/few_steps.md, "What was measured").
 CHOSEN: Fields = {
-    'model.dropout': 0.0,
+    'model.dropout': OPEN['model.dropout'],  # by the number of images
     'optimizer.name': 'muon',
-    'optimizer.learning_rate': OPEN['optimizer.learning_rate'],  # by the number of images
+    'optimizer.learning_rate': OPEN['optimizer.learning_rate'],
     'optimizer.betas': (0.9, 0.999),
     'optimizer.weight_decay': 0.0,
     'optimizer.warmup_steps': 0,
     'optimizer.schedule': 'linear',
     'optimizer.clip_norm': 0.0,
-    'ema.rates': (0.995,),
+    'ema.rates': OPEN['ema.rates'],
     'train.steps': OPEN['train.steps'],
 }
 IN_PLACE = ('train.epochs', 'train.minutes')  # lengths of a run in place of train.steps

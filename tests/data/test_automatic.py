@@ -190,7 +190,8 @@ def test_every_other_config_is_complete():
     for path in CONFIGS:
         raw = load(path).to_dict()
         left_open = [field for field in OPEN if automatic.value_at(raw, field) == OPEN[field]]
-        assert left_open == (list(OPEN) if path == IMAGES else [])
+        of_tunings = {'model.dropout', 'ema.rates'}
+        assert left_open == ([f for f in OPEN if f not in of_tunings] if path == IMAGES else [])
 
 
 def test_a_resumed_run_keeps_what_was_chosen(tmp_path):

@@ -31,6 +31,13 @@ TEACHER = tiny_config(
     data={'path': 'digits:', 'augment': 'flip'},
 )
 TUNES = {'diffusion.objective': 'consistency', 'init_from': 'runs/teacher'}
+# What is chosen for the 1,797 digits.
+BY_IMAGES = {
+    'model.dropout': 0.0,
+    'optimizer.learning_rate': 2e-3,
+    'ema.rates': (0.995,),
+    'train.steps': 8000,
+}
 
 
 def recipe(name, **changes):
@@ -54,20 +61,21 @@ def test_any_recipe_takes_the_network_and_the_images_of_the_teacher(caplog):
         raw = to_dict(config)
         for path, value in CHOSEN.items():
             section, field = path.split('.')
-            expected = {'learning_rate': 2e-3, 'steps': 8000}.get(field, value)
+            expected = BY_IMAGES.get(path, value)
             assert raw[section][field] == expected, path
         assert (config.evaluation.sampler, config.evaluation.variance) == ('', '')
         check_used(config)
         taken, chosen, by_images, ends = (record.message for record in caplog.records[-4:])
         assert taken.startswith('as in the run of init_from: ')
         assert ('data.path=digits:' in taken) == (name != 'digits')  # which has it already
-        assert chosen.startswith('chosen to tune the network: model.dropout=0.0, ')
+        assert chosen.startswith('chosen to tune the network: diffusion.flow_mean=-1.1, ')
         assert 'diffusion.consistency_q=2, ' in chosen
-        assert 'learning_rate' not in chosen
-        assert 'train.steps' not in chosen
+        assert not any(path in chosen for path in BY_IMAGES)
         assert chosen.endswith('; q^stages is about 16 (docs/few_steps.md)')
         assert by_images.startswith('chosen for 1,797 images ')
-        assert by_images.endswith(': optimizer.learning_rate=0.002, train.steps=8000')
+        assert by_images.endswith(
+            ': model.dropout=0.0, optimizer.learning_rate=0.002, ema.rates=0.995, train.steps=8000'
+        )
         assert ends.startswith('the run ends after 8,000 steps, when it has seen each image about ')
 
 
@@ -79,6 +87,21 @@ def test_the_rate_goes_with_the_optimizer_and_the_number_of_images(tmp_path):
     for named, rate in ((few, 2e-3), (many, 6e-4), (adamw, 1e-4)):
         config = complete(for_tuning(recipe('images', **named), None, TEACHER, [*TUNES, *named]))
         assert config.optimizer.learning_rate == rate
+
+
+@pytest.mark.parametrize(
+    ('images', 'objective', 'dropout', 'rate'),
+    [
+        (999, 'consistency', 0.2, 0.9993),
+        (1000, 'consistency', 0.0, 0.995),
+        (999, 'edm', 0.0, 0.995),
+    ],
+)
+def test_few_images_are_tuned_with_dropout(images, objective, dropout, rate):
+    raw = recipe('images', **{'model.dropout': -1.0, 'ema.rates': ()})
+    raw['diffusion']['objective'] = objective
+    chosen = automatic.choose(raw, automatic.Facts(images, [(64, 64)], False))
+    assert (chosen['model.dropout'], chosen['ema.rates']) == (dropout, (rate,))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +139,8 @@ def test_stages_go_with_a_named_q(q, stages):
 
 def test_a_config_file_that_tunes_keeps_what_it_sets():
     """Its fields differ from the defaults; the command line names none of them."""
-    config = complete(for_tuning(recipe('elephants64'), None, TEACHER, ['train.log_every']))
+    raw = recipe('elephants64', **{'data.path': 'digits:'})
+    config = complete(for_tuning(raw, None, TEACHER, ['train.log_every']))
     assert (config.train.steps, config.optimizer.warmup_steps) == (40_000, 500)
     assert config.ema.rates == (0.9995,)
     assert (config.optimizer.clip_norm, config.diffusion.flow_std) == (0.0, 2.0)
