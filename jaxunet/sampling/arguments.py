@@ -27,11 +27,15 @@ def as_options(given: dict[str, Any]) -> dict[str, Any]:
     for name in given:
         if name not in hints:
             raise UserError(f'{name}: unknown option{near_misses(name, hints)}')
-    return {name: _as_field(name, value, hints[name]) for name, value in given.items()}
+    return {name: as_type(name, value, hints[name]) for name, value in given.items()}
 
 
-def _as_field(name: str, value: object, hint: Any) -> object:
-    """Returns the value of an option as its type, which is `hint`: X or X | None."""
+def as_type(name: str, value: object, hint: Any) -> Any:
+    """Returns the value of an argument as its type, which is `hint`: X or X | None.
+
+    Raises:
+      UserError: it is of another type.
+    """
     kind = hint if isinstance(hint, type) else typing.get_args(hint)[0]
     if value is None and kind is not hint:
         return None

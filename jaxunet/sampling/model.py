@@ -31,7 +31,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.paths import check_path
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.sampling.arguments import as_options
+from jaxunet.sampling.arguments import as_options, as_type
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import given_pictures
@@ -201,7 +201,9 @@ class Model:
         if guide is None:
             check_can_be_guided(self.config, guidance_scale, 'guidance_scale')
         labels = self._labels(class_labels, n)
-        how = self._options(sampler, steps, guidance_scale, options)
+        name = as_type('sampler', sampler, str | None)
+        how = self._options(name, steps, guidance_scale, options)
+        strength = as_type('strength', strength, float | None)
         picture = self._picture(init_image, mask, strength)
         generator = self._generator(how, min(batch_size, n), picture, guide)
         return self._drawn(generator, n, seed, labels, pictures, progress)

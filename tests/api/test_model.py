@@ -155,6 +155,11 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
         ({'class_labels': 'dog'}, "found 'dog'"),
         ({'class_labels': []}, 'class_labels: expected labels or names, found none'),
         ({'sampler': 'dim'}, 'sampler: expected one of'),
+        ({'sampler': 3}, 'sampler: expected a text, found 3'),
+        (
+            {'init_image': np.zeros((8, 8)), 'strength': 'a'},
+            "strength: expected a number, found 'a'",
+        ),
         ({'etta': 0.5}, 'etta: unknown option; did you mean "eta"'),
         ({'eta': 'high'}, "eta: expected a number, found 'high'"),
         ({'churn': True}, 'churn: expected a number, found True'),
