@@ -18,7 +18,7 @@ import os
 import pathlib
 import queue
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -317,7 +317,11 @@ def evaluate(
     """
     if model is None:
         raise UserError('model: expected a Model, or samples as a path or arrays, found None')
-    metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics or ())
+    check_path(features, 'features', 'the name or the path of a feature network')
+    metrics = (metrics,) if isinstance(metrics, str) else metrics or ()
+    if not isinstance(metrics, Iterable):
+        raise UserError(f'metrics: expected names of metrics, found {metrics!r}')
+    metrics = tuple(metrics)
     with guarded('this evaluation'):
         if isinstance(model, Model):
             path = os.fspath(reference) if isinstance(reference, str | os.PathLike) else ''

@@ -32,7 +32,7 @@ def source_of(
     if not len(pixels):
         raise UserError('images: expected one or more, found none')
     named = None if class_names is None else np.array(list(class_names), np.str_)
-    given = None if labels is None else np.asarray(labels)
+    given = None if labels is None else np.atleast_1d(np.asarray(labels))
     if given is not None and given.dtype.kind in 'UO' and all(isinstance(x, str) for x in given):
         names = sorted(set(given.tolist()), key=class_order) if named is None else named.tolist()
         if unknown := set(given.tolist()) - set(names):

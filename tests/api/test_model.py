@@ -214,6 +214,10 @@ def test_what_is_no_path_is_an_error(model):
         jaxunet.evaluate(None)
     with pytest.raises(jaxunet.UserError, match=r'^metrics: expected some of fid, .* found none$'):
         jaxunet.evaluate('digits:', 'digits:', None)
+    with pytest.raises(jaxunet.UserError, match=r'^metrics: expected names .* found 3$'):
+        jaxunet.evaluate('digits:', 'digits:', 3)
+    with pytest.raises(jaxunet.UserError, match=r'^features: expected the name .* type int$'):
+        jaxunet.evaluate('digits:', 'digits:', features=3)
 
 
 def test_a_model_and_images_are_measured(model, tmp_path):

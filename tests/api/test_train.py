@@ -222,6 +222,7 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
         (np.zeros((4, 3, 8, 8), np.uint8), {}, r'channels first, store images.transpose'),
         ([np.zeros((8, 8)), np.zeros((9, 9))], {}, 'images: expected images of one size'),
         (digits(4), {'labels': [0, 1]}, r'labels: expected shape \(4,\)'),
+        (digits(4), {'labels': 'kind'}, r'labels: expected shape \(4,\)'),
         (digits(4), {'labels': ['a'] * 4, 'class_names': ['b']}, "class_names lacks 'a'"),
         ('digits:', {'labels': [0]}, 'belong to arrays'),
         ('digits:', {'labels': 'kind'}, r'data\.labels: kind chooses the labels of image files'),
