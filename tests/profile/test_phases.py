@@ -7,7 +7,7 @@ from support.tiny import tiny_config
 
 from jaxunet.data.sources import open_source
 from jaxunet.profile.align import align, stem
-from jaxunet.profile.capture import Steps
+from jaxunet.profile.capture import single_steps
 from jaxunet.profile.events import COLLECTIVE, KERNEL, Event, build_trace
 from jaxunet.profile.hlo import Instruction, Program, read_hlo
 from jaxunet.profile.phases import (
@@ -50,7 +50,7 @@ def test_several_steps_of_a_call_have_no_profile():
     with pytest.raises(
         UserError, match=r'train.steps_per_call: a profile is of steps one by one, found 2'
     ):
-        Steps(config, digits(config))
+        single_steps(config, digits(config))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_several_steps_of_a_call_have_no_profile():
 )
 def test_every_operation_of_a_real_step_has_its_phase(changes, devices):
     config = tiny_config(**{'parallel': {'devices': devices}, **changes})
-    with Steps(config, digits(config)) as steps:
-        program = read_hlo(steps.hlo_text())
+    with single_steps(config, digits(config)) as session:
+        program = read_hlo(session.compile().as_text())
     working = {name: program.instructions[name] for name in program.schedule}
     phases = {name: phase_of(i.path) for name, i in working.items()}
     assert {DATA, FORWARD, BACKWARD, OPTIMIZER} <= set(phases.values())
