@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import itertools
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxunet.config import Config, resolve, to_dict
@@ -43,11 +43,6 @@ class Axis:
 
     name: str
     values: tuple[object, ...]
-
-    @property
-    def title(self) -> str:
-        """Last part of the name, for plots."""
-        return self.name.split('.')[-1]
 
 
 @dataclass(frozen=True)
@@ -91,10 +86,8 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The values in one line, e.g. `precision=float32 devices=2`."""
-        return ' '.join(
-            f'{name.split(".")[-1]}={show(value)}' for name, value in self.values.items()
-        )
+        """The values in one short line."""
+        return label(self.values)
 
 
 def show(value: object) -> str:
@@ -102,6 +95,16 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return f'({",".join(map(str, value))}{"," if len(value) == 1 else ""})'
     return str(value)
+
+
+def label(values: Mapping[str, object]) -> str:
+    """Returns values by axis as short text, such as `precision=float32 devices=2`."""
+    return ' '.join(f'{name.split(".")[-1]}={show(value)}' for name, value in values.items())
+
+
+def named(values: Mapping[str, object]) -> str:
+    """Returns values by axis as text, such as `precision=float32, parallel.devices=2`."""
+    return ', '.join(f'{name}={show(value)}' for name, value in values.items())
 
 
 def parse_axes(texts: Iterable[str]) -> list[Axis]:

@@ -18,7 +18,7 @@ from jaxunet.sweep import parts, plots, report
 from jaxunet.sweep.folder import config_arguments, load, save
 from jaxunet.sweep.points import expand, parse_axes
 from jaxunet.sweep.presets import STUDY_PARTS
-from jaxunet.sweep.results import Sweep, effects, geometric_mean
+from jaxunet.sweep.results import Sweep, effects
 
 
 def rows_of(sweep_axes, rate, **extra):
@@ -81,7 +81,6 @@ def test_what_an_option_is_worth():
     assert found['parallel.devices', 4].ratios == pytest.approx([2])
     assert found['parallel.devices', 4].efficiency == pytest.approx(0.5)
     assert found['precision', 'bfloat16'].efficiency is None
-    assert geometric_mean([1, 4]) == pytest.approx(2)
 
 
 def test_report_csv_and_plots(tmp_path):
