@@ -18,14 +18,7 @@ from jaxunet.benchmark.cases import PYTORCH, Benchmark, Competitor, Prepared
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.benchmark.power import Meter, open_gpu
-from jaxunet.benchmark.timing import (
-    TURN_SECONDS,
-    Run,
-    interleave,
-    steps_in,
-    summarise,
-    turn_steps,
-)
+from jaxunet.benchmark.timing import TURN_SECONDS, Run, interleave, steps_in, summarise, turn_steps
 from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import Config
 from jaxunet.data.source import Source

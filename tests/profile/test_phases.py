@@ -175,13 +175,7 @@ def test_names_tell_backends():
 def test_stems():
     assert [
         stem(n) for n in ('loop_add_fusion_12', 'loop_add_fusion.3.1', 'gemm_64x32', 'copy', '12')
-    ] == [
-        'loop_add_fusion',
-        'loop_add_fusion',
-        'gemm_64x32',
-        'copy',
-        '12',
-    ]
+    ] == ['loop_add_fusion', 'loop_add_fusion', 'gemm_64x32', 'copy', '12']
 
 
 def test_kernels_of_cuda_graphs_find_their_instructions():

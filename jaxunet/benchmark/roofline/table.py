@@ -26,10 +26,7 @@ NEEDED = {
     **dict.fromkeys(('floor_ms', 'ms', 'above_ms'), NUMBER),
     'level?': str,  # null for a class as a whole
 }
-OF_STEP = {
-    **dict.fromkeys(('busy_ms', 'step_ms', 'gaps_ms', 'unplaced'), NUMBER),
-    'unknown': list,
-}
+OF_STEP = {**dict.fromkeys(('busy_ms', 'step_ms', 'gaps_ms', 'unplaced'), NUMBER), 'unknown': list}
 
 
 def markdown(rows: Iterable[Row]) -> str:
