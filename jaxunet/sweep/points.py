@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ BATCH_PER_DEVICE = 'batch_per_device'
 # jit: the step runs as one compiled program (on) or operation by operation from Python (off).
 # batch_per_device: images per device; sets data.batch_size to this times the devices.
 OWN_AXES = (JIT, BATCH_PER_DEVICE)
+SEPARATOR = re.compile(r',(?![^(]*\))')  # a comma outside parentheses
 DEVICES, BATCH, WORKERS, CACHE = (
     'parallel.devices',
     'data.batch_size',
@@ -122,7 +124,7 @@ def parse_axes(texts: Iterable[str]) -> list[Axis]:
                 f'--vary {text}: expected NAME=VALUE,VALUE,..., e.g. --vary '
                 'precision=float32,bfloat16'
             )
-        axes.append(make_axis(name.strip(), [v.strip() for v in _split(values)]))
+        axes.append(make_axis(name.strip(), [v.strip() for v in SEPARATOR.split(values)]))
         if name.strip() in [axis.name for axis in axes[:-1]]:
             raise UserError(f'--vary {name}: given twice; list all its values after one --vary')
     return axes
@@ -146,18 +148,6 @@ def merge(preset: Sequence[Axis], given: Sequence[Axis]) -> list[Axis]:
     """Returns the axes of a preset; given axes replace those of the same name, or are added."""
     named = {axis.name: axis for axis in given}
     return [named.pop(axis.name, axis) for axis in preset] + list(named.values())
-
-
-def _split(values: str) -> list[str]:
-    """Splits at the commas outside parentheses."""
-    parts, depth = [''], 0
-    for character in values:
-        depth += {'(': 1, ')': -1}.get(character, 0)
-        if character == ',' and depth == 0:
-            parts.append('')
-        else:
-            parts[-1] += character
-    return parts
 
 
 def _fields(cls: type, prefix: str = '') -> dict[str, object]:
