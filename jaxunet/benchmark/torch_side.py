@@ -6,9 +6,10 @@ Importing this module needs PyTorch (extra `peers`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -74,10 +75,8 @@ class TorchSide:
             return torch.tensor(value, device=self.device)
 
         images, labels = pipeline.load_all(source, progress=False)
-        self.images, self.labels = (
-            put(np.ascontiguousarray(images.transpose(0, 3, 1, 2))),
-            put(labels.astype(np.int64)),
-        )
+        self.images = put(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+        self.labels = put(labels.astype(np.int64))
         self.model = build_torch_unet(config)
         state = from_tree(jax.device_get(params), config, new_attention_order=False)
         self.model.load_state_dict(
@@ -209,22 +208,12 @@ class TorchSide:
 
     def _own_bytes(self, whole: bool) -> int:
         """Returns the bytes of the parameters, or of everything that a whole step keeps."""
-        state = [
-            v
-            for s in self.optimizer.state.values()
-            for v in s.values()
-            if isinstance(v, torch.Tensor)
-        ]
-        kept: Iterable[torch.Tensor] = self.parameters
+        kept: list[torch.Tensor] = [*self.parameters]
         if whole:
-            kept = [
-                *self.parameters,
-                *state,
-                *(p for average in self.averages for p in average),
-                self.images,
-                self.labels,
-            ]
-        return sum(v.numel() * v.element_size() for v in kept)
+            states = [v for state in self.optimizer.state.values() for v in state.values()]
+            kept += [v for v in states if isinstance(v, torch.Tensor)]
+            kept += [*itertools.chain(*self.averages), self.images, self.labels]
+        return sum(v.nbytes for v in kept)
 
     def _wait(self) -> None:
         if self.gpu:
